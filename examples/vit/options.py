@@ -1,0 +1,49 @@
+"""Command line of the ViT example."""
+
+from argparse import ArgumentParser, Namespace
+
+
+def parse_args() -> Namespace:
+    """The flags of ``train.py``; ``pp_size`` is ``None`` if left out, because it depends on the number of processes."""
+    parser = ArgumentParser(description="Train or fine-tune a Vision Transformer with pipeline and data parallelism.")
+    add_task_flags(parser)
+    add_training_flags(parser)
+    add_parallel_flags(parser)
+    args = parser.parse_args()
+    fine_tuning = args.model is not None
+    if args.epochs is None:
+        args.epochs = 3 if fine_tuning else 25
+    if args.lr is None:
+        args.lr = 5e-5 if fine_tuning else 2e-3
+    if args.num_microbatches is None and args.microbatch_size is None:
+        args.num_microbatches = 4
+    return args
+
+
+def add_task_flags(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("task")
+    group.add_argument("--model", help="hub id or folder of a model to fine-tune (default: a small ViT from scratch)")
+    group.add_argument("--dataset", default="digits", help="digits, a folder of images by class, or a hub id")
+    group.add_argument("--max-samples", type=int, help="use at most this many samples of each split")
+    group.add_argument("--output", default="outputs/vit", help="folder for the trained model (default: %(default)s)")
+
+
+def add_training_flags(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("training")
+    group.add_argument("--epochs", type=int, help="default: 25 from scratch, 3 with --model")
+    group.add_argument("--batch-size", type=int, default=32, help="per data-parallel replica (default: %(default)s)")
+    group.add_argument("--lr", type=float, help="peak learning rate; default: 2e-3 from scratch, 5e-5 with --model")
+    group.add_argument("--weight-decay", type=float, default=0.05, help="default: %(default)s")
+    group.add_argument("--warmup-ratio", type=float, default=0.1, help="share of all steps (default: %(default)s)")
+    group.add_argument("--max-norm", type=float, default=1.0, help="gradient clipping (default: %(default)s)")
+    group.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: %(default)s")
+    group.add_argument("--seed", type=int, default=42, help="default: %(default)s")
+
+
+def add_parallel_flags(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("parallelism", "The processes that these leave over hold replicas of the model.")
+    group.add_argument("--tp-size", type=int, default=1, help="tensor-parallel ranks (default: %(default)s)")
+    group.add_argument("--pp-size", type=int, help="pipeline stages (default: 2, or 1 on an odd number of processes)")
+    sizes = group.add_mutually_exclusive_group()
+    sizes.add_argument("--num-microbatches", type=int, help="microbatches per batch (default: 4)")
+    sizes.add_argument("--microbatch-size", type=int, help="samples per microbatch, instead of --num-microbatches")

@@ -1,0 +1,145 @@
+"""Train a Vision Transformer with pipeline and data parallelism.
+
+    torchrun --standalone --nproc-per-node 4 examples/vit/train.py
+
+trains a small ViT on handwritten digits, as two replicas of two pipeline stages, saves it as a Hugging Face folder, and
+checks that folder in plain transformers. With ``--model`` and ``--dataset`` the same script fine-tunes.
+"""
+
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import datasets
+import transformers
+from data import ImageSplits, load_splits
+from evaluation import check_same, evaluate, evaluate_folder
+from model import build_model
+from options import parse_args
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from hybridpp import (
+    Booster,
+    CosineAnnealingWarmupLR,
+    DistCoordinator,
+    HybridAdam,
+    HybridParallelPlugin,
+    launch_from_torch,
+)
+
+
+def train(args: Namespace, coordinator: DistCoordinator) -> None:
+    """The whole job: load, train, evaluate after every epoch, save, check."""
+    started = time.perf_counter()
+    with coordinator.priority_execution():  # rank 0 downloads, the others find its files
+        splits = load_splits(args.dataset, args.max_samples)
+        model, processor = build_model(args.model, splits.label_names)
+    train_set, held_out = splits.with_processor(processor)
+
+    plugin = make_plugin(args, coordinator.world_size)
+    booster = Booster(plugin=plugin)
+    coordinator.print_on_master(describe(args, plugin, model, splits))
+    dataloader = plugin.prepare_dataloader(train_set, batch_size=args.batch_size, shuffle=True, seed=args.seed)
+    held_out_loader = plugin.prepare_dataloader(held_out, batch_size=args.batch_size)
+
+    optimizer = HybridAdam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+    total_steps = args.epochs * len(dataloader)
+    lr_scheduler = CosineAnnealingWarmupLR(
+        optimizer, total_steps=total_steps, warmup_steps=int(args.warmup_ratio * total_steps)
+    )
+    model, optimizer, criterion, dataloader, lr_scheduler = booster.boost(
+        model=model, optimizer=optimizer, criterion=model_loss, dataloader=dataloader, lr_scheduler=lr_scheduler
+    )
+
+    for epoch in range(args.epochs):
+        train_epoch(epoch, model, optimizer, criterion, lr_scheduler, dataloader, booster, coordinator)
+        score = evaluate(model, criterion, held_out_loader, booster)
+        coordinator.print_on_master(f"Epoch [{epoch + 1}]: held-out accuracy {score}")
+
+    booster.save_model(model, args.output, shard=True)
+    if coordinator.is_master():
+        processor.save_pretrained(args.output)
+        reloaded = evaluate_folder(args.output, splits, args.batch_size)
+        print(check_same(score, reloaded, args.output, args.precision))
+    coordinator.block_all()
+    coordinator.print_on_master(f"Done in {time.perf_counter() - started:.0f} s.")
+
+
+def train_epoch(
+    epoch: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+    criterion: Callable[[Any, Any], Tensor],
+    lr_scheduler: LRScheduler,
+    dataloader: DataLoader[Any],
+    booster: Booster,
+    coordinator: DistCoordinator,
+) -> None:
+    """One pass over the training data.
+
+    Collective: every rank must call it.
+    """
+    model.train()
+    data_iter = iter(dataloader)
+    with tqdm(range(len(dataloader)), desc=f"Epoch [{epoch + 1}]", disable=not coordinator.is_master()) as bar:
+        for _ in bar:
+            loss = booster.execute_pipeline(data_iter, model, criterion, optimizer, return_loss=True)["loss"]
+            optimizer.step()
+            lr_scheduler.step()
+            optimizer.zero_grad()
+            bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+
+
+def model_loss(outputs: Any, inputs: Any) -> Tensor:
+    """The loss of one micro-batch: transformers' models compute it themselves when they are given labels."""
+    loss: Tensor = outputs.loss
+    return loss
+
+
+def make_plugin(args: Namespace, world_size: int) -> HybridParallelPlugin:
+    """The layout that the flags ask for; without ``--pp-size`` two stages, or one on an odd number of ranks."""
+    pp_size = args.pp_size
+    if pp_size is None:
+        pp_size = 1 if world_size % 2 else 2
+    return HybridParallelPlugin(
+        tp_size=args.tp_size,
+        pp_size=pp_size,
+        num_microbatches=args.num_microbatches,
+        microbatch_size=args.microbatch_size,
+        precision=args.precision,
+        max_norm=args.max_norm,
+    )
+
+
+def describe(args: Namespace, plugin: HybridParallelPlugin, model: nn.Module, splits: ImageSplits) -> str:
+    """What is about to run, in a few lines."""
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return (
+        f"Layout: pp={plugin.pp_size} x dp={plugin.dp_size} x tp={plugin.tp_size}, {args.precision}\n"
+        f"Model: {args.model or 'a small ViT from scratch'}, {num_parameters:,} parameters\n"
+        f"Data: {args.dataset}, {len(splits.label_names)} classes, "
+        f"{len(splits.train):,} images to train on, {len(splits.held_out):,} held out"
+    )
+
+
+def main() -> None:
+    args = parse_args()
+    launch_from_torch(seed=args.seed)
+    coordinator = DistCoordinator()
+    if not coordinator.is_master():  # one set of messages and progress bars is enough
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()
+    try:
+        train(args, coordinator)
+    finally:
+        coordinator.destroy()
+
+
+if __name__ == "__main__":
+    main()

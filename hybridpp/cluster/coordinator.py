@@ -1,0 +1,86 @@
+"""Who speaks, who goes first: small helpers for scripts that run on every rank."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hybridpp.cluster.current import current_world
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class DistCoordinator:
+    """This rank's place in the job, and ways to act on some ranks only.
+
+    Without a job, it is rank 0 of 1.
+
+    Attributes:
+        rank: this process among all.
+        world_size: number of processes.
+        local_rank: this process among those of its host.
+
+    Example:
+        >>> coordinator = DistCoordinator()
+        >>> coordinator.print_on_master(f"training on {coordinator.world_size} ranks")
+        training on 1 ranks
+    """
+
+    def __init__(self) -> None:
+        world = current_world()
+        self.rank = world.rank
+        self.world_size = world.size
+        self.local_rank = dist.get_node_local_rank(fallback_rank=self.rank) if dist.is_initialized() else self.rank
+        self._world = world
+
+    def is_master(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def is_node_master(self) -> bool:
+        """Whether this is the first rank of its host."""
+        return self.local_rank == 0
+
+    def print_on_master(self, message: object) -> None:
+        """Print on rank 0, say nothing on the others."""
+        if self.is_master():
+            print(message, flush=True)  # noqa: T201
+
+    def on_master_only(self, function: Callable[P, T]) -> Callable[P, T | None]:
+        """A function that does its work on rank 0 and returns None on the others."""
+
+        @functools.wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> T | None:
+            return function(*args, **kwargs) if self.is_master() else None
+
+        return wrapper
+
+    @contextmanager
+    def priority_execution(self, executor_rank: int = 0) -> Iterator[None]:
+        """Run the block on ``executor_rank`` first, then on all others (say, to fill a cache).
+
+        Collective: every rank must enter it.
+        """
+        if self.rank != executor_rank:
+            self.block_all()
+        try:
+            yield
+        finally:
+            if self.rank == executor_rank:
+                self.block_all()
+
+    def block_all(self) -> None:
+        """Wait until every rank is here. Collective: all ranks."""
+        if dist.is_initialized():
+            dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
+        else:
+            self._world.control().all_gather(torch.zeros(1))
+
+    def destroy(self) -> None:
+        """Leave the job; a process that ends without it may abort in a backend's threads."""
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,231 @@
+"""Ranks inside one process, for tests and single-process runs.
+
+Each rank is a thread, but only the one that holds the baton runs; it passes the baton on where it waits for another
+rank. So runs are deterministic, torch's per-process random generator is never shared by two ranks at work, and a
+deadlock is seen as soon as every rank waits.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from hybridpp.cluster.world import Work, override
+from hybridpp.errors import DeadlockError
+
+T = TypeVar("T")
+
+
+class _Aborted(BaseException):
+    """Ends a rank whose peer has failed; never leaves :meth:`Loopback.run`."""
+
+
+class _Baton:
+    """Lets one thread of ``size`` run at a time."""
+
+    def __init__(self, size: int):
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._waiting: dict[int, tuple[int, str]] = {}
+        self._alive = set(range(size))
+        self._posted = 0
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        self._turns[0].release()
+
+    def acquire(self, rank: int) -> None:
+        self._turns[rank].acquire()
+
+    def post(self) -> None:
+        """Something was sent that a waiting rank may need."""
+        self._posted += 1
+
+    def _pass_on(self, rank: int) -> None:
+        order = sorted(self._alive, key=lambda other: (other <= rank, other))
+        if order:
+            self._turns[order[0]].release()
+
+    def wait_until(self, rank: int, ready: Callable[[], bool], what: str) -> None:
+        while not ready():
+            if self.failure is not None:
+                raise _Aborted
+            self._waiting[rank] = (self._posted, what)
+            if all(self._waiting.get(other, (-1,))[0] == self._posted for other in self._alive):
+                places = "; ".join(f"rank {other} waits for {self._waiting[other][1]}" for other in sorted(self._alive))
+                raise DeadlockError(f"every rank waits for another: {places}.")
+            self._pass_on(rank)
+            self.acquire(rank)
+        self._waiting.pop(rank, None)
+
+    def leave(self, rank: int) -> None:
+        self._alive.discard(rank)
+        self._waiting.pop(rank, None)
+        self._pass_on(rank)
+
+
+class Loopback:
+    """A world of ``size`` ranks in this process.
+
+    Example:
+        >>> Loopback(2).run(lambda: current_world().rank)
+        [0, 1]
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self._baton = _Baton(size)
+        self._shared: dict[Any, Any] = {}
+
+    def run(self, function: Callable[[], T]) -> list[T]:
+        """Call ``function`` once on every rank and return the results in rank order.
+
+        Raises:
+            Exception: the first that any rank raised; the other ranks are ended.
+        """
+        baton = self._baton = _Baton(self.size)
+        self._shared = {}
+        results: list[Any] = [None] * self.size
+
+        def work(rank: int) -> None:
+            baton.acquire(rank)
+            try:
+                override.set(LoopbackWorld(self, rank))
+                if baton.failure is None:
+                    results[rank] = function()
+            except _Aborted:
+                results[rank] = None
+            except BaseException as error:
+                baton.failure = baton.failure or error
+            finally:
+                baton.leave(rank)
+
+        contexts = [copy_context() for _ in range(self.size)]
+        threads = [threading.Thread(target=contexts[rank].run, args=(work, rank)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        baton.start()
+        for thread in threads:
+            thread.join()
+        if baton.failure is not None:
+            raise baton.failure
+        return results
+
+
+class LoopbackWorld:
+    """One rank's view of a :class:`Loopback`."""
+
+    def __init__(self, loopback: Loopback, rank: int):
+        self.rank = rank
+        self.size = loopback.size
+        self.device = torch.device("cpu")
+        self._loopback = loopback
+        self._num_splits = 0
+
+    def split(self, groups: Sequence[Sequence[int]]) -> "LoopbackGroup | None":
+        self._num_splits += 1
+        for ranks in groups:
+            if self.rank in ranks:
+                return LoopbackGroup(self._loopback, (self._num_splits, tuple(ranks)), self.rank)
+        return None
+
+    def control(self) -> "LoopbackGroup":
+        return LoopbackGroup(self._loopback, ("control", tuple(range(self.size))), self.rank)
+
+
+class _Done:
+    """A communication that has already happened."""
+
+    def wait(self) -> None:
+        return
+
+
+class _Pending:
+    """A communication that is over once ``ready`` says so."""
+
+    def __init__(self, baton: _Baton, rank: int, ready: Callable[[], bool], what: str):
+        self._arguments = (rank, ready, what)
+        self._baton = baton
+
+    def wait(self) -> None:
+        self._baton.wait_until(*self._arguments)
+
+
+class _Mailbox:
+    """Messages from one rank to another, matched with receives in order."""
+
+    def __init__(self) -> None:
+        self.messages: deque[Tensor] = deque()
+        self.receives: deque[tuple[Tensor, list[bool]]] = deque()
+
+    def match(self) -> None:
+        while self.messages and self.receives:
+            target, done = self.receives.popleft()
+            target.copy_(self.messages.popleft())
+            done.append(True)
+
+
+class LoopbackGroup:
+    """Ranks of a :class:`Loopback` that communicate through shared memory."""
+
+    process_group = None
+
+    def __init__(self, loopback: Loopback, key: tuple[Any, tuple[int, ...]], rank: int):
+        self.ranks = key[1]
+        self.rank = self.ranks.index(rank)
+        self.size = len(self.ranks)
+        self._world_rank = rank
+        self._key = key
+        self._baton = loopback._baton
+        self._shared = loopback._shared
+        self._num_collectives: dict[str, int] = {}
+
+    def _collect(
+        self, kind: str, tensor: Tensor, finish: Callable[[list[Tensor]], None]
+    ) -> tuple[dict[int, Tensor], _Pending]:
+        """Hand in this rank's tensor; the last rank to come calls ``finish`` on all of them, in rank order."""
+        turn = self._num_collectives[kind] = self._num_collectives.get(kind, 0) + 1
+        key = (self._key, kind, turn)
+        parts: dict[int, Tensor] = self._shared.setdefault(key, {})
+        parts[self.rank] = tensor
+        self._baton.post()
+        if len(parts) == self.size:
+            finish([parts[member] for member in range(self.size)])
+            del self._shared[key]
+        what = f"{kind} number {turn} of ranks {self.ranks}"
+        return parts, _Pending(self._baton, self._world_rank, lambda: len(parts) == self.size, what)
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        def finish(parts: list[Tensor]) -> None:
+            total = torch.stack([part.detach() for part in parts]).sum(0)
+            for part in parts:
+                part.detach().copy_(total)
+
+        return self._collect("all_reduce", tensor, finish)[1]
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        parts, pending = self._collect("all_gather", tensor.detach().clone(), lambda parts: None)
+        pending.wait()
+        return [parts[member].clone() for member in range(self.size)]
+
+    def _mailbox(self, source: int, target: int) -> _Mailbox:
+        box: _Mailbox = self._shared.setdefault((self._key, source, target), _Mailbox())
+        return box
+
+    def send(self, tensor: Tensor, peer: int) -> Work:
+        box = self._mailbox(self.rank, peer)
+        box.messages.append(tensor.detach().clone())
+        box.match()
+        self._baton.post()
+        return _Done()
+
+    def receive(self, tensor: Tensor, peer: int) -> Work:
+        box = self._mailbox(peer, self.rank)
+        done: list[bool] = []
+        box.receives.append((tensor.detach(), done))
+        box.match()
+        what = f"a message from rank {self.ranks[peer]}"
+        return _Pending(self._baton, self._world_rank, lambda: bool(done), what)

@@ -1,0 +1,48 @@
+"""Random numbers that depend on what is computed, not on where."""
+
+import hashlib
+import random
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy
+import torch
+
+_MASK = 2**63 - 1
+# An odd constant with well-spread bits (2**64 divided by the golden ratio): neighbouring places get distant seeds.
+_STRIDE = 0x9E3779B97F4A7C15
+
+
+def set_seed(seed: int) -> None:
+    """Seed Python's, numpy's and torch's generators of this process."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def microbatch_key(seed: int, step: int, microbatch: int) -> int:
+    """One number for a micro-batch of a training run; ``microbatch`` counts over all replicas of a step."""
+    digest = hashlib.blake2b(struct.pack("<QQQ", seed % 2**64, step, microbatch), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & _MASK
+
+
+def seed_place(key: int, place: int, device: torch.device) -> None:
+    """Set the default generators for one place of the model's forward (see ``microbatch_key``)."""
+    seed = (key + place * _STRIDE) & _MASK
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+
+
+@contextmanager
+def preserved_random_state(device: torch.device) -> Iterator[None]:
+    """Leave the user's torch generators as they were found, whatever happens inside."""
+    cpu = torch.default_generator.get_state()
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)

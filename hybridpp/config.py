@@ -1,0 +1,167 @@
+"""The settings, as frozen dataclasses that check themselves. No torch here: a bad setting is found before it loads."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from hybridpp.errors import ConfigError
+
+
+class Precision(StrEnum):
+    """The number format that the model computes in; weights are kept in fp32 beside it."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+    @classmethod
+    def parse(cls, name: str) -> "Precision":
+        """The member called ``name``.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        try:
+            return cls(name)
+        except ValueError:
+            raise ConfigError(f"precision is one of {', '.join(cls)}: got {name!r}.") from None
+
+
+def _require_positive(owner: str, **values: float) -> None:
+    for name, value in values.items():
+        if value <= 0:
+            raise ConfigError(f"{owner} needs {name} > 0: got {name}={value}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How many ranks share one replica of the model.
+
+    Attributes:
+        tp_size: ranks that share each layer.
+        pp_size: pipeline stages.
+        zero_stage: 0 keeps the whole optimizer state on every replica.
+    """
+
+    tp_size: int
+    pp_size: int
+    zero_stage: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("tp_size", self.tp_size), ("pp_size", self.pp_size)):
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is a whole number of ranks, at least 1: got {name}={value!r}.")
+        if self.tp_size > 1:
+            raise ConfigError(
+                f"tensor parallelism is not built yet: got tp_size={self.tp_size}. "
+                f"Use tp_size=1 and pp_size={self.tp_size * self.pp_size}."
+            )
+        if self.zero_stage != 0:
+            raise ConfigError(
+                f"sharded optimizer state is not built yet: got zero_stage={self.zero_stage}. Use zero_stage=0."
+            )
+
+    def dp_size(self, world_size: int) -> int:
+        """Replicas of the model in a job of ``world_size`` ranks.
+
+        Raises:
+            ConfigError: ``world_size`` is not a multiple of ``tp_size * pp_size``.
+        """
+        ranks = self.tp_size * self.pp_size
+        if world_size % ranks:
+            fits = [n for n in (world_size // ranks * ranks, (world_size // ranks + 1) * ranks) if n]
+            raise ConfigError(
+                f"world size must be a multiple of tp_size * pp_size: got world_size={world_size}, "
+                f"tp_size={self.tp_size}, pp_size={self.pp_size}. "
+                f"Start {' or '.join(map(str, fits))} processes, or change the sizes."
+            )
+        return world_size // ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How a batch is split, and in which order its micro-batches run.
+
+    Attributes:
+        num_microbatches: micro-batches per batch; a batch of fewer samples gives one per sample.
+        microbatch_size: samples per micro-batch, instead of ``num_microbatches``.
+        schedule: the order of the work; ``"1f1b"`` is built.
+    """
+
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
+    schedule: str = "1f1b"
+
+    def __post_init__(self) -> None:
+        if (self.num_microbatches is None) == (self.microbatch_size is None):
+            raise ConfigError(
+                "give exactly one of num_microbatches and microbatch_size: "
+                f"got num_microbatches={self.num_microbatches}, microbatch_size={self.microbatch_size}."
+            )
+        for name in ("num_microbatches", "microbatch_size"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} is a whole number, at least 1: got {name}={value!r}.")
+        if self.schedule != "1f1b":
+            raise ConfigError(f"schedule is one of 1f1b: got {self.schedule!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """How the fp16 loss scale starts and moves; unused in fp32 and bf16.
+
+    Attributes:
+        initial_scale: factor on the loss at the first step.
+        growth_factor: the scale is multiplied by this after ``growth_interval`` clean steps.
+        backoff_factor: and by this at an overflow.
+        growth_interval: clean steps in a row before the scale grows.
+        hysteresis: overflows in a row that are skipped before the scale backs off.
+        min_scale: the scale never falls below this.
+        max_scale: nor rises above this.
+    """
+
+    initial_scale: float = 2.0**12
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 1
+    min_scale: float = 1.0
+    max_scale: float = 2.0**32
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            "loss scaling",
+            initial_scale=self.initial_scale,
+            min_scale=self.min_scale,
+            growth_interval=self.growth_interval,
+            hysteresis=self.hysteresis,
+        )
+        if self.growth_factor <= 1 or not 0 < self.backoff_factor < 1:
+            raise ConfigError(
+                "loss scaling needs growth_factor > 1 and 0 < backoff_factor < 1: "
+                f"got growth_factor={self.growth_factor}, backoff_factor={self.backoff_factor}."
+            )
+        if not self.min_scale <= self.initial_scale <= self.max_scale:
+            raise ConfigError(
+                "loss scaling needs min_scale <= initial_scale <= max_scale: "
+                f"got {self.min_scale}, {self.initial_scale}, {self.max_scale}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """What happens to gradients between the backward pass and the weights.
+
+    Attributes:
+        max_norm: global gradient norm above which all gradients are scaled down; 0 leaves them alone.
+        ddp_bucket_cap_mb: size of the flat buffers that gradients are reduced in, in MB (2**20 bytes).
+        loss_scale: the fp16 loss scale.
+    """
+
+    max_norm: float = 0.0
+    ddp_bucket_cap_mb: float = 25.0
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+
+    def __post_init__(self) -> None:
+        if self.max_norm < 0:
+            raise ConfigError(f"max_norm is a gradient norm, or 0 for no clipping: got max_norm={self.max_norm}.")
+        _require_positive("gradient reduction", ddp_bucket_cap_mb=self.ddp_bucket_cap_mb)

@@ -1,0 +1,223 @@
+"""Gradients in flat buffers, reduced over the replicas while the last backward still runs."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, nn
+
+from hybridpp.cluster import Group, Work
+
+# Views start at multiples of this many elements, so that vector loads of every kernel are aligned.
+_ALIGNMENT = 16
+
+
+class _State(Enum):
+    CONSUMED = auto()
+    LOCAL = auto()
+    REDUCED = auto()
+
+
+class _Bucket:
+    """Some parameters' gradients side by side in one buffer."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter]):
+        starts = [0]
+        for parameter in parameters.values():
+            starts.append(starts[-1] + -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT)
+        first = next(iter(parameters.values()))
+        self.flat = torch.zeros(starts[-1], dtype=_accumulation_dtype(first), device=first.device)
+        self.views = {
+            name: self.flat.as_strided(parameter.size(), _strides(parameter), start)
+            for (name, parameter), start in zip(parameters.items(), starts, strict=False)
+        }
+        self.num_missing = 0
+        self.work: Work | None = None
+
+
+class GradientBuckets:
+    """Owns the gradients of a rank's parameters: accumulates them over micro-batches and calls, and reduces them.
+
+    Accumulation is in fp32 (float64 for float64 parameters). While gradients are wanted, ``parameter.grad`` is a view
+    into the buckets where the dtypes agree; a half-precision parameter has none.
+
+    The rule for every precision: backward passes add up until ``consume`` (an optimizer step) is called; the next one
+    then starts from zero. Gradients are summed over the replicas; what makes them a mean is the weight of the losses.
+
+    Args:
+        parameters: this rank's trainable parameters, by name, in the order of the forward.
+        group: the replicas.
+        capacity_mib: size of a bucket.
+        shared: for a parameter that several stages hold, the group of those stages.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: Group,
+        capacity_mib: float,
+        shared: Mapping[str, Group] | None = None,
+    ):
+        self._group = group
+        self._parameters = dict(parameters)
+        # Backward meets the last parameters first: their bucket is full first.
+        self._buckets = [_Bucket(chunk) for chunk in _chunks(dict(reversed(list(parameters.items()))), capacity_mib)]
+        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.views}
+        self.gradients: dict[str, Tensor] = {name: self._bucket_of[name].views[name] for name in parameters}
+        self._shared = dict(shared or {})
+        self._used: set[str] = set()
+        self._state = _State.CONSUMED
+        self._sync = True
+        self._in_last_backward = False
+        self._num_launched = 0
+        for name, parameter in self._parameters.items():
+            parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]  # torch
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Only add up inside; the first backward outside, or ``finish``, reduces it all."""
+        previous, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = previous
+
+    def begin(self) -> None:
+        """Get ready for backward passes."""
+        if self._state is _State.CONSUMED:
+            self.zero()
+        for name, parameter in self._parameters.items():
+            view = self.gradients[name]
+            if parameter.dtype == view.dtype and parameter.grad is not view:
+                # Set to None from outside (module.zero_grad()) or never set: either way it counts as zero.
+                view.zero_()
+                parameter.grad = view
+        if self._state is _State.REDUCED:
+            self._keep_one_copy()
+        self._state = _State.LOCAL
+
+    def _keep_one_copy(self) -> None:
+        """Before more is added to sums: the next reduction must count them once."""
+        if self._group.rank != 0:
+            for bucket in self._buckets:
+                bucket.flat.zero_()
+        for name, group in self._shared.items():
+            if group.rank != 0:
+                self.gradients[name].zero_()
+
+    def last_backward(self) -> None:
+        """Say that the backward pass that follows completes the gradients: full buckets are sent off in it."""
+        if not self._sync or self._group.size == 1:
+            return
+        for bucket in self._buckets:
+            bucket.num_missing = len(bucket.views)
+        self._num_launched = 0
+        self._in_last_backward = True
+
+    def _hook(self, name: str):  # type: ignore[no-untyped-def]  # torch does not type its hooks
+        view = self.gradients[name]
+        bucket = self._bucket_of[name]
+
+        def add(parameter: Tensor) -> None:
+            self._used.add(name)
+            gradient = parameter.grad
+            if gradient is not None and gradient is not view:
+                if gradient.dtype == view.dtype:
+                    view.copy_(gradient)
+                    parameter.grad = view
+                else:
+                    view.add_(gradient)
+                    parameter.grad = None
+            if self._in_last_backward:
+                bucket.num_missing -= 1
+                self._launch(only_full=True)
+
+        return add
+
+    def _launch(self, only_full: bool) -> None:
+        """Start reductions, always in the order of the buckets, so that all replicas start the same."""
+        for bucket in self._buckets[self._num_launched :]:
+            if only_full and bucket.num_missing > 0:
+                return
+            bucket.work = self._group.all_reduce(bucket.flat)
+            self._num_launched += 1
+
+    def finish(self) -> None:
+        """Complete the sums over replicas, then over stages that share a parameter.
+
+        Collective: all replicas of this stage, and all stages that share a parameter; not inside ``no_sync``.
+        """
+        if not self._sync or self._state is not _State.LOCAL:
+            return
+        if self._group.size > 1:
+            if not self._in_last_backward:
+                self._num_launched = 0
+            self._launch(only_full=False)
+            for bucket in self._buckets:
+                assert bucket.work is not None
+                bucket.work.wait()
+                bucket.work = None
+        self._in_last_backward = False
+        for name, group in self._shared.items():
+            group.all_reduce(self.gradients[name]).wait()
+            self._used.add(name)
+        self._state = _State.REDUCED
+
+    def launch(self) -> None:
+        """Send off what is left after the last backward. Collective: all replicas of this stage."""
+        if self._in_last_backward:
+            self._launch(only_full=False)
+
+    def unused(self) -> list[str]:
+        """Parameters that no backward pass has reached on any replica since the last ``consume``."""
+        return [name for name in self.gradients if name not in self._used and not bool(self.gradients[name].any())]
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        if factor != 1.0:
+            for bucket in self._buckets:
+                bucket.flat.mul_(factor)
+
+    def clamp(self, limit: float) -> None:
+        """Bring every element into ``[-limit, limit]``."""
+        for bucket in self._buckets:
+            bucket.flat.clamp_(-limit, limit)
+
+    def zero(self) -> None:
+        """Forget all gradients."""
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+        self._used.clear()
+        self._state = _State.LOCAL
+
+    def consume(self) -> None:
+        """Mark the gradients as used: they stay readable until the next backward pass, which starts from zero."""
+        self._state = _State.CONSUMED
+
+
+def _accumulation_dtype(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    """The parameter's own strides where it fills its memory (fused optimizers demand it), else contiguous ones."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+def _chunks(parameters: dict[str, nn.Parameter], capacity_mib: float) -> Iterator[dict[str, nn.Parameter]]:
+    """Consecutive parameters of one kind, up to the capacity."""
+    chunk: dict[str, nn.Parameter] = {}
+    size = 0
+    kind = None
+    for name, parameter in parameters.items():
+        dtype = _accumulation_dtype(parameter)
+        nbytes = parameter.numel() * dtype.itemsize
+        if chunk and (size + nbytes > capacity_mib * 2**20 or kind != (dtype, parameter.device)):
+            yield chunk
+            chunk, size = {}, 0
+        chunk[name] = parameter
+        size += nbytes
+        kind = (dtype, parameter.device)
+    if chunk:
+        yield chunk

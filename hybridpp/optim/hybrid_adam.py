@@ -1,0 +1,159 @@
+"""Adam and AdamW under the name Colossal-AI gave them, on torch's own fused kernels."""
+
+from collections.abc import Iterable
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+from torch.optim import Adam
+
+from hybridpp.errors import ConfigError
+
+_FUSED_DEVICE_TYPES = frozenset({"cpu", "cuda", "mps", "xpu"})
+
+
+class AdamOptions(TypedDict, total=False):
+    """What :class:`HybridAdam` hands on to ``torch.optim.Adam`` as it is."""
+
+    amsgrad: bool
+    maximize: bool
+    capturable: bool
+    differentiable: bool
+    foreach: bool | None
+    fused: bool | None
+
+
+class HybridAdam(Adam):
+    """``torch.optim.AdamW`` (or ``Adam``) that runs fused wherever torch has the kernel; no compiler is needed.
+
+    A parameter group runs fused if all its parameters are floating-point tensors on a CPU, CUDA, MPS or XPU device
+    when the group is added. Other groups run the way torch chooses, which is foreach on accelerators. Parameters may be
+    moved between those devices, or change their dtype, up to the first step. Moments have the parameter's dtype, as
+    always in torch: half-precision training needs fp32 master weights, which the plugins bring.
+
+    Args:
+        params: parameters, named parameters or parameter groups, as for every torch optimizer.
+        lr: learning rate.
+        betas: decay rates of the first and second moment.
+        eps: added to the denominator.
+        weight_decay: decay coefficient.
+        adamw_mode: True decays the weights themselves (AdamW), False adds the decay to the gradient (Adam).
+        bias_correction: must be True; taken because scripts pass it.
+        nvme_offload_fraction: must be 0.0; taken because scripts pass it.
+        nvme_offload_dir: must be None; taken because scripts pass it.
+        **options: ``amsgrad``, ``maximize``, ``capturable``, ``differentiable``, ``foreach`` and ``fused`` of
+            ``torch.optim.Adam``. ``foreach`` or ``fused`` given here or in a group is obeyed.
+
+    Raises:
+        ConfigError: ``bias_correction=False`` or NVMe offload is asked for, or an option is unknown.
+        ValueError: torch refuses a value, such as a negative ``lr``.
+
+    Example:
+        >>> optimizer = HybridAdam(model.parameters(), lr=3e-4, weight_decay=0.01)
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]],
+        lr: float | Tensor = 1e-3,
+        *,  # people write the rest in two orders, torch's and Colossal-AI's: positions would be misread
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adamw_mode: bool = True,
+        bias_correction: bool = True,
+        nvme_offload_fraction: float = 0.0,
+        nvme_offload_dir: str | None = None,
+        **options: Unpack[AdamOptions],
+    ) -> None:
+        _refuse_what_is_not_offered(bias_correction, nvme_offload_fraction, nvme_offload_dir)
+        _refuse_unknown_options(options)
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            decoupled_weight_decay=adamw_mode,
+            **options,
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as every torch optimizer does, and choose the fused kernel for it where that can run."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if group["fused"] is None and group["foreach"] is None and not group["differentiable"]:
+            # None leaves the choice to torch; False would also keep it from choosing foreach.
+            group["fused"] = all(_can_fuse(param) for param in group["params"]) or None
+
+    def _init_group(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *state_lists: list[Tensor]
+    ) -> bool:
+        """Gather a group's tensors for one step, all laid out in memory like their parameter if the step is fused.
+
+        Works around torch's fused CPU kernels, which walk parameter, gradient and moments by address and never compare
+        strides (2.13: a transposed gradient updates the wrong elements, an expanded one is read out of bounds); its
+        CUDA kernels raise (pytorch #106951). Gradients in flat buckets and moments from a checkpoint are contiguous
+        even where the parameter is not. Can go when torch checks or copies by itself.
+        """
+        if group["fused"]:
+            for param in group["params"]:
+                if param in self.state:
+                    _lay_out_state_like(param, self.state[param])
+        has_complex: bool = super()._init_group(group, params, grads, *state_lists)  # type: ignore[no-untyped-call]
+        if group["fused"]:
+            grads[:] = [_laid_out_like(param, grad) for param, grad in zip(params, grads, strict=True)]
+        return has_complex
+
+
+def _can_fuse(param: Tensor) -> bool:
+    return param.is_floating_point() and param.device.type in _FUSED_DEVICE_TYPES and _is_dense(param)
+
+
+def _is_dense(param: Tensor) -> bool:
+    """Whether the elements fill one block of memory without gaps or overlap, in whatever order of dimensions."""
+    expected_stride = 1
+    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected_stride:
+            return False
+        expected_stride *= size
+    return True
+
+
+def _laid_out_like(param: Tensor, value: Tensor) -> Tensor:
+    if value.stride() == param.stride():
+        return value
+    return torch.empty_like(param, dtype=value.dtype).copy_(value)
+
+
+def _lay_out_state_like(param: Tensor, state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        if name != "step":
+            state[name] = _laid_out_like(param, value)
+
+
+def _refuse_what_is_not_offered(
+    bias_correction: bool, nvme_offload_fraction: float, nvme_offload_dir: str | None
+) -> None:
+    if not bias_correction:
+        raise ConfigError(
+            f"HybridAdam always corrects the bias of its moments: got bias_correction={bias_correction}. Leave it out; "
+            f"a learning-rate warm-up has a similar effect on the first steps."
+        )
+    if nvme_offload_fraction != 0.0 or nvme_offload_dir is not None:
+        raise ConfigError(
+            f"HybridAdam does not offload its state to NVMe: got nvme_offload_fraction={nvme_offload_fraction}, "
+            f"nvme_offload_dir={nvme_offload_dir!r}. Leave both out; ZeRO (zero_stage=1) divides the state by the "
+            f"data-parallel size."
+        )
+
+
+def _refuse_unknown_options(options: AdamOptions) -> None:
+    unknown = sorted(options.keys() - AdamOptions.__annotations__.keys())
+    if unknown:
+        raise ConfigError(
+            f"HybridAdam has no option of this name: got {', '.join(unknown)}. "
+            f"Use one of {', '.join(AdamOptions.__annotations__)}, or put extra keys into the parameter groups."
+        )

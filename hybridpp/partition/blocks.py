@@ -1,0 +1,101 @@
+"""Find the repeated blocks of a model, between which it may be cut, and the units that run as a whole."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from hybridpp.errors import PartitionError
+
+# A list of blocks holds at least this share of the parameters of the largest list; smaller ones (a head written as a
+# Sequential, say) stay whole.
+_LIST_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The parts of a model, by module name.
+
+    A *block* is where the model may be cut: after it. A *container* is an ancestor of a block; its forward is Python
+    glue that every stage runs. A *unit* is a largest module that is no container: a block, an embedding, a norm, a
+    head. Units are opaque.
+
+    Attributes:
+        blocks: names of the blocks, in registration order.
+        units: names of the units, the blocks among them, in registration order.
+    """
+
+    blocks: tuple[str, ...]
+    units: tuple[str, ...]
+
+
+def dissect(model: nn.Module, num_stages: int) -> Anatomy:
+    """The blocks and units of ``model``, fine enough for ``num_stages`` stages where the model allows it.
+
+    The blocks are the children of the model's big ``ModuleList``s and ``Sequential``s; where those are fewer than the
+    stages, the largest block that holds such lists itself is replaced by its own blocks, again and again. A model
+    without lists is cut between its children.
+
+    Raises:
+        PartitionError: the model has fewer blocks than ``num_stages``.
+    """
+    blocks = _lists_of_blocks("", model) or [name for name, _ in model.named_children()]
+    while len(blocks) < num_stages:
+        finer = _split_largest(model, blocks)
+        if finer is None:
+            found = ", ".join(blocks) or "none"
+            raise PartitionError(
+                f"a pipeline stage needs at least one block: {type(model).__name__} has {len(blocks)} ({found}), "
+                f"pp_size={num_stages}. Use pp_size={max(1, len(blocks))} or less."
+            )
+        blocks = finer
+    return Anatomy(tuple(blocks), tuple(_units(model, blocks)))
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _outermost_lists(prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 0:
+        return [(prefix, module)]
+    return [found for name, child in module.named_children() for found in _outermost_lists(_join(prefix, name), child)]
+
+
+def _lists_of_blocks(prefix: str, module: nn.Module) -> list[str]:
+    """Names of the children of the big lists below (or at) ``module``."""
+    lists = [(name, found, _num_parameters(found)) for name, found in _outermost_lists(prefix, module)]
+    largest = max((size for *_, size in lists), default=0)
+    return [
+        _join(name, child)
+        for name, found, size in lists
+        if size >= _LIST_SHARE * largest
+        for child, _ in found.named_children()
+    ]
+
+
+def _split_largest(model: nn.Module, blocks: list[str]) -> list[str] | None:
+    candidates = []
+    for place, name in enumerate(blocks):
+        block = model.get_submodule(name)
+        inner = _lists_of_blocks(name, block)
+        if len(inner) > 1:
+            candidates.append((_num_parameters(block), -place, inner))
+    if not candidates:
+        return None
+    _, negative_place, inner = max(candidates)
+    place = -negative_place
+    return [*blocks[:place], *inner, *blocks[place + 1 :]]
+
+
+def _units(model: nn.Module, blocks: list[str]) -> list[str]:
+    """Largest modules that hold no block; a module registered twice counts under its first name."""
+    containers = {""}
+    for block in blocks:
+        parts = block.split(".")
+        containers.update(".".join(parts[:depth]) for depth in range(1, len(parts)))
+    first_names = dict(model.named_modules())
+    return [name for name in first_names if name and name not in containers and name.rpartition(".")[0] in containers]

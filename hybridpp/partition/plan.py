@@ -1,0 +1,144 @@
+"""From a trace and a place to cut: who owns what, and which values travel between stages."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hybridpp.errors import PartitionError
+from hybridpp.partition.balance import balance
+from hybridpp.partition.taint import Value
+from hybridpp.partition.trace import TensorSpec, Trace, UnitCall
+
+
+class CutPoint(NamedTuple):
+    """A call of a block after which the model is cut."""
+
+    block: str
+    occurrence: int
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What one stage does for inputs of one signature.
+
+    Attributes:
+        stage: which stage.
+        calls: every unit call of the whole forward; empty for a model that is not cut.
+        stages: the stage of each call.
+        incoming: the values that arrive from the previous stage, in the order they travel in.
+        outgoing: the values that leave for the next stage, in the order they travel in.
+        incoming_specs: shapes and dtypes of ``incoming``.
+        outgoing_specs: shapes and dtypes of ``outgoing``.
+    """
+
+    stage: int = 0
+    calls: tuple[UnitCall, ...] = ()
+    stages: tuple[int, ...] = ()
+    incoming: tuple[Value, ...] = ()
+    outgoing: tuple[Value, ...] = ()
+    incoming_specs: tuple[TensorSpec, ...] = ()
+    outgoing_specs: tuple[TensorSpec, ...] = ()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the forward runs to its end here."""
+        return self.last_local is None
+
+    @property
+    def last_local(self) -> int | None:
+        """The call after which this stage leaves the forward; None where it runs to its end."""
+        if not self.calls or self.stage == self.stages[-1]:
+            return None
+        return len(self.stages) - 1 - self.stages[::-1].index(self.stage)
+
+
+def choose_cut(
+    trace: Trace, blocks: tuple[str, ...], num_stages: int, sizes: Mapping[str, int]
+) -> tuple[CutPoint, ...]:
+    """Cut points that balance the stages by FLOPs of the forward, then by parameters.
+
+    What runs before a block counts to it, what runs after the last one to the last.
+
+    Args:
+        trace: with FLOPs.
+        blocks: names of the units that a cut may follow.
+        num_stages: number of stages.
+        sizes: number of elements of each parameter.
+
+    Raises:
+        PartitionError: the forward calls fewer blocks than there are stages.
+    """
+    costs: list[float] = []
+    ends: list[CutPoint] = []
+    pending = 0.0
+    for call in trace.calls:
+        pending += call.flops + sum(sizes[name] for name in call.parameters)
+        if call.name in blocks:
+            costs.append(pending)
+            ends.append(CutPoint(call.name, call.occurrence))
+            pending = 0.0
+    if costs:
+        costs[-1] += pending
+    counts = balance(costs, num_stages)
+    return tuple(ends[sum(counts[: stage + 1]) - 1] for stage in range(num_stages - 1))
+
+
+def assign_stages(trace: Trace, cut: tuple[CutPoint, ...]) -> tuple[int, ...]:
+    """The stage of each call: the number of cut points before it.
+
+    Raises:
+        PartitionError: the forward does not call a block that ends a stage, or calls them in another order.
+    """
+    stages: list[int] = []
+    stage = 0
+    for call in trace.calls:
+        stages.append(stage)
+        if stage < len(cut) and CutPoint(call.name, call.occurrence) == cut[stage]:
+            stage += 1
+    if stage < len(cut):
+        raise PartitionError(
+            f"the forward does not call block {cut[stage].block!r}, which ends stage {stage}, for this input. "
+            "Use inputs that run every block, or pp_size=1."
+        )
+    return tuple(stages)
+
+
+def uses(trace: Trace, stages: tuple[int, ...]) -> dict[str, set[int]]:
+    """The stages that need each parameter; ownership follows use, not the order of registration."""
+    needed: dict[str, set[int]] = {}
+    for call, stage in zip(trace.calls, stages, strict=True):
+        for name in (*call.parameters, *(source for source in call.sources if isinstance(source, str))):
+            needed.setdefault(name, set()).add(stage)
+    for source in trace.result_sources:
+        if isinstance(source, str):
+            needed.setdefault(source, set()).add(stages[-1])
+    return needed
+
+
+def owners(trace: Trace, stages: tuple[int, ...], parameter_names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """The stages that hold each parameter, in order; one that nothing uses belongs to stage 0."""
+    needed = uses(trace, stages)
+    return {name: tuple(sorted(needed.get(name, {0}))) for name in parameter_names}
+
+
+def stage_plan(trace: Trace, stages: tuple[int, ...], stage: int) -> StagePlan:
+    """What ``stage`` receives, runs and sends. Every rank derives its neighbours' tables from the same trace."""
+    last_use: dict[Value, int] = {}
+    for sources, at in (
+        *((call.sources, place) for call, place in zip(trace.calls, stages, strict=True)),
+        (trace.result_sources, stages[-1]),
+    ):
+        for source in sources:
+            if isinstance(source, Value):
+                last_use[source] = max(at, last_use.get(source, 0))
+
+    def crossing(boundary: int) -> tuple[Value, ...]:
+        """Values made before ``boundary`` (a stage) and needed in it or behind it."""
+        return tuple(sorted(value for value, used in last_use.items() if stages[value.call] < boundary <= used))
+
+    def specs(values: tuple[Value, ...]) -> tuple[TensorSpec, ...]:
+        return tuple(trace.calls[value.call].leaves[value.leaf] for value in values)
+
+    incoming = crossing(stage)
+    outgoing = crossing(stage + 1)
+    return StagePlan(stage, trace.calls, stages, incoming, outgoing, specs(incoming), specs(outgoing))

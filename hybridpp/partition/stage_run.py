@@ -1,0 +1,143 @@
+"""One pass of one micro-batch through the part of the model that a stage owns."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hybridpp.cluster import seed_place
+from hybridpp.errors import PartitionError
+from hybridpp.partition.intercept import Forward
+from hybridpp.partition.plan import StagePlan
+from hybridpp.partition.taint import Value
+from hybridpp.partition.trace import TensorSpec, UnitCall
+
+
+class StageDone(BaseException):
+    """Leaves the model's forward after a stage's last unit; no ``except Exception`` on the way may stop it."""
+
+
+class Placeholders:
+    """Tensors that stand for values nobody here reads: right in shape, dtype and device, and real, since glue may
+    write to them."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._tensors: dict[TensorSpec, Tensor] = {}
+
+    def get(self, spec: TensorSpec) -> Tensor:
+        """A tensor of the given shape and dtype; the same one every time."""
+        if spec not in self._tensors:
+            self._tensors[spec] = torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+        return self._tensors[spec]
+
+
+class StageRun:
+    """The unit handler of a stage: own units run, foreign ones return what arrived, or a placeholder.
+
+    Before each unit, and again for the glue after it, the random generators are set for that place of the forward, so
+    that dropout does not depend on which stage a unit is on.
+
+    Attributes:
+        places: of each unit called so far, the place of its first call in the forward.
+    """
+
+    def __init__(
+        self, plan: StagePlan, received: Sequence[Tensor], placeholders: Placeholders, key: int, device: torch.device
+    ):
+        self.places: dict[str, int] = {}
+        self._plan = plan
+        self._values: dict[Value, Tensor] = dict(zip(plan.incoming, received, strict=True))
+        self._placeholders = placeholders
+        self._key = key
+        self._device = device
+        self._last_local = plan.last_local
+        self._outgoing = set(plan.outgoing)
+        self._next = 0
+        self._inside = False
+        seed_place(key, 0, device)
+
+    def __call__(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._inside:
+            return forward(*args, **kwargs)
+        place = self._next
+        self._next += 1
+        self.places.setdefault(name, place)
+        call = self._expect(place, name)
+        if call is not None and self._plan.stages[place] != self._plan.stage:
+            output = self._foreign(call, place)
+        else:
+            output = self._local(place, forward, args, kwargs)
+            if call is not None:
+                self._keep(call, place, output)
+                if place == self._last_local:
+                    raise StageDone
+        seed_place(self._key, 2 * place + 2, self._device)
+        return output
+
+    def _expect(self, place: int, name: str) -> UnitCall | None:
+        if not self._plan.calls:
+            return None
+        expected = self._plan.calls[place].name if place < len(self._plan.calls) else "nothing"
+        if expected != name:
+            raise PartitionError(
+                f"the forward called unit {name!r} where its trace had {expected!r}: it branches on values, not only "
+                "on shapes. Move that branch into a block, or use pp_size=1."
+            )
+        return self._plan.calls[place]
+
+    def _local(self, place: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        seed_place(self._key, 2 * place + 1, self._device)
+        self._inside = True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._inside = False
+
+    def _foreign(self, call: UnitCall, place: int) -> Any:
+        leaves = []
+        for number, leaf in enumerate(call.leaves):
+            if isinstance(leaf, TensorSpec):
+                value = self._values.get(Value(place, number))
+                if value is None:
+                    leaves.append(self._placeholders.get(leaf))
+                else:
+                    leaves.append(value.clone() if number in call.written else value)
+            else:
+                leaves.append(leaf)
+        return pytree.tree_unflatten(leaves, call.tree)
+
+    def _keep(self, call: UnitCall, place: int, output: Any) -> None:
+        """Remember what must travel on."""
+        leaves = pytree.tree_leaves(output)
+        for number, spec in enumerate(call.leaves):
+            value = Value(place, number)
+            if value not in self._outgoing:
+                continue
+            leaf = leaves[number] if number < len(leaves) else None
+            if not isinstance(leaf, Tensor) or tuple(leaf.shape) != spec.shape or leaf.dtype != spec.dtype:
+                got = f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+                raise PartitionError(
+                    f"unit {call.name!r} returned {got} where its trace had {spec.dtype} {spec.shape}: its result "
+                    "depends on values. Put the cut elsewhere, or use pp_size=1."
+                )
+            self._values[value] = leaf.clone() if number in call.written else leaf
+
+    def outgoing(self) -> list[Tensor]:
+        """The values for the next stage, own ones and those that pass through."""
+        return [self._values[value] for value in self._plan.outgoing]
+
+
+class Recompute:
+    """The unit handler of a backward pass: a unit that activation checkpointing runs again draws the same numbers."""
+
+    def __init__(self, places: dict[str, int], key: int, device: torch.device):
+        self._places = places
+        self._key = key
+        self._device = device
+
+    def __call__(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        seed_place(self._key, 2 * self._places[name] + 1, self._device)
+        return forward(*args, **kwargs)

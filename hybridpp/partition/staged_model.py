@@ -1,0 +1,193 @@
+"""A model of which this rank runs one stage."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import copy_context
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hybridpp.errors import PartitionError
+from hybridpp.partition.blocks import dissect
+from hybridpp.partition.intercept import Interceptor
+from hybridpp.partition.plan import CutPoint, StagePlan, assign_stages, choose_cut, owners, stage_plan, uses
+from hybridpp.partition.stage_run import Placeholders, Recompute, StageDone, StageRun
+from hybridpp.partition.strip import parameter_names, strip
+from hybridpp.partition.trace import Trace, Tracer
+
+Sample = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class StagedModel:
+    """The user's own model, of which this rank owns and runs one stage.
+
+    The model keeps its class, its module names and its forward. After construction, what another stage owns is gone
+    from ``named_parameters()`` and ``state_dict()``. With one stage nothing is cut and no sample is needed.
+
+    Every rank of the pipeline must construct it from the same model and a sample of the same shapes: the cut is
+    derived from them on each rank alike, and nothing is exchanged.
+
+    Args:
+        model: on ``device`` or on the meta device; it is changed in place.
+        num_stages: stages of the pipeline.
+        stage: this rank's.
+        device: where it computes.
+        sample: gives positional and keyword arguments of one micro-batch; called where the model must be traced.
+        compute_dtype: floating-point inputs are cast to this; None leaves them alone.
+
+    Attributes:
+        model: the model.
+        owners: the stages that hold each parameter, by its name; the same on every rank.
+
+    Raises:
+        PartitionError: the model cannot be cut into ``num_stages``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_stages: int,
+        stage: int,
+        *,
+        device: torch.device,
+        sample: Callable[[], Sample],
+        compute_dtype: torch.dtype | None = None,
+    ):
+        self.model = model
+        self._compute_dtype = compute_dtype
+        self.stage = stage
+        self.num_stages = num_stages
+        self._device = device
+        self._plans: dict[Any, StagePlan] = {}
+        self._placeholders = Placeholders(device)
+        self._tracer: Tracer | None = None
+        self._cut: tuple[CutPoint, ...] = ()
+        self._running = False
+        self._places: dict[str, int] = {}
+        anatomy = dissect(model, num_stages)
+        self.owners: dict[str, tuple[int, ...]] = dict.fromkeys(parameter_names(model), (0,))
+        if num_stages > 1:
+            self._tracer = Tracer(model, anatomy.units, device, compute_dtype)
+            trace = self._tracer.trace(*self._prepare(*sample()), count_flops=True)
+            sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+            self._cut = choose_cut(trace, anatomy.blocks, num_stages, sizes)
+            stages = assign_stages(trace, self._cut)
+            self.owners = owners(trace, stages, tuple(sizes))
+            units_here = {call.name for call, at in zip(trace.calls, stages, strict=True) if at == stage}
+            called = {call.name for call in trace.calls}
+            # A unit that is never called belongs to stage 0, like its parameters.
+            mine = units_here | ({unit for unit in anatomy.units if unit not in called} if stage == 0 else set())
+            strip(model, self.owners, stage, set(anatomy.units) - mine, device, compute_dtype)
+        self._interceptor = Interceptor(model, anatomy.units)
+        model.forward = functools.partial(self._guarded, model.forward)
+
+    def _guarded(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if not self._running and self.num_stages > 1:
+            raise PartitionError(
+                f"this rank holds stage {self.stage} of {self.num_stages} only, so the model cannot be called by "
+                "itself. Call booster.execute_pipeline."
+            )
+        if not self._running:
+            args, kwargs = self._cast(args), self._cast(kwargs)
+        return forward(*args, **kwargs)
+
+    def _cast(self, tree: Any) -> Any:
+        """Floating-point inputs in the format the model computes in; None leaves them alone."""
+        dtype = self._compute_dtype
+        if dtype is None:
+            return tree
+        return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
+
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StagePlan:
+        """What this stage does for such inputs; a new signature is traced, a known one looked up.
+
+        Raises:
+            PartitionError: the forward takes another way than the one the model was cut by.
+        """
+        if self._tracer is None:
+            return _WHOLE
+        signature = _signature(args, kwargs, self.model.training)
+        plan = self._plans.get(signature)
+        if plan is None:
+            trace = self._tracer.trace(*self._prepare(args, kwargs))
+            stages = assign_stages(trace, self._cut)
+            self._check_ownership(trace, stages)
+            plan = self._plans[signature] = stage_plan(trace, stages, self.stage)
+        return plan
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
+        def move(leaf: Tensor) -> Tensor:
+            return leaf.to(self._device)
+
+        moved = pytree.tree_map_only(Tensor, move, (args, kwargs))
+        return self._cast(moved[0]), self._cast(moved[1])
+
+    def _check_ownership(self, trace: Trace, stages: tuple[int, ...]) -> None:
+        for name, needed in uses(trace, stages).items():
+            missing = needed - set(self.owners[name])
+            if missing:
+                raise PartitionError(
+                    f"for this input, stage {min(missing)} needs parameter {name!r}, which was given to stage "
+                    f"{self.owners[name][0]} at boost. Boost with a sample that uses it there."
+                )
+
+    def forward(
+        self, plan: StagePlan, args: tuple[Any, ...], kwargs: dict[str, Any], received: Sequence[Tensor], key: int
+    ) -> tuple[list[Tensor], Any]:
+        """Run this stage on one micro-batch.
+
+        Args:
+            plan: from :meth:`plan`, for these arguments.
+            args: positional arguments of the model.
+            kwargs: keyword arguments of the model.
+            received: the values of ``plan.incoming``.
+            key: of the micro-batch, for the random numbers.
+
+        Returns:
+            The values of ``plan.outgoing``, and on the last stage what the model returned (else None).
+        """
+        run = StageRun(plan, received, self._placeholders, key, self._device)
+        self._running = True
+        try:
+            with self._interceptor.active(run):
+                args, kwargs = self._cast(args), self._cast(kwargs)
+                # A context of its own: leaving by an exception must not leave context variables set behind.
+                result = copy_context().run(self.model, *args, **kwargs)
+        except StageDone:
+            return run.outgoing(), None
+        finally:
+            self._running = False
+            self._places = run.places
+        if plan.last_local is not None:
+            raise PartitionError(
+                f"the forward ended before unit {plan.calls[plan.last_local].name!r}, the last of stage {self.stage}: "
+                "something on the way caught the exception that leaves it. Do not catch BaseException in the model."
+            )
+        return [], result
+
+    @contextmanager
+    def recomputing(self, key: int) -> Iterator[None]:
+        """Wrap a backward pass: what activation checkpointing recomputes sees the forward's random numbers."""
+        with self._interceptor.active(Recompute(self._places, key, self._device)):
+            yield
+
+
+_WHOLE = StagePlan()
+
+
+def _signature(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Any:
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    return tree, training, tuple(_leaf_signature(leaf) for leaf in leaves)
+
+
+def _leaf_signature(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype
+    try:
+        hash(leaf)
+    except TypeError:
+        return repr(leaf)
+    return leaf

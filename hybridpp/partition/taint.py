@@ -1,0 +1,90 @@
+"""Follow values through the glue between units: which unit outputs and parameters a tensor was made from."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+
+class Value(NamedTuple):
+    """One tensor that a unit call returned: the call's place in the forward, the leaf of its output."""
+
+    call: int
+    leaf: int
+
+
+Source: TypeAlias = Value | str
+"""What a tensor may stem from: a unit's output, or a parameter by its name."""
+
+_NOTHING: frozenset[Source] = frozenset()
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors among the leaves of nested containers."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class TaintMode(TorchFunctionMode):
+    """While active, every torch function passes the sources of its arguments on to its results.
+
+    A fake tensor whose origin was not seen (made inside a function that torch does not show) counts as made from
+    every value so far: too much travels then, but nothing is missing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sources: dict[int, frozenset[Source]] = {}
+        # Keeps every marked tensor alive: an id stays its own as long as the tensor does.
+        self._alive: list[Tensor] = []
+        self._everything: frozenset[Source] = _NOTHING
+        self._paused = False
+
+    def mark(self, tensor: Tensor, sources: Iterable[Source]) -> None:
+        """Set where a tensor stems from, forgetting what was known of it."""
+        self._sources[id(tensor)] = frozenset(sources)
+        self._everything |= {source for source in self._sources[id(tensor)] if isinstance(source, Value)}
+        self._alive.append(tensor)
+
+    def sources(self, tree: Any) -> frozenset[Source]:
+        """Everything that the tensors in ``tree`` stem from."""
+        found = _NOTHING
+        for tensor in tensors_in(tree):
+            known = self._sources.get(id(tensor))
+            if known is None and isinstance(tensor, FakeTensor):
+                known = self._everything
+            if known:
+                found |= known
+        return found
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not look at what happens inside (a unit's own work)."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._paused:
+            return result
+        sources = self.sources((args, kwargs))
+        outputs = tensors_in(result)
+        if _writes_first_argument(func) and args and isinstance(args[0], Tensor):
+            outputs.append(args[0])
+        for output in outputs:
+            self.mark(output, sources | self._sources.get(id(output), _NOTHING))
+        return result
+
+
+def _writes_first_argument(func: Any) -> bool:
+    name: str = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")

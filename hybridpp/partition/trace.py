@@ -1,0 +1,172 @@
+"""Run a model's own forward once on fakes and write down every unit call."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from hybridpp.errors import PartitionError
+from hybridpp.partition.intercept import Forward, Interceptor
+from hybridpp.partition.skeleton import Skeleton
+from hybridpp.partition.taint import Source, TaintMode, Value, tensors_in
+
+_CANNOT_RUN_ON_FAKES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What is known of a tensor before it is computed."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass
+class UnitCall:
+    """One call of a unit.
+
+    Attributes:
+        name: the unit.
+        occurrence: how often it had been called before in this forward.
+        sources: what its arguments stem from.
+        parameters: names of the parameters it holds.
+        tree: structure of what it returned.
+        leaves: per leaf of it a :class:`TensorSpec`, or the leaf itself where it is no tensor.
+        written: leaves that are written to in place after they were returned.
+        flops: floating-point operations of its forward; 0 where they were not counted.
+    """
+
+    name: str
+    occurrence: int
+    sources: frozenset[Source]
+    parameters: tuple[str, ...]
+    tree: pytree.TreeSpec = field(repr=False)
+    leaves: tuple[Any, ...] = ()
+    written: frozenset[int] = frozenset()
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Every unit call of one forward, and what the result stems from."""
+
+    calls: tuple[UnitCall, ...]
+    result_sources: frozenset[Source]
+
+
+class Tracer:
+    """Traces one model for any inputs; keeps a :class:`Skeleton` of it."""
+
+    def __init__(self, model: nn.Module, units: tuple[str, ...], device: torch.device, dtype: torch.dtype | None):
+        self._original = model
+        self._skeleton = Skeleton(model, device, dtype)
+        self._interceptor = Interceptor(self._skeleton.model, units)
+
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, count_flops: bool = False) -> Trace:
+        """The trace of ``model(*args, **kwargs)``; the arguments are real tensors, which are only read.
+
+        Raises:
+            PartitionError: the forward branches on a value that a unit computes.
+        """
+        self._skeleton.follow(self._original)
+        recorder = _Recorder(self._skeleton, count_flops)
+        with recorder.taints, self._interceptor.active(recorder), _restored_generators(), torch.enable_grad():
+            try:
+                result = self._skeleton.model(*args, **kwargs)
+            except _CANNOT_RUN_ON_FAKES as error:
+                last = recorder.calls[-1].name if recorder.calls else "none yet"
+                raise PartitionError(
+                    f"the forward of {type(self._original).__name__} branches on a computed value "
+                    f"after unit {last!r} ({error}). Move that branch into a block, or use pp_size=1."
+                ) from error
+        return recorder.finish(result)
+
+
+@contextmanager
+def _restored_generators() -> Iterator[None]:
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+class _Recorder:
+    """The unit handler of a trace."""
+
+    def __init__(self, skeleton: Skeleton, count_flops: bool):
+        self.calls: list[UnitCall] = []
+        self.taints = TaintMode()
+        self._skeleton = skeleton
+        self._count_flops = count_flops
+        self._depth = 0
+        self._occurrences: dict[str, int] = {}
+        self._outputs: list[tuple[UnitCall, int, Tensor, int]] = []
+        for parameter in skeleton.model.parameters():
+            self.taints.mark(parameter, [skeleton.parameter_names[id(parameter)]])
+        for buffer in skeleton.model.buffers():
+            self.taints.mark(buffer, [])
+
+    def __call__(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._depth:
+            # A unit that calls another one holds that one's parameters too.
+            self.calls[-1].parameters += self._parameters(name)
+            return forward(*args, **kwargs)
+        call = UnitCall(
+            name=name,
+            occurrence=self._occurrences.get(name, 0),
+            sources=self.taints.sources((args, kwargs)),
+            parameters=self._parameters(name),
+            tree=pytree.tree_structure(None),
+        )
+        self._occurrences[name] = call.occurrence + 1
+        self.calls.append(call)
+        output = self._run(call, forward, args, kwargs)
+        leaves, call.tree = pytree.tree_flatten(output)
+        call.leaves = tuple(self._record(call, place, leaf) for place, leaf in enumerate(leaves))
+        return output
+
+    def _parameters(self, name: str) -> tuple[str, ...]:
+        unit = self._skeleton.model.get_submodule(name)
+        return tuple(self._skeleton.parameter_names[id(parameter)] for parameter in unit.parameters())
+
+    def _run(self, call: UnitCall, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._depth += 1
+        try:
+            with self.taints.paused():
+                if not self._count_flops:
+                    return forward(*args, **kwargs)
+                with FlopCounterMode(display=False) as counter:
+                    output = forward(*args, **kwargs)
+                call.flops = counter.get_total_flops()
+                return output
+        except _CANNOT_RUN_ON_FAKES:
+            # Data-dependent routing: assume that it returns what its first tensor looks like; the real run checks it.
+            tensors = tensors_in((args, kwargs))
+            if not tensors:
+                raise
+            return tensors[0].detach().clone().requires_grad_(tensors[0].is_floating_point())
+        finally:
+            self._depth -= 1
+
+    def _record(self, call: UnitCall, place: int, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        self.taints.mark(leaf, [Value(len(self.calls) - 1, place)])
+        self._outputs.append((call, place, leaf, leaf._version))
+        return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+
+    def finish(self, result: Any) -> Trace:
+        for call, place, leaf, version in self._outputs:
+            if leaf._version != version:
+                call.written |= {place}
+        return Trace(tuple(self.calls), self.taints.sources(result))

@@ -1,0 +1,77 @@
+"""The two ends of a stage in autograd: received values go in, gradients for them come out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from hybridpp.pipeline.stage import TensorSpec
+
+
+class _Arrive(torch.autograd.Function):
+    """Received tensors as results of an operation, so that the model may write to them in place.
+
+    A leaf that requires a gradient may not be written to, and a stage often begins with such a write (an in-place
+    activation). The tensors come in a list, hidden from autograd, so they are fresh results and no views.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensors: list[Tensor], gradients: list[Tensor | None]) -> tuple[Tensor, ...]:
+        ctx.gradients = gradients
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        ctx.gradients.extend(gradients)
+        return None, None, None
+
+
+class Arrival:
+    """Values that a stage received for one micro-batch.
+
+    Attributes:
+        values: what the model gets, in order of the specs.
+    """
+
+    def __init__(self, tensors: list[Tensor], specs: Sequence[TensorSpec], training: bool):
+        self._specs = [spec for spec in specs if training and spec.requires_grad]
+        self._device = tensors[0].device if tensors else torch.device("cpu")
+        self._gradients: list[Tensor | None] = []
+        tracked = [tensor for tensor, spec in zip(tensors, specs, strict=True) if training and spec.requires_grad]
+        if tracked:
+            anchor = torch.zeros((), requires_grad=True)
+            tracked = list(_Arrive.apply(anchor, tracked, self._gradients))  # type: ignore[no-untyped-call]  # torch
+        ready = iter(tracked)
+        self.values = [
+            next(ready) if training and spec.requires_grad else tensor
+            for tensor, spec in zip(tensors, specs, strict=True)
+        ]
+
+    def gradients(self) -> list[Tensor]:
+        """After the backward pass: the gradient of each value that has one; zeros where nothing depended on it."""
+        found = self._gradients or [None] * len(self._specs)
+        return [
+            torch.zeros(spec.shape, dtype=spec.dtype, device=self._device) if gradient is None else gradient
+            for gradient, spec in zip(found, self._specs, strict=True)
+        ]
+
+
+class Departure:
+    """Values that a stage sent for one micro-batch; keeps how to go back from them, not the values."""
+
+    def __init__(self, tensors: list[Tensor], specs: Sequence[TensorSpec]):
+        # A value that was traced as differentiable but is not (a unit under no_grad, say) takes its gradient in vain.
+        self._edges: list[GradientEdge | None] = [
+            get_gradient_edge(tensor) if tensor.requires_grad else None
+            for tensor, spec in zip(tensors, specs, strict=True)
+            if spec.requires_grad
+        ]
+
+    def backward(self, gradients: list[Tensor]) -> None:
+        """Go back through the stage, given a gradient for each value that was traced as differentiable."""
+        pairs = [(edge, grad) for edge, grad in zip(self._edges, gradients, strict=True) if edge is not None]
+        if pairs:
+            torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])

@@ -1,0 +1,45 @@
+"""What the executor asks of the model: the seam to whatever cuts it."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class TensorSpec(Protocol):
+    """A tensor before it is there."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def requires_grad(self) -> bool: ...
+
+
+class StagePlan(Protocol):
+    """What crosses a stage's borders for inputs of one signature."""
+
+    @property
+    def is_last(self) -> bool: ...
+    @property
+    def incoming_specs(self) -> Sequence[TensorSpec]: ...
+    @property
+    def outgoing_specs(self) -> Sequence[TensorSpec]: ...
+
+
+class Stage(Protocol):
+    """A part of a model that can be run on a micro-batch."""
+
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The :class:`StagePlan` for such inputs."""
+
+    def forward(
+        self, plan: Any, args: tuple[Any, ...], kwargs: dict[str, Any], received: Sequence[Tensor], key: int
+    ) -> tuple[list[Tensor], Any]:
+        """The tensors of ``plan.outgoing_specs``, and what the model returned on the last stage."""
+
+    def recomputing(self, key: int) -> AbstractContextManager[None]:
+        """Wraps the backward pass of the micro-batch with this key."""

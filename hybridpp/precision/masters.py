@@ -1,0 +1,31 @@
+"""fp32 copies of half-precision weights, which the optimizer works on."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+class MasterWeights:
+    """An fp32 master for every given parameter.
+
+    Args:
+        parameters: in the precision they were made in, before they are cast down.
+
+    Attributes:
+        masters: each parameter's master, by name; a leaf that an optimizer can hold.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]):
+        self.masters = {
+            name: nn.Parameter(parameter.detach().float().clone(), requires_grad=parameter.requires_grad)
+            for name, parameter in parameters.items()
+        }
+        self._working = dict(parameters)
+
+    @torch.no_grad()
+    def to_working(self) -> None:
+        """Round the masters into the weights that the model computes with."""
+        working: list[Tensor] = [self._working[name] for name in self.masters]
+        if working:
+            torch._foreach_copy_(working, list(self.masters.values()))

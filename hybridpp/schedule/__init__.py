@@ -1,0 +1,21 @@
+"""Schedules as values: what each rank computes, in which order. No torch in here."""
+
+from hybridpp.schedule.action import Action, Kind, Program, Programs
+from hybridpp.schedule.check import check_program
+from hybridpp.schedule.lower import lower
+from hybridpp.schedule.one_f_one_b import forward_only, one_f_one_b
+from hybridpp.schedule.render import parse_action, peak_in_flight, render
+
+__all__ = [
+    "Action",
+    "Kind",
+    "Program",
+    "Programs",
+    "check_program",
+    "forward_only",
+    "lower",
+    "one_f_one_b",
+    "parse_action",
+    "peak_in_flight",
+    "render",
+]

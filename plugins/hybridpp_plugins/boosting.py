@@ -1,0 +1,155 @@
+"""From the user's parts to an engine: cut, cast, re-point."""
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hybridpp.config import Precision
+from hybridpp.data_parallel import GradientBuckets
+from hybridpp.errors import ConfigError
+from hybridpp.partition import StagedModel
+from hybridpp.pipeline import Executor, Transport, call_arguments
+from hybridpp.plugin import Boosted
+from hybridpp.precision import MasterWeights, cast_parameters, compute_dtype
+from hybridpp_plugins.engine import Engine
+from hybridpp_plugins.layout import Layout
+from hybridpp_plugins.optimizer import HybridOptimizer, NormPlan
+from hybridpp_plugins.settings import Settings
+
+# Elements of each parameter that are compared between ranks: enough to see two initialisations apart.
+_NUM_COMPARED = 16
+
+
+def boost(
+    parts: Boosted, settings: Settings, layout: Layout, device: torch.device, sample: Callable[[], Any]
+) -> Engine:
+    """Bring the parts into the layout, in place. Collective: all ranks."""
+    model, optimizer = parts.model, parts.optimizer
+    seed = torch.initial_seed()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    aliases = {
+        alias: names[id(parameter)]
+        for alias, parameter in model.named_parameters(remove_duplicate=False)
+        if alias != names[id(parameter)]
+    }
+    state = model.state_dict(keep_vars=True)
+    dtypes = {name: tensor.dtype for name, tensor in state.items()}
+    model_dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
+    if optimizer is not None:
+        _check_optimizer(optimizer, names)
+    _check_same_weights(model, seed, layout)
+    staged = StagedModel(
+        model,
+        layout.grid.pp_size,
+        layout.here.pp,
+        device=device,
+        sample=lambda: call_arguments(sample()),
+        compute_dtype=compute_dtype(settings.precision),
+    )
+    masters = _to_precision(model, settings.precision, device)
+    buckets, boosted = None, None
+    if optimizer is not None:
+        _repoint(optimizer, names, dict(model.named_parameters()), masters)
+        buckets, boosted = _training(optimizer, model, staged, masters, settings, layout)
+    return Engine(
+        staged=staged,
+        layout=layout,
+        pipeline=settings.pipeline,
+        device=device,
+        seed=seed,
+        executor=Executor(staged, Transport(layout.pp, layout.pp_up, device), device),
+        optimizer=boosted,
+        buckets=buckets,
+        masters=masters,
+        dtypes=dtypes,
+        model_dtype=model_dtype,
+        aliases=aliases,
+        buffer_names=frozenset(state) - frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)),
+    )
+
+
+def _check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, HybridOptimizer):
+        raise ConfigError(f"boost takes a torch.optim optimizer: got {type(optimizer).__name__}.")
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ConfigError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that the model does not have. "
+                    "Build it on model.parameters(), after the last change to the model."
+                )
+
+
+def _check_same_weights(model: nn.Module, seed: int, layout: Layout) -> None:
+    digest = zlib.crc32(str((seed, type(model).__qualname__)).encode())
+    for name, parameter in model.named_parameters():
+        digest = zlib.crc32(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode(), digest)
+        if not parameter.is_meta:
+            flat = parameter.detach().reshape(-1)
+            some = flat[:: max(1, flat.numel() // _NUM_COMPARED)][:_NUM_COMPARED].double().cpu()
+            digest = zlib.crc32(some.numpy().tobytes(), digest)
+    rows = layout.control.all_gather(torch.tensor([float(digest)], dtype=torch.float64))
+    others = [rank for rank, row in enumerate(rows) if float(row) != float(rows[0])]
+    if others:
+        raise ConfigError(
+            f"all ranks must boost the same model with the same weights and seed: rank {others[0]} differs from rank "
+            "0. Call launch_from_torch(seed=...) before building the model, or load the same weights everywhere."
+        )
+
+
+def _to_precision(model: nn.Module, precision: Precision, device: torch.device) -> MasterWeights:
+    model.to(device=device)
+    halves = compute_dtype(precision) is not None
+    trainable = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if halves and parameter.is_floating_point() and parameter.dtype is not torch.float64
+    }
+    masters = MasterWeights(trainable)
+    cast_parameters(model, precision)
+    return masters
+
+
+def _repoint(
+    optimizer: Optimizer, names: dict[int, str], owned: dict[str, nn.Parameter], masters: MasterWeights
+) -> None:
+    """Let the optimizer work on what this rank owns; groups and their settings stay, also those left empty."""
+    for group in optimizer.param_groups:
+        kept = [place for place, parameter in enumerate(group["params"]) if names[id(parameter)] in owned]
+        before = [group["params"][place] for place in kept]
+        after = [masters.masters.get(names[id(parameter)], parameter) for parameter in before]
+        for parameter in group["params"]:
+            state = optimizer.state.pop(parameter, None)
+            if state is not None and names[id(parameter)] in owned:
+                optimizer.state[masters.masters.get(names[id(parameter)], parameter)] = state
+        group["params"] = after
+        if "param_names" in group:
+            group["param_names"] = [group["param_names"][place] for place in kept]
+
+
+def _training(
+    optimizer: Optimizer,
+    model: nn.Module,
+    staged: StagedModel,
+    masters: MasterWeights,
+    settings: Settings,
+    layout: Layout,
+) -> tuple[GradientBuckets, HybridOptimizer]:
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    several = sorted({stages for stages in staged.owners.values() if len(stages) > 1})
+    groups = layout.stage_groups(several)
+    shared = {name: groups[staged.owners[name]] for name in trainable if len(staged.owners[name]) > 1}
+    buckets = GradientBuckets(trainable, layout.dp, settings.optimizer.ddp_bucket_cap_mb, shared)
+    counted_at = [stages[0] for stages in staged.owners.values()]
+    norm_plan = NormPlan(
+        control=layout.control,
+        ranks=layout.pipelines[0],
+        counted=tuple(name for name in trainable if staged.owners[name][0] == staged.stage),
+        width=max(counted_at.count(stage) for stage in range(staged.num_stages)) if counted_at else 0,
+    )
+    boosted = HybridOptimizer(optimizer, buckets, masters, trainable, norm_plan, settings.optimizer, settings.precision)
+    return buckets, boosted

@@ -1,0 +1,188 @@
+"""One boosted model: runs its steps."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hybridpp.cluster import microbatch_key, preserved_random_state
+from hybridpp.config import PipelineConfig
+from hybridpp.data_parallel import GradientBuckets
+from hybridpp.errors import ConfigError, NonFiniteLossError
+from hybridpp.partition import StagedModel
+from hybridpp.pipeline import (
+    Executor,
+    Report,
+    SplitBatch,
+    Step,
+    StepResult,
+    agree,
+    merge_outputs,
+    read_batch,
+    split_batch,
+)
+from hybridpp.plugin import Criterion
+from hybridpp.precision import MasterWeights
+from hybridpp.schedule import Programs, check_program, forward_only, lower, one_f_one_b
+from hybridpp_plugins.layout import Layout
+from hybridpp_plugins.optimizer import HybridOptimizer
+
+
+@cache
+def _programs(num_stages: int, num_microbatches: int, training: bool) -> Programs:
+    make = one_f_one_b if training else forward_only
+    programs = make(num_stages, num_microbatches)
+    check_program(programs, num_stages, num_microbatches)
+    return lower(programs)
+
+
+@dataclass
+class Engine:
+    """Everything that belongs to one boosted model on this rank.
+
+    Attributes:
+        staged: the model and which stage of it is here.
+        layout: this rank's groups.
+        pipeline: how batches are split.
+        device: where this rank computes.
+        seed: of dropout and whatever else draws random numbers in the forward.
+        executor: runs schedules.
+        optimizer: the boosted optimizer, if there is one.
+        buckets: the gradients.
+        masters: fp32 masters; empty in fp32.
+        dtypes: the dtype that each tensor of the state had before boost.
+        model_dtype: the model's own, for its config.
+        aliases: further names of tied parameters, each with the first name.
+        buffer_names: persistent buffers of the whole model.
+    """
+
+    staged: StagedModel
+    layout: Layout
+    pipeline: PipelineConfig
+    device: torch.device
+    seed: int
+    executor: Executor
+    optimizer: HybridOptimizer | None
+    buckets: GradientBuckets | None
+    masters: MasterWeights
+    dtypes: Mapping[str, torch.dtype]
+    model_dtype: torch.dtype | None
+    aliases: Mapping[str, str]
+    buffer_names: frozenset[str]
+    num_steps: int = field(default=0)
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+        return self.staged.model
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Gradients only add up inside."""
+        return nullcontext() if self.buckets is None else self.buckets.no_sync()
+
+    def check_call(self, criterion: Criterion | None, optimizer: Optimizer | None, return_loss: bool) -> None:
+        """Refuse arguments of ``execute_pipeline`` that do not fit together, before anything is communicated."""
+        training = torch.is_grad_enabled()
+        if optimizer is not None and optimizer is not self.optimizer:
+            raise ConfigError("execute_pipeline takes the optimizer that booster.boost returned for this model.")
+        if training and optimizer is None:
+            raise ConfigError(
+                "execute_pipeline needs the boosted optimizer where gradients are enabled. Pass optimizer=, or call it "
+                "under torch.no_grad() to evaluate."
+            )
+        if criterion is None and (training or return_loss):
+            raise ConfigError(
+                "execute_pipeline needs criterion(outputs, inputs) to compute a loss. Pass it, or return_loss=False "
+                "under torch.no_grad()."
+            )
+
+    def step(
+        self, data_iter: Iterator[Any], criterion: Criterion | None, return_loss: bool, return_outputs: bool
+    ) -> dict[str, Any]:
+        """One step of training, or of evaluation where gradients are disabled. Collective: all ranks."""
+        training = torch.is_grad_enabled()
+        criterion = criterion if training or return_loss else None
+
+        def prepare() -> SplitBatch:
+            return split_batch(
+                read_batch(data_iter),
+                num_microbatches=self.pipeline.num_microbatches,
+                microbatch_size=self.pipeline.microbatch_size,
+                num_items=getattr(criterion, "num_items", None),
+            )
+
+        batch, reports = agree(self.layout.control, self.layout.pipelines, training, prepare)
+        task = self._task(batch, reports, criterion, training, return_outputs)
+        program = _programs(self.staged.num_stages, len(batch.microbatches), training)[self.staged.stage]
+        if training and self.optimizer is not None:
+            self.optimizer.begin_accumulation()
+        with preserved_random_state(self.device):
+            result = self.executor.run(program, task)
+        if training:
+            self.num_steps += 1
+            if self.buckets is not None:
+                self.buckets.finish()
+        loss = self._loss(batch, reports, result) if criterion is not None else None
+        outputs = None
+        if return_outputs and result.outputs:
+            parts = [result.outputs[place] for place in range(len(batch.microbatches))]
+            outputs = merge_outputs(parts, batch.microbatches)
+        return {"loss": loss if return_loss else None, "outputs": outputs}
+
+    def _task(
+        self,
+        batch: SplitBatch,
+        reports: list[Report],
+        criterion: Criterion | None,
+        training: bool,
+        keep_outputs: bool,
+    ) -> Step:
+        heads = [reports[ranks[0]] for ranks in self.layout.pipelines]
+        replica = self.layout.here.dp
+        weight = batch.num_items / sum(head.num_items for head in heads)
+        if self.optimizer is not None:
+            weight *= self.optimizer.loss_scale
+        # Micro-batches are numbered over all replicas, so that two replicas never draw the same numbers.
+        first = sum(int(head.num_microbatches) for head in heads[:replica])
+        return Step(
+            microbatches=batch.microbatches,
+            loss_weights=[weight * microbatch.share for microbatch in batch.microbatches],
+            keys=[microbatch_key(self.seed, self.num_steps, first + n) for n in range(len(batch.microbatches))],
+            criterion=criterion,
+            training=training,
+            keep_outputs=keep_outputs,
+            last_backward=self.buckets.last_backward if self.buckets else _nothing,
+            reduce_gradients=self.buckets.launch if self.buckets else _nothing,
+        )
+
+    def _loss(self, batch: SplitBatch, reports: list[Report], result: StepResult) -> torch.Tensor:
+        """The mean loss over this replica's batch, told to every rank by the last stages. Collective: all ranks."""
+        total, bad = 0.0, -1.0
+        present = [(place, loss) for place, loss in result.losses.items() if loss is not None]
+        if present:
+            values = torch.stack([loss for _, loss in present]).tolist()  # the step's one wait for the device
+            values_at = {place: value for (place, _), value in zip(present, values, strict=True)}
+            total = math.fsum(value * batch.microbatches[place].share for place, value in values_at.items())
+            bad = float(next((place for place, value in values_at.items() if not math.isfinite(value)), -1))
+        rows = self.layout.control.all_gather(torch.tensor([total, bad], dtype=torch.float64))
+        for ranks in self.layout.pipelines:
+            value, place = rows[ranks[-1]].tolist()
+            if place >= 0:
+                kind = "NaN" if math.isnan(value) else "infinite"
+                raise NonFiniteLossError(
+                    f"the loss of micro-batch {int(place)} is {kind} (stage {self.staged.num_stages - 1} of "
+                    f"{self.staged.num_stages}, rank {ranks[-1]}). Check the inputs and the learning rate; in fp16, "
+                    "activations overflow beyond 65504: bf16 has the range of fp32."
+                )
+        mine = rows[self.layout.pipelines[self.layout.here.dp][-1]]
+        return torch.tensor(float(mine[0]), dtype=torch.float32, device=self.device)
+
+
+def _nothing() -> None:
+    return

@@ -1,0 +1,75 @@
+"""This rank's groups."""
+
+from dataclasses import dataclass
+
+from hybridpp.cluster import Axis, Coordinate, Group, RankGrid, World
+from hybridpp.pipeline import StageManager
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The job's ranks as a grid, with the groups that this rank is in.
+
+    Attributes:
+        world: all ranks.
+        grid: where each of them sits.
+        here: where this one sits.
+        control: all ranks, for small host tensors.
+        tp: the ranks that share this rank's layers.
+        pp: the ranks of this rank's pipeline, by stage; carries activations.
+        pp_up: the same ranks; carries gradients.
+        dp: the ranks that hold the same stage of other replicas.
+    """
+
+    world: World
+    grid: RankGrid
+    here: Coordinate
+    control: Group
+    tp: Group
+    pp: Group
+    pp_up: Group
+    dp: Group
+
+    @classmethod
+    def create(cls, world: World, grid: RankGrid) -> "Layout":
+        """Collective: all ranks of ``world``."""
+
+        def along(axis: Axis) -> Group:
+            group = world.split(grid.groups(axis))
+            assert group is not None, "every rank is in one group of each axis"
+            return group
+
+        return cls(
+            world=world,
+            grid=grid,
+            here=grid.coordinate(world.rank),
+            control=world.control(),
+            tp=along("tp"),
+            pp=along("pp"),
+            pp_up=along("pp"),
+            dp=along("dp"),
+        )
+
+    @property
+    def pipelines(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that work on the same batch, group by group, ordered by replica."""
+        ranks_of: dict[int, list[int]] = {}
+        for rank in range(self.grid.world_size):
+            ranks_of.setdefault(self.grid.coordinate(rank).dp, []).append(rank)
+        return tuple(tuple(ranks) for ranks in ranks_of.values())
+
+    def stage_manager(self) -> StageManager:
+        """This rank's place in its pipeline."""
+        return StageManager(self.here.pp, self.pp.ranks)
+
+    def stage_groups(self, stage_sets: list[tuple[int, ...]]) -> dict[tuple[int, ...], Group]:
+        """For each set of stages, the ranks of this pipeline that run them; only those this rank is in.
+
+        Collective: all ranks of the world, with the same sets.
+        """
+        groups: dict[tuple[int, ...], Group] = {}
+        for stages in stage_sets:
+            group = self.world.split([[line[stage] for stage in stages] for line in self.grid.groups("pp")])
+            if group is not None:
+                groups[stages] = group
+        return groups
