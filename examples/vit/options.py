@@ -42,6 +42,7 @@ def add_training_flags(parser: ArgumentParser) -> None:
 
 def add_parallel_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("parallelism", "The processes that these leave over hold replicas of the model.")
+    group.add_argument("--plugin", default="hybrid_parallel", help="name of the plugin (default: %(default)s)")
     group.add_argument("--tp-size", type=int, default=1, help="tensor-parallel ranks (default: %(default)s)")
     group.add_argument("--pp-size", type=int, help="pipeline stages (default: 2, or 1 on an odd number of processes)")
     sizes = group.add_mutually_exclusive_group()

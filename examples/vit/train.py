@@ -28,9 +28,9 @@ from hybridpp import (
     CosineAnnealingWarmupLR,
     DistCoordinator,
     HybridAdam,
-    HybridParallelPlugin,
     launch_from_torch,
 )
+from hybridpp.registry import plugin_class
 
 
 def train(args: Namespace, coordinator: DistCoordinator) -> None:
@@ -101,12 +101,12 @@ def model_loss(outputs: Any, inputs: Any) -> Tensor:
     return loss
 
 
-def make_plugin(args: Namespace, world_size: int) -> HybridParallelPlugin:
+def make_plugin(args: Namespace, world_size: int) -> Any:
     """The layout that the flags ask for; without ``--pp-size`` two stages, or one on an odd number of ranks."""
     pp_size = args.pp_size
     if pp_size is None:
         pp_size = 1 if world_size % 2 else 2
-    return HybridParallelPlugin(
+    return plugin_class(args.plugin)(
         tp_size=args.tp_size,
         pp_size=pp_size,
         num_microbatches=args.num_microbatches,
@@ -116,7 +116,7 @@ def make_plugin(args: Namespace, world_size: int) -> HybridParallelPlugin:
     )
 
 
-def describe(args: Namespace, plugin: HybridParallelPlugin, model: nn.Module, splits: ImageSplits) -> str:
+def describe(args: Namespace, plugin: Any, model: nn.Module, splits: ImageSplits) -> str:
     """What is about to run, in a few lines."""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return (

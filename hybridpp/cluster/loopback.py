@@ -71,6 +71,7 @@ class Loopback:
     """A world of ``size`` ranks in this process.
 
     Example:
+        >>> from hybridpp.cluster import current_world
         >>> Loopback(2).run(lambda: current_world().rank)
         [0, 1]
     """

@@ -49,7 +49,7 @@ class HybridAdam(Adam):
         ValueError: torch refuses a value, such as a negative ``lr``.
 
     Example:
-        >>> optimizer = HybridAdam(model.parameters(), lr=3e-4, weight_decay=0.01)
+        >>> optimizer = HybridAdam(torch.nn.Linear(2, 2).parameters(), lr=3e-4, weight_decay=0.01)
     """
 
     def __init__(

@@ -22,11 +22,15 @@ class Interceptor:
 
     The modules keep their classes, names and attributes; only the instance attribute ``forward`` is set, so hooks and
     whatever else ``__call__`` does stay as they are. Without an active handler a unit runs as if nothing were here.
+
+    Attributes:
+        units: their names.
     """
 
     def __init__(self, model: nn.Module, units: Iterable[str]):
+        self.units = tuple(units)
         self._handler: UnitHandler | None = None
-        for name in units:
+        for name in self.units:
             module = model.get_submodule(name)
             # functools.partial and no closure, so that the model can still be copied.
             module.forward = functools.partial(self._call, name, module.forward)

@@ -68,9 +68,10 @@ class StagedModel:
         self._running = False
         self._places: dict[str, int] = {}
         anatomy = dissect(model, num_stages)
+        self._interceptor = Interceptor(model, anatomy.units)
         self.owners: dict[str, tuple[int, ...]] = dict.fromkeys(parameter_names(model), (0,))
         if num_stages > 1:
-            self._tracer = Tracer(model, anatomy.units, device, compute_dtype)
+            self._tracer = Tracer(model, self._interceptor, device, compute_dtype)
             trace = self._tracer.trace(*self._prepare(*sample()), count_flops=True)
             sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
             self._cut = choose_cut(trace, anatomy.blocks, num_stages, sizes)
@@ -81,7 +82,6 @@ class StagedModel:
             # A unit that is never called belongs to stage 0, like its parameters.
             mine = units_here | ({unit for unit in anatomy.units if unit not in called} if stage == 0 else set())
             strip(model, self.owners, stage, set(anatomy.units) - mine, device, compute_dtype)
-        self._interceptor = Interceptor(model, anatomy.units)
         model.forward = functools.partial(self._guarded, model.forward)
 
     def _guarded(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -93,6 +93,15 @@ class StagedModel:
         if not self._running:
             args, kwargs = self._cast(args), self._cast(kwargs)
         return forward(*args, **kwargs)
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Inside, the model may be called although it holds only a stage."""
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
 
     def _cast(self, tree: Any) -> Any:
         """Floating-point inputs in the format the model computes in; None leaves them alone."""
@@ -112,7 +121,8 @@ class StagedModel:
         signature = _signature(args, kwargs, self.model.training)
         plan = self._plans.get(signature)
         if plan is None:
-            trace = self._tracer.trace(*self._prepare(args, kwargs))
+            with self._entered():
+                trace = self._tracer.trace(*self._prepare(args, kwargs))
             stages = assign_stages(trace, self._cut)
             self._check_ownership(trace, stages)
             plan = self._plans[signature] = stage_plan(trace, stages, self.stage)
@@ -150,16 +160,14 @@ class StagedModel:
             The values of ``plan.outgoing``, and on the last stage what the model returned (else None).
         """
         run = StageRun(plan, received, self._placeholders, key, self._device)
-        self._running = True
         try:
-            with self._interceptor.active(run):
+            with self._entered(), self._interceptor.active(run):
                 args, kwargs = self._cast(args), self._cast(kwargs)
                 # A context of its own: leaving by an exception must not leave context variables set behind.
                 result = copy_context().run(self.model, *args, **kwargs)
         except StageDone:
             return run.outgoing(), None
         finally:
-            self._running = False
             self._places = run.places
         if plan.last_local is not None:
             raise PartitionError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from hybridpp.errors import PartitionError
+from hybridpp.partition.fakes import Fakes
 from hybridpp.partition.intercept import Forward, Interceptor
-from hybridpp.partition.skeleton import Skeleton
 from hybridpp.partition.taint import Source, TaintMode, Value, tensors_in
 
 _CANNOT_RUN_ON_FAKES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -66,12 +67,24 @@ class Trace:
 
 
 class Tracer:
-    """Traces one model for any inputs; keeps a :class:`Skeleton` of it."""
+    """Traces one model for any inputs.
 
-    def __init__(self, model: nn.Module, units: tuple[str, ...], device: torch.device, dtype: torch.dtype | None):
-        self._original = model
-        self._skeleton = Skeleton(model, device, dtype)
-        self._interceptor = Interceptor(self._skeleton.model, units)
+    Args:
+        model: whole; it may be stripped after this.
+        interceptor: of its units.
+        device: where the trace pretends to run.
+        dtype: of its floating-point parameters in the trace; None keeps their own.
+    """
+
+    def __init__(self, model: nn.Module, interceptor: Interceptor, device: torch.device, dtype: torch.dtype | None):
+        self._model = model
+        self._interceptor = interceptor
+        self._fakes = Fakes(model, device, dtype)
+        self._unit_parameters: dict[str, tuple[str, ...]] = {}
+        with self._fakes.in_place():
+            for unit in interceptor.units:
+                parameters = model.get_submodule(unit).parameters()
+                self._unit_parameters[unit] = tuple(self._fakes.names[id(parameter)] for parameter in parameters)
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, count_flops: bool = False) -> Trace:
         """The trace of ``model(*args, **kwargs)``; the arguments are real tensors, which are only read.
@@ -79,15 +92,21 @@ class Tracer:
         Raises:
             PartitionError: the forward branches on a value that a unit computes.
         """
-        self._skeleton.follow(self._original)
-        recorder = _Recorder(self._skeleton, count_flops)
-        with recorder.taints, self._interceptor.active(recorder), _restored_generators(), torch.enable_grad():
+        recorder = _Recorder(self._fakes, self._unit_parameters, count_flops)
+        with (
+            self._fakes.in_place(),
+            self._interceptor.active(recorder),
+            _restored_generators(),
+            torch.enable_grad(),
+            recorder.taints,
+        ):
             try:
-                result = self._skeleton.model(*args, **kwargs)
+                # A context of its own, as for a stage's run.
+                result = copy_context().run(self._model, *args, **kwargs)
             except _CANNOT_RUN_ON_FAKES as error:
                 last = recorder.calls[-1].name if recorder.calls else "none yet"
                 raise PartitionError(
-                    f"the forward of {type(self._original).__name__} branches on a computed value "
+                    f"the forward of {type(self._model).__name__} branches on a computed value "
                     f"after unit {last!r} ({error}). Move that branch into a block, or use pp_size=1."
                 ) from error
         return recorder.finish(result)
@@ -103,29 +122,29 @@ def _restored_generators() -> Iterator[None]:
 class _Recorder:
     """The unit handler of a trace."""
 
-    def __init__(self, skeleton: Skeleton, count_flops: bool):
+    def __init__(self, fakes: Fakes, unit_parameters: dict[str, tuple[str, ...]], count_flops: bool):
         self.calls: list[UnitCall] = []
         self.taints = TaintMode()
-        self._skeleton = skeleton
+        self._unit_parameters = unit_parameters
         self._count_flops = count_flops
         self._depth = 0
         self._occurrences: dict[str, int] = {}
         self._outputs: list[tuple[UnitCall, int, Tensor, int]] = []
-        for parameter in skeleton.model.parameters():
-            self.taints.mark(parameter, [skeleton.parameter_names[id(parameter)]])
-        for buffer in skeleton.model.buffers():
+        for parameter in fakes.parameters:
+            self.taints.mark(parameter, [fakes.names[id(parameter)]])
+        for buffer in fakes.buffers:
             self.taints.mark(buffer, [])
 
     def __call__(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._depth:
             # A unit that calls another one holds that one's parameters too.
-            self.calls[-1].parameters += self._parameters(name)
+            self.calls[-1].parameters += self._unit_parameters[name]
             return forward(*args, **kwargs)
         call = UnitCall(
             name=name,
             occurrence=self._occurrences.get(name, 0),
             sources=self.taints.sources((args, kwargs)),
-            parameters=self._parameters(name),
+            parameters=self._unit_parameters[name],
             tree=pytree.tree_structure(None),
         )
         self._occurrences[name] = call.occurrence + 1
@@ -134,10 +153,6 @@ class _Recorder:
         leaves, call.tree = pytree.tree_flatten(output)
         call.leaves = tuple(self._record(call, place, leaf) for place, leaf in enumerate(leaves))
         return output
-
-    def _parameters(self, name: str) -> tuple[str, ...]:
-        unit = self._skeleton.model.get_submodule(name)
-        return tuple(self._skeleton.parameter_names[id(parameter)] for parameter in unit.parameters())
 
     def _run(self, call: UnitCall, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._depth += 1
@@ -149,7 +164,7 @@ class _Recorder:
                     output = forward(*args, **kwargs)
                 call.flops = counter.get_total_flops()
                 return output
-        except _CANNOT_RUN_ON_FAKES:
+        except RuntimeError:  # what fakes cannot do, and kernels without a fake version
             # Data-dependent routing: assume that it returns what its first tensor looks like; the real run checks it.
             tensors = tensors_in((args, kwargs))
             if not tensors:

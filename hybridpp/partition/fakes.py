@@ -1,0 +1,66 @@
+"""A model without its numbers, for tracing: fake tensors take the place of its parameters and buffers for a while."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+class Fakes:
+    """A fake for every parameter and buffer of a model: nothing is allocated, and nothing made of them is real.
+
+    The model itself is traced, not a copy: whatever was done to the instance (a patched forward, hooks) counts. It may
+    be stripped of tensors later; the fakes still know all of them.
+
+    Args:
+        model: on any device, also the meta device.
+        device: where the fakes pretend to be.
+        dtype: of floating-point fakes; None keeps each tensor's own.
+
+    Attributes:
+        names: the name of each fake parameter, by ``id``; a tied parameter has its first name.
+        parameters: the fake parameters.
+        buffers: the fake buffers.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fakes: dict[int, Tensor] = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            kind = dtype if tensor.is_floating_point() else None
+            with mode:
+                fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=kind or tensor.dtype, device=device)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fakes[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+        self.names = {id(fakes[id(parameter)]): name for name, parameter in model.named_parameters()}
+        self.parameters = [fakes[id(parameter)] for parameter in model.parameters()]
+        self.buffers = [fakes[id(buffer)] for buffer in model.buffers()]
+        self._slots: list[tuple[nn.Module, str, Tensor]] = [
+            (module, key, fakes[id(tensor)])
+            for module in model.modules()
+            for key, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        ]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the model holds the fakes; afterwards what it held before."""
+        before = []
+        try:
+            for module, key, fake in self._slots:
+                place = _place(module, key)
+                before.append((place, key, place[key]))
+                place[key] = fake
+            yield
+        finally:
+            for place, key, tensor in before:
+                place[key] = tensor
+
+
+def _place(module: nn.Module, key: str) -> dict[str, Any]:
+    """Where a tensor of a module is kept: what was stripped is a plain attribute."""
+    places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
+    return next(place for place in places if key in place)

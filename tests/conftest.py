@@ -1,0 +1,7 @@
+"""One thread per process, set before torch loads: bit-equality needs equal kernels, and threads split sums."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

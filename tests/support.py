@@ -1,0 +1,194 @@
+"""What many tests need: small models, small batches, a training run, and ranks as processes."""
+
+import io
+import multiprocessing
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import ViTConfig, ViTForImageClassification
+
+from hybridpp import Booster, HybridParallelPlugin, launch
+from hybridpp.cluster import Loopback
+
+IMAGE, NUM_LABELS = 8, 5
+
+
+def tiny_vit(dropout: float = 0.0, num_layers: int = 4, seed: int = 0) -> ViTForImageClassification:
+    """A ViT with 5 tokens of width 16, in training mode, the same at every call."""
+    torch.manual_seed(seed)
+    config = ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=IMAGE,
+        patch_size=4,
+        num_labels=NUM_LABELS,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    return ViTForImageClassification(config).train()
+
+
+def image_batch(num_samples: int, seed: int = 0) -> dict[str, Tensor]:
+    """Random images with labels."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "pixel_values": torch.randn(num_samples, 3, IMAGE, IMAGE, generator=generator),
+        "labels": torch.randint(0, NUM_LABELS, (num_samples,), generator=generator),
+    }
+
+
+def model_loss(outputs: Any, inputs: Any) -> Tensor:
+    """The criterion of a Hugging Face model that was given labels."""
+    return outputs.loss
+
+
+def boosted(
+    model: nn.Module, make_optimizer: Callable[[Any], torch.optim.Optimizer] | None, sample: Any, **settings: Any
+) -> tuple[Booster, Any, Any]:
+    """A booster with the model and optimizer it boosted; one rank and one micro-batch in fp32 unless told otherwise."""
+    if "microbatch_size" not in settings:
+        settings = {"num_microbatches": 1, **settings}
+    settings = {"tp_size": 1, "pp_size": 1, "precision": "fp32", **settings}
+    booster = Booster(plugin=HybridParallelPlugin(**settings), device="cpu")
+    optimizer = make_optimizer(model.parameters()) if make_optimizer else None
+    parts = booster.boost(model, optimizer, sample=sample)
+    return booster, parts.model, parts.optimizer
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Plain gradient descent, large steps."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def replica_part(batch: Any, replica: int, num_replicas: int) -> Any:
+    """One replica's contiguous part of a batch."""
+    if isinstance(batch, dict):
+        return {name: replica_part(value, replica, num_replicas) for name, value in batch.items()}
+    if not isinstance(batch, Tensor | list | tuple) or (isinstance(batch, Tensor) and batch.dim() == 0):
+        return batch
+    size = len(batch)
+    return batch[replica * size // num_replicas : (replica + 1) * size // num_replicas]
+
+
+def train(
+    make_model: Callable[[], nn.Module],
+    batches: list[Any],
+    *,
+    dp_size: int = 1,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+    criterion: Any = model_loss,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train on in-process ranks, one step per batch.
+
+    Returns ``losses`` by rank and step; ``weights`` after the last step and ``gradients`` of the first one, whole, by
+    name; ``names`` of what each rank owns.
+    """
+    pp_size = settings.get("pp_size", 1)
+
+    def run() -> dict[str, Any]:
+        model = make_model()
+        booster, model, optimizer = boosted(model, make_optimizer, replica_part(batches[0], 0, dp_size), **settings)
+        replica = booster.plugin.layout.here.dp
+        data = iter([replica_part(batch, replica, dp_size) for batch in batches])
+        losses, gradients = [], {}
+        for step in range(len(batches)):
+            losses.append(booster.execute_pipeline(data, model, criterion, optimizer)["loss"].item())
+            if step == 0:
+                gradients = gradients_of(booster, model)
+            optimizer.step()
+        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        return {"losses": losses, "weights": weights, "gradients": gradients}
+
+    ranks = Loopback(pp_size * dp_size).run(run)
+    whole: dict[str, Any] = {"losses": [rank["losses"] for rank in ranks], "weights": {}, "gradients": {}}
+    whole["names"] = [set(rank["weights"]) for rank in ranks]
+    for rank in ranks:
+        whole["weights"].update(rank["weights"])
+        whole["gradients"].update(rank["gradients"])
+    return whole
+
+
+def gradients_of(booster: Booster, model: nn.Module) -> dict[str, Tensor]:
+    """This rank's accumulated gradients, by name."""
+    buckets = booster.plugin._engine(model).buckets
+    return {name: gradient.clone() for name, gradient in buckets.gradients.items()}
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Bit-equal, every tensor."""
+    assert set(actual) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), f"{name} differs by {(actual[name] - tensor).abs().max()}"
+
+
+def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-6) -> None:
+    """Equal to rounding, every tensor."""
+    assert set(actual) == set(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            actual[name], tensor, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+class RankFailed(Exception):
+    """A rank of :func:`run_ranks` raised, died or took too long."""
+
+
+def run_ranks(function: Callable[[], Any], num_ranks: int, timeout_s: float = 60.0) -> list[Any]:
+    """Call ``function`` on ranks that are forked gloo processes; the results, in rank order.
+
+    Raises:
+        RankFailed: with the traceback of the first rank that failed, or on a hang.
+    """
+    context = multiprocessing.get_context("fork")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(num_ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(function, rank, num_ranks, port, theirs))
+        process.start()
+        theirs.close()
+        ranks.append((process, ours))
+    try:
+        return [_result(rank, pipe, timeout_s) for rank, (_, pipe) in enumerate(ranks)]
+    finally:
+        for process, _ in ranks:
+            process.kill()
+            process.join()
+
+
+def _rank(function: Callable[[], Any], rank: int, num_ranks: int, port: int, pipe: Connection) -> None:
+    # A forked child hangs in OpenMP if the parent used it, unless it says first that it needs one thread.
+    torch.set_num_threads(1)
+    try:
+        launch(rank, num_ranks, "127.0.0.1", port, backend="gloo", timeout_s=30)
+        buffer = io.BytesIO()
+        torch.save(function(), buffer)
+        pipe.send((True, buffer.getvalue()))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _result(rank: int, pipe: Connection, timeout_s: float) -> Any:
+    try:
+        if not pipe.poll(timeout_s):
+            raise RankFailed(f"rank {rank} gave no result within {timeout_s} s")
+        done, value = pipe.recv()
+    except EOFError:
+        raise RankFailed(f"rank {rank} died") from None
+    if not done:
+        raise RankFailed(f"rank {rank} raised:\n{value}")
+    return torch.load(io.BytesIO(value), weights_only=False)
