@@ -147,8 +147,8 @@ class Booster:
     def save_model(self, model: nn.Module, path: str | Path, shard: bool = True, size_per_shard: int = 1024) -> None:
         """Write the whole model to a folder that Hugging Face's ``from_pretrained`` reads.
 
-        Weights are written in the dtype that the model had before ``boost``, from the fp32 masters where there are
-        some. Collective: all ranks; rank 0 writes.
+        Weights are written in the dtype that the model had before ``boost``: trained ones from their fp32 masters,
+        frozen ones as the precision rounded them. Collective: all ranks; rank 0 writes.
 
         Args:
             model: the boosted model.

@@ -18,7 +18,8 @@ class DistLogger(logging.LoggerAdapter[logging.Logger]):
     ) -> None:
         """Log on the given ranks (all, if None)."""
         if ranks is None or current_world().rank in ranks:
-            super().log(level, msg, *args, **kwargs)
+            # One level more: the record names the caller's line, not this one.
+            super().log(level, msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
 
 
 def get_dist_logger(name: str = "hybridpp") -> DistLogger:
@@ -33,7 +34,7 @@ def disable_existing_loggers(include: list[str] | None = None, exclude: list[str
         include: the loggers to quiet; None means every one that exists.
         exclude: loggers, with those below them, to leave alone; None means hybridpp's own.
     """
-    spared = tuple(["hybridpp"] if exclude is None else exclude)
+    spared = ["hybridpp"] if exclude is None else exclude
     for name in list(logging.root.manager.loggerDict) if include is None else include:
-        if name.split(".")[0] not in spared and name not in spared:
+        if not any(name == other or name.startswith(f"{other}.") for other in spared):
             logging.getLogger(name).setLevel(logging.WARNING)

@@ -125,16 +125,20 @@ class LoopbackWorld:
         self.device = torch.device("cpu")
         self._loopback = loopback
         self._num_splits = 0
+        self._control: LoopbackGroup | None = None
 
     def split(self, groups: Sequence[Sequence[int]]) -> "LoopbackGroup | None":
         self._num_splits += 1
         for ranks in groups:
             if self.rank in ranks:
-                return LoopbackGroup(self._loopback, (self._num_splits, tuple(ranks)), self.rank)
+                return LoopbackGroup(self._loopback, (self._num_splits, tuple(sorted(ranks))), self.rank)
         return None
 
     def control(self) -> "LoopbackGroup":
-        return LoopbackGroup(self._loopback, ("control", tuple(range(self.size))), self.rank)
+        # One object, because a group numbers its collectives.
+        if self._control is None:
+            self._control = LoopbackGroup(self._loopback, ("control", tuple(range(self.size))), self.rank)
+        return self._control
 
 
 class _Done:
@@ -165,7 +169,12 @@ class _Mailbox:
     def match(self) -> None:
         while self.messages and self.receives:
             target, done = self.receives.popleft()
-            target.copy_(self.messages.popleft())
+            message = self.messages.popleft()
+            # copy_ would broadcast and cast what a real backend mistakes for something else.
+            assert (message.shape, message.dtype) == (target.shape, target.dtype), (
+                f"sent {message.dtype} {tuple(message.shape)}, expected {target.dtype} {tuple(target.shape)}"
+            )
+            target.copy_(message)
             done.append(True)
 
 

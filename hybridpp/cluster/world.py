@@ -71,6 +71,8 @@ class World(Protocol):
     def split(self, groups: Sequence[Sequence[int]]) -> Group | None:
         """The group that this rank is in, out of disjoint lists of ranks; None where it is in none.
 
+        Members are numbered by rank, whatever the order of the list (as ``torch.distributed`` does it).
+
         Collective: every rank of the world must call it, with the same lists.
         """
 

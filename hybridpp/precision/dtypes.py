@@ -5,22 +5,16 @@ from torch import nn
 
 from hybridpp.config import Precision
 
-_COMPUTE = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
+_HALF = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 
 
-def compute_dtype(precision: Precision) -> torch.dtype | None:
-    """The dtype of working weights and activations; None leaves the model's own."""
-    return _COMPUTE.get(precision)
+def working_dtype(model: nn.Module, precision: Precision) -> torch.dtype | None:
+    """The dtype of a model's working weights and activations; None leaves the model's own.
 
-
-def cast_parameters(model: nn.Module, precision: Precision) -> None:
-    """Bring a model's floating-point parameters and buffers to the precision, in place.
-
-    In fp32, half-precision tensors are widened; float64 stays as it is.
+    In fp32, a model with half-precision tensors is widened; float64 stays as it is.
     """
-    dtype = compute_dtype(precision)
-    halves = (torch.float16, torch.bfloat16)
-    if dtype is not None:
-        model.to(dtype=dtype)
-    elif any(tensor.dtype in halves for tensor in (*model.parameters(), *model.buffers())):
-        model.to(dtype=torch.float32)
+    if precision in _HALF:
+        return _HALF[precision]
+    tensors = (*model.parameters(), *model.buffers())
+    return torch.float32 if any(tensor.dtype in _HALF.values() for tensor in tensors) else None
+

@@ -14,7 +14,7 @@ from hybridpp.errors import ConfigError
 from hybridpp.partition import StagedModel
 from hybridpp.pipeline import Executor, Transport, call_arguments
 from hybridpp.plugin import Boosted
-from hybridpp.precision import MasterWeights, cast_parameters, compute_dtype
+from hybridpp.precision import MasterWeights, working_dtype
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer, NormPlan
@@ -42,15 +42,19 @@ def boost(
     if optimizer is not None:
         _check_optimizer(optimizer, names)
     _check_same_weights(model, seed, layout)
+    dtype = working_dtype(model, settings.precision)
     staged = StagedModel(
         model,
         layout.grid.pp_size,
         layout.here.pp,
         device=device,
         sample=lambda: call_arguments(sample()),
-        compute_dtype=compute_dtype(settings.precision),
+        compute_dtype=dtype,
     )
-    masters = _to_precision(model, settings.precision, device)
+    model.to(device=device)
+    masters = _masters(model, settings.precision)
+    if dtype is not None:
+        model.to(dtype=dtype)
     buckets, boosted = None, None
     if optimizer is not None:
         _repoint(optimizer, names, dict(model.named_parameters()), masters)
@@ -101,17 +105,11 @@ def _check_same_weights(model: nn.Module, seed: int, layout: Layout) -> None:
         )
 
 
-def _to_precision(model: nn.Module, precision: Precision, device: torch.device) -> MasterWeights:
-    model.to(device=device)
-    halves = compute_dtype(precision) is not None
-    trainable = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if halves and parameter.is_floating_point() and parameter.dtype is not torch.float64
-    }
-    masters = MasterWeights(trainable)
-    cast_parameters(model, precision)
-    return masters
+def _masters(model: nn.Module, precision: Precision) -> MasterWeights:
+    """Of the trainable weights, before they are cast down; a frozen one needs none, and a frozen base may be large."""
+    if precision is Precision.FP32:
+        return MasterWeights({})
+    return MasterWeights({name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad})
 
 
 def _repoint(

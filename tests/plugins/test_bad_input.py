@@ -1,0 +1,262 @@
+"""Bad input: one clear message, before any collective, on every rank alike."""
+
+import re
+
+import pytest
+import torch
+from support import boosted, image_batch, model_loss, sgd, tiny_vit
+from torch import nn
+
+from hybridpp import Booster, HybridParallelPlugin
+from hybridpp.cluster import Loopback, current_world
+from hybridpp.errors import ConfigError, DataError, NonFiniteLossError, PartitionError, PeerError
+
+GOOD = {"tp_size": 1, "pp_size": 1, "num_microbatches": 1, "precision": "fp32"}
+
+
+def everyone_raises(num_ranks, function, error, text):
+    """Every rank raises ``error`` with ``text`` in it; none is left waiting."""
+
+    def run():
+        with pytest.raises(error, match=re.escape(text)) as raised:
+            function()
+        return str(raised.value)
+
+    messages = Loopback(num_ranks).run(run)
+    assert len(messages) == num_ranks
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (
+            {"num_microbatches": None},
+            "give exactly one of num_microbatches and microbatch_size: "
+            "got num_microbatches=None, microbatch_size=None.",
+        ),
+        ({"microbatch_size": 2}, "give exactly one of num_microbatches and microbatch_size"),
+        ({"num_microbatches": 0}, "num_microbatches is a whole number, at least 1: got num_microbatches=0."),
+        ({"precision": "fp8"}, "precision is one of fp32, fp16, bf16: got 'fp8'."),
+        ({"tp_size": 2}, "tensor parallelism is not built yet: got tp_size=2. Use tp_size=1 and pp_size=2."),
+        ({"pp_size": 0}, "pp_size is a whole number of ranks, at least 1: got pp_size=0."),
+        ({"zero_stage": 1}, "sharded optimizer state is not built yet: got zero_stage=1. Use zero_stage=0."),
+        ({"pp_style": "zbv"}, "schedule is one of 1f1b: got 'zbv'."),
+        ({"enable_sequence_parallelism": True}, "enable_sequence_parallelism is not built yet"),
+        ({"num_model_chunks": 2}, "num_model_chunks is not built yet: got num_model_chunks=2. Leave it out"),
+        ({"cpu_offload": True}, "cpu_offload is not built yet"),
+        ({"num_microbatch": 4}, "HybridParallelPlugin has no setting 'num_microbatch'. It takes: backoff_factor,"),
+        ({"initial_scale": 0}, "loss scaling needs initial_scale > 0: got initial_scale=0."),
+        ({"max_norm": -1}, "max_norm is a gradient norm, or 0 for no clipping: got max_norm=-1."),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(settings, text):
+    everyone_raises(2, lambda: HybridParallelPlugin(**{**GOOD, **settings}), ConfigError, text)
+
+
+def test_settings_that_ask_for_nothing_are_accepted():
+    plugin = HybridParallelPlugin(**GOOD, pp_style="1f1b", num_model_chunks=1, cpu_offload=False, zero_stage=0)
+    assert plugin.pp_size == 1
+
+
+@pytest.mark.parametrize(
+    ("world_size", "pp_size", "way_out"), [(3, 2, "Start 2 or 4 processes"), (2, 4, "Start 4 processes")]
+)
+def test_a_world_that_does_not_divide(world_size, pp_size, way_out):
+    messages = everyone_raises(
+        world_size,
+        lambda: HybridParallelPlugin(**{**GOOD, "pp_size": pp_size}),
+        ConfigError,
+        f"world size must be a multiple of tp_size * pp_size: got world_size={world_size}, tp_size=1, "
+        f"pp_size={pp_size}.",
+    )
+    assert all(way_out in message for message in messages)
+
+
+def test_fewer_blocks_than_stages():
+    text = "ViTForImageClassification has 2 (vit.layers.0, vit.layers.1), pp_size=4. Use pp_size=2 or less."
+    everyone_raises(4, lambda: boosted(tiny_vit(num_layers=2), sgd, image_batch(2), pp_size=4), PartitionError, text)
+
+
+def test_a_batch_whose_tensors_disagree_in_dim_0():
+    def run():
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2)
+        batch = image_batch(4)
+        batch["labels"] = batch["labels"][:3]
+        booster.execute_pipeline(iter([batch]), model, model_loss, optimizer)
+
+    everyone_raises(
+        2,
+        run,
+        DataError,
+        "all tensors of a batch must agree in dimension 0, the samples: got ['pixel_values']: 4, ['labels']: 3.",
+    )
+
+
+def test_one_ranks_bad_batch_is_told_to_all_ranks():
+    def run():
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2)
+        bad = current_world().rank == 1
+        with pytest.raises(DataError if bad else PeerError) as raised:
+            booster.execute_pipeline(iter([{} if bad else image_batch(4)]), model, model_loss, optimizer)
+        return str(raised.value)
+
+    messages = Loopback(4).run(run)
+    assert messages[1].startswith("a batch needs at least one tensor")
+    assert messages[0] == messages[2] == "reading the batch failed on rank 1. See the error printed there."
+
+
+def test_ranks_of_one_pipeline_that_hold_different_batches():
+    def run():
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2)
+        booster.execute_pipeline(iter([image_batch(4, current_world().rank)]), model, model_loss, optimizer)
+
+    everyone_raises(4, run, DataError, "the ranks of one pipeline must hold the same batch: ranks 0, 1 hold different")
+
+
+def test_data_that_ends_on_some_ranks():
+    def run():
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2)
+        data = iter([image_batch(4)] * (1 if current_world().rank in (2, 3) else 0))
+        booster.execute_pipeline(data, model, model_loss, optimizer)
+
+    everyone_raises(4, run, DataError, "the data ended on ranks 0, 1 but not on the others.")
+
+
+def test_data_that_ends_on_every_rank_is_stop_iteration():
+    def run():
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2)
+        with pytest.raises(StopIteration):
+            booster.execute_pipeline(iter([]), model, model_loss, optimizer)
+        return True
+
+    assert Loopback(2).run(run) == [True, True]
+
+
+def test_a_dataloader_instead_of_an_iterator():
+    def run():
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2))
+        booster.execute_pipeline([image_batch(4)], model, model_loss, optimizer)
+
+    everyone_raises(1, run, DataError, "execute_pipeline takes an iterator: got list. Pass iter(dataloader).")
+
+
+@pytest.mark.parametrize(("value", "kind"), [(float("nan"), "NaN"), (float("inf"), "infinite")])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_loss_that_is_not_finite_is_reported_with_stage_and_microbatch(training, value, kind):
+    def run():
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2, num_microbatches=4)
+
+        def criterion(outputs, inputs):
+            return outputs.loss * (value if 1 in inputs["index"] else 1.0)
+
+        model.forward = _without("index", model.forward)
+        batch = image_batch(8) | {"index": torch.arange(8) // 2}
+        with torch.set_grad_enabled(training):
+            booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
+
+    text = f"the loss of micro-batch 1 is {kind} (stage 1 of 2, rank 1)."
+    everyone_raises(2, run, NonFiniteLossError, text)
+
+
+def _without(name, forward):
+    return lambda **kwargs: forward(**{key: value for key, value in kwargs.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    ("criterion", "text"),
+    [
+        (lambda o, i: 3.0, "criterion(outputs, inputs) must return a scalar tensor: got float."),
+        (lambda o, i: o.logits, "must return a scalar tensor: got a tensor of shape (4, 5)."),
+        (lambda o, i: o.loss.detach(), "the criterion's result does not depend on anything trainable"),
+        (None, "execute_pipeline needs criterion(outputs, inputs) to compute a loss."),
+    ],
+)
+def test_a_criterion_that_gives_no_loss(criterion, text):
+    def run():
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2))
+        booster.execute_pipeline(iter([image_batch(4)]), model, criterion, optimizer)
+
+    everyone_raises(1, run, ConfigError, text)
+
+
+def test_training_without_the_boosted_optimizer():
+    def without():
+        booster, model, _ = boosted(tiny_vit(), sgd, image_batch(2))
+        booster.execute_pipeline(iter([image_batch(4)]), model, model_loss)
+
+    def another():
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2))
+        booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer.unwrap())
+
+    everyone_raises(1, without, ConfigError, "needs the boosted optimizer where gradients are enabled.")
+    everyone_raises(1, another, ConfigError, "takes the optimizer that booster.boost returned for this model.")
+
+
+def test_some_ranks_train_and_some_evaluate():
+    def run():
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2)
+        with torch.set_grad_enabled(current_world().rank == 0):
+            booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
+
+    everyone_raises(2, run, ConfigError, "all ranks must train, or none: gradients are enabled on rank 0 only.")
+
+
+def test_ranks_that_start_from_different_weights():
+    text = "rank 1 differs from rank 0. Call launch_from_torch(seed=...) before building the model"
+    everyone_raises(
+        2, lambda: boosted(tiny_vit(seed=current_world().rank), sgd, image_batch(2), pp_size=2), ConfigError, text
+    )
+
+
+def test_parts_that_do_not_fit_together():
+    booster = Booster(plugin=HybridParallelPlugin(**GOOD))
+    model = tiny_vit()
+    with pytest.raises(ConfigError, match=r"holds a parameter of shape \(2, 2\) that the model does not have"):
+        booster.boost(model, sgd([*model.parameters(), nn.Parameter(torch.ones(2, 2))]))
+    with pytest.raises(ConfigError, match=r"boost takes a torch.optim optimizer: got list\."):
+        booster.boost(model, [])
+    with pytest.raises(ConfigError, match=r"boost takes a torch.nn.Module: got function\."):
+        booster.boost(model_loss)
+    boosted_model, optimizer, *_ = booster.boost(model, sgd(model.parameters()))
+    with pytest.raises(ConfigError, match=r"this model is boosted already\. Call booster.boost once\."):
+        booster.boost(boosted_model)
+    with pytest.raises(ConfigError, match=r"this Linear was not boosted by this booster\."):
+        booster.execute_pipeline(iter([image_batch(2)]), nn.Linear(1, 1), model_loss, optimizer)
+    with pytest.raises(ConfigError, match=r"step takes no closure"):
+        optimizer.step(lambda: 0.0)
+
+
+def test_backward_by_hand_needs_the_whole_model():
+    def run():
+        booster, _, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2)
+        booster.backward(torch.ones((), requires_grad=True), optimizer)
+
+    everyone_raises(2, run, ConfigError, "backward needs the whole model on one rank: got pp_size=2.")
+
+
+def test_cutting_a_model_without_any_sample():
+    def run():
+        torch.manual_seed(0)
+        boosted(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), sgd, None, pp_size=2)
+
+    everyone_raises(2, run, ConfigError, "cutting Sequential into stages needs a sample of its inputs.")
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(4)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            if x.sum() > 0:
+                x = -x
+        return x
+
+
+def test_a_forward_that_branches_on_a_computed_value():
+    text = "the forward of Branching branches on a computed value after unit 'layers.0'"
+    everyone_raises(2, lambda: boosted(Branching(), sgd, torch.ones(2, 2), pp_size=2), PartitionError, text)

@@ -1,0 +1,271 @@
+"""fp16 and bf16: masters, one loss scale for the whole job, one norm."""
+
+import functools
+import math
+
+import pytest
+import torch
+from support import assert_near, assert_same, boosted, image_batch, model_loss, replica_part, sgd, tiny_vit, train
+
+from hybridpp import LinearWarmupLR
+from hybridpp.cluster import Loopback, current_world
+
+BATCHES = [image_batch(8, seed) for seed in range(4)]
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-5)
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_half_precision_is_bit_equal_over_pipeline_sizes_and_near_fp32(precision, make_optimizer):
+    make_model = functools.partial(tiny_vit, 0.1)
+    options = {"num_microbatches": 2, "make_optimizer": make_optimizer}
+    full = train(make_model, BATCHES, **options)
+    one = train(make_model, BATCHES, precision=precision, **options)
+    two = train(make_model, BATCHES, precision=precision, pp_size=2, **options)
+    assert two["losses"] == one["losses"] * 2
+    assert_same(two["weights"], one["weights"])
+    assert_same(two["gradients"], one["gradients"])
+    assert one["losses"][0] == pytest.approx(full["losses"][0], rel=0.02)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_masters_keep_updates_that_half_precision_would_round_away(precision):
+    steps, lr = 50, 1e-5
+
+    def run():
+        booster, model, optimizer = boosted(
+            tiny_vit(), functools.partial(torch.optim.SGD, lr=lr), image_batch(2), pp_size=2, precision=precision
+        )
+        before = {name: master.detach().clone() for name, master in masters_of(booster, model).items()}
+        for _ in range(steps):
+            booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
+            optimizer.step()
+        after = masters_of(booster, model)
+        assert all(parameter.dtype != torch.float32 for parameter in model.parameters())
+        return {name: (before[name] - after[name].detach()) / (steps * lr) for name in before}
+
+    model = tiny_vit()
+    model(**image_batch(4)).loss.backward()
+    updates = {}
+    for part in Loopback(2).run(run):
+        updates.update(part)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(updates[name], parameter.grad, atol=0.03, rtol=0.05)
+
+
+def masters_of(booster, model):
+    return booster.plugin._engine(model).masters.masters
+
+
+@pytest.mark.parametrize("num_calls", [2, 8])
+def test_gradients_of_microbatches_add_up_in_fp32(num_calls):
+    """Half-precision sums would lose the small parts; here every call's gradient is rounded alone."""
+
+    def run():
+        booster, model, optimizer = boosted(
+            tiny_vit(), sgd, image_batch(2), precision="bf16", num_microbatches=num_calls
+        )
+        batch = image_batch(1)
+        many = {name: torch.cat([value] * num_calls) for name, value in batch.items()}
+        booster.execute_pipeline(iter([many]), model, model_loss, optimizer)
+        engine = booster.plugin._engine(model)
+        summed = {name: gradient.clone() for name, gradient in engine.buckets.gradients.items()}
+        optimizer.zero_grad()
+        booster.execute_pipeline(iter([batch]), model, model_loss, optimizer)
+        assert all(gradient.dtype == torch.float32 for gradient in summed.values())
+        # The weight of a micro-batch is a power of two here: scaling by it is exact.
+        assert_same(summed, dict(engine.buckets.gradients))
+
+    Loopback(1).run(run)
+
+
+def inject(model, where, value):
+    """Put ``value`` into the gradient of the last parameter of the rank ``where``."""
+    if current_world().rank == where:
+        *_, parameter = model.parameters()
+        parameter.register_hook(lambda gradient: torch.full_like(gradient, value))
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("where", [0, 1, 2, 3])
+def test_an_overflow_on_one_rank_makes_every_rank_skip_and_back_off(where, value):
+    def run():
+        booster, model, optimizer = boosted(
+            tiny_vit(),
+            functools.partial(torch.optim.AdamW, lr=0.1),
+            image_batch(2),
+            pp_size=2,
+            num_microbatches=2,
+            precision="fp16",
+            initial_scale=64,
+        )
+        handle = None
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        masters = {name: master.detach().clone() for name, master in masters_of(booster, model).items()}
+        if current_world().rank == where:
+            *_, parameter = model.parameters()
+            handle = parameter.register_hook(lambda gradient: torch.full_like(gradient, value))
+        mine = replica_part(image_batch(8), booster.plugin.layout.here.dp, 2)
+        booster.execute_pipeline(iter([mine]), model, model_loss, optimizer)
+        optimizer.step()
+        assert_same(model.state_dict(), before)
+        assert_same({name: master.detach() for name, master in masters_of(booster, model).items()}, masters)
+        assert not optimizer.unwrap().state, "no moment was touched"
+        skipped = (optimizer.skipped_steps, optimizer.loss_scale, optimizer.last_step_skipped)
+        if handle is not None:
+            handle.remove()
+        booster.execute_pipeline(iter([mine]), model, model_loss, optimizer)
+        optimizer.step()
+        assert any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert not optimizer.last_step_skipped
+        return skipped
+
+    assert Loopback(4).run(run) == [(1, 32.0, True)] * 4
+
+
+def test_the_learning_rate_stands_still_at_a_skipped_step():
+    def run():
+        from hybridpp import Booster, HybridParallelPlugin
+
+        model = tiny_vit()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = LinearWarmupLR(optimizer, total_steps=10)
+        plugin = HybridParallelPlugin(tp_size=1, pp_size=1, num_microbatches=1, precision="fp16", initial_scale=2.0)
+        booster = Booster(plugin=plugin, device="cpu")
+        model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
+        rates = []
+        for step in range(3):
+            handle = None
+            if step == 1:
+                handle = model.classifier.weight.register_hook(lambda gradient: gradient * math.inf)
+            booster.execute_pipeline(iter([image_batch(2)]), model, model_loss, optimizer)
+            optimizer.step()
+            scheduler.step()
+            rates.append(scheduler.get_last_lr()[0])
+            if handle is not None:
+                handle.remove()
+        return rates, scheduler.last_epoch, optimizer.skipped_steps
+
+    assert Loopback(1).run(run) == [([pytest.approx(0.9), pytest.approx(0.9), pytest.approx(0.8)], 2, 1)]
+
+
+def test_a_scale_too_large_for_fp16_is_found_and_lowered():
+    def run():
+        booster, model, optimizer = boosted(
+            tiny_vit(), sgd, image_batch(2), pp_size=2, precision="fp16", initial_scale=2.0**24
+        )
+        while optimizer.skipped_steps < 20:
+            booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
+            optimizer.step()
+            if not optimizer.last_step_skipped:
+                break
+        return optimizer.skipped_steps, optimizer.loss_scale
+
+    (skipped, scale), other = Loopback(2).run(run)
+    assert (skipped, scale) == other
+    assert 0 < skipped < 20
+    assert scale == 2.0 ** (24 - skipped)
+
+
+@pytest.mark.parametrize(("pp_size", "dp_size"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_norm_is_that_of_the_whole_models_gradient(precision, pp_size, dp_size):
+    batch = image_batch(8)
+    model = tiny_vit()
+    model(**batch).loss.backward()
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf).item()
+
+    def run():
+        booster, model, optimizer = boosted(
+            tiny_vit(), sgd, image_batch(2), pp_size=pp_size, num_microbatches=2, precision=precision
+        )
+        mine = replica_part(batch, booster.plugin.layout.here.dp, dp_size)
+        booster.execute_pipeline(iter([mine]), model, model_loss, optimizer)
+        return optimizer.get_grad_norm()
+
+    norms = Loopback(pp_size * dp_size).run(run)
+    assert len(set(norms)) == 1
+    assert norms[0] == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 2e-2)
+
+
+@pytest.mark.parametrize("pp_size", [1, 2, 4])
+def test_clipping_is_torchs_and_bit_equal_over_pipeline_sizes(pp_size):
+    model = tiny_vit()
+    optimizer = adamw(model.parameters())
+    for batch in BATCHES:
+        model(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    options = {"make_optimizer": adamw, "max_norm": 0.1, "num_microbatches": 2}
+    result = train(tiny_vit, BATCHES, pp_size=pp_size, **options)
+    assert_near(result["weights"], {name: p.detach() for name, p in model.named_parameters()}, 1e-5)
+    assert_same(result["weights"], train(tiny_vit, BATCHES, **options)["weights"])
+
+
+def test_clipping_by_hand():
+    def run():
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2)
+        booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
+        norm = optimizer.clip_grad_by_norm(0.01)
+        assert norm > 0.01
+        optimizer.clip_grad_by_value(1e-3)
+        gradients = booster.plugin._engine(model).buckets.gradients
+        assert max(gradient.abs().max().item() for gradient in gradients.values()) <= 1.001e-3
+        assert optimizer.get_grad_norm() <= 0.01
+
+    Loopback(2).run(run)
+
+
+def test_state_of_the_optimizer_survives_a_round_trip_with_masters_and_scale():
+    def run():
+        def start():
+            return boosted(tiny_vit(), adamw, image_batch(2), precision="fp16", pp_size=2, growth_interval=2)
+
+        def go(booster, model, optimizer, seeds):
+            for seed in seeds:
+                booster.execute_pipeline(iter([image_batch(4, seed)]), model, model_loss, optimizer)
+                optimizer.step()
+
+        booster, model, optimizer = start()
+        go(booster, model, optimizer, range(3))
+        saved = torch.load(_saved(optimizer.state_dict()), weights_only=False)
+        go(booster, model, optimizer, [3])
+        other_booster, other, other_optimizer = start()
+        other_optimizer.load_state_dict(saved)
+        go(other_booster, other, other_optimizer, [3])
+        assert other_optimizer.loss_scale == optimizer.loss_scale
+        assert_same(other.state_dict(), model.state_dict())
+
+    Loopback(2).run(run)
+
+
+def _saved(state):
+    import io
+
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def test_a_model_loaded_in_half_precision_is_widened_for_fp32():
+    def run():
+        booster, model, optimizer = boosted(tiny_vit().to(torch.bfloat16), sgd, image_batch(2), pp_size=2)
+        booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
+        return {parameter.dtype for parameter in model.parameters()}
+
+    assert Loopback(2).run(run) == [{torch.float32}] * 2
+
+
+def test_float64_models_train_in_float64():
+    batches = [
+        {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+        for batch in BATCHES
+    ]
+    one = train(lambda: tiny_vit().double(), batches, num_microbatches=2)
+    two = train(lambda: tiny_vit().double(), batches, num_microbatches=2, pp_size=2, dp_size=2)
+    assert_near(two["weights"], one["weights"], 1e-14)
