@@ -7,7 +7,7 @@ NPROC ?= 4
 ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: vit test lint clean
+.PHONY: vit test gpu lint clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +19,10 @@ vit: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+# On a host with a CUDA device and torch installed; needs no set-up.
+gpu:
+	PYTHONPATH=.:plugins $(PYTHON) -m pytest tests/gpu -rs $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

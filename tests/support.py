@@ -2,10 +2,14 @@
 
 import io
 import multiprocessing
+import os
 import socket
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +19,7 @@ from transformers import ViTConfig, ViTForImageClassification
 from hybridpp import Booster, HybridParallelPlugin, launch
 from hybridpp.cluster import Loopback
 
+ROOT = Path(__file__).parents[1]
 IMAGE, NUM_LABELS = 8, 5
 
 
@@ -50,13 +55,17 @@ def model_loss(outputs: Any, inputs: Any) -> Tensor:
 
 
 def boosted(
-    model: nn.Module, make_optimizer: Callable[[Any], torch.optim.Optimizer] | None, sample: Any, **settings: Any
+    model: nn.Module,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] | None,
+    sample: Any,
+    device: str = "cpu",
+    **settings: Any,
 ) -> tuple[Booster, Any, Any]:
     """A booster with the model and optimizer it boosted; one rank and one micro-batch in fp32 unless told otherwise."""
     if "microbatch_size" not in settings:
         settings = {"num_microbatches": 1, **settings}
     settings = {"tp_size": 1, "pp_size": 1, "precision": "fp32", **settings}
-    booster = Booster(plugin=HybridParallelPlugin(**settings), device="cpu")
+    booster = Booster(plugin=HybridParallelPlugin(**settings), device=device)
     optimizer = make_optimizer(model.parameters()) if make_optimizer else None
     parts = booster.boost(model, optimizer, sample=sample)
     return booster, parts.model, parts.optimizer
@@ -192,3 +201,19 @@ def _result(rank: int, pipe: Connection, timeout_s: float) -> Any:
     if not done:
         raise RankFailed(f"rank {rank} raised:\n{value}")
     return torch.load(io.BytesIO(value), weights_only=False)
+
+
+def torchrun(
+    num_ranks: int, script: Path, *arguments: str, timeout_s: float = 100.0, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Run a script as users do, from a checkout that is not installed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "plugins", "tests"))
+    return subprocess.run(
+        [*command, str(script), *arguments],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=cwd,
+    )

@@ -1,15 +1,16 @@
 """Command line of the ViT example."""
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 
 
-def parse_args() -> Namespace:
+def parse_args(arguments: Sequence[str] | None = None) -> Namespace:
     """The flags of ``train.py``; ``pp_size`` is ``None`` if left out, because it depends on the number of processes."""
     parser = ArgumentParser(description="Train or fine-tune a Vision Transformer with pipeline and data parallelism.")
     add_task_flags(parser)
     add_training_flags(parser)
     add_parallel_flags(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     fine_tuning = args.model is not None
     if args.epochs is None:
         args.epochs = 3 if fine_tuning else 25

@@ -1,0 +1,65 @@
+"""The main job, small: train, save, reload; then fine-tune from what was saved, with another head."""
+
+import re
+
+import pytest
+from sklearn.datasets import load_digits
+from support import ROOT, torchrun
+
+SCRIPT = ROOT / "examples/vit/train.py"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    job = torchrun(4, SCRIPT, "--epochs", "2", "--max-samples", "300", "--output", str(folder))
+    assert job.returncode == 0, job.stderr
+    return folder, job
+
+
+def test_it_trains_on_two_stages_and_two_replicas_and_reloads_with_the_same_accuracy(trained):
+    folder, job = trained
+    assert "Layout: pp=2 x dp=2 x tp=1, fp32" in job.stdout
+    assert len(re.findall(r"Epoch \[\d\]: held-out accuracy", job.stdout)) == 2
+    assert re.search(r"reloaded from .* by plain transformers: the same\.", job.stdout)
+    assert {"config.json", "model.safetensors", "preprocessor_config.json"} <= {file.name for file in folder.iterdir()}
+
+
+def test_one_progress_bar_and_no_warnings(trained):
+    _, job = trained
+    assert "loss=" in job.stderr
+    for epoch in (1, 2):
+        assert job.stderr.count(f"Epoch [{epoch}]:   0%") == 1
+        assert f"Epoch [{epoch}]: 100%" in job.stderr
+    assert "Warning" not in job.stderr
+    assert "WARNING" not in job.stderr
+
+
+def test_it_fine_tunes_the_saved_folder_on_a_folder_of_images_with_another_head(trained, tmp_path):
+    from PIL.Image import fromarray
+
+    folder, _ = trained
+    images = tmp_path / "images"
+    digits = load_digits()
+    for number, (pixels, digit) in enumerate(zip(digits.images[:120], digits.target[:120], strict=True)):
+        parity = images / ("odd" if digit % 2 else "even")
+        parity.mkdir(parents=True, exist_ok=True)
+        fromarray((pixels * 255 / 16).astype("uint8")).save(parity / f"{number}.png")
+    job = torchrun(
+        2,
+        SCRIPT,
+        *("--model", str(folder), "--dataset", str(images), "--output", str(tmp_path / "tuned")),
+        *("--epochs", "1", "--microbatch-size", "5", "--batch-size", "12", "--precision", "bf16"),
+    )
+    assert job.returncode == 0, job.stderr
+    assert "2 classes" in job.stdout
+    assert "Layout: pp=2 x dp=1 x tp=1, bf16" in job.stdout
+    assert '"even"' in (tmp_path / "tuned/config.json").read_text()
+
+
+def test_an_unknown_plugin_and_a_layout_that_does_not_fit_are_refused_with_one_clear_message(tmp_path):
+    job = torchrun(2, SCRIPT, "--plugin", "magic", "--max-samples", "20")
+    assert job.returncode != 0
+    assert "plugin is one of hybrid_parallel" in job.stderr
+    job = torchrun(1, SCRIPT, "--pp-size", "2", "--max-samples", "20")
+    assert "world size must be a multiple of tp_size * pp_size: got world_size=1" in job.stderr

@@ -1,0 +1,64 @@
+"""One CUDA device: alone, and shared by several ranks through host memory."""
+
+import math
+
+import pytest
+import torch
+from support import ROOT, boosted, image_batch, model_loss, sgd, tiny_vit, torchrun, train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+BATCHES = [image_batch(8, seed) for seed in range(5)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_one_process_on_cuda_gives_the_cpus_losses(precision):
+    expected = train(tiny_vit, BATCHES, num_microbatches=2)["losses"][0]
+    booster, model, optimizer = boosted(
+        tiny_vit(), sgd, image_batch(2), device="cuda", num_microbatches=2, precision=precision
+    )
+    data = iter(BATCHES)
+    losses = []
+    for _ in BATCHES:
+        loss = booster.execute_pipeline(data, model, model_loss, optimizer)["loss"]
+        optimizer.step()
+        assert loss.device.type == "cuda"
+        losses.append(loss.item())
+    assert optimizer.skipped_steps == 0
+    assert losses == pytest.approx(expected, abs=1e-4 if precision == "fp32" else 2e-2)
+
+
+def test_an_fp16_overflow_on_cuda_skips_the_step():
+    booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), device="cuda", precision="fp16")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    handle = model.classifier.bias.register_hook(lambda gradient: gradient * math.inf)
+    booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
+    optimizer.step()
+    handle.remove()
+    assert optimizer.skipped_steps == 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_dropout_on_cuda_is_drawn_by_place_not_by_history():
+    def one_loss():
+        torch.manual_seed(0)
+        booster, model, optimizer = boosted(tiny_vit(0.5), sgd, image_batch(2), device="cuda", num_microbatches=2)
+        return booster.execute_pipeline(iter([image_batch(8)]), model, model_loss, optimizer)["loss"].item()
+
+    first = one_loss()
+    torch.rand(7, device="cuda")
+    assert one_loss() == first
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(("num_ranks", "pp_size"), [(2, 2), (2, 1), (4, 2), (4, 4)])
+def test_ranks_that_share_a_device_give_the_cpus_losses(num_ranks, pp_size, precision):
+    script = ROOT / "tests/scripts/shared_device.py"
+    job = torchrun(num_ranks, script, "--pp-size", str(pp_size), "--precision", precision)
+    assert job.returncode == 0, job.stderr
+    losses = [float(value) for value in job.stdout.split()]
+    expected = train(tiny_vit, BATCHES, num_microbatches=2)["losses"][0]
+    assert losses == pytest.approx(expected, abs=1e-4 if precision == "fp32" else 2e-2)
