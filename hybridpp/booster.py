@@ -33,9 +33,9 @@ class Booster:
 
     def __init__(
         self,
-        device: str | torch.device | None = None,
-        mixed_precision: str | None = None,
         plugin: Plugin | str | None = None,
+        mixed_precision: str | None = None,
+        device: str | torch.device | None = None,
     ):
         if isinstance(plugin, Plugin):
             if mixed_precision is not None:

@@ -65,7 +65,7 @@ class TorchGroup:
     def receive(self, tensor: Tensor, peer: int) -> Work:
         if self._staged(tensor):
             # Pinned, so that the copy to the device need not be staged a second time by the driver.
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             return _Staged(_work(dist.irecv(host, group=self.process_group, group_src=peer)), host, tensor)
         return _Direct(_work(dist.irecv(tensor, group=self.process_group, group_src=peer)))
 

@@ -11,7 +11,7 @@ from hybridpp.cluster import seed_place
 from hybridpp.errors import PartitionError
 from hybridpp.partition.intercept import Forward
 from hybridpp.partition.plan import StagePlan
-from hybridpp.partition.taint import Value
+from hybridpp.partition.taint import Value, tensors_in
 from hybridpp.partition.trace import TensorSpec, UnitCall
 
 
@@ -67,11 +67,11 @@ class StageRun:
         self.places.setdefault(name, place)
         call = self._expect(place, name)
         if call is not None and self._plan.stages[place] != self._plan.stage:
-            output = self._foreign(call, place)
+            output = self._foreign(call, place, tensors_in((args, kwargs)))
         else:
             output = self._local(place, forward, args, kwargs)
             if call is not None:
-                self._keep(call, place, output)
+                self._keep(call, place, output, tensors_in((args, kwargs)))
                 if place == self._last_local:
                     raise StageDone
         seed_place(self._key, 2 * place + 2, self._device)
@@ -96,22 +96,27 @@ class StageRun:
         finally:
             self._inside = False
 
-    def _foreign(self, call: UnitCall, place: int) -> Any:
-        leaves = []
-        for number, leaf in enumerate(call.leaves):
-            if isinstance(leaf, TensorSpec):
-                value = self._values.get(Value(place, number))
-                if value is None:
-                    leaves.append(self._placeholders.get(leaf))
-                else:
-                    leaves.append(value.clone() if number in call.written else value)
-            else:
-                leaves.append(leaf)
-        return pytree.tree_unflatten(leaves, call.tree)
+    def _foreign(self, call: UnitCall, place: int, arguments: list[Tensor]) -> Any:
+        leaves = [self._stand_in(call, Value(place, number), arguments) for number in range(len(call.leaves))]
+        return pytree.tree_unflatten(leaves[: call.tree.num_leaves], call.tree)
 
-    def _keep(self, call: UnitCall, place: int, output: Any) -> None:
+    def _stand_in(self, call: UnitCall, at: Value, arguments: list[Tensor]) -> Any:
+        spec = call.leaves[at.leaf]
+        if not isinstance(spec, TensorSpec):
+            return spec
+        value = self._values.get(at)
+        if at.leaf in call.arguments:
+            # The unit returned its argument, or wrote to it: whoever holds it must see that.
+            argument = arguments[call.arguments[at.leaf]]
+            return argument if value is None else argument.copy_(value)
+        if value is None:
+            value = self._placeholders.get(spec)
+        return value.clone() if at.leaf in call.written else value
+
+    def _keep(self, call: UnitCall, place: int, output: Any, arguments: list[Tensor]) -> None:
         """Remember what must travel on."""
         leaves = pytree.tree_leaves(output)
+        leaves += [arguments[call.arguments[number]] for number in range(call.tree.num_leaves, len(call.leaves))]
         for number, spec in enumerate(call.leaves):
             value = Value(place, number)
             if value not in self._outgoing:

@@ -130,7 +130,8 @@ class StagedModel:
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
         def move(leaf: Tensor) -> Tensor:
-            return leaf.to(self._device)
+            # A copy: glue that writes to the model's inputs must not do so twice, once for the trace.
+            return leaf.to(self._device, copy=True)
 
         moved = pytree.tree_map_only(Tensor, move, (args, kwargs))
         return self._cast(moved[0]), self._cast(moved[1])

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
@@ -38,6 +39,8 @@ class TaintMode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._sources: dict[int, frozenset[Source]] = {}
+        # What was written in place, by the memory it went to: views of that memory see it too.
+        self._written: dict[int, frozenset[Source]] = {}
         # Keeps every marked tensor alive: an id stays its own as long as the tensor does.
         self._alive: list[Tensor] = []
         self._everything: frozenset[Source] = _NOTHING
@@ -49,6 +52,12 @@ class TaintMode(TorchFunctionMode):
         self._everything |= {source for source in self._sources[id(tensor)] if isinstance(source, Value)}
         self._alive.append(tensor)
 
+    def written(self, tensor: Tensor, sources: Iterable[Source]) -> None:
+        """Note what a tensor was overwritten with, in whole or in part."""
+        memory = _memory(tensor)
+        self._written[memory] = self._written.get(memory, _NOTHING) | frozenset(sources)
+        self._alive.append(tensor)
+
     def sources(self, tree: Any) -> frozenset[Source]:
         """Everything that the tensors in ``tree`` stem from."""
         found = _NOTHING
@@ -58,6 +67,8 @@ class TaintMode(TorchFunctionMode):
                 known = self._everything
             if known:
                 found |= known
+            if self._written:
+                found |= self._written.get(_memory(tensor), _NOTHING)
         return found
 
     @contextmanager
@@ -77,12 +88,19 @@ class TaintMode(TorchFunctionMode):
         if self._paused:
             return result
         sources = self.sources((args, kwargs))
-        outputs = tensors_in(result)
-        if _writes_first_argument(func) and args and isinstance(args[0], Tensor):
-            outputs.append(args[0])
-        for output in outputs:
+        targets = tensors_in(kwargs.get("out"))
+        if _writes_first_argument(func) and args:
+            targets += tensors_in(args[0])
+        for target in targets:
+            self.written(target, sources)
+        for output in (*tensors_in(result), *targets):
             self.mark(output, sources | self._sources.get(id(output), _NOTHING))
         return result
+
+
+def _memory(tensor: Tensor) -> int:
+    """What a tensor shares with its views."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def _writes_first_argument(func: Any) -> bool:

@@ -43,7 +43,9 @@ class UnitCall:
         sources: what its arguments stem from.
         parameters: names of the parameters it holds.
         tree: structure of what it returned.
-        leaves: per leaf of it a :class:`TensorSpec`, or the leaf itself where it is no tensor.
+        leaves: per leaf of it a :class:`TensorSpec`, or the leaf itself where it is no tensor; behind them, the
+            arguments that it wrote to in place without returning them.
+        arguments: which leaves are an argument itself (returned or written to): the argument's place, by leaf.
         written: leaves that are written to in place after they were returned.
         flops: floating-point operations of its forward; 0 where they were not counted.
     """
@@ -54,6 +56,7 @@ class UnitCall:
     parameters: tuple[str, ...]
     tree: pytree.TreeSpec = field(repr=False)
     leaves: tuple[Any, ...] = ()
+    arguments: dict[int, int] = field(default_factory=dict)
     written: frozenset[int] = frozenset()
     flops: int = 0
 
@@ -149,9 +152,18 @@ class _Recorder:
         )
         self._occurrences[name] = call.occurrence + 1
         self.calls.append(call)
+        arguments = tensors_in((args, kwargs))
+        versions = [argument._version for argument in arguments]
         output = self._run(call, forward, args, kwargs)
         leaves, call.tree = pytree.tree_flatten(output)
-        call.leaves = tuple(self._record(call, place, leaf) for place, leaf in enumerate(leaves))
+        places = {id(argument): place for place, argument in enumerate(arguments)}
+        call.arguments = {number: places[id(leaf)] for number, leaf in enumerate(leaves) if id(leaf) in places}
+        for place in places.values():
+            if arguments[place]._version != versions[place] and place not in call.arguments.values():
+                call.arguments[len(leaves)] = place
+                leaves.append(arguments[place])
+        changed = {n for n, place in call.arguments.items() if arguments[place]._version != versions[place]}
+        call.leaves = tuple(self._record(call, number, leaf, number in changed) for number, leaf in enumerate(leaves))
         return output
 
     def _run(self, call: UnitCall, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -173,11 +185,15 @@ class _Recorder:
         finally:
             self._depth -= 1
 
-    def _record(self, call: UnitCall, place: int, leaf: Any) -> Any:
+    def _record(self, call: UnitCall, number: int, leaf: Any, changed: bool) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        self.taints.mark(leaf, [Value(len(self.calls) - 1, place)])
-        self._outputs.append((call, place, leaf, leaf._version))
+        value = Value(len(self.calls) - 1, number)
+        if changed:
+            self.taints.written(leaf, [value])
+        if changed or number not in call.arguments:
+            self.taints.mark(leaf, [value])
+        self._outputs.append((call, number, leaf, leaf._version))
         return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
 
     def finish(self, result: Any) -> Trace:

@@ -47,18 +47,25 @@ class SplitBatch:
 
 
 def plain(batch: Any) -> Any:
-    """A batch whose containers torch can walk: every mapping becomes a dict.
+    """A batch whose containers torch can walk: every mapping that it does not know becomes a dict, nested ones too.
 
     Raises:
-        DataError: the batch holds no tensor.
+        DataError: the batch is no container of a kind that can be split.
     """
-    batch = dict(batch) if isinstance(batch, Mapping) else batch
+    batch = _known(dict(batch) if isinstance(batch, Mapping) else batch)
     if not isinstance(batch, dict | tuple | list | Tensor):
         raise DataError(
             f"a batch is a mapping, a tuple, a list or a tensor: got {type(batch).__name__}. "
             "Return one of these from the collate_fn."
         )
     return batch
+
+
+def _known(tree: Any) -> Any:
+    def known(leaf: Any) -> Any:
+        return {name: _known(value) for name, value in leaf.items()} if isinstance(leaf, Mapping) else leaf
+
+    return pytree.tree_map(known, tree)
 
 
 def num_samples(batch: Any) -> int:

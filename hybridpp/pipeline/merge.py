@@ -33,4 +33,11 @@ def _merge(parts: list[Any], microbatches: Sequence[Microbatch]) -> Any:
                 [part * mb.share for part, mb in zip(parts, microbatches, strict=True) if mb.share]
             ).sum()
         return parts
-    return parts[0] if all(part is parts[0] or part == parts[0] for part in parts) else parts
+    return parts[0] if all(_same(part, parts[0]) for part in parts) else parts
+
+
+def _same(part: Any, other: Any) -> bool:
+    if part is other:
+        return True
+    # Arrays compare element by element, which is no truth value: they count as different.
+    return type(part) is type(other) and (part == other) is True

@@ -17,4 +17,3 @@ def working_dtype(model: nn.Module, precision: Precision) -> torch.dtype | None:
         return _HALF[precision]
     tensors = (*model.parameters(), *model.buffers())
     return torch.float32 if any(tensor.dtype in _HALF.values() for tensor in tensors) else None
-

@@ -1,0 +1,13 @@
+"""The training loop that people bring along works with this library's imports."""
+
+from support import ROOT, torchrun
+
+
+def test_the_tutorials_loop_learns_on_two_stages_and_two_replicas():
+    job = torchrun(4, ROOT / "tests/scripts/tutorial.py")
+    assert job.returncode == 0, job.stderr
+    losses = [float(line) for line in job.stdout.split()]
+    assert len(losses) == 12
+    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
+    assert "Epoch [6]: 100%" in job.stderr
+    assert "Warning" not in job.stderr
