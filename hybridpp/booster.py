@@ -12,9 +12,18 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from hybridpp.config import Precision
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, NotBuiltError
 from hybridpp.plugin import Boosted, Criterion, Plugin, RunsPipeline, SavesModels
 from hybridpp.registry import plugin_class
+
+# What scripts of this kind call, and what to do as long as it is not built.
+_NOT_BUILT = {
+    "save_optimizer": "Save optimizer.state_dict() on every rank, and load it in the same layout.",
+    "load_optimizer": "Load each rank's own optimizer.state_dict(), in the layout that saved it.",
+    "save_lr_scheduler": "Save lr_scheduler.state_dict().",
+    "load_lr_scheduler": "Call lr_scheduler.load_state_dict().",
+    "enable_lora": "Wrap the model with the peft library before boost.",
+}
 
 
 class Booster:
@@ -170,6 +179,11 @@ class Booster:
             CheckpointError: the folder holds no weights, or they do not fit the model.
         """
         self._saver().load_model(model, Path(path), strict=strict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _NOT_BUILT:
+            raise NotBuiltError(f"booster.{name} is not built yet. {_NOT_BUILT[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _saver(self) -> SavesModels:
         if not isinstance(self.plugin, SavesModels):

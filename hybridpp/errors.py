@@ -37,5 +37,9 @@ class DeadlockError(HybridppError, RuntimeError):
     """Every rank waits for another one."""
 
 
+class NotBuiltError(HybridppError, AttributeError):
+    """Something that scripts of this kind use and hybridpp does not offer yet."""
+
+
 class CheckpointError(HybridppError, RuntimeError):
     """A folder of weights that cannot be written or does not fit the model."""

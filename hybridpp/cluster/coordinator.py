@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -50,8 +50,14 @@ class DistCoordinator:
         if self.is_master():
             print(message, flush=True)  # noqa: T201
 
-    def on_master_only(self, function: Callable[P, T]) -> Callable[P, T | None]:
-        """A function that does its work on rank 0 and returns None on the others."""
+    @overload
+    def on_master_only(self, function: Callable[P, T]) -> Callable[P, T | None]: ...
+    @overload
+    def on_master_only(self) -> Callable[[Callable[P, T]], Callable[P, T | None]]: ...
+    def on_master_only(self, function: Callable[P, T] | None = None) -> Any:
+        """Decorate a function to do its work on rank 0 and return None on the others; with or without brackets."""
+        if function is None:
+            return self.on_master_only
 
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> T | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.cluster import Group, Work
+from hybridpp.errors import ConfigError
 
 # Views start at multiples of this many elements, so that vector loads of every kernel are aligned.
 _ALIGNMENT = 16
@@ -32,7 +33,7 @@ class _Bucket:
             name: self.flat.as_strided(parameter.size(), _strides(parameter), start)
             for (name, parameter), start in zip(parameters.items(), starts, strict=False)
         }
-        self.num_missing = 0
+        self.missing: set[str] = set()
         self.work: Work | None = None
 
 
@@ -111,7 +112,7 @@ class GradientBuckets:
         if not self._sync or self._group.size == 1:
             return
         for bucket in self._buckets:
-            bucket.num_missing = len(bucket.views)
+            bucket.missing = set(bucket.views)
         self._num_launched = 0
         self._in_last_backward = True
 
@@ -130,7 +131,13 @@ class GradientBuckets:
                     view.add_(gradient)
                     parameter.grad = None
             if self._in_last_backward:
-                bucket.num_missing -= 1
+                if bucket.work is not None:
+                    raise ConfigError(
+                        f"the gradient of {name!r} came in several parts in one backward pass, after it was sent off. "
+                        "Reentrant activation checkpointing does that to a module that is called twice: checkpoint "
+                        "with use_reentrant=False."
+                    )
+                bucket.missing.discard(name)
                 self._launch(only_full=True)
 
         return add
@@ -138,7 +145,7 @@ class GradientBuckets:
     def _launch(self, only_full: bool) -> None:
         """Start reductions, always in the order of the buckets, so that all replicas start the same."""
         for bucket in self._buckets[self._num_launched :]:
-            if only_full and bucket.num_missing > 0:
+            if only_full and bucket.missing:
                 return
             bucket.work = self._group.all_reduce(bucket.flat)
             self._num_launched += 1

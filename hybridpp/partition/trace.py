@@ -181,7 +181,8 @@ class _Recorder:
             tensors = tensors_in((args, kwargs))
             if not tensors:
                 raise
-            return tensors[0].detach().clone().requires_grad_(tensors[0].is_floating_point())
+            with self.taints.paused():
+                return tensors[0].detach().clone().requires_grad_(tensors[0].is_floating_point())
         finally:
             self._depth -= 1
 

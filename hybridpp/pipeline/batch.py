@@ -29,8 +29,10 @@ class Microbatch:
     share: float
 
     def on(self, device: torch.device) -> Any:
-        """The inputs on ``device``."""
-        return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device, non_blocking=True), self.inputs)
+        """A copy of the inputs on ``device``."""
+        # A copy also where they are there: parts of one tensor share a version counter, so a model that writes to its
+        # inputs would spoil the backward passes of earlier micro-batches.
+        return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device, non_blocking=True, copy=True), self.inputs)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Whether a schedule runs to its end, found out without running it."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 from hybridpp.errors import ScheduleError
 from hybridpp.schedule.action import Action, Kind, Programs
@@ -10,11 +10,12 @@ def check_program(programs: Programs, num_stages: int, num_microbatches: int) ->
     """Accept compute programs (before lowering) in which everything happens once and nothing waits for ever.
 
     Raises:
-        ScheduleError: an action is missing, repeated or out of place, or the programs deadlock; the first bad cell
-            is named.
+        ScheduleError: an action is missing, repeated or out of place, the programs deadlock, or a rank takes messages
+            in another order than they are sent in; the first bad cell is named.
     """
     _check_complete(programs, num_stages, num_microbatches)
     _check_order(programs, num_stages)
+    _check_messages(programs)
 
 
 def _check_complete(programs: Programs, num_stages: int, num_microbatches: int) -> None:
@@ -72,3 +73,26 @@ def _check_order(programs: Programs, num_stages: int) -> None:
                 f"{action} (rank {rank}, place {place[rank]}) waits for ever for {', '.join(missing)}. "
                 "Move it behind what it needs."
             )
+
+
+def _check_messages(programs: Programs) -> None:
+    """Between two ranks, messages of one kind arrive in the order they are sent in."""
+    rank_of = {action.stage: rank for rank, program in enumerate(programs) for action in program}
+    sent: defaultdict[tuple[int, int, Kind], list[Action]] = defaultdict(list)
+    taken: defaultdict[tuple[int, int, Kind], list[Action]] = defaultdict(list)
+    for rank, program in enumerate(programs):
+        for action in program:
+            step = 1 if action.kind is Kind.FORWARD else -1
+            sent[rank, rank_of.get(action.stage + step, rank), action.kind].append(action)
+            taken[rank_of.get(action.stage - step, rank), rank, action.kind].append(
+                action._replace(stage=action.stage - step)
+            )
+    for (source, target, kind), actions in sent.items():
+        if source == target:
+            continue
+        for makes, takes in zip(actions, taken[source, target, kind], strict=True):
+            if makes != takes:
+                raise ScheduleError(
+                    f"rank {target} takes the result of {takes} where rank {source} sends that of {makes}. "
+                    "Let both ranks keep one order."
+                )

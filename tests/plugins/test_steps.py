@@ -5,7 +5,19 @@ import itertools
 
 import pytest
 import torch
-from support import IMAGE, NUM_LABELS, assert_near, boosted, image_batch, model_loss, sgd, tiny_vit, train
+from support import (
+    IMAGE,
+    NUM_LABELS,
+    assert_near,
+    assert_same,
+    boosted,
+    gradients_of,
+    image_batch,
+    model_loss,
+    sgd,
+    tiny_vit,
+    train,
+)
 from torch import nn
 
 from hybridpp.cluster import Loopback
@@ -194,3 +206,52 @@ def test_the_model_keeps_its_class_and_names_and_every_parameter_has_one_owner()
     assert sum(map(len, owned)) == len(whole)
     assert {name: shape for rank in owned for name, shape in rank.items()} == whole
     assert all(owned), "every stage holds something"
+
+
+class WritesToItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.ReLU(inplace=True), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)])
+
+    def forward(self, x):
+        x += 1
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("pp_size", [1, 2, 4])
+def test_a_model_that_writes_to_its_input_sees_each_input_once(pp_size):
+    def data():
+        return torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+
+    model = WritesToItsInput()
+    squares(model(data()), None).backward()
+
+    def run():
+        booster, model, optimizer = boosted(WritesToItsInput(), sgd, data()[:1], pp_size=pp_size, num_microbatches=3)
+        booster.execute_pipeline(iter([data()]), model, squares, optimizer)
+        return gradients_of(booster, model)
+
+    gradients = {}
+    for part in on_ranks(pp_size, run):
+        gradients.update(part)
+    assert_near(gradients, {name: p.grad for name, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_draws_the_same_dropout_again(pp_size, use_reentrant):
+    def checkpointed():
+        model = tiny_vit(0.1)
+        new_name = hasattr(model, "activation_checkpointing_enable")  # since transformers 5.20 or so
+        enable = model.activation_checkpointing_enable if new_name else model.gradient_checkpointing_enable
+        enable({"use_reentrant": use_reentrant})
+        return model
+
+    batches = [image_batch(8, seed) for seed in range(2)]
+    without = train(functools.partial(tiny_vit, 0.1), batches, num_microbatches=2)
+    with_it = train(checkpointed, batches, pp_size=pp_size, num_microbatches=2)
+    assert with_it["losses"][0] == without["losses"][0]
+    assert_same(with_it["gradients"], without["gradients"])

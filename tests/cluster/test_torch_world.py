@@ -1,0 +1,63 @@
+import time
+
+import torch
+from support import run_ranks
+
+from hybridpp.cluster import DistCoordinator, Loopback, current_world
+
+
+def exercise():
+    """The same on every kind of world: everything that a group can do."""
+    world = current_world()
+    alone, pair = world.split([[0], [1]]), world.split([[1, 0]])
+    total = torch.tensor([1.0 + world.rank, 5.0])
+    pair.all_reduce(total).wait()
+    alone.all_reduce(torch.ones(1)).wait()
+    gathered = pair.all_gather(torch.tensor([world.rank], dtype=torch.float64))
+    peer = 1 - pair.rank
+    received = [torch.zeros(3, dtype=torch.bfloat16), torch.zeros(())]
+    works = [pair.receive(tensor, peer) for tensor in received]
+    works += [pair.send(torch.full((3,), world.rank, dtype=torch.bfloat16), peer)]
+    works += [pair.send(torch.tensor(10.0 + world.rank), peer)]
+    for work in works:
+        work.wait()
+    return {
+        "world": (world.rank, world.size),
+        "groups": [(group.ranks, group.rank, group.size) for group in (alone, pair, world.control())],
+        "none": world.split([[0]]) is None,
+        "sum": total.tolist(),
+        "gathered": [part.tolist() for part in gathered],
+        "received": [tensor.tolist() for tensor in received],
+        "control": [part.item() for part in world.control().all_gather(torch.tensor(world.rank))],
+    }
+
+
+def on_processes():
+    seen = exercise()
+    assert current_world().control().process_group is not None
+    coordinator = DistCoordinator()
+    coordinator.block_all()
+    with coordinator.priority_execution(executor_rank=1):
+        if coordinator.rank == 1:
+            time.sleep(0.05)
+        # The machine's clock is the same for both processes.
+        seen["entered"] = time.monotonic()
+    seen["coordinator"] = (coordinator.rank, coordinator.world_size, coordinator.is_master())
+    return seen
+
+
+def test_processes_and_in_process_ranks_communicate_alike():
+    processes = run_ranks(on_processes, 2)
+    late, early = (rank.pop("entered") for rank in processes)
+    assert early < late
+    assert [rank.pop("coordinator") for rank in processes] == [(0, 2, True), (1, 2, False)]
+    assert processes == Loopback(2).run(exercise)
+    assert processes[0] == {
+        "world": (0, 2),
+        "groups": [((0,), 0, 1), ((0, 1), 0, 2), ((0, 1), 0, 2)],
+        "none": False,
+        "sum": [3.0, 10.0],
+        "gathered": [[0.0], [1.0]],
+        "received": [[1.0, 1.0, 1.0], 11.0],
+        "control": [0, 1],
+    }

@@ -1,0 +1,340 @@
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hybridpp.cluster import Loopback, current_world
+from hybridpp.data_parallel import GradientBuckets
+from hybridpp.errors import ConfigError
+
+NUM_REPLICAS = 3
+TINY_MIB = 64 / 2**20  # 16 fp32 elements: one parameter per bucket
+
+
+def make_model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 7, bias=False), nn.Linear(7, 1)).to(dtype)
+
+
+def data(replica, number, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(100 * replica + number)
+    return torch.randn(2, 4, generator=generator).to(dtype)
+
+
+def loss(model, replica, number):
+    return model(data(replica, number, next(model.parameters()).dtype)).float().square().sum()
+
+
+def plain(num_replicas, numbers):
+    """The same sums by plain accumulation in one process."""
+    model = make_model()
+    for replica in range(num_replicas):
+        for number in numbers:
+            loss(model, replica, number).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def make_buckets(model, group=None, capacity_mib=25.0, shared=None):
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return GradientBuckets(trainable, group or current_world().control(), capacity_mib, shared)
+
+
+def accumulate(buckets, model, numbers):
+    """What a pipeline step does: several backward passes, the last one announced, then the rest of the reduction."""
+    replica = current_world().rank
+    buckets.begin()
+    for number in numbers:
+        if number == numbers[-1]:
+            buckets.last_backward()
+        loss(model, replica, number).backward()
+    buckets.launch()
+    buckets.finish()
+
+
+def assert_equal(buckets, expected):
+    assert set(buckets.gradients) == set(expected)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(buckets.gradients[name], gradient, rtol=1e-5, atol=1e-5, msg=f"{name} differs")
+
+
+def on_replicas(function, num_replicas=NUM_REPLICAS):
+    return Loopback(num_replicas).run(function)
+
+
+@pytest.mark.parametrize("capacity_mib", [TINY_MIB, 2 * TINY_MIB, 25.0])
+@pytest.mark.parametrize("num_replicas", [1, NUM_REPLICAS])
+def test_sums_are_those_of_plain_accumulation(num_replicas, capacity_mib):
+    def run():
+        model = make_model()
+        buckets = make_buckets(model, capacity_mib=capacity_mib)
+        accumulate(buckets, model, [0, 1, 2])
+        assert_equal(buckets, plain(num_replicas, [0, 1, 2]))
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is buckets.gradients[name]
+
+    on_replicas(run, num_replicas)
+
+
+class CountingGroup:
+    """Writes down when a reduction of which size starts."""
+
+    def __init__(self, group, events):
+        self._group, self._events = group, events
+        self.rank, self.size = group.rank, group.size
+
+    def all_reduce(self, tensor):
+        self._events.append(tensor.numel())
+        return self._group.all_reduce(tensor)
+
+
+def test_full_buckets_are_sent_off_inside_the_last_backward_last_parameters_first():
+    def run():
+        model, events = make_model(), []
+        buckets = make_buckets(model, CountingGroup(current_world().control(), events), TINY_MIB)
+        model[0].weight.register_post_accumulate_grad_hook(lambda _: events.append("first weight done"))
+        accumulate(buckets, model, [0, 1])
+        return events
+
+    # Sizes are rounded up to multiples of 16: the last layer's two, the middle weight, the first layer's bias, weight.
+    assert on_replicas(run, 2)[0] == ["first weight done", 32, 48, 16, 32, "first weight done"]
+
+
+def test_calls_add_up_and_reduced_sums_are_counted_once():
+    def run():
+        model = make_model()
+        buckets = make_buckets(model, capacity_mib=TINY_MIB)
+        accumulate(buckets, model, [0])
+        accumulate(buckets, model, [1, 2])
+        accumulate(buckets, model, [3])
+        assert_equal(buckets, plain(NUM_REPLICAS, [0, 1, 2, 3]))
+
+    on_replicas(run)
+
+
+def test_under_no_sync_replicas_keep_to_themselves_and_what_follows_reduces_it_all():
+    def run():
+        model = make_model()
+        buckets = make_buckets(model, capacity_mib=TINY_MIB)
+        replica = current_world().rank
+        with buckets.no_sync():
+            accumulate(buckets, model, [0])
+            accumulate(buckets, model, [1])
+        own = make_model()
+        (loss(own, replica, 0) + loss(own, replica, 1)).backward()
+        assert_equal(buckets, {name: parameter.grad for name, parameter in own.named_parameters()})
+        accumulate(buckets, model, [2])
+        assert_equal(buckets, plain(NUM_REPLICAS, [0, 1, 2]))
+        with buckets.no_sync():
+            accumulate(buckets, model, [3])
+        buckets.finish()
+        assert_equal(buckets, plain(NUM_REPLICAS, [0, 1, 2, 3]))
+
+    on_replicas(run)
+
+
+def test_finish_reduces_what_no_sync_left_and_only_once():
+    def run():
+        model = make_model()
+        buckets = make_buckets(model)
+        with buckets.no_sync():
+            accumulate(buckets, model, [0])
+            buckets.finish()
+        buckets.finish()
+        buckets.finish()
+        assert_equal(buckets, plain(NUM_REPLICAS, [0]))
+
+    on_replicas(run)
+
+
+def test_no_sync_ends_with_its_block_whatever_happens_in_it():
+    def run():
+        model = make_model()
+        buckets = make_buckets(model)
+        with pytest.raises(KeyError), buckets.no_sync(), buckets.no_sync():
+            raise KeyError
+        accumulate(buckets, model, [0])
+        assert_equal(buckets, plain(NUM_REPLICAS, [0]))
+
+    on_replicas(run)
+
+
+def test_consumed_gradients_stay_readable_until_the_next_backward_starts_from_zero():
+    def run():
+        model = make_model()
+        buckets = make_buckets(model)
+        accumulate(buckets, model, [0, 1])
+        buckets.consume()
+        assert_equal(buckets, plain(NUM_REPLICAS, [0, 1]))
+        accumulate(buckets, model, [2])
+        assert_equal(buckets, plain(NUM_REPLICAS, [2]))
+        buckets.zero()
+        accumulate(buckets, model, [0])
+        assert_equal(buckets, plain(NUM_REPLICAS, [0]))
+
+    on_replicas(run)
+
+
+@pytest.mark.parametrize("reset", [lambda model: model.zero_grad(), lambda model: model.zero_grad(set_to_none=False)])
+def test_the_models_own_zero_grad_counts(reset):
+    model = make_model()
+    buckets = make_buckets(model)
+    accumulate(buckets, model, [0, 1])
+    reset(model)
+    accumulate(buckets, model, [2])
+    assert_equal(buckets, plain(1, [2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_gradients_add_up_in_fp32(dtype):
+    parameter = nn.Parameter(torch.zeros(3, dtype=dtype))
+    buckets = GradientBuckets({"w": parameter}, current_world().control(), 25.0)
+    buckets.begin()
+    small = 2.0**-12  # lost beside 1 in half precision
+    for factor in (1.0, small, small):
+        (parameter * factor).float().sum().backward()
+    buckets.finish()
+    assert buckets.gradients["w"].dtype is torch.float32
+    assert buckets.gradients["w"].tolist() == [1 + 2 * small] * 3
+    assert parameter.grad is None
+
+
+def test_float64_and_fp32_parameters_have_buckets_of_their_own():
+    model = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1).double(), "c": nn.Linear(2, 1)})
+    buckets = make_buckets(model)
+    buckets.begin()
+    (model["a"](torch.ones(2)) + model["b"](torch.ones(2).double()).float() + model["c"](torch.ones(2))).backward()
+    buckets.finish()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is buckets.gradients[name]
+        assert buckets.gradients[name].dtype == parameter.dtype
+        assert torch.equal(parameter.grad, torch.ones_like(parameter))
+
+
+def test_parameters_that_no_backward_reached_are_unused():
+    model = make_model()
+    model.register_parameter("idle", nn.Parameter(torch.ones(2)))
+    buckets = make_buckets(model)
+    buckets.begin()
+    assert buckets.unused() == list(dict(model.named_parameters()))
+    accumulate(buckets, model, [0])
+    assert buckets.unused() == ["idle"]
+    assert torch.equal(buckets.gradients["idle"], torch.zeros(2))
+    # A gradient of zero is one all the same.
+    buckets.consume()
+    buckets.begin()
+    (0 * (model.idle.sum() + loss(model, 0, 0))).backward()
+    assert buckets.unused() == []
+
+
+def test_a_parameter_that_one_replica_uses_is_used_on_all():
+    def run():
+        model = make_model()
+        model.register_parameter("seldom", nn.Parameter(torch.ones(2)))
+        buckets = make_buckets(model, capacity_mib=TINY_MIB)
+        buckets.begin()
+        buckets.last_backward()
+        extra = model.seldom.sum() if current_world().rank == 1 else 0
+        (loss(model, current_world().rank, 0) + extra).backward()
+        buckets.finish()
+        assert buckets.unused() == []
+        assert_equal(buckets, plain(NUM_REPLICAS, [0]) | {"seldom": torch.ones(2)})
+
+    on_replicas(run)
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    [
+        torch.ones(4, 3, 2, 2).to(memory_format=torch.channels_last),
+        torch.ones(3, 5).t(),
+        torch.ones(2, 3),
+        torch.ones(()),
+        torch.ones(0, 2),
+    ],
+    ids=["channels_last", "transposed", "contiguous", "scalar", "empty"],
+)
+def test_gradients_are_laid_out_like_their_parameters(parameter):
+    model = nn.Module()
+    model.before = nn.Parameter(torch.ones(3))
+    model.weight = nn.Parameter(parameter.clone())
+    buckets = make_buckets(model)
+    buckets.begin()
+    (model.weight.square().sum() + model.before.sum()).backward()
+    assert buckets.gradients["weight"].stride() == model.weight.stride()
+    assert torch.equal(buckets.gradients["weight"], 2 * parameter)
+    assert torch.equal(buckets.gradients["before"], torch.ones(3))
+    # A fused step demands equal strides.
+    torch.optim.SGD(model.parameters(), lr=1.0, fused=True).step()
+    assert torch.equal(model.weight, -parameter)
+
+
+def test_gradients_of_one_bucket_do_not_overlap():
+    model = make_model()
+    buckets = make_buckets(model)
+    for number, gradient in enumerate(buckets.gradients.values()):
+        gradient.fill_(number)
+    for number, gradient in enumerate(buckets.gradients.values()):
+        assert torch.equal(gradient, torch.full_like(gradient, number))
+
+
+@pytest.mark.parametrize("num_calls", [1, 2])
+def test_a_parameter_on_several_stages_gets_the_sum_over_stages_and_replicas(num_calls):
+    """Four ranks: two replicas of two stages, both of which hold the whole model here."""
+
+    def run():
+        world = current_world()
+        replicas, stages = world.split([[0, 2], [1, 3]]), world.split([[0, 1], [2, 3]])
+        model = make_model()
+        names = [name for name, _ in model.named_parameters()]
+        buckets = make_buckets(model, replicas, TINY_MIB, dict.fromkeys(names, stages))
+        for call in range(num_calls):
+            accumulate(buckets, model, [call])
+        assert_equal(buckets, plain(4, range(num_calls)))
+
+    on_replicas(run, 4)
+
+
+class CalledTwice(nn.Module):
+    """A shared module, checkpointed at both of its calls."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(self.shared, x.requires_grad_(), use_reentrant=self.use_reentrant)
+        return self.last(x)
+
+
+@pytest.mark.parametrize(
+    ("use_reentrant", "num_replicas", "fails"), [(False, 2, False), (True, 1, False), (True, 2, True)]
+)
+def test_a_gradient_that_comes_in_parts_is_complete_or_refused(use_reentrant, num_replicas, fails):
+    def run():
+        model = CalledTwice(use_reentrant)
+        buckets = make_buckets(model, capacity_mib=2 * TINY_MIB)
+        accumulate(buckets, model, [0])
+        plain_model = CalledTwice(False)
+        for replica in range(num_replicas):
+            loss(plain_model, replica, 0).backward()
+        torch.testing.assert_close(buckets.gradients["shared.weight"], plain_model.shared.weight.grad)
+
+    if not fails:
+        on_replicas(run, num_replicas)
+        return
+    text = "the gradient of 'shared.(weight|bias)' came in several parts in one backward pass, after it was sent off."
+    with pytest.raises(ConfigError, match=f"^{text} .* checkpoint with use_reentrant=False.$"):
+        on_replicas(run, num_replicas)
+
+
+def test_scale_and_clamp_reach_every_element():
+    model = make_model()
+    buckets = make_buckets(model, capacity_mib=TINY_MIB)
+    accumulate(buckets, model, [0])
+    expected = {name: (-2 * gradient).clamp(-0.5, 0.5) for name, gradient in plain(1, [0]).items()}
+    buckets.scale(-2.0)
+    buckets.clamp(0.5)
+    assert_equal(buckets, expected)

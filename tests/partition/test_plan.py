@@ -1,0 +1,146 @@
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+from hard_models import EVERY, Blocks, IdentitySkip, LongSkip, Repeated, WrittenInput
+from support import assert_same, image_batch, tiny_vit, train
+
+from hybridpp.errors import PartitionError
+from hybridpp.partition import CutPoint, StagedModel, Tracer, dissect
+from hybridpp.partition.intercept import Interceptor
+from hybridpp.partition.plan import assign_stages, choose_cut, owners, stage_plan
+
+CPU = torch.device("cpu")
+
+
+def trace(model, *args, **kwargs):
+    return Tracer(model, Interceptor(model, dissect(model, 2).units), CPU, None).trace(args, kwargs, count_flops=True)
+
+
+def cut_after(*blocks):
+    return tuple(CutPoint(block, 0) for block in blocks)
+
+
+def crossings(model, *cuts):
+    """What crosses each border, as ``unit.leaf`` of the unit that made it."""
+    found = trace(model, torch.ones(2, 4))
+    stages = assign_stages(found, cut_after(*cuts))
+    plans = [stage_plan(found, stages, stage) for stage in range(len(cuts) + 1)]
+    for plan, following in pairwise(plans):
+        assert plan.outgoing == following.incoming
+        assert plan.outgoing_specs == following.incoming_specs
+        assert [spec.shape for spec in plan.outgoing_specs] == [(2, 4)] * len(plan.outgoing)
+    assert (plans[0].incoming, plans[-1].outgoing) == ((), ())
+    assert [plan.is_last for plan in plans] == [False] * len(cuts) + [True]
+    return [" ".join(f"{found.calls[value.call].name}" for value in plan.outgoing) for plan in plans[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (Blocks, ["blocks.0", "blocks.1", "blocks.2"]),
+        # A skip travels along the chain, up to where it is used.
+        (LongSkip, ["embed blocks.0", "embed blocks.1", "embed blocks.2"]),
+        (IdentitySkip, ["blocks.0", "blocks.0 blocks.1", "blocks.0 blocks.2"]),
+    ],
+)
+def test_values_that_cross_the_borders(model, expected):
+    assert crossings(model(), "blocks.0", "blocks.1", "blocks.2") == expected
+
+
+def test_a_call_between_two_blocks_belongs_to_the_one_that_follows():
+    found = trace(IdentitySkip(), torch.ones(2, 4))
+    stages = assign_stages(found, cut_after("blocks.0", "blocks.2"))
+    assert [f"{call.name}@{stage}" for call, stage in zip(found.calls, stages, strict=True)] == [
+        *("embed@0", "blocks.0@0", "same@1", "blocks.1@1", "blocks.2@1", "blocks.3@2", "head@2")
+    ]
+
+
+def test_ownership_follows_use():
+    model = Repeated()
+    model.unused = torch.nn.Linear(1, 1)
+    found = trace(model, torch.ones(2, 4))
+    names = tuple(name for name, _ in model.named_parameters() if name.endswith("weight"))
+    held = owners(found, assign_stages(found, cut_after("blocks.1")), names)
+    assert held == {
+        "embed.weight": (0,),
+        "blocks.0.weight": (0, 1),
+        "blocks.1.weight": (0,),
+        "blocks.2.weight": (0,),
+        "blocks.3.weight": (1,),
+        "head.weight": (1,),
+        "unused.weight": (0,),
+    }
+
+
+def test_the_cut_balances_what_the_forward_costs():
+    model = tiny_vit(num_layers=6)
+    found = trace(model, **image_batch(2))
+    blocks = dissect(model, 2).blocks
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert choose_cut(found, blocks, 3, sizes) == cut_after("vit.layers.1", "vit.layers.3")
+    assert choose_cut(found, blocks, 1, sizes) == ()
+
+
+def test_a_cut_lies_between_calls():
+    model = Repeated()
+    found = trace(model, torch.ones(2, 4))
+    stages = assign_stages(found, (CutPoint("blocks.0", 1),))
+    assert stages == (0, 0, 0, 0, 1, 1)
+
+
+def test_a_forward_that_leaves_out_the_last_block_of_a_stage():
+    found = trace(Repeated(), torch.ones(2, 4))
+    text = (
+        "the forward does not call block 'blocks.2', which ends stage 0, for this input. "
+        "Use inputs that run every block, or pp_size=1."
+    )
+    with pytest.raises(PartitionError, match=f"^{re.escape(text)}$"):
+        assign_stages(found, cut_after("blocks.2", "blocks.3"))
+
+
+class Reader(Blocks):
+    """Another way through the blocks for wider batches."""
+
+    def forward(self, x):
+        first, last = (0, 3) if len(x) < 4 else (3, 0)
+        return self.head(self.blocks[last](self.blocks[2](self.blocks[1](self.blocks[first](self.embed(x))))))
+
+
+def test_an_input_that_needs_a_parameter_elsewhere():
+    model = Reader()
+    staged = StagedModel(model, 2, 0, device=CPU, sample=lambda: ((torch.ones(2, 4),), {}))
+    text = (
+        "for this input, stage 0 needs parameter 'blocks.3.weight', which was given to stage 1 at boost. "
+        "Boost with a sample that uses it there."
+    )
+    with pytest.raises(PartitionError, match=f"^{re.escape(text)}$"):
+        staged.plan((torch.ones(4, 4),), {})
+
+
+# torch's fake tensors ask a buffer that a fake was written to for its gradient, and hide the warning in vain.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("pp_size", [2, 3, 4])
+@pytest.mark.parametrize("model", EVERY, ids=lambda model: model.__name__)
+def test_stages_give_the_whole_models_gradients(model, pp_size):
+    def run(**settings):
+        # Made anew: one of the models writes to its inputs.
+        batches = [torch.randn(5, 4, generator=torch.Generator().manual_seed(step)) for step in range(2)]
+        return train(model, batches, criterion=mean_square, num_microbatches=3, **settings)
+
+    expected, actual = run(), run(pp_size=pp_size)
+    assert actual["losses"] == expected["losses"] * pp_size
+    check = assert_same if model is not Repeated else torch.testing.assert_close
+    check(actual["gradients"], expected["gradients"])
+    check(actual["weights"], expected["weights"])
+
+
+def mean_square(outputs, inputs):
+    return outputs.square().mean()
+
+
+def test_tracing_does_not_write_to_the_sample():
+    sample = torch.ones(2, 4)
+    StagedModel(WrittenInput(), 2, 0, device=CPU, sample=lambda: ((sample,), {}))
+    assert torch.equal(sample, torch.ones(2, 4))

@@ -1,0 +1,105 @@
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hybridpp.partition.taint import TaintMode, Value
+
+A, B = Value(0, 0), Value(1, 2)
+MODE = FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake(*shape):
+    with MODE:
+        return torch.empty(shape)
+
+
+def traced(glue):
+    """What ``glue(a, b, w)`` stems from: ``a`` and ``b`` are unit outputs, ``w`` is a parameter."""
+    a, b, w = fake(4, 2), fake(4, 2), nn.Parameter(fake(4, 2))
+    with TaintMode() as taints:
+        taints.mark(a, [A])
+        taints.mark(b, [B])
+        taints.mark(w, ["w"])
+        return taints.sources(glue(a, b, w))
+
+
+def in_place(write):
+    def glue(a, b, w):
+        buffer = torch.zeros(4, 2)
+        write(buffer, a)
+        return buffer
+
+    return glue
+
+
+@pytest.mark.parametrize(
+    ("glue", "expected"),
+    [
+        (lambda a, b, w: a + 1, {A}),
+        (lambda a, b, w: torch.cat([a, b]), {A, B}),
+        (lambda a, b, w: {"x": [a * w], "y": 1}, {A, "w"}),
+        (lambda a, b, w: a.new_zeros(3), {A}),
+        (lambda a, b, w: a.reshape(2, 4).t().unbind()[0], {A}),
+        (lambda a, b, w: nn.functional.layer_norm(a, (2,), b[0], w[0]), {A, B, "w"}),
+        (lambda a, b, w: torch.zeros(2) + 1, set()),
+        (lambda a, b, w: (3, None), set()),
+        (lambda a, b, w: a.add_(b), {A, B}),
+        # A write that nobody looks at the result of.
+        (lambda a, b, w: (a.add_(b), a)[1], {A, B}),
+        (in_place(lambda buffer, a: buffer.copy_(a)), {A}),
+        (in_place(lambda buffer, a: buffer.__setitem__(0, a[0])), {A}),
+        (in_place(lambda buffer, a: buffer[:, :1].copy_(a[:, :1])), {A}),
+        (in_place(lambda buffer, a: buffer[0][1:].add_(a[0, :1])), {A}),
+        (in_place(lambda buffer, a: buffer.view(-1).__setitem__(0, a[0, 0])), {A}),
+        (in_place(lambda buffer, a: torch.add(a, 1, out=buffer)), {A}),
+        (in_place(lambda buffer, a: torch._foreach_add_([buffer], [a])), {A}),
+        (in_place(lambda buffer, a: buffer.add(a)), set()),
+    ],
+)
+def test_glue_passes_sources_on(glue, expected):
+    assert traced(glue) == expected
+
+
+def test_a_write_shows_in_every_view_made_before_and_after():
+    def glue(a, b, w):
+        buffer = torch.zeros(4, 2)
+        before, apart = buffer[1:], buffer + 0
+        buffer[0].copy_(a[0])
+        return {"before": before, "after": buffer[:1], "apart": apart}
+
+    a = fake(4, 2)
+    with TaintMode() as taints:
+        taints.mark(a, [A])
+        views = glue(a, None, None)
+        assert {name: set(taints.sources(view)) for name, view in views.items()} == {
+            "before": {A},
+            "after": {A},
+            "apart": set(),
+        }
+
+
+def test_a_fake_of_unseen_origin_counts_as_made_from_every_value():
+    with TaintMode() as taints:
+        for value in (A, B):
+            taints.mark(fake(1), [value])
+        taints.mark(fake(1), ["w"])
+        with taints.paused():
+            unseen = fake(1) * 2
+        assert taints.sources(unseen) == {A, B}
+        assert taints.sources(torch.ones(1)) == set()
+
+
+def test_a_new_mark_forgets_the_old_one():
+    with TaintMode() as taints:
+        tensor = fake(1)
+        taints.mark(tensor, [A])
+        taints.mark(tensor, [B])
+        assert taints.sources(tensor) == {B}
+
+
+def test_outside_the_mode_nothing_is_followed():
+    taints = TaintMode()
+    tensor = torch.ones(1)
+    taints.mark(tensor, [A])
+    assert taints.sources(tensor * 2) == set()

@@ -1,0 +1,147 @@
+import re
+from collections import UserDict, namedtuple
+
+import pytest
+import torch
+
+from hybridpp.errors import DataError
+from hybridpp.pipeline import call_arguments, num_samples, plain, split_batch
+
+
+def refused(text):
+    return pytest.raises(DataError, match=f"^{re.escape(text)}$")
+
+
+def split(batch, count=None, size=None, num_items=None):
+    return split_batch(plain(batch), num_microbatches=count, microbatch_size=size, num_items=num_items)
+
+
+def sizes(batch):
+    return [microbatch.num_samples for microbatch in batch.microbatches]
+
+
+@pytest.mark.parametrize(
+    ("samples", "count", "expected"),
+    [(8, 4, [2, 2, 2, 2]), (10, 4, [3, 3, 2, 2]), (7, 1, [7]), (3, 8, [1, 1, 1]), (1, 1, [1]), (5, 5, [1] * 5)],
+)
+def test_by_count_sizes_differ_by_one_at_most_and_none_is_empty(samples, count, expected):
+    assert sizes(split(torch.zeros(samples), count=count)) == expected
+
+
+@pytest.mark.parametrize(
+    ("samples", "size", "expected"), [(8, 4, [4, 4]), (10, 4, [4, 4, 2]), (3, 8, [3]), (3, 1, [1, 1, 1])]
+)
+def test_by_size_the_last_one_may_be_smaller(samples, size, expected):
+    assert sizes(split(torch.zeros(samples), size=size)) == expected
+
+
+def test_every_tensor_is_split_in_order_and_everything_else_goes_to_every_microbatch():
+    rows, ids = torch.arange(10.0).reshape(5, 2), torch.arange(5)
+    scalar, table = torch.tensor(3.0), {"name": "x", "depth": 2, "none": None}
+    batch = split({"a": rows, "nested": (ids, [scalar]), "table": table}, count=2)
+    first, second = (microbatch.inputs for microbatch in batch.microbatches)
+    assert torch.equal(first["a"], rows[:3])
+    assert torch.equal(second["a"], rows[3:])
+    assert [part["nested"][0].tolist() for part in (first, second)] == [[0, 1, 2], [3, 4]]
+    for part in (first, second):
+        assert part["nested"][1][0] is scalar
+        assert part["table"] == table
+
+
+def test_microbatches_of_samples_weigh_by_their_size():
+    batch = split(torch.zeros(10), size=4)
+    assert [microbatch.share for microbatch in batch.microbatches] == [0.4, 0.4, 0.2]
+    assert batch.num_items == 10
+
+
+def test_a_criterion_that_counts_items_sets_the_weights():
+    labels = torch.tensor([[1, 2, 3], [1, -100, -100], [-100, -100, -100]])
+    batch = split({"labels": labels}, count=3, num_items=lambda inputs: (inputs["labels"] != -100).sum())
+    assert [microbatch.share for microbatch in batch.microbatches] == [0.75, 0.25, 0.0]
+    assert batch.num_items == 4
+
+
+def test_a_batch_in_which_nothing_counts_has_no_shares():
+    batch = split(torch.zeros(4), count=2, num_items=lambda inputs: 0)
+    assert [microbatch.share for microbatch in batch.microbatches] == [0, 0]
+    assert batch.num_items == 0
+
+
+@pytest.mark.parametrize("total", [7, torch.tensor(7)])
+def test_with_num_items_in_batch_losses_are_parts_of_a_sum(total):
+    batch = split({"x": torch.zeros(3), "num_items_in_batch": total}, count=3, num_items=lambda inputs: 100)
+    assert [microbatch.share for microbatch in batch.microbatches] == [1, 1, 1]
+    assert batch.num_items == 7
+    assert all(microbatch.inputs["num_items_in_batch"] is total for microbatch in batch.microbatches)
+
+
+def test_num_items_in_batch_that_is_none_says_nothing():
+    assert split({"x": torch.zeros(3), "num_items_in_batch": None}, count=1).num_items == 3
+
+
+def test_mappings_become_dicts_wherever_they_are():
+    ids = torch.arange(4)
+    batch = plain(UserDict(ids=ids, rest=[UserDict(mask=UserDict(ids=ids))]))
+    assert batch == {"ids": ids, "rest": [{"mask": {"ids": ids}}]}
+    assert type(batch) is dict
+    parts = [microbatch.inputs for microbatch in split((UserDict(ids=ids),), count=2).microbatches]
+    assert [part[0]["ids"].tolist() for part in parts] == [[0, 1], [2, 3]]
+
+
+def test_containers_that_torch_knows_keep_their_type():
+    pair = namedtuple("pair", "a b")(torch.zeros(2), [1])
+    assert type(plain(pair)) is type(pair)
+    assert plain([pair]) == [pair]
+
+
+@pytest.mark.parametrize("batch", [3, "text", None, {1, 2}])
+def test_what_is_no_batch(batch):
+    with refused(
+        f"a batch is a mapping, a tuple, a list or a tensor: got {type(batch).__name__}. "
+        "Return one of these from the collate_fn."
+    ):
+        plain(batch)
+
+
+def test_tensors_that_disagree_are_listed():
+    with refused(
+        "all tensors of a batch must agree in dimension 0, the samples: got ['a']: 4, ['b'][1]: 3. "
+        "Expand the others to one row per sample; 0-dimensional tensors and plain values go to every micro-batch."
+    ):
+        num_samples({"a": torch.zeros(4, 2), "b": [torch.tensor(1), torch.zeros(3)]})
+
+
+@pytest.mark.parametrize("batch", [{}, (), {"a": 1}, torch.tensor(1.0), [torch.tensor(1.0)]])
+def test_nothing_to_split(batch):
+    with refused("a batch needs at least one tensor with a first dimension to split. Check the collate_fn."):
+        split(batch, count=2)
+
+
+@pytest.mark.parametrize("batch", [torch.zeros(0), (torch.zeros(0, 3), torch.zeros(0))])
+def test_an_empty_batch(batch):
+    with refused("a batch needs at least one sample: got 0. Drop empty batches in the dataloader."):
+        split(batch, size=2)
+
+
+def test_inputs_are_moved_with_their_structure():
+    (microbatch,) = split({"a": torch.zeros(2), "b": (1, torch.tensor(2.0))}, count=1).microbatches
+    moved = microbatch.on(torch.device("meta"))
+    assert (moved["a"].device.type, moved["b"][0], moved["b"][1].device.type) == ("meta", 1, "meta")
+
+
+def test_what_a_model_writes_to_its_inputs_stays_in_the_microbatch():
+    batch = torch.ones(4)
+    weight = torch.ones(2, requires_grad=True)
+    losses = [
+        (microbatch.on(torch.device("cpu")).mul_(3) * weight).sum() for microbatch in split(batch, count=2).microbatches
+    ]
+    sum(losses).backward()
+    assert weight.grad.tolist() == [6, 6]
+    assert batch.tolist() == [1, 1, 1, 1]
+
+
+def test_how_a_model_is_called():
+    tensor = torch.zeros(2)
+    assert call_arguments({"x": tensor}) == ((), {"x": tensor})
+    assert call_arguments([tensor, 1]) == call_arguments((tensor, 1)) == ((tensor, 1), {})
+    assert call_arguments(tensor) == ((tensor,), {})

@@ -1,0 +1,59 @@
+import pytest
+import torch
+from torch import nn
+
+from hybridpp.config import Precision
+from hybridpp.precision import MasterWeights, working_dtype
+
+
+def model():
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    made[0].bias.requires_grad_(False)
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_masters_keep_what_the_working_weights_round(dtype):
+    net = model()
+    before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    weights = MasterWeights(dict(net.named_parameters()))
+    net.to(dtype)
+    for name, parameter in net.named_parameters():
+        master = weights.masters[name]
+        assert torch.equal(master, before[name])
+        assert (master.dtype, master.is_leaf, master.requires_grad) == (torch.float32, True, parameter.requires_grad)
+    step = 2.0**-13  # too small for either format beside a weight of order one
+    with torch.no_grad():
+        for master in weights.masters.values():
+            master += step
+    weights.to_working()
+    for name, parameter in net.named_parameters():
+        assert torch.equal(weights.masters[name], before[name] + step)
+        assert torch.equal(parameter, (before[name] + step).to(dtype))
+
+
+def test_no_masters_is_fine():
+    MasterWeights({}).to_working()
+
+
+@pytest.mark.parametrize(
+    ("precision", "made_in", "expected"),
+    [
+        (Precision.FP16, torch.float32, torch.float16),
+        (Precision.BF16, torch.float32, torch.bfloat16),
+        (Precision.BF16, torch.float16, torch.bfloat16),
+        (Precision.FP32, torch.float32, None),
+        (Precision.FP32, torch.float16, torch.float32),
+        (Precision.FP32, torch.bfloat16, torch.float32),
+        (Precision.FP32, torch.float64, None),
+    ],
+)
+def test_the_format_that_a_model_computes_in(precision, made_in, expected):
+    assert working_dtype(model().to(made_in), precision) is expected
+
+
+def test_a_model_with_some_half_precision_buffers_is_widened():
+    net = model()
+    net[1].running_mean = net[1].running_mean.bfloat16()
+    assert working_dtype(net, Precision.FP32) is torch.float32

@@ -1,0 +1,53 @@
+import re
+import warnings
+
+import pytest
+
+from hybridpp.errors import ScheduleError
+from hybridpp.schedule import Action, Kind, forward_only, lower, one_f_one_b, parse_action, peak_in_flight, render
+
+LOWERED = [lower(one_f_one_b(4, 11)), lower(forward_only(3, 2)), lower(one_f_one_b(12, 3))]
+
+
+def actions():
+    return sorted({str(action) for programs in LOWERED for row in programs for action in row})
+
+
+@pytest.mark.parametrize("programs", LOWERED)
+def test_text_read_back_is_the_same_schedule(programs):
+    rows = [line.split(" | ")[1].split() for line in render(programs).splitlines()]
+    assert tuple(tuple(map(parse_action, row)) for row in rows) == programs
+
+
+def test_torch_reads_our_text_and_writes_the_same():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed.pipelining.schedules import _Action
+
+    kinds = {parse_action(text).kind for text in actions()}
+    assert kinds == set(Kind)
+    for text in actions():
+        theirs, ours = _Action.from_str(text), parse_action(text)
+        assert (theirs.stage_index, theirs.microbatch_index) == (ours.stage, ours.microbatch)
+        assert theirs.computation_type.value == ours.kind
+        assert str(theirs) == text
+
+
+@pytest.mark.parametrize("text", ["", "F0", "0X0", "0f0", "-1F0", "0F0 ", "0F0 1F0", "0SEND_0", "0F-1"])
+def test_what_is_no_action(text):
+    message = (
+        "an action is written like 2F0 (stage, one of F, B, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE_GRAD, micro-batch): "
+        f"got {text!r}."
+    )
+    with pytest.raises(ScheduleError, match=f"^{re.escape(message)}$"):
+        parse_action(text)
+
+
+def test_actions_are_plain_values():
+    assert Action(2, Kind.FORWARD, 0) == (2, "F", 0) == parse_action("2F0")
+    assert str(Action(2, Kind.REDUCE_GRADIENTS)) == "2REDUCE_GRAD"
+
+
+@pytest.mark.parametrize(("row", "peak"), [("", 0), ("0F0 0B0 0F1 0B1", 1), ("0F0 0SEND_F0 0F1 0B0 0F2 0F3 0B1", 3)])
+def test_peak_counts_forwards_whose_backward_is_to_come(row, peak):
+    assert peak_in_flight(tuple(map(parse_action, row.split()))) == peak

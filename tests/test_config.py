@@ -1,0 +1,138 @@
+import re
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from hybridpp.config import LossScaleConfig, OptimizerConfig, ParallelConfig, PipelineConfig, Precision
+from hybridpp.errors import ConfigError
+
+
+def refused(text):
+    return pytest.raises(ConfigError, match=f"^{re.escape(text)}$")
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
+def test_precision_is_its_name(name):
+    assert Precision.parse(name) == name
+    assert str(Precision.parse(name)) == name
+
+
+@pytest.mark.parametrize("name", ["FP16", "float16", "", None])
+def test_unknown_precision_lists_the_valid_ones(name):
+    with refused(f"precision is one of fp32, fp16, bf16: got {name!r}."):
+        Precision.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "text"),
+    [
+        (ParallelConfig, {"pp_size": 0}, "pp_size is a whole number of ranks, at least 1: got pp_size=0."),
+        (ParallelConfig, {"pp_size": 2.0}, "pp_size is a whole number of ranks, at least 1: got pp_size=2.0."),
+        (ParallelConfig, {"tp_size": -1}, "tp_size is a whole number of ranks, at least 1: got tp_size=-1."),
+        (ParallelConfig, {"tp_size": "2"}, "tp_size is a whole number of ranks, at least 1: got tp_size='2'."),
+        (
+            ParallelConfig,
+            {"tp_size": 2, "pp_size": 4},
+            "tensor parallelism is not built yet: got tp_size=2. Use tp_size=1 and pp_size=8.",
+        ),
+        (
+            ParallelConfig,
+            {"zero_stage": 1},
+            "sharded optimizer state is not built yet: got zero_stage=1. Use zero_stage=0.",
+        ),
+        (
+            PipelineConfig,
+            {},
+            "give exactly one of num_microbatches and microbatch_size: got num_microbatches=None, "
+            "microbatch_size=None.",
+        ),
+        (
+            PipelineConfig,
+            {"num_microbatches": 2, "microbatch_size": 3},
+            "give exactly one of num_microbatches and microbatch_size: got num_microbatches=2, microbatch_size=3.",
+        ),
+        (
+            PipelineConfig,
+            {"num_microbatches": 0},
+            "num_microbatches is a whole number, at least 1: got num_microbatches=0.",
+        ),
+        (
+            PipelineConfig,
+            {"microbatch_size": 1.5},
+            "microbatch_size is a whole number, at least 1: got microbatch_size=1.5.",
+        ),
+        (PipelineConfig, {"num_microbatches": 1, "schedule": "gpipe"}, "schedule is one of 1f1b: got 'gpipe'."),
+        (LossScaleConfig, {"initial_scale": 0}, "loss scaling needs initial_scale > 0: got initial_scale=0."),
+        (LossScaleConfig, {"min_scale": -1.0}, "loss scaling needs min_scale > 0: got min_scale=-1.0."),
+        (LossScaleConfig, {"growth_interval": 0}, "loss scaling needs growth_interval > 0: got growth_interval=0."),
+        (LossScaleConfig, {"hysteresis": 0}, "loss scaling needs hysteresis > 0: got hysteresis=0."),
+        (
+            LossScaleConfig,
+            {"growth_factor": 1.0},
+            "loss scaling needs growth_factor > 1 and 0 < backoff_factor < 1: "
+            "got growth_factor=1.0, backoff_factor=0.5.",
+        ),
+        (
+            LossScaleConfig,
+            {"backoff_factor": 1.0},
+            "loss scaling needs growth_factor > 1 and 0 < backoff_factor < 1: "
+            "got growth_factor=2.0, backoff_factor=1.0.",
+        ),
+        (
+            LossScaleConfig,
+            {"backoff_factor": 0.0},
+            "loss scaling needs growth_factor > 1 and 0 < backoff_factor < 1: "
+            "got growth_factor=2.0, backoff_factor=0.0.",
+        ),
+        (
+            LossScaleConfig,
+            {"initial_scale": 2.0, "min_scale": 4.0},
+            "loss scaling needs min_scale <= initial_scale <= max_scale: got 4.0, 2.0, 4294967296.0.",
+        ),
+        (
+            LossScaleConfig,
+            {"initial_scale": 8.0, "max_scale": 4.0},
+            "loss scaling needs min_scale <= initial_scale <= max_scale: got 1.0, 8.0, 4.0.",
+        ),
+        (OptimizerConfig, {"max_norm": -1.0}, "max_norm is a gradient norm, or 0 for no clipping: got max_norm=-1.0."),
+        (
+            OptimizerConfig,
+            {"ddp_bucket_cap_mb": 0},
+            "gradient reduction needs ddp_bucket_cap_mb > 0: got ddp_bucket_cap_mb=0.",
+        ),
+    ],
+)
+def test_refused_settings(cls, settings, text):
+    required = {"tp_size": 1, "pp_size": 1} if cls is ParallelConfig else {}
+    with refused(text):
+        cls(**{**required, **settings})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ParallelConfig(tp_size=1, pp_size=1),
+        PipelineConfig(microbatch_size=1),
+        LossScaleConfig(initial_scale=1.0, min_scale=1.0, max_scale=1.0),
+        OptimizerConfig(),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_settings_at_the_edge_are_taken_and_then_frozen(config):
+    name = next(iter(vars(config)))
+    with pytest.raises(FrozenInstanceError):
+        setattr(config, name, 2)
+
+
+@pytest.mark.parametrize(("world_size", "pp_size", "dp_size"), [(1, 1, 1), (4, 1, 4), (8, 2, 4), (6, 6, 1)])
+def test_what_the_pipeline_leaves_is_replicas(world_size, pp_size, dp_size):
+    assert ParallelConfig(tp_size=1, pp_size=pp_size).dp_size(world_size) == dp_size
+
+
+@pytest.mark.parametrize(("world_size", "advice"), [(6, "4 or 8"), (1, "4"), (9, "8 or 12")])
+def test_a_world_that_does_not_fit_names_the_nearest_sizes(world_size, advice):
+    with refused(
+        f"world size must be a multiple of tp_size * pp_size: got world_size={world_size}, tp_size=1, pp_size=4. "
+        f"Start {advice} processes, or change the sizes."
+    ):
+        ParallelConfig(tp_size=1, pp_size=4).dp_size(world_size)
