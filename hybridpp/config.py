@@ -1,5 +1,6 @@
 """The settings, as frozen dataclasses that check themselves. No torch here: a bad setting is found before it loads."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -75,6 +76,36 @@ class ParallelConfig:
                 f"Start {' or '.join(map(str, fits))} processes, or change the sizes."
             )
         return world_size // ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionConfig:
+    """Where the model is cut into stages.
+
+    Attributes:
+        layers_per_stage: how many blocks each stage gets, in order.
+        split_points: modules before or after which to cut, by name: ``{"encoder.layer.5": "after"}``.
+        balance: what is shared out evenly where neither says so: ``"flops"`` of the forward, ``"parameters"``, or the
+            ``"time"`` that rank 0 measures at boost, for which the whole model must fit on its device.
+    """
+
+    layers_per_stage: Sequence[int] | None = None
+    split_points: Mapping[str, str] | None = None
+    balance: str = "flops"
+
+    def __post_init__(self) -> None:
+        if self.layers_per_stage is not None and self.split_points is not None:
+            raise ConfigError(
+                "give layers_per_stage or split_points, not both: "
+                f"got {list(self.layers_per_stage)} and {dict(self.split_points)}."
+            )
+        if self.layers_per_stage is not None and min(self.layers_per_stage, default=0) < 1:
+            raise ConfigError(f"layers_per_stage gives every stage at least one: got {list(self.layers_per_stage)}.")
+        for name, side in (self.split_points or {}).items():
+            if side not in ("before", "after"):
+                raise ConfigError(f"split_points says 'before' or 'after' a module: got {side!r} for {name!r}.")
+        if self.balance not in ("flops", "parameters", "time"):
+            raise ConfigError(f"balance is one of flops, parameters, time: got {self.balance!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,9 +27,14 @@ def microbatch_key(seed: int, step: int, microbatch: int) -> int:
     return int.from_bytes(digest, "little") & _MASK
 
 
+def place_seed(key: int, place: int) -> int:
+    """The seed for one place of the model's forward (see ``microbatch_key``)."""
+    return (key + place * _STRIDE) & _MASK
+
+
 def seed_place(key: int, place: int, device: torch.device) -> None:
-    """Set the default generators for one place of the model's forward (see ``microbatch_key``)."""
-    seed = (key + place * _STRIDE) & _MASK
+    """Set the default generators for one place of the model's forward."""
+    seed = place_seed(key, place)
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)

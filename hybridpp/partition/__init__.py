@@ -1,7 +1,9 @@
 """Cut a model into stages by tracing its own forward."""
 
 from hybridpp.partition.blocks import Anatomy, dissect
-from hybridpp.partition.plan import CutPoint, StagePlan
+from hybridpp.partition.cut import CutPoint
+from hybridpp.partition.marks import annotate_split_points, set_execution_sequence
+from hybridpp.partition.plan import StagePlan
 from hybridpp.partition.staged_model import StagedModel
 from hybridpp.partition.strip import parameter_names
 from hybridpp.partition.trace import TensorSpec, Trace, Tracer, UnitCall
@@ -15,6 +17,8 @@ __all__ = [
     "Trace",
     "Tracer",
     "UnitCall",
+    "annotate_split_points",
     "dissect",
     "parameter_names",
+    "set_execution_sequence",
 ]

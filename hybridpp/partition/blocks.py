@@ -1,10 +1,12 @@
 """Find the repeated blocks of a model, between which it may be cut, and the units that run as a whole."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from hybridpp.errors import PartitionError
+from hybridpp.partition.marks import find_module
 
 # A list of blocks holds at least this share of the parameters of the largest list; smaller ones (a head written as a
 # Sequential, say) stay whole.
@@ -28,18 +30,24 @@ class Anatomy:
     units: tuple[str, ...]
 
 
-def dissect(model: nn.Module, num_stages: int) -> Anatomy:
+def dissect(model: nn.Module, num_stages: int, named: Sequence[str] = ()) -> Anatomy:
     """The blocks and units of ``model``, fine enough for ``num_stages`` stages where the model allows it.
 
     The blocks are the children of the model's big ``ModuleList``s and ``Sequential``s; where those are fewer than the
     stages, the largest block that holds such lists itself is replaced by its own blocks, again and again. A model
-    without lists is cut between its children.
+    without lists is cut between its children. Modules in ``named`` are blocks in any case.
 
     Raises:
-        PartitionError: the model has fewer blocks than ``num_stages``.
+        PartitionError: the model has fewer blocks than ``num_stages``, or no module of a name in ``named``.
     """
     blocks = _lists_of_blocks("", model) or [name for name, _ in model.named_children()]
-    while len(blocks) < num_stages:
+    if named:
+        for name in named:
+            find_module(model, name)
+        blocks = [block for block in blocks if not any(_related(block, name) for name in named)]
+        order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+        blocks = sorted({*blocks, *named}, key=order.__getitem__)
+    while 1 < num_stages > len(blocks):
         finer = _split_largest(model, blocks)
         if finer is None:
             found = ", ".join(blocks) or "none"
@@ -49,6 +57,21 @@ def dissect(model: nn.Module, num_stages: int) -> Anatomy:
             )
         blocks = finer
     return Anatomy(tuple(blocks), tuple(_units(model, blocks)))
+
+
+def finest_units(model: nn.Module) -> tuple[str, ...]:
+    """The units of the model cut as finely as it can be, whatever number of stages it is cut into."""
+    blocks = _lists_of_blocks("", model) or [name for name, _ in model.named_children()]
+    pending, finest = blocks, []
+    while pending:
+        inner = [(name, _lists_of_blocks(name, model.get_submodule(name))) for name in pending]
+        finest += [name for name, parts in inner if len(parts) < 2]
+        pending = [part for _, parts in inner if len(parts) > 1 for part in parts]
+    return tuple(_units(model, finest))
+
+
+def _related(one: str, other: str) -> bool:
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def _num_parameters(module: nn.Module) -> int:

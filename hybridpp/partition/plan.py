@@ -1,20 +1,9 @@
 """From a trace and a place to cut: who owns what, and which values travel between stages."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from hybridpp.errors import PartitionError
-from hybridpp.partition.balance import balance
 from hybridpp.partition.taint import Value
 from hybridpp.partition.trace import TensorSpec, Trace, UnitCall
-
-
-class CutPoint(NamedTuple):
-    """A call of a block after which the model is cut."""
-
-    block: str
-    occurrence: int
 
 
 @dataclass(frozen=True)
@@ -50,57 +39,6 @@ class StagePlan:
         if not self.calls or self.stage == self.stages[-1]:
             return None
         return len(self.stages) - 1 - self.stages[::-1].index(self.stage)
-
-
-def choose_cut(
-    trace: Trace, blocks: tuple[str, ...], num_stages: int, sizes: Mapping[str, int]
-) -> tuple[CutPoint, ...]:
-    """Cut points that balance the stages by FLOPs of the forward, then by parameters.
-
-    What runs before a block counts to it, what runs after the last one to the last.
-
-    Args:
-        trace: with FLOPs.
-        blocks: names of the units that a cut may follow.
-        num_stages: number of stages.
-        sizes: number of elements of each parameter.
-
-    Raises:
-        PartitionError: the forward calls fewer blocks than there are stages.
-    """
-    costs: list[float] = []
-    ends: list[CutPoint] = []
-    pending = 0.0
-    for call in trace.calls:
-        pending += call.flops + sum(sizes[name] for name in call.parameters)
-        if call.name in blocks:
-            costs.append(pending)
-            ends.append(CutPoint(call.name, call.occurrence))
-            pending = 0.0
-    if costs:
-        costs[-1] += pending
-    counts = balance(costs, num_stages)
-    return tuple(ends[sum(counts[: stage + 1]) - 1] for stage in range(num_stages - 1))
-
-
-def assign_stages(trace: Trace, cut: tuple[CutPoint, ...]) -> tuple[int, ...]:
-    """The stage of each call: the number of cut points before it.
-
-    Raises:
-        PartitionError: the forward does not call a block that ends a stage, or calls them in another order.
-    """
-    stages: list[int] = []
-    stage = 0
-    for call in trace.calls:
-        stages.append(stage)
-        if stage < len(cut) and CutPoint(call.name, call.occurrence) == cut[stage]:
-            stage += 1
-    if stage < len(cut):
-        raise PartitionError(
-            f"the forward does not call block {cut[stage].block!r}, which ends stage {stage}, for this input. "
-            "Use inputs that run every block, or pp_size=1."
-        )
-    return tuple(stages)
 
 
 def uses(trace: Trace, stages: tuple[int, ...]) -> dict[str, set[int]]:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from hybridpp.cluster import seed_place
 from hybridpp.errors import PartitionError
+from hybridpp.partition.dice import Dice
 from hybridpp.partition.intercept import Forward
 from hybridpp.partition.plan import StagePlan
 from hybridpp.partition.taint import Value, tensors_in
@@ -20,61 +20,51 @@ class StageDone(BaseException):
 
 
 class Placeholders:
-    """Tensors that stand for values nobody here reads: right in shape, dtype and device, and real, since glue may
-    write to them."""
+    """Tensors that stand for values nobody here reads: right in shape, dtype and device, without memory of their own.
+
+    Floating-point ones are NaN: if one is read after all, the loss says so.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._tensors: dict[TensorSpec, Tensor] = {}
+        self._scalars: dict[torch.dtype, Tensor] = {}
 
     def get(self, spec: TensorSpec) -> Tensor:
-        """A tensor of the given shape and dtype; the same one every time."""
-        if spec not in self._tensors:
-            self._tensors[spec] = torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
-        return self._tensors[spec]
+        """A read-only tensor of the given shape and dtype."""
+        if spec.dtype not in self._scalars:
+            value = float("nan") if spec.dtype.is_floating_point or spec.dtype.is_complex else 0
+            self._scalars[spec.dtype] = torch.full((), value, dtype=spec.dtype, device=self._device)
+        return self._scalars[spec.dtype].expand(spec.shape)
 
 
 class StageRun:
-    """The unit handler of a stage: own units run, foreign ones return what arrived, or a placeholder.
+    """The unit handler of a stage: own units run, foreign ones return what arrived, or a placeholder."""
 
-    Before each unit, and again for the glue after it, the random generators are set for that place of the forward, so
-    that dropout does not depend on which stage a unit is on.
-
-    Attributes:
-        places: of each unit called so far, the place of its first call in the forward.
-    """
-
-    def __init__(
-        self, plan: StagePlan, received: Sequence[Tensor], placeholders: Placeholders, key: int, device: torch.device
-    ):
-        self.places: dict[str, int] = {}
+    def __init__(self, plan: StagePlan, received: Sequence[Tensor], placeholders: Placeholders, dice: Dice):
         self._plan = plan
         self._values: dict[Value, Tensor] = dict(zip(plan.incoming, received, strict=True))
         self._placeholders = placeholders
-        self._key = key
-        self._device = device
+        self._dice = dice
+        self._tracks_gradients = torch.is_grad_enabled()
         self._last_local = plan.last_local
         self._outgoing = set(plan.outgoing)
         self._next = 0
         self._inside = False
-        seed_place(key, 0, device)
 
     def __call__(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inside:
             return forward(*args, **kwargs)
         place = self._next
         self._next += 1
-        self.places.setdefault(name, place)
         call = self._expect(place, name)
         if call is not None and self._plan.stages[place] != self._plan.stage:
-            output = self._foreign(call, place, tensors_in((args, kwargs)))
-        else:
-            output = self._local(place, forward, args, kwargs)
-            if call is not None:
-                self._keep(call, place, output, tensors_in((args, kwargs)))
-                if place == self._last_local:
-                    raise StageDone
-        seed_place(self._key, 2 * place + 2, self._device)
+            self._dice.skip(call.inner)
+            return self._foreign(call, place, tensors_in((args, kwargs)))
+        output = self._local(forward, args, kwargs)
+        if call is not None:
+            self._keep(call, place, output, tensors_in((args, kwargs)))
+            if place == self._last_local:
+                raise StageDone
         return output
 
     def _expect(self, place: int, name: str) -> UnitCall | None:
@@ -88,8 +78,7 @@ class StageRun:
             )
         return self._plan.calls[place]
 
-    def _local(self, place: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        seed_place(self._key, 2 * place + 1, self._device)
+    def _local(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._inside = True
         try:
             return forward(*args, **kwargs)
@@ -128,21 +117,13 @@ class StageRun:
                     f"unit {call.name!r} returned {got} where its trace had {spec.dtype} {spec.shape}: its result "
                     "depends on values. Put the cut elsewhere, or use pp_size=1."
                 )
+            if spec.requires_grad and self._tracks_gradients and not torch.is_grad_enabled():
+                raise PartitionError(
+                    f"unit {call.name!r} runs without gradients where its result must have one: reentrant activation "
+                    "checkpointing around whole units hides them. Checkpoint with use_reentrant=False."
+                )
             self._values[value] = leaf.clone() if number in call.written else leaf
 
     def outgoing(self) -> list[Tensor]:
         """The values for the next stage, own ones and those that pass through."""
         return [self._values[value] for value in self._plan.outgoing]
-
-
-class Recompute:
-    """The unit handler of a backward pass: a unit that activation checkpointing runs again draws the same numbers."""
-
-    def __init__(self, places: dict[str, int], key: int, device: torch.device):
-        self._places = places
-        self._key = key
-        self._device = device
-
-    def __call__(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        seed_place(self._key, 2 * self._places[name] + 1, self._device)
-        return forward(*args, **kwargs)

@@ -10,11 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from hybridpp.config import PartitionConfig
 from hybridpp.errors import PartitionError
-from hybridpp.partition.blocks import dissect
+from hybridpp.partition.blocks import dissect, finest_units
+from hybridpp.partition.cut import Costs, CutPoint, assign_stages, choose_cut, named_blocks
+from hybridpp.partition.dice import Dice, Recompute
 from hybridpp.partition.intercept import Interceptor
-from hybridpp.partition.plan import CutPoint, StagePlan, assign_stages, choose_cut, owners, stage_plan, uses
-from hybridpp.partition.stage_run import Placeholders, Recompute, StageDone, StageRun
+from hybridpp.partition.measure import by_flops, by_parameters, by_time, measure_seconds
+from hybridpp.partition.plan import StagePlan, owners, stage_plan, uses
+from hybridpp.partition.stage_run import Placeholders, StageDone, StageRun
 from hybridpp.partition.strip import parameter_names, strip
 from hybridpp.partition.trace import Trace, Tracer
 
@@ -37,6 +41,8 @@ class StagedModel:
         device: where it computes.
         sample: gives positional and keyword arguments of one micro-batch; called where the model must be traced.
         compute_dtype: floating-point inputs are cast to this; None leaves them alone.
+        config: where to cut.
+        agree: gives every rank of the pipeline the first one's numbers (for ``balance="time"``).
 
     Attributes:
         model: the model.
@@ -55,6 +61,8 @@ class StagedModel:
         device: torch.device,
         sample: Callable[[], Sample],
         compute_dtype: torch.dtype | None = None,
+        config: PartitionConfig | None = None,
+        agree: Callable[[list[float]], list[float]] = list,
     ):
         self.model = model
         self._compute_dtype = compute_dtype
@@ -66,15 +74,23 @@ class StagedModel:
         self._tracer: Tracer | None = None
         self._cut: tuple[CutPoint, ...] = ()
         self._running = False
-        self._places: dict[str, int] = {}
-        anatomy = dissect(model, num_stages)
+        self._seen: dict[int, dict[tuple[str, int], int]] = {}
+        config = config or PartitionConfig()
+        anatomy = dissect(model, num_stages, named_blocks(model, config) if num_stages > 1 else ())
+        # The finer one first, so that it is the inner one where a module is both.
+        self._dice = Interceptor(model, finest_units(model))
         self._interceptor = Interceptor(model, anatomy.units)
         self.owners: dict[str, tuple[int, ...]] = dict.fromkeys(parameter_names(model), (0,))
         if num_stages > 1:
-            self._tracer = Tracer(model, self._interceptor, device, compute_dtype)
-            trace = self._tracer.trace(*self._prepare(*sample()), count_flops=True)
+            self._tracer = Tracer(model, self._interceptor, self._dice, device, compute_dtype)
+            args, kwargs = self._prepare(*sample())
+            trace = self._tracer.trace(args, kwargs, count_flops=config.balance == "flops")
             sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-            self._cut = choose_cut(trace, anatomy.blocks, num_stages, sizes)
+            costs: Costs = by_flops(sizes) if config.balance == "flops" else by_parameters(sizes)
+            if config.balance == "time":
+                # One rank's clock decides, or the ranks would cut in different places.
+                costs = by_time(trace, agree(measure_seconds(model, self._interceptor, args, kwargs, device)))
+            self._cut = choose_cut(model, trace, anatomy.blocks, num_stages, config, costs)
             stages = assign_stages(trace, self._cut)
             self.owners = owners(trace, stages, tuple(sizes))
             units_here = {call.name for call, at in zip(trace.calls, stages, strict=True) if at == stage}
@@ -119,13 +135,16 @@ class StagedModel:
         if self._tracer is None:
             return _WHOLE
         signature = _signature(args, kwargs, self.model.training)
-        plan = self._plans.get(signature)
+        plan = self._plans.pop(signature, None)
         if plan is None:
             with self._entered():
                 trace = self._tracer.trace(*self._prepare(args, kwargs))
             stages = assign_stages(trace, self._cut)
             self._check_ownership(trace, stages)
-            plan = self._plans[signature] = stage_plan(trace, stages, self.stage)
+            plan = stage_plan(trace, stages, self.stage)
+        self._plans[signature] = plan  # now the latest
+        while len(self._plans) > _MAX_PLANS:
+            del self._plans[next(iter(self._plans))]
         return plan
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
@@ -133,8 +152,9 @@ class StagedModel:
             # A copy: glue that writes to the model's inputs must not do so twice, once for the trace.
             return leaf.to(self._device, copy=True)
 
-        moved = pytree.tree_map_only(Tensor, move, (args, kwargs))
-        return self._cast(moved[0]), self._cast(moved[1])
+        with torch.inference_mode(False):
+            moved = pytree.tree_map_only(Tensor, move, (args, kwargs))
+            return self._cast(moved[0]), self._cast(moved[1])
 
     def _check_ownership(self, trace: Trace, stages: tuple[int, ...]) -> None:
         for name, needed in uses(trace, stages).items():
@@ -160,16 +180,18 @@ class StagedModel:
         Returns:
             The values of ``plan.outgoing``, and on the last stage what the model returned (else None).
         """
-        run = StageRun(plan, received, self._placeholders, key, self._device)
+        dice = Dice(key, self._device)
+        run = StageRun(plan, received, self._placeholders, dice)
         try:
-            with self._entered(), self._interceptor.active(run):
+            with self._entered(), self._interceptor.active(run), self._dice.active(dice):
                 args, kwargs = self._cast(args), self._cast(kwargs)
                 # A context of its own: leaving by an exception must not leave context variables set behind.
                 result = copy_context().run(self.model, *args, **kwargs)
         except StageDone:
             return run.outgoing(), None
         finally:
-            self._places = run.places
+            if torch.is_grad_enabled():
+                self._seen[key] = dice.seen
         if plan.last_local is not None:
             raise PartitionError(
                 f"the forward ended before unit {plan.calls[plan.last_local].name!r}, the last of stage {self.stage}: "
@@ -180,11 +202,13 @@ class StagedModel:
     @contextmanager
     def recomputing(self, key: int) -> Iterator[None]:
         """Wrap a backward pass: what activation checkpointing recomputes sees the forward's random numbers."""
-        with self._interceptor.active(Recompute(self._places, key, self._device)):
+        with self._dice.active(Recompute(self._seen.pop(key, {}), key, self._device)):
             yield
 
 
 _WHOLE = StagePlan()
+# Signatures that are remembered; the one used longest ago goes first.
+_MAX_PLANS = 256
 
 
 def _signature(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Any:

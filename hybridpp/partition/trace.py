@@ -20,6 +20,7 @@ from hybridpp.errors import PartitionError
 from hybridpp.partition.fakes import Fakes
 from hybridpp.partition.intercept import Forward, Interceptor
 from hybridpp.partition.taint import Source, TaintMode, Value, tensors_in
+from hybridpp.partition.untouched import untouched
 
 _CANNOT_RUN_ON_FAKES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
@@ -48,6 +49,7 @@ class UnitCall:
         arguments: which leaves are an argument itself (returned or written to): the argument's place, by leaf.
         written: leaves that are written to in place after they were returned.
         flops: floating-point operations of its forward; 0 where they were not counted.
+        inner: the finest units that it called, in order; itself where there is none inside it.
     """
 
     name: str
@@ -59,6 +61,7 @@ class UnitCall:
     arguments: dict[int, int] = field(default_factory=dict)
     written: frozenset[int] = frozenset()
     flops: int = 0
+    inner: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,22 @@ class Tracer:
     Args:
         model: whole; it may be stripped after this.
         interceptor: of its units.
+        finest: of the finest units it has.
         device: where the trace pretends to run.
         dtype: of its floating-point parameters in the trace; None keeps their own.
     """
 
-    def __init__(self, model: nn.Module, interceptor: Interceptor, device: torch.device, dtype: torch.dtype | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        interceptor: Interceptor,
+        finest: Interceptor,
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ):
         self._model = model
         self._interceptor = interceptor
+        self._finest = finest
         self._fakes = Fakes(model, device, dtype)
         self._unit_parameters: dict[str, tuple[str, ...]] = {}
         with self._fakes.in_place():
@@ -97,9 +109,12 @@ class Tracer:
         """
         recorder = _Recorder(self._fakes, self._unit_parameters, count_flops)
         with (
+            untouched(self._model),
             self._fakes.in_place(),
             self._interceptor.active(recorder),
+            self._finest.active(recorder.note_inner),
             _restored_generators(),
+            torch.inference_mode(False),
             torch.enable_grad(),
             recorder.taints,
         ):
@@ -165,6 +180,17 @@ class _Recorder:
         changed = {n for n, place in call.arguments.items() if arguments[place]._version != versions[place]}
         call.leaves = tuple(self._record(call, number, leaf, number in changed) for number, leaf in enumerate(leaves))
         return output
+
+    def note_inner(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The handler of the finest units: writes down which of them a unit calls."""
+        if self.calls and self._depth == 1:
+            self.calls[-1].inner += (name,)
+            self._depth += 1
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._depth -= 1
+        return forward(*args, **kwargs)
 
     def _run(self, call: UnitCall, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._depth += 1

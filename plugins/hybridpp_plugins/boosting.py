@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hybridpp.checkpoint import gather_objects
 from hybridpp.config import Precision
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.errors import ConfigError
@@ -50,6 +51,8 @@ def boost(
         device=device,
         sample=lambda: call_arguments(sample()),
         compute_dtype=dtype,
+        config=settings.partition,
+        agree=lambda seconds: list(gather_objects(layout.control, seconds)[0]),
     )
     model.to(device=device)
     masters = _masters(model, settings.precision)

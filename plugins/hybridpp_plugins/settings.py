@@ -3,7 +3,14 @@
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from hybridpp.config import LossScaleConfig, OptimizerConfig, ParallelConfig, PipelineConfig, Precision
+from hybridpp.config import (
+    LossScaleConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PartitionConfig,
+    PipelineConfig,
+    Precision,
+)
 from hybridpp.errors import ConfigError
 
 # Names that scripts of this kind pass, with the value that asks for nothing.
@@ -14,7 +21,6 @@ _NOT_BUILT: dict[str, Any] = {
     "parallel_output": True,
     "make_vocab_size_divisible_by": None,
     "num_model_chunks": 1,
-    "num_layers_per_stage": None,
     "overlap_p2p": True,
     "gradient_checkpoint_config": None,
     "custom_policy": None,
@@ -42,6 +48,7 @@ class Settings(NamedTuple):
 
     parallel: ParallelConfig
     pipeline: PipelineConfig
+    partition: PartitionConfig
     precision: Precision
     optimizer: OptimizerConfig
     optimize_kernels: bool
@@ -58,11 +65,14 @@ def sort_settings(precision: str, enable_all_optimization: bool, options: dict[s
         ConfigError: a value is wrong, or a name is unknown or asks for something that is not built.
     """
     rest = dict(options)
+    if "num_layers_per_stage" in rest:  # the same setting by the name that scripts have
+        rest.setdefault("layers_per_stage", rest.pop("num_layers_per_stage"))
     if "pp_style" in rest:
         _check_style(rest, rest.pop("pp_style"))
     settings = Settings(
         parallel=_take(ParallelConfig, rest),
         pipeline=_take(PipelineConfig, rest),
+        partition=_take(PartitionConfig, rest),
         precision=Precision.parse(precision),
         optimizer=_take(OptimizerConfig, rest, loss_scale=_take(LossScaleConfig, rest)),
         optimize_kernels=enable_all_optimization,
@@ -81,7 +91,13 @@ def sort_settings(precision: str, enable_all_optimization: bool, options: dict[s
     return settings
 
 
-_CONFIGS: tuple[type[Any], ...] = (ParallelConfig, PipelineConfig, OptimizerConfig, LossScaleConfig)
+_CONFIGS: tuple[type[Any], ...] = (
+    ParallelConfig,
+    PipelineConfig,
+    PartitionConfig,
+    OptimizerConfig,
+    LossScaleConfig,
+)
 
 
 def _check_style(options: dict[str, Any], style: Any) -> None:

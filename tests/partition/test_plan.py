@@ -6,16 +6,22 @@ import torch
 from hard_models import EVERY, Blocks, IdentitySkip, LongSkip, Repeated, WrittenInput
 from support import assert_same, image_batch, tiny_vit, train
 
+from hybridpp.config import PartitionConfig
 from hybridpp.errors import PartitionError
 from hybridpp.partition import CutPoint, StagedModel, Tracer, dissect
+from hybridpp.partition.blocks import finest_units
+from hybridpp.partition.cut import assign_stages, choose_cut
 from hybridpp.partition.intercept import Interceptor
-from hybridpp.partition.plan import assign_stages, choose_cut, owners, stage_plan
+from hybridpp.partition.measure import by_flops
+from hybridpp.partition.plan import owners, stage_plan
 
 CPU = torch.device("cpu")
 
 
 def trace(model, *args, **kwargs):
-    return Tracer(model, Interceptor(model, dissect(model, 2).units), CPU, None).trace(args, kwargs, count_flops=True)
+    finest = Interceptor(model, finest_units(model))
+    units = Interceptor(model, dissect(model, 2).units)
+    return Tracer(model, units, finest, CPU, None).trace(args, kwargs, count_flops=True)
 
 
 def cut_after(*blocks):
@@ -79,8 +85,10 @@ def test_the_cut_balances_what_the_forward_costs():
     found = trace(model, **image_batch(2))
     blocks = dissect(model, 2).blocks
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    assert choose_cut(found, blocks, 3, sizes) == cut_after("vit.layers.1", "vit.layers.3")
-    assert choose_cut(found, blocks, 1, sizes) == ()
+    config = PartitionConfig()
+    cut = choose_cut(model, found, blocks, 3, config, by_flops(sizes))
+    assert cut == cut_after("vit.layers.1", "vit.layers.3")
+    assert choose_cut(model, found, blocks, 1, config, by_flops(sizes)) == ()
 
 
 def test_a_cut_lies_between_calls():

@@ -8,6 +8,7 @@ from torch import nn
 
 from hybridpp.errors import PartitionError
 from hybridpp.partition import Tracer, dissect
+from hybridpp.partition.blocks import finest_units
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.taint import Value
 from hybridpp.partition.trace import TensorSpec
@@ -16,7 +17,8 @@ CPU = torch.device("cpu")
 
 
 def tracer(model, dtype=None):
-    return Tracer(model, Interceptor(model, dissect(model, 2).units), CPU, dtype)
+    finest = Interceptor(model, finest_units(model))
+    return Tracer(model, Interceptor(model, dissect(model, 2).units), finest, CPU, dtype)
 
 
 def trace(model, *args, count_flops=False, **kwargs):

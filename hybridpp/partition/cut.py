@@ -1,0 +1,177 @@
+"""Choose where a model is cut: by balance, or where the user says."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from hybridpp.config import PartitionConfig
+from hybridpp.errors import PartitionError
+from hybridpp.partition.balance import balance
+from hybridpp.partition.trace import Trace, UnitCall
+
+Costs = Callable[[UnitCall], float]
+
+
+class CutPoint(NamedTuple):
+    """A call of a block after which the model is cut."""
+
+    block: str
+    occurrence: int
+
+
+def choose_cut(
+    model: nn.Module, trace: Trace, blocks: Sequence[str], num_stages: int, config: PartitionConfig, costs: Costs
+) -> tuple[CutPoint, ...]:
+    """The cut points of ``num_stages`` stages.
+
+    They are, in this order: the counts of ``config.layers_per_stage``; the names of ``config.split_points``; the split
+    points and stage numbers set on modules (see ``marks.py``); else whatever makes the most expensive stage cheapest.
+
+    Args:
+        model: with the marks.
+        trace: of the forward.
+        blocks: names of the units that a balanced cut may follow.
+        num_stages: number of stages.
+        config: what the user says.
+        costs: of a unit call, in any unit.
+
+    Raises:
+        PartitionError: the cut that is asked for does not give ``num_stages`` stages, or does not follow the forward.
+    """
+    if config.layers_per_stage is not None:
+        return _by_counts(trace, blocks, num_stages, config.layers_per_stage)
+    points = config.split_points or split_points_of(model)
+    stages = stage_numbers_of(model)
+    if points and stages:
+        raise PartitionError(
+            "give either split points or stage numbers: got split points at "
+            f"{', '.join(points)} and pipeline_stage on {', '.join(stages)}. Remove one kind."
+        )
+    if points:
+        return _by_names(trace, num_stages, points)
+    if stages:
+        return _by_stage_numbers(trace, num_stages, stages)
+    return _balanced(trace, blocks, num_stages, costs)
+
+
+def split_points_of(model: nn.Module) -> dict[str, str]:
+    """Modules on which ``annotate_split_points`` left a mark: ``"before"`` or ``"after"``, by name."""
+    return {name: module.split_point for name, module in model.named_modules() if _has(module, "split_point")}
+
+
+def stage_numbers_of(model: nn.Module) -> dict[str, int]:
+    """Modules whose attribute ``pipeline_stage`` is set: the stage, by name."""
+    return {name: module.pipeline_stage for name, module in model.named_modules() if _has(module, "pipeline_stage")}
+
+
+def _has(module: nn.Module, attribute: str) -> bool:
+    # Not hasattr: a property of the class that is called the same is nobody's mark.
+    return vars(module).get(attribute) is not None
+
+
+def named_blocks(model: nn.Module, config: PartitionConfig) -> tuple[str, ...]:
+    """Modules that the user names, which must be units of their own."""
+    if config.layers_per_stage is not None:
+        return ()
+    return tuple(config.split_points or split_points_of(model) or stage_numbers_of(model))
+
+
+def _ends(trace: Trace, blocks: Sequence[str]) -> list[int]:
+    return [place for place, call in enumerate(trace.calls) if call.name in set(blocks)]
+
+
+def _after(trace: Trace, place: int) -> CutPoint:
+    return CutPoint(trace.calls[place].name, trace.calls[place].occurrence)
+
+
+def _balanced(trace: Trace, blocks: Sequence[str], num_stages: int, costs: Costs) -> tuple[CutPoint, ...]:
+    """What runs before a block counts to it, what runs after the last one to the last."""
+    ends = _ends(trace, blocks)
+    sums = []
+    start = 0
+    for end in ends:
+        sums.append(sum(map(costs, trace.calls[start : end + 1])))
+        start = end + 1
+    if sums:
+        sums[-1] += sum(map(costs, trace.calls[start:]))
+    return _at_counts(trace, ends, balance(sums, num_stages))
+
+
+def _at_counts(trace: Trace, ends: list[int], counts: Sequence[int]) -> tuple[CutPoint, ...]:
+    return tuple(_after(trace, ends[sum(counts[: stage + 1]) - 1]) for stage in range(len(counts) - 1))
+
+
+def _by_counts(trace: Trace, blocks: Sequence[str], num_stages: int, counts: Sequence[int]) -> tuple[CutPoint, ...]:
+    ends = _ends(trace, blocks)
+    if len(counts) != num_stages or sum(counts) != len(ends):
+        raise PartitionError(
+            f"layers_per_stage needs one count per stage, and all {len(ends)} blocks in the sum: got {list(counts)} "
+            f"(sum {sum(counts)}) for {num_stages} stages. "
+            f"Balanced would be {list(balance([1.0] * len(ends), num_stages))}."
+        )
+    return _at_counts(trace, ends, counts)
+
+
+def _by_names(trace: Trace, num_stages: int, points: Mapping[str, str]) -> tuple[CutPoint, ...]:
+    places = []
+    for name, side in points.items():
+        called = [place for place, call in enumerate(trace.calls) if call.name == name]
+        if not called:
+            raise PartitionError(f"the forward does not call {name!r}, so it cannot be cut there. Name another module.")
+        place = called[0] - 1 if side == "before" else called[-1]
+        if not 0 <= place < len(trace.calls) - 1:
+            raise PartitionError(f"nothing runs {side} {name!r}, so a cut there leaves a stage empty. Leave it out.")
+        places.append(place)
+    if len(set(places)) != num_stages - 1:
+        raise PartitionError(
+            f"split points make one stage more than there are points: got {len(set(places))} different ones "
+            f"({', '.join(f'{side} {name}' for name, side in points.items())}), {num_stages} stages. "
+            f"Give {num_stages - 1}, or use pp_size={len(set(places)) + 1}."
+        )
+    return tuple(_after(trace, place) for place in sorted(places))
+
+
+def _by_stage_numbers(trace: Trace, num_stages: int, numbers: Mapping[str, int]) -> tuple[CutPoint, ...]:
+    if sorted(set(numbers.values())) != list(range(num_stages)):
+        raise PartitionError(
+            f"pipeline_stage must use every stage from 0 to {num_stages - 1}: got {sorted(set(numbers.values()))}. "
+            f"Set them, or use pp_size={max(numbers.values()) + 1}."
+        )
+    last_of: dict[int, int] = {}
+    latest = 0
+    for place, call in enumerate(trace.calls):
+        stage = numbers.get(call.name)
+        if stage is None:
+            continue
+        if stage < latest:
+            raise PartitionError(
+                f"pipeline_stage must not fall along the forward: {call.name!r} has {stage} and runs after a module "
+                f"of stage {latest}. Give it {latest} or more."
+            )
+        latest = stage
+        last_of[stage] = place
+    missing = [stage for stage in range(num_stages) if stage not in last_of]
+    if missing:
+        raise PartitionError(f"the forward calls no module of stage {missing[0]}. Set pipeline_stage on one it calls.")
+    return tuple(_after(trace, last_of[stage]) for stage in range(num_stages - 1))
+
+
+def assign_stages(trace: Trace, cut: tuple[CutPoint, ...]) -> tuple[int, ...]:
+    """The stage of each call: the number of cut points before it.
+
+    Raises:
+        PartitionError: the forward does not call a block that ends a stage, or calls them in another order.
+    """
+    stages: list[int] = []
+    stage = 0
+    for call in trace.calls:
+        stages.append(stage)
+        if stage < len(cut) and CutPoint(call.name, call.occurrence) == cut[stage]:
+            stage += 1
+    if stage < len(cut):
+        raise PartitionError(
+            f"the forward does not call block {cut[stage].block!r}, which ends stage {stage}, for this input. "
+            "Use inputs that run every block, or pp_size=1."
+        )
+    return tuple(stages)
