@@ -115,6 +115,31 @@ class Repeated(Blocks):
         return self.head(h)
 
 
+class Again(Blocks):
+    """Its blocks are one module, called again and again."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = self.blocks[:1]
+
+    def forward(self, x):
+        h = self.embed(x)
+        for _ in range(4):
+            h = self.blocks[0](h)
+        return self.head(h)
+
+
+class LookingLoss(Blocks):
+    """What follows the last unit looks at values, and uses one from the first stage."""
+
+    def forward(self, x):
+        first = h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        result = self.head(h)
+        return result * result.max().item() + first.sum()
+
+
 EVERY = [
     Blocks,
     LongSkip,
@@ -125,4 +150,6 @@ EVERY = [
     WritingBlock,
     WrittenInput,
     Repeated,
+    Again,
+    LookingLoss,
 ]

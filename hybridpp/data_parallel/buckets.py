@@ -28,7 +28,9 @@ class _Bucket:
         for parameter in parameters.values():
             starts.append(starts[-1] + -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT)
         first = next(iter(parameters.values()))
-        self.flat = torch.zeros(starts[-1], dtype=_accumulation_dtype(first), device=first.device)
+        # Behind the gradients one flag per parameter: reduced in the same message, it says who reached it.
+        self.flat = torch.zeros(starts[-1] + len(parameters), dtype=_accumulation_dtype(first), device=first.device)
+        self.flags = self.flat[starts[-1] :]
         self.views = {
             name: self.flat.as_strided(parameter.size(), _strides(parameter), start)
             for (name, parameter), start in zip(parameters.items(), starts, strict=False)
@@ -121,6 +123,12 @@ class GradientBuckets:
         bucket = self._bucket_of[name]
 
         def add(parameter: Tensor) -> None:
+            if self._state is _State.CONSUMED:
+                raise ConfigError(
+                    "a backward pass that hybridpp does not know of reached a boosted model's parameters: its "
+                    "gradients would not be scaled or reduced. Call booster.backward(loss, optimizer) or "
+                    "booster.execute_pipeline."
+                )
             self._used.add(name)
             gradient = parameter.grad
             if gradient is not None and gradient is not view:
@@ -147,6 +155,7 @@ class GradientBuckets:
         for bucket in self._buckets[self._num_launched :]:
             if only_full and bucket.missing:
                 return
+            bucket.flags.copy_(torch.tensor([float(name in self._used) for name in bucket.views]))
             bucket.work = self._group.all_reduce(bucket.flat)
             self._num_launched += 1
 
@@ -171,6 +180,16 @@ class GradientBuckets:
             self._used.add(name)
         self._state = _State.REDUCED
 
+    @property
+    def is_consumed(self) -> bool:
+        """Whether there has been no backward pass since the last ``consume``."""
+        return self._state is _State.CONSUMED
+
+    @property
+    def is_syncing(self) -> bool:
+        """Whether gradients are reduced: not inside ``no_sync``."""
+        return self._sync
+
     def launch(self) -> None:
         """Send off what is left after the last backward. Collective: all replicas of this stage."""
         if self._in_last_backward:
@@ -178,7 +197,37 @@ class GradientBuckets:
 
     def unused(self) -> list[str]:
         """Parameters that no backward pass has reached on any replica since the last ``consume``."""
-        return [name for name in self.gradients if name not in self._used and not bool(self.gradients[name].any())]
+        if self._state is _State.CONSUMED:
+            return list(self.gradients)
+        unused = [name for name in self.gradients if name not in self._used]
+        if self._group.size > 1 and unused:
+            flags = [flag for bucket in self._buckets for flag in zip(bucket.views, bucket.flags.tolist(), strict=True)]
+            reached = {name for name, flag in flags if flag}
+            unused = [name for name in unused if name not in reached]
+        return unused
+
+    def adopt(self) -> None:
+        """Take over gradients that were set or cleared from outside between backward and step."""
+        if self._state is _State.CONSUMED:
+            return
+        for name, parameter in self._parameters.items():
+            view = self.gradients[name]
+            if parameter.dtype != view.dtype or parameter.grad is view:
+                continue
+            if parameter.grad is None:
+                view.zero_()
+                self._used.discard(name)
+            else:
+                view.copy_(parameter.grad)
+                self._used.add(name)
+            parameter.grad = view
+
+    def discard(self) -> None:
+        """After an error in the middle of a step: forget what was added up, and whatever was under way."""
+        self._in_last_backward = False
+        for bucket in self._buckets:
+            bucket.work = None
+        self._state = _State.CONSUMED
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""

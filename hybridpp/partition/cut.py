@@ -52,7 +52,7 @@ def choose_cut(
         return _by_names(trace, num_stages, points)
     if stages:
         return _by_stage_numbers(trace, num_stages, stages)
-    return _balanced(trace, blocks, num_stages, costs)
+    return _balanced(model, trace, blocks, num_stages, costs)
 
 
 def split_points_of(model: nn.Module) -> dict[str, str]:
@@ -85,9 +85,17 @@ def _after(trace: Trace, place: int) -> CutPoint:
     return CutPoint(trace.calls[place].name, trace.calls[place].occurrence)
 
 
-def _balanced(trace: Trace, blocks: Sequence[str], num_stages: int, costs: Costs) -> tuple[CutPoint, ...]:
+def _balanced(
+    model: nn.Module, trace: Trace, blocks: Sequence[str], num_stages: int, costs: Costs
+) -> tuple[CutPoint, ...]:
     """What runs before a block counts to it, what runs after the last one to the last."""
     ends = _ends(trace, blocks)
+    if len(ends) < num_stages:
+        found = ", ".join(trace.calls[end].name for end in ends) or "none"
+        raise PartitionError(
+            f"a pipeline stage needs at least one block: {type(model).__name__} runs {len(ends)} ({found}), "
+            f"pp_size={num_stages}. Use pp_size={max(1, len(ends))} or less."
+        )
     sums = []
     start = 0
     for end in ends:

@@ -1,6 +1,7 @@
 """A model without its numbers, for tracing: fake tensors take the place of its parameters and buffers for a while."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +19,7 @@ class Fakes:
     Args:
         model: on any device, also the meta device.
         device: where the fakes pretend to be.
-        dtype: of floating-point fakes; None keeps each tensor's own.
+        dtypes: of the fakes that stand for tensors which will be cast, by the tensor's ``id``.
 
     Attributes:
         names: the name of each fake parameter, by ``id``; a tied parameter has its first name.
@@ -26,13 +27,13 @@ class Fakes:
         buffers: the fake buffers.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None):
+    def __init__(self, model: nn.Module, device: torch.device, dtypes: Mapping[int, torch.dtype]):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         fakes: dict[int, Tensor] = {}
         for tensor in (*model.parameters(), *model.buffers()):
-            kind = dtype if tensor.is_floating_point() else None
+            dtype = dtypes.get(id(tensor), tensor.dtype)
             with mode:
-                fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=kind or tensor.dtype, device=device)
+                fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device)
             is_parameter = isinstance(tensor, nn.Parameter)
             fakes[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
         self.names = {id(fakes[id(parameter)]): name for name, parameter in model.named_parameters()}
@@ -58,6 +59,17 @@ class Fakes:
         finally:
             for place, key, tensor in before:
                 place[key] = tensor
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, torch does not log what fakes cannot do: it raises too, and the trace has a way around."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _place(module: nn.Module, key: str) -> dict[str, Any]:

@@ -39,6 +39,7 @@ def annotate_split_points(model: nn.Module, points: Mapping[str, Literal["before
         PartitionError: a name or a side does not exist.
 
     Example:
+        >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
         >>> annotate_split_points(model, {"1": "after"})
         >>> model[1].split_point
@@ -65,6 +66,8 @@ def set_execution_sequence(model: nn.Module, sequence: Sequence[Step]) -> None:
         PartitionError: a name does not exist, or a step is none of these.
 
     Example:
+        >>> import torch
+        >>> from torch import nn
         >>> model = nn.ModuleDict({"body": nn.Linear(2, 4), "head": nn.Linear(4, 1)})
         >>> set_execution_sequence(model, ["body", (lambda x: x.relu(), "behind"), "head"])
         >>> model(torch.ones(3, 2)).shape

@@ -45,7 +45,6 @@ class StageRun:
         self._values: dict[Value, Tensor] = dict(zip(plan.incoming, received, strict=True))
         self._placeholders = placeholders
         self._dice = dice
-        self._tracks_gradients = torch.is_grad_enabled()
         self._last_local = plan.last_local
         self._outgoing = set(plan.outgoing)
         self._next = 0
@@ -116,11 +115,6 @@ class StageRun:
                 raise PartitionError(
                     f"unit {call.name!r} returned {got} where its trace had {spec.dtype} {spec.shape}: its result "
                     "depends on values. Put the cut elsewhere, or use pp_size=1."
-                )
-            if spec.requires_grad and self._tracks_gradients and not torch.is_grad_enabled():
-                raise PartitionError(
-                    f"unit {call.name!r} runs without gradients where its result must have one: reentrant activation "
-                    "checkpointing around whole units hides them. Checkpoint with use_reentrant=False."
                 )
             self._values[value] = leaf.clone() if number in call.written else leaf
 

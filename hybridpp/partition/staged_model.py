@@ -1,7 +1,7 @@
 """A model of which this rank runs one stage."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any
@@ -41,6 +41,7 @@ class StagedModel:
         device: where it computes.
         sample: gives positional and keyword arguments of one micro-batch; called where the model must be traced.
         compute_dtype: floating-point inputs are cast to this; None leaves them alone.
+        dtypes: of the model's tensors that will be cast, by ``id``.
         config: where to cut.
         agree: gives every rank of the pipeline the first one's numbers (for ``balance="time"``).
 
@@ -61,6 +62,7 @@ class StagedModel:
         device: torch.device,
         sample: Callable[[], Sample],
         compute_dtype: torch.dtype | None = None,
+        dtypes: Mapping[int, torch.dtype] | None = None,
         config: PartitionConfig | None = None,
         agree: Callable[[list[float]], list[float]] = list,
     ):
@@ -82,7 +84,7 @@ class StagedModel:
         self._interceptor = Interceptor(model, anatomy.units)
         self.owners: dict[str, tuple[int, ...]] = dict.fromkeys(parameter_names(model), (0,))
         if num_stages > 1:
-            self._tracer = Tracer(model, self._interceptor, self._dice, device, compute_dtype)
+            self._tracer = Tracer(model, self._interceptor, self._dice, device, dtypes)
             args, kwargs = self._prepare(*sample())
             trace = self._tracer.trace(args, kwargs, count_flops=config.balance == "flops")
             sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -97,7 +99,7 @@ class StagedModel:
             called = {call.name for call in trace.calls}
             # A unit that is never called belongs to stage 0, like its parameters.
             mine = units_here | ({unit for unit in anatomy.units if unit not in called} if stage == 0 else set())
-            strip(model, self.owners, stage, set(anatomy.units) - mine, device, compute_dtype)
+            strip(model, self.owners, stage, set(anatomy.units) - mine, device, dtypes or {})
         model.forward = functools.partial(self._guarded, model.forward)
 
     def _guarded(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ def strip(
     stage: int,
     foreign_units: set[str],
     device: torch.device,
-    dtype: torch.dtype | None,
+    dtypes: Mapping[int, torch.dtype],
 ) -> None:
     """Free the parameters that ``stage`` does not own, and hide them and the buffers of foreign units.
 
@@ -29,7 +29,7 @@ def strip(
         for key, parameter in list(module._parameters.items()):
             if parameter is not None and stage not in owners[names[id(parameter)]]:
                 del module._parameters[key]
-                module.__dict__[key] = _hollow(parameter, device, dtype)
+                module.__dict__[key] = _hollow(parameter, device, dtypes.get(id(parameter), parameter.dtype))
     for unit in foreign_units:
         for module in model.get_submodule(unit).modules():
             for key, buffer in list(module._buffers.items()):
@@ -37,6 +37,5 @@ def strip(
                 module.__dict__[key] = None if buffer is None else buffer.to(device)
 
 
-def _hollow(parameter: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
-    dtype = dtype if dtype and parameter.is_floating_point() else parameter.dtype
+def _hollow(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype, device=device).expand(parameter.shape)

@@ -1,7 +1,8 @@
 """Run a model's own forward once on fakes and write down every unit call."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +15,13 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.flop_counter import FlopCounterMode
 
 from hybridpp.errors import PartitionError
-from hybridpp.partition.fakes import Fakes
+from hybridpp.partition.fakes import Fakes, quiet
 from hybridpp.partition.intercept import Forward, Interceptor
+from hybridpp.partition.rehearse import rehearse
 from hybridpp.partition.taint import Source, TaintMode, Value, tensors_in
 from hybridpp.partition.untouched import untouched
 
@@ -80,7 +83,7 @@ class Tracer:
         interceptor: of its units.
         finest: of the finest units it has.
         device: where the trace pretends to run.
-        dtype: of its floating-point parameters in the trace; None keeps their own.
+        dtypes: of tensors that will be cast, by ``id``.
     """
 
     def __init__(
@@ -89,12 +92,12 @@ class Tracer:
         interceptor: Interceptor,
         finest: Interceptor,
         device: torch.device,
-        dtype: torch.dtype | None,
+        dtypes: Mapping[int, torch.dtype] | None = None,
     ):
         self._model = model
         self._interceptor = interceptor
         self._finest = finest
-        self._fakes = Fakes(model, device, dtype)
+        self._fakes = Fakes(model, device, dtypes or {})
         self._unit_parameters: dict[str, tuple[str, ...]] = {}
         with self._fakes.in_place():
             for unit in interceptor.units:
@@ -107,13 +110,14 @@ class Tracer:
         Raises:
             PartitionError: the forward branches on a value that a unit computes.
         """
-        recorder = _Recorder(self._fakes, self._unit_parameters, count_flops)
+        recorder = _Recorder(self._model, self._fakes, self._unit_parameters, count_flops)
         with (
             untouched(self._model),
             self._fakes.in_place(),
             self._interceptor.active(recorder),
             self._finest.active(recorder.note_inner),
             _restored_generators(),
+            quiet(),
             torch.inference_mode(False),
             torch.enable_grad(),
             recorder.taints,
@@ -122,12 +126,40 @@ class Tracer:
                 # A context of its own, as for a stage's run.
                 result = copy_context().run(self._model, *args, **kwargs)
             except _CANNOT_RUN_ON_FAKES as error:
+                if recorder.calls and not self._uncalled(recorder):
+                    # Only glue follows (a loss that looks at values, say): it runs for real, on the last stage, and
+                    # can use what local variables hold.
+                    return recorder.finish(_locals(error))
                 last = recorder.calls[-1].name if recorder.calls else "none yet"
                 raise PartitionError(
                     f"the forward of {type(self._model).__name__} branches on a computed value "
                     f"after unit {last!r} ({error}). Move that branch into a block, or use pp_size=1."
                 ) from error
         return recorder.finish(result)
+
+    def _uncalled(self, recorder: "_Recorder") -> set[str]:
+        """Units that have parameters and did not run."""
+        owning = {unit for unit, parameters in self._unit_parameters.items() if parameters}
+        return owning - {call.name for call in recorder.calls}
+
+
+def _locals(error: BaseException) -> list[dict[str, Any]]:
+    """The local variables of every function that an exception left, but the one that caught it."""
+    frames = []
+    step = error.__traceback__
+    while step is not None:
+        frames.append(dict(step.tb_frame.f_locals))
+        step = step.tb_next
+    return frames[1:]
+
+
+def _in_reentrant_checkpoint() -> bool:
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]  # None at the end
+    return False
 
 
 @contextmanager
@@ -140,7 +172,10 @@ def _restored_generators() -> Iterator[None]:
 class _Recorder:
     """The unit handler of a trace."""
 
-    def __init__(self, fakes: Fakes, unit_parameters: dict[str, tuple[str, ...]], count_flops: bool):
+    def __init__(
+        self, model: nn.Module, fakes: Fakes, unit_parameters: dict[str, tuple[str, ...]], count_flops: bool
+    ):
+        self._model = model
         self.calls: list[UnitCall] = []
         self.taints = TaintMode()
         self._unit_parameters = unit_parameters
@@ -158,6 +193,11 @@ class _Recorder:
             # A unit that calls another one holds that one's parameters too.
             self.calls[-1].parameters += self._unit_parameters[name]
             return forward(*args, **kwargs)
+        if not torch.is_grad_enabled() and _in_reentrant_checkpoint():
+            raise PartitionError(
+                f"unit {name!r} runs inside reentrant activation checkpointing, which hides its gradient from a cut. "
+                "Checkpoint with use_reentrant=False, or inside the block."
+            )
         call = UnitCall(
             name=name,
             occurrence=self._occurrences.get(name, 0),
@@ -194,21 +234,20 @@ class _Recorder:
 
     def _run(self, call: UnitCall, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._depth += 1
+        counter = FlopCounterMode(display=False) if self._count_flops else None
         try:
-            with self.taints.paused():
-                if not self._count_flops:
-                    return forward(*args, **kwargs)
-                with FlopCounterMode(display=False) as counter:
+            with self.taints.paused(), counter or nullcontext():
+                try:
                     output = forward(*args, **kwargs)
+                except RuntimeError as error:  # what fakes cannot do, and kernels without a fake version
+                    call.inner = ()
+                    try:
+                        output = rehearse(self._model.get_submodule(call.name), forward, args, kwargs)
+                    except Exception:
+                        raise error from None
+            if counter is not None:
                 call.flops = counter.get_total_flops()
-                return output
-        except RuntimeError:  # what fakes cannot do, and kernels without a fake version
-            # Data-dependent routing: assume that it returns what its first tensor looks like; the real run checks it.
-            tensors = tensors_in((args, kwargs))
-            if not tensors:
-                raise
-            with self.taints.paused():
-                return tensors[0].detach().clone().requires_grad_(tensors[0].is_floating_point())
+            return output
         finally:
             self._depth -= 1
 

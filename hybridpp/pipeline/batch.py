@@ -126,6 +126,9 @@ def split_batch(
     else:
         count = min(num_microbatches or 1, samples)
         sizes = [samples // count + (place < samples % count) for place in range(count)]
+    if isinstance(batch, dict) and isinstance(batch.get(TOTAL_KEY), int | float):
+        # As a tensor: a plain number would make every step's inputs new to a model that is cut by their kind.
+        batch = batch | {TOTAL_KEY: torch.tensor(batch[TOTAL_KEY])}
     leaves, tree = pytree.tree_flatten(batch)
     parts = [
         torch.split(leaf, sizes) if isinstance(leaf, Tensor) and leaf.dim() > 0 else [leaf] * len(sizes)

@@ -73,7 +73,8 @@ class Executor:
     """Runs programs on one rank.
 
     Attributes:
-        where: the action under way, for whoever must report a rank that hangs; None between steps.
+        where: the action under way, for whoever must report a rank that hangs; None between steps, and after an error
+            the action it happened in.
     """
 
     def __init__(self, stage: Stage, transport: Transport, device: torch.device):
@@ -95,6 +96,7 @@ class Executor:
                 handlers[action.kind](action.microbatch)
             self._transport.drain()
         except BaseException as error:
+            self._transport.abandon()
             error.add_note(f"hybridpp: in action {self.where} (stage, kind, micro-batch)")
             raise
         self.where = None

@@ -66,6 +66,11 @@ class Transport:
             while sent:
                 sent.popleft()[1].wait()
 
+    def abandon(self) -> None:
+        """Forget what is under way: the step has failed."""
+        for sent in self._sent.values():
+            sent.clear()
+
     def _send(self, direction: str, group: Group, tensors: Sequence[Tensor], peer: int) -> None:
         sent = self._sent[direction]
         for tensor in tensors:

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hybridpp.config import Precision
 
@@ -11,9 +12,46 @@ _HALF = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 def working_dtype(model: nn.Module, precision: Precision) -> torch.dtype | None:
     """The dtype of a model's working weights and activations; None leaves the model's own.
 
-    In fp32, a model with half-precision tensors is widened; float64 stays as it is.
+    In fp32, half-precision tensors are widened and float64 stays as it is.
     """
     if precision in _HALF:
         return _HALF[precision]
     tensors = (*model.parameters(), *model.buffers())
     return torch.float32 if any(tensor.dtype in _HALF.values() for tensor in tensors) else None
+
+
+def casts(model: nn.Module, dtype: torch.dtype | None) -> dict[int, torch.dtype]:
+    """The tensors of a model that change for a ``working_dtype``, by ``id``, with their new dtype.
+
+    Half precision leaves as they are: complex tensors; buffers that are no part of the state, which are derived
+    constants (rotary frequencies) that models use in the precision they were made in; and batch normalisation, whose
+    running statistics would stop moving and whose kernels take half-precision inputs beside fp32 weights.
+    """
+    if dtype is None:
+        return {}
+    if dtype not in _HALF.values():
+        tensors = (*model.parameters(), *model.buffers())
+        return {id(tensor): dtype for tensor in tensors if tensor.dtype in _HALF.values()}
+    changed: dict[int, torch.dtype] = {}
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            continue
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point():
+                changed[id(parameter)] = dtype
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                changed[id(buffer)] = dtype
+    return changed
+
+
+def cast(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Do what :func:`casts` says, in place; parameters stay the same objects."""
+    changed = casts(model, dtype)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) in changed:
+                parameter.data = parameter.data.to(changed[id(parameter)])
+        for name, buffer in module.named_buffers(recurse=False):
+            if id(buffer) in changed:
+                module._buffers[name] = buffer.to(changed[id(buffer)])

@@ -22,6 +22,19 @@ class MasterWeights:
             for name, parameter in parameters.items()
         }
         self._working = dict(parameters)
+        self._versions: dict[str, int] = {}
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = {name: self._working[name]._version for name in self.masters}
+
+    @torch.no_grad()
+    def from_working(self) -> None:
+        """Take over working weights that were written from outside since the last step (``load_state_dict``, say)."""
+        for name, master in self.masters.items():
+            if self._working[name]._version != self._versions[name]:
+                master.copy_(self._working[name])
+        self._note_versions()
 
     @torch.no_grad()
     def to_working(self) -> None:
@@ -29,3 +42,4 @@ class MasterWeights:
         working: list[Tensor] = [self._working[name] for name in self.masters]
         if working:
             torch._foreach_copy_(working, list(self.masters.values()))
+        self._note_versions()

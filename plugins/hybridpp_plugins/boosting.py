@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hybridpp.checkpoint import gather_objects
@@ -15,7 +15,7 @@ from hybridpp.errors import ConfigError
 from hybridpp.partition import StagedModel
 from hybridpp.pipeline import Executor, Transport, call_arguments
 from hybridpp.plugin import Boosted
-from hybridpp.precision import MasterWeights, working_dtype
+from hybridpp.precision import MasterWeights, cast, casts, working_dtype
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer, NormPlan
@@ -26,18 +26,18 @@ _NUM_COMPARED = 16
 
 
 def boost(
-    parts: Boosted, settings: Settings, layout: Layout, device: torch.device, sample: Callable[[], Any]
+    parts: Boosted, settings: Settings, layout: Layout, device: torch.device, sample: Callable[[], Any], index: int
 ) -> Engine:
-    """Bring the parts into the layout, in place. Collective: all ranks."""
+    """Bring the parts into the layout, in place; ``index`` tells one job's models apart. Collective: all ranks."""
     model, optimizer = parts.model, parts.optimizer
-    seed = torch.initial_seed()
+    seed = torch.initial_seed() + index
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     aliases = {
         alias: names[id(parameter)]
         for alias, parameter in model.named_parameters(remove_duplicate=False)
         if alias != names[id(parameter)]
     }
-    state = model.state_dict(keep_vars=True)
+    state = {name: leaf for name, leaf in model.state_dict(keep_vars=True).items() if isinstance(leaf, Tensor)}
     dtypes = {name: tensor.dtype for name, tensor in state.items()}
     model_dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
     if optimizer is not None:
@@ -51,13 +51,13 @@ def boost(
         device=device,
         sample=lambda: call_arguments(sample()),
         compute_dtype=dtype,
+        dtypes=casts(model, dtype),
         config=settings.partition,
         agree=lambda seconds: list(gather_objects(layout.control, seconds)[0]),
     )
     model.to(device=device)
     masters = _masters(model, settings.precision)
-    if dtype is not None:
-        model.to(dtype=dtype)
+    cast(model, dtype)
     buckets, boosted = None, None
     if optimizer is not None:
         _repoint(optimizer, names, dict(model.named_parameters()), masters)
@@ -82,6 +82,8 @@ def boost(
 def _check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, HybridOptimizer):
         raise ConfigError(f"boost takes a torch.optim optimizer: got {type(optimizer).__name__}.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError("LBFGS runs the model inside its step, which a schedule cannot. Use another optimizer.")
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in names:
@@ -112,7 +114,7 @@ def _masters(model: nn.Module, precision: Precision) -> MasterWeights:
     """Of the trainable weights, before they are cast down; a frozen one needs none, and a frozen base may be large."""
     if precision is Precision.FP32:
         return MasterWeights({})
-    return MasterWeights({name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad})
+    return MasterWeights({name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()})
 
 
 def _repoint(

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -33,6 +33,8 @@ from hybridpp.schedule import Programs, check_program, forward_only, lower, one_
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer
 
+_FIRST_EVALUATION = 2**62
+
 
 @cache
 def _programs(num_stages: int, num_microbatches: int, training: bool) -> Programs:
@@ -60,6 +62,8 @@ class Engine:
         model_dtype: the model's own, for its config.
         aliases: further names of tied parameters, each with the first name.
         buffer_names: persistent buffers of the whole model.
+        num_steps: training steps run so far.
+        num_evaluations: evaluations run so far.
     """
 
     staged: StagedModel
@@ -75,7 +79,12 @@ class Engine:
     model_dtype: torch.dtype | None
     aliases: Mapping[str, str]
     buffer_names: frozenset[str]
-    num_steps: int = field(default=0)
+    num_steps: int = 0
+    num_evaluations: int = 0
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of a boosted model (an average of its weights, say) is no boosted model: it has no engine."""
+        return
 
     @property
     def model(self) -> nn.Module:
@@ -102,6 +111,16 @@ class Engine:
                 "under torch.no_grad()."
             )
 
+    def _check_trainable(self) -> None:
+        """Refuse parameters that were frozen at boost and are not any more: no optimizer of ours knows them."""
+        assert self.buckets is not None
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and name not in self.buckets.gradients:
+                raise ConfigError(
+                    f"{name} was frozen when the model was boosted and requires a gradient now. "
+                    "Unfreeze it before booster.boost; freezing later is fine."
+                )
+
     def step(
         self, data_iter: Iterator[Any], criterion: Criterion | None, return_loss: bool, return_outputs: bool
     ) -> dict[str, Any]:
@@ -121,14 +140,22 @@ class Engine:
         task = self._task(batch, reports, criterion, training, return_outputs)
         program = _programs(self.staged.num_stages, len(batch.microbatches), training)[self.staged.stage]
         if training and self.optimizer is not None:
+            self._check_trainable()
             self.optimizer.begin_accumulation()
-        with preserved_random_state(self.device):
-            result = self.executor.run(program, task)
+        try:
+            with preserved_random_state(self.device):
+                result = self.executor.run(program, task)
+            if training and self.buckets is not None:
+                self.buckets.finish()
+            loss = self._loss(batch, reports, result) if criterion is not None else None
+        except BaseException:
+            if training and self.buckets is not None:
+                self.buckets.discard()
+            raise
         if training:
             self.num_steps += 1
-            if self.buckets is not None:
-                self.buckets.finish()
-        loss = self._loss(batch, reports, result) if criterion is not None else None
+        else:
+            self.num_evaluations += 1
         outputs = None
         if return_outputs and result.outputs:
             parts = [result.outputs[place] for place in range(len(batch.microbatches))]
@@ -150,10 +177,12 @@ class Engine:
             weight *= self.optimizer.loss_scale
         # Micro-batches are numbered over all replicas, so that two replicas never draw the same numbers.
         first = sum(int(head.num_microbatches) for head in heads[:replica])
+        # Evaluations have numbers of their own: they draw anew each time and leave those of training alone.
+        run = self.num_steps if training else _FIRST_EVALUATION + self.num_evaluations
         return Step(
             microbatches=batch.microbatches,
             loss_weights=[weight * microbatch.share for microbatch in batch.microbatches],
-            keys=[microbatch_key(self.seed, self.num_steps, first + n) for n in range(len(batch.microbatches))],
+            keys=[microbatch_key(self.seed, run, first + n) for n in range(len(batch.microbatches))],
             criterion=criterion,
             training=training,
             keep_outputs=keep_outputs,

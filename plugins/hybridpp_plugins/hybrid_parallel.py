@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,8 @@ from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.sample import find_sample
 from hybridpp_plugins.settings import sort_settings
 from hybridpp_plugins.weights import load_weights, save_weights
+
+_ENGINE = "_hybridpp_engine"
 
 
 class HybridParallelPlugin(Plugin, RunsPipeline, SavesModels):
@@ -75,7 +76,7 @@ class HybridParallelPlugin(Plugin, RunsPipeline, SavesModels):
         self.zero_stage = self.settings.parallel.zero_stage
         self.layout = Layout.create(world, RankGrid(dp_size=self.dp_size, pp_size=pp_size, tp_size=tp_size))
         self.stage_manager: StageManager = self.layout.stage_manager()
-        self._engines: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()
+        self._num_boosted = 0
         if enable_all_optimization:
             torch.set_float32_matmul_precision("high")
 
@@ -151,24 +152,31 @@ class HybridParallelPlugin(Plugin, RunsPipeline, SavesModels):
         """See :meth:`hybridpp.Booster.boost`."""
         if not isinstance(parts.model, nn.Module):
             raise ConfigError(f"boost takes a torch.nn.Module: got {type(parts.model).__name__}.")
-        if parts.model in self._engines:
+        if _ENGINE in vars(parts.model):
             raise ConfigError("this model is boosted already. Call booster.boost once.")
         device = device or self.layout.world.device
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         with preserved_random_state(device):
             engine = boost(
-                parts, self.settings, self.layout, device, lambda: find_sample(parts.model, parts.dataloader, sample)
+                parts,
+                self.settings,
+                self.layout,
+                device,
+                lambda: find_sample(parts.model, parts.dataloader, sample),
+                self._num_boosted,
             )
-        self._engines[parts.model] = engine
+        self._num_boosted += 1
+        # Kept on the model, so that both are freed together.
+        vars(parts.model)[_ENGINE] = engine
         scheduler: Any = parts.lr_scheduler
         if scheduler is not None and engine.optimizer is not None:
             scheduler = SkipAwareScheduler(scheduler, engine.optimizer)
         return parts._replace(optimizer=engine.optimizer, lr_scheduler=scheduler)
 
     def _engine(self, model: nn.Module) -> Engine:
-        engine = self._engines.get(model) if isinstance(model, nn.Module) else None
-        if engine is None:
+        engine = vars(model).get(_ENGINE) if isinstance(model, nn.Module) else None
+        if not isinstance(engine, Engine) or engine.layout is not self.layout:
             raise ConfigError(
                 f"this {type(model).__name__} was not boosted by this booster. Pass the model that booster.boost "
                 "returned."

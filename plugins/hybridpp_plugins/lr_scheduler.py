@@ -8,17 +8,24 @@ from hybridpp_plugins.optimizer import HybridOptimizer
 
 
 class SkipAwareScheduler(LRScheduler):
-    """The user's scheduler; ``step`` does nothing after an optimizer step that was skipped for an overflow."""
+    """The user's scheduler; ``step`` does nothing if every optimizer step since the last one was skipped."""
 
     def __init__(self, scheduler: LRScheduler, optimizer: HybridOptimizer):
         # No call to the base class: everything but `step` is the wrapped scheduler's.
         self._scheduler = scheduler
         self._hybrid_optimizer = optimizer
+        self._counted = (optimizer.applied_steps, optimizer.skipped_steps)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance the schedule, unless the last optimizer step was skipped."""
-        if not self._hybrid_optimizer.last_step_skipped:
+        """Advance the schedule, unless overflows skipped every optimizer step since the last call."""
+        applied, skipped = self._counted
+        now = self._counted = (self._hybrid_optimizer.applied_steps, self._hybrid_optimizer.skipped_steps)
+        if now[0] > applied or now[1] == skipped:
             self._scheduler.step(*args, **kwargs)
+
+    def get_lr(self) -> Any:
+        """What the wrapped scheduler computes."""
+        return self._scheduler.get_lr()
 
     def get_last_lr(self) -> list[Any]:
         """The learning rates in use, by parameter group."""

@@ -1,5 +1,6 @@
 """The boosted optimizer: reduce, agree, unscale, clip, step."""
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ class HybridOptimizer(Optimizer):
 
     Attributes:
         skipped_steps: steps left out because a gradient overflowed (fp16).
+        applied_steps: steps that were taken.
         last_step_skipped: whether the last one was.
     """
 
@@ -58,6 +60,7 @@ class HybridOptimizer(Optimizer):
     ):
         # No call to the base class: groups and state are the wrapped optimizer's.
         self.skipped_steps = 0
+        self.applied_steps = 0
         self.last_step_skipped = False
         self._optimizer = optimizer
         self._buckets = buckets
@@ -131,14 +134,17 @@ class HybridOptimizer(Optimizer):
         padded = torch.zeros(plan.width, dtype=torch.float64)
         padded[: parts.numel()] = parts
         rows = plan.control.all_gather(padded)
-        if not all(bool(torch.isfinite(row).all()) for row in rows):
-            return math.inf
+        values = torch.stack(rows)
+        if not bool(torch.isfinite(values).all()):
+            return math.nan if bool(values.isnan().any()) else math.inf
         return total_norm(part for rank in plan.ranks for part in rows[rank].tolist())
 
     def clip_grad_by_norm(self, max_norm: float) -> float:
         """Scale the gradients down to a global norm of at most ``max_norm``; returns the norm before. Collective."""
         norm = self.get_grad_norm()
-        self._buckets.scale(_clip_factor(norm, max_norm))
+        factor = _clip_factor(norm, max_norm)
+        self._buckets.scale(factor)
+        self._norm = norm * factor
         return norm
 
     def clip_grad_by_value(self, clip_value: float) -> None:
@@ -152,16 +158,24 @@ class HybridOptimizer(Optimizer):
 
         Collective: all ranks.
 
+        Without a backward pass since the last step there is nothing to use: the weights stay.
+
         Raises:
-            ConfigError: a closure is given.
+            ConfigError: a closure is given, or it is called inside ``no_sync``.
         """
         if closure is not None:
             raise ConfigError("step takes no closure: the schedule runs forward and backward. Call step() alone.")
+        if not self._buckets.is_syncing:
+            raise ConfigError("step inside no_sync would let the replicas drift apart. Call it behind the block.")
+        if self._buckets.is_consumed:
+            return
+        self._buckets.adopt()
+        self._masters.from_working()
         self._buckets.finish()
         factor = 1.0 / self.loss_scale
         if self._scales or self._config.max_norm > 0:
             norm = self.get_grad_norm()
-            if self._scales and self._skip_on_overflow(math.isinf(norm)):
+            if self._scales and self._skip_on_overflow(not math.isfinite(norm)):
                 return
             factor *= _clip_factor(norm, self._config.max_norm)
         self._buckets.scale(factor)
@@ -169,6 +183,7 @@ class HybridOptimizer(Optimizer):
             self._optimizer.step()
         self._masters.to_working()
         self._buckets.consume()
+        self.applied_steps += 1
 
     def _skip_on_overflow(self, overflow: bool) -> bool:
         before = self._state
@@ -177,10 +192,12 @@ class HybridOptimizer(Optimizer):
         if overflow:
             self.skipped_steps += 1
             self._buckets.consume()
-            level = "warning" if self.skipped_steps == 1 else "debug"
-            getattr(get_dist_logger(), level)(
+            # The first one, and then ever more rarely: 10, 100, …
+            level = logging.WARNING if math.log10(self.skipped_steps).is_integer() else logging.DEBUG
+            get_dist_logger().log(
+                level,
                 f"a gradient overflowed in fp16: step skipped, loss scale {before.scale:g} -> {self._state.scale:g} "
-                f"({self.skipped_steps} so far; further ones are counted in optimizer.skipped_steps)",
+                f"({self.skipped_steps} steps so far, see optimizer.skipped_steps)",
                 ranks=[0],
             )
         return overflow
@@ -203,6 +220,19 @@ class HybridOptimizer(Optimizer):
         self._buckets.zero()
         self._norm = None
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: what a rank owns is settled at boost."""
+        raise ConfigError("parameter groups are added before booster.boost. Add this one to the optimizer first.")
+
+    def __getattr__(self, name: str) -> Any:
+        # Hooks, and whatever else the wrapped optimizer has.
+        if name == "_optimizer":
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError("a boosted optimizer cannot be copied or pickled. Take its state_dict().")
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's optimizer state, loss scale and masters."""
         return {
@@ -214,6 +244,12 @@ class HybridOptimizer(Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set what ``state_dict`` gave on the same rank of the same layout."""
+        missing = set(self._masters.masters) - set(state_dict.get("masters", {}))
+        if missing:
+            raise ConfigError(
+                f"this state belongs to another layout or precision: it has no master of {min(missing)!r}. "
+                "Load it on the same rank of the same layout."
+            )
         self._optimizer.load_state_dict(state_dict["optimizer"])
         self._state = LossScale(**state_dict["loss_scale"])
         for name, master in self._masters.masters.items():
@@ -223,4 +259,6 @@ class HybridOptimizer(Optimizer):
 
 def _clip_factor(norm: float, max_norm: float) -> float:
     # As torch.nn.utils.clip_grad_norm_: the same small term keeps the two equal.
-    return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
+    if max_norm <= 0 or math.isnan(norm):
+        return norm if math.isnan(norm) else 1.0
+    return min(1.0, max_norm / (norm + 1e-6))

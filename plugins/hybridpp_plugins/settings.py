@@ -13,6 +13,9 @@ from hybridpp.config import (
 )
 from hybridpp.errors import ConfigError
 
+# Names that scripts of this kind pass as hints; every value gives what it asks for.
+_HINTS = {"find_unused_parameters", "static_graph", "gradient_as_bucket_view", "overlap_p2p", "overlap_communication"}
+
 # Names that scripts of this kind pass, with the value that asks for nothing.
 _NOT_BUILT: dict[str, Any] = {
     "sp_size": None,
@@ -21,23 +24,18 @@ _NOT_BUILT: dict[str, Any] = {
     "parallel_output": True,
     "make_vocab_size_divisible_by": None,
     "num_model_chunks": 1,
-    "overlap_p2p": True,
     "gradient_checkpoint_config": None,
     "custom_policy": None,
     "scheduler_nodes": None,
     "enable_fused_normalization": False,
     "enable_flash_attention": False,
     "enable_jit_fused": False,
-    "find_unused_parameters": True,
-    "static_graph": False,
     "zero_bucket_size_in_m": None,
     "cpu_offload": False,
     "communication_dtype": None,
-    "overlap_communication": True,
     "overlap_allgather": False,
     "dp_outside": True,
     "broadcast_buffers": False,
-    "gradient_as_bucket_view": True,
     "parallel_cuda_graphs": False,
     "ep_size": 1,
 }
@@ -78,6 +76,8 @@ def sort_settings(precision: str, enable_all_optimization: bool, options: dict[s
         optimize_kernels=enable_all_optimization,
     )
     for name, value in rest.items():
+        if name in _HINTS:
+            continue
         if name not in _NOT_BUILT:
             known = {field.name for cls in _CONFIGS for field in fields(cls)} - {"loss_scale"}
             raise ConfigError(

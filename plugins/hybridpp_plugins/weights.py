@@ -31,7 +31,7 @@ def _full_precision(engine: Engine) -> list[tuple[str, Tensor]]:
     return [
         (name, masters[name].detach() if name in masters else tensor)
         for name, tensor in state.items()
-        if name not in engine.aliases
+        if name not in engine.aliases and isinstance(tensor, Tensor)
     ]
 
 
@@ -47,7 +47,15 @@ def load_weights(engine: Engine, path: Path, strict: bool) -> None:
 
 
 def _copy(engine: Engine, state: dict[str, Tensor], path: Path, strict: bool) -> None:
-    targets = {name: tensor for name, tensor in engine.model.state_dict().items() if name not in engine.aliases}
+    # A tied weight may be in the file under any of its names.
+    for alias, name in engine.aliases.items():
+        if alias in state:
+            state.setdefault(name, state[alias])
+    targets = {
+        name: tensor
+        for name, tensor in engine.model.state_dict().items()
+        if name not in engine.aliases and isinstance(tensor, Tensor)
+    }
     known = {*engine.staged.owners, *engine.aliases, *engine.buffer_names}
     missing = sorted(name for name in targets if name not in state)
     unexpected = sorted(name for name in state if name not in known)

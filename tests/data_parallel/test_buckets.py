@@ -95,8 +95,9 @@ def test_full_buckets_are_sent_off_inside_the_last_backward_last_parameters_firs
         accumulate(buckets, model, [0, 1])
         return events
 
-    # Sizes are rounded up to multiples of 16: the last layer's two, the middle weight, the first layer's bias, weight.
-    assert on_replicas(run, 2)[0] == ["first weight done", 32, 48, 16, 32, "first weight done"]
+    # Sizes are rounded up to multiples of 16, and a flag per parameter comes on top: the last layer's two, the middle
+    # weight, the first layer's bias, weight.
+    assert on_replicas(run, 2)[0] == ["first weight done", 34, 49, 17, 33, "first weight done"]
 
 
 def test_calls_add_up_and_reduced_sums_are_counted_once():

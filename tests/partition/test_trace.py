@@ -17,8 +17,9 @@ CPU = torch.device("cpu")
 
 
 def tracer(model, dtype=None):
+    dtypes = {} if dtype is None else {id(tensor): dtype for tensor in model.parameters()}
     finest = Interceptor(model, finest_units(model))
-    return Tracer(model, Interceptor(model, dissect(model, 2).units), finest, CPU, dtype)
+    return Tracer(model, Interceptor(model, dissect(model, 2).units), finest, CPU, dtypes)
 
 
 def trace(model, *args, count_flops=False, **kwargs):

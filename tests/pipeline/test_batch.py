@@ -72,7 +72,7 @@ def test_with_num_items_in_batch_losses_are_parts_of_a_sum(total):
     batch = split({"x": torch.zeros(3), "num_items_in_batch": total}, count=3, num_items=lambda inputs: 100)
     assert [microbatch.share for microbatch in batch.microbatches] == [1, 1, 1]
     assert batch.num_items == 7
-    assert all(microbatch.inputs["num_items_in_batch"] is total for microbatch in batch.microbatches)
+    assert all(microbatch.inputs["num_items_in_batch"] == total for microbatch in batch.microbatches)
 
 
 def test_num_items_in_batch_that_is_none_says_nothing():

@@ -1,0 +1,90 @@
+"""Run a unit that fakes cannot run, because it looks at values or lacks a fake kernel, once for real, on made-up numbers."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+# Small, so that nothing overflows; no zero, so that little is divided by one.
+_NUMBER = 0.01
+
+
+def rehearse(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Fakes of what ``forward(*args, **kwargs)`` returns, where arguments and the tensors of ``module`` are fakes.
+
+    Shapes that depend on values are those of the made-up ones. Parameters take no memory, all elements being the same
+    one, unless a kernel insists.
+    """
+    try:
+        return _Rehearsal(dense=False).run(module, forward, args, kwargs)
+    except RuntimeError:  # kernels for groups of matrices want strides
+        return _Rehearsal(dense=True).run(module, forward, args, kwargs)
+
+
+class _Rehearsal:
+    """Fakes and the made-up tensors that stand for them."""
+
+    def __init__(self, dense: bool):
+        self._dense = dense
+        self._real: dict[int, Tensor] = {}
+        self._fake: dict[int, FakeTensor] = {}
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = pytree.tree_map(self.real, (args, kwargs))
+        with _in_place(module, self.real):
+            versions = {number: tensor._version for number, tensor in self._real.items()}
+            output = forward(*inputs[0], **inputs[1])
+        for number, tensor in self._real.items():
+            if tensor._version != versions[number]:
+                torch.autograd.graph.increment_version(self._fake[id(tensor)])
+        return pytree.tree_map(self.fake, output)
+
+    def real(self, leaf: Any) -> Any:
+        if not isinstance(leaf, FakeTensor):
+            return leaf
+        if id(leaf) not in self._real:
+            made = self._real[id(leaf)] = _made_up(leaf, self._dense)
+            self._fake[id(made)] = leaf
+        return self._real[id(leaf)]
+
+    def fake(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not self._fake:
+            return leaf
+        if id(leaf) not in self._fake:
+            with next(iter(self._fake.values())).fake_mode:
+                like = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+                # A copy is no leaf of the graph, so glue may write to it.
+                self._fake[id(leaf)] = like.requires_grad_(leaf.requires_grad).clone()
+        return self._fake[id(leaf)]
+
+
+def _made_up(fake: Tensor, dense: bool) -> Tensor:
+    number = _NUMBER if fake.is_floating_point() or fake.is_complex() else 0
+    with torch.no_grad():
+        scalar = torch.full((), number, dtype=fake.dtype, device=fake.device)
+        if isinstance(fake, nn.Parameter) and not dense:
+            return nn.Parameter(scalar.expand(fake.shape), requires_grad=fake.requires_grad)
+        tensor = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device).copy_(scalar)
+    if isinstance(fake, nn.Parameter):
+        return nn.Parameter(tensor, requires_grad=fake.requires_grad)
+    return tensor.requires_grad_().clone() if fake.requires_grad else tensor
+
+
+@contextmanager
+def _in_place(module: nn.Module, real: Callable[[Any], Any]) -> Iterator[None]:
+    before = []
+    try:
+        for part in module.modules():
+            for place in (part._parameters, part._buffers, vars(part)):
+                for key, tensor in list(place.items()):
+                    if isinstance(tensor, FakeTensor):
+                        before.append((place, key, tensor))
+                        place[key] = real(tensor)
+        yield
+    finally:
+        for place, key, tensor in reversed(before):
+            place[key] = tensor
