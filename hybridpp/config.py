@@ -94,13 +94,18 @@ class PartitionConfig:
     balance: str = "flops"
 
     def __post_init__(self) -> None:
+        if self.split_points is not None and not isinstance(self.split_points, Mapping):
+            raise ConfigError(
+                f"split_points is a dict of module names and 'before' or 'after': got {self.split_points!r}."
+            )
         if self.layers_per_stage is not None and self.split_points is not None:
             raise ConfigError(
                 "give layers_per_stage or split_points, not both: "
                 f"got {list(self.layers_per_stage)} and {dict(self.split_points)}."
             )
-        if self.layers_per_stage is not None and min(self.layers_per_stage, default=0) < 1:
-            raise ConfigError(f"layers_per_stage gives every stage at least one: got {list(self.layers_per_stage)}.")
+        counts = self.layers_per_stage
+        if counts is not None and not (counts and all(isinstance(count, int) and count > 0 for count in counts)):
+            raise ConfigError(f"layers_per_stage gives every stage a whole number, at least 1: got {list(counts)}.")
         for name, side in (self.split_points or {}).items():
             if side not in ("before", "after"):
                 raise ConfigError(f"split_points says 'before' or 'after' a module: got {side!r} for {name!r}.")
@@ -115,12 +120,14 @@ class PipelineConfig:
     Attributes:
         num_microbatches: micro-batches per batch; a batch of fewer samples gives one per sample.
         microbatch_size: samples per micro-batch, instead of ``num_microbatches``.
-        schedule: the order of the work; ``"1f1b"`` is built.
+        schedule: the order of the work: ``"1f1b"``, or ``"gpipe"``, which takes several stages per rank.
+        num_model_chunks: stages per rank.
     """
 
     num_microbatches: int | None = None
     microbatch_size: int | None = None
     schedule: str = "1f1b"
+    num_model_chunks: int = 1
 
     def __post_init__(self) -> None:
         if (self.num_microbatches is None) == (self.microbatch_size is None):
@@ -132,8 +139,17 @@ class PipelineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} is a whole number, at least 1: got {name}={value!r}.")
-        if self.schedule != "1f1b":
-            raise ConfigError(f"schedule is one of 1f1b: got {self.schedule!r}.")
+        if self.schedule not in ("1f1b", "gpipe"):
+            raise ConfigError(f"schedule is one of 1f1b, gpipe: got {self.schedule!r}.")
+        if not isinstance(self.num_model_chunks, int) or self.num_model_chunks < 1:
+            raise ConfigError(
+                f"num_model_chunks is a whole number, at least 1: got num_model_chunks={self.num_model_chunks!r}."
+            )
+        if self.schedule == "1f1b" and self.num_model_chunks > 1:
+            raise ConfigError(
+                f"1f1b runs one stage per rank: got num_model_chunks={self.num_model_chunks}. Use schedule='gpipe', "
+                "or num_model_chunks=1."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

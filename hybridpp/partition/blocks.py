@@ -10,6 +10,8 @@ from hybridpp.partition.marks import find_module
 # A list of blocks holds at least this share of the parameters of the largest list; smaller ones (a head written as a
 # Sequential, say) stay whole.
 _LIST_SHARE = 0.1
+# These have no forward: glue calls what is in them.
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def dissect(model: nn.Module, num_stages: int, named: Sequence[str] = ()) -> Ana
         blocks = [block for block in blocks if not any(_related(block, name) for name in named)]
         order = {name: place for place, (name, _) in enumerate(model.named_modules())}
         blocks = sorted({*blocks, *named}, key=order.__getitem__)
-    while 1 < num_stages > len(blocks):
+    while not named and 1 < num_stages > len(blocks):
         finer = _split_largest(model, blocks)
         if finer is None:
             break  # a forward may still call one block often enough
@@ -84,14 +86,19 @@ def _outermost_lists(prefix: str, module: nn.Module) -> list[tuple[str, nn.Modul
 
 
 def _lists_of_blocks(prefix: str, module: nn.Module) -> list[str]:
-    """Names of the children of the big lists below (or at) ``module``."""
+    """Names of the children of the big lists below (or at) ``module``; where those are lists, of their children."""
     lists = [(name, found, _num_parameters(found)) for name, found in _outermost_lists(prefix, module)]
     largest = max((size for *_, size in lists), default=0)
-    return [
-        _join(name, child)
+    children = [
+        (_join(name, child), part)
         for name, found, size in lists
         if size >= _LIST_SHARE * largest
-        for child, _ in found.named_children()
+        for child, part in found.named_children()
+    ]
+    return [
+        name
+        for child, part in children
+        for name in (_lists_of_blocks(child, part) if isinstance(part, _NEVER_CALLED) else [child])
     ]
 
 
@@ -116,4 +123,7 @@ def _units(model: nn.Module, blocks: list[str]) -> list[str]:
         parts = block.split(".")
         containers.update(".".join(parts[:depth]) for depth in range(1, len(parts)))
     first_names = dict(model.named_modules())
+    for name, module in first_names.items():
+        if isinstance(module, _NEVER_CALLED) and name.rpartition(".")[0] in containers:
+            containers.add(name)
     return [name for name in first_names if name and name not in containers and name.rpartition(".")[0] in containers]

@@ -25,6 +25,7 @@ class Fakes:
         names: the name of each fake parameter, by ``id``; a tied parameter has its first name.
         parameters: the fake parameters.
         buffers: the fake buffers.
+        originals: the buffers that they stand for, by ``id`` of the fake.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtypes: Mapping[int, torch.dtype]):
@@ -39,6 +40,7 @@ class Fakes:
         self.names = {id(fakes[id(parameter)]): name for name, parameter in model.named_parameters()}
         self.parameters = [fakes[id(parameter)] for parameter in model.parameters()]
         self.buffers = [fakes[id(buffer)] for buffer in model.buffers()]
+        self.originals = {id(fakes[id(buffer)]): buffer for buffer in model.buffers()}
         self._slots: list[tuple[nn.Module, str, Tensor]] = [
             (module, key, fakes[id(tensor)])
             for module in model.modules()
@@ -53,11 +55,18 @@ class Fakes:
         try:
             for module, key, fake in self._slots:
                 place = _place(module, key)
-                before.append((place, key, place[key]))
-                place[key] = fake
+                before.append((module, place, key, place[key]))
+                # What was stripped must be found among the parameters and buffers again.
+                home = module._parameters if isinstance(fake, nn.Parameter) else module._buffers
+                if place is not home:
+                    del place[key]
+                home[key] = fake
             yield
         finally:
-            for place, key, tensor in before:
+            for module, place, key, tensor in before:
+                for home in (module._parameters, module._buffers):
+                    if home is not place:
+                        home.pop(key, None)
                 place[key] = tensor
 
 

@@ -54,8 +54,8 @@ def annotate_split_points(model: nn.Module, points: Mapping[str, Literal["before
 def set_execution_sequence(model: nn.Module, sequence: Sequence[Step]) -> None:
     """Let a model's forward be its modules and other callables, one after the other; names stay as they are.
 
-    For a model whose forward is such a chain written out by hand, or that has no forward of its own. The model then
-    takes one tensor.
+    For a model whose forward is such a chain written out by hand, or that has no forward of its own. The first input
+    of a batch goes through the chain; what else the batch holds (labels, say) is left to the criterion.
 
     Args:
         model: not boosted yet.
@@ -89,7 +89,8 @@ def set_execution_sequence(model: nn.Module, sequence: Sequence[Step]) -> None:
     model.forward = partial(_run, model, tuple(steps))
 
 
-def _run(model: nn.Module, steps: tuple[str | Callable[[Any], Any], ...], /, value: Any) -> Any:
+def _run(model: nn.Module, steps: tuple[str | Callable[[Any], Any], ...], /, *inputs: Any, **named: Any) -> Any:
+    value = next(iter((*inputs, *named.values())))
     for step in steps:
         value = model.get_submodule(step)(value) if isinstance(step, str) else step(value)
     return value

@@ -1,34 +1,41 @@
 """What a unit call costs."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
+from hybridpp.cluster import preserved_random_state
 from hybridpp.errors import PartitionError
 from hybridpp.partition.intercept import Forward, Interceptor
 from hybridpp.partition.trace import Trace, UnitCall
+from hybridpp.partition.untouched import untouched
 
 _NUM_RUNS = 3
 
 
-def by_flops(sizes: Mapping[str, int]) -> Callable[[UnitCall], float]:
-    """FLOPs of the forward; parameters decide where there are none (an embedding)."""
-    return lambda call: call.flops + sum(sizes[name] for name in call.parameters)
+def unit_costs(
+    model: nn.Module, trace: Trace, balance: str, seconds: Callable[[], Sequence[float]]
+) -> Callable[[UnitCall], float]:
+    """What is to be shared out evenly over the stages, of each call of the trace.
 
-
-def by_parameters(sizes: Mapping[str, int]) -> Callable[[UnitCall], float]:
-    """Number of parameter elements."""
-    return lambda call: float(sum(sizes[name] for name in call.parameters))
-
-
-def by_time(trace: Trace, seconds: list[float]) -> Callable[[UnitCall], float]:
-    """Measured seconds, in the order of the trace's calls."""
-    measured = {id(call): value for call, value in zip(trace.calls, seconds, strict=True)}
-    return lambda call: measured[id(call)]
+    Args:
+        model: whole.
+        trace: with FLOPs where ``balance`` is ``"flops"``.
+        balance: ``"flops"`` of the forward, with parameters where there are none (an embedding); ``"parameters"``; or
+            ``"time"``.
+        seconds: measures the calls, in the trace's order; called for ``"time"`` only.
+    """
+    if balance == "time":
+        measured = {id(call): value for call, value in zip(trace.calls, seconds(), strict=True)}
+        return lambda call: measured[id(call)]
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    counts_flops = balance == "flops"
+    return lambda call: float(counts_flops and call.flops) + sum(sizes[name] for name in call.parameters)
 
 
 class _Stopwatch:
@@ -57,25 +64,42 @@ class _Stopwatch:
 
 
 def measure_seconds(
-    model: nn.Module, interceptor: Interceptor, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+    model: nn.Module,
+    interceptor: Interceptor,
+    sample: tuple[tuple[Any, ...], dict[str, Any]],
+    device: torch.device,
+    dtypes: Mapping[int, torch.dtype],
 ) -> list[float]:
-    """Seconds of each unit call of ``model(*args, **kwargs)``, forward only, the least of some runs.
+    """Seconds of each unit call of the model's forward, the least of some runs.
 
-    The model is moved to the device whole. Buffers that a forward updates (running statistics) are put back.
+    The model is left as it was found, wherever its tensors are.
+
+    Args:
+        model: whole; on ``device`` there must be room for all of it.
+        interceptor: of its units.
+        sample: positional and keyword arguments, on ``device``.
+        device: to measure.
+        dtypes: of tensors that will be cast, by ``id``.
 
     Raises:
         PartitionError: the model has no numbers yet.
     """
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise PartitionError("a model on the meta device cannot be timed. Use balance='flops'.")
-    model.to(device)
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    named = (*model.named_parameters(), *model.named_buffers())
+    if any(tensor.is_meta for _, tensor in named):
+        raise PartitionError("a model on the meta device cannot be timed. Use balance='flops' or 'parameters'.")
+    args, kwargs = sample
     runs = []
     for _ in range(_NUM_RUNS):
         stopwatch = _Stopwatch(device)
-        with torch.no_grad(), interceptor.active(stopwatch):
-            copy_context().run(model, *args, **kwargs)
+        # Copies of buffers: a forward may update them (running statistics).
+        tensors = {name: leaf.to(device, dtypes.get(id(leaf), leaf.dtype)) for name, leaf in named}
+        tensors |= {name: tensors[name].clone() for name, _ in model.named_buffers()}
+        with (
+            untouched(model),
+            preserved_random_state(device),
+            interceptor.active(stopwatch),
+            torch.no_grad(),
+        ):
+            copy_context().run(functional_call, model, tensors, args, kwargs)
         runs.append(stopwatch.seconds)
-    for buffer, value in kept:
-        buffer.copy_(value)
     return [min(times) for times in zip(*runs, strict=True)]

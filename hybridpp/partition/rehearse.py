@@ -1,8 +1,8 @@
-"""Run a unit that fakes cannot run, because it looks at values or lacks a fake kernel, once for real, on made-up numbers."""
+"""Run a unit that fakes cannot run (it looks at values, or a kernel has no fake) once for real, on made-up numbers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,22 +13,31 @@ from torch.utils import _pytree as pytree
 _NUMBER = 0.01
 
 
-def rehearse(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Fakes of what ``forward(*args, **kwargs)`` returns, where arguments and the tensors of ``module`` are fakes.
+Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+def rehearse(module: nn.Module, call: Call, buffers: Mapping[int, Tensor]) -> Any:
+    """Fakes of what a module's forward returns, where its arguments and the tensors of the module are fakes.
 
     Shapes that depend on values are those of the made-up ones. Parameters take no memory, all elements being the same
     one, unless a kernel insists.
+
+    Args:
+        module: with fakes in the place of its tensors.
+        call: its forward, with positional and keyword arguments.
+        buffers: real ones that fakes stand for, by ``id`` of the fake; they are copied.
     """
     try:
-        return _Rehearsal(dense=False).run(module, forward, args, kwargs)
+        return _Rehearsal(buffers, dense=False).run(module, *call)
     except RuntimeError:  # kernels for groups of matrices want strides
-        return _Rehearsal(dense=True).run(module, forward, args, kwargs)
+        return _Rehearsal(buffers, dense=True).run(module, *call)
 
 
 class _Rehearsal:
     """Fakes and the made-up tensors that stand for them."""
 
-    def __init__(self, dense: bool):
+    def __init__(self, buffers: Mapping[int, Tensor], dense: bool):
+        self._buffers = buffers
         self._dense = dense
         self._real: dict[int, Tensor] = {}
         self._fake: dict[int, FakeTensor] = {}
@@ -47,7 +56,12 @@ class _Rehearsal:
         if not isinstance(leaf, FakeTensor):
             return leaf
         if id(leaf) not in self._real:
-            made = self._real[id(leaf)] = _made_up(leaf, self._dense)
+            buffer = self._buffers.get(id(leaf))
+            if buffer is None or buffer.is_meta:
+                made = _made_up(leaf, self._dense)
+            else:
+                made = buffer.to(leaf.device, leaf.dtype, copy=True)
+            self._real[id(leaf)] = made
             self._fake[id(made)] = leaf
         return self._real[id(leaf)]
 

@@ -1,4 +1,4 @@
-"""A model of which this rank runs one stage."""
+"""A model of which this rank runs a stage, or several."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,24 +12,24 @@ from torch.utils import _pytree as pytree
 
 from hybridpp.config import PartitionConfig
 from hybridpp.errors import PartitionError
-from hybridpp.partition.blocks import dissect, finest_units
-from hybridpp.partition.cut import Costs, CutPoint, assign_stages, choose_cut, named_blocks
+from hybridpp.partition.blocks import Anatomy, dissect, finest_units
+from hybridpp.partition.cut import CutPoint, assign_stages, choose_cut, named_blocks
 from hybridpp.partition.dice import Dice, Recompute
 from hybridpp.partition.intercept import Interceptor
-from hybridpp.partition.measure import by_flops, by_parameters, by_time, measure_seconds
+from hybridpp.partition.measure import measure_seconds, unit_costs
 from hybridpp.partition.plan import StagePlan, owners, stage_plan, uses
 from hybridpp.partition.stage_run import Placeholders, StageDone, StageRun
-from hybridpp.partition.strip import parameter_names, strip
+from hybridpp.partition.strip import Slot, parameter_names, shown, strip
 from hybridpp.partition.trace import Trace, Tracer
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StagedModel:
-    """The user's own model, of which this rank owns and runs one stage.
+    """The user's own model, of which this rank owns and runs some stages.
 
-    The model keeps its class, its module names and its forward. After construction, what another stage owns is gone
-    from ``named_parameters()`` and ``state_dict()``. With one stage nothing is cut and no sample is needed.
+    The model keeps its class, its module names and its forward. After construction, what other ranks' stages own is
+    gone from ``named_parameters()`` and ``state_dict()``. With one stage nothing is cut and no sample is needed.
 
     Every rank of the pipeline must construct it from the same model and a sample of the same shapes: the cut is
     derived from them on each rank alike, and nothing is exchanged.
@@ -37,7 +37,7 @@ class StagedModel:
     Args:
         model: on ``device`` or on the meta device; it is changed in place.
         num_stages: stages of the pipeline.
-        stage: this rank's.
+        stages: this rank's: one, or several chunks.
         device: where it computes.
         sample: gives positional and keyword arguments of one micro-batch; called where the model must be traced.
         compute_dtype: floating-point inputs are cast to this; None leaves them alone.
@@ -57,7 +57,7 @@ class StagedModel:
         self,
         model: nn.Module,
         num_stages: int,
-        stage: int,
+        stages: Sequence[int],
         *,
         device: torch.device,
         sample: Callable[[], Sample],
@@ -68,15 +68,16 @@ class StagedModel:
     ):
         self.model = model
         self._compute_dtype = compute_dtype
-        self.stage = stage
+        self.stages = tuple(stages)
         self.num_stages = num_stages
         self._device = device
-        self._plans: dict[Any, StagePlan] = {}
+        self._plans: dict[Any, dict[int, StagePlan]] = {}
         self._placeholders = Placeholders(device)
         self._tracer: Tracer | None = None
         self._cut: tuple[CutPoint, ...] = ()
         self._running = False
-        self._seen: dict[int, dict[tuple[str, int], int]] = {}
+        self._hollows: list[Slot] = []
+        self._seen: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
         config = config or PartitionConfig()
         anatomy = dissect(model, num_stages, named_blocks(model, config) if num_stages > 1 else ())
         # The finer one first, so that it is the inner one where a module is both.
@@ -85,28 +86,45 @@ class StagedModel:
         self.owners: dict[str, tuple[int, ...]] = dict.fromkeys(parameter_names(model), (0,))
         if num_stages > 1:
             self._tracer = Tracer(model, self._interceptor, self._dice, device, dtypes)
-            args, kwargs = self._prepare(*sample())
-            trace = self._tracer.trace(args, kwargs, count_flops=config.balance == "flops")
-            sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-            costs: Costs = by_flops(sizes) if config.balance == "flops" else by_parameters(sizes)
-            if config.balance == "time":
-                # One rank's clock decides, or the ranks would cut in different places.
-                costs = by_time(trace, agree(measure_seconds(model, self._interceptor, args, kwargs, device)))
-            self._cut = choose_cut(model, trace, anatomy.blocks, num_stages, config, costs)
-            stages = assign_stages(trace, self._cut)
-            self.owners = owners(trace, stages, tuple(sizes))
-            units_here = {call.name for call, at in zip(trace.calls, stages, strict=True) if at == stage}
-            called = {call.name for call in trace.calls}
-            # A unit that is never called belongs to stage 0, like its parameters.
-            mine = units_here | ({unit for unit in anatomy.units if unit not in called} if stage == 0 else set())
-            strip(model, self.owners, stage, set(anatomy.units) - mine, device, dtypes or {})
+            trace = self._choose_cut(self._prepare(*sample()), anatomy, config, agree)
+            at = assign_stages(trace, self._cut)
+            self.owners = owners(trace, at, tuple(self.owners))
+            foreign = self._foreign_units(anatomy, trace, at)
+            self._hollows = strip(model, self.owners, self.stages, foreign, device, dtypes or {})
         model.forward = functools.partial(self._guarded, model.forward)
+
+    def _choose_cut(
+        self,
+        sample: Sample,
+        anatomy: Anatomy,
+        config: PartitionConfig,
+        agree: Callable[[list[float]], list[float]],
+    ) -> Trace:
+        assert self._tracer is not None
+        args, kwargs = sample
+        trace = self._tracer.trace(args, kwargs, count_flops=config.balance == "flops")
+
+        def seconds() -> list[float]:
+            # One rank's clock decides, or the ranks would cut in different places.
+            assert self._tracer is not None
+            return agree(measure_seconds(self.model, self._interceptor, sample, self._device, self._tracer.dtypes))
+
+        costs = unit_costs(self.model, trace, config.balance, seconds)
+        self._cut = choose_cut(self.model, trace, anatomy.blocks, self.num_stages, config, costs)
+        return trace
+
+    def _foreign_units(self, anatomy: Anatomy, trace: Trace, stages: tuple[int, ...]) -> set[str]:
+        """Units that no stage of this rank calls; one that is never called belongs to stage 0, like its parameters."""
+        called_at: dict[str, set[int]] = {unit: set() for unit in anatomy.units}
+        for call, at in zip(trace.calls, stages, strict=True):
+            called_at[call.name].add(at)
+        return {unit for unit, at in called_at.items() if not (at or {0}) & set(self.stages)}
 
     def _guarded(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not self._running and self.num_stages > 1:
             raise PartitionError(
-                f"this rank holds stage {self.stage} of {self.num_stages} only, so the model cannot be called by "
-                "itself. Call booster.execute_pipeline."
+                f"this rank holds stage {', '.join(map(str, self.stages))} of {self.num_stages} only, so the model "
+                "cannot be called by itself. Call booster.execute_pipeline."
             )
         if not self._running:
             args, kwargs = self._cast(args), self._cast(kwargs)
@@ -128,8 +146,8 @@ class StagedModel:
             return tree
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
 
-    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StagePlan:
-        """What this stage does for such inputs; a new signature is traced, a known one looked up.
+    def plan(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StagePlan:
+        """What ``stage`` does for such inputs; a new signature is traced, a known one looked up.
 
         Raises:
             PartitionError: the forward takes another way than the one the model was cut by.
@@ -137,17 +155,17 @@ class StagedModel:
         if self._tracer is None:
             return _WHOLE
         signature = _signature(args, kwargs, self.model.training)
-        plan = self._plans.pop(signature, None)
-        if plan is None:
+        plans = self._plans.pop(signature, None)
+        if plans is None:
             with self._entered():
                 trace = self._tracer.trace(*self._prepare(args, kwargs))
             stages = assign_stages(trace, self._cut)
             self._check_ownership(trace, stages)
-            plan = stage_plan(trace, stages, self.stage)
-        self._plans[signature] = plan  # now the latest
+            plans = {mine: stage_plan(trace, stages, mine) for mine in self.stages}
+        self._plans[signature] = plans  # now the latest
         while len(self._plans) > _MAX_PLANS:
             del self._plans[next(iter(self._plans))]
-        return plan
+        return plans[stage]
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
         def move(leaf: Tensor) -> Tensor:
@@ -170,7 +188,7 @@ class StagedModel:
     def forward(
         self, plan: StagePlan, args: tuple[Any, ...], kwargs: dict[str, Any], received: Sequence[Tensor], key: int
     ) -> tuple[list[Tensor], Any]:
-        """Run this stage on one micro-batch.
+        """Run the plan's stage on one micro-batch.
 
         Args:
             plan: from :meth:`plan`, for these arguments.
@@ -185,7 +203,7 @@ class StagedModel:
         dice = Dice(key, self._device)
         run = StageRun(plan, received, self._placeholders, dice)
         try:
-            with self._entered(), self._interceptor.active(run), self._dice.active(dice):
+            with self._entered(), shown(self._hollows), self._interceptor.active(run), self._dice.active(dice):
                 args, kwargs = self._cast(args), self._cast(kwargs)
                 # A context of its own: leaving by an exception must not leave context variables set behind.
                 result = copy_context().run(self.model, *args, **kwargs)
@@ -193,18 +211,18 @@ class StagedModel:
             return run.outgoing(), None
         finally:
             if torch.is_grad_enabled():
-                self._seen[key] = dice.seen
+                self._seen[plan.stage, key] = dice.seen
         if plan.last_local is not None:
             raise PartitionError(
-                f"the forward ended before unit {plan.calls[plan.last_local].name!r}, the last of stage {self.stage}: "
+                f"the forward ended before unit {plan.calls[plan.last_local].name!r}, the last of stage {plan.stage}: "
                 "something on the way caught the exception that leaves it. Do not catch BaseException in the model."
             )
         return [], result
 
     @contextmanager
-    def recomputing(self, key: int) -> Iterator[None]:
-        """Wrap a backward pass: what activation checkpointing recomputes sees the forward's random numbers."""
-        with self._dice.active(Recompute(self._seen.pop(key, {}), key, self._device)):
+    def recomputing(self, stage: int, key: int) -> Iterator[None]:
+        """Wrap a stage's backward pass: what activation checkpointing recomputes sees the forward's random numbers."""
+        with self._dice.active(Recompute(self._seen.pop((stage, key), {}), key, self._device)):
             yield
 
 

@@ -1,9 +1,14 @@
 """Take from a model what other stages own."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+
+Slot: TypeAlias = tuple[nn.Module, str]
+"""Where a module keeps a tensor."""
 
 
 def parameter_names(model: nn.Module) -> list[str]:
@@ -14,20 +19,23 @@ def parameter_names(model: nn.Module) -> list[str]:
 def strip(
     model: nn.Module,
     owners: Mapping[str, tuple[int, ...]],
-    stage: int,
+    stages: Sequence[int],
     foreign_units: set[str],
     device: torch.device,
     dtypes: Mapping[int, torch.dtype],
-) -> None:
-    """Free the parameters that ``stage`` does not own, and hide them and the buffers of foreign units.
+) -> list[Slot]:
+    """Free the parameters that ``stages`` do not own, and hide them and the buffers of foreign units.
 
     A freed parameter stays readable as a plain attribute of the same shape, dtype and device without memory of its
     own (every element is the same zero), because a model's glue may ask for a weight's dtype or device.
+
+    Returns:
+        One freed parameter of each unit that has none left, for :func:`shown`.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():
         for key, parameter in list(module._parameters.items()):
-            if parameter is not None and stage not in owners[names[id(parameter)]]:
+            if parameter is not None and not set(stages) & set(owners[names[id(parameter)]]):
                 del module._parameters[key]
                 module.__dict__[key] = _hollow(parameter, device, dtypes.get(id(parameter), parameter.dtype))
     for unit in foreign_units:
@@ -35,6 +43,32 @@ def strip(
             for key, buffer in list(module._buffers.items()):
                 del module._buffers[key]
                 module.__dict__[key] = None if buffer is None else buffer.to(device)
+    units = [model.get_submodule(unit) for unit in sorted(foreign_units)]
+    return [slot for unit in units if next(unit.parameters(), None) is None for slot in _hollows(unit)[:1]]
+
+
+@contextmanager
+def shown(slots: list[Slot]) -> Iterator[None]:
+    """Inside, freed parameters show up in ``parameters()`` again.
+
+    A module without any could not tell its dtype or device, which Hugging Face models ask of their parts.
+    """
+    try:
+        for module, key in slots:
+            module._parameters[key] = module.__dict__[key]
+        yield
+    finally:
+        for module, key in slots:
+            module._parameters.pop(key, None)
+
+
+def _hollows(unit: nn.Module) -> list[Slot]:
+    return [
+        (module, key)
+        for module in unit.modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor) and value.is_floating_point() and key not in module._buffers
+    ]
 
 
 def _hollow(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
-from torch.utils.flop_counter import FlopCounterMode
 
 from hybridpp.errors import PartitionError
 from hybridpp.partition.fakes import Fakes, quiet
+from hybridpp.partition.flops import flop_counter
 from hybridpp.partition.intercept import Forward, Interceptor
 from hybridpp.partition.rehearse import rehearse
 from hybridpp.partition.taint import Source, TaintMode, Value, tensors_in
@@ -172,10 +172,9 @@ def _restored_generators() -> Iterator[None]:
 class _Recorder:
     """The unit handler of a trace."""
 
-    def __init__(
-        self, model: nn.Module, fakes: Fakes, unit_parameters: dict[str, tuple[str, ...]], count_flops: bool
-    ):
+    def __init__(self, model: nn.Module, fakes: Fakes, unit_parameters: dict[str, tuple[str, ...]], count_flops: bool):
         self._model = model
+        self._originals = fakes.originals
         self.calls: list[UnitCall] = []
         self.taints = TaintMode()
         self._unit_parameters = unit_parameters
@@ -234,7 +233,7 @@ class _Recorder:
 
     def _run(self, call: UnitCall, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._depth += 1
-        counter = FlopCounterMode(display=False) if self._count_flops else None
+        counter = flop_counter() if self._count_flops else None
         try:
             with self.taints.paused(), counter or nullcontext():
                 try:
@@ -242,7 +241,8 @@ class _Recorder:
                 except RuntimeError as error:  # what fakes cannot do, and kernels without a fake version
                     call.inner = ()
                     try:
-                        output = rehearse(self._model.get_submodule(call.name), forward, args, kwargs)
+                        module = self._model.get_submodule(call.name)
+                        output = rehearse(module, (forward, args, kwargs), self._originals)
                     except Exception:
                         raise error from None
             if counter is not None:

@@ -72,28 +72,35 @@ class _InFlight:
 class Executor:
     """Runs programs on one rank.
 
+    Args:
+        stages: what the rank holds of the model.
+        transport: to the other ranks.
+        device: where the micro-batches go.
+        placement: the rank (its place in the pipeline's group) of every stage.
+
     Attributes:
         where: the action under way, for whoever must report a rank that hangs; None between steps, and after an error
             the action it happened in.
     """
 
-    def __init__(self, stage: Stage, transport: Transport, device: torch.device):
+    def __init__(self, stages: Stage, transport: Transport, device: torch.device, placement: Sequence[int]):
         self.where: Action | None = None
-        self._stage = stage
+        self._stages = stages
         self._transport = transport
         self._device = device
+        self._placement = tuple(placement)
 
     def run(self, program: Program, step: Step) -> StepResult:
         """Do every action of ``program`` in order.
 
         Collective: every rank of the pipeline, with programs lowered from one schedule and the same micro-batches.
         """
-        task = _Task(self._stage, self._transport, self._device, program, step)
+        task = _Task(self._stages, self._transport, self._device, self._placement, program, step)
         handlers = task.handlers()
         try:
             for action in program:
                 self.where = action
-                handlers[action.kind](action.microbatch)
+                handlers[action.kind](action)
             self._transport.drain()
         except BaseException as error:
             self._transport.abandon()
@@ -106,22 +113,30 @@ class Executor:
 class _Task:
     """One run of one program."""
 
-    def __init__(self, stage: Stage, transport: Transport, device: torch.device, program: Program, step: Step):
+    def __init__(
+        self,
+        stages: Stage,
+        transport: Transport,
+        device: torch.device,
+        placement: tuple[int, ...],
+        program: Program,
+        step: Step,
+    ):
         self.result = StepResult()
-        self._stage = stage
+        self._stages = stages
         self._transport = transport
         self._device = device
+        self._placement = placement
         self._step = step
         # Planned up front and in order, so that every rank meets a new signature at the same point of its run.
         self._in_flight = {
-            place: _InFlight(stage.plan(*call_arguments(microbatch.inputs)))
+            (stage, place): _InFlight(stages.plan(stage, *call_arguments(microbatch.inputs)))
             for place, microbatch in enumerate(step.microbatches)
+            for stage in sorted({action.stage for action in program})
         }
-        self._last_backward = next(
-            (action.microbatch for action in reversed(program) if action.kind is Kind.BACKWARD), None
-        )
+        self._last_backward = next((action for action in reversed(program) if action.kind is Kind.BACKWARD), None)
 
-    def handlers(self) -> dict[Kind, Callable[[Any], None]]:
+    def handlers(self) -> dict[Kind, Callable[[Action], None]]:
         return {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -129,28 +144,40 @@ class _Task:
             Kind.RECEIVE_ACTIVATION: self._receive_activation,
             Kind.SEND_GRADIENT: self._send_gradient,
             Kind.RECEIVE_GRADIENT: self._receive_gradient,
-            Kind.REDUCE_GRADIENTS: lambda _: self._step.reduce_gradients(),
+            Kind.REDUCE_GRADIENTS: self._reduce_gradients,
         }
 
-    def _receive_activation(self, microbatch: int) -> None:
-        held = self._in_flight[microbatch]
-        held.activations = self._transport.receive_down(held.plan.incoming_specs)
+    def _held(self, action: Action, step: int = 0) -> _InFlight:
+        """What is held for the action's micro-batch by its stage, or by the one ``step`` further."""
+        return self._in_flight[action.stage + step, action.microbatch or 0]
 
-    def _forward(self, microbatch: int) -> None:
-        held = self._in_flight[microbatch]
+    def _is_here(self, stage: int) -> bool:
+        return (stage, 0) in self._in_flight
+
+    def _receive_activation(self, action: Action) -> None:
+        held = self._held(action)
+        peer = self._placement[action.stage - 1]
+        held.activations = self._transport.receive_down(held.plan.incoming_specs, peer)
+
+    def _forward(self, action: Action) -> None:
+        held = self._held(action)
+        microbatch = action.microbatch or 0
         tensors = held.activations.wait() if held.activations else []
         held.activations = None
         held.arrival = Arrival(tensors, held.plan.incoming_specs, self._step.training)
         inputs = self._step.microbatches[microbatch].on(self._device)
         args, kwargs = call_arguments(inputs)
         key = self._step.keys[microbatch]
-        held.to_send, outputs = self._stage.forward(held.plan, args, kwargs, held.arrival.values, key)
+        held.to_send, outputs = self._stages.forward(held.plan, args, kwargs, held.arrival.values, key)
         if held.plan.is_last:
             self._finish(microbatch, held, outputs, inputs)
         elif self._step.training:
             held.departure = Departure(held.to_send, held.plan.outgoing_specs)
         if not self._step.training:
             held.arrival = None
+        if not held.plan.is_last and self._is_here(action.stage + 1):
+            self._held(action, 1).activations = Receipt([tensor.detach() for tensor in held.to_send])
+            held.to_send = []
 
     def _finish(self, microbatch: int, held: _InFlight, outputs: Any, inputs: Any) -> None:
         """The end of the forward, on the last stage: loss and outputs."""
@@ -179,32 +206,42 @@ class _Task:
             )
         return loss.float().reshape(())
 
-    def _send_activation(self, microbatch: int) -> None:
-        held = self._in_flight[microbatch]
-        self._transport.send_down(held.to_send)
+    def _send_activation(self, action: Action) -> None:
+        held = self._held(action)
+        self._transport.send_down(held.to_send, self._placement[action.stage + 1])
         held.to_send = []
 
-    def _receive_gradient(self, microbatch: int) -> None:
-        held = self._in_flight[microbatch]
-        held.gradients = self._transport.receive_up([spec for spec in held.plan.outgoing_specs if spec.requires_grad])
+    def _receive_gradient(self, action: Action) -> None:
+        held = self._held(action)
+        specs = [spec for spec in held.plan.outgoing_specs if spec.requires_grad]
+        held.gradients = self._transport.receive_up(specs, self._placement[action.stage + 1])
 
-    def _backward(self, microbatch: int) -> None:
-        held = self._in_flight[microbatch]
-        if microbatch == self._last_backward:
+    def _backward(self, action: Action) -> None:
+        held = self._held(action)
+        microbatch = action.microbatch or 0
+        if action == self._last_backward:
             self._step.last_backward()
-        with self._stage.recomputing(self._step.keys[microbatch]):
+        with self._stages.recomputing(action.stage, self._step.keys[microbatch]):
             if held.departure is not None:
                 held.departure.backward(held.gradients.wait() if held.gradients else [])
             elif held.loss is not None:
                 torch.autograd.backward(held.loss * self._step.loss_weights[microbatch])
         # Everything of this micro-batch is freed here, but the gradients that still must travel.
-        self._in_flight[microbatch] = _InFlight(held.plan, arrival=held.arrival)
+        arrival = held.arrival
+        self._in_flight[action.stage, microbatch] = _InFlight(held.plan, arrival=arrival)
+        if action.stage and self._is_here(action.stage - 1) and arrival is not None:
+            self._held(action, -1).gradients = Receipt(arrival.gradients())
 
-    def _send_gradient(self, microbatch: int) -> None:
-        arrival = self._in_flight[microbatch].arrival
-        assert arrival is not None
-        self._transport.send_up(arrival.gradients())
-        self._in_flight[microbatch].arrival = None
+    def _send_gradient(self, action: Action) -> None:
+        held = self._held(action)
+        assert held.arrival is not None
+        self._transport.send_up(held.arrival.gradients(), self._placement[action.stage - 1])
+        held.arrival = None
+
+    def _reduce_gradients(self, action: Action) -> None:
+        # Stages of one rank share its gradients: they are complete after the last of them.
+        if self._last_backward is not None and action.stage == self._last_backward.stage:
+            self._step.reduce_gradients()
 
 
 def _widened(tensor: Tensor) -> Tensor:

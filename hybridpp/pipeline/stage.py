@@ -31,15 +31,15 @@ class StagePlan(Protocol):
 
 
 class Stage(Protocol):
-    """A part of a model that can be run on a micro-batch."""
+    """What a rank holds of a model: one stage or several, each of which can be run on a micro-batch."""
 
-    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The :class:`StagePlan` for such inputs."""
+    def plan(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The :class:`StagePlan` of one of this rank's stages for such inputs."""
 
     def forward(
         self, plan: Any, args: tuple[Any, ...], kwargs: dict[str, Any], received: Sequence[Tensor], key: int
     ) -> tuple[list[Tensor], Any]:
         """The tensors of ``plan.outgoing_specs``, and what the model returned on the last stage."""
 
-    def recomputing(self, key: int) -> AbstractContextManager[None]:
-        """Wraps the backward pass of the micro-batch with this key."""
+    def recomputing(self, stage: int, key: int) -> AbstractContextManager[None]:
+        """Wraps a stage's backward pass of the micro-batch with this key."""

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from hybridpp.pipeline.stage import TensorSpec
 
 @dataclass
 class Receipt:
-    """Tensors under way to this rank."""
+    """Tensors under way to this rank, or from another stage on it."""
 
     _tensors: list[Tensor]
-    _works: list[Work]
+    _works: list[Work] = field(default_factory=list)
 
     def wait(self) -> list[Tensor]:
         """The tensors, once they are here."""
@@ -32,33 +32,34 @@ class Transport:
     Activations and gradients have a group each, so that a send never waits behind the other direction.
 
     Args:
-        down: the ranks of the pipeline by stage, for activations.
+        down: the ranks of the pipeline, for activations.
         up: the same ranks, for gradients.
         device: where received tensors are put.
+        max_in_flight: messages per direction after which a send waits for the oldest to be away; None never waits
+            before ``drain``. A bound must leave room for what a schedule sends before its peers receive it.
     """
 
-    def __init__(self, down: Group, up: Group, device: torch.device):
+    def __init__(self, down: Group, up: Group, device: torch.device, max_in_flight: int | None = None):
         self._down, self._up = down, up
         self._device = device
-        # Per direction; 1F1B leaves at most one message per later stage unanswered.
-        self._max_in_flight = down.size + 1
+        self._max_in_flight = max_in_flight
         self._sent: dict[str, deque[tuple[Tensor, Work]]] = {"down": deque(), "up": deque()}
 
-    def send_down(self, tensors: Sequence[Tensor]) -> None:
-        """To the next stage. Returns at once; the tensors are kept until they are away."""
-        self._send("down", self._down, tensors, self._down.rank + 1)
+    def send_down(self, tensors: Sequence[Tensor], peer: int) -> None:
+        """To a next stage, on the rank ``peer``. Returns at once; the tensors are kept until they are away."""
+        self._send("down", self._down, tensors, peer)
 
-    def send_up(self, tensors: Sequence[Tensor]) -> None:
-        """To the previous stage. Returns at once; the tensors are kept until they are away."""
-        self._send("up", self._up, tensors, self._up.rank - 1)
+    def send_up(self, tensors: Sequence[Tensor], peer: int) -> None:
+        """To a previous stage, on the rank ``peer``. Returns at once; the tensors are kept until they are away."""
+        self._send("up", self._up, tensors, peer)
 
-    def receive_down(self, specs: Sequence[TensorSpec]) -> Receipt:
-        """Start to receive from the previous stage."""
-        return self._receive(self._down, specs, self._down.rank - 1)
+    def receive_down(self, specs: Sequence[TensorSpec], peer: int) -> Receipt:
+        """Start to receive from a previous stage, on the rank ``peer``."""
+        return self._receive(self._down, specs, peer)
 
-    def receive_up(self, specs: Sequence[TensorSpec]) -> Receipt:
-        """Start to receive from the next stage."""
-        return self._receive(self._up, specs, self._up.rank + 1)
+    def receive_up(self, specs: Sequence[TensorSpec], peer: int) -> Receipt:
+        """Start to receive from a next stage, on the rank ``peer``."""
+        return self._receive(self._up, specs, peer)
 
     def drain(self) -> None:
         """Return when everything sent is away."""
@@ -77,7 +78,7 @@ class Transport:
             # Backends send contiguous memory only.
             dense = tensor.detach().contiguous()
             sent.append((dense, group.send(dense, peer)))
-        while len(sent) > self._max_in_flight * max(1, len(tensors)):
+        while self._max_in_flight is not None and len(sent) > self._max_in_flight * max(1, len(tensors)):
             sent.popleft()[1].wait()
 
     def _receive(self, group: Group, specs: Sequence[TensorSpec], peer: int) -> Receipt:

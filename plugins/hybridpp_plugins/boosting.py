@@ -1,7 +1,7 @@
 """From the user's parts to an engine: cut, cast, re-point."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -44,10 +44,13 @@ def boost(
         _check_optimizer(optimizer, names)
     _check_same_weights(model, seed, layout)
     dtype = working_dtype(model, settings.precision)
+    num_ranks, num_chunks = layout.grid.pp_size, settings.pipeline.num_model_chunks
+    # In a loop: stage s is on rank s % num_ranks.
+    placement = tuple(stage % num_ranks for stage in range(num_ranks * num_chunks))
     staged = StagedModel(
         model,
-        layout.grid.pp_size,
-        layout.here.pp,
+        len(placement),
+        [stage for stage, rank in enumerate(placement) if rank == layout.here.pp],
         device=device,
         sample=lambda: call_arguments(sample()),
         compute_dtype=dtype,
@@ -61,14 +64,15 @@ def boost(
     buckets, boosted = None, None
     if optimizer is not None:
         _repoint(optimizer, names, dict(model.named_parameters()), masters)
-        buckets, boosted = _training(optimizer, model, staged, masters, settings, layout)
+        holders = {name: tuple(sorted({placement[s] for s in stages})) for name, stages in staged.owners.items()}
+        buckets, boosted = _training(optimizer, model, holders, masters, settings, layout)
     return Engine(
         staged=staged,
         layout=layout,
         pipeline=settings.pipeline,
         device=device,
         seed=seed,
-        executor=Executor(staged, Transport(layout.pp, layout.pp_up, device), device),
+        executor=Executor(staged, _transport(layout, settings, device), device, placement),
         optimizer=boosted,
         buckets=buckets,
         masters=masters,
@@ -77,6 +81,12 @@ def boost(
         aliases=aliases,
         buffer_names=frozenset(state) - frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)),
     )
+
+
+def _transport(layout: Layout, settings: Settings, device: torch.device) -> Transport:
+    # 1F1B leaves at most one message per later stage unanswered.
+    bound = layout.pp.size + 1 if settings.pipeline.schedule == "1f1b" else None
+    return Transport(layout.pp, layout.pp_up, device, bound)
 
 
 def _check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
@@ -137,22 +147,21 @@ def _repoint(
 def _training(
     optimizer: Optimizer,
     model: nn.Module,
-    staged: StagedModel,
+    holders: Mapping[str, tuple[int, ...]],
     masters: MasterWeights,
     settings: Settings,
     layout: Layout,
 ) -> tuple[GradientBuckets, HybridOptimizer]:
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    several = sorted({stages for stages in staged.owners.values() if len(stages) > 1})
-    groups = layout.stage_groups(several)
-    shared = {name: groups[staged.owners[name]] for name in trainable if len(staged.owners[name]) > 1}
+    groups = layout.groups_within_pipelines(sorted({ranks for ranks in holders.values() if len(ranks) > 1}))
+    shared = {name: groups[holders[name]] for name in trainable if len(holders[name]) > 1}
     buckets = GradientBuckets(trainable, layout.dp, settings.optimizer.ddp_bucket_cap_mb, shared)
-    counted_at = [stages[0] for stages in staged.owners.values()]
+    counted_at = [ranks[0] for ranks in holders.values()]
     norm_plan = NormPlan(
         control=layout.control,
         ranks=layout.pipelines[0],
-        counted=tuple(name for name in trainable if staged.owners[name][0] == staged.stage),
-        width=max(counted_at.count(stage) for stage in range(staged.num_stages)) if counted_at else 0,
+        counted=tuple(name for name in trainable if holders[name][0] == layout.here.pp),
+        width=max(counted_at.count(rank) for rank in range(layout.grid.pp_size)) if counted_at else 0,
     )
     boosted = HybridOptimizer(optimizer, buckets, masters, trainable, norm_plan, settings.optimizer, settings.precision)
     return buckets, boosted

@@ -29,7 +29,7 @@ from hybridpp.pipeline import (
 )
 from hybridpp.plugin import Criterion
 from hybridpp.precision import MasterWeights
-from hybridpp.schedule import Programs, check_program, forward_only, lower, one_f_one_b
+from hybridpp.schedule import Programs, check_program, forward_only, gpipe, lower, one_f_one_b
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer
 
@@ -37,10 +37,12 @@ _FIRST_EVALUATION = 2**62
 
 
 @cache
-def _programs(num_stages: int, num_microbatches: int, training: bool) -> Programs:
-    make = one_f_one_b if training else forward_only
-    programs = make(num_stages, num_microbatches)
-    check_program(programs, num_stages, num_microbatches)
+def _programs(schedule: str, num_ranks: int, num_chunks: int, num_microbatches: int, training: bool) -> Programs:
+    if schedule == "gpipe":
+        programs = gpipe(num_ranks, num_microbatches, num_chunks, forward_only=not training)
+    else:
+        programs = (one_f_one_b if training else forward_only)(num_ranks, num_microbatches)
+    check_program(programs, num_ranks * num_chunks, num_microbatches)
     return lower(programs)
 
 
@@ -138,7 +140,10 @@ class Engine:
 
         batch, reports = agree(self.layout.control, self.layout.pipelines, training, prepare)
         task = self._task(batch, reports, criterion, training, return_outputs)
-        program = _programs(self.staged.num_stages, len(batch.microbatches), training)[self.staged.stage]
+        chunks = self.pipeline.num_model_chunks
+        program = _programs(self.pipeline.schedule, self.layout.pp.size, chunks, len(batch.microbatches), training)[
+            self.layout.pp.rank
+        ]
         if training and self.optimizer is not None:
             self._check_trainable()
             self.optimizer.begin_accumulation()

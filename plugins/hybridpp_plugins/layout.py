@@ -62,14 +62,14 @@ class Layout:
         """This rank's place in its pipeline."""
         return StageManager(self.here.pp, self.pp.ranks)
 
-    def stage_groups(self, stage_sets: list[tuple[int, ...]]) -> dict[tuple[int, ...], Group]:
-        """For each set of stages, the ranks of this pipeline that run them; only those this rank is in.
+    def groups_within_pipelines(self, places: list[tuple[int, ...]]) -> dict[tuple[int, ...], Group]:
+        """For each set of places in a pipeline, the group of the ranks there; only the groups this rank is in.
 
         Collective: all ranks of the world, with the same sets.
         """
         groups: dict[tuple[int, ...], Group] = {}
-        for stages in stage_sets:
-            group = self.world.split([[line[stage] for stage in stages] for line in self.grid.groups("pp")])
+        for chosen in places:
+            group = self.world.split([[line[place] for place in chosen] for line in self.grid.groups("pp")])
             if group is not None:
-                groups[stages] = group
+                groups[chosen] = group
         return groups

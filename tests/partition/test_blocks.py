@@ -1,10 +1,7 @@
-import re
-
 import pytest
 from support import tiny_vit
 from torch import nn
 
-from hybridpp.errors import PartitionError
 from hybridpp.partition import dissect
 
 
@@ -45,6 +42,8 @@ def test_a_transformer_is_cut_between_its_layers():
         # A head that happens to be a Sequential stays whole.
         (Model(body=nn.ModuleList(layers(3, 20)), head=nn.Sequential(*layers(2, 2))), 2, "body.0 body.1 body.2"),
         (Model(body=swin_like()), 2, "body.0 body.1"),
+        # A list of lists: none of them is ever called, only what is in them.
+        (Model(body=nn.ModuleList([nn.ModuleList(layers(2)) for _ in range(2)])), 2, "body.0.0 body.0.1 body.1.0 body.1.1"),
         # Only as fine as it must be: the largest block first.
         (Model(body=swin_like()), 3, "body.0 " + " ".join(f"body.1.blocks.{n}" for n in range(6))),
         (
@@ -75,6 +74,12 @@ def test_units_and_what_is_in_them_are_the_whole_model_without_overlap(num_stage
     units = dissect(model, num_stages).units
     found = [id(parameter) for unit in units for parameter in model.get_submodule(unit).parameters()]
     assert sorted(found) == sorted(map(id, model.parameters()))
+
+
+def test_units_beside_the_blocks_are_modules_that_can_be_called():
+    small = nn.ModuleDict({"a": nn.ModuleList(layers(2, 1)), "b": nn.Linear(1, 1)})
+    anatomy = dissect(Model(body=nn.ModuleList(layers(2)), small=small), 2)
+    assert anatomy.units == ("body.0", "body.1", "small.a.0", "small.a.1", "small.b")
 
 
 def test_a_module_registered_twice_is_one_unit_under_its_first_name():

@@ -30,7 +30,7 @@ OWNERS = {
 def stage(number, foreign, device=CPU, dtype=None):
     model = make_model()
     dtypes = {} if dtype is None else {id(parameter): dtype for parameter in model.parameters()}
-    strip(model, OWNERS, number, foreign, device, dtypes)
+    strip(model, OWNERS, [number], foreign, device, dtypes)
     return model
 
 
@@ -49,7 +49,7 @@ def test_each_stage_shows_what_it_owns_under_the_old_names():
 def test_what_is_owned_is_the_same_object_and_still_tied():
     model = make_model()
     before = dict(model.named_parameters())
-    strip(model, OWNERS, 0, {"norm", "b"}, CPU, {})
+    strip(model, OWNERS, [0], {"norm", "b"}, CPU, {})
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     assert model["tied"].weight is model["a"].weight
 
@@ -67,14 +67,14 @@ def test_what_is_gone_still_tells_its_shape_dtype_and_device_without_memory():
 
 def test_a_parameter_tied_to_another_unit_is_gone_from_both():
     model = make_model()
-    strip(model, {**OWNERS, "a.weight": (1,)}, 0, {"norm", "b"}, CPU, {})
+    strip(model, {**OWNERS, "a.weight": (1,)}, [0], {"norm", "b"}, CPU, {})
     assert parameter_names(model) == ["scale", "a.bias"]
     assert model["tied"].weight.shape == (3, 2)
 
 
 def test_a_parameter_that_is_none_stays_none():
     model = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2, track_running_stats=False)])
-    strip(model, {"0.weight": (1,), "1.weight": (1,), "1.bias": (1,)}, 0, {"0", "1"}, CPU, {})
+    strip(model, {"0.weight": (1,), "1.weight": (1,), "1.bias": (1,)}, [0], {"0", "1"}, CPU, {})
     assert model[0].bias is None
     assert model[1].running_mean is None
 
@@ -82,5 +82,5 @@ def test_a_parameter_that_is_none_stays_none():
 def test_a_model_on_the_meta_device_is_stripped_alike():
     with torch.device("meta"):
         model = make_model()
-    strip(model, OWNERS, 0, {"b"}, CPU, {})
+    strip(model, OWNERS, [0], {"b"}, CPU, {})
     assert (model["b"].weight.device, model["a"].weight.device.type) == (CPU, "meta")

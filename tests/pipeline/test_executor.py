@@ -81,7 +81,7 @@ class Recorded:
         self.outgoing_specs = [] if self.is_last else [spec]
         self.weight = torch.ones(1, requires_grad=True)
 
-    def plan(self, args, kwargs):
+    def plan(self, stage, args, kwargs):
         return self
 
     def forward(self, plan, args, kwargs, received, key):
@@ -89,7 +89,7 @@ class Recorded:
         value = (received[0] if received else args[0]) * self.weight + 1
         return ([], value) if self.is_last else ([value], None)
 
-    def recomputing(self, key):
+    def recomputing(self, stage, key):
         from contextlib import nullcontext
 
         self.log.append(("B", key))
@@ -101,7 +101,8 @@ def run_recorded(num_stages, num_microbatches, training, fail_at=None):
         world = current_world()
         ranks = [list(range(num_stages))]
         stage = Recorded(world.rank, num_stages)
-        executor = Executor(stage, Transport(world.split(ranks), world.split(ranks), world.device), world.device)
+        transport = Transport(world.split(ranks), world.split(ranks), world.device)
+        executor = Executor(stage, transport, world.device, ranks[0])
         make = one_f_one_b if training else forward_only
         program = lower(make(num_stages, num_microbatches))[world.rank]
         calls = []

@@ -37,12 +37,12 @@ def test_values_go_down_and_gradients_up_at_the_same_time():
         seen = []
         for microbatch in range(2):
             specs = [spec_of(tensor) for tensor in values(0, 0)]
-            down = transport.receive_down(specs) if stage > 0 else None
-            up = transport.receive_up(specs) if stage < 2 else None
+            down = transport.receive_down(specs, stage - 1) if stage > 0 else None
+            up = transport.receive_up(specs, stage + 1) if stage < 2 else None
             if stage < 2:
-                transport.send_down(values(stage, microbatch))
+                transport.send_down(values(stage, microbatch), stage + 1)
             if stage > 0:
-                transport.send_up(values(stage, microbatch + 5))
+                transport.send_up(values(stage, microbatch + 5), stage - 1)
             seen.append([receipt and [tensor.tolist() for tensor in receipt.wait()] for receipt in (down, up)])
         transport.drain()
         return seen
@@ -72,8 +72,8 @@ def test_tensors_of_any_layout_and_dtype_travel():
 
     def run(stage, transport):
         if stage == 0:
-            return transport.send_down(tensors)
-        return transport.receive_down([spec_of(tensor) for tensor in tensors]).wait()
+            return transport.send_down(tensors, 1)
+        return transport.receive_down([spec_of(tensor) for tensor in tensors], 0).wait()
 
     received = on_a_pipeline(2, run)[1]
     for ours, theirs in zip(received, tensors, strict=True):
@@ -85,8 +85,8 @@ def test_tensors_of_any_layout_and_dtype_travel():
 def test_a_receipt_may_be_asked_twice():
     def run(stage, transport):
         if stage == 0:
-            return transport.send_down([torch.ones(2)])
-        receipt = transport.receive_down([Spec((2,))])
+            return transport.send_down([torch.ones(2)], 1)
+        receipt = transport.receive_down([Spec((2,))], 0)
         return receipt.wait() == receipt.wait()
 
     assert on_a_pipeline(2, run) == [None, True]
@@ -95,11 +95,11 @@ def test_a_receipt_may_be_asked_twice():
 def test_no_values_are_no_message():
     def run(stage, transport):
         if stage == 0:
-            transport.send_down([])
-            transport.send_down([torch.ones(1)])
+            transport.send_down([], 1)
+            transport.send_down([torch.ones(1)], 1)
             return transport.drain()
-        assert transport.receive_down([]).wait() == []
-        return transport.receive_down([Spec((1,))]).wait()[0].item()
+        assert transport.receive_down([], 0).wait() == []
+        return transport.receive_down([Spec((1,))], 0).wait()[0].item()
 
     assert on_a_pipeline(2, run) == [None, 1.0]
 
@@ -125,10 +125,10 @@ class SlowGroup:
 
 def test_what_is_under_way_is_bounded_and_drained():
     down, up = SlowGroup(), SlowGroup()
-    transport = Transport(down, up, CPU)
+    transport = Transport(down, up, CPU, max_in_flight=3)
     most = 0
     for number in range(20):
-        transport.send_down([torch.tensor(float(number)), torch.tensor(0.5)])
+        transport.send_down([torch.tensor(float(number)), torch.tensor(0.5)], 1)
         most = max(most, len(down.under_way))
     assert 2 <= most <= 2 * 3
     # The oldest leave first.

@@ -443,3 +443,48 @@ def test_a_lone_layer_and_a_model_without_lists(pp_size):
 
     losses_and_gradients(seeded(lambda: nn.Linear(4, 4)), 1)
     assert_equal(seeded(Plain), pp_size)
+
+
+@pytest.mark.parametrize(("pp_size", "num_model_chunks"), [(1, 1), (1, 4), (2, 1), (2, 2)])
+def test_several_stages_per_rank_give_one_process_bit_for_bit(pp_size, num_model_chunks):
+    batches = [image_batch(8, seed) for seed in range(3)]
+    make_model = functools.partial(tiny_vit, 0.1)
+    expected = train(make_model, batches, num_microbatches=3)
+    actual = train(
+        make_model,
+        batches,
+        pp_size=pp_size,
+        num_microbatches=3,
+        schedule="gpipe",
+        num_model_chunks=num_model_chunks,
+    )
+    assert actual["losses"] == expected["losses"] * pp_size
+    assert_same(actual["weights"], expected["weights"])
+    if (pp_size, num_model_chunks) == (2, 2):
+        assert {name.split(".")[2] for name in actual["names"][0] if "layers" in name} == {"0", "2"}
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_several_stages_per_rank_with_tied_weights_and_evaluation(dp_size):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+
+        def forward(self, x):
+            for layer in (*self.layers, *self.layers):
+                x = torch.tanh(layer(x))
+            return x
+
+    expected = losses_and_gradients(seeded(Tied), 1)
+    options = {"schedule": "gpipe", "num_model_chunks": 2, "criterion": squares, "num_microbatches": 2}
+    result = train(seeded(Tied), [DATA], pp_size=2, dp_size=dp_size, **options)
+    assert_near(result["gradients"], expected[1])
+
+    def run():
+        torch.manual_seed(0)
+        booster, model, _ = boosted(Tied(), None, DATA, pp_size=2, **{k: options[k] for k in options if k[0] != "c"})
+        with torch.no_grad():
+            return booster.execute_pipeline(iter([DATA]), model, squares)["loss"].item()
+
+    assert Loopback(2).run(run) == [pytest.approx(expected[0][0], abs=1e-6)] * 2

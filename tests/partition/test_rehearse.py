@@ -1,0 +1,126 @@
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from hard_models import Blocks
+from support import train
+from torch import nn
+
+from hybridpp.partition import StagedModel, Tracer, dissect
+from hybridpp.partition.blocks import finest_units
+from hybridpp.partition.intercept import Interceptor
+from hybridpp.partition.trace import TensorSpec
+
+CPU = torch.device("cpu")
+
+
+def second_block_call(block):
+    model = Blocks()
+    model.blocks[1] = block
+    finest, units = Interceptor(model, finest_units(model)), Interceptor(model, dissect(model, 2).units)
+    return Tracer(model, units, finest, CPU).trace((torch.ones(2, 4),), {}).calls[2]
+
+
+class Looking(nn.Linear):
+    """Looks at values, which fakes do not have."""
+
+    def __init__(self, then: Callable):
+        super().__init__(4, 4)
+        self.register_buffer("step", torch.tensor(2))
+        self.then = then
+
+    def forward(self, h):
+        assert h.sum().item() != 0.5
+        return self.then(self, h)
+
+
+STREAM = TensorSpec((2, 4), torch.float32, True)
+
+
+@pytest.mark.parametrize(
+    ("then", "leaves", "arguments"),
+    [
+        (lambda self, h: nn.Linear.forward(self, h), (STREAM,), {}),
+        (lambda self, h: (h, h.argmax(1)), (STREAM, TensorSpec((2,), torch.int64, False)), {0: 0}),
+        (lambda self, h: {"out": h @ self.weight, "size": h.shape[1]}, (STREAM, 4), {}),
+        # Buffers keep their numbers: shapes may follow from them.
+        (lambda self, h: h[:, :: self.step.item()], (TensorSpec((2, 2), torch.float32, True),), {}),
+        (lambda self, h: h.mul_(2), (STREAM,), {0: 0}),
+        (lambda self, h: (h.mul_(2), None)[1], (None, STREAM), {1: 0}),
+    ],
+)
+def test_a_unit_that_looks_at_values_shows_what_it_returns(then, leaves, arguments):
+
+    block = Looking(then)
+    call = second_block_call(block)
+    assert call.leaves == leaves
+    assert call.arguments == arguments
+
+
+def test_its_parameters_and_buffers_are_left_alone():
+    block = Looking(lambda self, h: nn.Linear.forward(self, h + self.step.add_(1)))
+    before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
+    second_block_call(block)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in block.state_dict().items())
+    assert type(block.weight) is nn.Parameter
+
+
+def test_its_own_error_comes_through():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        second_block_call(nn.Linear(3, 3))
+
+
+def test_a_model_on_the_meta_device_is_rehearsed_alike():
+    with torch.device("meta"):
+        block = Looking(lambda self, h: nn.Linear.forward(self, h))
+    assert second_block_call(block).leaves == (STREAM,)
+
+
+class Experts(nn.Module):
+    """Groups of rows with a matrix each, for which torch has no fake kernel in fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, h):
+        return torch.nn.functional.grouped_mm(h, self.weight, offs=torch.tensor([1, len(h)], dtype=torch.int32))
+
+
+def test_torch_does_not_log_what_its_fakes_cannot_do(caplog):
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    assert second_block_call(Experts()).leaves == (STREAM,)
+    assert caplog.records == []
+    assert not log.disabled
+
+
+class Asking(Blocks):
+    """Its glue asks a part for its dtype, as Hugging Face models do, wherever the part is."""
+
+    def forward(self, x):
+        h = x.to(next(self.embed.parameters()).dtype)
+        h = self.embed(h)
+        for block in self.blocks:
+            h = block(h.to(next(self.head.parameters()).dtype))
+        return self.head(h.to(next(self.embed.parameters()).dtype))
+
+
+def test_a_part_that_is_elsewhere_tells_its_dtype():
+    def run(**settings):
+        # Two sizes: the second is traced on the stripped model.
+        batches = [torch.ones(4, 4), torch.ones(6, 4)]
+        return train(Asking, batches, criterion=lambda outputs, inputs: outputs.square().mean(), **settings)
+
+    expected, actual = run(), run(pp_size=2)
+    assert actual["losses"] == expected["losses"] * 2
+    torch.testing.assert_close(actual["weights"], expected["weights"], rtol=0, atol=0)
+
+
+def test_a_model_is_as_bare_after_a_trace_as_before():
+    model = Asking()
+    staged = StagedModel(model, 2, [1], device=CPU, sample=lambda: ((torch.ones(2, 4),), {}))
+    names = [name for name, _ in model.named_parameters()]
+    assert "embed.weight" not in names
+    staged.plan((torch.ones(3, 4),), {}, 1)
+    assert [name for name, _ in model.named_parameters()] == names
