@@ -179,6 +179,8 @@ def run_ranks(function: Callable[[], Any], num_ranks: int, timeout_s: float = 60
 def _rank(function: Callable[[], Any], rank: int, num_ranks: int, port: int, pipe: Connection) -> None:
     # A forked child hangs in OpenMP if the parent used it, unless it says first that it needs one thread.
     torch.set_num_threads(1)
+    # Nor can a forked child use CUDA, where the parent did.
+    torch.cuda.is_available = lambda: False
     try:
         launch(rank, num_ranks, "127.0.0.1", port, backend="gloo", timeout_s=30)
         buffer = io.BytesIO()
