@@ -7,7 +7,7 @@ NPROC ?= 4
 ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: vit test gpu lint clean
+.PHONY: vit test models gpu lint clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +19,13 @@ vit: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+# Cuts every architecture that transformers registers (20 minutes) and writes docs/models.md. What is in the folder
+# MODELS is not examined again.
+MODELS ?= /tmp/hybridpp-models
+models: $(READY)
+	HF_HUB_OFFLINE=1 PYTHONPATH=.:plugins:tests $(BIN)/python tests/models/sweep.py --cache $(MODELS) \
+	    --page docs/models.md $(ARGS)
 
 # On a host with a CUDA device and torch installed; needs no set-up.
 gpu:

@@ -8,9 +8,10 @@ import tomllib
 
 import pytest
 from support import ROOT, torchrun
-from transformers import ViTForImageClassification
+from transformers import ViTConfig, ViTForImageClassification
 
 from hybridpp import Booster
+from hybridpp.cli import main
 from hybridpp.plugin import Plugin
 
 
@@ -44,7 +45,7 @@ def test_the_example_knows_every_flag():
         import options
     finally:
         sys.path.pop(0)
-    (with_flags,) = [command for command in commands() if "--model" in command]
+    (with_flags,) = [command for command in commands() if command.startswith("make") and "--model" in command]
     arguments = options.parse_args(shlex.split(shlex.split(with_flags)[2].removeprefix("ARGS=")))
     assert arguments.microbatch_size == 4
     assert arguments.num_microbatches is None
@@ -53,6 +54,14 @@ def test_the_example_knows_every_flag():
 def test_the_other_commands_name_files_that_exist():
     (bare,) = [command for command in commands() if command.startswith("PYTHONPATH")]
     assert (ROOT / bare.split()[-1]).exists()
+
+
+def test_the_command_prints_the_table_that_is_shown(tmp_path, capsys):
+    ViTConfig(num_labels=1000, architectures=["ViTForImageClassification"]).save_pretrained(tmp_path)
+    (command,) = [command for command in commands() if command.startswith("hybridpp")]
+    assert main(shlex.split(command.replace("path/to/vit", str(tmp_path)))[1:]) == 0
+    (table,) = blocks("README.md", "text")
+    assert capsys.readouterr().out == table
 
 
 def test_the_plugin_that_the_plugins_readme_shows_works():

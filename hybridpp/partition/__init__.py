@@ -2,6 +2,7 @@
 
 from hybridpp.partition.blocks import Anatomy, dissect
 from hybridpp.partition.cut import CutPoint
+from hybridpp.partition.describe import StageSummary, describe_cut, shared_parameters
 from hybridpp.partition.marks import annotate_split_points, set_execution_sequence
 from hybridpp.partition.plan import StagePlan
 from hybridpp.partition.staged_model import StagedModel
@@ -12,13 +13,16 @@ __all__ = [
     "Anatomy",
     "CutPoint",
     "StagePlan",
+    "StageSummary",
     "StagedModel",
     "TensorSpec",
     "Trace",
     "Tracer",
     "UnitCall",
     "annotate_split_points",
+    "describe_cut",
     "dissect",
     "parameter_names",
     "set_execution_sequence",
+    "shared_parameters",
 ]

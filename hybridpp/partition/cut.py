@@ -1,6 +1,7 @@
 """Choose where a model is cut: by balance, or where the user says."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import permutations
 from typing import NamedTuple
 
 from torch import nn
@@ -61,8 +62,31 @@ def split_points_of(model: nn.Module) -> dict[str, str]:
 
 
 def stage_numbers_of(model: nn.Module) -> dict[str, int]:
-    """Modules whose attribute ``pipeline_stage`` is set: the stage, by name."""
-    return {name: module.pipeline_stage for name, module in model.named_modules() if _has(module, "pipeline_stage")}
+    """Modules whose attribute ``pipeline_stage`` is set: the stage, by name. It holds for the modules inside as well.
+
+    Raises:
+        PartitionError: a mark is no whole number.
+    """
+    marked = {n: module.pipeline_stage for n, module in model.named_modules() if n and _has(module, "pipeline_stage")}
+    for name, stage in marked.items():
+        if not isinstance(stage, int):
+            raise PartitionError(f"pipeline_stage is the number of a stage, from 0: got {stage!r} on {name!r}.")
+    return marked
+
+
+def _on_one_stage(model: nn.Module, marked: Mapping[str, int]) -> list[str]:
+    """The outermost marked modules that hold no mark of another stage; lists have no forward, so they do not count."""
+    whole = [
+        name
+        for name in marked
+        if len({marked[inner] for inner in marked if _within(inner, name)}) == 1
+        and not isinstance(model.get_submodule(name), nn.ModuleList | nn.ModuleDict)
+    ]
+    return [name for name in whole if not any(_within(name, outer) for outer in whole if outer != name)]
+
+
+def _within(inner: str, outer: str) -> bool:
+    return f"{inner}.".startswith(f"{outer}.")
 
 
 def _has(module: nn.Module, attribute: str) -> bool:
@@ -74,7 +98,7 @@ def named_blocks(model: nn.Module, config: PartitionConfig) -> tuple[str, ...]:
     """Modules that the user names, which must be units of their own."""
     if config.layers_per_stage is not None:
         return ()
-    return tuple(config.split_points or split_points_of(model) or stage_numbers_of(model))
+    return tuple(config.split_points or split_points_of(model) or _on_one_stage(model, stage_numbers_of(model)))
 
 
 def _ends(trace: Trace, blocks: Sequence[str]) -> list[int]:
@@ -123,6 +147,11 @@ def _by_counts(trace: Trace, blocks: Sequence[str], num_stages: int, counts: Seq
 
 def _by_names(trace: Trace, num_stages: int, points: Mapping[str, str]) -> tuple[CutPoint, ...]:
     places = []
+    for inner, outer in permutations(points, 2):
+        if _within(inner, outer):
+            raise PartitionError(
+                f"a module and a part of it cannot both be split points: got {outer!r} and {inner!r}. Leave one out."
+            )
     for name, side in points.items():
         called = [place for place, call in enumerate(trace.calls) if call.name == name]
         if not called:
@@ -149,9 +178,10 @@ def _by_stage_numbers(trace: Trace, num_stages: int, numbers: Mapping[str, int])
     last_of: dict[int, int] = {}
     latest = 0
     for place, call in enumerate(trace.calls):
-        stage = numbers.get(call.name)
-        if stage is None:
+        around = [name for name in numbers if _within(call.name, name)]
+        if not around:
             continue
+        stage = numbers[max(around, key=len)]
         if stage < latest:
             raise PartitionError(
                 f"pipeline_stage must not fall along the forward: {call.name!r} has {stage} and runs after a module "

@@ -57,16 +57,16 @@ class Fakes:
                 place = _place(module, key)
                 before.append((module, place, key, place[key]))
                 # What was stripped must be found among the parameters and buffers again.
-                home = module._parameters if isinstance(fake, nn.Parameter) else module._buffers
+                home: dict[str, Any] = module._parameters if isinstance(fake, nn.Parameter) else module._buffers
                 if place is not home:
                     del place[key]
                 home[key] = fake
             yield
         finally:
             for module, place, key, tensor in before:
-                for home in (module._parameters, module._buffers):
-                    if home is not place:
-                        home.pop(key, None)
+                for other in (module._parameters, module._buffers):
+                    if other is not place:
+                        other.pop(key, None)
                 place[key] = tensor
 
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from hybridpp.partition.belongings import Belongings
+
 # Small, so that nothing overflows; no zero, so that little is divided by one.
 _NUMBER = 0.01
 
@@ -40,15 +42,23 @@ class _Rehearsal:
         self._buffers = buffers
         self._dense = dense
         self._real: dict[int, Tensor] = {}
-        self._fake: dict[int, FakeTensor] = {}
+        self._fake: dict[int, Any] = {}
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = pytree.tree_map(self.real, (args, kwargs))
-        with _in_place(module, self.real):
-            versions = {number: tensor._version for number, tensor in self._real.items()}
-            output = forward(*inputs[0], **inputs[1])
-        for number, tensor in self._real.items():
-            if tensor._version != versions[number]:
+        objects = Belongings(inputs)
+        try:
+            objects.replace(self.real)
+            with _in_place(module, self.real):
+                versions = {number: tensor._version for number, tensor in self._real.items()}
+                output = forward(*inputs[0], **inputs[1])
+        except BaseException:
+            objects.restore()
+            raise
+        objects.replace(self.fake)
+        for number, version in versions.items():
+            tensor = self._real[number]
+            if tensor._version != version:
                 torch.autograd.graph.increment_version(self._fake[id(tensor)])
         return pytree.tree_map(self.fake, output)
 

@@ -86,7 +86,13 @@ class StagedModel:
         self.owners: dict[str, tuple[int, ...]] = dict.fromkeys(parameter_names(model), (0,))
         if num_stages > 1:
             self._tracer = Tracer(model, self._interceptor, self._dice, device, dtypes)
-            trace = self._choose_cut(self._prepare(*sample()), anatomy, config, agree)
+            shown_how = self._prepare(*sample())
+
+            def seconds() -> list[float]:
+                # One rank's clock decides, or the ranks would cut in different places.
+                return agree(measure_seconds(model, self._interceptor, shown_how, device, dtypes or {}))
+
+            trace = self._choose_cut(shown_how, anatomy, config, seconds)
             at = assign_stages(trace, self._cut)
             self.owners = owners(trace, at, tuple(self.owners))
             foreign = self._foreign_units(anatomy, trace, at)
@@ -94,21 +100,10 @@ class StagedModel:
         model.forward = functools.partial(self._guarded, model.forward)
 
     def _choose_cut(
-        self,
-        sample: Sample,
-        anatomy: Anatomy,
-        config: PartitionConfig,
-        agree: Callable[[list[float]], list[float]],
+        self, sample: Sample, anatomy: Anatomy, config: PartitionConfig, seconds: Callable[[], list[float]]
     ) -> Trace:
         assert self._tracer is not None
-        args, kwargs = sample
-        trace = self._tracer.trace(args, kwargs, count_flops=config.balance == "flops")
-
-        def seconds() -> list[float]:
-            # One rank's clock decides, or the ranks would cut in different places.
-            assert self._tracer is not None
-            return agree(measure_seconds(self.model, self._interceptor, sample, self._device, self._tracer.dtypes))
-
+        trace = self._tracer.trace(*sample, count_flops=config.balance == "flops")
         costs = unit_costs(self.model, trace, config.balance, seconds)
         self._cut = choose_cut(self.model, trace, anatomy.blocks, self.num_stages, config, costs)
         return trace

@@ -42,7 +42,10 @@ def strip(
         for module in model.get_submodule(unit).modules():
             for key, buffer in list(module._buffers.items()):
                 del module._buffers[key]
-                module.__dict__[key] = None if buffer is None else buffer.to(device)
+                if buffer is not None:
+                    # One that waits for its numbers on the meta device never gets any here.
+                    buffer = _hollow(buffer, device, buffer.dtype) if buffer.is_meta else buffer.to(device)
+                module.__dict__[key] = buffer
     units = [model.get_submodule(unit) for unit in sorted(foreign_units)]
     return [slot for unit in units if next(unit.parameters(), None) is None for slot in _hollows(unit)[:1]]
 

@@ -63,7 +63,7 @@ class TaintMode(TorchFunctionMode):
         found = _NOTHING
         for tensor in tensors_in(tree):
             known = self._sources.get(id(tensor))
-            if known is None and isinstance(tensor, FakeTensor):
+            if known is None and isinstance(_unwrapped(tensor), FakeTensor):
                 known = self._everything
             if known:
                 found |= known
@@ -100,7 +100,15 @@ class TaintMode(TorchFunctionMode):
 
 def _memory(tensor: Tensor) -> int:
     """What a tensor shares with its views."""
+    tensor = _unwrapped(tensor)
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """A tensor inside ``torch.func`` transforms (models make masks with ``vmap``) without their wrappers."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _writes_first_argument(func: Any) -> bool:

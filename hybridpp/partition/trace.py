@@ -18,9 +18,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from hybridpp.errors import PartitionError
+from hybridpp.partition.belongings import Belongings
 from hybridpp.partition.fakes import Fakes, quiet
 from hybridpp.partition.flops import flop_counter
 from hybridpp.partition.intercept import Forward, Interceptor
+from hybridpp.partition.memo import Memo
 from hybridpp.partition.rehearse import rehearse
 from hybridpp.partition.taint import Source, TaintMode, Value, tensors_in
 from hybridpp.partition.untouched import untouched
@@ -98,6 +100,7 @@ class Tracer:
         self._interceptor = interceptor
         self._finest = finest
         self._fakes = Fakes(model, device, dtypes or {})
+        self._memo = Memo(model, interceptor.units)
         self._unit_parameters: dict[str, tuple[str, ...]] = {}
         with self._fakes.in_place():
             for unit in interceptor.units:
@@ -110,7 +113,7 @@ class Tracer:
         Raises:
             PartitionError: the forward branches on a value that a unit computes.
         """
-        recorder = _Recorder(self._model, self._fakes, self._unit_parameters, count_flops)
+        recorder = _Recorder(self._model, self._fakes, self._unit_parameters, self._memo, count_flops)
         with (
             untouched(self._model),
             self._fakes.in_place(),
@@ -138,9 +141,16 @@ class Tracer:
         return recorder.finish(result)
 
     def _uncalled(self, recorder: "_Recorder") -> set[str]:
-        """Units that have parameters and did not run."""
-        owning = {unit for unit, parameters in self._unit_parameters.items() if parameters}
-        return owning - {call.name for call in recorder.calls}
+        """Members of lists that have parameters and did not run; of other modules, glue may use the weights alone."""
+        lists = {
+            name for name, module in self._model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)
+        }
+        listed = {
+            unit
+            for unit, parameters in self._unit_parameters.items()
+            if parameters and unit.rpartition(".")[0] in lists
+        }
+        return listed - {call.name for call in recorder.calls}
 
 
 def _locals(error: BaseException) -> list[dict[str, Any]]:
@@ -172,8 +182,16 @@ def _restored_generators() -> Iterator[None]:
 class _Recorder:
     """The unit handler of a trace."""
 
-    def __init__(self, model: nn.Module, fakes: Fakes, unit_parameters: dict[str, tuple[str, ...]], count_flops: bool):
+    def __init__(
+        self,
+        model: nn.Module,
+        fakes: Fakes,
+        unit_parameters: dict[str, tuple[str, ...]],
+        memo: Memo,
+        count_flops: bool,
+    ):
         self._model = model
+        self._memo = memo
         self._originals = fakes.originals
         self.calls: list[UnitCall] = []
         self.taints = TaintMode()
@@ -208,7 +226,7 @@ class _Recorder:
         self.calls.append(call)
         arguments = tensors_in((args, kwargs))
         versions = [argument._version for argument in arguments]
-        output = self._run(call, forward, args, kwargs)
+        output = self._recall(call, forward, args, kwargs)
         leaves, call.tree = pytree.tree_flatten(output)
         places = {id(argument): place for place, argument in enumerate(arguments)}
         call.arguments = {number: places[id(leaf)] for number, leaf in enumerate(leaves) if id(leaf) in places}
@@ -231,8 +249,25 @@ class _Recorder:
                 self._depth -= 1
         return forward(*args, **kwargs)
 
+    def _recall(self, call: UnitCall, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the unit returns; from memory, where an equal one was run on arguments of the same kind."""
+        key = self._memo.key(call.name, args, kwargs)
+        known = self._memo.recall(key, call.name, tensors_in((args, kwargs)))
+        if known is not None:
+            output, call.flops, call.inner = known
+            return output
+        arguments = tensors_in((args, kwargs))
+        versions = [argument._version for argument in arguments]
+        output = self._run(call, forward, args, kwargs)
+        held = call.parameters == self._unit_parameters[call.name]
+        if held and versions == [argument._version for argument in arguments]:
+            leaves = pytree.tree_leaves((args, kwargs))
+            self._memo.remember(key, call.name, output, leaves, call.flops, call.inner)
+        return output
+
     def _run(self, call: UnitCall, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._depth += 1
+        objects = Belongings((args, kwargs))
         counter = flop_counter() if self._count_flops else None
         try:
             with self.taints.paused(), counter or nullcontext():
@@ -240,6 +275,7 @@ class _Recorder:
                     output = forward(*args, **kwargs)
                 except RuntimeError as error:  # what fakes cannot do, and kernels without a fake version
                     call.inner = ()
+                    objects.restore()
                     try:
                         module = self._model.get_submodule(call.name)
                         output = rehearse(module, (forward, args, kwargs), self._originals)

@@ -40,8 +40,9 @@ class HybridParallelPlugin(Plugin, RunsPipeline, SavesModels):
         enable_all_optimization: let torch choose its fastest fp32 matrix kernels (TF32 on CUDA); no effect on the CPU.
         options: any field of :class:`~hybridpp.config.PipelineConfig` (``num_microbatches`` or ``microbatch_size``:
             exactly one), :class:`~hybridpp.config.OptimizerConfig` (``max_norm``, ``ddp_bucket_cap_mb``),
-            :class:`~hybridpp.config.LossScaleConfig` (``initial_scale``, ``growth_interval``, …) and
-            :class:`~hybridpp.config.ParallelConfig` (``zero_stage``). A name that is none of these is refused.
+            :class:`~hybridpp.config.LossScaleConfig` (``initial_scale``, ``growth_interval``, …),
+            :class:`~hybridpp.config.ParallelConfig` (``zero_stage``) and :class:`~hybridpp.config.PartitionConfig`
+            (``layers_per_stage``, ``split_points``, ``balance``). A name that is none of these is refused.
 
     Attributes:
         tp_size, pp_size, dp_size: ranks on each axis.

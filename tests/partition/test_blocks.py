@@ -43,7 +43,11 @@ def test_a_transformer_is_cut_between_its_layers():
         (Model(body=nn.ModuleList(layers(3, 20)), head=nn.Sequential(*layers(2, 2))), 2, "body.0 body.1 body.2"),
         (Model(body=swin_like()), 2, "body.0 body.1"),
         # A list of lists: none of them is ever called, only what is in them.
-        (Model(body=nn.ModuleList([nn.ModuleList(layers(2)) for _ in range(2)])), 2, "body.0.0 body.0.1 body.1.0 body.1.1"),
+        (
+            Model(body=nn.ModuleList([nn.ModuleList(layers(2)) for _ in range(2)])),
+            2,
+            "body.0.0 body.0.1 body.1.0 body.1.1",
+        ),
         # Only as fine as it must be: the largest block first.
         (Model(body=swin_like()), 3, "body.0 " + " ".join(f"body.1.blocks.{n}" for n in range(6))),
         (

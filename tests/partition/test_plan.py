@@ -12,7 +12,7 @@ from hybridpp.partition import CutPoint, StagedModel, Tracer, dissect
 from hybridpp.partition.blocks import finest_units
 from hybridpp.partition.cut import assign_stages, choose_cut
 from hybridpp.partition.intercept import Interceptor
-from hybridpp.partition.measure import by_flops
+from hybridpp.partition.measure import unit_costs
 from hybridpp.partition.plan import owners, stage_plan
 
 CPU = torch.device("cpu")
@@ -84,11 +84,11 @@ def test_the_cut_balances_what_the_forward_costs():
     model = tiny_vit(num_layers=6)
     found = trace(model, **image_batch(2))
     blocks = dissect(model, 2).blocks
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    costs = unit_costs(model, found, "flops", list)
     config = PartitionConfig()
-    cut = choose_cut(model, found, blocks, 3, config, by_flops(sizes))
+    cut = choose_cut(model, found, blocks, 3, config, costs)
     assert cut == cut_after("vit.layers.1", "vit.layers.3")
-    assert choose_cut(model, found, blocks, 1, config, by_flops(sizes)) == ()
+    assert choose_cut(model, found, blocks, 1, config, costs) == ()
 
 
 @pytest.mark.parametrize(

@@ -103,3 +103,14 @@ def test_outside_the_mode_nothing_is_followed():
     tensor = torch.ones(1)
     taints.mark(tensor, [A])
     assert taints.sources(tensor * 2) == set()
+
+
+def test_values_are_followed_through_vmap_after_something_was_written():
+    """As where a model makes a mask from written positions."""
+    with TaintMode() as taints:
+        a, written = fake(4, 2), torch.zeros(2)
+        taints.mark(a, [A])
+        written.add_(1)
+        mapped = torch.vmap(lambda row: row * 2 + written)(a)
+        assert A in taints.sources(mapped)
+        assert taints.sources(torch.vmap(lambda row: row * 2)(torch.ones(4, 2))) == set()

@@ -1,0 +1,92 @@
+"""``hybridpp partition``: how a model would be cut, from its configuration alone."""
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+
+from hybridpp.cli.meta_model import build, load_config
+from hybridpp.cli.sample import make_samples
+from hybridpp.cli.table import render
+from hybridpp.config import PartitionConfig, Precision
+from hybridpp.errors import ConfigError, HybridppError
+from hybridpp.partition import StageSummary, describe_cut
+from hybridpp.precision import casts, working_dtype
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.add_argument("--model", required=True, help="folder with a config.json, or name on the Hugging Face hub")
+    parser.add_argument("--pp-size", type=_positive, required=True, help="number of pipeline stages")
+    parser.add_argument("--task", help="CausalLM, ImageClassification, ...; default: the class in config.json")
+    parser.add_argument("--balance", choices=("flops", "parameters"), default="flops", help="what stages share evenly")
+    parser.add_argument("--layers-per-stage", type=_counts, metavar="N,N,...", help="blocks of each stage")
+    parser.add_argument("--split-points", type=_points, metavar="NAME:SIDE,...", help="SIDE is before or after")
+    parser.add_argument("--precision", choices=tuple(map(str, Precision)), default="fp16", help="default: fp16")
+    parser.add_argument("--batch-size", type=_positive, default=1, help="samples of a micro-batch (default: 1)")
+    parser.add_argument("--sequence-length", type=_positive, help="tokens of a text (default: 128, or what fits)")
+
+
+def run(arguments: Namespace) -> str:
+    """The table."""
+    partition = PartitionConfig(
+        layers_per_stage=arguments.layers_per_stage, split_points=arguments.split_points, balance=arguments.balance
+    )
+    model = build(load_config(arguments.model), arguments.task)
+    stages = _describe(model, arguments, partition)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return f"{type(model).__name__}, {_chosen_by(partition)}\n\n{render(stages, num_parameters, arguments.batch_size)}"
+
+
+class _DoesNotRun(ConfigError):
+    """The model's forward raises on the inputs made for it."""
+
+
+def _describe(model: nn.Module, arguments: Namespace, partition: PartitionConfig) -> tuple[StageSummary, ...]:
+    dtype = working_dtype(model, Precision(arguments.precision))
+    casted = casts(model, dtype)
+
+    def described_with(sample: dict[str, Tensor]) -> tuple[StageSummary, ...]:
+        try:
+            return describe_cut(model, arguments.pp_size, ((), sample), partition, casted)
+        except HybridppError:
+            raise
+        except Exception as error:  # whatever a model's forward raises
+            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sample.items())
+            raise _DoesNotRun(
+                f"{type(model).__name__} does not run on the inputs that were made from its configuration, {shapes}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    *others, last = make_samples(model, arguments.batch_size, arguments.sequence_length, dtype or torch.float32)
+    for sample in others:
+        with suppress(_DoesNotRun):
+            return described_with(sample)
+    return described_with(last)
+
+
+def _chosen_by(partition: PartitionConfig) -> str:
+    if partition.layers_per_stage is not None or partition.split_points is not None:
+        return "cut as told"
+    return f"balanced by {partition.balance}"
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is not a whole number, at least 1")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_positive(count.strip()) for count in text.split(",")]
+
+
+def _points(text: str) -> dict[str, str]:
+    points = {}
+    for point in text.split(","):
+        name, colon, side = point.strip().rpartition(":")
+        if not colon:
+            raise ArgumentTypeError(f"{point!r} is not NAME:before or NAME:after")
+        points[name] = side
+    return points

@@ -1,0 +1,83 @@
+"""A cut as text."""
+
+import re
+from collections.abc import Sequence
+
+from hybridpp.partition import StageSummary, shared_parameters
+
+_TITLES = ("stage", "modules", "parameters", "GFLOPs", "KiB sent")
+
+
+def render(stages: Sequence[StageSummary], num_parameters: int, batch_size: int) -> str:
+    """A line per stage, a line of totals, and what several stages hold.
+
+    Args:
+        stages: of the cut.
+        num_parameters: of the whole model, where what several stages hold counts once.
+        batch_size: of the sample; FLOPs and what is sent are given per sample.
+    """
+    rows = [
+        (
+            str(summary.stage),
+            ", ".join(compact(summary.calls)),
+            f"{summary.num_parameters:,}",
+            f"{summary.flops / batch_size / 1e9:,.2f}",
+            f"{summary.sent_bytes / batch_size / 1024:,.1f}" if summary.stage < len(stages) - 1 else "-",
+        )
+        for summary in stages
+    ]
+    flops = sum(summary.flops for summary in stages)
+    sent = sum(summary.sent_bytes for summary in stages)
+    total = ("total", "", f"{num_parameters:,}", f"{flops / batch_size / 1e9:,.2f}", f"{sent / batch_size / 1024:,.1f}")
+    widths = [max(len(row[column]) for row in (_TITLES, *rows, total)) for column in range(len(_TITLES))]
+
+    def line(row: Sequence[str]) -> str:
+        stage, modules, *numbers = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        return " | ".join([stage, modules.strip().ljust(widths[1]), *numbers])
+
+    rule = "-+-".join("-" * width for width in widths)
+    return "\n".join([line(_TITLES), rule, *map(line, rows), rule, line(total), *_shared(stages)])
+
+
+def _shared(stages: Sequence[StageSummary]) -> list[str]:
+    shared = shared_parameters(stages)
+    if not shared:
+        return []
+    lines = [
+        f"  {name} ({stages[at[0]].parameters[name]:,}): stages {', '.join(map(str, at))}"
+        for name, at in shared.items()
+    ]
+    return ["", "held by several stages, which add up their gradients:", *lines]
+
+
+def compact(calls: Sequence[str]) -> list[str]:
+    """Names with what differs only in a number drawn together, in the order in which they first occur.
+
+    Example:
+        >>> compact(["embed", "layers.0", "layers.1", "layers.2", "norm", "norm"])
+        ['embed', 'layers.0-2', 'norm x2']
+    """
+    times: dict[str, int] = {}
+    for name in calls:
+        times[name] = times.get(name, 0) + 1
+    numbers: dict[tuple[str, str, int], list[str]] = {}
+    for name, count in times.items():
+        found = re.fullmatch(r"(.*?)(\d+)(\D*)", name)
+        prefix, number, suffix = found.groups() if found else (name, "", "")
+        numbers.setdefault((prefix, suffix, count), []).append(number)
+    return [
+        f"{prefix}{run}{suffix}" + (f" x{count}" if count > 1 else "")
+        for (prefix, suffix, count), members in numbers.items()
+        for run in _runs(members)
+    ]
+
+
+def _runs(numbers: Sequence[str]) -> list[str]:
+    """``["0", "1", "2", "5"]`` as ``["0-2", "5"]``."""
+    runs: list[list[str]] = []
+    for number in numbers:
+        if runs and number and int(number) == int(runs[-1][-1]) + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]

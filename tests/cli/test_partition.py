@@ -1,0 +1,257 @@
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from support import ROOT
+from transformers import (
+    BertConfig,
+    LlamaConfig,
+    T5Config,
+    ViTConfig,
+    ViTForImageClassification,
+    Wav2Vec2Config,
+    WhisperConfig,
+)
+
+from hybridpp.cli import main
+from hybridpp.cli.meta_model import build
+from hybridpp.cli.sample import make_samples
+
+TINY = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
+VIT = ViTConfig(**TINY, image_size=8, patch_size=4, num_labels=5, architectures=["ViTForImageClassification"])
+LLAMA = LlamaConfig(
+    **TINY, num_key_value_heads=2, vocab_size=50, tie_word_embeddings=True, architectures=["LlamaForCausalLM"]
+)
+
+
+@pytest.fixture
+def table(tmp_path, capsys):
+    """What the command prints for a configuration: its lines, and its cells by stage."""
+
+    def run(config, *arguments):
+        config.save_pretrained(tmp_path / "model")
+        assert main(["partition", "--model", str(tmp_path / "model"), *arguments]) == 0
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        rows = [[cell.strip() for cell in line.split("|")] for line in printed.out.splitlines() if "|" in line]
+        return printed.out, {row[0]: row[1:] for row in rows[1:]}
+
+    return run
+
+
+@pytest.fixture
+def refusal(tmp_path, capsys):
+    """The line on stderr that the command ends with."""
+
+    def run(config, *arguments):
+        if config is not None:
+            config.save_pretrained(tmp_path / "model")
+        assert main(["partition", "--model", str(tmp_path / "model"), *arguments]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.count("\n") == 1
+        return printed.err.rstrip("\n").replace(str(tmp_path), "TMP")
+
+    return run
+
+
+def number(text):
+    return float(text.replace(",", ""))
+
+
+def test_the_table(table):
+    text, _ = table(VIT, "--pp-size", "2", "--precision", "fp32")
+    assert text == (
+        "ViTForImageClassification, balanced by flops\n"
+        "\n"
+        "stage | modules                                   | parameters | GFLOPs | KiB sent\n"
+        "------+-------------------------------------------+------------+--------+---------\n"
+        "    0 | vit.embeddings, vit.layers.0-1            |      5,328 |   0.00 |      0.3\n"
+        "    1 | vit.layers.2-3, vit.layernorm, classifier |      4,565 |   0.00 |        -\n"
+        "------+-------------------------------------------+------------+--------+---------\n"
+        "total |                                           |      9,893 |   0.00 |      0.3\n"
+    )
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_parameters_add_up_to_those_of_the_model(table, num_stages):
+    _, cells = table(VIT, "--pp-size", str(num_stages))
+    total = sum(parameter.numel() for parameter in ViTForImageClassification(VIT).parameters())
+    assert sum(number(cells[str(stage)][1]) for stage in range(num_stages)) == number(cells["total"][1]) == total
+
+
+def test_what_is_tied_is_held_by_both_stages_and_counted_once(table):
+    text, cells = table(LLAMA, "--pp-size", "2")
+    embedding = 50 * 16
+    assert number(cells["0"][1]) + number(cells["1"][1]) == number(cells["total"][1]) + embedding
+    assert text.endswith(
+        "\nheld by several stages, which add up their gradients:\n  model.embed_tokens.weight (800): stages 0, 1\n"
+    )
+
+
+def test_flops_and_what_is_sent_are_per_sample(table):
+    _, one = table(LLAMA, "--pp-size", "2", "--sequence-length", "512")
+    _, four = table(LLAMA, "--pp-size", "2", "--sequence-length", "512", "--batch-size", "4")
+    assert one["total"][2] == four["total"][2] != "0.00"
+    # Hidden states in half precision, and the rotary embedding's cosines and sines, one for all samples.
+    hidden, rotary = 512 * 16 * 2 / 1024, 2 * 512 * 8 * 2 / 1024
+    assert number(one["0"][3]) == hidden + rotary
+    assert number(four["0"][3]) == hidden + rotary / 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "first"),
+    [
+        (["--layers-per-stage", "1,3"], "vit.embeddings, vit.layers.0"),
+        (["--split-points", "vit.layers.2:after"], "vit.embeddings, vit.layers.0-2"),
+        (["--split-points", "vit.layers.0:before"], "vit.embeddings"),
+        (["--balance", "parameters"], "vit.embeddings, vit.layers.0-1"),
+    ],
+)
+def test_the_cut_is_where_the_flags_say(table, arguments, first):
+    text, cells = table(VIT, "--pp-size", "2", *arguments)
+    assert cells["0"][0] == first
+    assert text.startswith(
+        f"ViTForImageClassification, {'balanced by parameters' if '--balance' in arguments else 'cut as told'}\n"
+    )
+
+
+def test_the_task_chooses_the_class(table):
+    text, cells = table(LLAMA, "--pp-size", "2", "--task", "SequenceClassification")
+    assert text.startswith("LlamaForSequenceClassification,")
+    assert cells["1"][0].endswith("score")
+
+
+def test_a_configuration_that_names_no_class_gives_the_bare_model(table):
+    assert table(ViTConfig(**TINY, image_size=8, patch_size=4), "--pp-size", "2")[0].startswith("ViTModel,")
+
+
+@pytest.mark.parametrize(
+    ("config", "shapes"),
+    [
+        (ViTConfig(**TINY, image_size=(8, 16), patch_size=4), {"pixel_values": (2, 3, 8, 16)}),
+        (
+            BertConfig(**TINY, vocab_size=50, max_position_embeddings=24),
+            {"input_ids": (2, 24), "attention_mask": (2, 24)},
+        ),
+        (
+            T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, vocab_size=50),
+            {"input_ids": (2, 128), "attention_mask": (2, 128), "decoder_input_ids": (2, 128)},
+        ),
+        (
+            WhisperConfig(
+                d_model=16,
+                encoder_layers=2,
+                decoder_layers=2,
+                encoder_attention_heads=2,
+                decoder_attention_heads=2,
+                encoder_ffn_dim=16,
+                decoder_ffn_dim=16,
+                vocab_size=50,
+                max_source_positions=20,
+                max_target_positions=8,
+                pad_token_id=0,
+            ),
+            {"input_features": (2, 80, 40), "decoder_input_ids": (2, 8)},
+        ),
+        (Wav2Vec2Config(**TINY, num_conv_pos_embedding_groups=2), {"input_values": (2, 16000)}),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_a_sample_is_made_from_the_configuration(table, config, shapes):
+    sample = make_samples(build(config), 2, None, torch.float32)[-1]
+    assert {name: tuple(tensor.shape) for name, tensor in sample.items()} == shapes
+    table(config, "--pp-size", "2", "--batch-size", "2")
+
+
+def test_a_huge_model_takes_seconds_and_no_memory(tmp_path):
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}
+    config = LlamaConfig(**sizes, num_attention_heads=64, num_key_value_heads=8, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "hybridpp", "partition", "--model", str(tmp_path), "--pp-size", "8"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert "| 70,553,706,496 |" in done.stdout
+    assert "model.layers.10-19" in done.stdout
+    # The largest of all children so far; in KiB.
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2**20
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "line"),
+    [
+        (
+            None,
+            [],
+            "hybridpp: no model 'TMP/model': there is no such folder, and the Hugging Face hub does not give one of "
+            "that name. Check the name, or the connection.",
+        ),
+        (
+            VIT,
+            ["--pp-size", "5"],
+            "hybridpp: a pipeline stage needs at least one block: ViTForImageClassification runs 4 (vit.layers.0, "
+            "vit.layers.1, vit.layers.2, vit.layers.3), pp_size=5. Use pp_size=4 or less.",
+        ),
+        (
+            VIT,
+            ["--layers-per-stage", "1,2"],
+            "hybridpp: layers_per_stage needs one count per stage, and all 4 blocks in the sum: got [1, 2] (sum 3) for "
+            "2 stages. Balanced would be [2, 2].",
+        ),
+        (
+            VIT,
+            ["--split-points", "vit.layers.9:after"],
+            "hybridpp: ViTForImageClassification has no module 'vit.layers.9'. Did you mean vit.layers.3 or "
+            "vit.layers.2 or vit.layers.1?",
+        ),
+        (
+            VIT,
+            ["--split-points", "vit.layers.1:behind"],
+            "hybridpp: split_points says 'before' or 'after' a module: got 'behind' for 'vit.layers.1'.",
+        ),
+        (
+            VIT,
+            ["--split-points", "vit.layers.1:after", "--layers-per-stage", "2,2"],
+            "hybridpp: give layers_per_stage or split_points, not both: got [2, 2] and {'vit.layers.1': 'after'}.",
+        ),
+        (
+            ViTConfig(architectures=["ViTForTea"]),
+            [],
+            "hybridpp: transformers has no class 'ViTForTea', which the configuration names. Choose one with --task.",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_exit_code_2(refusal, config, arguments, line):
+    if "--pp-size" not in arguments:
+        arguments = ["--pp-size", "2", *arguments]
+    assert refusal(config, *arguments) == line
+
+
+def test_other_refusals_say_what_would_do(refusal, tmp_path):
+    assert re.match(
+        r"hybridpp: --task is one of AudioClassification, .*CausalLM, .*: got 'Tea'\.",
+        refusal(VIT, "--pp-size", "2", "--task", "Tea"),
+    )
+    assert refusal(VIT, "--pp-size", "2", "--task", "CausalLM").startswith(
+        "hybridpp: no model can be built from this ViTConfig: Unrecognized configuration class"
+    )
+    broken = ViTConfig(**TINY, hidden_act="tea", architectures=["ViTForImageClassification"])
+    assert refusal(broken, "--pp-size", "2") == "hybridpp: no model can be built from this ViTConfig: 'tea'"
+    (tmp_path / "model/config.json").unlink()
+    assert refusal(None, "--pp-size", "2") == (
+        "hybridpp: TMP/model has no config.json. Give the folder that save_pretrained wrote."
+    )
+    (tmp_path / "model/config.json").write_text('{"model_type": "tea"}')
+    assert refusal(None, "--pp-size", "2").startswith(
+        "hybridpp: transformers cannot read the configuration of 'TMP/model': "
+    )
+
+
+def test_a_sample_that_does_not_fit_is_named(refusal):
+    config = BertConfig(**TINY, vocab_size=50, max_position_embeddings=24)
+    assert refusal(config, "--pp-size", "2", "--sequence-length", "25").startswith(
+        "hybridpp: BertModel does not run on the inputs that were made from its configuration, "
+        "input_ids [1, 25], attention_mask [1, 25]: "
+    )

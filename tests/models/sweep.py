@@ -1,0 +1,224 @@
+"""Cut every architecture of transformers' registry and compare each gradient with the whole model's."""
+
+import argparse
+import copy
+import json
+import multiprocessing
+import os
+import resource
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from models.table import page
+from models.zoo import Architecture, DoesNotBuild, Specimen, architectures, build, criterion, plain_step
+from support import boosted, gradients_of, sgd
+from torch import Tensor, nn
+
+from hybridpp.cluster import Loopback
+from hybridpp.partition import dissect
+
+TIME_LIMIT_S, MEMORY_GIB = 100.0, 10
+
+
+def staged_step(specimen: Specimen, pp_size: int) -> tuple[float, dict[str, Tensor], list[tuple[int, int]]]:
+    """Loss, gradients, and of each boundary the number of values that cross it and their bytes per sample."""
+
+    def run() -> tuple[float, dict[str, Tensor], tuple[int, int]]:
+        model = copy.deepcopy(specimen.model)
+        booster, model, optimizer = boosted(model, sgd, specimen.batch, pp_size=pp_size, num_microbatches=2)
+        loss = booster.execute_pipeline(iter([specimen.batch]), model, criterion, optimizer)["loss"].item()
+        staged = booster.plugin._engine(model).staged
+        samples = len(next(iter(specimen.batch.values()))) // 2
+        plans = next(iter(staged._plans.values()), {})
+        specs = [spec for plan in plans.values() for spec in plan.incoming_specs]
+        size = sum(torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in specs) // samples
+        return loss, gradients_of(booster, model), (len(specs), size)
+
+    ranks = Loopback(pp_size).run(run)
+    gradients: dict[str, Tensor] = {}
+    for _, owned, _ in ranks:
+        gradients.update(owned)
+    return ranks[-1][0], gradients, [crossing for *_, crossing in ranks[1:]]
+
+
+def compare(specimen: Specimen, pp_size: int, expected: tuple[Tensor, dict[str, Tensor]]) -> dict[str, Any]:
+    """What comes of cutting a model: right, or what is wrong."""
+    start = time.perf_counter()
+    try:
+        loss, gradients, crossing = staged_step(specimen, pp_size)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        return {"right": False, "error": f"{type(error).__name__}: {text}", "traceback": traceback.format_exc()}
+    whole_loss, whole = expected
+    wrong = [] if abs(loss - float(whole_loss)) <= 1e-6 + 1e-5 * abs(float(whole_loss)) else [f"loss {loss}"]
+    for name, parameter in specimen.model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        gradient = whole.get(name, torch.zeros_like(parameter))
+        if name not in gradients:
+            wrong.append(f"{name} is missing")
+        elif not torch.allclose(gradients[name], gradient, atol=1e-6, rtol=1e-5):
+            wrong.append(
+                f"{name} differs by {(gradients[name] - gradient).abs().max():.1e} of {gradient.abs().max():.1e}"
+            )
+    seconds = time.perf_counter() - start
+    result: dict[str, Any] = {"right": not wrong, "crossing": crossing, "seconds": seconds}
+    if wrong:
+        result["error"] = f"{len(wrong)} of {len(whole)} gradients differ: {'; '.join(wrong[:3])}"
+    return result
+
+
+def examine(architecture: Architecture) -> dict[str, Any]:
+    """Everything the table says of one architecture."""
+    start = time.perf_counter()
+    try:
+        specimen = build(architecture)
+    except DoesNotBuild as error:
+        return {"builds": False, "reason": str(error)}
+    result: dict[str, Any] = {
+        "builds": True,
+        "class": type(specimen.model).__name__,
+        "batch": {name: list(value.shape) for name, value in specimen.batch.items()},
+        "build_seconds": time.perf_counter() - start,
+        "own_loss": specimen.task != "",
+    }
+    result["blocks"] = _count_blocks(specimen.model)
+    torch.manual_seed(0)
+    expected = plain_step(copy.deepcopy(specimen.model), specimen.batch, 2)
+    for pp_size in (1, 2, 4):
+        found = compare(specimen, pp_size, expected)
+        if not found["right"] and "differ" in found["error"]:
+            found = _in_double(specimen, pp_size) or found
+        result[f"pp{pp_size}"] = found
+    return result
+
+
+def _in_double(specimen: Specimen, pp_size: int) -> dict[str, Any] | None:
+    """The comparison in fp64, if that removes the difference: it was rounding then."""
+    model = copy.deepcopy(specimen.model).double()
+    batch = {name: value.double() if value.is_floating_point() else value for name, value in specimen.batch.items()}
+    double = Specimen(model, batch, specimen.task)
+    try:
+        expected = plain_step(copy.deepcopy(model), batch, 2)
+    except Exception:
+        return None
+    found = compare(double, pp_size, expected)
+    return found | {"double": True} if found["right"] else None
+
+
+def _count_blocks(model: nn.Module) -> int:
+    try:
+        return len(dissect(model, 4).blocks)
+    except Exception:
+        return 0
+
+
+def _worker(pipe: Connection, log: Path) -> None:
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_GIB << 30, MEMORY_GIB << 30))
+    with log.open("a") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+        while True:
+            architecture = pipe.recv()
+            print(f"\n=== {architecture.name}", flush=True)
+            try:
+                pipe.send(examine(architecture))
+            except BaseException:
+                pipe.send({"builds": False, "reason": traceback.format_exc()[-300:]})
+
+
+class Worker:
+    """A forked process that examines one architecture after the other, and is replaced when it hangs or dies."""
+
+    def __init__(self, log: Path):
+        self._log = log
+        self.busy: Architecture | None = None
+        self._since = 0.0
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_worker, args=(theirs, self._log), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def give(self, architecture: Architecture) -> None:
+        self.busy, self._since = architecture, time.monotonic()
+        self.pipe.send(architecture)
+
+    def result(self) -> dict[str, Any] | None:
+        """What came of the current architecture; None while it is being examined."""
+        result = None
+        if self.pipe.poll():
+            try:
+                result = self.pipe.recv()
+            except EOFError:
+                result = {"builds": False, "reason": "the process died"}
+                self._start()
+        elif time.monotonic() - self._since > TIME_LIMIT_S:
+            result = {"builds": False, "reason": f"takes more than {TIME_LIMIT_S:.0f} s"}
+            self._process.kill()
+            self._start()
+        if result is not None:
+            self.busy = None
+        return result
+
+
+def sweep(todo: list[Architecture], folder: Path, jobs: int) -> None:
+    """Examine architectures in processes of their own; one JSON file each."""
+    workers = [Worker(folder / f"worker{number}.log") for number in range(jobs)]
+    waiting = todo[::-1]
+    done = 0
+    while done < len(todo):
+        for worker in workers:
+            if worker.busy is None and waiting:
+                worker.give(waiting.pop())
+        wait([worker.pipe for worker in workers if worker.busy], timeout=1.0)
+        for worker in workers:
+            architecture = worker.busy
+            result = worker.result() if architecture else None
+            if architecture and result:
+                done += 1
+                _save(folder, architecture, result)
+                print(f"{done}/{len(todo)} {architecture.name}: {_summary(result)}", flush=True)
+
+
+def _save(folder: Path, architecture: Architecture, result: dict[str, Any]) -> None:
+    (folder / f"{architecture.name}.json").write_text(json.dumps(result | {"name": architecture.name}, indent=1))
+
+
+def _summary(result: dict[str, Any]) -> str:
+    if not result["builds"]:
+        return f"does not build: {result['reason'][:150]}"
+    return " ".join(
+        f"pp{n} {'right' if result[f'pp{n}']['right'] else result[f'pp{n}']['error'][:150]};" for n in (1, 2, 4)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="architectures; all without")
+    parser.add_argument("--cache", type=Path, default=Path("/tmp/hybridpp-models"), help="folder of the results")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--again", action="store_true", help="examine also what the folder holds")
+    parser.add_argument("--page", type=Path, help="file of the table, written from all results of the folder")
+    options = parser.parse_args()
+    options.cache.mkdir(parents=True, exist_ok=True)
+    everything = [a for a in architectures() if not options.names or a.name in options.names]
+    known = {path.stem for path in options.cache.glob("*.json")}
+    sweep([a for a in everything if options.again or a.name not in known], options.cache, options.jobs)
+    if options.page:
+        files = [options.cache / f"{architecture.name}.json" for architecture in architectures()]
+        results = [json.loads(file.read_text()) for file in files if file.exists()]
+        options.page.parent.mkdir(exist_ok=True)
+        options.page.write_text(page(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""The page that says which models are cut right."""
+
+import re
+from collections import Counter
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+import transformers
+
+Result = dict[str, Any]
+
+_SIZES = (2, 4)
+
+
+def page(results: list[Result]) -> str:
+    """docs/models.md, of the results of a sweep."""
+    results = sorted(results, key=lambda result: result["name"])
+    built = [result for result in results if result["builds"]]
+    rows = "\n".join(_row(result) for result in built)
+    unbuilt = Counter(_kind(result["reason"]) for result in results if not result["builds"])
+    kinds = "\n".join(f"| {count} | {kind} |" for kind, count in unbuilt.most_common())
+    reasons = "\n".join(f"| {r['name']} | {_cell(r['reason'], 160)} |" for r in results if not r["builds"])
+    return f"""# Which models are cut right
+
+Written by `make models` on {datetime.now(UTC):%Y-%m-%d}, with torch {torch.__version__} and transformers \
+{transformers.__version__}.
+
+Each architecture (model type) in transformers' registry is made tiny by one rule over the names of its configuration's
+fields, and given a batch by one rule per kind of input (`tests/models/`); nothing there or in the library names a
+model. It *builds* if a step in plain PyTorch gives a finite loss and gradients, the same twice. It is *right* if
+the loss and **every** parameter's gradient of `booster.execute_pipeline` (2 micro-batches, fp32) agree with that
+step's to 1e-6 (absolute, plus 1e-5 relative). Stages are ranks inside one process. One class stands for each
+architecture.
+
+{_totals(results, built)}
+{_failures(built)}
+## Architectures
+
+Blocks: after how many modules the model may be cut, for 4 stages. Crossing: values that cross a border at pp=4, and
+their bytes per sample of the tiny model, at the busiest border. s: seconds for both cuts. f64: rounding in fp32 exceeds
+the limit; in fp64 nothing differs.
+
+| architecture | class | blocks | crossing | s | pp=2 | pp=4 |
+|---|---|--:|--:|--:|---|---|
+{rows}
+
+## What does not build
+
+These say nothing about the library: the rules that make configurations and batches do not fit them.
+
+| number | kind |
+|--:|---|
+{kinds}
+
+| architecture | reason, first try |
+|---|---|
+{reasons}
+"""
+
+
+def _totals(results: list[Result], built: list[Result]) -> str:
+    lines = ["| | number | share |", "|---|--:|--:|", f"| architectures in the registry | {len(results)} | |"]
+    lines.append(f"| build | {len(built)} | {_share(len(built), len(results))} |")
+    for size in (1, *_SIZES):
+        right = sum(result[f"pp{size}"]["right"] for result in built)
+        lines.append(f"| of those, right at pp={size} | {right} | {_share(right, len(built))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.1f} %"
+
+
+def _failures(built: list[Result]) -> str:
+    failed = [(r, size) for r in built for size in (1, *_SIZES) if not r[f"pp{size}"]["right"]]
+    if not failed:
+        return ""
+    rows = "\n".join(
+        f"| {r['name']} | {size} | {_category(r[f'pp{size}']['error'])} | {_cell(r[f'pp{size}']['error'], 400)} |"
+        for r, size in failed
+    )
+    return f"""## What fails, and what the user is told
+
+| architecture | pp | cause | error |
+|---|--:|---|---|
+{rows}
+"""
+
+
+def _category(error: str) -> str:
+    for part, category in {
+        "branches on": "glue looks at computed values",
+        "at least one block": "this forward runs fewer blocks than stages",
+        "gradients differ": "wrong result",
+    }.items():
+        if part in error:
+            return category
+    return "error"
+
+
+def _row(result: Result) -> str:
+    crossing = result["pp4"].get("crossing") or []
+    count, size = max(crossing, key=lambda value: (value[1], value[0]), default=(0, 0))
+    across = f"{count}: {size}" if crossing else ""
+    cells = [_verdict(result[f"pp{stages}"]) for stages in _SIZES]
+    seconds = sum(result[f"pp{stages}"].get("seconds", 0.0) for stages in _SIZES)
+    name, kind, blocks = result["name"], result["class"], result["blocks"]
+    return f"| {name} | {kind} | {blocks} | {across} | {seconds:.1f} | {' | '.join(cells)} |"
+
+
+def quick(text: str) -> list[str]:
+    """The quicker half of the architectures that a page calls right at every size."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    right = [row for row in rows if len(row) == 7 and row[5:] == ["right", "right"]]
+    median = sorted(float(row[4]) for row in right)[len(right) // 2]
+    return [row[0] for row in right if float(row[4]) <= median]
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    if not found["right"]:
+        return "**no**"
+    return "right, f64" if found.get("double") else "right"
+
+
+def _cell(text: str, length: int) -> str:
+    text = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _kind(reason: str) -> str:
+    for pattern, kind in (
+        (r"^ImportError", "needs a package that is not installed"),
+        (r"^needs .* MiB", "too large when made tiny"),
+        (r"^takes more than", "takes too long"),
+        (r"^not deterministic", "not deterministic by itself"),
+        (
+            r"missing .* argument|have to specify|cannot be `None`|must be provided",
+            "needs inputs that no rule here makes",
+        ),
+        (r"Validation|^ValueError|^KeyError", "refuses the configuration or the batch"),
+        (r"^RuntimeError|^IndexError", "sizes that do not fit together"),
+        (r"^TypeError|^AttributeError", "its default configuration lacks a value, or the batch lacks an input"),
+    ):
+        if re.search(pattern, reason):
+            return kind
+    return "other"

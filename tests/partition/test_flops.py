@@ -1,0 +1,36 @@
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hybridpp.partition.flops import flop_counter
+
+B, H, S, D = 2, 3, 5, 4  # batch, heads, sequence, head width
+
+
+def counted(function, *shapes):
+    with FakeTensorMode(), flop_counter() as counter:
+        function(*(torch.empty(shape, dtype=torch.bfloat16) for shape in shapes))
+    return counter.get_total_flops()
+
+
+def test_attention_on_the_cpu_is_counted():
+    shape = (B, H, S, D)
+    assert counted(torch.nn.functional.scaled_dot_product_attention, shape, shape, shape) == 4 * B * H * S * S * D
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "flops"),
+    [
+        ((32, 16), (4, 16, 8), 2 * 32 * 16 * 8),
+        ((4, 32, 16), (4, 16, 8), 2 * 4 * 32 * 16 * 8),
+        ((4, 32, 16), (16, 8), 2 * 32 * 16 * 8),
+        ((32, 16), (16, 8), 2 * 32 * 16 * 8),
+    ],
+)
+def test_products_of_groups_are_counted(first, second, flops):
+    def product(one, other):
+        ragged = len(first) == 2 or len(second) == 2
+        ends = torch.empty(4, dtype=torch.int32) if ragged else None
+        return torch._grouped_mm(one, other, offs=ends)
+
+    assert counted(product, first, second) == flops
