@@ -488,3 +488,25 @@ def test_several_stages_per_rank_with_tied_weights_and_evaluation(dp_size):
             return booster.execute_pipeline(iter([DATA]), model, squares)["loss"].item()
 
     assert Loopback(2).run(run) == [pytest.approx(expected[0][0], abs=1e-6)] * 2
+
+
+class ReturnsHiddenStates(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.vit = tiny_vit()
+
+    def forward(self, **inputs):
+        return self.vit(output_hidden_states=True, **inputs)
+
+
+@pytest.mark.parametrize("pp_size", [2, 4])
+def test_hidden_states_of_every_stage_reach_the_criterion(pp_size):
+    def criterion(outputs, inputs):
+        assert len(outputs.hidden_states) == 5
+        return outputs.loss + sum(hidden.square().mean() for hidden in outputs.hidden_states)
+
+    options = {"batches": [image_batch(6)], "criterion": criterion}
+    expected = losses_and_gradients(ReturnsHiddenStates, 1, **options)
+    actual = losses_and_gradients(ReturnsHiddenStates, pp_size, **options)
+    assert actual[0] == expected[0]
+    assert_near(actual[1], expected[1])
