@@ -82,7 +82,8 @@ class Booster:
         Collective: all ranks, with the same model and weights.
 
         Args:
-            model: any module, with the same weights on every rank.
+            model: any module, with the same weights on every rank; or built on the meta device, to be filled by
+                :meth:`load_model` before anything else.
             optimizer: any ``torch.optim`` optimizer.
             criterion: ``criterion(outputs, inputs)`` -> scalar; returned as it is.
             dataloader: returned as it is; a sample of its dataset shows how the model is called.
@@ -169,6 +170,8 @@ class Booster:
 
     def load_model(self, model: nn.Module, path: str | Path, strict: bool = True) -> None:
         """Read weights from such a folder into the boosted model. Collective: all ranks.
+
+        Each rank reads the tensors that it owns. Beside them, its memory holds at most one file of the folder, mapped.
 
         Args:
             model: the boosted model.

@@ -2,14 +2,14 @@
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hybridpp.checkpoint.pretrained import open_pretrained
+from hybridpp.checkpoint.read import Contents, open_plain
 from hybridpp.errors import CheckpointError
 
 
@@ -50,35 +50,12 @@ def _shell(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel
     return shell
 
 
-def read_folder(model: nn.Module, path: Path, strict: bool) -> dict[str, Tensor]:
-    """The whole state in a folder, by the model's names, on the host, in the dtypes of the files.
+def open_folder(model: nn.Module, path: Path, strict: bool) -> Contents:
+    """What a folder holds for a model. No weight is read before :attr:`Contents.read` is called.
 
     Raises:
         CheckpointError: there are no weights, or, if ``strict``, names are missing or unexpected.
     """
     if not path.is_dir():
         raise CheckpointError(f"there is no folder {path}. Give the folder that save_model wrote.")
-    if isinstance(model, PreTrainedModel):
-        return _read_pretrained(model, path, strict)
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{path} holds no *.safetensors file. Give the folder that save_model wrote.")
-    state: dict[str, Tensor] = {}
-    for file in files:
-        state.update(load_file(file))
-    return state
-
-
-def _read_pretrained(model: PreTrainedModel, path: Path, strict: bool) -> dict[str, Tensor]:
-    try:
-        loaded: Any = type(model).from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=False)
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path} does not hold weights for {type(model).__name__}: {error}") from error
-    whole, info = loaded
-    if strict and (info["missing_keys"] or info["unexpected_keys"]):
-        raise CheckpointError(
-            f"{path} does not fit {type(model).__name__}: missing {sorted(info['missing_keys'])}, "
-            f"unexpected {sorted(info['unexpected_keys'])}. Use strict=False to load what fits."
-        )
-    missing = set(info["missing_keys"])
-    return {name: tensor for name, tensor in whole.state_dict().items() if name not in missing}
+    return open_pretrained(model, path, strict) if isinstance(model, PreTrainedModel) else open_plain(path)

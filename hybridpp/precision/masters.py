@@ -37,6 +37,13 @@ class MasterWeights:
         self._note_versions()
 
     @torch.no_grad()
+    def set(self, name: str, value: Tensor) -> None:
+        """Give one master a value and round it into its weight."""
+        self.masters[name].copy_(value)
+        self._working[name].copy_(value)
+        self._versions[name] = self._working[name]._version
+
+    @torch.no_grad()
     def to_working(self) -> None:
         """Round the masters into the weights that the model computes with."""
         working: list[Tensor] = [self._working[name] for name in self.masters]

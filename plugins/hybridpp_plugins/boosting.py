@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hybridpp.checkpoint import gather_objects
+from hybridpp.checkpoint import allocate, derive_buffers, gather_objects
 from hybridpp.config import Precision
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.errors import ConfigError
@@ -20,6 +20,7 @@ from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer, NormPlan
 from hybridpp_plugins.settings import Settings
+from hybridpp_plugins.unfilled import Unfilled
 
 # Elements of each parameter that are compared between ranks: enough to see two initialisations apart.
 _NUM_COMPARED = 16
@@ -43,6 +44,8 @@ def boost(
     if optimizer is not None:
         _check_optimizer(optimizer, names)
     _check_same_weights(model, seed, layout)
+    unfilled = Unfilled(aliases.get(name, name) for name, leaf in state.items() if leaf.is_meta)
+    derive_buffers(model)
     dtype = working_dtype(model, settings.precision)
     num_ranks, num_chunks = layout.grid.pp_size, settings.pipeline.num_model_chunks
     # In a loop: stage s is on rank s % num_ranks.
@@ -58,14 +61,18 @@ def boost(
         config=settings.partition,
         agree=lambda seconds: list(gather_objects(layout.control, seconds)[0]),
     )
-    model.to(device=device)
+    # As model.to, but leaves alone what has no numbers yet: it gets its memory last, in its final format.
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]  # torch
     masters = _masters(model, settings.precision)
     cast(model, dtype)
+    unfilled.watch(model)
+    allocate(model, masters.masters.values(), device)
     buckets, boosted = None, None
     if optimizer is not None:
         _repoint(optimizer, names, dict(model.named_parameters()), masters)
         holders = {name: tuple(sorted({placement[s] for s in stages})) for name, stages in staged.owners.items()}
         buckets, boosted = _training(optimizer, model, holders, masters, settings, layout)
+        boosted.unfilled = unfilled
     return Engine(
         staged=staged,
         layout=layout,
@@ -78,6 +85,7 @@ def boost(
         masters=masters,
         dtypes=dtypes,
         model_dtype=model_dtype,
+        unfilled=unfilled,
         aliases=aliases,
         buffer_names=frozenset(state) - frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)),
     )
@@ -111,6 +119,8 @@ def _check_same_weights(model: nn.Module, seed: int, layout: Layout) -> None:
             flat = parameter.detach().reshape(-1)
             some = flat[:: max(1, flat.numel() // _NUM_COMPARED)][:_NUM_COMPARED].double().cpu()
             digest = zlib.crc32(some.numpy().tobytes(), digest)
+    for name, buffer in model.named_buffers():
+        digest = zlib.crc32(f"{name} {tuple(buffer.shape)} {buffer.dtype} {buffer.is_meta}".encode(), digest)
     rows = layout.control.all_gather(torch.tensor([float(digest)], dtype=torch.float64))
     others = [rank for rank, row in enumerate(rows) if float(row) != float(rows[0])]
     if others:

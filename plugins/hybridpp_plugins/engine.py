@@ -32,6 +32,7 @@ from hybridpp.precision import MasterWeights
 from hybridpp.schedule import Programs, check_program, forward_only, gpipe, lower, one_f_one_b
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer
+from hybridpp_plugins.unfilled import Unfilled
 
 _FIRST_EVALUATION = 2**62
 
@@ -62,6 +63,7 @@ class Engine:
         masters: fp32 masters; empty in fp32.
         dtypes: the dtype that each tensor of the state had before boost.
         model_dtype: the model's own, for its config.
+        unfilled: weights that wait for ``load_model``.
         aliases: further names of tied parameters, each with the first name.
         buffer_names: persistent buffers of the whole model.
         num_steps: training steps run so far.
@@ -79,6 +81,7 @@ class Engine:
     masters: MasterWeights
     dtypes: Mapping[str, torch.dtype]
     model_dtype: torch.dtype | None
+    unfilled: Unfilled
     aliases: Mapping[str, str]
     buffer_names: frozenset[str]
     num_steps: int = 0
@@ -99,6 +102,7 @@ class Engine:
 
     def check_call(self, criterion: Criterion | None, optimizer: Optimizer | None, return_loss: bool) -> None:
         """Refuse arguments of ``execute_pipeline`` that do not fit together, before anything is communicated."""
+        self.unfilled.check()
         training = torch.is_grad_enabled()
         if optimizer is not None and optimizer is not self.optimizer:
             raise ConfigError("execute_pipeline takes the optimizer that booster.boost returned for this model.")

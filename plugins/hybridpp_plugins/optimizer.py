@@ -17,6 +17,7 @@ from hybridpp.data_parallel import GradientBuckets
 from hybridpp.errors import ConfigError
 from hybridpp.optim import norms, total_norm
 from hybridpp.precision import LossScale, MasterWeights, after_step
+from hybridpp_plugins.unfilled import Unfilled
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class HybridOptimizer(Optimizer):
         skipped_steps: steps left out because a gradient overflowed (fp16).
         applied_steps: steps that were taken.
         last_step_skipped: whether the last one was.
+        unfilled: weights of the model that wait for ``load_model``.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class HybridOptimizer(Optimizer):
         self.skipped_steps = 0
         self.applied_steps = 0
         self.last_step_skipped = False
+        self.unfilled = Unfilled(())
         self._optimizer = optimizer
         self._buckets = buckets
         self._masters = masters
@@ -105,6 +108,7 @@ class HybridOptimizer(Optimizer):
 
         Collective: all replicas, unless inside ``booster.no_sync``.
         """
+        self.unfilled.check()
         self._norm = None
         self._buckets.begin()
         self._buckets.last_backward()

@@ -1,17 +1,19 @@
 """A boosted model's weights, to disk and back."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hybridpp.checkpoint import gather_objects, gather_tensors, read_folder, write_folder
+from hybridpp.checkpoint import Contents, gather_objects, gather_tensors, open_folder, write_folder
 from hybridpp.errors import CheckpointError, HybridppError, PeerError
 from hybridpp_plugins.engine import Engine
 
 
 def save_weights(engine: Engine, path: Path, max_shard_size: str) -> None:
     """Gather the weights of one replica on rank 0 and write them. Collective: all ranks."""
+    engine.unfilled.check()
     control = engine.layout.control
     tensors = {name: tensor.to(engine.dtypes.get(name, tensor.dtype)) for name, tensor in _full_precision(engine)}
     whole = gather_tensors(control, engine.layout.pipelines[0], tensors)
@@ -35,46 +37,69 @@ def _full_precision(engine: Engine) -> list[tuple[str, Tensor]]:
     ]
 
 
-@torch.no_grad()
 def load_weights(engine: Engine, path: Path, strict: bool) -> None:
     """Read what this rank owns. Collective: all ranks."""
     failure: Exception | None = None
+    found: set[str] = set()
     try:
-        _copy(engine, read_folder(engine.model, path, strict), path, strict)
+        contents = open_folder(engine.model, path, strict)
+        places = _places(engine, contents)
+        targets = _check(engine, contents, places, path, strict)
+        _copy(engine, contents, places, targets)
+        found = set(places)
     except Exception as error:
         failure = error
     _agree(engine, failure, "reading the weights")
+    engine.unfilled.fill(found)
 
 
-def _copy(engine: Engine, state: dict[str, Tensor], path: Path, strict: bool) -> None:
-    # A tied weight may be in the file under any of its names.
+def _places(engine: Engine, contents: Contents) -> dict[str, str]:
+    """The names in the folder of the whole model's weights. A tied one may be there under any of its names."""
+    names = {name: name for name in (*engine.staged.owners, *engine.buffer_names) if name in contents.shapes}
     for alias, name in engine.aliases.items():
-        if alias in state:
-            state.setdefault(name, state[alias])
+        if alias in contents.shapes:
+            names.setdefault(name, alias)
+    return names
+
+
+def _check(
+    engine: Engine, contents: Contents, places: Mapping[str, str], path: Path, strict: bool
+) -> dict[str, Tensor]:
+    """This rank's tensors that the folder has, if it fits."""
+    kind = type(engine.model).__name__
     targets = {
         name: tensor
         for name, tensor in engine.model.state_dict().items()
         if name not in engine.aliases and isinstance(tensor, Tensor)
     }
     known = {*engine.staged.owners, *engine.aliases, *engine.buffer_names}
-    missing = sorted(name for name in targets if name not in state)
-    unexpected = sorted(name for name in state if name not in known)
+    missing = sorted(name for name in targets if name not in places)
+    unexpected = sorted(name for name in contents.shapes if name not in known)
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"{path} does not fit {type(engine.model).__name__}: missing {missing}, unexpected {unexpected}. "
+            f"{path} does not fit {kind}: missing {missing}, unexpected {unexpected}. "
             "Use strict=False to load what fits."
         )
-    for name, target in targets.items():
-        if name not in state:
-            continue
-        if state[name].shape != target.shape:
+    targets = {name: tensor for name, tensor in targets.items() if name in places}
+    for name, tensor in targets.items():
+        there, here = contents.shapes[places[name]], tuple(tensor.shape)
+        if there != here:
             raise CheckpointError(
-                f"{path} does not fit {type(engine.model).__name__}: {name} has shape {tuple(state[name].shape)} "
-                f"there, {tuple(target.shape)} here. Load it with from_pretrained(ignore_mismatched_sizes=True) first."
+                f"{path} does not fit {kind}: {name} has shape {there} there, {here} here. "
+                "Load it with from_pretrained(ignore_mismatched_sizes=True) first."
             )
-        target.copy_(state[name])
+    return targets
+
+
+@torch.no_grad()
+def _copy(engine: Engine, contents: Contents, places: Mapping[str, str], targets: Mapping[str, Tensor]) -> None:
+    wanted = {places[name]: name for name in targets}
+    for there, value in contents.read(list(wanted)):
+        name = wanted[there]
         if name in engine.masters.masters:
-            engine.masters.masters[name].copy_(state[name])
+            engine.masters.set(name, value)
+        else:
+            targets[name].copy_(value)
 
 
 def _agree(engine: Engine, failure: Exception | None, what: str) -> None:

@@ -13,6 +13,17 @@ def model():
     return made
 
 
+def test_a_master_that_is_set_is_not_taken_back_from_its_rounded_weight():
+    net = model()
+    weights = MasterWeights(dict(net.named_parameters()))
+    net.bfloat16()
+    value = torch.full((3, 3), 1.001)
+    weights.set("0.weight", value)
+    weights.from_working()
+    assert torch.equal(weights.masters["0.weight"], value)
+    assert torch.equal(net[0].weight, value.bfloat16())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_masters_keep_what_the_working_weights_round(dtype):
     net = model()

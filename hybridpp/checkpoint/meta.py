@@ -1,0 +1,126 @@
+"""Models on the meta device: memory for what a file will fill, and what no file holds."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hybridpp.errors import ConfigError
+
+
+def allocate(model: nn.Module, others: Iterable[Tensor], device: torch.device) -> None:
+    """Give a model's tensors on the meta device, and others, memory on ``device``, not yet written to.
+
+    They stay the same objects, so that ties between modules and an optimizer's groups hold.
+    """
+    waiting = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *others) if tensor.is_meta}
+    recurrent = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.RNNBase) and any(id(parameter) in waiting for parameter in module.parameters())
+    ]
+    for module in recurrent:
+        module._flat_weight_refs = []  # weak references forbid to change a tensor (see RNNBase._apply)
+    for tensor in waiting.values():
+        _become(tensor, torch.empty_like(tensor, device=device, requires_grad=False))
+    for module in recurrent:
+        module._init_flat_weights()
+
+
+def _become(tensor: Tensor, value: Tensor) -> None:
+    new = nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]  # torch
+
+
+def derive_buffers(model: nn.Module) -> None:
+    """Compute the buffers on the meta device that are no part of the state (rotary frequencies, position numbers).
+
+    No file holds them. What a module does to reset itself makes them anew: ``_init_weights`` of the Hugging Face model
+    that it belongs to, which ``from_pretrained`` relies on too, or a ``reset_parameters`` of its own. All else in the
+    model is left as it is.
+
+    Raises:
+        ConfigError: a buffer is not made by either, or a tensor on the meta device is no buffer or parameter.
+    """
+    modules = dict(model.named_modules())
+    _check_attributes(modules)
+    waiting = [
+        (path, key, buffer)
+        for path, module in modules.items()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_meta and key in module._non_persistent_buffers_set
+    ]
+    if waiting:
+        with _all_on_meta(model), torch.no_grad():
+            for path, key, buffer in waiting:
+                _derive(buffer, path, key, [modules[name] for name in _upwards(path)])
+
+
+def _derive(buffer: Tensor, path: str, key: str, holders: list[nn.Module]) -> None:
+    buffers = holders[0]._buffers
+    if buffer.is_meta:  # else it is in several places, and this was the first
+        _become(buffer, torch.empty_like(buffer, device="cpu"))
+    version = buffer._version
+    for place, holder in enumerate(holders):
+        _reset(holder, next((above for above in holders[place:] if isinstance(above, PreTrainedModel)), None))
+        # Written to, or replaced by another one.
+        if buffer._version != version or (buffers.get(key) is not buffer and not _is_meta(buffers.get(key))):
+            return
+    raise ConfigError(
+        f"buffer {f'{path}.{key}'.lstrip('.')} is on the meta device, is no part of the state dict and is not made by "
+        f"a reset_parameters() of {type(holders[0]).__name__}. Write one, or build the model under accelerate's "
+        "init_empty_weights(), which puts only parameters on the meta device."
+    )
+
+
+def _is_meta(tensor: Tensor | None) -> bool:
+    return tensor is None or tensor.is_meta
+
+
+def _reset(module: nn.Module, owner: PreTrainedModel | None) -> None:
+    if owner is not None:
+        owner._init_weights(module)  # type: ignore[no-untyped-call]  # transformers
+    elif callable(reset := getattr(module, "reset_parameters", None)):
+        reset()
+
+
+def _upwards(path: str) -> Iterator[str]:
+    """A module's path, its parent's, and so on up to the root's."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
+def _check_attributes(modules: dict[str, nn.Module]) -> None:
+    for path, module in modules.items():
+        for key, value in vars(module).items():
+            held = any(value is buffer for buffer in module._buffers.values())
+            if isinstance(value, Tensor) and value.is_meta and not held:
+                raise ConfigError(
+                    f"{f'{path}.{key}'.lstrip('.')} is a tensor on the meta device that is no parameter and no buffer, "
+                    "so nothing can fill it. Register it as a buffer, or build the model under accelerate's "
+                    "init_empty_weights(), which puts only parameters on the meta device."
+                )
+
+
+@contextmanager
+def _all_on_meta(model: nn.Module) -> Iterator[None]:
+    """Inside, parameters and buffers that have numbers now are out of reach of those who would reset them."""
+    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    try:
+        for module in model.modules():
+            homes: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for home in homes:
+                for key, tensor in home.items():
+                    if tensor is not None and not tensor.is_meta:
+                        before.append((home, key, tensor))
+                        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+                        home[key] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
+        yield
+    finally:
+        for home, key, tensor in before:
+            home[key] = tensor
