@@ -94,6 +94,21 @@ def _has(module: nn.Module, attribute: str) -> bool:
     return vars(module).get(attribute) is not None
 
 
+def check_uncut(config: PartitionConfig) -> None:
+    """Refuse settings that ask for a cut where there is one stage.
+
+    Raises:
+        PartitionError: they do.
+    """
+    num_stages = len(config.layers_per_stage or [0])
+    if config.split_points or num_stages > 1:
+        asked = f"split_points={dict(config.split_points)}" if config.split_points else ""
+        raise PartitionError(
+            f"one stage is not cut: got {asked or f'layers_per_stage={list(config.layers_per_stage or [])}'} with "
+            "pp_size=1. Leave it out, or raise pp_size."
+        )
+
+
 def named_blocks(model: nn.Module, config: PartitionConfig) -> tuple[str, ...]:
     """Modules that the user names, which must be units of their own."""
     if config.layers_per_stage is not None:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from hybridpp.config import PartitionConfig
 from hybridpp.errors import PartitionError
 from hybridpp.partition.blocks import Anatomy, dissect, finest_units
-from hybridpp.partition.cut import CutPoint, assign_stages, choose_cut, named_blocks
+from hybridpp.partition.cut import CutPoint, assign_stages, check_uncut, choose_cut, named_blocks
 from hybridpp.partition.dice import Dice, Recompute
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.measure import measure_seconds, unit_costs
@@ -97,6 +97,8 @@ class StagedModel:
             self.owners = owners(trace, at, tuple(self.owners))
             foreign = self._foreign_units(anatomy, trace, at)
             self._hollows = strip(model, self.owners, self.stages, foreign, device, dtypes or {})
+        else:
+            check_uncut(config)
         model.forward = functools.partial(self._guarded, model.forward)
 
     def _choose_cut(

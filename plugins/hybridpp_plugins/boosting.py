@@ -50,17 +50,7 @@ def boost(
     num_ranks, num_chunks = layout.grid.pp_size, settings.pipeline.num_model_chunks
     # In a loop: stage s is on rank s % num_ranks.
     placement = tuple(stage % num_ranks for stage in range(num_ranks * num_chunks))
-    staged = StagedModel(
-        model,
-        len(placement),
-        [stage for stage, rank in enumerate(placement) if rank == layout.here.pp],
-        device=device,
-        sample=lambda: call_arguments(sample()),
-        compute_dtype=dtype,
-        dtypes=casts(model, dtype),
-        config=settings.partition,
-        agree=lambda seconds: list(gather_objects(layout.control, seconds)[0]),
-    )
+    staged = _cut(model, placement, settings, layout, device, dtype, sample)
     # As model.to, but leaves alone what has no numbers yet: it gets its memory last, in its final format.
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]  # torch
     masters = _masters(model, settings.precision)
@@ -88,6 +78,28 @@ def boost(
         unfilled=unfilled,
         aliases=aliases,
         buffer_names=frozenset(state) - frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)),
+    )
+
+
+def _cut(
+    model: nn.Module,
+    placement: tuple[int, ...],
+    settings: Settings,
+    layout: Layout,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    sample: Callable[[], Any],
+) -> StagedModel:
+    return StagedModel(
+        model,
+        len(placement),
+        [stage for stage, rank in enumerate(placement) if rank == layout.here.pp],
+        device=device,
+        sample=lambda: call_arguments(sample()),
+        compute_dtype=dtype,
+        dtypes=casts(model, dtype),
+        config=settings.partition,
+        agree=lambda seconds: list(gather_objects(layout.control, seconds)[0]),
     )
 
 

@@ -119,9 +119,9 @@ class Engine:
 
     def _check_trainable(self) -> None:
         """Refuse parameters that were frozen at boost and are not any more: no optimizer of ours knows them."""
-        assert self.buckets is not None
+        known = self.buckets.gradients if self.buckets else {}
         for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and name not in self.buckets.gradients:
+            if parameter.requires_grad and name not in known:
                 raise ConfigError(
                     f"{name} was frozen when the model was boosted and requires a gradient now. "
                     "Unfreeze it before booster.boost; freezing later is fine."
@@ -135,6 +135,8 @@ class Engine:
         criterion = criterion if training or return_loss else None
 
         def prepare() -> SplitBatch:
+            if training:
+                self._check_trainable()
             return split_batch(
                 read_batch(data_iter),
                 num_microbatches=self.pipeline.num_microbatches,
@@ -149,7 +151,6 @@ class Engine:
             self.layout.pp.rank
         ]
         if training and self.optimizer is not None:
-            self._check_trainable()
             self.optimizer.begin_accumulation()
         try:
             with preserved_random_state(self.device):

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from networks import IMAGES, ROWS, Chain, Network, cut, refused
-from support import assert_near, image_batch, model_loss, tiny_vit
+from support import assert_near, boosted, image_batch, model_loss, tiny_vit
 from torch import nn
 
 from hybridpp.config import PartitionConfig
@@ -229,3 +229,15 @@ def test_named_modules_are_blocks_of_their_own():
         "layer4.0",
         "layer4.1",
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"layers_per_stage": [2, 2]}, "one stage is not cut: got layers_per_stage=[2, 2] with pp_size=1."),
+        ({"split_points": {"0": "after"}}, "one stage is not cut: got split_points={'0': 'after'} with pp_size=1."),
+    ],
+)
+def test_a_cut_of_one_stage_is_refused(settings, text):
+    with pytest.raises(PartitionError, match=re.escape(text)):
+        boosted(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), None, None, **settings)
