@@ -92,12 +92,19 @@ def _is_plain(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, bool | int | float | str)
 
 
+def _is_setting(value: Any) -> bool:
+    """Whether an attribute is a plain value, or a tuple or list of such (the strides of a convolution)."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_setting, value))
+    return _is_plain(value)
+
+
 def _kind(module: nn.Module) -> Hashable:
     tensors = (*module._parameters.items(), *module._buffers.items())
     settings = tuple(
-        (name, value)
+        (name, repr(value))
         for name, value in vars(module).items()
-        if isinstance(value, bool | int | float | str) and name != "training" and not name.endswith(("idx", "index"))
+        if _is_setting(value) and name != "training" and not name.endswith(("idx", "index"))
     )
     sizes = tuple((name, t.shape, t.dtype, t.requires_grad) for name, t in tensors if t is not None)
     return type(module), settings, sizes

@@ -24,12 +24,16 @@ from hybridpp.partition import dissect
 TIME_LIMIT_S, MEMORY_GIB = 100.0, 10
 
 
-def staged_step(specimen: Specimen, pp_size: int) -> tuple[float, dict[str, Tensor], list[tuple[int, int]]]:
+def staged_step(
+    specimen: Specimen, pp_size: int, num_chunks: int
+) -> tuple[float, dict[str, Tensor], list[tuple[int, int]]]:
     """Loss, gradients, and of each boundary the number of values that cross it and their bytes per sample."""
+    chunks = {"schedule": "gpipe", "num_model_chunks": num_chunks} if num_chunks > 1 else {}
 
     def run() -> tuple[float, dict[str, Tensor], tuple[int, int]]:
         model = copy.deepcopy(specimen.model)
-        booster, model, optimizer = boosted(model, sgd, specimen.batch, pp_size=pp_size, num_microbatches=2)
+        options = {"pp_size": pp_size, "num_microbatches": 2, **chunks}
+        booster, model, optimizer = boosted(model, sgd, specimen.batch, **options)
         loss = booster.execute_pipeline(iter([specimen.batch]), model, criterion, optimizer)["loss"].item()
         staged = booster.plugin._engine(model).staged
         samples = len(next(iter(specimen.batch.values()))) // 2
@@ -45,11 +49,13 @@ def staged_step(specimen: Specimen, pp_size: int) -> tuple[float, dict[str, Tens
     return ranks[-1][0], gradients, [crossing for *_, crossing in ranks[1:]]
 
 
-def compare(specimen: Specimen, pp_size: int, expected: tuple[Tensor, dict[str, Tensor]]) -> dict[str, Any]:
-    """What comes of cutting a model: right, or what is wrong."""
+def compare(
+    specimen: Specimen, pp_size: int, expected: tuple[Tensor, dict[str, Tensor]], num_chunks: int = 1
+) -> dict[str, Any]:
+    """What comes of cutting a model, with so many stages per rank: right, or what is wrong."""
     start = time.perf_counter()
     try:
-        loss, gradients, crossing = staged_step(specimen, pp_size)
+        loss, gradients, crossing = staged_step(specimen, pp_size, num_chunks)
     except Exception as error:
         text = " ".join(str(error).split())
         return {"right": False, "error": f"{type(error).__name__}: {text}", "traceback": traceback.format_exc()}

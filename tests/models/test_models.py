@@ -40,5 +40,8 @@ def some() -> list[str]:
 def test_an_architecture_is_cut_right(place, name):
     architecture = next(found for found in architectures() if found.name == name)
     specimen = build(architecture)
-    result = compare(specimen, (2, 2, 4)[place % 3], plain_step(copy.deepcopy(specimen.model), specimen.batch, 2))
+    # Ranks, and stages per rank.
+    pp_size, num_chunks = ((2, 1), (2, 2), (4, 1))[place % 3]
+    expected = plain_step(copy.deepcopy(specimen.model), specimen.batch, 2)
+    result = compare(specimen, pp_size, expected, num_chunks)
     assert result["right"], result["error"]
