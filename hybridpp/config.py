@@ -161,7 +161,7 @@ class LossScaleConfig:
         growth_factor: the scale is multiplied by this after ``growth_interval`` clean steps.
         backoff_factor: and by this at an overflow.
         growth_interval: clean steps in a row before the scale grows.
-        hysteresis: overflows in a row that are skipped before the scale backs off.
+        hysteresis: the scale backs off at this many overflows in a row; every one of them is skipped.
         min_scale: the scale never falls below this.
         max_scale: nor rises above this.
     """

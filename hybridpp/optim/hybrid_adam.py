@@ -145,8 +145,7 @@ def _refuse_what_is_not_offered(
     if nvme_offload_fraction != 0.0 or nvme_offload_dir is not None:
         raise ConfigError(
             f"HybridAdam does not offload its state to NVMe: got nvme_offload_fraction={nvme_offload_fraction}, "
-            f"nvme_offload_dir={nvme_offload_dir!r}. Leave both out; ZeRO (zero_stage=1) divides the state by the "
-            f"data-parallel size."
+            f"nvme_offload_dir={nvme_offload_dir!r}. Leave both out; more pipeline stages divide the state too."
         )
 
 

@@ -207,8 +207,10 @@ class Engine:
         if present:
             values = torch.stack([loss for _, loss in present]).tolist()  # the step's one wait for the device
             values_at = {place: value for (place, _), value in zip(present, values, strict=True)}
-            total = math.fsum(value * batch.microbatches[place].share for place, value in values_at.items())
             bad = float(next((place for place, value in values_at.items() if not math.isfinite(value)), -1))
+            # The bad one stands for all: a sum of infinities would raise on this rank alone.
+            kept = {place: value for place, value in values_at.items() if bad in (-1, place)}
+            total = math.fsum(value * batch.microbatches[place].share for place, value in kept.items())
         rows = self.layout.control.all_gather(torch.tensor([total, bad], dtype=torch.float64))
         for ranks in self.layout.pipelines:
             value, place = rows[ranks[-1]].tolist()

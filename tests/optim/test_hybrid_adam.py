@@ -212,7 +212,7 @@ def test_step_hooks_run_once_a_step():
         (
             {"nvme_offload_fraction": 0.5},
             "HybridAdam does not offload its state to NVMe: got nvme_offload_fraction=0.5, nvme_offload_dir=None. "
-            "Leave both out; ZeRO (zero_stage=1) divides the state by the data-parallel size.",
+            "Leave both out; more pipeline stages divide the state too.",
         ),
         ({"nvme_offload_dir": "/nvme"}, "got nvme_offload_fraction=0.0, nvme_offload_dir='/nvme'. Leave both out"),
         (

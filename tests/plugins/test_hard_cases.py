@@ -297,6 +297,19 @@ def test_a_step_that_failed_leaves_nothing_behind():
     assert_near(gradients, {name: p.grad for name, p in model.named_parameters()})
 
 
+def test_losses_of_both_infinities_are_reported_on_every_rank():
+    def run():
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2, num_microbatches=2)
+        signs = iter([math.inf, -math.inf])
+        with pytest.raises(NonFiniteLossError, match="the loss of micro-batch 0 is infinite"):
+            booster.execute_pipeline(
+                iter([image_batch(4)]), model, lambda outputs, inputs: outputs.loss * next(signs), optimizer
+            )
+        return True
+
+    assert Loopback(2).run(run) == [True, True]
+
+
 def test_an_error_in_the_last_backward_leaves_nothing_behind():
     model = tiny_vit()
     model(**image_batch(8)).loss.backward()
