@@ -1,6 +1,6 @@
 """Schedules as values: what each rank computes, in which order. No torch in here."""
 
-from hybridpp.schedule.action import Action, Kind, Program, Programs
+from hybridpp.schedule.action import Action, Kind, Program, Programs, placement
 from hybridpp.schedule.check import check_program
 from hybridpp.schedule.gpipe import gpipe
 from hybridpp.schedule.lower import lower
@@ -19,5 +19,6 @@ __all__ = [
     "one_f_one_b",
     "parse_action",
     "peak_in_flight",
+    "placement",
     "render",
 ]

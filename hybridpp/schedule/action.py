@@ -5,10 +5,16 @@ from typing import NamedTuple, TypeAlias
 
 
 class Kind(StrEnum):
-    """What an action does; the values are the letters of its text form."""
+    """What an action does; the values are the letters of its text form.
+
+    A micro-batch goes back through a stage in one action, B, or in two: I hands the gradient on to the stage before,
+    W works out the parameters' gradients at any later time.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT_GRADIENT = "I"
+    WEIGHT_GRADIENT = "W"
     SEND_ACTIVATION = "SEND_F"
     RECEIVE_ACTIVATION = "RECV_F"
     SEND_GRADIENT = "SEND_B"
@@ -18,7 +24,7 @@ class Kind(StrEnum):
     @property
     def computes(self) -> bool:
         """Whether it runs part of the model, so that it stands in a schedule before lowering."""
-        return self in (Kind.FORWARD, Kind.BACKWARD)
+        return self in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 
 class Action(NamedTuple):
@@ -41,3 +47,9 @@ Program: TypeAlias = tuple[Action, ...]
 
 Programs: TypeAlias = tuple[Program, ...]
 """What every rank of a pipeline does."""
+
+
+def placement(programs: Programs) -> tuple[int, ...]:
+    """The rank of each stage; every stage must be in the programs, on one rank (``check_program`` sees to it)."""
+    rank_of = {action.stage: rank for rank, program in enumerate(programs) for action in program}
+    return tuple(rank_of[stage] for stage in range(len(rank_of)))

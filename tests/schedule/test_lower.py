@@ -41,6 +41,14 @@ def test_evaluation_sends_activations_only():
     """)
 
 
+def test_what_goes_back_in_two_parts_is_sent_after_the_first_and_reduced_after_the_last():
+    programs = tuple(tuple(map(parse_action, row.split())) for row in ("0F0 0F1 0I0 0W0 0B1", "1F0 1I0 1F1 1B1 1W0"))
+    assert render(lower(programs)) == dedent("""\
+        rank 0 | 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0I0 0RECV_B1 0W0 0B1 0REDUCE_GRAD
+        rank 1 | 1RECV_F0 1F0 1RECV_F1 1I0 1SEND_B0 1F1 1B1 1SEND_B1 1W0 1REDUCE_GRAD
+    """)
+
+
 @every_program
 def test_what_is_computed_stays_as_it_was(programs):
     assert tuple(tuple(action for action in row if action.kind.computes) for row in lower(programs)) == programs

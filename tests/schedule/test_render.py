@@ -6,7 +6,8 @@ import pytest
 from hybridpp.errors import ScheduleError
 from hybridpp.schedule import Action, Kind, forward_only, lower, one_f_one_b, parse_action, peak_in_flight, render
 
-LOWERED = [lower(one_f_one_b(4, 11)), lower(forward_only(3, 2)), lower(one_f_one_b(12, 3))]
+SPLIT = ((Action(0, Kind.FORWARD, 0), Action(0, Kind.INPUT_GRADIENT, 0), Action(0, Kind.WEIGHT_GRADIENT, 0)),)
+LOWERED = [lower(programs) for programs in (one_f_one_b(4, 11), forward_only(3, 2), one_f_one_b(12, 3), SPLIT)]
 
 
 def actions():
@@ -36,8 +37,8 @@ def test_torch_reads_our_text_and_writes_the_same():
 @pytest.mark.parametrize("text", ["", "F0", "0X0", "0f0", "-1F0", "0F0 ", "0F0 1F0", "0SEND_0", "0F-1"])
 def test_what_is_no_action(text):
     message = (
-        "an action is written like 2F0 (stage, one of F, B, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE_GRAD, micro-batch): "
-        f"got {text!r}."
+        "an action is written like 2F0 (stage, one of F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE_GRAD, "
+        f"micro-batch): got {text!r}."
     )
     with pytest.raises(ScheduleError, match=f"^{re.escape(message)}$"):
         parse_action(text)
