@@ -1,0 +1,89 @@
+"""What all ranks of a pipeline did in one step."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from hybridpp.errors import ConfigError
+from hybridpp.timeline.span import Span
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans of every rank, in any order. The clock may start anywhere; times are told from the first span on.
+
+    Raises:
+        ConfigError: a span ends before it starts, or its rank or stage is negative.
+    """
+
+    spans: tuple[Span, ...]
+
+    def __post_init__(self) -> None:
+        for span in self.spans:
+            if not span.start_ms <= span.end_ms or min(span.rank, span.stage) < 0:
+                raise ConfigError(
+                    "a span has a rank and a stage from 0 on and ends after it starts: "
+                    f"got {span.name} on rank {span.rank} from {span.start_ms:g} to {span.end_ms:g} ms."
+                )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks, counted from rank 0 to the highest that did anything."""
+        return max((span.rank for span in self.spans), default=-1) + 1
+
+    @property
+    def start_ms(self) -> float:
+        """When the first span starts, on the timeline's clock."""
+        return min((span.start_ms for span in self.spans), default=0.0)
+
+    @property
+    def makespan_ms(self) -> float:
+        """From the start of the first span to the end of the last, over all ranks."""
+        return max((span.end_ms for span in self.spans), default=0.0) - self.start_ms
+
+    @property
+    def idle_share(self) -> float:
+        """The share of all ranks' time in which they do not compute, between 0 and 1."""
+        total = self.num_ranks * self.makespan_ms
+        computing = sum(span.duration_ms for span in self.spans if span.computes)
+        return 1.0 - computing / total if total else 0.0
+
+    def busy_ms(self, rank: int) -> float:
+        """How long a rank computes."""
+        return sum(span.duration_ms for span in self.spans if span.rank == rank and span.computes)
+
+    def of_rank(self, rank: int) -> tuple[Span, ...]:
+        """A rank's spans, by when they start."""
+        return tuple(sorted((span for span in self.spans if span.rank == rank), key=lambda span: span[4:]))
+
+    def to_json(self) -> str:
+        """As text: an object whose ``spans`` are ``[rank, stage, kind, microbatch, start_ms, end_ms]``."""
+        return json.dumps({"columns": Span._fields, "spans": self.spans})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Timeline":
+        """The timeline that :meth:`to_json` wrote.
+
+        Raises:
+            ConfigError: the text is no timeline.
+        """
+        try:
+            return cls(tuple(_span(row) for row in json.loads(text)["spans"]))
+        except (TypeError, KeyError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f'a timeline is written as {{"spans": [[{", ".join(Span._fields)}], ...]}}: {error}.'
+            ) from error
+
+
+def _span(row: Any) -> Span:
+    rank, stage, kind, microbatch, start_ms, end_ms = row
+    return Span(
+        int(rank),
+        int(stage),
+        str(kind),
+        None if microbatch is None else int(microbatch),
+        float(start_ms),
+        float(end_ms),
+    )
