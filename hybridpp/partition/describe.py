@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from hybridpp.config import PartitionConfig
-from hybridpp.partition.blocks import dissect, finest_units
+from hybridpp.partition.blocks import finest_units
 from hybridpp.partition.cut import assign_stages, choose_cut, named_blocks
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.measure import measure_seconds, unit_costs
 from hybridpp.partition.plan import owners, stage_plan
-from hybridpp.partition.trace import TensorSpec, Trace, Tracer
+from hybridpp.partition.survey import survey
+from hybridpp.partition.trace import TensorSpec, Trace
 from hybridpp.partition.untouched import untouched
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
@@ -89,12 +90,16 @@ def _cut(
     model: nn.Module, num_stages: int, sample: Sample, config: PartitionConfig, dtypes: Mapping[int, torch.dtype]
 ) -> tuple[Trace, tuple[int, ...]]:
     cpu = torch.device("cpu")
-    anatomy = dissect(model, num_stages, named_blocks(model, config))
+    named = named_blocks(model, config)
     finest = Interceptor(model, finest_units(model))
-    interceptor = Interceptor(model, anatomy.units)
-    trace = Tracer(model, interceptor, finest, cpu, dtypes).trace(*sample, count_flops=True)
-    costs = unit_costs(model, trace, config.balance, lambda: measure_seconds(model, interceptor, sample, cpu, dtypes))
-    cut = choose_cut(model, trace, anatomy.blocks, num_stages, config, costs)
+    found = survey(model, num_stages, sample, finest, named=named, device=cpu, dtypes=dtypes, count_flops=True)
+    trace = found.trace
+
+    def seconds() -> list[float]:
+        return measure_seconds(model, found.interceptor, sample, cpu, dtypes)
+
+    costs = unit_costs(model, trace, config.balance, seconds)
+    cut = choose_cut(model, trace, found.anatomy.blocks, num_stages, config, costs)
     return trace, assign_stages(trace, cut)
 
 

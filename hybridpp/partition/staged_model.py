@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from hybridpp.config import PartitionConfig
 from hybridpp.errors import PartitionError
-from hybridpp.partition.blocks import Anatomy, dissect, finest_units
+from hybridpp.partition.blocks import dissect, finest_units
 from hybridpp.partition.cut import CutPoint, assign_stages, check_uncut, choose_cut, named_blocks
 from hybridpp.partition.dice import Dice, Recompute
 from hybridpp.partition.intercept import Interceptor
@@ -20,6 +20,7 @@ from hybridpp.partition.measure import measure_seconds, unit_costs
 from hybridpp.partition.plan import StagePlan, owners, stage_plan, uses
 from hybridpp.partition.stage_run import Placeholders, StageDone, StageRun
 from hybridpp.partition.strip import Slot, parameter_names, shown, strip
+from hybridpp.partition.survey import survey
 from hybridpp.partition.trace import Trace, Tracer
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
@@ -79,40 +80,50 @@ class StagedModel:
         self._hollows: list[Slot] = []
         self._seen: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
         config = config or PartitionConfig()
-        anatomy = dissect(model, num_stages, named_blocks(model, config) if num_stages > 1 else ())
         # The finer one first, so that it is the inner one where a module is both.
         self._dice = Interceptor(model, finest_units(model))
-        self._interceptor = Interceptor(model, anatomy.units)
         self.owners: dict[str, tuple[int, ...]] = dict.fromkeys(parameter_names(model), (0,))
         if num_stages > 1:
-            self._tracer = Tracer(model, self._interceptor, self._dice, device, dtypes)
-            shown_how = self._prepare(*sample())
-
-            def seconds() -> list[float]:
-                # One rank's clock decides, or the ranks would cut in different places.
-                return agree(measure_seconds(model, self._interceptor, shown_how, device, dtypes or {}))
-
-            trace = self._choose_cut(shown_how, anatomy, config, seconds)
+            trace = self._choose_cut(self._prepare(*sample()), config, dtypes or {}, agree)
             at = assign_stages(trace, self._cut)
             self.owners = owners(trace, at, tuple(self.owners))
-            foreign = self._foreign_units(anatomy, trace, at)
-            self._hollows = strip(model, self.owners, self.stages, foreign, device, dtypes or {})
+            self._hollows = strip(model, self.owners, self.stages, self._foreign_units(trace, at), device, dtypes or {})
         else:
             check_uncut(config)
+            self._interceptor = Interceptor(model, dissect(model, 1).units)
         model.forward = functools.partial(self._guarded, model.forward)
 
     def _choose_cut(
-        self, sample: Sample, anatomy: Anatomy, config: PartitionConfig, seconds: Callable[[], list[float]]
+        self,
+        sample: Sample,
+        config: PartitionConfig,
+        dtypes: Mapping[int, torch.dtype],
+        agree: Callable[[list[float]], list[float]],
     ) -> Trace:
-        assert self._tracer is not None
-        trace = self._tracer.trace(*sample, count_flops=config.balance == "flops")
-        costs = unit_costs(self.model, trace, config.balance, seconds)
-        self._cut = choose_cut(self.model, trace, anatomy.blocks, self.num_stages, config, costs)
-        return trace
+        model, device = self.model, self._device
+        found = survey(
+            model,
+            self.num_stages,
+            sample,
+            self._dice,
+            named=named_blocks(model, config),
+            device=device,
+            dtypes=dtypes,
+            count_flops=config.balance == "flops",
+        )
+        self._interceptor, self._tracer = found.interceptor, found.tracer
 
-    def _foreign_units(self, anatomy: Anatomy, trace: Trace, stages: tuple[int, ...]) -> set[str]:
+        def seconds() -> list[float]:
+            # One rank's clock decides, or the ranks would cut in different places.
+            return agree(measure_seconds(model, found.interceptor, sample, device, dtypes))
+
+        costs = unit_costs(model, found.trace, config.balance, seconds)
+        self._cut = choose_cut(model, found.trace, found.anatomy.blocks, self.num_stages, config, costs)
+        return found.trace
+
+    def _foreign_units(self, trace: Trace, stages: tuple[int, ...]) -> set[str]:
         """Units that no stage of this rank calls; one that is never called belongs to stage 0, like its parameters."""
-        called_at: dict[str, set[int]] = {unit: set() for unit in anatomy.units}
+        called_at: dict[str, set[int]] = {unit: set() for unit in self._interceptor.units}
         for call, at in zip(trace.calls, stages, strict=True):
             called_at[call.name].add(at)
         return {unit for unit, at in called_at.items() if not (at or {0}) & set(self.stages)}

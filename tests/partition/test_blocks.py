@@ -1,8 +1,13 @@
+import copy
+
 import pytest
-from support import tiny_vit
+import torch
+from support import boosted, gradients_of, sgd, tiny_vit
 from torch import nn
 
-from hybridpp.partition import dissect
+from hybridpp.cluster import Loopback
+from hybridpp.partition import describe_cut, dissect
+from hybridpp.partition.blocks import finest_units
 
 
 class Model(nn.Module):
@@ -101,3 +106,85 @@ def test_a_module_registered_twice_is_one_unit_under_its_first_name():
 )
 def test_a_model_with_fewer_blocks_than_stages_is_cut_as_finely_as_it_can_be(model, num_stages, blocks):
     assert dissect(model, num_stages).blocks == tuple(blocks.split())
+
+
+class TwoTowers(nn.Module):
+    """Reads with the small tower; the large one, which would draw, never runs."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.draw = nn.ModuleDict({"up": nn.ModuleList(layers(3, 100)), "down": nn.ModuleList(layers(3, 100))})
+        one, two = layers(2, 4)
+        layer = nn.Sequential(one, nn.Dropout(dropout), two)
+        self.read = Model(embed=nn.Linear(4, 4), layers=nn.ModuleList(copy.deepcopy(layer) for _ in range(4)))
+
+    def forward(self, x):
+        x = self.read.embed(x)
+        for layer in self.read.layers:
+            x = x + layer(x)
+        return x
+
+
+SAMPLE = ((torch.ones(2, 4),), {})
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "calls"),
+    [
+        (2, "embed layers.0 layers.1 | layers.2 layers.3"),
+        (4, "embed layers.0 | layers.1 | layers.2 | layers.3"),
+        # Too few blocks: those that do not run are not counted, and not split.
+        (6, "embed layers.0.0 | layers.0.1 | layers.0.2 | layers.1 | layers.2 | layers.3"),
+    ],
+)
+def test_a_large_tower_that_never_runs_does_not_hide_the_blocks_of_the_others(num_stages, calls):
+    cut = describe_cut(TwoTowers(), num_stages, SAMPLE)
+    assert " | ".join(" ".join(summary.calls) for summary in cut).replace("read.", "") == calls
+
+
+def test_two_towers_train_as_in_one_process_dropout_included():
+    batch = {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(0))}
+
+    def step(pp_size):
+        def run():
+            torch.manual_seed(0)
+            booster, model, optimizer = boosted(TwoTowers(0.5), sgd, batch, pp_size=pp_size, num_microbatches=2)
+            loss = booster.execute_pipeline(iter([batch]), model, lambda y, _: y.square().mean(), optimizer)["loss"]
+            return loss, gradients_of(booster, model)
+
+        ranks = Loopback(pp_size).run(run)
+        return ranks[0][0], {name: value for _, owned in ranks for name, value in owned.items()}
+
+    loss, expected = step(1)
+    for pp_size in (2, 4):
+        cut_loss, gradients = step(pp_size)
+        assert cut_loss == loss
+        for name, gradient in expected.items():
+            assert torch.equal(gradients[name], gradient), name
+
+
+def test_blocks_are_sought_among_the_parameters_that_are_used():
+    model = TwoTowers()
+    used = {name for name, _ in model.named_parameters() if name.startswith("read") and "layers.1" not in name}
+    assert dissect(model, 2).blocks == tuple(f"draw.{name}.{n}" for name in ("up", "down") for n in range(3))
+    assert dissect(model, 2, used=used).blocks == ("read.layers.0", "read.layers.2", "read.layers.3")
+    assert dissect(model, 2, used=set()).blocks == ()
+
+
+def test_a_model_without_lists_that_run_is_cut_between_its_children_that_run():
+    model = Model(draw=nn.ModuleList(layers(2)), a=nn.Linear(2, 2), b=nn.Linear(2, 2))
+    assert dissect(model, 2, used={"a.weight", "b.weight"}).blocks == ("a", "b")
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 5])
+@pytest.mark.parametrize("used", [None, {"read"}, {"draw.up", "read.layers"}])
+def test_every_unit_is_made_of_finest_units(num_stages, used):
+    model = TwoTowers()
+    names = {name for name, _ in model.named_parameters() if used and name.startswith(tuple(used))}
+    finest = finest_units(model)
+    for unit in dissect(model, num_stages, used=names if used else None).units:
+        inside = [name for name in finest if f"{name}.".startswith(f"{unit}.")]
+        assert sum(len(list(model.get_submodule(name).parameters())) for name in inside) == len(
+            list(model.get_submodule(unit).parameters())
+        )
+        assert inside
