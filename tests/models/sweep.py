@@ -8,31 +8,31 @@ import os
 import resource
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 import torch
-from models.table import page
+from models.table import LAYOUTS, Layout, Result, page
 from models.zoo import Architecture, DoesNotBuild, Specimen, architectures, build, criterion, plain_step
 from support import boosted, gradients_of, sgd
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridpp.cluster import Loopback
-from hybridpp.partition import dissect
+from hybridpp.partition.blocks import finest_units
+from hybridpp.partition.intercept import Interceptor
+from hybridpp.partition.survey import survey
 
-TIME_LIMIT_S, MEMORY_GIB = 100.0, 10
+TIME_LIMIT_S, MEMORY_GIB = 400.0, 10
 
 
-def staged_step(
-    specimen: Specimen, pp_size: int, num_chunks: int
-) -> tuple[float, dict[str, Tensor], list[tuple[int, int]]]:
-    """Loss, gradients, and of each boundary the number of values that cross it and their bytes per sample."""
-    chunks = {"schedule": "gpipe", "num_model_chunks": num_chunks} if num_chunks > 1 else {}
+def staged_step(specimen: Specimen, layout: Layout) -> tuple[float, dict[str, Tensor], list[tuple[int, int]]]:
+    """Loss, gradients, and of each rank but the first the number of values that reach it and their bytes per sample."""
+    chunks = {"schedule": "gpipe", "num_model_chunks": layout.num_chunks} if layout.num_chunks > 1 else {}
 
     def run() -> tuple[float, dict[str, Tensor], tuple[int, int]]:
         model = copy.deepcopy(specimen.model)
-        options = {"pp_size": pp_size, "num_microbatches": 2, **chunks}
+        options = {"pp_size": layout.pp_size, "num_microbatches": 2, **chunks}
         booster, model, optimizer = boosted(model, sgd, specimen.batch, **options)
         loss = booster.execute_pipeline(iter([specimen.batch]), model, criterion, optimizer)["loss"].item()
         staged = booster.plugin._engine(model).staged
@@ -42,20 +42,18 @@ def staged_step(
         size = sum(torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in specs) // samples
         return loss, gradients_of(booster, model), (len(specs), size)
 
-    ranks = Loopback(pp_size).run(run)
+    ranks = Loopback(layout.pp_size).run(run)
     gradients: dict[str, Tensor] = {}
     for _, owned, _ in ranks:
         gradients.update(owned)
     return ranks[-1][0], gradients, [crossing for *_, crossing in ranks[1:]]
 
 
-def compare(
-    specimen: Specimen, pp_size: int, expected: tuple[Tensor, dict[str, Tensor]], num_chunks: int = 1
-) -> dict[str, Any]:
-    """What comes of cutting a model, with so many stages per rank: right, or what is wrong."""
-    start = time.perf_counter()
+def compare(specimen: Specimen, layout: Layout, expected: tuple[Tensor, dict[str, Tensor]]) -> Result:
+    """What comes of cutting a model so: right, or what is wrong."""
+    start = time.process_time()
     try:
-        loss, gradients, crossing = staged_step(specimen, pp_size, num_chunks)
+        loss, gradients, crossing = staged_step(specimen, layout)
     except Exception as error:
         text = " ".join(str(error).split())
         return {"right": False, "error": f"{type(error).__name__}: {text}", "traceback": traceback.format_exc()}
@@ -71,39 +69,41 @@ def compare(
             wrong.append(
                 f"{name} differs by {(gradients[name] - gradient).abs().max():.1e} of {gradient.abs().max():.1e}"
             )
-    seconds = time.perf_counter() - start
-    result: dict[str, Any] = {"right": not wrong, "crossing": crossing, "seconds": seconds}
+    seconds = time.process_time() - start
+    result: Result = {"right": not wrong, "crossing": crossing, "seconds": seconds}
     if wrong:
         result["error"] = f"{len(wrong)} of {len(whole)} gradients differ: {'; '.join(wrong[:3])}"
     return result
 
 
-def examine(architecture: Architecture) -> dict[str, Any]:
-    """Everything the table says of one architecture."""
-    start = time.perf_counter()
+def examine(architecture: Architecture) -> Iterator[Result]:
+    """Everything the table says of one architecture, as it grows."""
+    start = time.process_time()
     try:
         specimen = build(architecture)
     except DoesNotBuild as error:
-        return {"builds": False, "reason": str(error)}
-    result: dict[str, Any] = {
+        yield {"builds": False, "reason": str(error)}
+        return
+    result: Result = {
         "builds": True,
         "class": type(specimen.model).__name__,
         "batch": {name: list(value.shape) for name, value in specimen.batch.items()},
-        "build_seconds": time.perf_counter() - start,
+        "build_seconds": time.process_time() - start,
         "own_loss": specimen.task != "",
     }
-    result["blocks"] = _count_blocks(specimen.model)
+    result["blocks"] = _count_blocks(specimen)
     torch.manual_seed(0)
     expected = plain_step(copy.deepcopy(specimen.model), specimen.batch, 2)
-    for pp_size in (1, 2, 4):
-        found = compare(specimen, pp_size, expected)
+    yield result
+    for layout in LAYOUTS:
+        found = compare(specimen, layout, expected)
         if not found["right"] and "differ" in found["error"]:
-            found = _in_double(specimen, pp_size) or found
-        result[f"pp{pp_size}"] = found
-    return result
+            found = _in_double(specimen, layout) or found
+        result[layout.key] = found
+        yield result
 
 
-def _in_double(specimen: Specimen, pp_size: int) -> dict[str, Any] | None:
+def _in_double(specimen: Specimen, layout: Layout) -> Result | None:
     """The comparison in fp64, if that removes the difference: it was rounding then."""
     model = copy.deepcopy(specimen.model).double()
     batch = {name: value.double() if value.is_floating_point() else value for name, value in specimen.batch.items()}
@@ -112,15 +112,18 @@ def _in_double(specimen: Specimen, pp_size: int) -> dict[str, Any] | None:
         expected = plain_step(copy.deepcopy(model), batch, 2)
     except Exception:
         return None
-    found = compare(double, pp_size, expected)
+    found = compare(double, layout, expected)
     return found | {"double": True} if found["right"] else None
 
 
-def _count_blocks(model: nn.Module) -> int:
+def _count_blocks(specimen: Specimen) -> int:
+    model = copy.deepcopy(specimen.model)
+    finest = Interceptor(model, finest_units(model))
     try:
-        return len(dissect(model, 4).blocks)
+        found = survey(model, 4, ((), specimen.batch), finest, device=torch.device("cpu"))
     except Exception:
-        return 0
+        return 0  # the cut fails too, and says why
+    return len(found.anatomy.blocks)
 
 
 def _worker(pipe: Connection, log: Path) -> None:
@@ -132,10 +135,21 @@ def _worker(pipe: Connection, log: Path) -> None:
         while True:
             architecture = pipe.recv()
             print(f"\n=== {architecture.name}", flush=True)
+            result: Result = {"builds": False}
             try:
-                pipe.send(examine(architecture))
+                for result in examine(architecture):
+                    pipe.send((False, result))
+                pipe.send((True, result))
             except BaseException:
-                pipe.send({"builds": False, "reason": traceback.format_exc()[-300:]})
+                pipe.send((True, _broken_off(result, traceback.format_exc()[-300:])))
+
+
+def _broken_off(result: Result, reason: str) -> Result:
+    """A result that did not get further: a model that builds is wrong wherever it was not compared."""
+    if not result["builds"]:
+        return {"builds": False, "reason": reason}
+    missing = {layout.key: {"right": False, "error": reason} for layout in LAYOUTS}
+    return missing | result
 
 
 class Worker:
@@ -145,6 +159,7 @@ class Worker:
         self._log = log
         self.busy: Architecture | None = None
         self._since = 0.0
+        self._so_far: Result = {}
         self._start()
 
     def _start(self) -> None:
@@ -155,25 +170,26 @@ class Worker:
         theirs.close()
 
     def give(self, architecture: Architecture) -> None:
-        self.busy, self._since = architecture, time.monotonic()
+        self.busy, self._since, self._so_far = architecture, time.monotonic(), {"builds": False}
         self.pipe.send(architecture)
 
-    def result(self) -> dict[str, Any] | None:
+    def result(self) -> Result | None:
         """What came of the current architecture; None while it is being examined."""
-        result = None
-        if self.pipe.poll():
-            try:
-                result = self.pipe.recv()
-            except EOFError:
-                result = {"builds": False, "reason": "the process died"}
-                self._start()
-        elif time.monotonic() - self._since > TIME_LIMIT_S:
-            result = {"builds": False, "reason": f"takes more than {TIME_LIMIT_S:.0f} s"}
+        done = False
+        try:
+            while not done and self.pipe.poll():
+                done, self._so_far = self.pipe.recv()
+        except EOFError:
+            done, self._so_far = True, _broken_off(self._so_far, "the process died")
+            self._start()
+        if not done and time.monotonic() - self._since > TIME_LIMIT_S:
+            done, self._so_far = True, _broken_off(self._so_far, f"takes more than {TIME_LIMIT_S:.0f} s")
             self._process.kill()
             self._start()
-        if result is not None:
-            self.busy = None
-        return result
+        if not done:
+            return None
+        self.busy = None
+        return self._so_far
 
 
 def sweep(todo: list[Architecture], folder: Path, jobs: int) -> None:
@@ -195,15 +211,16 @@ def sweep(todo: list[Architecture], folder: Path, jobs: int) -> None:
                 print(f"{done}/{len(todo)} {architecture.name}: {_summary(result)}", flush=True)
 
 
-def _save(folder: Path, architecture: Architecture, result: dict[str, Any]) -> None:
+def _save(folder: Path, architecture: Architecture, result: Result) -> None:
     (folder / f"{architecture.name}.json").write_text(json.dumps(result | {"name": architecture.name}, indent=1))
 
 
-def _summary(result: dict[str, Any]) -> str:
+def _summary(result: Result) -> str:
     if not result["builds"]:
         return f"does not build: {result['reason'][:150]}"
     return " ".join(
-        f"pp{n} {'right' if result[f'pp{n}']['right'] else result[f'pp{n}']['error'][:150]};" for n in (1, 2, 4)
+        f"{layout} {'right' if result[layout.key]['right'] else result[layout.key]['error'][:150]};"
+        for layout in LAYOUTS
     )
 
 

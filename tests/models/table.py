@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,7 +11,31 @@ import transformers
 
 Result = dict[str, Any]
 
-_SIZES = (2, 4)
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is cut: into ``pp_size * num_chunks`` stages.
+
+    Attributes:
+        pp_size: ranks.
+        num_chunks: stages on each of them.
+    """
+
+    pp_size: int
+    num_chunks: int = 1
+
+    @property
+    def key(self) -> str:
+        """Under which a result holds it."""
+        return f"pp{self.pp_size}" + (f"x{self.num_chunks}" if self.num_chunks > 1 else "")
+
+    def __str__(self) -> str:
+        return f"pp={self.pp_size}" + (f" x {self.num_chunks} chunks" if self.num_chunks > 1 else "")
+
+
+_WHOLE = Layout(1)
+_CUTS = (Layout(2), Layout(4), Layout(2, num_chunks=2))
+LAYOUTS = (_WHOLE, *_CUTS)
 
 
 def page(results: list[Result]) -> str:
@@ -30,19 +55,19 @@ Each architecture (model type) in transformers' registry is made tiny by one rul
 fields, and given a batch by one rule per kind of input (`tests/models/`); nothing there or in the library names a
 model. It *builds* if a step in plain PyTorch gives a finite loss and gradients, the same twice. It is *right* if
 the loss and **every** parameter's gradient of `booster.execute_pipeline` (2 micro-batches, fp32) agree with that
-step's to 1e-6 (absolute, plus 1e-5 relative). Stages are ranks inside one process. One class stands for each
-architecture.
+step's to 1e-6 (absolute, plus 1e-5 relative). Ranks are threads of one process; at 2 x 2, each of the two ranks runs
+two stages of four. One class stands for each architecture.
 
 {_totals(results, built)}
 {_failures(built)}
 ## Architectures
 
 Blocks: after how many modules the model may be cut, for 4 stages. Crossing: values that cross a border at pp=4, and
-their bytes per sample of the tiny model, at the busiest border. s: seconds for both cuts. f64: rounding in fp32 exceeds
-the limit; in fp64 nothing differs.
+their bytes per sample of the tiny model, at the busiest border. s: CPU seconds for all three cuts. f64: rounding in
+fp32 exceeds the limit; in fp64 nothing differs.
 
-| architecture | class | blocks | crossing | s | pp=2 | pp=4 |
-|---|---|--:|--:|--:|---|---|
+| architecture | class | blocks | crossing | s | {" | ".join(map(str, _CUTS))} |
+|---|---|--:|--:|--:|{"---|" * len(_CUTS)}
 {rows}
 
 ## What does not build
@@ -62,9 +87,9 @@ These say nothing about the library: the rules that make configurations and batc
 def _totals(results: list[Result], built: list[Result]) -> str:
     lines = ["| | number | share |", "|---|--:|--:|", f"| architectures in the registry | {len(results)} | |"]
     lines.append(f"| build | {len(built)} | {_share(len(built), len(results))} |")
-    for size in (1, *_SIZES):
-        right = sum(result[f"pp{size}"]["right"] for result in built)
-        lines.append(f"| of those, right at pp={size} | {right} | {_share(right, len(built))} |")
+    for layout in LAYOUTS:
+        right = sum(result[layout.key]["right"] for result in built)
+        lines.append(f"| of those, right at {layout} | {right} | {_share(right, len(built))} |")
     return "\n".join(lines) + "\n"
 
 
@@ -73,12 +98,14 @@ def _share(part: int, whole: int) -> str:
 
 
 def _failures(built: list[Result]) -> str:
-    failed = [(r, size) for r in built for size in (1, *_SIZES) if not r[f"pp{size}"]["right"]]
+    failed = [
+        (r["name"], layout, r[layout.key]["error"]) for r in built for layout in LAYOUTS if "error" in r[layout.key]
+    ]
     if not failed:
         return ""
     rows = "\n".join(
-        f"| {r['name']} | {size} | {_category(r[f'pp{size}']['error'])} | {_cell(r[f'pp{size}']['error'], 400)} |"
-        for r, size in failed
+        f"| {name} | {str(layout).removeprefix('pp=')} | {_category(error)} | {_cell(error, 400)} |"
+        for name, layout, error in failed
     )
     return f"""## What fails, and what the user is told
 
@@ -93,6 +120,7 @@ def _category(error: str) -> str:
         "branches on": "glue looks at computed values",
         "at least one block": "this forward runs fewer blocks than stages",
         "gradients differ": "wrong result",
+        "takes more than": "too slow",
     }.items():
         if part in error:
             return category
@@ -103,21 +131,21 @@ def _row(result: Result) -> str:
     crossing = result["pp4"].get("crossing") or []
     count, size = max(crossing, key=lambda value: (value[1], value[0]), default=(0, 0))
     across = f"{count}: {size}" if crossing else ""
-    cells = [_verdict(result[f"pp{stages}"]) for stages in _SIZES]
-    seconds = sum(result[f"pp{stages}"].get("seconds", 0.0) for stages in _SIZES)
+    cells = [_verdict(result[layout.key]) for layout in _CUTS]
+    seconds = sum(result[layout.key].get("seconds", 0.0) for layout in _CUTS)
     name, kind, blocks = result["name"], result["class"], result["blocks"]
     return f"| {name} | {kind} | {blocks} | {across} | {seconds:.1f} | {' | '.join(cells)} |"
 
 
 def quick(text: str) -> list[str]:
-    """The quicker half of the architectures that a page calls right at every size."""
+    """The quicker half of the architectures that a page calls right however they are cut."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    right = [row for row in rows if len(row) == 7 and row[5:] == ["right", "right"]]
+    right = [row for row in rows if len(row) > 5 and set(row[5:]) == {"right"}]
     median = sorted(float(row[4]) for row in right)[len(right) // 2]
     return [row[0] for row in right if float(row[4]) <= median]
 
 
-def _verdict(found: dict[str, Any]) -> str:
+def _verdict(found: Result) -> str:
     if not found["right"]:
         return "**no**"
     return "right, f64" if found.get("double") else "right"
