@@ -1,0 +1,88 @@
+"""A timeline for ``chrome://tracing`` and https://ui.perfetto.dev."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from hybridpp.timeline.messages import messages
+from hybridpp.timeline.span import Span
+from hybridpp.timeline.timeline import Timeline
+
+Event: TypeAlias = dict[str, Any]
+_COMPUTE = 0  # the thread of what a rank computes; those of what it sends and reduces come after
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """The timeline as an object of the Trace Event Format; its times are microseconds from the first span on.
+
+    A rank is a process with a thread for what it computes and as many for communication as run at once. Arrows lead
+    from where a result is made to where another rank takes it.
+    """
+    events: list[Event] = []
+    for rank in range(timeline.num_ranks):
+        spans = timeline.of_rank(rank)
+        lanes = [
+            [span for span in spans if span.computes],
+            *_lanes(span for span in spans if not span.computes),
+        ]
+        events.extend(_names(rank, len(lanes)))
+        events.extend(
+            _complete(span, lane, timeline.start_ms) for lane, members in enumerate(lanes) for span in members
+        )
+    return {"traceEvents": [*events, *_arrows(timeline)], "displayTimeUnit": "ms"}
+
+
+def save_trace(timeline: Timeline, path: str | Path) -> None:
+    """Write :func:`chrome_trace` to a file, which Perfetto opens."""
+    Path(path).write_text(json.dumps(chrome_trace(timeline)))
+
+
+def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
+    """Spans, sorted by start, spread over threads: within a thread none may overlap."""
+    lanes: list[list[Span]] = []
+    for span in spans:
+        free = next((lane for lane in lanes if lane[-1].end_ms <= span.start_ms), None)
+        if free is None:
+            lanes.append(free := [])
+        free.append(span)
+    return lanes
+
+
+def _names(rank: int, num_lanes: int) -> Iterator[Event]:
+    yield from _metadata("process", rank, _COMPUTE, f"rank {rank}", rank)
+    for lane in range(num_lanes):
+        yield from _metadata("thread", rank, lane, "compute" if lane == _COMPUTE else f"communication {lane}", lane)
+
+
+def _metadata(what: str, rank: int, lane: int, name: str, order: int) -> Iterator[Event]:
+    for key, value in (("name", name), ("sort_index", order)):
+        yield {"ph": "M", "pid": rank, "tid": lane, "name": f"{what}_{key}", "args": {key: value}}
+
+
+def _complete(span: Span, lane: int, origin_ms: float) -> Event:
+    start_us, end_us = _us(span.start_ms - origin_ms), _us(span.end_ms - origin_ms)
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": str(span.kind),
+        "pid": span.rank,
+        "tid": lane,
+        "ts": start_us,
+        "dur": round(end_us - start_us, 3),
+        "args": {"stage": span.stage, "microbatch": span.microbatch},
+    }
+
+
+def _arrows(timeline: Timeline) -> Iterator[Event]:
+    for number, (maker, taker) in enumerate(messages(timeline)):
+        arrow = {"name": "activation" if maker.kind == "F" else "gradient", "cat": "message", "id": number}
+        # An arrow belongs to the span that its time is in, and a span's end is not.
+        leaves_us = _us(maker.start_ms + 0.99 * maker.duration_ms - timeline.start_ms)
+        arrives_us = _us(taker.start_ms - timeline.start_ms)
+        yield {"ph": "s", **arrow, "pid": maker.rank, "tid": _COMPUTE, "ts": leaves_us}
+        yield {"ph": "f", "bp": "e", **arrow, "pid": taker.rank, "tid": _COMPUTE, "ts": arrives_us}
+
+
+def _us(time_ms: float) -> float:
+    return round(time_ms * 1000, 3)
