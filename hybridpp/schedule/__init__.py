@@ -1,24 +1,51 @@
 """Schedules as values: what each rank computes, in which order. No torch in here."""
 
-from hybridpp.schedule.action import Action, Kind, Program, Programs, placement
+from hybridpp.schedule.action import Action, Kind, Program, Programs
 from hybridpp.schedule.check import check_program
+from hybridpp.schedule.files import load_schedule, save_schedule
+from hybridpp.schedule.fill import fill_weight_gradients
+from hybridpp.schedule.forward_only import forward_only
 from hybridpp.schedule.gpipe import gpipe
+from hybridpp.schedule.interleaved import interleaved
 from hybridpp.schedule.lower import lower
-from hybridpp.schedule.one_f_one_b import forward_only, one_f_one_b
-from hybridpp.schedule.render import parse_action, peak_in_flight, render
+from hybridpp.schedule.memory import peak_activations
+from hybridpp.schedule.names import SCHEDULES, ScheduleEntry, find_schedule, make_schedule, stages_placement
+from hybridpp.schedule.one_f_one_b import one_f_one_b
+from hybridpp.schedule.placing import looped, placement, v_shaped
+from hybridpp.schedule.render import parse_action, render, render_grid
+from hybridpp.schedule.sends import SendsDone, sends_done
+from hybridpp.schedule.zb_v import zb_v
+from hybridpp.schedule.zero_bubble import interleaved_zero_bubble, zb_h1
 
 __all__ = [
+    "SCHEDULES",
     "Action",
     "Kind",
     "Program",
     "Programs",
+    "ScheduleEntry",
+    "SendsDone",
     "check_program",
+    "fill_weight_gradients",
+    "find_schedule",
     "forward_only",
     "gpipe",
+    "interleaved",
+    "interleaved_zero_bubble",
+    "load_schedule",
+    "looped",
     "lower",
+    "make_schedule",
     "one_f_one_b",
     "parse_action",
-    "peak_in_flight",
+    "peak_activations",
     "placement",
     "render",
+    "render_grid",
+    "save_schedule",
+    "sends_done",
+    "stages_placement",
+    "v_shaped",
+    "zb_h1",
+    "zb_v",
 ]

@@ -47,9 +47,3 @@ Program: TypeAlias = tuple[Action, ...]
 
 Programs: TypeAlias = tuple[Program, ...]
 """What every rank of a pipeline does."""
-
-
-def placement(programs: Programs) -> tuple[int, ...]:
-    """The rank of each stage; every stage must be in the programs, on one rank (``check_program`` sees to it)."""
-    rank_of = {action.stage: rank for rank, program in enumerate(programs) for action in program}
-    return tuple(rank_of[stage] for stage in range(len(rank_of)))

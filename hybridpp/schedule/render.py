@@ -3,14 +3,49 @@
 import re
 
 from hybridpp.errors import ScheduleError
-from hybridpp.schedule.action import Action, Kind, Program, Programs
+from hybridpp.schedule.action import Action, Kind, Programs
+from hybridpp.schedule.order import count_stages, needs, result, walk
 
 _ACTION = re.compile(rf"(\d+)({'|'.join(sorted(Kind, key=len, reverse=True))})(\d+)?")
 
 
 def render(programs: Programs) -> str:
-    """One line per rank, as in the docstring of :func:`~hybridpp.schedule.one_f_one_b`."""
+    """One line per rank: ``rank 0 | 0F0 0F1 0B0 0B1``."""
     return "".join(f"rank {rank} | {' '.join(map(str, program))}\n" for rank, program in enumerate(programs))
+
+
+def render_grid(programs: Programs) -> str:
+    """One line per rank and one column per slot, as in the docstring of :func:`~hybridpp.schedule.one_f_one_b`.
+
+    F, I and W take one slot, B takes two (the second is drawn as dashes), and messages none. A dot is an idle slot.
+
+    Args:
+        programs: compute programs that :func:`~hybridpp.schedule.check_program` accepts.
+    """
+    rows = _slots(programs)
+    num_slots = max(map(len, rows), default=0)
+    width = max((len(cell) for row in rows for cell in row), default=0)
+    names = [f"rank {rank}" for rank in range(len(rows))]
+    lines = []
+    for name, row in zip(names, rows, strict=True):
+        cells = (cell.ljust(width) for cell in row + ["."] * (num_slots - len(row)))
+        lines.append(f"{name.ljust(len(names[-1]))} | {' '.join(cells)}".rstrip() + "\n")
+    return "".join(lines)
+
+
+def _slots(programs: Programs) -> list[list[str]]:
+    """Every rank's cells, each as early as it can run."""
+    num_stages = count_stages(programs)
+    rows: list[list[str]] = [[] for _ in programs]
+    ends: dict[Action, int] = {}
+    for rank, place in walk(programs):
+        action = programs[rank][place]
+        row = rows[rank]
+        start = max((ends[need] for need in needs(action, num_stages)), default=0)
+        row += ["."] * (start - len(row))
+        row += [str(action), "---"] if action.kind is Kind.BACKWARD else [str(action)]
+        ends[result(action)] = len(row)
+    return rows
 
 
 def parse_action(text: str) -> Action:
@@ -26,12 +61,3 @@ def parse_action(text: str) -> Action:
         )
     stage, kind, microbatch = match.groups()
     return Action(int(stage), Kind(kind), None if microbatch is None else int(microbatch))
-
-
-def peak_in_flight(program: Program) -> int:
-    """The most activations that a rank holds at once: forwards whose backward is still to come."""
-    held = peak = 0
-    for action in program:
-        held += {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(action.kind, 0)
-        peak = max(peak, held)
-    return peak

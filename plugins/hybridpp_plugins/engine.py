@@ -29,7 +29,7 @@ from hybridpp.pipeline import (
 )
 from hybridpp.plugin import Criterion
 from hybridpp.precision import MasterWeights
-from hybridpp.schedule import Programs, check_program, forward_only, gpipe, lower, one_f_one_b
+from hybridpp.schedule import Programs, check_program, forward_only, gpipe, looped, lower, one_f_one_b
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.unfilled import Unfilled
@@ -39,10 +39,12 @@ _FIRST_EVALUATION = 2**62
 
 @cache
 def _programs(schedule: str, num_ranks: int, num_chunks: int, num_microbatches: int, training: bool) -> Programs:
-    if schedule == "gpipe":
-        programs = gpipe(num_ranks, num_microbatches, num_chunks, forward_only=not training)
+    if not training:
+        programs = forward_only(looped(num_ranks, num_chunks), num_microbatches)
+    elif schedule == "gpipe":
+        programs = gpipe(num_ranks, num_microbatches, num_chunks)
     else:
-        programs = (one_f_one_b if training else forward_only)(num_ranks, num_microbatches)
+        programs = one_f_one_b(num_ranks, num_microbatches)
     check_program(programs, num_ranks * num_chunks, num_microbatches)
     return lower(programs)
 

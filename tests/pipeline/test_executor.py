@@ -103,8 +103,8 @@ def run_recorded(num_stages, num_microbatches, training, fail_at=None):
         stage = Recorded(world.rank, num_stages)
         transport = Transport(world.split(ranks), world.split(ranks), world.device)
         executor = Executor(stage, transport, world.device, ranks[0])
-        make = one_f_one_b if training else forward_only
-        program = lower(make(num_stages, num_microbatches))[world.rank]
+        programs = one_f_one_b(num_stages, num_microbatches) if training else forward_only(ranks[0], num_microbatches)
+        program = lower(programs)[world.rank]
         calls = []
 
         def criterion(outputs, inputs):

@@ -2,9 +2,10 @@ import re
 from textwrap import dedent
 
 import pytest
+from schedule.oracle import SIZES_WITH_CHUNKS, idle_share
 
 from hybridpp.errors import ScheduleError
-from hybridpp.schedule import Kind, check_program, gpipe, lower, peak_in_flight, render
+from hybridpp.schedule import Kind, check_program, gpipe, lower, peak_activations, render
 
 
 def test_gpipe_with_two_ranks_two_chunks_and_two_microbatches():
@@ -14,16 +15,12 @@ def test_gpipe_with_two_ranks_two_chunks_and_two_microbatches():
     """)
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2, 3])
-@pytest.mark.parametrize("num_microbatches", [1, 2, 5])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_gpipe_runs_to_its_end_and_holds_every_activation(num_ranks, num_microbatches, num_chunks):
-    programs = gpipe(num_ranks, num_microbatches, num_chunks)
-    check_program(programs, num_ranks * num_chunks, num_microbatches)
-    assert all(peak_in_flight(row) == num_microbatches * num_chunks for row in programs)
-    forward = gpipe(num_ranks, num_microbatches, num_chunks, forward_only=True)
-    check_program(forward, num_ranks * num_chunks, num_microbatches)
-    assert all(action.kind is Kind.FORWARD for row in forward for action in row)
+@pytest.mark.parametrize(("p", "m", "v"), SIZES_WITH_CHUNKS)
+def test_gpipe_holds_every_activation_and_idles_as_its_docstring_says(p, m, v):
+    programs = gpipe(p, m, v)
+    check_program(programs, p * v, m)
+    assert peak_activations(programs) == (m * v,) * p
+    assert idle_share(programs) == pytest.approx(1 - m * v / (m + p - 1 + (v - 1) * max(m, p)))
 
 
 def test_stages_on_one_rank_hand_over_without_a_message():
@@ -32,9 +29,6 @@ def test_stages_on_one_rank_hand_over_without_a_message():
 
 
 def test_counts_below_one():
-    text = (
-        "a schedule needs at least one rank, one micro-batch and one chunk: "
-        "got num_ranks=2, num_microbatches=0, num_chunks=1."
-    )
+    text = "a schedule needs every count to be at least 1: got num_ranks=2, num_microbatches=0, num_chunks=1."
     with pytest.raises(ScheduleError, match=f"^{re.escape(text)}$"):
         gpipe(2, 0)

@@ -16,7 +16,7 @@ TWO_STAGES_PER_RANK = tuple(
 )
 PROGRAMS = [
     *(one_f_one_b(p, m) for p, m in [(1, 2), (2, 1), (2, 4), (3, 5), (4, 2), (5, 8)]),
-    forward_only(3, 4),
+    forward_only((0, 1, 2), 4),
     TWO_STAGES_PER_RANK,
 ]
 every_program = pytest.mark.parametrize("programs", PROGRAMS, ids=lambda programs: f"{len(programs)} ranks")
@@ -34,7 +34,7 @@ def test_one_stage_only_reduces():
 
 
 def test_evaluation_sends_activations_only():
-    assert render(lower(forward_only(3, 2))) == dedent("""\
+    assert render(lower(forward_only((0, 1, 2), 2))) == dedent("""\
         rank 0 | 0F0 0SEND_F0 0F1 0SEND_F1
         rank 1 | 1RECV_F0 1RECV_F1 1F0 1SEND_F0 1F1 1SEND_F1
         rank 2 | 2RECV_F0 2RECV_F1 2F0 2F1

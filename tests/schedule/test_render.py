@@ -1,13 +1,14 @@
 import re
 import warnings
+from textwrap import dedent
 
 import pytest
 
 from hybridpp.errors import ScheduleError
-from hybridpp.schedule import Action, Kind, forward_only, lower, one_f_one_b, parse_action, peak_in_flight, render
+from hybridpp.schedule import Action, Kind, forward_only, lower, one_f_one_b, parse_action, render, render_grid
 
 SPLIT = ((Action(0, Kind.FORWARD, 0), Action(0, Kind.INPUT_GRADIENT, 0), Action(0, Kind.WEIGHT_GRADIENT, 0)),)
-LOWERED = [lower(programs) for programs in (one_f_one_b(4, 11), forward_only(3, 2), one_f_one_b(12, 3), SPLIT)]
+LOWERED = [lower(programs) for programs in (one_f_one_b(4, 11), forward_only((0, 1, 2), 2), one_f_one_b(12, 3), SPLIT)]
 
 
 def actions():
@@ -49,6 +50,21 @@ def test_actions_are_plain_values():
     assert str(Action(2, Kind.REDUCE_GRADIENTS)) == "2REDUCE_GRAD"
 
 
-@pytest.mark.parametrize(("row", "peak"), [("", 0), ("0F0 0B0 0F1 0B1", 1), ("0F0 0SEND_F0 0F1 0B0 0F2 0F3 0B1", 3)])
-def test_peak_counts_forwards_whose_backward_is_to_come(row, peak):
-    assert peak_in_flight(tuple(map(parse_action, row.split()))) == peak
+def test_a_grid_shows_when_ranks_idle():
+    assert render_grid(one_f_one_b(2, 2)) == dedent("""\
+        rank 0 | 0F0 0F1 .   .   0B0 --- .   0B1 ---
+        rank 1 | .   1F0 1B0 --- 1F1 1B1 --- .   .
+    """)
+
+
+def test_the_columns_of_a_grid_are_as_wide_as_its_longest_cell():
+    programs = ((parse_action("0F0"), parse_action("0F10")), (parse_action("1F10"),))
+    assert render_grid(programs) == dedent("""\
+        rank 0 | 0F0  0F10 .
+        rank 1 | .    .    1F10
+    """)
+    assert render_grid(one_f_one_b(11, 1)).splitlines()[9].startswith("rank 9  | .    ")
+
+
+def test_a_grid_of_nothing():
+    assert render_grid(((), ())) == "rank 0 |\nrank 1 |\n"

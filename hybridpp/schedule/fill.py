@@ -1,0 +1,58 @@
+"""Split backwards, so that ranks work out weight gradients where they would idle."""
+
+from collections import deque
+from collections.abc import Sequence, Set
+
+from hybridpp.errors import ScheduleError
+from hybridpp.schedule.action import Action, Kind, Program, Programs
+from hybridpp.schedule.check import check_program
+from hybridpp.schedule.memory import peak_activations
+from hybridpp.schedule.order import count_stages
+from hybridpp.schedule.slots import SplitBackward, run_slots
+
+
+def fill_weight_gradients(programs: Programs, limits: Sequence[int]) -> Programs:
+    """Programs with every backward in two: I where B was, and W as soon as its rank would idle without it.
+
+    F and I keep their order. A W also goes ahead of a forward that would be one activation too many, so what a rank
+    holds, from F until W, stays within its limit; the oldest goes first. Places are chosen as if F, I and W took
+    equally long. Programs that are split already have their W placed anew.
+
+    Args:
+        programs: compute programs that :func:`~hybridpp.schedule.check_program` accepts.
+        limits: the most activations to hold, for each rank.
+
+    Raises:
+        ScheduleError: the programs are no good, or a limit is below what a rank holds between its F and I anyway.
+    """
+    check_program(programs)
+    split = tuple(_split(program) for program in programs)
+    for rank, (limit, peak) in enumerate(zip(limits, peak_activations(programs), strict=True)):
+        if limit < peak:
+            raise ScheduleError(
+                f"rank {rank} may hold no fewer activations than without splitting: got a limit of {limit} where it "
+                f"holds {peak}. Use {peak} or more."
+            )
+    num_stages = count_stages(programs)
+    return run_slots([_Filler(program, num_stages, limit) for program, limit in zip(split, limits, strict=True)])
+
+
+def _split(program: Program) -> Program:
+    return tuple(
+        action._replace(kind=Kind.INPUT_GRADIENT) if action.kind is Kind.BACKWARD else action
+        for action in program
+        if action.kind is not Kind.WEIGHT_GRADIENT
+    )
+
+
+class _Filler:
+    """Does a program's actions in order, and weight gradients in between."""
+
+    def __init__(self, program: Program, num_stages: int, limit: int):
+        self._todo = deque(program)
+        self._held = SplitBackward(num_stages, limit)
+
+    def choose(self, done: Set[Action]) -> Action | None:
+        if self._todo and self._held.can_start(self._todo[0], done):
+            return self._held.take(self._todo)
+        return self._held.take_weight_gradient()

@@ -1,0 +1,101 @@
+"""When a tensor that was sent can be let go without waiting for a rank that is not there yet."""
+
+from collections import defaultdict, deque
+from typing import TypeAlias
+
+from hybridpp.schedule.action import Action, Kind, Program, Programs
+from hybridpp.schedule.order import walk
+
+SendsDone: TypeAlias = tuple[tuple[tuple[Action, ...], ...], ...]
+
+# The receive that takes what was sent: (stages further, kind).
+_TAKEN_BY = {
+    Kind.SEND_ACTIVATION: (1, Kind.RECEIVE_ACTIVATION),
+    Kind.SEND_GRADIENT: (-1, Kind.RECEIVE_GRADIENT),
+}
+# The receive that a compute action waits for, where there is one.
+_WAITS_FOR = {
+    Kind.FORWARD: Kind.RECEIVE_ACTIVATION,
+    Kind.BACKWARD: Kind.RECEIVE_GRADIENT,
+    Kind.INPUT_GRADIENT: Kind.RECEIVE_GRADIENT,
+}
+
+
+def sends_done(lowered: Programs) -> SendsDone:
+    """For every place of every rank's program, the sends whose receives are certainly posted by then.
+
+    Before that action, waiting for these sends holds nobody up for ever: whatever was late, some message that this rank
+    has already used left its sender after the receive was posted. Each send stands at the first such place; one whose
+    receive may still be missing when its rank's program ends stands nowhere, and is waited for at the end.
+
+    Args:
+        lowered: programs from :func:`~hybridpp.schedule.lower`; not checked here.
+
+    Returns:
+        By rank and place in its program, the rank's own sends, oldest first for each peer.
+    """
+    return _HappensBefore(lowered).run()
+
+
+class _HappensBefore:
+    """Vector clocks: how far each rank certainly is when another one is at a place of its program."""
+
+    def __init__(self, lowered: Programs):
+        self._lowered = lowered
+        self._posted = {
+            action: (rank, place)
+            for rank, program in enumerate(lowered)
+            for place, action in enumerate(program)
+            if action.kind in (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
+        }
+        # By rank: of each rank, how many actions are certainly done.
+        self._clocks = [[0] * len(lowered) for _ in lowered]
+        # By message: the sender's clock right after the send.
+        self._stamps: dict[Action, list[int]] = {}
+        # By rank and peer: sends that may not be taken yet, with the place of the receive in the peer's program.
+        self._open: list[defaultdict[int, deque[tuple[int, Action]]]] = [defaultdict(deque) for _ in lowered]
+        self._done: list[list[tuple[Action, ...]]] = [[] for _ in lowered]
+
+    def run(self) -> SendsDone:
+        for rank in range(len(self._lowered)):
+            self._advance(rank)
+        for rank, _ in walk(tuple(_computed(program) for program in self._lowered)):
+            self._compute(rank)
+            self._advance(rank)
+        return tuple(map(tuple, self._done))
+
+    def _advance(self, rank: int) -> None:
+        """Do what stands before the rank's next compute action."""
+        program = self._lowered[rank]
+        while len(self._done[rank]) < len(program) and not program[len(self._done[rank])].kind.computes:
+            action = program[len(self._done[rank])]
+            self._pass(rank)
+            if action.kind in _TAKEN_BY:
+                further, kind = _TAKEN_BY[action.kind]
+                receive = Action(action.stage + further, kind, action.microbatch)
+                peer, place = self._posted[receive]
+                self._stamps[receive] = list(self._clocks[rank])
+                self._open[rank][peer].append((place, action))
+
+    def _compute(self, rank: int) -> None:
+        """Do the rank's next compute action: once its message is here, all that its sender had done is certain."""
+        action = self._lowered[rank][len(self._done[rank])]
+        self._pass(rank)
+        kind = _WAITS_FOR.get(action.kind)
+        stamp = self._stamps.get(Action(action.stage, kind, action.microbatch)) if kind else None
+        if stamp:
+            self._clocks[rank] = list(map(max, self._clocks[rank], stamp))
+
+    def _pass(self, rank: int) -> None:
+        """Go to the next place; note which sends are certainly taken at this one."""
+        clock = self._clocks[rank]
+        taken = []
+        for peer, sends in self._open[rank].items():
+            while sends and sends[0][0] < clock[peer]:
+                taken.append(sends.popleft()[1])
+        self._done[rank].append(tuple(taken))
+        clock[rank] += 1
+
+
+def _computed(program: Program) -> Program:
+    return tuple(action for action in program if action.kind.computes)
