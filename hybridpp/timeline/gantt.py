@@ -100,7 +100,7 @@ class _Rows:
         size = min(_FONT_PT, span.duration_ms * self._points_per_ms / (_DIGIT * len(text) + 0.6))
         if size >= _SMALLEST_PT:
             middle = (span.start_ms + span.end_ms) / 2 - self._timeline.start_ms
-            shade = "white" if _luminance(colour) < 0.6 else "#222222"
+            shade = "white" if _luminance(colour) < 0.55 else "#222222"
             self._axes.text(middle, span.rank, text, size=size, color=shade, ha="center", va="center_baseline")
 
 

@@ -10,7 +10,7 @@ from hybridpp.timeline.span import Span
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of every rank, in any order. The clock may start anywhere; times are told from the first span on.
+    """Spans of every rank, in any order. The clock may start anywhere.
 
     Raises:
         ConfigError: a span ends before it starts, or its rank or stage is negative.
@@ -33,13 +33,17 @@ class Timeline:
 
     @property
     def start_ms(self) -> float:
-        """When the first span starts, on the timeline's clock."""
-        return min((span.start_ms for span in self.spans), default=0.0)
+        """When the first rank starts to compute, on the timeline's clock.
+
+        Ranks further down post their first receive before that, while the batch is still being read.
+        """
+        starts = [span.start_ms for span in self.spans if span.computes]
+        return min(starts or [span.start_ms for span in self.spans], default=0.0)
 
     @property
     def makespan_ms(self) -> float:
-        """From the start of the first span to the end of the last, over all ranks."""
-        return max((span.end_ms for span in self.spans), default=0.0) - self.start_ms
+        """From the start of the first computation to the end of the last span, over all ranks."""
+        return max((span.end_ms for span in self.spans), default=self.start_ms) - self.start_ms
 
     @property
     def idle_share(self) -> float:

@@ -19,6 +19,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     A rank is a process with a thread for what it computes and as many for communication as run at once. Arrows lead
     from where a result is made to where another rank takes it.
     """
+    origin_ms = min((span.start_ms for span in timeline.spans), default=0.0)
     events: list[Event] = []
     for rank in range(timeline.num_ranks):
         spans = timeline.of_rank(rank)
@@ -27,10 +28,8 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
             *_lanes(span for span in spans if not span.computes),
         ]
         events.extend(_names(rank, len(lanes)))
-        events.extend(
-            _complete(span, lane, timeline.start_ms) for lane, members in enumerate(lanes) for span in members
-        )
-    return {"traceEvents": [*events, *_arrows(timeline)], "displayTimeUnit": "ms"}
+        events.extend(_complete(span, lane, origin_ms) for lane, members in enumerate(lanes) for span in members)
+    return {"traceEvents": [*events, *_arrows(timeline, origin_ms)], "displayTimeUnit": "ms"}
 
 
 def save_trace(timeline: Timeline, path: str | Path) -> None:
@@ -74,12 +73,12 @@ def _complete(span: Span, lane: int, origin_ms: float) -> Event:
     }
 
 
-def _arrows(timeline: Timeline) -> Iterator[Event]:
+def _arrows(timeline: Timeline, origin_ms: float) -> Iterator[Event]:
     for number, (maker, taker) in enumerate(messages(timeline)):
         arrow = {"name": "activation" if maker.kind == "F" else "gradient", "cat": "message", "id": number}
         # An arrow belongs to the span that its time is in, and a span's end is not.
-        leaves_us = _us(maker.start_ms + 0.99 * maker.duration_ms - timeline.start_ms)
-        arrives_us = _us(taker.start_ms - timeline.start_ms)
+        leaves_us = _us(maker.start_ms + 0.99 * maker.duration_ms - origin_ms)
+        arrives_us = _us(taker.start_ms - origin_ms)
         yield {"ph": "s", **arrow, "pid": maker.rank, "tid": _COMPUTE, "ts": leaves_us}
         yield {"ph": "f", "bp": "e", **arrow, "pid": taker.rank, "tid": _COMPUTE, "ts": arrives_us}
 

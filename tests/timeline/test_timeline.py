@@ -21,12 +21,17 @@ SMALL = Timeline(
 )
 
 
-def test_the_times_of_a_timeline_count_from_its_first_span():
+def test_the_times_of_a_timeline_count_from_its_first_computation():
     assert SMALL.num_ranks == 2
     assert SMALL.start_ms == 100
     assert SMALL.makespan_ms == 12
     assert [SMALL.busy_ms(rank) for rank in range(2)] == [6, 6]
     assert SMALL.idle_share == 0.5
+
+
+def test_a_receive_that_waits_for_the_first_activation_is_no_part_of_the_step():
+    early = Timeline((*SMALL.spans, Span(1, 1, "RECV_F", 0, 50.0, 50.5)))
+    assert (early.start_ms, early.makespan_ms, early.idle_share) == (100, 12, 0.5)
 
 
 def test_a_ranks_spans_come_by_time_and_are_named_as_actions():
@@ -36,6 +41,7 @@ def test_a_ranks_spans_come_by_time_and_are_named_as_actions():
 
 def test_an_empty_timeline_took_no_time():
     empty = Timeline(())
+    assert Timeline((Span(0, 0, "SEND_F", 0, 3.0, 4.0),)).makespan_ms == 1
     assert (empty.num_ranks, empty.makespan_ms, empty.idle_share) == (0, 0, 0)
 
 
