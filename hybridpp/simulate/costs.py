@@ -1,0 +1,140 @@
+"""What the actions of a schedule cost: times and bytes of each stage, for one micro-batch."""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from hybridpp.errors import ConfigError
+from hybridpp.schedule import Kind
+from hybridpp.simulate.measured import measured_ms
+from hybridpp.timeline import Timeline
+
+PerStage: TypeAlias = float | tuple[float, ...]
+"""One number for all stages, or one for each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What one micro-batch costs in each stage. Every cost is one number for all stages, or a tuple of one for each.
+
+    Args:
+        num_stages: stages of the pipeline, over all ranks.
+        forward_ms: time of F, in milliseconds.
+        input_gradient_ms: time of I.
+        weight_gradient_ms: time of W.
+        backward_ms: time of B; None takes that of I and W together.
+        send_ms: time from the end of an action until another rank has its result; a tuple has one for each of the
+            ``num_stages - 1`` boundaries between stages, in both directions. Within a rank nothing is sent.
+        activation_bytes: what a stage holds from F until B or I.
+        weight_gradient_bytes: what a stage holds from I until W.
+
+    Raises:
+        ConfigError: a cost is negative or not finite, or a tuple has another length.
+    """
+
+    num_stages: int
+    forward_ms: PerStage = 1.0
+    input_gradient_ms: PerStage = 1.0
+    weight_gradient_ms: PerStage = 1.0
+    backward_ms: PerStage | None = None
+    send_ms: PerStage = 0.0
+    activation_bytes: PerStage = 0.0
+    weight_gradient_bytes: PerStage = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_stages, int) or self.num_stages < 1:
+            raise ConfigError(f"num_stages is a whole number, at least 1: got {self.num_stages!r}.")
+        for field in dataclasses.fields(self)[1:]:
+            if getattr(self, field.name) is not None:
+                self._check(field.name)
+
+    def _check(self, name: str) -> None:
+        value = getattr(self, name)
+        length, counted = self.num_stages, f"{self.num_stages} stages"
+        if name == "send_ms":
+            length, counted = length - 1, f"the {length - 1} boundaries of {counted}"
+        numbers = value if isinstance(value, tuple) else (value,)
+        for number in numbers:
+            if not isinstance(number, int | float) or not math.isfinite(number) or number < 0:
+                raise ConfigError(f"{name} is a number from 0 on, or one for each: got {number!r}.")
+        if isinstance(value, tuple) and len(value) != length:
+            raise ConfigError(
+                f"{name} has {len(value)} numbers for {counted}. Give {length}, or one number (no list) for all."
+            )
+
+    def compute_ms(self, stage: int, kind: Kind) -> float:
+        """Time of a stage's F, B, I or W for one micro-batch, in milliseconds."""
+        if kind is Kind.BACKWARD and self.backward_ms is None:
+            return _at(self.input_gradient_ms, stage) + _at(self.weight_gradient_ms, stage)
+        costs = {
+            Kind.FORWARD: self.forward_ms,
+            Kind.BACKWARD: self.backward_ms,
+            Kind.INPUT_GRADIENT: self.input_gradient_ms,
+            Kind.WEIGHT_GRADIENT: self.weight_gradient_ms,
+        }
+        return _at(costs[kind], stage)
+
+    def message_ms(self, stage: int, other: int) -> float:
+        """Time of a message between two neighbouring stages on different ranks, in milliseconds."""
+        return _at(self.send_ms, min(stage, other))
+
+    def held_bytes(self, stage: int, kind: Kind) -> float:
+        """By how much a stage's F, B, I or W changes what its rank holds once it has run, in bytes."""
+        activation, gradient = _at(self.activation_bytes, stage), _at(self.weight_gradient_bytes, stage)
+        changes = {
+            Kind.FORWARD: activation,
+            Kind.BACKWARD: -activation,
+            Kind.INPUT_GRADIENT: gradient - activation,
+            Kind.WEIGHT_GRADIENT: -gradient,
+        }
+        return changes[kind]
+
+    def to_json(self) -> str:
+        """As text: an object with the names of the fields."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Costs":
+        """The costs that :meth:`to_json` wrote; what is left out has its default.
+
+        Raises:
+            ConfigError: the text is no object with these names, or the costs cannot be.
+        """
+        try:
+            values: Any = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"costs are written in JSON: {error}.") from error
+        names = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(values, dict) or "num_stages" not in values or not values.keys() <= set(names):
+            got = ", ".join(values) or "nothing" if isinstance(values, dict) else type(values).__name__
+            raise ConfigError(f"costs are an object with num_stages and some of {', '.join(names[1:])}: got {got}.")
+        # Their types are checked with their values.
+        costs: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        }
+        return cls(**costs)
+
+    @classmethod
+    def from_timeline(cls, timeline: Timeline, num_stages: int) -> "Costs":
+        """What a measured training run says: the median of each stage and kind.
+
+        Where the run has whole backwards only, each half of a backward is taken to last half of it. A message takes
+        the shortest time that was seen between the end of an action and the start of the one that needs its result on
+        another rank; that is too long where the receiver was never waiting.
+
+        Args:
+            timeline: of any schedule of ``num_stages`` stages that trains.
+            num_stages: stages of the pipeline, over all ranks.
+
+        Raises:
+            ConfigError: a stage has no forward or no backward in it.
+        """
+        return cls(num_stages=num_stages, **measured_ms(timeline, num_stages))
+
+
+def _at(values: PerStage | None, stage: int) -> float:
+    if values is None:
+        return 0.0
+    return values[stage] if isinstance(values, tuple) else values

@@ -1,0 +1,53 @@
+"""What a measured run says about the costs of its stages."""
+
+from collections import defaultdict
+from statistics import median
+
+from hybridpp.errors import ConfigError
+from hybridpp.schedule import Kind
+from hybridpp.timeline import Timeline, messages
+
+
+def measured_ms(timeline: Timeline, num_stages: int) -> dict[str, tuple[float, ...]]:
+    """The times of ``Costs``, by the name of the field: see ``Costs.from_timeline``.
+
+    Raises:
+        ConfigError: a stage has no forward or no backward in the timeline.
+    """
+    taken: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+    for span in timeline.spans:
+        taken[span.stage, span.kind].append(span.duration_ms)
+    medians = {cell: median(times) for cell, times in taken.items()}
+    stages = range(num_stages)
+    gradients = [_gradients_ms(medians, stage) for stage in stages]
+    return {
+        "forward_ms": tuple(_known(medians.get((stage, Kind.FORWARD)), stage, "forward") for stage in stages),
+        "input_gradient_ms": tuple(input_ms for input_ms, _ in gradients),
+        "weight_gradient_ms": tuple(weight_ms for _, weight_ms in gradients),
+        "backward_ms": tuple(medians.get((stage, Kind.BACKWARD), sum(gradients[stage])) for stage in stages),
+        "send_ms": _send_ms(timeline, num_stages),
+    }
+
+
+def _gradients_ms(medians: dict[tuple[int, str], float], stage: int) -> tuple[float, float]:
+    half = medians.get((stage, Kind.BACKWARD), 0.0) / 2 or None
+    return (
+        _known(medians.get((stage, Kind.INPUT_GRADIENT), half), stage, "backward"),
+        _known(medians.get((stage, Kind.WEIGHT_GRADIENT), half), stage, "backward"),
+    )
+
+
+def _known(time_ms: float | None, stage: int, pass_name: str) -> float:
+    if time_ms is None:
+        raise ConfigError(
+            f"the timeline has no {pass_name} of stage {stage}. Measure a whole step of training, on all ranks."
+        )
+    return time_ms
+
+
+def _send_ms(timeline: Timeline, num_stages: int) -> tuple[float, ...]:
+    """The shortest gap between an action and the one that takes its result, at each boundary between stages."""
+    gaps: defaultdict[int, list[float]] = defaultdict(list)
+    for message in messages(timeline):
+        gaps[min(message.maker.stage, message.taker.stage)].append(max(0.0, message.gap_ms))
+    return tuple(min(gaps[stage], default=0.0) for stage in range(num_stages - 1))

@@ -1,0 +1,85 @@
+"""Run a schedule on the clock of its costs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from hybridpp.errors import ConfigError
+from hybridpp.schedule import Action, Kind, Program, Programs, check_program, peak_activations, placement
+from hybridpp.schedule.order import needs, result, walk
+from hybridpp.simulate.costs import Costs
+from hybridpp.timeline import Span, Timeline
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a step would be like.
+
+    Args:
+        timeline: every action, and every message that takes time.
+        peak_activations: the most micro-batches that each rank holds at once, counted once for each of its stages.
+        peak_bytes: the most that each rank holds at once for them, in bytes.
+    """
+
+    timeline: Timeline
+    peak_activations: tuple[int, ...]
+    peak_bytes: tuple[float, ...]
+
+    @property
+    def idle_share(self) -> float:
+        """The share of all ranks' time in which they do not compute, between 0 and 1."""
+        return self.timeline.idle_share
+
+
+def simulate(programs: Programs, costs: Costs) -> Simulation:
+    """The step that these programs (of compute actions, before lowering) make at these costs.
+
+    A rank runs its actions in order. An action starts when its rank is free and what it needs is there. Messages take
+    their time without holding up the ranks or each other.
+
+    Raises:
+        ScheduleError: the programs are incomplete or deadlock.
+        ConfigError: the costs are those of another number of stages.
+    """
+    check_program(programs)
+    num_stages = len(placement(programs))
+    if costs.num_stages != num_stages:
+        raise ConfigError(
+            f"the schedule has {num_stages} stages, the costs are for {costs.num_stages}. Give costs for each stage."
+        )
+    peak_bytes = tuple(_peak_bytes(program, costs) for program in programs)
+    return Simulation(Timeline(tuple(_spans(programs, costs))), peak_activations(programs), peak_bytes)
+
+
+def _spans(programs: Programs, costs: Costs) -> Iterator[Span]:
+    rank_of = placement(programs)
+    free_ms = [0.0] * len(programs)
+    made_ms: dict[Action, float] = {}
+
+    def message_ms(source: int, target: int) -> float:
+        return costs.message_ms(source, target) if rank_of[source] != rank_of[target] else 0.0
+
+    for rank, place in walk(programs):
+        action = programs[rank][place]
+        stage, kind, microbatch = action
+        arrivals = (made_ms[need] + message_ms(need.stage, stage) for need in needs(action, len(rank_of)))
+        start_ms = max(free_ms[rank], *arrivals, 0.0)
+        end_ms = start_ms + costs.compute_ms(stage, kind)
+        free_ms[rank] = made_ms[result(action)] = end_ms
+        yield Span(rank, stage, kind, microbatch, start_ms, end_ms)
+        step, message = _SENDS.get(kind, (0, kind))
+        if 0 <= stage + step < len(rank_of) and (transfer_ms := message_ms(stage, stage + step)) > 0:
+            yield Span(rank, stage, message, microbatch, end_ms, end_ms + transfer_ms)
+
+
+# Who takes a result, counted from the stage that makes it, and how the message is called.
+_SENDS = {
+    Kind.FORWARD: (1, Kind.SEND_ACTIVATION),
+    Kind.BACKWARD: (-1, Kind.SEND_GRADIENT),
+    Kind.INPUT_GRADIENT: (-1, Kind.SEND_GRADIENT),
+}
+
+
+def _peak_bytes(program: Program, costs: Costs) -> float:
+    held = (costs.held_bytes(action.stage, action.kind) for action in program)
+    return max(0.0, *accumulate(held))

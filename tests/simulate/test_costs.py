@@ -1,0 +1,105 @@
+import re
+
+import pytest
+
+from hybridpp.errors import ConfigError
+from hybridpp.schedule import Kind, one_f_one_b, parse_action
+from hybridpp.simulate import Costs, simulate
+from hybridpp.timeline import Span, Timeline
+
+KINDS = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.BACKWARD)
+UNEQUAL = Costs(
+    num_stages=3,
+    forward_ms=(1.0, 2.0, 3.0),
+    input_gradient_ms=(1.5, 2.5, 3.5),
+    weight_gradient_ms=0.5,
+    send_ms=(0.25, 0.5),
+    activation_bytes=(10.0, 20.0, 30.0),
+)
+
+
+def test_a_backward_takes_as_long_as_its_parts_unless_it_has_a_time_of_its_own():
+    assert [UNEQUAL.compute_ms(1, kind) for kind in KINDS] == [2.0, 2.5, 0.5, 3.0]
+    assert Costs(num_stages=2, backward_ms=1.5).compute_ms(1, Kind.BACKWARD) == 1.5
+
+
+def test_by_default_every_action_takes_a_millisecond_and_a_message_none():
+    costs = Costs(num_stages=2)
+    assert [costs.compute_ms(0, kind) for kind in KINDS] == [1, 1, 1, 2]
+    assert costs.message_ms(0, 1) == 0
+
+
+def test_a_boundarys_message_time_holds_in_both_directions():
+    assert [UNEQUAL.message_ms(*pair) for pair in ((0, 1), (1, 0), (1, 2), (2, 1))] == [0.25, 0.25, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("costs", [UNEQUAL, Costs(num_stages=1, backward_ms=3.0)])
+def test_costs_come_back_from_json(costs):
+    assert Costs.from_json(costs.to_json()) == costs
+
+
+def test_json_may_leave_out_what_has_a_default():
+    assert Costs.from_json('{"num_stages": 2, "forward_ms": [1, 2]}') == Costs(num_stages=2, forward_ms=(1, 2))
+
+
+FIELDS = (
+    "forward_ms, input_gradient_ms, weight_gradient_ms, backward_ms, send_ms, activation_bytes, weight_gradient_bytes"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tea", "costs are written in JSON: Expecting value: line 1 column 1 (char 0)."),
+        ("[1]", f"costs are an object with num_stages and some of {FIELDS}: got list."),
+        ('{"tea": 1}', f"costs are an object with num_stages and some of {FIELDS}: got tea."),
+        ('{"num_stages": "2"}', "num_stages is a whole number, at least 1: got '2'."),
+        ('{"num_stages": 0}', "num_stages is a whole number, at least 1: got 0."),
+        (
+            '{"num_stages": 2, "forward_ms": [1]}',
+            "forward_ms has 1 numbers for 2 stages. Give 2, or one number (no list) for all.",
+        ),
+        (
+            '{"num_stages": 3, "send_ms": [1, 1, 1]}',
+            "send_ms has 3 numbers for the 2 boundaries of 3 stages. Give 2, or one number (no list) for all.",
+        ),
+        ('{"num_stages": 2, "forward_ms": -1}', "forward_ms is a number from 0 on, or one for each: got -1."),
+        ('{"num_stages": 2, "send_ms": [NaN]}', "send_ms is a number from 0 on, or one for each: got nan."),
+        ('{"num_stages": 1, "backward_ms": "1"}', "backward_ms is a number from 0 on, or one for each: got '1'."),
+    ],
+)
+def test_costs_that_cannot_be_are_refused(text, message):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        Costs.from_json(text)
+
+
+def test_a_simulated_run_gives_its_costs_back():
+    measured = Costs.from_timeline(simulate(one_f_one_b(3, 4), UNEQUAL).timeline, num_stages=3)
+    assert measured.forward_ms == UNEQUAL.forward_ms
+    assert measured.backward_ms == (2.0, 3.0, 4.0)
+    # Of a whole backward, each part is taken to be half.
+    assert measured.input_gradient_ms == measured.weight_gradient_ms == (1.0, 1.5, 2.0)
+    assert measured.send_ms == UNEQUAL.send_ms
+
+
+def test_a_run_with_split_backwards_gives_each_part_its_time():
+    split = tuple(tuple(map(parse_action, row.split())) for row in ("0F0 0I0 0W0", "1F0 1I0 1W0", "2F0 2I0 2W0"))
+    measured = Costs.from_timeline(simulate(split, UNEQUAL).timeline, num_stages=3)
+    assert measured.input_gradient_ms == UNEQUAL.input_gradient_ms
+    assert measured.weight_gradient_ms == (0.5, 0.5, 0.5)
+    assert measured.backward_ms == (2.0, 3.0, 4.0)
+
+
+def test_the_median_stands_for_all_microbatches():
+    times = [(0.0, 2.0), (2.0, 3.0), (3.0, 13.0)]
+    spans = [Span(0, 0, "F", number, *pair) for number, pair in enumerate(times)]
+    costs = Costs.from_timeline(Timeline((*spans, Span(0, 0, "B", 0, 13.0, 17.0))), num_stages=1)
+    assert (costs.forward_ms, costs.backward_ms, costs.send_ms) == ((2.0,), (4.0,), ())
+
+
+@pytest.mark.parametrize(("kinds", "missing"), [("B", "forward"), ("F", "backward"), ("FI", "backward")])
+def test_a_run_that_lacks_a_pass_is_refused(kinds, missing):
+    spans = tuple(Span(0, 0, kind, 0, 0.0, 1.0) for kind in kinds)
+    message = f"the timeline has no {missing} of stage 0. Measure a whole step of training, on all ranks."
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        Costs.from_timeline(Timeline(spans), num_stages=1)

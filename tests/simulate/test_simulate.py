@@ -1,0 +1,201 @@
+import re
+import time
+from itertools import pairwise
+from textwrap import dedent
+
+import pytest
+
+from hybridpp.errors import ConfigError, ScheduleError
+from hybridpp.schedule import (
+    SCHEDULES,
+    forward_only,
+    gpipe,
+    make_schedule,
+    one_f_one_b,
+    parse_action,
+    placement,
+    render_grid,
+)
+from hybridpp.schedule.order import needs, result
+from hybridpp.simulate import Costs, simulate
+
+# Two ranks whose backwards are in two parts: the gradient goes on before the weights are looked at.
+SPLIT = "0F0 0F1 0I0 0I1 0W0 0W1 | 1F0 1I0 1F1 1I1 1W0 1W1"
+
+
+def programs(text):
+    """Programs from their text: ranks are separated by ``|``."""
+    return tuple(tuple(map(parse_action, row.split())) for row in text.split("|"))
+
+
+def picture(timeline):
+    """A character per ms: the micro-batch in the first of each action's, its kind in the others, '.' for idle."""
+    rows = []
+    for rank in range(timeline.num_ranks):
+        row = ["."] * round(timeline.makespan_ms)
+        for span in timeline.of_rank(rank):
+            if span.computes:
+                start, end = round(span.start_ms), round(span.end_ms)
+                row[start:end] = [str(span.microbatch), *span.kind * (end - start - 1)]
+        rows.append("".join(row))
+    return "\n".join(rows) + "\n"
+
+
+def test_1f1b_drawn_by_hand():
+    assert picture(simulate(one_f_one_b(3, 4), Costs(num_stages=3)).timeline) == dedent("""\
+        012....0B31B.2B.3B
+        .01..0B21B32B.3B..
+        ..00B11B22B33B....
+    """)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4, 7])
+@pytest.mark.parametrize("num_microbatches", [1, 3, 8, 20])
+def test_1f1b_and_gpipe_idle_as_their_formula_says(num_stages, num_microbatches):
+    formula = (num_stages - 1) / (num_microbatches + num_stages - 1)
+    costs = Costs(num_stages=num_stages, forward_ms=0.7, input_gradient_ms=0.9, weight_gradient_ms=0.5)
+    for schedule in (one_f_one_b, gpipe):
+        simulation = simulate(schedule(num_stages, num_microbatches), costs)
+        assert simulation.idle_share == pytest.approx(formula)
+        assert simulation.timeline.makespan_ms == pytest.approx((num_microbatches + num_stages - 1) * 2.1)
+
+
+def test_a_weight_gradient_fills_the_wait_for_the_next_gradient():
+    simulation = simulate(programs(SPLIT), Costs(num_stages=2))
+    assert picture(simulation.timeline) == "01.0.101\n.001101.\n"
+    assert simulation.idle_share == pytest.approx(4 / 16)
+
+
+def test_a_heavier_last_stage_sets_the_pace():
+    heavy = (1.0, 1.0, 1.5)
+    costs = Costs(num_stages=3, forward_ms=heavy, input_gradient_ms=heavy, weight_gradient_ms=heavy)
+    timeline = simulate(one_f_one_b(3, 5), costs).timeline
+    assert timeline.busy_ms(2) == 5 * 3 * 1.5
+    # It begins when the first forward has come through two stages, never waits, and its last gradient goes back.
+    assert timeline.makespan_ms == 2 * 1 + 5 * 3 * 1.5 + 2 * 2
+
+
+def test_a_message_takes_its_time_and_holds_nobody_up():
+    costs = Costs(num_stages=2, send_ms=1.0)
+    timeline = simulate(one_f_one_b(2, 2), costs).timeline
+    assert picture(timeline) == "01....0B.1B\n..00B11B...\n"
+    sends = [(span.rank, span.name, span.start_ms, span.end_ms) for span in timeline.spans if not span.computes]
+    assert sorted(sends) == [
+        (0, "0SEND_F0", 1.0, 2.0),
+        (0, "0SEND_F1", 2.0, 3.0),
+        (1, "1SEND_B0", 5.0, 6.0),
+        (1, "1SEND_B1", 8.0, 9.0),
+    ]
+
+
+def test_each_boundary_may_have_a_message_time_of_its_own_and_a_rank_sends_itself_nothing():
+    # Stages 0 and 3 on rank 0, 1 and 2 on rank 1: nothing is sent from 1 to 2.
+    there_and_back = programs("0F0 3F0 3B0 0B0 | 1F0 2F0 2B0 1B0")
+    timeline = simulate(there_and_back, Costs(num_stages=4, send_ms=(2.0, 100.0, 3.0))).timeline
+    assert timeline.makespan_ms == 4 * 1 + 4 * 2 + 2 * (2 + 3)
+    assert {span.name for span in timeline.spans if not span.computes} == {
+        "0SEND_F0",
+        "2SEND_F0",
+        "3SEND_B0",
+        "1SEND_B0",
+    }
+
+
+def test_forwards_alone_can_be_simulated():
+    assert simulate(forward_only((0, 1, 2), 4), Costs(num_stages=3)).timeline.makespan_ms == 6
+
+
+def test_the_peaks_of_memory():
+    costs = Costs(num_stages=3, activation_bytes=(10.0, 20.0, 30.0))
+    simulation = simulate(one_f_one_b(3, 8), costs)
+    assert simulation.peak_activations == (3, 2, 1)
+    assert simulation.peak_bytes == (30, 40, 30)
+
+
+def test_what_a_split_backward_holds_until_the_weights_are_done():
+    costs = Costs(num_stages=2, activation_bytes=10.0, weight_gradient_bytes=4.0)
+    simulation = simulate(programs(SPLIT), costs)
+    assert simulation.peak_activations == (2, 2)
+    # Rank 1 after 1F1: one activation and what 1W0 needs.
+    assert simulation.peak_bytes == (20, 14)
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 2), (3, 5), (4, 8)])
+def test_at_unit_costs_it_is_the_grid(name, num_ranks, num_microbatches):
+    schedule = make_schedule(name, num_ranks, num_microbatches)
+    timeline = simulate(schedule, Costs(num_stages=len(placement(schedule)))).timeline
+    for row, line in enumerate(render_grid(schedule).splitlines()):
+        cells = line.split("|")[1].split()
+        starts = {cell: slot for slot, cell in enumerate(cells) if cell not in (".", "---")}
+        assert starts == {span.name: span.start_ms for span in timeline.of_rank(row)}
+        assert len(cells) == timeline.makespan_ms
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        *(make_schedule(name, 3, 7) for name in SCHEDULES),
+        programs(SPLIT),
+        # Whole and split backwards in one plan.
+        programs("0F0 3F0 3B0 0B0 | 1F0 2F0 2I0 1I0 2W0 1W0"),
+    ],
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_do_one_thing_at_a_time_in_order_and_after_what_it_needs(schedule, seed):
+    rank_of = placement(schedule)
+    stages = range(len(rank_of))
+    costs = Costs(
+        num_stages=len(rank_of),
+        forward_ms=tuple(((seed + 1) * 7919 * (stage + 3) % 13) / 10 for stage in stages),
+        input_gradient_ms=tuple(((seed + 2) * 104729 * (stage + 5) % 17) / 10 for stage in stages),
+        weight_gradient_ms=0.3 * seed,
+        send_ms=tuple((seed * 31 * (stage + 1) % 7) / 10 for stage in stages[1:]),
+    )
+    timeline = simulate(schedule, costs).timeline
+    ends = {}
+    for span in timeline.spans:
+        if span.computes:
+            ends[result(parse_action(span.name))] = span.end_ms
+    for rank, program in enumerate(schedule):
+        spans = sorted((span for span in timeline.of_rank(rank) if span.computes), key=lambda span: span.start_ms)
+        assert all(before.end_ms <= after.start_ms for before, after in pairwise(spans))
+        by_name = {span.name: span for span in spans}
+        assert [by_name[str(action)].start_ms for action in program] == sorted(span.start_ms for span in spans)
+        free_ms = 0.0
+        for action in program:
+            span = by_name[str(action)]
+            arrivals = [
+                ends[need] + (costs.message_ms(need.stage, action.stage) if rank_of[need.stage] != rank else 0)
+                for need in needs(action, len(rank_of))
+            ]
+            # No sooner than it can, and no later.
+            assert span.start_ms == max(free_ms, *arrivals, 0.0)
+            assert span.end_ms == span.start_ms + costs.compute_ms(action.stage, action.kind)
+            free_ms = span.end_ms
+
+
+def test_a_heavier_last_stage_costs_zero_bubble_v_most_of_what_it_gains():
+    heavy = (1.0,) * 7 + (1.5,)
+    unequal = Costs(num_stages=8, forward_ms=heavy, input_gradient_ms=heavy, weight_gradient_ms=heavy)
+    schedule = make_schedule("zb-v", 4, 16)
+    assert simulate(schedule, Costs(num_stages=8)).idle_share == pytest.approx(3 / 99)
+    assert simulate(schedule, unequal).idle_share == pytest.approx(0.16, abs=0.01)
+
+
+def test_eight_ranks_and_256_microbatches_take_less_than_half_a_second():
+    schedule, costs = one_f_one_b(8, 256), Costs(num_stages=8)
+    start = time.process_time()
+    simulate(schedule, costs)
+    assert time.process_time() - start < 0.5
+
+
+def test_programs_that_wait_for_ever_are_refused_by_the_checker():
+    with pytest.raises(ScheduleError, match="1B0"):
+        simulate(programs("0F0 0B0 | 1B0 1F0"), Costs(num_stages=2))
+
+
+def test_costs_of_another_number_of_stages_are_refused():
+    message = "the schedule has 2 stages, the costs are for 3. Give costs for each stage."
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        simulate(one_f_one_b(2, 2), Costs(num_stages=3))
