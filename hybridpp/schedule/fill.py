@@ -7,7 +7,7 @@ from hybridpp.errors import ScheduleError
 from hybridpp.schedule.action import Action, Kind, Program, Programs
 from hybridpp.schedule.check import check_program
 from hybridpp.schedule.memory import peak_activations
-from hybridpp.schedule.order import count_stages
+from hybridpp.schedule.order import count_stages, result
 from hybridpp.schedule.slots import SplitBackward, run_slots
 
 
@@ -26,30 +26,31 @@ def fill_weight_gradients(programs: Programs, limits: Sequence[int]) -> Programs
         ScheduleError: the programs are no good, or a limit is below what a rank holds between its F and I anyway.
     """
     check_program(programs)
-    split = tuple(_split(program) for program in programs)
-    for rank, (limit, peak) in enumerate(zip(limits, peak_activations(programs), strict=True)):
+    whole = tuple(_whole(program) for program in programs)
+    for rank, (limit, peak) in enumerate(zip(limits, peak_activations(whole), strict=True)):
         if limit < peak:
             raise ScheduleError(
                 f"rank {rank} may hold no fewer activations than without splitting: got a limit of {limit} where it "
                 f"holds {peak}. Use {peak} or more."
             )
     num_stages = count_stages(programs)
-    return run_slots([_Filler(program, num_stages, limit) for program, limit in zip(split, limits, strict=True)])
+    return run_slots([_Filler(program, num_stages, limit) for program, limit in zip(whole, limits, strict=True)])
 
 
-def _split(program: Program) -> Program:
+def _whole(program: Program) -> Program:
+    """The program with its backwards in one action, where their first part is."""
     return tuple(
-        action._replace(kind=Kind.INPUT_GRADIENT) if action.kind is Kind.BACKWARD else action
+        action._replace(kind=Kind.BACKWARD) if action.kind is Kind.INPUT_GRADIENT else action
         for action in program
         if action.kind is not Kind.WEIGHT_GRADIENT
     )
 
 
 class _Filler:
-    """Does a program's actions in order, and weight gradients in between."""
+    """Does a program's actions in order, of backwards the first part, and weight gradients in between."""
 
     def __init__(self, program: Program, num_stages: int, limit: int):
-        self._todo = deque(program)
+        self._todo = deque(map(result, program))
         self._held = SplitBackward(num_stages, limit)
 
     def choose(self, done: Set[Action]) -> Action | None:

@@ -32,7 +32,7 @@ def sends_done(lowered: Programs) -> SendsDone:
         lowered: programs from :func:`~hybridpp.schedule.lower`; not checked here.
 
     Returns:
-        By rank and place in its program, the rank's own sends, oldest first for each peer.
+        By rank and place in its program, the rank's own sends, oldest first on each channel.
     """
     return _HappensBefore(lowered).run()
 
@@ -52,8 +52,11 @@ class _HappensBefore:
         self._clocks = [[0] * len(lowered) for _ in lowered]
         # By message: the sender's clock right after the send.
         self._stamps: dict[Action, list[int]] = {}
-        # By rank and peer: sends that may not be taken yet, with the place of the receive in the peer's program.
-        self._open: list[defaultdict[int, deque[tuple[int, Action]]]] = [defaultdict(deque) for _ in lowered]
+        # By rank and channel (peer, kind): sends that may not be taken yet, with the receive's place in the peer's
+        # program. Only along a channel are receives posted in the order of the sends.
+        self._open: list[defaultdict[tuple[int, Kind], deque[tuple[int, Action]]]] = [
+            defaultdict(deque) for _ in lowered
+        ]
         self._done: list[list[tuple[Action, ...]]] = [[] for _ in lowered]
 
     def run(self) -> SendsDone:
@@ -75,7 +78,7 @@ class _HappensBefore:
                 receive = Action(action.stage + further, kind, action.microbatch)
                 peer, place = self._posted[receive]
                 self._stamps[receive] = list(self._clocks[rank])
-                self._open[rank][peer].append((place, action))
+                self._open[rank][peer, kind].append((place, action))
 
     def _compute(self, rank: int) -> None:
         """Do the rank's next compute action: once its message is here, all that its sender had done is certain."""
@@ -90,7 +93,7 @@ class _HappensBefore:
         """Go to the next place; note which sends are certainly taken at this one."""
         clock = self._clocks[rank]
         taken = []
-        for peer, sends in self._open[rank].items():
+        for (peer, _), sends in self._open[rank].items():
             while sends and sends[0][0] < clock[peer]:
                 taken.append(sends.popleft()[1])
         self._done[rank].append(tuple(taken))

@@ -3,23 +3,37 @@ from itertools import pairwise
 from textwrap import dedent
 
 import pytest
+from schedule.oracle import every_schedule
 
-from hybridpp.schedule import Kind, forward_only, lower, one_f_one_b, parse_action, render
+from hybridpp.schedule import Kind, check_program, forward_only, lower, one_f_one_b, parse_action, placement, render
 
-USES = {Kind.RECEIVE_ACTIVATION: Kind.FORWARD, Kind.RECEIVE_GRADIENT: Kind.BACKWARD}
-SENDS = {Kind.FORWARD: Kind.SEND_ACTIVATION, Kind.BACKWARD: Kind.SEND_GRADIENT}
+USES = {
+    Kind.RECEIVE_ACTIVATION: (Kind.FORWARD,),
+    Kind.RECEIVE_GRADIENT: (Kind.BACKWARD, Kind.INPUT_GRADIENT),
+}
+SENDS = {
+    Kind.FORWARD: Kind.SEND_ACTIVATION,
+    Kind.BACKWARD: Kind.SEND_GRADIENT,
+    Kind.INPUT_GRADIENT: Kind.SEND_GRADIENT,
+}
+FILLS_GRADIENTS = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
 # What a send is called on the stage that receives it: (difference of stages, kind).
 ARRIVES = {Kind.SEND_ACTIVATION: (1, Kind.RECEIVE_ACTIVATION), Kind.SEND_GRADIENT: (-1, Kind.RECEIVE_GRADIENT)}
-TWO_STAGES_PER_RANK = tuple(
-    tuple(map(parse_action, row.split()))
-    for row in ("0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1")
-)
-PROGRAMS = [
-    *(one_f_one_b(p, m) for p, m in [(1, 2), (2, 1), (2, 4), (3, 5), (4, 2), (5, 8)]),
-    forward_only((0, 1, 2), 4),
-    TWO_STAGES_PER_RANK,
-]
-every_program = pytest.mark.parametrize("programs", PROGRAMS, ids=lambda programs: f"{len(programs)} ranks")
+
+
+def programs_of(*rows):
+    return tuple(tuple(map(parse_action, row.split())) for row in rows)
+
+
+PROGRAMS = {
+    **dict(every_schedule(ranks=(1, 2, 3, 4), microbatches=(1, 3, 6), chunks=(1, 2))),
+    "forward only": forward_only((0, 1, 2), 4),
+    "forward only in a V": forward_only((0, 1, 2, 2, 1, 0), 5),
+    "every rank in an order of its own": programs_of(
+        "0F0 0F1 0F2 2F0 2F2 2F1 2B1 2B0 2B2 0B0 0B1 0B2", "1F2 1F0 1F1 3F0 3F1 3B0 3B1 3F2 3B2 1B1 1B2 1B0"
+    ),
+}
+every_program = pytest.mark.parametrize("programs", PROGRAMS.values(), ids=PROGRAMS.keys())
 
 
 def test_1f1b_with_two_stages_and_three_microbatches():
@@ -42,7 +56,7 @@ def test_evaluation_sends_activations_only():
 
 
 def test_what_goes_back_in_two_parts_is_sent_after_the_first_and_reduced_after_the_last():
-    programs = tuple(tuple(map(parse_action, row.split())) for row in ("0F0 0F1 0I0 0W0 0B1", "1F0 1I0 1F1 1B1 1W0"))
+    programs = programs_of("0F0 0F1 0I0 0W0 0B1", "1F0 1I0 1F1 1B1 1W0")
     assert render(lower(programs)) == dedent("""\
         rank 0 | 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0I0 0RECV_B1 0W0 0B1 0REDUCE_GRAD
         rank 1 | 1RECV_F0 1F0 1RECV_F1 1I0 1SEND_B0 1F1 1B1 1SEND_B1 1W0 1REDUCE_GRAD
@@ -54,9 +68,18 @@ def test_what_is_computed_stays_as_it_was(programs):
     assert tuple(tuple(action for action in row if action.kind.computes) for row in lower(programs)) == programs
 
 
+def test_receives_are_posted_in_the_order_of_the_sends_whatever_they_are_used_for_first():
+    """Rank 1 needs the second message first; it must not take the first one for it."""
+    assert render(lower(programs_of("0F0 0F1 0B0 0B1", "1F1 1B1 1F0 1B0"))) == dedent("""\
+        rank 0 | 0F0 0SEND_F0 0RECV_B1 0RECV_B0 0F1 0SEND_F1 0B0 0B1 0REDUCE_GRAD
+        rank 1 | 1RECV_F0 1RECV_F1 1F1 1B1 1SEND_B1 1F0 1B0 1SEND_B0 1REDUCE_GRAD
+    """)
+
+
 @every_program
 def test_every_send_has_its_receive_in_the_same_order_between_each_two_ranks(programs):
-    rank_of = {action.stage: rank for rank, row in enumerate(programs) for action in row}
+    check_program(programs)
+    rank_of = placement(programs)
     sent, received = defaultdict(list), defaultdict(list)
     for rank, row in enumerate(lower(programs)):
         for action in row:
@@ -69,6 +92,7 @@ def test_every_send_has_its_receive_in_the_same_order_between_each_two_ranks(pro
                 received[rank_of[source], rank, action.kind].append(action)
     assert sent == received
     assert bool(sent) == (len(programs) > 1)
+    assert all(source != target for source, target, _ in sent)
 
 
 @every_program
@@ -80,26 +104,52 @@ def test_a_result_leaves_right_after_it_was_computed(programs):
 
 
 @every_program
-def test_at_most_one_input_is_received_that_is_not_used_yet(programs):
-    for row in lower(programs):
+def test_what_is_used_was_received_before(programs):
+    rank_of = placement(programs)
+    for rank, row in enumerate(lower(programs)):
         posted = set()
         for action in row:
             if action.kind in USES:
-                posted.add(action._replace(kind=USES[action.kind]))
-            elif action.kind.computes:
-                posted.discard(action)
-                assert len(posted) <= 1
+                posted.add(action)
+                continue
+            for receive, kinds in USES.items():
+                source = action.stage + (1 if receive is Kind.RECEIVE_GRADIENT else -1)
+                if action.kind in kinds and 0 <= source < len(rank_of) and rank_of[source] != rank:
+                    posted.remove(action._replace(kind=receive))
         assert not posted
 
 
+def most_posted(row):
+    """The most receives of a lowered program that are posted and not used up: their action is not done yet."""
+    posted, most = set(), 0
+    for action in row:
+        if action.kind in USES:
+            posted |= {action._replace(kind=kind) for kind in USES[action.kind]}
+            most = max(most, len({used[::2] for used in posted}))
+        elif action in posted:
+            posted -= {action, *(action._replace(kind=kind) for kind in USES[Kind.RECEIVE_GRADIENT])}
+    return most
+
+
+@pytest.mark.parametrize(
+    "programs",
+    [
+        *(programs for _, programs in every_schedule(ranks=(2, 3, 4, 7), microbatches=(1, 9, 40), chunks=(1, 2, 3))),
+        forward_only((0, 1, 2, 2, 1, 0), 40),
+        forward_only((0, 1, 2, 0, 1, 2), 40),
+    ],
+)
+def test_at_most_two_receives_are_posted_however_many_microbatches_there_are(programs):
+    assert max(map(most_posted, lower(programs))) <= 2
+
+
 @every_program
-def test_gradients_are_reduced_once_per_stage_after_its_last_backward(programs):
+def test_gradients_are_reduced_once_per_stage_after_the_last_action_that_adds_to_them(programs):
     for row in lower(programs):
         for stage in {action.stage for action in row}:
             places = [place for place, action in enumerate(row) if action == (stage, Kind.REDUCE_GRADIENTS, None)]
-            backwards = [p for p, action in enumerate(row) if action[:2] == (stage, Kind.BACKWARD)]
-            assert len(places) == bool(backwards)
-            if backwards:
-                between = {action.kind for action in row[backwards[-1] + 1 : places[0]]}
-                assert places[0] > backwards[-1]
-                assert between <= {Kind.SEND_GRADIENT}
+            adding = [p for p, action in enumerate(row) if action.stage == stage and action.kind in FILLS_GRADIENTS]
+            assert len(places) == bool(adding)
+            if adding:
+                assert places[0] > adding[-1]
+                assert {action.kind for action in row[adding[-1] + 1 : places[0]]} <= {Kind.SEND_GRADIENT}
