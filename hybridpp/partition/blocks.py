@@ -102,9 +102,17 @@ def _join(prefix: str, name: str) -> str:
 
 
 def _outermost_lists(prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 0:
+    if _is_list(module):
         return [(prefix, module)]
     return [found for name, child in module.named_children() for found in _outermost_lists(_join(prefix, name), child)]
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether the children are blocks; those of a dict are where they are of one kind, and no lists themselves."""
+    if isinstance(module, nn.ModuleDict):
+        kinds = {type(child) for child in module.children()}
+        return len(module) > 1 and len(kinds) == 1 and not issubclass(kinds.pop(), (nn.Sequential, *_NEVER_CALLED))
+    return isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 0
 
 
 def _lists_of_blocks(prefix: str, module: nn.Module, share: float, idle: Collection[int] = ()) -> list[str]:

@@ -129,11 +129,17 @@ def _balanced(
 ) -> tuple[CutPoint, ...]:
     """What runs before a block counts to it, what runs after the last one to the last."""
     ends = _ends(trace, blocks)
+    if not ends:
+        listed = ", ".join(blocks) or "none"
+        raise PartitionError(
+            f"a model is cut between blocks that its forward calls: {type(model).__name__} has {len(blocks)} "
+            f"({listed}) and calls none, as block(...). Name modules that it calls in split_points, or use pp_size=1."
+        )
     if len(ends) < num_stages:
-        found = ", ".join(trace.calls[end].name for end in ends) or "none"
+        found = ", ".join(trace.calls[end].name for end in ends)
         raise PartitionError(
             f"a pipeline stage needs at least one block: {type(model).__name__} runs {len(ends)} ({found}), "
-            f"pp_size={num_stages}. Use pp_size={max(1, len(ends))} or less."
+            f"pp_size={num_stages}. Use pp_size={len(ends)} or less."
         )
     sums = []
     start = 0

@@ -29,7 +29,8 @@ class Fakes:
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtypes: Mapping[int, torch.dtype]):
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._device = device
         fakes: dict[int, Tensor] = {}
         for tensor in (*model.parameters(), *model.buffers()):
             dtype = dtypes.get(id(tensor), tensor.dtype)
@@ -51,6 +52,7 @@ class Fakes:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the model holds the fakes; afterwards what it held before."""
+        self._renew()
         before = []
         try:
             for module, key, fake in self._slots:
@@ -68,6 +70,21 @@ class Fakes:
                     if other is not place:
                         other.pop(key, None)
                 place[key] = tensor
+
+    def _renew(self) -> None:
+        """Follow buffers that the forward has replaced since: tables that grow with the inputs."""
+        for number, (module, key, fake) in enumerate(self._slots):
+            buffer = _place(module, key)[key]
+            known = self.originals.get(id(fake))
+            if known is None or buffer is known or not isinstance(buffer, Tensor):
+                continue
+            if buffer.shape != fake.shape:
+                with self._mode:
+                    renewed = torch.empty_strided(buffer.size(), buffer.stride(), dtype=fake.dtype, device=self._device)
+                self._slots[number] = (module, key, renewed)
+                self.buffers.append(renewed)
+                fake = renewed
+            self.originals[id(fake)] = buffer
 
 
 @contextmanager

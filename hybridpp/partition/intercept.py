@@ -1,11 +1,13 @@
 """Let something else decide what happens when a model's forward calls one of its units."""
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
+from torch.utils.hooks import BackwardHook
 
 Forward = Callable[..., Any]
 
@@ -29,15 +31,19 @@ class Interceptor:
 
     def __init__(self, model: nn.Module, units: Iterable[str]):
         self.units = tuple(units)
+        self._modules = {name: model.get_submodule(name) for name in self.units}
+        self._hooks: dict[str, _Hooks] = {}
         self._handler: UnitHandler | None = None
         for name in self.units:
-            module = model.get_submodule(name)
+            module = self._modules[name]
             # functools.partial and no closure, so that the model can still be copied.
             module.forward = functools.partial(self._call, name, module.forward)
 
     def _call(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         if self._handler is None:
             return forward(*args, **kwargs)
+        if name in self._hooks:
+            forward = functools.partial(_hooked, self._modules[name], self._hooks[name], forward)
         return self._handler(name, forward, args, kwargs)
 
     @contextmanager
@@ -49,3 +55,34 @@ class Interceptor:
             yield
         finally:
             self._handler = previous
+
+    @contextmanager
+    def hooks_inside(self) -> Iterator[None]:
+        """Inside, backward hooks of a unit belong to the forward that the handler gets.
+
+        They would be around it: what leaves a stage from inside a unit would pass them by, and where a unit is not
+        run they would see gradients all the same.
+        """
+        for name, module in self._modules.items():
+            if module._backward_hooks or module._backward_pre_hooks:
+                self._hooks[name] = _Hooks(module._backward_hooks, module._backward_pre_hooks)
+                module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
+        try:
+            yield
+        finally:
+            for name, hooks in self._hooks.items():
+                self._modules[name]._backward_hooks = hooks.backward
+                self._modules[name]._backward_pre_hooks = hooks.before
+            self._hooks = {}
+
+
+class _Hooks(NamedTuple):
+    backward: dict[int, Callable[..., Any]]
+    before: dict[int, Callable[..., Any]]
+
+
+def _hooked(module: nn.Module, hooks: _Hooks, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    """What ``module.__call__`` does where there are backward hooks."""
+    hook: Any = BackwardHook(module, hooks.backward.values(), hooks.before.values())
+    output = forward(*hook.setup_input_hook(args), **kwargs)
+    return hook.setup_output_hook(output)

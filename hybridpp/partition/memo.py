@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from hybridpp.partition.structure import flatten
+
 
 @dataclass(frozen=True)
 class _Shape:
@@ -48,7 +50,7 @@ class Memo:
 
     def key(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
         """What the unit's result depends on."""
-        leaves, tree = pytree.tree_flatten((args, kwargs))
+        leaves, tree = flatten((args, kwargs))
         kinds: list[Hashable] = []
         for leaf in leaves:
             if isinstance(leaf, Tensor):
@@ -75,7 +77,7 @@ class Memo:
         self, key: Hashable, name: str, output: Any, arguments: list[Any], flops: int, inner: tuple[str, ...]
     ) -> None:
         """Keep a result, if it is one that can be made again; the tensors in ``arguments`` were not written to."""
-        leaves, tree = pytree.tree_flatten(output)
+        leaves, tree = flatten(output)
         memory = {_memory(argument) for argument in arguments if isinstance(argument, Tensor)}
         objects = any(not isinstance(argument, Tensor) and not _is_plain(argument) for argument in arguments)
         for leaf in leaves:

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from hybridpp.partition.belongings import Belongings
+from hybridpp.partition.structure import Given
 
 # Small, so that nothing overflows; no zero, so that little is divided by one.
 _NUMBER = 0.01
@@ -46,6 +47,7 @@ class _Rehearsal:
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = pytree.tree_map(self.real, (args, kwargs))
+        own, copies = Given((args, kwargs)), Given(inputs)
         objects = Belongings(inputs)
         try:
             objects.replace(self.real)
@@ -56,6 +58,9 @@ class _Rehearsal:
             objects.restore()
             raise
         objects.replace(self.fake)
+        # Lists and dicts were copied with the inputs; objects were not, and are as they should be.
+        places = [place for place in copies.changed() if not own.shares(place, copies)]
+        own.repeat(places, pytree.tree_map(self.fake, copies.changes(places)))
         for number, version in versions.items():
             tensor = self._real[number]
             if tensor._version != version:

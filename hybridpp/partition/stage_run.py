@@ -1,18 +1,22 @@
 """One pass of one micro-batch through the part of the model that a stage owns."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from hybridpp.cluster import seed_place
 from hybridpp.errors import PartitionError
 from hybridpp.partition.dice import Dice
 from hybridpp.partition.intercept import Forward
 from hybridpp.partition.plan import StagePlan
-from hybridpp.partition.taint import Value, tensors_in
-from hybridpp.partition.trace import TensorSpec, UnitCall
+from hybridpp.partition.structure import Given, flatten, tensors_in
+from hybridpp.partition.taint import Value
+from hybridpp.partition.trace import Same, TensorSpec, UnitCall
+
+_Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StageDone(BaseException):
@@ -37,6 +41,13 @@ class Placeholders:
         return self._scalars[spec.dtype].expand(spec.shape)
 
 
+class _Again(NamedTuple):
+    """A unit call that activation checkpointing may repeat: its place, and the random seed behind it."""
+
+    place: int
+    seed_behind: int
+
+
 class StageRun:
     """The unit handler of a stage: own units run, foreign ones return what arrived, or a placeholder."""
 
@@ -49,6 +60,7 @@ class StageRun:
         self._outgoing = set(plan.outgoing)
         self._next = 0
         self._inside = False
+        self.again: dict[tuple[str, int], _Again] = {}
 
     def __call__(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inside:
@@ -56,12 +68,25 @@ class StageRun:
         place = self._next
         self._next += 1
         call = self._expect(place, name)
-        if call is not None and self._plan.stages[place] != self._plan.stage:
+        seed = torch.default_generator.initial_seed()
+        try:
+            return self._run(call, place, forward, (args, kwargs))
+        finally:
+            if call is not None and call.checkpointed:
+                self.again[name, seed] = _Again(place, torch.default_generator.initial_seed())
+
+    def _run(self, call: UnitCall | None, place: int, forward: Forward, inputs: _Inputs) -> Any:
+        if call is not None and not self.is_own(place):
             self._dice.skip(call.inner)
-            return self._foreign(call, place, tensors_in((args, kwargs)))
-        output = self._local(forward, args, kwargs)
+            return self.foreign(place, inputs)
+        # Before it runs: it may write to the containers it is given.
+        arguments = tensors_in(inputs) if call is not None else []
+        given = Given(inputs if call is not None and (call.changed or call.refers) else ())
+        output = self._local(forward, *inputs)
         if call is not None:
-            self._keep(call, place, output, tensors_in((args, kwargs)))
+            self._keep(
+                call, place, (given.refer(output) if call.refers else output, given.changes(call.changed)), arguments
+            )
             if place == self._last_local:
                 raise StageDone
         return output
@@ -77,6 +102,10 @@ class StageRun:
             )
         return self._plan.calls[place]
 
+    def is_own(self, place: int) -> bool:
+        """Whether a call is run by this stage."""
+        return self._plan.stages[place] == self._plan.stage
+
     def _local(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._inside = True
         try:
@@ -84,9 +113,20 @@ class StageRun:
         finally:
             self._inside = False
 
-    def _foreign(self, call: UnitCall, place: int, arguments: list[Tensor]) -> Any:
-        leaves = [self._stand_in(call, Value(place, number), arguments) for number in range(len(call.leaves))]
-        return pytree.tree_unflatten(leaves[: call.tree.num_leaves], call.tree)
+    def foreign(self, place: int, inputs: _Inputs) -> Any:
+        """What a unit of another stage returns; it is not run."""
+        call = self._plan.calls[place]
+        arguments = tensors_in(inputs)
+        leaves: list[Any] = []
+        for number, spec in enumerate(call.leaves):
+            same = isinstance(spec, Same)
+            leaves.append(leaves[spec.leaf] if same else self._stand_in(call, Value(place, number), arguments))
+        output, changes = pytree.tree_unflatten(leaves[: call.tree.num_leaves], call.tree)
+        if call.changed or call.refers:
+            given = Given(inputs)
+            given.repeat(call.changed, changes)
+            output = given.resolve(output)
+        return output
 
     def _stand_in(self, call: UnitCall, at: Value, arguments: list[Tensor]) -> Any:
         spec = call.leaves[at.leaf]
@@ -103,7 +143,7 @@ class StageRun:
 
     def _keep(self, call: UnitCall, place: int, output: Any, arguments: list[Tensor]) -> None:
         """Remember what must travel on."""
-        leaves = pytree.tree_leaves(output)
+        leaves, _ = flatten(output)
         leaves += [arguments[call.arguments[number]] for number in range(call.tree.num_leaves, len(call.leaves))]
         for number, spec in enumerate(call.leaves):
             value = Value(place, number)
@@ -121,3 +161,38 @@ class StageRun:
     def outgoing(self) -> list[Tensor]:
         """The values for the next stage, own ones and those that pass through."""
         return [self._values[value] for value in self._plan.outgoing]
+
+
+class Replay:
+    """The unit handler of a stage's backward pass, for what activation checkpointing runs again.
+
+    Units of other stages may be among that: they return what they did in the forward. Checkpointing has put the
+    random generators back to where they stood before, and from that follows which call of a unit it is.
+
+    Args:
+        again: what the stage's forward noted.
+        run: of the same stage and micro-batch, not run itself.
+        device: where it computes.
+    """
+
+    def __init__(self, again: Mapping[tuple[str, int], _Again], run: StageRun, device: torch.device):
+        self._again = again
+        self._run = run
+        self._device = device
+        self._inside = False
+
+    def __call__(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = self._find(name)
+        if found is not None and not self._inside and not self._run.is_own(found.place):
+            output = self._run.foreign(found.place, (args, kwargs))
+            seed_place(found.seed_behind, 0, self._device)
+            return output
+        before, self._inside = self._inside, True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._inside = before
+
+    def _find(self, name: str) -> _Again | None:
+        calls = [again for (unit, _), again in self._again.items() if unit == name]
+        return calls[0] if len(calls) == 1 else self._again.get((name, torch.default_generator.initial_seed()))

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from typing import Any
 
@@ -18,7 +18,7 @@ from hybridpp.partition.dice import Dice, Recompute
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.measure import measure_seconds, unit_costs
 from hybridpp.partition.plan import StagePlan, owners, stage_plan, uses
-from hybridpp.partition.stage_run import Placeholders, StageDone, StageRun
+from hybridpp.partition.stage_run import Placeholders, Replay, StageDone, StageRun
 from hybridpp.partition.strip import Slot, parameter_names, shown, strip
 from hybridpp.partition.survey import survey
 from hybridpp.partition.trace import Trace, Tracer
@@ -79,6 +79,7 @@ class StagedModel:
         self._running = False
         self._hollows: list[Slot] = []
         self._seen: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
+        self._replays: dict[tuple[int, int], Replay] = {}
         config = config or PartitionConfig()
         # The finer one first, so that it is the inner one where a module is both.
         self._dice = Interceptor(model, finest_units(model))
@@ -211,7 +212,13 @@ class StagedModel:
         dice = Dice(key, self._device)
         run = StageRun(plan, received, self._placeholders, dice)
         try:
-            with self._entered(), shown(self._hollows), self._interceptor.active(run), self._dice.active(dice):
+            with (
+                self._entered(),
+                shown(self._hollows),
+                self._interceptor.hooks_inside(),
+                self._interceptor.active(run),
+                self._dice.active(dice),
+            ):
                 args, kwargs = self._cast(args), self._cast(kwargs)
                 # A context of its own: leaving by an exception must not leave context variables set behind.
                 result = copy_context().run(self.model, *args, **kwargs)
@@ -220,6 +227,9 @@ class StagedModel:
         finally:
             if torch.is_grad_enabled():
                 self._seen[plan.stage, key] = dice.seen
+                if run.again:
+                    anew = StageRun(plan, received, self._placeholders, dice)
+                    self._replays[plan.stage, key] = Replay(run.again, anew, self._device)
         if plan.last_local is not None:
             raise PartitionError(
                 f"the forward ended before unit {plan.calls[plan.last_local].name!r}, the last of stage {plan.stage}: "
@@ -229,8 +239,15 @@ class StagedModel:
 
     @contextmanager
     def recomputing(self, stage: int, key: int) -> Iterator[None]:
-        """Wrap a stage's backward pass: what activation checkpointing recomputes sees the forward's random numbers."""
-        with self._dice.active(Recompute(self._seen.pop((stage, key), {}), key, self._device)):
+        """Wrap a stage's backward pass: what activation checkpointing recomputes sees the forward's random numbers.
+
+        And what units of other stages returned.
+        """
+        replay = self._replays.pop((stage, key), None)
+        with (
+            self._dice.active(Recompute(self._seen.pop((stage, key), {}), key, self._device)),
+            self._interceptor.active(replay) if replay else nullcontext(),
+        ):
             yield
 
 

@@ -33,11 +33,14 @@ def strip(
         One freed parameter of each unit that has none left, for :func:`shown`.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    freed: dict[nn.Module, str] = {}
     for module in model.modules():
         for key, parameter in list(module._parameters.items()):
             if parameter is not None and not set(stages) & set(owners[names[id(parameter)]]):
                 del module._parameters[key]
                 module.__dict__[key] = _hollow(parameter, device, dtypes.get(id(parameter), parameter.dtype))
+                if module.__dict__[key].is_floating_point():
+                    freed[module] = key
     for unit in foreign_units:
         for module in model.get_submodule(unit).modules():
             for key, buffer in list(module._buffers.items()):
@@ -47,7 +50,9 @@ def strip(
                     buffer = _hollow(buffer, device, buffer.dtype) if buffer.is_meta else buffer.to(device)
                 module.__dict__[key] = buffer
     units = [model.get_submodule(unit) for unit in sorted(foreign_units)]
-    return [slot for unit in units if next(unit.parameters(), None) is None for slot in _hollows(unit)[:1]]
+    bare = [unit for unit in units if next(unit.parameters(), None) is None]
+    # Not any plain attribute: it may be one that a hook sets anew before each call (a weight that is normalised).
+    return [slot for unit in bare for slot in [(part, freed[part]) for part in unit.modules() if part in freed][:1]]
 
 
 @contextmanager
@@ -63,15 +68,6 @@ def shown(slots: list[Slot]) -> Iterator[None]:
     finally:
         for module, key in slots:
             module._parameters.pop(key, None)
-
-
-def _hollows(unit: nn.Module) -> list[Slot]:
-    return [
-        (module, key)
-        for module in unit.modules()
-        for key, value in vars(module).items()
-        if isinstance(value, Tensor) and value.is_floating_point() and key not in module._buffers
-    ]
 
 
 def _hollow(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+
+from hybridpp.partition.structure import tensors_in
 
 
 class Value(NamedTuple):
@@ -22,11 +23,6 @@ Source: TypeAlias = Value | str
 """What a tensor may stem from: a unit's output, or a parameter by its name."""
 
 _NOTHING: frozenset[Source] = frozenset()
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors among the leaves of nested containers."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 class TaintMode(TorchFunctionMode):
@@ -45,6 +41,7 @@ class TaintMode(TorchFunctionMode):
         self._alive: list[Tensor] = []
         self._everything: frozenset[Source] = _NOTHING
         self._paused = False
+        self._used: dict[int, frozenset[Source]] = {}
 
     def mark(self, tensor: Tensor, sources: Iterable[Source]) -> None:
         """Set where a tensor stems from, forgetting what was known of it."""
@@ -72,11 +69,15 @@ class TaintMode(TorchFunctionMode):
         return found
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not look at what happens inside (a unit's own work)."""
+    def paused(self) -> Iterator[dict[int, frozenset[Source]]]:
+        """Follow nothing inside (a unit's own work); gives the sources of marked tensors that are used there, by id.
+
+        They may be others than the unit's arguments: it may hold on to some, or find them in an object.
+        """
         self._paused = True
+        self._used = {}
         try:
-            yield
+            yield self._used
         finally:
             self._paused = False
 
@@ -86,6 +87,9 @@ class TaintMode(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self._paused:
+            for tensor in tensors_in((args, kwargs)):
+                if id(tensor) in self._sources:
+                    self._used[id(tensor)] = self._sources[id(tensor)]
             return result
         sources = self.sources((args, kwargs))
         targets = tensors_in(kwargs.get("out"))

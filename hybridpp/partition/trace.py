@@ -1,10 +1,12 @@
 """Run a model's own forward once on fakes and write down every unit call."""
 
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -15,18 +17,21 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from hybridpp.errors import PartitionError
-from hybridpp.partition.belongings import Belongings
+from hybridpp.partition.belongings import Belongings, Elsewhere, holds_tensors, may_hide_tensors
 from hybridpp.partition.fakes import Fakes, quiet
 from hybridpp.partition.flops import flop_counter
 from hybridpp.partition.intercept import Forward, Interceptor
 from hybridpp.partition.memo import Memo
 from hybridpp.partition.rehearse import rehearse
-from hybridpp.partition.taint import Source, TaintMode, Value, tensors_in
+from hybridpp.partition.structure import Given, Known, flatten, tensors_in
+from hybridpp.partition.taint import Source, TaintMode, Value
 from hybridpp.partition.untouched import untouched
 
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
+_REENTRANT = CheckpointFunction.forward.__code__
 _CANNOT_RUN_ON_FAKES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
@@ -39,6 +44,13 @@ class TensorSpec:
     requires_grad: bool
 
 
+@dataclass(frozen=True)
+class Same:
+    """A leaf that is the very tensor that another leaf is."""
+
+    leaf: int
+
+
 @dataclass
 class UnitCall:
     """One call of a unit.
@@ -48,11 +60,14 @@ class UnitCall:
         occurrence: how often it had been called before in this forward.
         sources: what its arguments stem from.
         parameters: names of the parameters it holds.
-        tree: structure of what it returned.
-        leaves: per leaf of it a :class:`TensorSpec`, or the leaf itself where it is no tensor; behind them, the
-            arguments that it wrote to in place without returning them.
+        tree: structure of what it returned, and of the changes to containers.
+        leaves: per leaf of it a :class:`TensorSpec`, :class:`Same`, or the leaf itself where it is no tensor; behind
+            them, the arguments that it wrote to in place without returning them.
         arguments: which leaves are an argument itself (returned or written to): the argument's place, by leaf.
         written: leaves that are written to in place after they were returned.
+        changed: the containers (lists, dicts, objects) among its arguments that it put something else into, by place.
+        refers: whether containers among its arguments are part of what it returned, or put into others.
+        checkpointed: whether glue calls it inside activation checkpointing, so that it is called in backward again.
         flops: floating-point operations of its forward; 0 where they were not counted.
         inner: the finest units that it called, in order; itself where there is none inside it.
     """
@@ -65,6 +80,9 @@ class UnitCall:
     leaves: tuple[Any, ...] = ()
     arguments: dict[int, int] = field(default_factory=dict)
     written: frozenset[int] = frozenset()
+    changed: tuple[int, ...] = ()
+    refers: bool = False
+    checkpointed: bool = False
     flops: int = 0
     inner: tuple[str, ...] = ()
 
@@ -117,6 +135,7 @@ class Tracer:
         with (
             untouched(self._model),
             self._fakes.in_place(),
+            self._interceptor.hooks_inside(),
             self._interceptor.active(recorder),
             self._finest.active(recorder.note_inner),
             _restored_generators(),
@@ -163,12 +182,12 @@ def _locals(error: BaseException) -> list[dict[str, Any]]:
     return frames[1:]
 
 
-def _in_reentrant_checkpoint() -> bool:
-    frame = sys._getframe()
+def _runs_inside(*functions: CodeType) -> bool:
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:
+        if frame.f_code in functions:
             return True
-        frame = frame.f_back  # type: ignore[assignment]  # None at the end
+        frame = frame.f_back
     return False
 
 
@@ -210,7 +229,7 @@ class _Recorder:
             # A unit that calls another one holds that one's parameters too.
             self.calls[-1].parameters += self._unit_parameters[name]
             return forward(*args, **kwargs)
-        if not torch.is_grad_enabled() and _in_reentrant_checkpoint():
+        if not torch.is_grad_enabled() and _runs_inside(_REENTRANT):
             raise PartitionError(
                 f"unit {name!r} runs inside reentrant activation checkpointing, which hides its gradient from a cut. "
                 "Checkpoint with use_reentrant=False, or inside the block."
@@ -220,14 +239,18 @@ class _Recorder:
             occurrence=self._occurrences.get(name, 0),
             sources=self.taints.sources((args, kwargs)),
             parameters=self._unit_parameters[name],
+            checkpointed=_runs_inside(_CHECKPOINT),
             tree=pytree.tree_structure(None),
         )
         self._occurrences[name] = call.occurrence + 1
         self.calls.append(call)
         arguments = tensors_in((args, kwargs))
         versions = [argument._version for argument in arguments]
-        output = self._recall(call, forward, args, kwargs)
-        leaves, call.tree = pytree.tree_flatten(output)
+        given = Given((args, kwargs))
+        output = self._recall(call, forward, args, kwargs, given)
+        call.changed = given.changed()
+        leaves, call.tree = flatten((given.refer(output), given.changes(call.changed)))
+        call.refers = any(isinstance(leaf, Known) for leaf in leaves)
         places = {id(argument): place for place, argument in enumerate(arguments)}
         call.arguments = {number: places[id(leaf)] for number, leaf in enumerate(leaves) if id(leaf) in places}
         for place in places.values():
@@ -235,7 +258,13 @@ class _Recorder:
                 call.arguments[len(leaves)] = place
                 leaves.append(arguments[place])
         changed = {n for n, place in call.arguments.items() if arguments[place]._version != versions[place]}
-        call.leaves = tuple(self._record(call, number, leaf, number in changed) for number, leaf in enumerate(leaves))
+        first: dict[int, int] = {}
+        call.leaves = tuple(
+            Same(first[id(leaf)])
+            if isinstance(leaf, Tensor) and first.setdefault(id(leaf), number) != number
+            else self._record(call, number, leaf, number in changed)
+            for number, leaf in enumerate(leaves)
+        )
         return output
 
     def note_inner(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -249,33 +278,43 @@ class _Recorder:
                 self._depth -= 1
         return forward(*args, **kwargs)
 
-    def _recall(self, call: UnitCall, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _recall(
+        self, call: UnitCall, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: Given
+    ) -> Any:
         """What the unit returns; from memory, where an equal one was run on arguments of the same kind."""
+        leaves, _ = flatten((args, kwargs))
+        arguments = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        hides = any(map(may_hide_tensors, leaves))
         key = self._memo.key(call.name, args, kwargs)
-        known = self._memo.recall(key, call.name, tensors_in((args, kwargs)))
+        known = None if hides else self._memo.recall(key, call.name, arguments)
         if known is not None:
             output, call.flops, call.inner = known
             return output
-        arguments = tensors_in((args, kwargs))
         versions = [argument._version for argument in arguments]
-        output = self._run(call, forward, args, kwargs)
-        held = call.parameters == self._unit_parameters[call.name]
-        if held and versions == [argument._version for argument in arguments]:
-            leaves = pytree.tree_leaves((args, kwargs))
+        output, used = self._run(call, forward, args, kwargs, given)
+        shown = {id(argument) for argument in arguments}
+        hidden = {s for at, sources in used.items() if at not in shown for s in sources if s not in call.parameters}
+        call.sources |= hidden
+        own = call.parameters == self._unit_parameters[call.name] and not hidden and not hides
+        if own and not given.changed() and versions == [argument._version for argument in arguments]:
             self._memo.remember(key, call.name, output, leaves, call.flops, call.inner)
         return output
 
-    def _run(self, call: UnitCall, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, call: UnitCall, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: Given
+    ) -> tuple[Any, Mapping[int, frozenset[Source]]]:
+        """What the unit returns, and the sources of the tensors that it used, by ``id``."""
         self._depth += 1
         objects = Belongings((args, kwargs))
         counter = flop_counter() if self._count_flops else None
         try:
-            with self.taints.paused(), counter or nullcontext():
+            with self.taints.paused() as used, counter or nullcontext():
                 try:
                     output = forward(*args, **kwargs)
                 except RuntimeError as error:  # what fakes cannot do, and kernels without a fake version
                     call.inner = ()
                     objects.restore()
+                    given.restore()
                     try:
                         module = self._model.get_submodule(call.name)
                         output = rehearse(module, (forward, args, kwargs), self._originals)
@@ -283,13 +322,13 @@ class _Recorder:
                         raise error from None
             if counter is not None:
                 call.flops = counter.get_total_flops()
-            return output
+            return output, used
         finally:
             self._depth -= 1
 
     def _record(self, call: UnitCall, number: int, leaf: Any, changed: bool) -> Any:
         if not isinstance(leaf, Tensor):
-            return leaf
+            return Elsewhere(call.name, leaf) if holds_tensors(leaf) else leaf
         value = Value(len(self.calls) - 1, number)
         if changed:
             self.taints.written(leaf, [value])

@@ -96,7 +96,6 @@ def test_the_cut_balances_what_the_forward_costs():
     [
         (Blocks(), "Blocks runs 4 (blocks.0, blocks.1, blocks.2, blocks.3)", 5, 4),
         (Again(), "Again runs 4 (blocks.0, blocks.0, blocks.0, blocks.0)", 5, 4),
-        (torch.nn.Linear(4, 4), "Linear runs 0 (none)", 2, 1),
     ],
 )
 def test_fewer_calls_of_blocks_than_stages(model, found, num_stages, advice):
@@ -104,6 +103,32 @@ def test_fewer_calls_of_blocks_than_stages(model, found, num_stages, advice):
     calls = trace(model, torch.ones(2, 4))
     with pytest.raises(PartitionError, match=f"^{re.escape(text)}$"):
         choose_cut(model, calls, dissect(model, 2).blocks, num_stages, PartitionConfig(), lambda call: 1.0)
+
+
+class NeverCalled(Blocks):
+    """Uses the weights of its blocks, and calls none."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x @ block.weight
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        (torch.nn.Linear(4, 4), "Linear has 0 (none)"),
+        (NeverCalled(), "NeverCalled has 4 (blocks.0, blocks.1, blocks.2, blocks.3)"),
+    ],
+)
+def test_a_model_that_calls_no_block(model, found):
+    text = (
+        f"a model is cut between blocks that its forward calls: {found} and calls none, as block(...). "
+        "Name modules that it calls in split_points, or use pp_size=1."
+    )
+    calls = trace(model, torch.ones(2, 4))
+    with pytest.raises(PartitionError, match=f"^{re.escape(text)}$"):
+        choose_cut(model, calls, dissect(model, 2).blocks, 2, PartitionConfig(), lambda call: 1.0)
 
 
 def test_a_cut_lies_between_calls():

@@ -10,7 +10,7 @@ from torch import nn
 from hybridpp.partition import Tracer, dissect
 from hybridpp.partition.blocks import finest_units
 from hybridpp.partition.intercept import Interceptor
-from hybridpp.partition.trace import TensorSpec
+from hybridpp.partition.trace import Same, TensorSpec
 
 CPU = torch.device("cpu")
 
@@ -133,7 +133,8 @@ class Cached(Blocks):
 def test_a_unit_that_is_run_twice_writes_to_its_objects_once():
     finest, units = Interceptor(model := Cached(), finest_units(model)), Interceptor(model, dissect(model, 2).units)
     calls = Tracer(model, units, finest, CPU).trace((torch.ones(2, 4),), {}).calls
-    assert calls[2].leaves == (STREAM, 1)
+    # What it put into the cache is what it returned.
+    assert calls[2].leaves == (STREAM, 1, Same(0))
 
 
 class Asking(Blocks):

@@ -1,0 +1,110 @@
+"""Models that users write, cut every way: losses and gradients of one process."""
+
+import functools
+
+import pytest
+import torch
+from partition import odd_models, user_models
+from support import assert_near, assert_same, boosted, sgd, train
+from torch.utils import _pytree as pytree
+
+from hybridpp.cluster import Loopback
+
+LAYOUTS = ({"pp_size": 2}, {"pp_size": 4}, {"pp_size": 2, "schedule": "gpipe", "num_model_chunks": 2})
+
+
+def numbers(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+ROWS, IMAGES = [numbers(6, 4)], [numbers(6, 3, 8, 8)]
+# The third is longer than the second, the last one known.
+LENGTHS = [numbers(6, length, 4) for length in (4, 3, 5, 4)]
+IDS = [torch.arange(12).view(6, 2) % 7]
+FLOW = [
+    {"x": numbers(6, 6), "mask": torch.ones(6, 1)},
+    {"x": numbers(6, 4)},
+    {"x": numbers(6, 5), "double": True},
+]
+BATCHES = {
+    "UNet": IMAGES,
+    "Pyramid": IMAGES,
+    "TiedHead": IDS,
+    "FrozenEmbedding": IDS,
+    "OwnParameters": LENGTHS[:2],
+    "CachedTable": LENGTHS,
+    "Masking": LENGTHS,
+    "Skipping": LENGTHS[:2],
+    "Keywords": [{"x": numbers(6, 4)}, {"x": numbers(6, 4), "mask": numbers(6, 1)}],
+    "Flow": FLOW,
+    "Order": [{"x": numbers(6, 4), "order": torch.tensor([1, 0, 2, 3]).expand(6, 4)}],
+    "TwoTowers": [{"left": numbers(6, 4), "right": numbers(6, 3)}],
+    "Recurrent": [numbers(6, 3, 4)],
+}
+# Blocks whose model is the plain row of them.
+IN_A_ROW = [user_models.Masking, user_models.Adapter]
+
+
+def of(module):
+    return [
+        cls
+        for cls in vars(module).values()
+        if isinstance(cls, type)
+        and cls.__module__ == module.__name__
+        and issubclass(cls, torch.nn.Module)
+        and not issubclass(cls, torch.nn.Linear | user_models.Conv | user_models.Adapter)
+    ]
+
+
+def squares(outputs, inputs):
+    leaves = [outputs.hidden, *outputs.extra] if isinstance(outputs, odd_models.State) else [outputs]
+    return sum(leaf.square().mean() for leaf in leaves)
+
+
+def run(make_model, batches, **settings):
+    # Copies: some models write to their inputs.
+    batches = [pytree.tree_map_only(torch.Tensor, torch.clone, batch) for batch in batches]
+    return train(make_model, batches, criterion=squares, num_microbatches=2, **settings)
+
+
+# torch's fake tensors ask a buffer that a fake was written to for its gradient, and hide the warning in vain.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(
+    "make_model",
+    [
+        *of(user_models),
+        *(functools.partial(user_models.Base, block) for block in IN_A_ROW),
+        *of(odd_models),
+    ],
+    ids=lambda make: make.args[0].__name__ if isinstance(make, functools.partial) else make.__name__,
+)
+def test_a_model_gives_losses_and_gradients_of_one_process(make_model):
+    named = make_model.args[0] if isinstance(make_model, functools.partial) else make_model
+    batches = BATCHES.get(named.__name__, ROWS)
+    expected = run(make_model, batches)
+    to_rounding = named in user_models.TO_ROUNDING | odd_models.TO_ROUNDING
+    for layout in LAYOUTS:
+        actual = run(make_model, batches, **layout)
+        assert actual["losses"] == [pytest.approx(expected["losses"][0], rel=1e-6 if to_rounding else 0)] * len(
+            actual["losses"]
+        )
+        (assert_near if to_rounding else assert_same)(actual["gradients"], expected["gradients"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_running_statistics_are_those_of_one_process(layout):
+    def statistics(**layout):
+        def step():
+            booster, model, optimizer = boosted(user_models.Normed(), sgd, ROWS[0], num_microbatches=2, **layout)
+            for _ in range(2):
+                booster.execute_pipeline(iter(ROWS), model, squares, optimizer)
+                optimizer.step()
+            return dict(model.named_buffers())
+
+        ranks = Loopback(layout.get("pp_size", 1)).run(step)
+        assert all(ranks)
+        return {name: buffer for rank in ranks for name, buffer in rank.items()}
+
+    expected = statistics()
+    assert expected["body.3.1.num_batches_tracked"] == 4
+    assert_same(statistics(**layout), expected)
