@@ -1,6 +1,7 @@
 """Models that users write, cut every way: losses and gradients of one process."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from support import assert_near, assert_same, boosted, sgd, train
 from torch.utils import _pytree as pytree
 
 from hybridpp.cluster import Loopback
+from hybridpp.errors import PartitionError
 
 LAYOUTS = ({"pp_size": 2}, {"pp_size": 4}, {"pp_size": 2, "schedule": "gpipe", "num_model_chunks": 2})
 
@@ -108,3 +110,39 @@ def test_running_statistics_are_those_of_one_process(layout):
     expected = statistics()
     assert expected["body.3.1.num_batches_tracked"] == 4
     assert_same(statistics(**layout), expected)
+
+
+class Yielding(torch.nn.Linear):
+    """Returns a generator."""
+
+    def forward(self, x):
+        yield super().forward(x)
+
+
+class Holding(torch.nn.Linear):
+    """Returns an object that torch knows nothing about."""
+
+    def forward(self, x):
+        return odd_models.Holder(x=super().forward(x))
+
+
+class Unpacking(user_models.Base):
+    """Looks into what a block returned."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            found = block(x)
+            x = found.x if hasattr(found, "x") else next(found)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(("block", "kind"), [(Yielding, "generator"), (Holding, "Holder")])
+def test_what_cannot_travel_is_refused_where_it_is_used(block, kind):
+    text = (
+        f"unit 'blocks.0' returned a {kind}, which cannot travel to another stage, but is used there. "
+        "Return tensors in tuples, lists, dicts or dataclasses, or use pp_size=1."
+    )
+    make_model = functools.partial(Unpacking, block)
+    run(make_model, ROWS)
+    with pytest.raises(PartitionError, match=f"^{re.escape(text)}"):
+        run(make_model, ROWS, pp_size=2)
