@@ -29,6 +29,8 @@ class _Entry(NamedTuple):
 # A module is loaded when its command is chosen: `hybridpp --help` needs no torch.
 _COMMANDS = {
     "partition": _Entry("hybridpp.cli.partition", "show how a model would be cut into pipeline stages"),
+    "schedule": _Entry("hybridpp.cli.schedule", "print, draw, check and compare pipeline schedules"),
+    "simulate": _Entry("hybridpp.cli.simulate", "tell how long a step would take, from what its stages cost"),
 }
 
 

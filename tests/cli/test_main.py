@@ -21,13 +21,19 @@ def test_help_lists_the_commands_and_loads_no_torch():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
     )
     assert "show how a model would be cut into pipeline stages" in done.stdout
+    assert "print, draw, check and compare pipeline schedules" in done.stdout
+    assert "tell how long a step would take, from what its stages cost" in " ".join(done.stdout.split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ([], "hybridpp: error: the following arguments are required: command"),
-        (["brew"], "hybridpp: error: argument command: invalid choice: 'brew' (choose from 'partition')"),
+        (
+            ["brew"],
+            "hybridpp: error: argument command: invalid choice: 'brew' "
+            "(choose from 'partition', 'schedule', 'simulate')",
+        ),
         (["partition", "--model", "x"], "hybridpp partition: error: the following arguments are required: --pp-size"),
         (
             ["partition", "--model", "x", "--pp-size", "0"],

@@ -1,0 +1,107 @@
+"""``hybridpp schedule``: print, draw, save, check and compare schedules."""
+
+from argparse import ArgumentParser, Namespace
+from functools import partial
+
+from hybridpp.cli.columns import table
+from hybridpp.cli.files import write
+from hybridpp.cli.plans import add_sizes, load_plan, programs_of, sizes
+from hybridpp.errors import ConfigError
+from hybridpp.schedule import (
+    SCHEDULES,
+    Kind,
+    Programs,
+    lower,
+    make_schedule,
+    peak_activations,
+    placement,
+    render_grid,
+    save_schedule,
+)
+from hybridpp.simulate import Costs, simulate
+from hybridpp.timeline import Timeline, draw
+
+_UNITS = "F, I and W take one slot each, B two, messages none"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the flags."""
+    names = ", ".join(SCHEDULES)
+    parser.add_argument(
+        "words", nargs="*", metavar="NAME | FILE | check FILE", help=f"one of {names}; or a .csv or .json file"
+    )
+    add_sizes(parser)
+    parser.add_argument("--compare", action="store_true", help="a table of all schedules at these sizes")
+    parser.add_argument("--draw", metavar="FILE", help="draw it, into a .svg, .png or .pdf file")
+    parser.add_argument("--save", metavar="FILE", help="write it to a .csv or .json file")
+
+
+def run(arguments: Namespace) -> str:
+    """The grid, the table, or what was found."""
+    writes = arguments.draw is not None or arguments.save is not None
+    match arguments.words:
+        case [] if arguments.compare and not writes:
+            return compare(*sizes(arguments), arguments.chunks)
+        case ["check", path] if not arguments.compare and not writes:
+            return f"OK: {summary(load_plan(path, arguments))}"
+        case [text] if not arguments.compare and text != "check":
+            return _show(text, arguments)
+    raise ConfigError(
+        "one thing is shown. Write hybridpp schedule NAME or hybridpp schedule FILE, which --draw and --save go with, "
+        "hybridpp schedule check FILE, or hybridpp schedule --compare."
+    )
+
+
+def _show(text: str, arguments: Namespace) -> str:
+    programs = programs_of(text, arguments)
+    lines = [render_grid(programs), summary(programs)]
+    if arguments.draw is not None:
+        lines.append(write(arguments.draw, partial(draw, {text: _timeline(programs)})))
+    if arguments.save is not None:
+        lines.append(write(arguments.save, partial(save_schedule, programs)))
+    return "\n".join(lines)
+
+
+def _timeline(programs: Programs) -> Timeline:
+    return simulate(programs, Costs(num_stages=len(placement(programs)))).timeline
+
+
+def summary(programs: Programs) -> str:
+    """Sizes, idle share and memory in a line."""
+    num_microbatches = len({action.microbatch for program in programs for action in program})
+    peaks = " ".join(map(str, peak_activations(programs)))
+    return (
+        f"{len(programs)} ranks, {len(placement(programs))} stages, {num_microbatches} micro-batches, "
+        f"{100 * _timeline(programs).idle_share:.1f} % idle, peak activations by rank {peaks}"
+    )
+
+
+def compare(num_ranks: int, num_microbatches: int, num_chunks: int | None) -> str:
+    """A line per schedule, and what its columns say."""
+    rows = []
+    for name, entry in SCHEDULES.items():
+        programs = make_schedule(name, num_ranks, num_microbatches, num_chunks if entry.takes_chunks else None)
+        rows.append((name, *_facts(programs, num_microbatches)))
+    lines = [
+        table(("schedule", "ranks", "stages", "idle", "activations", "messages"), rows),
+        "",
+        *(f"{entry.name}: {entry.summary}" for entry in SCHEDULES.values()),
+        "",
+        f"idle: share of the ranks' time; {_UNITS}",
+        "activations: the most that a rank holds, in micro-batches of 1/ranks of the model",
+        "messages: between ranks, per micro-batch",
+    ]
+    return "\n".join(lines)
+
+
+def _facts(programs: Programs, num_microbatches: int) -> tuple[str, ...]:
+    num_ranks, num_stages = len(programs), len(placement(programs))
+    sends = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+    num_messages = sum(action.kind in sends for program in lower(programs) for action in program)
+    return (
+        f"{num_ranks}",
+        f"{num_stages}",
+        f"{100 * _timeline(programs).idle_share:.1f} %",
+        f"{max(peak_activations(programs)) * num_ranks / num_stages:.1f}",
+        f"{num_messages / num_microbatches:g}",
+    )

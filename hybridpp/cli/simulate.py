@@ -1,0 +1,88 @@
+"""``hybridpp simulate``: how long a step would take, from what its stages cost."""
+
+from argparse import ArgumentParser, Namespace
+from functools import partial
+
+from hybridpp.cli.columns import table
+from hybridpp.cli.files import read, write
+from hybridpp.cli.numbers import per_stage
+from hybridpp.cli.plans import add_sizes, programs_of
+from hybridpp.errors import ConfigError
+from hybridpp.schedule import SCHEDULES, placement
+from hybridpp.simulate import Costs, Simulation, simulate
+from hybridpp.timeline import Timeline, draw, save_trace
+
+_COSTS = {
+    "forward_ms": "time of a stage's forward (default: 1)",
+    "input_gradient_ms": "time of I, the first half of a backward (default: 1)",
+    "weight_gradient_ms": "time of W, the second half of a backward (default: 1)",
+    "backward_ms": "time of a whole backward (default: I and W together)",
+    "send_ms": "time of a message between ranks (default: 0)",
+    "activation_bytes": "what a stage holds from its forward to its backward (default: not counted)",
+    "weight_gradient_bytes": "what a stage holds from I to W (default: not counted)",
+}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.epilog = "Times are milliseconds of one micro-batch. X is one number for all stages; X,X,... one for each."
+    parser.add_argument(
+        "schedule", metavar="NAME | FILE", help=f"one of {', '.join(SCHEDULES)}; or a .csv or .json file"
+    )
+    add_sizes(parser)
+    for name, help_text in _COSTS.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=per_stage, metavar="X[,X...]", help=help_text)
+    parser.add_argument("--costs", metavar="FILE", help="take these from a JSON file instead")
+    parser.add_argument("--measured", metavar="FILE", help="take times from a measured timeline (JSON) instead")
+    parser.add_argument(
+        "--draw", metavar="FILE", help="draw it, into a .svg, .png or .pdf file; below what was measured"
+    )
+    parser.add_argument("--trace", metavar="FILE", help="write a trace for https://ui.perfetto.dev (JSON)")
+
+
+def run(arguments: Namespace) -> str:
+    """A line per rank, and the step's time."""
+    programs = programs_of(arguments.schedule, arguments)
+    measured = None if arguments.measured is None else Timeline.from_json(read(arguments.measured))
+    simulation = simulate(programs, _costs(arguments, len(placement(programs)), measured))
+    lines = [_table(simulation)]
+    if arguments.draw is not None:
+        timelines = {"measured": measured} if measured else {}
+        lines.append(write(arguments.draw, partial(draw, {**timelines, arguments.schedule: simulation.timeline})))
+    if arguments.trace is not None:
+        lines.append(write(arguments.trace, partial(save_trace, simulation.timeline)))
+    return "\n".join(lines)
+
+
+def _costs(arguments: Namespace, num_stages: int, measured: Timeline | None) -> Costs:
+    given = {name: value for name in _COSTS if (value := getattr(arguments, name)) is not None}
+    sources = [
+        flag for flag, used in (("--costs", arguments.costs), ("--measured", measured), ("the times", given)) if used
+    ]
+    if len(sources) > 1:
+        raise ConfigError(f"costs come from one place: got {' and '.join(sources)}. Leave one out.")
+    if arguments.costs is not None:
+        return Costs.from_json(read(arguments.costs))
+    if measured is not None:
+        return Costs.from_timeline(measured, 1 + max((span.stage for span in measured.spans), default=0))
+    return Costs(num_stages=num_stages, **given)
+
+
+def _table(simulation: Simulation) -> str:
+    timeline = simulation.timeline
+    titles = ["rank", "busy ms", "idle", "activations"]
+    rows = [
+        [
+            f"{rank}",
+            f"{timeline.busy_ms(rank):,.1f}",
+            f"{100 * (1 - timeline.busy_ms(rank) / (timeline.makespan_ms or 1)):.1f} %",
+            f"{simulation.peak_activations[rank]}",
+        ]
+        for rank in range(timeline.num_ranks)
+    ]
+    if any(simulation.peak_bytes):
+        titles.append("MiB held")
+        rows = [[*row, f"{held / 2**20:,.1f}"] for row, held in zip(rows, simulation.peak_bytes, strict=True)]
+    step = f"step: {timeline.makespan_ms:,.1f} ms, {100 * simulation.idle_share:.1f} % idle"
+    return f"{table(titles, rows)}\n\n{step}"
