@@ -65,6 +65,8 @@ class _Rows:
         self._axes = axes
         self._timeline = timeline
         self._points_per_ms = points_per_ms
+        # Room for the longest number in every cell: of equal cells, all have theirs or none.
+        self._num_digits = max((len(str(span.microbatch)) for span in timeline.spans if span.computes), default=1)
 
     def draw(self, title: str) -> None:
         timeline, axes = self._timeline, self._axes
@@ -96,12 +98,13 @@ class _Rows:
         return Rectangle((span.start_ms - self._timeline.start_ms, top), span.duration_ms, height)
 
     def _number(self, span: Span, colour: Colour) -> None:
-        text = str(span.microbatch)
-        size = min(_FONT_PT, span.duration_ms * self._points_per_ms / (_DIGIT * len(text) + 0.6))
+        size = min(_FONT_PT, span.duration_ms * self._points_per_ms / (_DIGIT * self._num_digits + 0.6))
         if size >= _SMALLEST_PT:
             middle = (span.start_ms + span.end_ms) / 2 - self._timeline.start_ms
             shade = "white" if _luminance(colour) < 0.55 else "#222222"
-            self._axes.text(middle, span.rank, text, size=size, color=shade, ha="center", va="center_baseline")
+            self._axes.text(
+                middle, span.rank, str(span.microbatch), size=size, color=shade, ha="center", va="center_baseline"
+            )
 
 
 def _colour(look: _Look, chunk: int, num_chunks: int) -> Colour:

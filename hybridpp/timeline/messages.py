@@ -22,7 +22,7 @@ class Message(NamedTuple):
 
 
 def messages(timeline: Timeline) -> Iterator[Message]:
-    """Every activation and gradient that another rank takes, in one step."""
+    """Every activation and gradient that another rank takes; of several steps, those of the last."""
 
     def key(span: Span) -> tuple[int, int, int | None]:
         return _TAKEN_BY[span.kind], span.stage, span.microbatch
