@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from hybridpp.config import Precision
 from hybridpp.errors import ConfigError, NotBuiltError
-from hybridpp.plugin import Boosted, Criterion, Plugin, RunsPipeline, SavesModels
+from hybridpp.plugin import Boosted, Criterion, Plugin, RecordsTimelines, RunsPipeline, SavesModels
 from hybridpp.registry import plugin_class
 
 # What scripts of this kind call, and what to do as long as it is not built.
@@ -153,6 +153,23 @@ class Booster:
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """A context in which gradients add up on each replica without being reduced; the next step outside does it."""
         return self.plugin.no_sync(model, optimizer)
+
+    def record_timeline(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """A context that takes down when each action of the steps inside it ran, on every rank of the pipeline.
+
+        Behind the block, ``recording.timeline`` is a :class:`hybridpp.timeline.Timeline`, which can be drawn, traced
+        and simulated. Clocks of several hosts are aligned to about a message's time.
+
+        Collective: every rank of the world, at the start and at the end of the block.
+
+        Example:
+            with booster.record_timeline(model) as recording:
+                booster.execute_pipeline(data_iter, model, criterion, optimizer)
+            draw(recording.timeline, "step.svg")
+        """
+        if not isinstance(self.plugin, RecordsTimelines):
+            raise ConfigError(f"{type(self.plugin).__name__} records no timelines. Use HybridParallelPlugin.")
+        return self.plugin.record_timeline(model)
 
     def save_model(self, model: nn.Module, path: str | Path, shard: bool = True, size_per_shard: int = 1024) -> None:
         """Write the whole model to a folder that Hugging Face's ``from_pretrained`` reads.

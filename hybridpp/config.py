@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from hybridpp.errors import ConfigError
 
@@ -120,14 +121,15 @@ class PipelineConfig:
     Attributes:
         num_microbatches: micro-batches per batch; a batch of fewer samples gives one per sample.
         microbatch_size: samples per micro-batch, instead of ``num_microbatches``.
-        schedule: the order of the work: ``"1f1b"``, or ``"gpipe"``, which takes several stages per rank.
-        num_model_chunks: stages per rank.
+        schedule: the order of the work: a name (``"1f1b"``, ``"zb-h1"``, …), a file, programs, or a function
+            ``(num_ranks, num_microbatches)`` that makes programs.
+        num_model_chunks: stages per rank; None: what the schedule has.
     """
 
     num_microbatches: int | None = None
     microbatch_size: int | None = None
-    schedule: str = "1f1b"
-    num_model_chunks: int = 1
+    schedule: Any = "1f1b"
+    num_model_chunks: int | None = None
 
     def __post_init__(self) -> None:
         if (self.num_microbatches is None) == (self.microbatch_size is None):
@@ -139,17 +141,9 @@ class PipelineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} is a whole number, at least 1: got {name}={value!r}.")
-        if self.schedule not in ("1f1b", "gpipe"):
-            raise ConfigError(f"schedule is one of 1f1b, gpipe: got {self.schedule!r}.")
-        if not isinstance(self.num_model_chunks, int) or self.num_model_chunks < 1:
-            raise ConfigError(
-                f"num_model_chunks is a whole number, at least 1: got num_model_chunks={self.num_model_chunks!r}."
-            )
-        if self.schedule == "1f1b" and self.num_model_chunks > 1:
-            raise ConfigError(
-                f"1f1b runs one stage per rank: got num_model_chunks={self.num_model_chunks}. Use schedule='gpipe', "
-                "or num_model_chunks=1."
-            )
+        chunks = self.num_model_chunks
+        if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
+            raise ConfigError(f"num_model_chunks is a whole number, at least 1: got num_model_chunks={chunks!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)

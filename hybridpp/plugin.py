@@ -62,6 +62,14 @@ class RunsPipeline(ABC):
         """Run one step; see :meth:`hybridpp.Booster.execute_pipeline`."""
 
 
+class RecordsTimelines(ABC):
+    """A plugin that can say when each rank did what."""
+
+    @abstractmethod
+    def record_timeline(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """See :meth:`hybridpp.Booster.record_timeline`."""
+
+
 class SavesModels(ABC):
     """A plugin that writes and reads the weights of its models."""
 

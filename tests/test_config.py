@@ -61,7 +61,6 @@ def test_unknown_precision_lists_the_valid_ones(name):
             {"microbatch_size": 1.5},
             "microbatch_size is a whole number, at least 1: got microbatch_size=1.5.",
         ),
-        (PipelineConfig, {"num_microbatches": 1, "schedule": "x"}, "schedule is one of 1f1b, gpipe: got 'x'."),
         (LossScaleConfig, {"initial_scale": 0}, "loss scaling needs initial_scale > 0: got initial_scale=0."),
         (LossScaleConfig, {"min_scale": -1.0}, "loss scaling needs min_scale > 0: got min_scale=-1.0."),
         (LossScaleConfig, {"growth_interval": 0}, "loss scaling needs growth_interval > 0: got growth_interval=0."),

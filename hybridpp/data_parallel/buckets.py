@@ -1,6 +1,6 @@
 """Gradients in flat buffers, reduced over the replicas while the last backward still runs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
 
@@ -12,6 +12,11 @@ from hybridpp.errors import ConfigError
 
 # Views start at multiples of this many elements, so that vector loads of every kernel are aligned.
 _ALIGNMENT = 16
+
+_UNKNOWN_BACKWARD = (
+    "a backward pass that hybridpp does not know of reached a boosted model's parameters: its gradients would not be "
+    "scaled or reduced. Call booster.backward(loss, optimizer) or booster.execute_pipeline."
+)
 
 
 class _State(Enum):
@@ -70,6 +75,7 @@ class GradientBuckets:
         self.gradients: dict[str, Tensor] = {name: self._bucket_of[name].views[name] for name in parameters}
         self._shared = dict(shared or {})
         self._used: set[str] = set()
+        self._postponed: set[str] = set()
         self._state = _State.CONSUMED
         self._sync = True
         self._in_last_backward = False
@@ -109,14 +115,33 @@ class GradientBuckets:
             if group.rank != 0:
                 self.gradients[name].zero_()
 
-    def last_backward(self) -> None:
-        """Say that the backward pass that follows completes the gradients: full buckets are sent off in it."""
+    def last_backward(self, pending: Collection[str] | None = None) -> None:
+        """Say that what follows completes the gradients: full buckets are sent off in it.
+
+        Args:
+            pending: the parameters that still get something; None: all may.
+        """
         if not self._sync or self._group.size == 1:
             return
         for bucket in self._buckets:
-            bucket.missing = set(bucket.views)
+            bucket.missing = set(bucket.views) if pending is None else set(bucket.views).intersection(pending)
+        self._postponed.clear()
         self._num_launched = 0
         self._in_last_backward = True
+        self._launch(only_full=True)
+
+    def postpone(self, name: str) -> None:
+        """Say that the running backward pass leaves a part of this gradient, which is given to ``reached``."""
+        self._postponed.add(name)
+
+    def reached(self, name: str, final: bool) -> None:
+        """Say that a part of a gradient was added to its sum from outside; where ``final``, the last one."""
+        if self._state is _State.CONSUMED:
+            raise ConfigError(_UNKNOWN_BACKWARD)
+        self._used.add(name)
+        if final and self._in_last_backward:
+            self._bucket_of[name].missing.discard(name)
+            self._launch(only_full=True)
 
     def _hook(self, name: str):  # type: ignore[no-untyped-def]  # torch does not type its hooks
         view = self.gradients[name]
@@ -124,11 +149,7 @@ class GradientBuckets:
 
         def add(parameter: Tensor) -> None:
             if self._state is _State.CONSUMED:
-                raise ConfigError(
-                    "a backward pass that hybridpp does not know of reached a boosted model's parameters: its "
-                    "gradients would not be scaled or reduced. Call booster.backward(loss, optimizer) or "
-                    "booster.execute_pipeline."
-                )
+                raise ConfigError(_UNKNOWN_BACKWARD)
             self._used.add(name)
             gradient = parameter.grad
             if gradient is not None and gradient is not view:
@@ -138,7 +159,7 @@ class GradientBuckets:
                 else:
                     view.add_(gradient)
                     parameter.grad = None
-            if self._in_last_backward:
+            if self._in_last_backward and name not in self._postponed:
                 if bucket.work is not None:
                     raise ConfigError(
                         f"the gradient of {name!r} came in several parts in one backward pass, after it was sent off. "

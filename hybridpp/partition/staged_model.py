@@ -155,8 +155,8 @@ class StagedModel:
             return tree
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
 
-    def plan(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StagePlan:
-        """What ``stage`` does for such inputs; a new signature is traced, a known one looked up.
+    def plans(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[int, StagePlan]:
+        """What each of this rank's stages does for such inputs; a new signature is traced, a known one looked up.
 
         Raises:
             PartitionError: the forward takes another way than the one the model was cut by.
@@ -174,7 +174,7 @@ class StagedModel:
         self._plans[signature] = plans  # now the latest
         while len(self._plans) > _MAX_PLANS:
             del self._plans[next(iter(self._plans))]
-        return plans[stage]
+        return plans
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
         def move(leaf: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class StagedModel:
         """Run the plan's stage on one micro-batch.
 
         Args:
-            plan: from :meth:`plan`, for these arguments.
+            plan: one of :meth:`plans`, for these arguments.
             args: positional arguments of the model.
             kwargs: keyword arguments of the model.
             received: the values of ``plan.incoming``.
@@ -251,7 +251,7 @@ class StagedModel:
             yield
 
 
-_WHOLE = StagePlan()
+_WHOLE = {0: StagePlan()}
 # Signatures that are remembered; the one used longest ago goes first.
 _MAX_PLANS = 256
 

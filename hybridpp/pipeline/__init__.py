@@ -1,16 +1,24 @@
 """Run a schedule: micro-batches, transport, executor."""
 
 from hybridpp.pipeline.batch import Microbatch, SplitBatch, call_arguments, num_samples, plain, split_batch
-from hybridpp.pipeline.executor import Executor, Step, StepResult
+from hybridpp.pipeline.executor import Executor, RankProgram, rank_programs
 from hybridpp.pipeline.handshake import Report, agree, read_batch
 from hybridpp.pipeline.merge import merge_outputs
+from hybridpp.pipeline.recorder import DeviceRecorder, HostRecorder, Recorder
 from hybridpp.pipeline.stage import Stage, StagePlan, TensorSpec
 from hybridpp.pipeline.stage_manager import StageManager
-from hybridpp.pipeline.transport import Transport
+from hybridpp.pipeline.step import Step, StepResult
+from hybridpp.pipeline.transport import Lanes, Transport
+from hybridpp.pipeline.weight_gradients import WeightGradients
 
 __all__ = [
+    "DeviceRecorder",
     "Executor",
+    "HostRecorder",
+    "Lanes",
     "Microbatch",
+    "RankProgram",
+    "Recorder",
     "Report",
     "SplitBatch",
     "Stage",
@@ -20,11 +28,13 @@ __all__ = [
     "StepResult",
     "TensorSpec",
     "Transport",
+    "WeightGradients",
     "agree",
     "call_arguments",
     "merge_outputs",
     "num_samples",
     "plain",
+    "rank_programs",
     "read_batch",
     "split_batch",
 ]

@@ -1,6 +1,6 @@
 """What the executor asks of the model: the seam to whatever cuts it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -33,8 +33,8 @@ class StagePlan(Protocol):
 class Stage(Protocol):
     """What a rank holds of a model: one stage or several, each of which can be run on a micro-batch."""
 
-    def plan(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The :class:`StagePlan` of one of this rank's stages for such inputs."""
+    def plans(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[int, Any]:
+        """The :class:`StagePlan` of each of this rank's stages for such inputs."""
 
     def forward(
         self, plan: Any, args: tuple[Any, ...], kwargs: dict[str, Any], received: Sequence[Tensor], key: int

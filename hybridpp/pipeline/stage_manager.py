@@ -5,38 +5,45 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StageManager:
-    """This rank's stage and its neighbours.
+    """This rank's place in its pipeline, and its neighbours. With one stage per rank, the place is the stage.
 
     Attributes:
-        stage: which stage this rank runs.
-        ranks: the ranks of this pipeline, by stage.
+        stage: this rank's place: the first of the stages that it runs.
+        ranks: the ranks of this pipeline, by place.
+        placement: the place of every stage; with several stages per rank, these come again.
     """
 
     stage: int
     ranks: tuple[int, ...]
+    placement: tuple[int, ...]
 
     @property
     def num_stages(self) -> int:
-        """Stages in the pipeline."""
+        """Ranks in the pipeline."""
         return len(self.ranks)
 
     @property
+    def stages(self) -> tuple[int, ...]:
+        """All stages that this rank runs."""
+        return tuple(stage for stage, place in enumerate(self.placement) if place == self.stage)
+
+    @property
     def prev_rank(self) -> int:
-        """Rank of the previous stage; of the last one, for the first."""
+        """Rank before this one; the last one, for the first."""
         return self.ranks[self.stage - 1]
 
     @property
     def next_rank(self) -> int:
-        """Rank of the next stage; of the first one, for the last."""
+        """Rank behind this one; the first one, for the last."""
         return self.ranks[(self.stage + 1) % self.num_stages]
 
     def is_first_stage(self) -> bool:
         """Whether the model's inputs enter here."""
-        return self.stage == 0
+        return self.stage == self.placement[0]
 
     def is_last_stage(self) -> bool:
         """Whether the model's outputs and the loss are made here."""
-        return self.stage == self.num_stages - 1
+        return self.stage == self.placement[-1]
 
     def get_rank(self) -> int:
         """This rank in the world."""

@@ -1,8 +1,7 @@
 """Carry activations to the next stage and gradients to the previous one."""
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,76 +10,98 @@ from hybridpp.cluster import Group, Work
 from hybridpp.pipeline.stage import TensorSpec
 
 
-@dataclass
-class Receipt:
-    """Tensors under way to this rank, or from another stage on it."""
+class Lanes(NamedTuple):
+    """The ranks of a pipeline, once per direction, so that no message waits behind one of the other direction.
 
-    _tensors: list[Tensor]
-    _works: list[Work] = field(default_factory=list)
+    Where every stage's neighbour sits on one side (one stage per rank), one group can be both.
+
+    Attributes:
+        ascending: for messages to a higher place in the group.
+        descending: for messages to a lower one.
+    """
+
+    ascending: Group
+    descending: Group
+
+    def between(self, source: int, target: int) -> Group:
+        """The group that carries from one place to another."""
+        return self.ascending if source < target else self.descending
+
+    @property
+    def rank(self) -> int:
+        """This process's place."""
+        return self.ascending.rank
+
+
+class Receipt:
+    """Tensors under way to this rank, or handed over by another stage on it."""
+
+    __slots__ = ("_tensors", "_works")
+
+    def __init__(self, tensors: list[Tensor], works: Sequence[Work] = ()):
+        self._tensors = tensors
+        self._works = works
 
     def wait(self) -> list[Tensor]:
         """The tensors, once they are here."""
         for work in self._works:
             work.wait()
-        self._works = []
+        self._works = ()
         return self._tensors
+
+
+class Sent:
+    """Tensors under way to another rank, which must stay until they are there."""
+
+    __slots__ = ("_tensors", "_works")
+
+    def __init__(self, tensors: list[Tensor], works: list[Work]):
+        self._tensors = tensors
+        self._works = works
+
+    def wait(self) -> None:
+        """Return, and let go of the tensors, when they are away; until then the peer must have asked for them."""
+        for work in self._works:
+            work.wait()
+        self._tensors, self._works = [], []
 
 
 class Transport:
     """Sends and receives lists of tensors whose shapes both sides know.
 
-    Activations and gradients have a group each, so that a send never waits behind the other direction.
-
     Args:
-        down: the ranks of the pipeline, for activations.
-        up: the same ranks, for gradients.
+        activations: the ranks of the pipeline.
+        gradients: the same ranks, over other groups: a send never waits behind the other kind.
         device: where received tensors are put.
-        max_in_flight: messages per direction after which a send waits for the oldest to be away; None never waits
-            before ``drain``. A bound must leave room for what a schedule sends before its peers receive it.
     """
 
-    def __init__(self, down: Group, up: Group, device: torch.device, max_in_flight: int | None = None):
-        self._down, self._up = down, up
+    def __init__(self, activations: Lanes, gradients: Lanes, device: torch.device):
+        self.rank = activations.rank
+        self._activations, self._gradients = activations, gradients
         self._device = device
-        self._max_in_flight = max_in_flight
-        self._sent: dict[str, deque[tuple[Tensor, Work]]] = {"down": deque(), "up": deque()}
 
-    def send_down(self, tensors: Sequence[Tensor], peer: int) -> None:
-        """To a next stage, on the rank ``peer``. Returns at once; the tensors are kept until they are away."""
-        self._send("down", self._down, tensors, peer)
+    def send_activations(self, tensors: Sequence[Tensor], peer: int) -> Sent:
+        """To the next stage, on the rank ``peer``. Returns at once."""
+        return _send(self._activations.between(self.rank, peer), tensors, peer)
 
-    def send_up(self, tensors: Sequence[Tensor], peer: int) -> None:
-        """To a previous stage, on the rank ``peer``. Returns at once; the tensors are kept until they are away."""
-        self._send("up", self._up, tensors, peer)
+    def send_gradients(self, tensors: Sequence[Tensor], peer: int) -> Sent:
+        """To the previous stage, on the rank ``peer``. Returns at once."""
+        return _send(self._gradients.between(self.rank, peer), tensors, peer)
 
-    def receive_down(self, specs: Sequence[TensorSpec], peer: int) -> Receipt:
-        """Start to receive from a previous stage, on the rank ``peer``."""
-        return self._receive(self._down, specs, peer)
+    def receive_activations(self, specs: Sequence[TensorSpec], peer: int) -> Receipt:
+        """Start to receive from the previous stage, on the rank ``peer``."""
+        return self._receive(self._activations.between(peer, self.rank), specs, peer)
 
-    def receive_up(self, specs: Sequence[TensorSpec], peer: int) -> Receipt:
-        """Start to receive from a next stage, on the rank ``peer``."""
-        return self._receive(self._up, specs, peer)
-
-    def drain(self) -> None:
-        """Return when everything sent is away."""
-        for sent in self._sent.values():
-            while sent:
-                sent.popleft()[1].wait()
-
-    def abandon(self) -> None:
-        """Forget what is under way: the step has failed."""
-        for sent in self._sent.values():
-            sent.clear()
-
-    def _send(self, direction: str, group: Group, tensors: Sequence[Tensor], peer: int) -> None:
-        sent = self._sent[direction]
-        for tensor in tensors:
-            # Backends send contiguous memory only.
-            dense = tensor.detach().contiguous()
-            sent.append((dense, group.send(dense, peer)))
-        while self._max_in_flight is not None and len(sent) > self._max_in_flight * max(1, len(tensors)):
-            sent.popleft()[1].wait()
+    def receive_gradients(self, specs: Sequence[TensorSpec], peer: int) -> Receipt:
+        """Start to receive from the next stage, on the rank ``peer``."""
+        return self._receive(self._gradients.between(peer, self.rank), specs, peer)
 
     def _receive(self, group: Group, specs: Sequence[TensorSpec], peer: int) -> Receipt:
         tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs]
         return Receipt(tensors, [group.receive(tensor, peer) for tensor in tensors])
+
+
+def _send(group: Group, tensors: Sequence[Tensor], peer: int) -> Sent:
+    # Backends send contiguous memory only.
+    dense = [tensor.detach().contiguous() for tensor in tensors]
+    return Sent(dense, [group.send(tensor, peer) for tensor in dense])

@@ -13,12 +13,13 @@ from hybridpp.config import Precision
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.errors import ConfigError
 from hybridpp.partition import StagedModel
-from hybridpp.pipeline import Executor, Transport, call_arguments
+from hybridpp.pipeline import Executor, Transport, WeightGradients, call_arguments
 from hybridpp.plugin import Boosted
 from hybridpp.precision import MasterWeights, cast, casts, working_dtype
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer, NormPlan
+from hybridpp_plugins.planning import Planner
 from hybridpp_plugins.settings import Settings
 from hybridpp_plugins.unfilled import Unfilled
 
@@ -27,7 +28,13 @@ _NUM_COMPARED = 16
 
 
 def boost(
-    parts: Boosted, settings: Settings, layout: Layout, device: torch.device, sample: Callable[[], Any], index: int
+    parts: Boosted,
+    settings: Settings,
+    layout: Layout,
+    planner: Planner,
+    device: torch.device,
+    sample: Callable[[], Any],
+    index: int,
 ) -> Engine:
     """Bring the parts into the layout, in place; ``index`` tells one job's models apart. Collective: all ranks."""
     model, optimizer = parts.model, parts.optimizer
@@ -47,9 +54,8 @@ def boost(
     unfilled = Unfilled(aliases.get(name, name) for name, leaf in state.items() if leaf.is_meta)
     derive_buffers(model)
     dtype = working_dtype(model, settings.precision)
-    num_ranks, num_chunks = layout.grid.pp_size, settings.pipeline.num_model_chunks
-    # In a loop: stage s is on rank s % num_ranks.
-    placement = tuple(stage % num_ranks for stage in range(num_ranks * num_chunks))
+    placement = planner.placement
+    weight_gradients = WeightGradients(model)
     staged = _cut(model, placement, settings, layout, device, dtype, sample)
     # As model.to, but leaves alone what has no numbers yet: it gets its memory last, in its final format.
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]  # torch
@@ -63,13 +69,16 @@ def boost(
         holders = {name: tuple(sorted({placement[s] for s in stages})) for name, stages in staged.owners.items()}
         buckets, boosted = _training(optimizer, model, holders, masters, settings, layout)
         boosted.unfilled = unfilled
+        weight_gradients.connect(buckets)
+    transport = Transport(layout.activations, layout.gradients, device)
     return Engine(
         staged=staged,
         layout=layout,
         pipeline=settings.pipeline,
+        planner=planner,
         device=device,
         seed=seed,
-        executor=Executor(staged, _transport(layout, settings, device), device, placement),
+        executor=Executor(staged, transport, device, weight_gradients),
         optimizer=boosted,
         buckets=buckets,
         masters=masters,
@@ -101,12 +110,6 @@ def _cut(
         config=settings.partition,
         agree=lambda seconds: list(gather_objects(layout.control, seconds)[0]),
     )
-
-
-def _transport(layout: Layout, settings: Settings, device: torch.device) -> Transport:
-    # 1F1B leaves at most one message per later stage unanswered.
-    bound = layout.pp.size + 1 if settings.pipeline.schedule == "1f1b" else None
-    return Transport(layout.pp, layout.pp_up, device, bound)
 
 
 def _check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:

@@ -1,10 +1,9 @@
 """One boosted model: runs its steps."""
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from hybridpp.errors import ConfigError, NonFiniteLossError
 from hybridpp.partition import StagedModel
 from hybridpp.pipeline import (
     Executor,
+    RankProgram,
     Report,
     SplitBatch,
     Step,
@@ -29,24 +29,13 @@ from hybridpp.pipeline import (
 )
 from hybridpp.plugin import Criterion
 from hybridpp.precision import MasterWeights
-from hybridpp.schedule import Programs, check_program, forward_only, gpipe, looped, lower, one_f_one_b
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer
+from hybridpp_plugins.planning import Planner
+from hybridpp_plugins.recording import Recording
 from hybridpp_plugins.unfilled import Unfilled
 
 _FIRST_EVALUATION = 2**62
-
-
-@cache
-def _programs(schedule: str, num_ranks: int, num_chunks: int, num_microbatches: int, training: bool) -> Programs:
-    if not training:
-        programs = forward_only(looped(num_ranks, num_chunks), num_microbatches)
-    elif schedule == "gpipe":
-        programs = gpipe(num_ranks, num_microbatches, num_chunks)
-    else:
-        programs = one_f_one_b(num_ranks, num_microbatches)
-    check_program(programs, num_ranks * num_chunks, num_microbatches)
-    return lower(programs)
 
 
 @dataclass
@@ -57,6 +46,7 @@ class Engine:
         staged: the model and which stage of it is here.
         layout: this rank's groups.
         pipeline: how batches are split.
+        planner: makes the programs they are run by.
         device: where this rank computes.
         seed: of dropout and whatever else draws random numbers in the forward.
         executor: runs schedules.
@@ -70,11 +60,13 @@ class Engine:
         buffer_names: persistent buffers of the whole model.
         num_steps: training steps run so far.
         num_evaluations: evaluations run so far.
+        recording: takes down when actions run, if someone wants to know.
     """
 
     staged: StagedModel
     layout: Layout
     pipeline: PipelineConfig
+    planner: Planner
     device: torch.device
     seed: int
     executor: Executor
@@ -88,6 +80,7 @@ class Engine:
     buffer_names: frozenset[str]
     num_steps: int = 0
     num_evaluations: int = 0
+    recording: Recording | None = None
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a boosted model (an average of its weights, say) is no boosted model: it has no engine."""
@@ -148,15 +141,13 @@ class Engine:
 
         batch, reports = agree(self.layout.control, self.layout.pipelines, training, prepare)
         task = self._task(batch, reports, criterion, training, return_outputs)
-        chunks = self.pipeline.num_model_chunks
-        program = _programs(self.pipeline.schedule, self.layout.pp.size, chunks, len(batch.microbatches), training)[
-            self.layout.pp.rank
-        ]
+        program = self._programs(reports, training)
         if training and self.optimizer is not None:
             self.optimizer.begin_accumulation()
         try:
             with preserved_random_state(self.device):
-                result = self.executor.run(program, task)
+                recorder = None if self.recording is None else self.recording.recorder
+                result = self.executor.run(program, task, recorder)
             if training and self.buckets is not None:
                 self.buckets.finish()
             loss = self._loss(batch, reports, result) if criterion is not None else None
@@ -173,6 +164,28 @@ class Engine:
             parts = [result.outputs[place] for place in range(len(batch.microbatches))]
             outputs = merge_outputs(parts, batch.microbatches)
         return {"loss": loss if return_loss else None, "outputs": outputs}
+
+    def _programs(self, reports: list[Report], training: bool) -> RankProgram:
+        """What this rank does. A schedule that does not fit any replica's batch is refused by every rank alike."""
+        counts = {int(reports[ranks[0]].num_microbatches) for ranks in self.layout.pipelines}
+        programs = {count: self.planner.programs(count, training) for count in sorted(counts)}
+        mine = int(reports[self.layout.world.rank].num_microbatches)
+        return programs[mine][self.layout.pp.rank]
+
+    @contextmanager
+    def recorded(self) -> Iterator[Recording]:
+        """Take down when actions run. Collective: all ranks, at the start and at the end."""
+        self.recording = recording = Recording(self.layout, self.device)
+        try:
+            yield recording
+        finally:
+            self.recording = None
+        recording.finish()
+
+    @property
+    def _last_place(self) -> int:
+        """Which rank of a pipeline holds the last stage."""
+        return self.planner.placement[-1]
 
     def _task(
         self,
@@ -215,17 +228,17 @@ class Engine:
             total = math.fsum(value * batch.microbatches[place].share for place, value in kept.items())
         rows = self.layout.control.all_gather(torch.tensor([total, bad], dtype=torch.float64))
         for ranks in self.layout.pipelines:
-            value, place = rows[ranks[-1]].tolist()
+            value, place = rows[ranks[self._last_place]].tolist()
             if place >= 0:
                 kind = "NaN" if math.isnan(value) else "infinite"
                 raise NonFiniteLossError(
                     f"the loss of micro-batch {int(place)} is {kind} (stage {self.staged.num_stages - 1} of "
-                    f"{self.staged.num_stages}, rank {ranks[-1]}). Check the inputs and the learning rate; in fp16, "
-                    "activations overflow beyond 65504: bf16 has the range of fp32."
+                    f"{self.staged.num_stages}, rank {ranks[self._last_place]}). Check the inputs and the learning "
+                    "rate; in fp16, activations overflow beyond 65504: bf16 has the range of fp32."
                 )
-        mine = rows[self.layout.pipelines[self.layout.here.dp][-1]]
+        mine = rows[self.layout.pipelines[self.layout.here.dp][self._last_place]]
         return torch.tensor(float(mine[0]), dtype=torch.float32, device=self.device)
 
 
-def _nothing() -> None:
+def _nothing(pending: Collection[str] | None = None) -> None:
     return

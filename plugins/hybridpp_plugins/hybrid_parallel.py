@@ -15,12 +15,14 @@ from hybridpp.cluster import RankGrid, current_world, preserved_random_state
 from hybridpp.data_parallel import ShardedBatchSampler
 from hybridpp.errors import ConfigError
 from hybridpp.pipeline import StageManager
-from hybridpp.plugin import Boosted, Criterion, Plugin, RunsPipeline, SavesModels
+from hybridpp.plugin import Boosted, Criterion, Plugin, RecordsTimelines, RunsPipeline, SavesModels
 from hybridpp_plugins.boosting import boost
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.lr_scheduler import SkipAwareScheduler
 from hybridpp_plugins.optimizer import HybridOptimizer
+from hybridpp_plugins.planning import Planner
+from hybridpp_plugins.recording import Recording
 from hybridpp_plugins.sample import find_sample
 from hybridpp_plugins.settings import sort_settings
 from hybridpp_plugins.weights import load_weights, save_weights
@@ -28,7 +30,7 @@ from hybridpp_plugins.weights import load_weights, save_weights
 _ENGINE = "_hybridpp_engine"
 
 
-class HybridParallelPlugin(Plugin, RunsPipeline, SavesModels):
+class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, SavesModels):
     """Trains one model on ``tp_size * pp_size`` ranks per replica, with as many replicas as the world holds.
 
     Collective: every rank of the world must construct it, with the same settings.
@@ -39,7 +41,8 @@ class HybridParallelPlugin(Plugin, RunsPipeline, SavesModels):
         precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
         enable_all_optimization: let torch choose its fastest fp32 matrix kernels (TF32 on CUDA); no effect on the CPU.
         options: any field of :class:`~hybridpp.config.PipelineConfig` (``num_microbatches`` or ``microbatch_size``:
-            exactly one), :class:`~hybridpp.config.OptimizerConfig` (``max_norm``, ``ddp_bucket_cap_mb``),
+            exactly one; ``schedule``, also spelled ``pp_style``; ``num_model_chunks``),
+            :class:`~hybridpp.config.OptimizerConfig` (``max_norm``, ``ddp_bucket_cap_mb``),
             :class:`~hybridpp.config.LossScaleConfig` (``initial_scale``, ``growth_interval``, …),
             :class:`~hybridpp.config.ParallelConfig` (``zero_stage``) and :class:`~hybridpp.config.PartitionConfig`
             (``layers_per_stage``, ``split_points``, ``balance``). A name that is none of these is refused.
@@ -75,8 +78,9 @@ class HybridParallelPlugin(Plugin, RunsPipeline, SavesModels):
         self.precision = str(self.settings.precision)
         self.max_norm = self.settings.optimizer.max_norm
         self.zero_stage = self.settings.parallel.zero_stage
+        self._planner = Planner(self.settings.pipeline, pp_size)
         self.layout = Layout.create(world, RankGrid(dp_size=self.dp_size, pp_size=pp_size, tp_size=tp_size))
-        self.stage_manager: StageManager = self.layout.stage_manager()
+        self.stage_manager: StageManager = self.layout.stage_manager(self._planner.placement)
         self._num_boosted = 0
         if enable_all_optimization:
             torch.set_float32_matmul_precision("high")
@@ -163,6 +167,7 @@ class HybridParallelPlugin(Plugin, RunsPipeline, SavesModels):
                 parts,
                 self.settings,
                 self.layout,
+                self._planner,
                 device,
                 lambda: find_sample(parts.model, parts.dataloader, sample),
                 self._num_boosted,
@@ -213,6 +218,10 @@ class HybridParallelPlugin(Plugin, RunsPipeline, SavesModels):
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """See :meth:`hybridpp.Booster.no_sync`."""
         return self._engine(model).no_sync()
+
+    def record_timeline(self, model: nn.Module) -> AbstractContextManager[Recording]:
+        """See :meth:`hybridpp.Booster.record_timeline`."""
+        return self._engine(model).recorded()
 
     def save_model(self, model: nn.Module, path: Path, *, shard: bool, size_per_shard_mb: int) -> None:
         """See :meth:`hybridpp.Booster.save_model`."""

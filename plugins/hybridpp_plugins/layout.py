@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hybridpp.cluster import Axis, Coordinate, Group, RankGrid, World
-from hybridpp.pipeline import StageManager
+from hybridpp.pipeline import Lanes, StageManager
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,9 @@ class Layout:
         here: where this one sits.
         control: all ranks, for small host tensors.
         tp: the ranks that share this rank's layers.
-        pp: the ranks of this rank's pipeline, by stage; carries activations.
-        pp_up: the same ranks; carries gradients.
+        pp: the ranks of this rank's pipeline, by stage.
+        activations: the same ranks; carries activations.
+        gradients: the same ranks; carries gradients.
         dp: the ranks that hold the same stage of other replicas.
     """
 
@@ -27,7 +28,8 @@ class Layout:
     control: Group
     tp: Group
     pp: Group
-    pp_up: Group
+    activations: Lanes
+    gradients: Lanes
     dp: Group
 
     @classmethod
@@ -46,7 +48,8 @@ class Layout:
             control=world.control(),
             tp=along("tp"),
             pp=along("pp"),
-            pp_up=along("pp"),
+            activations=Lanes(along("pp"), along("pp")),
+            gradients=Lanes(along("pp"), along("pp")),
             dp=along("dp"),
         )
 
@@ -58,9 +61,9 @@ class Layout:
             ranks_of.setdefault(self.grid.coordinate(rank).dp, []).append(rank)
         return tuple(tuple(ranks) for ranks in ranks_of.values())
 
-    def stage_manager(self) -> StageManager:
-        """This rank's place in its pipeline."""
-        return StageManager(self.here.pp, self.pp.ranks)
+    def stage_manager(self, placement: tuple[int, ...]) -> StageManager:
+        """This rank's place in its pipeline, whose stages are on the ranks of ``placement``."""
+        return StageManager(self.here.pp, self.pp.ranks, placement)
 
     def groups_within_pipelines(self, places: list[tuple[int, ...]]) -> dict[tuple[int, ...], Group]:
         """For each set of places in a pipeline, the group of the ranks there; only the groups this rank is in.

@@ -164,7 +164,7 @@ def test_an_input_that_needs_a_parameter_elsewhere():
         "Boost with a sample that uses it there."
     )
     with pytest.raises(PartitionError, match=f"^{re.escape(text)}$"):
-        staged.plan(0, (torch.ones(4, 4),), {})
+        staged.plans((torch.ones(4, 4),), {})
 
 
 # torch's fake tensors ask a buffer that a fake was written to for its gradient, and hide the warning in vain.

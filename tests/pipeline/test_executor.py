@@ -9,8 +9,8 @@ from support import boosted, sgd
 from torch import nn
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.pipeline import Executor, Microbatch, Step, Transport
-from hybridpp.schedule import Action, Kind, forward_only, lower, one_f_one_b
+from hybridpp.pipeline import Executor, Lanes, Microbatch, Step, Transport, rank_programs
+from hybridpp.schedule import Action, Kind, forward_only, one_f_one_b
 
 
 class _Held:
@@ -74,15 +74,15 @@ class Recorded:
     """A stage that computes nothing much and writes down what it was asked."""
 
     def __init__(self, stage, num_stages):
-        self.is_last = stage == num_stages - 1
+        self.stage, self.is_last = stage, stage == num_stages - 1
         self.log = []
         spec = type("Spec", (), {"shape": (1,), "dtype": torch.float32, "requires_grad": True})()
         self.incoming_specs = [] if stage == 0 else [spec]
         self.outgoing_specs = [] if self.is_last else [spec]
         self.weight = torch.ones(1, requires_grad=True)
 
-    def plan(self, stage, args, kwargs):
-        return self
+    def plans(self, args, kwargs):
+        return {self.stage: self}
 
     def forward(self, plan, args, kwargs, received, key):
         self.log.append(("F", key, received[0].item() if received else None))
@@ -101,10 +101,12 @@ def run_recorded(num_stages, num_microbatches, training, fail_at=None):
         world = current_world()
         ranks = [list(range(num_stages))]
         stage = Recorded(world.rank, num_stages)
-        transport = Transport(world.split(ranks), world.split(ranks), world.device)
-        executor = Executor(stage, transport, world.device, ranks[0])
-        programs = one_f_one_b(num_stages, num_microbatches) if training else forward_only(ranks[0], num_microbatches)
-        program = lower(programs)[world.rank]
+        lanes = [Lanes(world.split(ranks), world.split(ranks)) for _ in range(2)]
+        executor = Executor(stage, Transport(*lanes, world.device), world.device)
+        programs = one_f_one_b(num_stages, num_microbatches)
+        if not training:
+            programs = forward_only(range(num_stages), num_microbatches)
+        program = rank_programs(programs)[world.rank]
         calls = []
 
         def criterion(outputs, inputs):
@@ -119,7 +121,7 @@ def run_recorded(num_stages, num_microbatches, training, fail_at=None):
             criterion=criterion,
             training=training,
             keep_outputs=True,
-            last_backward=lambda: calls.append(len(stage.log)),
+            last_backward=lambda pending: calls.append(len(stage.log)),
             reduce_gradients=lambda: calls.append(len(stage.log)),
         )
         result = executor.run(program, step)

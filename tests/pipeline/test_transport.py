@@ -3,7 +3,7 @@ from typing import NamedTuple
 import torch
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.pipeline import Transport
+from hybridpp.pipeline import Lanes, Transport
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,8 @@ def on_a_pipeline(num_stages, function):
     def run():
         world = current_world()
         stages = [list(range(num_stages))]
-        return function(world.rank, Transport(world.split(stages), world.split(stages), CPU))
+        lanes = [Lanes(world.split(stages), world.split(stages)) for _ in range(2)]
+        return function(world.rank, Transport(*lanes, CPU))
 
     return Loopback(num_stages).run(run)
 
@@ -37,14 +38,13 @@ def test_values_go_down_and_gradients_up_at_the_same_time():
         seen = []
         for microbatch in range(2):
             specs = [spec_of(tensor) for tensor in values(0, 0)]
-            down = transport.receive_down(specs, stage - 1) if stage > 0 else None
-            up = transport.receive_up(specs, stage + 1) if stage < 2 else None
+            down = transport.receive_activations(specs, stage - 1) if stage > 0 else None
+            up = transport.receive_gradients(specs, stage + 1) if stage < 2 else None
             if stage < 2:
-                transport.send_down(values(stage, microbatch), stage + 1)
+                transport.send_activations(values(stage, microbatch), stage + 1)
             if stage > 0:
-                transport.send_up(values(stage, microbatch + 5), stage - 1)
+                transport.send_gradients(values(stage, microbatch + 5), stage - 1)
             seen.append([receipt and [tensor.tolist() for tensor in receipt.wait()] for receipt in (down, up)])
-        transport.drain()
         return seen
 
     def message(stage, microbatch):
@@ -72,8 +72,8 @@ def test_tensors_of_any_layout_and_dtype_travel():
 
     def run(stage, transport):
         if stage == 0:
-            return transport.send_down(tensors, 1)
-        return transport.receive_down([spec_of(tensor) for tensor in tensors], 0).wait()
+            return transport.send_activations(tensors, 1).wait()
+        return transport.receive_activations([spec_of(tensor) for tensor in tensors], 0).wait()
 
     received = on_a_pipeline(2, run)[1]
     for ours, theirs in zip(received, tensors, strict=True):
@@ -85,8 +85,8 @@ def test_tensors_of_any_layout_and_dtype_travel():
 def test_a_receipt_may_be_asked_twice():
     def run(stage, transport):
         if stage == 0:
-            return transport.send_down([torch.ones(2)], 1)
-        receipt = transport.receive_down([Spec((2,))], 0)
+            return transport.send_activations([torch.ones(2)], 1).wait()
+        receipt = transport.receive_activations([Spec((2,))], 0)
         return receipt.wait() == receipt.wait()
 
     assert on_a_pipeline(2, run) == [None, True]
@@ -95,17 +95,31 @@ def test_a_receipt_may_be_asked_twice():
 def test_no_values_are_no_message():
     def run(stage, transport):
         if stage == 0:
-            transport.send_down([], 1)
-            transport.send_down([torch.ones(1)], 1)
-            return transport.drain()
-        assert transport.receive_down([], 0).wait() == []
-        return transport.receive_down([Spec((1,))], 0).wait()[0].item()
+            transport.send_activations([], 1)
+            return transport.send_activations([torch.ones(1)], 1).wait()
+        assert transport.receive_activations([], 0).wait() == []
+        return transport.receive_activations([Spec((1,))], 0).wait()[0].item()
 
     assert on_a_pipeline(2, run) == [None, 1.0]
 
 
+def test_messages_of_the_two_directions_have_a_lane_each():
+    def run(rank, transport):
+        peer = 1 - rank
+        # Both send first and in both kinds, as the ends of a loop of stages do.
+        sent = [transport.send_activations([torch.tensor(1.0 + rank)], peer)]
+        sent.append(transport.send_gradients([torch.tensor(5.0 + rank)], peer))
+        received = [transport.receive_activations([Spec(())], peer), transport.receive_gradients([Spec(())], peer)]
+        values = [receipt.wait()[0].item() for receipt in received]
+        for message in sent:
+            message.wait()
+        return values
+
+    assert on_a_pipeline(2, run) == [[2.0, 6.0], [1.0, 5.0]]
+
+
 class SlowGroup:
-    """A group of two whose sends are away only when someone waits for them."""
+    """A group whose sends are away only when someone waits for them."""
 
     rank, size = 0, 2
 
@@ -123,16 +137,11 @@ class SlowGroup:
         return Away()
 
 
-def test_what_is_under_way_is_bounded_and_drained():
-    down, up = SlowGroup(), SlowGroup()
-    transport = Transport(down, up, CPU, max_in_flight=3)
-    most = 0
-    for number in range(20):
-        transport.send_down([torch.tensor(float(number)), torch.tensor(0.5)], 1)
-        most = max(most, len(down.under_way))
-    assert 2 <= most <= 2 * 3
-    # The oldest leave first.
-    assert down.under_way[-2][0].item() == 19
-    assert up.under_way == []
-    transport.drain()
-    assert down.under_way == []
+def test_a_tensor_is_kept_until_it_is_away_and_no_longer():
+    group = SlowGroup()
+    transport = Transport(Lanes(group, group), Lanes(group, group), CPU)
+    sent = transport.send_activations([torch.ones(3)], 1)
+    assert len(group.under_way) == 1
+    sent.wait()
+    assert group.under_way == []
+    sent.wait()  # a second time does nothing

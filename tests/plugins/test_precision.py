@@ -76,8 +76,8 @@ def test_gradients_of_microbatches_add_up_in_fp32(num_calls):
         optimizer.zero_grad()
         booster.execute_pipeline(iter([batch]), model, model_loss, optimizer)
         assert all(gradient.dtype == torch.float32 for gradient in summed.values())
-        # The weight of a micro-batch is a power of two here: scaling by it is exact.
-        assert_same(summed, dict(engine.buckets.gradients))
+        # The weight of a micro-batch is a power of two here: scaling by it is exact. What is left is fp32's rounding.
+        assert_near(summed, dict(engine.buckets.gradients), 1e-7)
 
     Loopback(1).run(run)
 

@@ -1,0 +1,90 @@
+"""How close each schedule comes to twice the speed on two ranks, side by side with what else one could use.
+
+    OMP_NUM_THREADS=1 PYTHONPATH=.:plugins torchrun --standalone --nproc-per-node 2 benchmarks/schedules.py
+
+Forward and backward of a ViT (12 layers, 65 tokens, fp32, micro-batches of 4), gloo, one thread per rank. Every round
+runs each contestant once, in turn, and one process alone; medians over the rounds. Efficiency is the time of one
+process over (ranks x the pipeline's time).
+"""
+
+import argparse
+import os
+import statistics
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+from contestants import StepFunction, bare_loop, hybridpp, one_process, torch_pipelining
+from vit import make_batch
+
+from hybridpp import launch_from_torch
+
+MICROBATCH = 4
+OURS = ("1f1b", "interleaved", "zb-h1", "interleaved-zb", "zb-v")
+TORCHS = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+
+
+def contestants(hidden: int, num_microbatches: int, names: list[str]) -> dict[str, StepFunction]:
+    """Those whose name contains one of ``names``; all without."""
+    batch = make_batch(MICROBATCH * num_microbatches)
+    makers = {f"hybridpp {name}": lambda name=name: hybridpp(hidden, batch, num_microbatches, name) for name in OURS}
+    makers |= {
+        f"torch {name}": lambda name=name: torch_pipelining(hidden, batch, num_microbatches, name) for name in TORCHS
+    }
+    makers["a bare 1F1B loop"] = lambda: bare_loop(hidden, batch, num_microbatches)
+    makers["one process"] = lambda: one_process(hidden, batch, num_microbatches)
+    chosen = [name for name in makers if name == "one process" or not names or any(part in name for part in names)]
+    return {name: makers[name]() for name in chosen}
+
+
+def measure(steps: dict[str, StepFunction], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every step, by contestant; the first round is left out."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds + 1):
+        for name, step in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            if name != "one process" or dist.get_rank() == 0:
+                step()
+            dist.barrier()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: times[1:] for name, times in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[192, 384])
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[8])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", nargs="+", default=[], help="contestants whose name contains one of these")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    launch_from_torch(seed=0)
+    for hidden in args.hidden:
+        for num_microbatches in args.microbatches:
+            seconds = measure(contestants(hidden, num_microbatches, args.only), args.rounds)
+            if dist.get_rank() == 0:
+                print(f"\nhidden {hidden}, {num_microbatches} micro-batches, load {os.getloadavg()[0]:.1f}\n")
+                print("| | median (ms) | efficiency | quartiles |\n|---|--:|--:|--:|", flush=True)
+                _table(seconds)
+    dist.destroy_process_group()
+
+
+def _table(seconds: dict[str, list[float]]) -> None:
+    alone = seconds["one process"]
+    for name, times in seconds.items():
+        ratios = sorted(a / (dist.get_world_size() * t) for a, t in zip(alone, times, strict=True))
+        quarter = len(ratios) // 4
+        share = (
+            ""
+            if name == "one process"
+            else f"{statistics.median(alone) / statistics.median(times) / dist.get_world_size():.3f}"
+        )
+        spread = "" if name == "one process" else f"{ratios[quarter]:.3f}-{ratios[-1 - quarter]:.3f}"
+        print(f"| {name} | {statistics.median(times) * 1e3:.1f} | {share} | {spread} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

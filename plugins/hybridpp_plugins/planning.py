@@ -1,0 +1,131 @@
+"""Which programs a batch is run by: from the schedule that the user names, brings as a file, or makes."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hybridpp.config import PipelineConfig
+from hybridpp.errors import ConfigError, ScheduleError
+from hybridpp.pipeline import RankProgram, rank_programs
+from hybridpp.schedule import (
+    Action,
+    Programs,
+    check_program,
+    forward_only,
+    load_schedule,
+    make_schedule,
+    parse_action,
+    placement,
+    stages_placement,
+)
+
+Maker = Callable[[int, int], Any]
+
+
+class Planner:
+    """Makes, checks and keeps the programs for every number of micro-batches.
+
+    Args:
+        config: ``config.schedule`` is a name, a file (CSV or JSON), the programs themselves (actions or their text, one
+            row per rank), or a function ``(num_ranks, num_microbatches)`` that returns such programs.
+        num_ranks: ranks of the pipeline.
+
+    Attributes:
+        placement: the rank of every stage.
+
+    Raises:
+        ScheduleError: the schedule is unknown, does not run, or is for another number of ranks.
+    """
+
+    def __init__(self, config: PipelineConfig, num_ranks: int):
+        self._num_ranks = num_ranks
+        self._name = _name_of(config.schedule)
+        self._num_chunks = config.num_model_chunks
+        self._make: Maker
+        if isinstance(config.schedule, str) and not _is_file(config.schedule):
+            self.placement = stages_placement(config.schedule, num_ranks, config.num_model_chunks)
+            self._make = lambda p, m: make_schedule(config.schedule, p, m, config.num_model_chunks)
+        else:
+            self._make = _maker(config.schedule)
+            example = self._checked(config.num_microbatches or num_ranks)
+            self.placement = placement(example)
+            self._check_chunks()
+        self._training = cache(self._plan_training)
+        self._evaluation = cache(lambda m: rank_programs(forward_only(self.placement, m)))
+
+    def programs(self, num_microbatches: int, training: bool) -> tuple[RankProgram, ...]:
+        """What every rank does.
+
+        Raises:
+            ScheduleError: the schedule is for another number of micro-batches.
+        """
+        return (self._training if training else self._evaluation)(num_microbatches)
+
+    def _plan_training(self, num_microbatches: int) -> tuple[RankProgram, ...]:
+        programs = self._checked(num_microbatches)
+        if placement(programs) != self.placement:
+            raise ScheduleError(
+                f"{self._name} places its stages differently for {num_microbatches} micro-batches than before: got "
+                f"{placement(programs)}, and the model is cut for {self.placement}. Keep one placement."
+            )
+        return rank_programs(programs)
+
+    def _checked(self, num_microbatches: int) -> Programs:
+        programs = _actions(self._make(self._num_ranks, num_microbatches), self._name)
+        check_program(programs)
+        found = 1 + max(action.microbatch or 0 for program in programs for action in program)
+        if len(programs) != self._num_ranks or found != num_microbatches:
+            raise ScheduleError(
+                f"{self._name} is for {len(programs)} ranks and {found} micro-batches: got pp_size={self._num_ranks} "
+                f"and a batch of {num_microbatches} micro-batches. Give a function (num_ranks, num_microbatches), or "
+                "keep to its sizes (drop_last=True leaves incomplete batches out)."
+            )
+        return programs
+
+    def _check_chunks(self) -> None:
+        chunks, rest = divmod(len(self.placement), self._num_ranks)
+        if self._num_chunks is not None and (rest or chunks != self._num_chunks):
+            raise ScheduleError(
+                f"{self._name} has {len(self.placement)} stages on {self._num_ranks} ranks: got "
+                f"num_model_chunks={self._num_chunks}. Leave num_model_chunks out."
+            )
+
+
+def _is_file(schedule: str) -> bool:
+    return Path(schedule).suffix in (".csv", ".json")
+
+
+def _name_of(schedule: Any) -> str:
+    if isinstance(schedule, str | Path):
+        return f"schedule {str(schedule)!r}"
+    return f"the schedule of {getattr(schedule, '__name__', type(schedule).__name__)}"
+
+
+def _maker(schedule: Any) -> Maker:
+    if isinstance(schedule, str | Path):
+        programs = _loaded(Path(schedule))
+        return lambda num_ranks, num_microbatches: programs
+    if callable(schedule):
+        maker: Maker = schedule
+        return maker
+    return lambda num_ranks, num_microbatches: schedule
+
+
+def _loaded(path: Path) -> Programs:
+    try:
+        return load_schedule(path)
+    except OSError as error:
+        raise ConfigError(
+            f"schedule {str(path)!r} cannot be read: {error.strerror}. Give a CSV or JSON file."
+        ) from error
+
+
+def _actions(programs: Any, name: str) -> Programs:
+    """Programs of actions, from rows of actions or of their text."""
+    if not isinstance(programs, Sequence) or not all(isinstance(row, Sequence) for row in programs):
+        raise ConfigError(
+            f"{name} must be one row of actions per rank, like [['0F0', '0B0'], ['1F0', '1B0']]: got {programs!r:.80}."
+        )
+    rows = [row.split() if isinstance(row, str) else row for row in programs]
+    return tuple(tuple(cell if isinstance(cell, Action) else parse_action(str(cell)) for cell in row) for row in rows)

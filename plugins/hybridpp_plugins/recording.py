@@ -1,0 +1,47 @@
+"""When each rank of a pipeline did what, of steps that really ran."""
+
+import time
+
+import torch
+
+from hybridpp.checkpoint import gather_objects
+from hybridpp.errors import ConfigError
+from hybridpp.pipeline import DeviceRecorder, HostRecorder
+from hybridpp.timeline import Span, Timeline
+from hybridpp_plugins.layout import Layout
+
+
+class Recording:
+    """The steps of one boosted model inside :meth:`hybridpp.Booster.record_timeline`."""
+
+    def __init__(self, layout: Layout, device: torch.device):
+        self._layout = layout
+        self._timeline: Timeline | None = None
+        # All ranks leave this exchange together, within a message's time: their clocks are told from here.
+        layout.control.all_gather(torch.zeros(1))
+        self._zero_ms = time.monotonic_ns() / 1e6
+        place = layout.pp.rank
+        self.recorder: HostRecorder | DeviceRecorder = (
+            DeviceRecorder(place, device) if device.type == "cuda" else HostRecorder(place)
+        )
+
+    def finish(self) -> None:
+        """Bring the spans of all ranks together. Collective: all ranks."""
+        mine = [
+            span._replace(start_ms=span.start_ms - self._zero_ms, end_ms=span.end_ms - self._zero_ms)
+            for span in self.recorder.spans()
+        ]
+        rows = gather_objects(self._layout.control, mine)
+        pipeline = self._layout.pipelines[self._layout.here.dp]
+        self._timeline = Timeline(tuple(Span(*fields) for rank in pipeline for fields in rows[rank]))
+
+    @property
+    def timeline(self) -> Timeline:
+        """What the ranks of this replica's pipeline did.
+
+        Raises:
+            ConfigError: the recording still runs.
+        """
+        if self._timeline is None:
+            raise ConfigError("a timeline is complete when its `with` block has ended. Read it behind the block.")
+        return self._timeline
