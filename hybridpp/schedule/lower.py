@@ -51,10 +51,11 @@ def _lower_rank(
         # `following` is received for before `now` is computed: one action ahead.
         if following is not None:
             for receive, source in _receives(following, rank, rank_of):
-                channel = channels[source, rank, receive.kind]
+                channel = channels.get((source, rank, receive.kind))
                 while receive not in posted:
-                    posted.add(channel[0])
-                    lowered.append(channel.popleft())
+                    # What nobody sends is received all the same: programs that cannot run are not mended here.
+                    lowered.append(channel.popleft() if channel else receive)
+                    posted.add(lowered[-1])
         if now is not None:
             lowered.append(now)
             lowered.extend(_sends(now, rank, rank_of))
