@@ -60,7 +60,9 @@ class HandsOn:
     def plans(self, args: Any, kwargs: Any) -> dict[int, Plan]:
         return self._plans
 
-    def forward(self, plan: Plan, args: Any, kwargs: Any, received: Any, key: int) -> tuple[list[Tensor], Any]:
+    def forward(
+        self, plan: Plan, args: Any, kwargs: Any, received: Any, key: int, recompute: bool
+    ) -> tuple[list[Tensor], Any]:
         x = received[0] if received else args[0]
         return ([], x) if plan.is_last else ([x], None)
 

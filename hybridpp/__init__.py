@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         launch,
         launch_from_torch,
     )
+    from hybridpp.config import PipelineGradientCheckpointConfig
     from hybridpp.optim import CosineAnnealingWarmupLR, HybridAdam, LinearWarmupLR
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ _HOME = {
     "HybridAdam": "hybridpp.optim",
     "HybridParallelPlugin": "hybridpp_plugins",
     "LinearWarmupLR": "hybridpp.optim",
+    "PipelineGradientCheckpointConfig": "hybridpp.config",
     "disable_existing_loggers": "hybridpp.cluster",
     "get_dist_logger": "hybridpp.cluster",
     "launch": "hybridpp.cluster",
@@ -41,6 +43,7 @@ __all__ = [
     "HybridAdam",
     "HybridParallelPlugin",
     "LinearWarmupLR",
+    "PipelineGradientCheckpointConfig",
     "disable_existing_loggers",
     "get_dist_logger",
     "launch",

@@ -1,7 +1,7 @@
 """The settings, as frozen dataclasses that check themselves. No torch here: a bad setting is found before it loads."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -115,8 +115,68 @@ class PartitionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipelineGradientCheckpointConfig:
+    """Which activations are not kept for the backward pass, but computed again there.
+
+    Of a stage's blocks the first ones are recomputed. Results do not change, dropout included; only time and memory do.
+
+    Attributes:
+        gradient_checkpointing_ratio: share of each stage's blocks that are recomputed, rounded down; all where neither
+            this nor ``num_ckpt_layers_per_stage`` is given.
+        num_ckpt_layers_per_stage: how many blocks of each stage are recomputed, in the order of the stages.
+        max_stored_microbatches: a rank keeps this many micro-batches' activations whole (of each stage of it, one
+            counts as one), and recomputes only for those it holds beyond; None: it recomputes for all.
+
+    Example:
+        >>> PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5).num_recomputed(stage=0, num_blocks=7)
+        3
+    """
+
+    gradient_checkpointing_ratio: float | None = None
+    num_ckpt_layers_per_stage: Sequence[int] | None = None
+    max_stored_microbatches: int | None = None
+
+    def __post_init__(self) -> None:
+        ratio, counts, stored = self._values()
+        if ratio is not None and counts is not None:
+            raise ConfigError(
+                "give gradient_checkpointing_ratio or num_ckpt_layers_per_stage, not both: "
+                f"got {ratio!r} and {list(counts)}."
+            )
+        if ratio is not None and not (isinstance(ratio, int | float) and 0 <= ratio <= 1):
+            raise ConfigError(
+                f"gradient_checkpointing_ratio is a share, from 0 to 1: got gradient_checkpointing_ratio={ratio!r}."
+            )
+        if counts is not None and not (isinstance(counts, list | tuple) and counts and all(map(_is_count, counts))):
+            raise ConfigError(
+                f"num_ckpt_layers_per_stage gives every stage a whole number, at least 0: got {counts!r}."
+            )
+        if stored is not None and not _is_count(stored):
+            raise ConfigError(
+                "max_stored_microbatches is a whole number, at least 0, or None: "
+                f"got max_stored_microbatches={stored!r}."
+            )
+
+    def _values(self) -> tuple[Any, Any, Any]:
+        # Whatever a script gave, also what the types exclude.
+        return self.gradient_checkpointing_ratio, self.num_ckpt_layers_per_stage, self.max_stored_microbatches
+
+    def num_recomputed(self, stage: int, num_blocks: int) -> int:
+        """How many of a stage's ``num_blocks`` blocks are recomputed."""
+        if self.num_ckpt_layers_per_stage is not None:
+            return self.num_ckpt_layers_per_stage[stage]
+        ratio = 1.0 if self.gradient_checkpointing_ratio is None else self.gradient_checkpointing_ratio
+        # 0.29 * 100 is a little less than 29.
+        return int(ratio * num_blocks + 1e-9)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How a batch is split, and in which order its micro-batches run.
+    """How a batch is split, in which order its micro-batches run, and what is kept of them.
 
     Attributes:
         num_microbatches: micro-batches per batch; a batch of fewer samples gives one per sample.
@@ -124,12 +184,15 @@ class PipelineConfig:
         schedule: the order of the work: a name (``"1f1b"``, ``"zb-h1"``, …), a file, programs, or a function
             ``(num_ranks, num_microbatches)`` that makes programs.
         num_model_chunks: stages per rank; None: what the schedule has.
+        gradient_checkpoint_config: which activations are recomputed in the backward pass; also a dict of its fields;
+            None: none are.
     """
 
     num_microbatches: int | None = None
     microbatch_size: int | None = None
     schedule: Any = "1f1b"
     num_model_chunks: int | None = None
+    gradient_checkpoint_config: PipelineGradientCheckpointConfig | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if (self.num_microbatches is None) == (self.microbatch_size is None):
@@ -144,6 +207,21 @@ class PipelineConfig:
         chunks = self.num_model_chunks
         if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
             raise ConfigError(f"num_model_chunks is a whole number, at least 1: got num_model_chunks={chunks!r}.")
+        _ = self.recomputation
+
+    @property
+    def recomputation(self) -> PipelineGradientCheckpointConfig | None:
+        """``gradient_checkpoint_config``, whichever way it was given."""
+        given: Any = self.gradient_checkpoint_config
+        if given is None or isinstance(given, PipelineGradientCheckpointConfig):
+            return given
+        known = [known.name for known in fields(PipelineGradientCheckpointConfig)]
+        if not isinstance(given, Mapping) or not set(given) <= set(known):
+            raise ConfigError(
+                f"gradient_checkpoint_config is a PipelineGradientCheckpointConfig, or a dict of {', '.join(known)}: "
+                f"got {given!r}."
+            )
+        return PipelineGradientCheckpointConfig(**given)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,14 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from hybridpp.config import LossScaleConfig, OptimizerConfig, ParallelConfig, PipelineConfig, Precision
+from hybridpp.config import (
+    LossScaleConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PipelineConfig,
+    PipelineGradientCheckpointConfig,
+    Precision,
+)
 from hybridpp.errors import ConfigError
 
 
@@ -135,3 +142,60 @@ def test_a_world_that_does_not_fit_names_the_nearest_sizes(world_size, advice):
         f"Start {advice} processes, or change the sizes."
     ):
         ParallelConfig(tp_size=1, pp_size=4).dp_size(world_size)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (
+            {"gradient_checkpointing_ratio": 0.5, "num_ckpt_layers_per_stage": [1, 2]},
+            "give gradient_checkpointing_ratio or num_ckpt_layers_per_stage, not both: got 0.5 and [1, 2].",
+        ),
+        (
+            {"gradient_checkpointing_ratio": 1.5},
+            "gradient_checkpointing_ratio is a share, from 0 to 1: got gradient_checkpointing_ratio=1.5.",
+        ),
+        (
+            {"num_ckpt_layers_per_stage": [1, -1]},
+            "num_ckpt_layers_per_stage gives every stage a whole number, at least 0: got [1, -1].",
+        ),
+        (
+            {"num_ckpt_layers_per_stage": 3},
+            "num_ckpt_layers_per_stage gives every stage a whole number, at least 0: got 3.",
+        ),
+        (
+            {"max_stored_microbatches": -1},
+            "max_stored_microbatches is a whole number, at least 0, or None: got max_stored_microbatches=-1.",
+        ),
+    ],
+)
+def test_what_is_recomputed_is_checked_however_it_is_given(settings, text):
+    with refused(text):
+        PipelineGradientCheckpointConfig(**settings)
+    with refused(text):
+        PipelineConfig(num_microbatches=1, gradient_checkpoint_config=settings)
+
+
+@pytest.mark.parametrize("given", [True, {"ratio": 0.5}])
+def test_what_says_nothing_about_recomputing_is_refused(given):
+    with refused(
+        "gradient_checkpoint_config is a PipelineGradientCheckpointConfig, or a dict of gradient_checkpointing_ratio, "
+        f"num_ckpt_layers_per_stage, max_stored_microbatches: got {given!r}."
+    ):
+        PipelineConfig(num_microbatches=1, gradient_checkpoint_config=given)
+
+
+@pytest.mark.parametrize(
+    ("settings", "counts"),
+    [
+        ({}, [7, 7]),
+        ({"gradient_checkpointing_ratio": 0.5}, [3, 3]),
+        ({"gradient_checkpointing_ratio": 0}, [0, 0]),
+        ({"num_ckpt_layers_per_stage": (2, 0)}, [2, 0]),
+        ({"max_stored_microbatches": 0}, [7, 7]),
+    ],
+)
+def test_how_many_blocks_are_recomputed(settings, counts):
+    config = PipelineGradientCheckpointConfig(**settings)
+    assert [config.num_recomputed(stage, 7) for stage in range(2)] == counts
+    assert PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.29).num_recomputed(0, 100) == 29

@@ -12,6 +12,7 @@ from hybridpp.errors import PartitionError
 from hybridpp.partition.dice import Dice
 from hybridpp.partition.intercept import Forward
 from hybridpp.partition.plan import StagePlan
+from hybridpp.partition.recompute import Recomputable
 from hybridpp.partition.structure import Given, flatten, tensors_in
 from hybridpp.partition.taint import Value
 from hybridpp.partition.trace import Same, TensorSpec, UnitCall
@@ -49,13 +50,29 @@ class _Again(NamedTuple):
 
 
 class StageRun:
-    """The unit handler of a stage: own units run, foreign ones return what arrived, or a placeholder."""
+    """The unit handler of a stage: own units run, foreign ones return what arrived, or a placeholder.
 
-    def __init__(self, plan: StagePlan, received: Sequence[Tensor], placeholders: Placeholders, dice: Dice):
+    Args:
+        plan: of the stage.
+        received: the values of ``plan.incoming``.
+        placeholders: for the rest.
+        dice: of the forward.
+        recomputable: units of which only the inputs are kept.
+    """
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        received: Sequence[Tensor],
+        placeholders: Placeholders,
+        dice: Dice,
+        recomputable: Recomputable,
+    ):
         self._plan = plan
         self._values: dict[Value, Tensor] = dict(zip(plan.incoming, received, strict=True))
         self._placeholders = placeholders
         self._dice = dice
+        self._recomputable = recomputable
         self._last_local = plan.last_local
         self._outgoing = set(plan.outgoing)
         self._next = 0
@@ -69,6 +86,7 @@ class StageRun:
         self._next += 1
         call = self._expect(place, name)
         seed = torch.default_generator.initial_seed()
+        forward = self._recomputable.wrapped(name, forward)
         try:
             return self._run(call, place, forward, (args, kwargs))
         finally:

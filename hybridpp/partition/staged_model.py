@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hybridpp.config import PartitionConfig
+from hybridpp.config import PartitionConfig, PipelineGradientCheckpointConfig
 from hybridpp.errors import PartitionError
 from hybridpp.partition.blocks import dissect, finest_units
 from hybridpp.partition.cut import CutPoint, assign_stages, check_uncut, choose_cut, named_blocks
@@ -18,6 +18,7 @@ from hybridpp.partition.dice import Dice, Recompute
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.measure import measure_seconds, unit_costs
 from hybridpp.partition.plan import StagePlan, owners, stage_plan, uses
+from hybridpp.partition.recompute import Recomputable, blocks_by_stage, recomputed_blocks
 from hybridpp.partition.stage_run import Placeholders, Replay, StageDone, StageRun
 from hybridpp.partition.strip import Slot, parameter_names, shown, strip
 from hybridpp.partition.survey import survey
@@ -44,6 +45,7 @@ class StagedModel:
         compute_dtype: floating-point inputs are cast to this; None leaves them alone.
         dtypes: of the model's tensors that will be cast, by ``id``.
         config: where to cut.
+        recomputation: which blocks are run again in the backward pass; None: none.
         agree: gives every rank of the pipeline the first one's numbers (for ``balance="time"``).
 
     Attributes:
@@ -65,6 +67,7 @@ class StagedModel:
         compute_dtype: torch.dtype | None = None,
         dtypes: Mapping[int, torch.dtype] | None = None,
         config: PartitionConfig | None = None,
+        recomputation: PipelineGradientCheckpointConfig | None = None,
         agree: Callable[[list[float]], list[float]] = list,
     ):
         self.model = model
@@ -76,6 +79,7 @@ class StagedModel:
         self._placeholders = Placeholders(device)
         self._tracer: Tracer | None = None
         self._cut: tuple[CutPoint, ...] = ()
+        self._blocks: tuple[str, ...] = ()
         self._running = False
         self._hollows: list[Slot] = []
         self._seen: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
@@ -87,11 +91,17 @@ class StagedModel:
         if num_stages > 1:
             trace = self._choose_cut(self._prepare(*sample()), config, dtypes or {}, agree)
             at = assign_stages(trace, self._cut)
+            blocks = blocks_by_stage(trace.calls, at, self._blocks, num_stages)
             self.owners = owners(trace, at, tuple(self.owners))
             self._hollows = strip(model, self.owners, self.stages, self._foreign_units(trace, at), device, dtypes or {})
         else:
             check_uncut(config)
-            self._interceptor = Interceptor(model, dissect(model, 1).units)
+            anatomy = dissect(model, 1)
+            self._interceptor, blocks = Interceptor(model, anatomy.units), [list(anatomy.blocks)]
+        self._recomputable = [
+            Recomputable({name: model.get_submodule(name) for name in names})
+            for names in recomputed_blocks(recomputation, blocks)
+        ]
         model.forward = functools.partial(self._guarded, model.forward)
 
     def _choose_cut(
@@ -112,7 +122,7 @@ class StagedModel:
             dtypes=dtypes,
             count_flops=config.balance == "flops",
         )
-        self._interceptor, self._tracer = found.interceptor, found.tracer
+        self._interceptor, self._tracer, self._blocks = found.interceptor, found.tracer, found.anatomy.blocks
 
         def seconds() -> list[float]:
             # One rank's clock decides, or the ranks would cut in different places.
@@ -195,7 +205,13 @@ class StagedModel:
                 )
 
     def forward(
-        self, plan: StagePlan, args: tuple[Any, ...], kwargs: dict[str, Any], received: Sequence[Tensor], key: int
+        self,
+        plan: StagePlan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        received: Sequence[Tensor],
+        key: int,
+        recompute: bool,
     ) -> tuple[list[Tensor], Any]:
         """Run the plan's stage on one micro-batch.
 
@@ -205,12 +221,14 @@ class StagedModel:
             kwargs: keyword arguments of the model.
             received: the values of ``plan.incoming``.
             key: of the micro-batch, for the random numbers.
+            recompute: whether the blocks chosen for it keep their inputs only, and are run again in the backward pass.
 
         Returns:
             The values of ``plan.outgoing``, and on the last stage what the model returned (else None).
         """
         dice = Dice(key, self._device)
-        run = StageRun(plan, received, self._placeholders, dice)
+        recomputable = self._recomputable[plan.stage] if recompute else _NOTHING
+        run = StageRun(plan, received, self._placeholders, dice, recomputable)
         try:
             with (
                 self._entered(),
@@ -228,7 +246,7 @@ class StagedModel:
             if torch.is_grad_enabled():
                 self._seen[plan.stage, key] = dice.seen
                 if run.again:
-                    anew = StageRun(plan, received, self._placeholders, dice)
+                    anew = StageRun(plan, received, self._placeholders, dice, _NOTHING)
                     self._replays[plan.stage, key] = Replay(run.again, anew, self._device)
         if plan.last_local is not None:
             raise PartitionError(
@@ -252,6 +270,7 @@ class StagedModel:
 
 
 _WHOLE = {0: StagePlan()}
+_NOTHING = Recomputable({})
 # Signatures that are remembered; the one used longest ago goes first.
 _MAX_PLANS = 256
 

@@ -90,6 +90,10 @@ class Given:
 
             _fill(self._containers[place], _mapped(changed, value_of))
 
+    def now(self) -> "Given":
+        """The same containers, as they are now."""
+        return Given(tuple(self._containers))
+
     def restore(self) -> None:
         """Undo what happened to them."""
         for container, held in zip(self._containers, self._held, strict=True):

@@ -182,6 +182,11 @@ def _locals(error: BaseException) -> list[dict[str, Any]]:
     return frames[1:]
 
 
+def in_checkpoint() -> bool:
+    """Whether this runs inside activation checkpointing, so that it will be run again in the backward pass."""
+    return _runs_inside(_CHECKPOINT)
+
+
 def _runs_inside(*functions: CodeType) -> bool:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -239,7 +244,7 @@ class _Recorder:
             occurrence=self._occurrences.get(name, 0),
             sources=self.taints.sources((args, kwargs)),
             parameters=self._unit_parameters[name],
-            checkpointed=_runs_inside(_CHECKPOINT),
+            checkpointed=in_checkpoint(),
             tree=pytree.tree_structure(None),
         )
         self._occurrences[name] = call.occurrence + 1

@@ -1,6 +1,7 @@
 """What a rank does for each kind of action."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ class _Graph(NamedTuple):
     arrival: Arrival
     departure: Departure | None
     loss: Tensor | None
+    recomputes: bool
 
 
 class Handlers:
@@ -114,15 +116,15 @@ class Handlers:
         arrival = Arrival(tensors, plan.incoming_specs, step.training)
         inputs = step.microbatches[microbatch].on(self._device)
         args, kwargs = call_arguments(inputs)
-        if step.training:
-            with self._weight_gradients.recorded():
-                tensors, outputs = self._stages.forward(plan, args, kwargs, arrival.values, step.keys[microbatch])
-        else:
-            tensors, outputs = self._stages.forward(plan, args, kwargs, arrival.values, step.keys[microbatch])
+        num_stored = sum(not graph.recomputes for graph in self._graphs.values())
+        recompute = step.training and num_stored >= step.max_stored_microbatches
+        with self._weight_gradients.recorded() if step.training else nullcontext():
+            key = step.keys[microbatch]
+            tensors, outputs = self._stages.forward(plan, args, kwargs, arrival.values, key, recompute)
         loss = self._finish_forward(microbatch, outputs, inputs) if plan.is_last else None
         if step.training:
             departure = None if plan.is_last else Departure(tensors, plan.outgoing_specs)
-            self._graphs[stage, microbatch] = _Graph(arrival, departure, loss)
+            self._graphs[stage, microbatch] = _Graph(arrival, departure, loss, recompute)
         if plan.is_last:
             return
         if self._is_here(stage + 1):
@@ -194,7 +196,7 @@ class Handlers:
     def _go_back(self, action: Action) -> None:
         stage, _, place = action
         microbatch = place or 0
-        arrival, departure, loss = self._take(self._graphs, (stage, microbatch))
+        arrival, departure, loss, _ = self._take(self._graphs, (stage, microbatch))
         received = [] if departure is None else self._take(self._arriving, action._replace(kind=Kind.BACKWARD)).wait()
         self._recorder.start()
         with self._stages.recomputing(stage, self._step.keys[microbatch]):

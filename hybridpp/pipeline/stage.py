@@ -37,9 +37,18 @@ class Stage(Protocol):
         """The :class:`StagePlan` of each of this rank's stages for such inputs."""
 
     def forward(
-        self, plan: Any, args: tuple[Any, ...], kwargs: dict[str, Any], received: Sequence[Tensor], key: int
+        self,
+        plan: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        received: Sequence[Tensor],
+        key: int,
+        recompute: bool,
     ) -> tuple[list[Tensor], Any]:
-        """The tensors of ``plan.outgoing_specs``, and what the model returned on the last stage."""
+        """The tensors of ``plan.outgoing_specs``, and what the model returned on the last stage.
+
+        Where ``recompute``, activations that need not be kept are not: the backward pass makes them again.
+        """
 
     def recomputing(self, stage: int, key: int) -> AbstractContextManager[None]:
         """Wraps a stage's backward pass of the micro-batch with this key."""

@@ -25,6 +25,8 @@ class Step:
         last_backward: called before the rank's last action that adds to gradients, with the parameters that get
             something in it; None: all may.
         reduce_gradients: called after it.
+        max_stored_microbatches: how many micro-batches' activations the rank keeps whole; those beyond may be
+            recomputed.
     """
 
     microbatches: Sequence[Microbatch]
@@ -35,6 +37,7 @@ class Step:
     keep_outputs: bool
     last_backward: Callable[[Collection[str] | None], None]
     reduce_gradients: Callable[[], None]
+    max_stored_microbatches: int = 0
 
 
 @dataclass

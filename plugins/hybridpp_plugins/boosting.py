@@ -108,6 +108,7 @@ def _cut(
         compute_dtype=dtype,
         dtypes=casts(model, dtype),
         config=settings.partition,
+        recomputation=settings.pipeline.recomputation,
         agree=lambda seconds: list(gather_objects(layout.control, seconds)[0]),
     )
 

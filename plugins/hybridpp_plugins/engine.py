@@ -204,6 +204,7 @@ class Engine:
         first = sum(int(head.num_microbatches) for head in heads[:replica])
         # Evaluations have numbers of their own: they draw anew each time and leave those of training alone.
         run = self.num_steps if training else _FIRST_EVALUATION + self.num_evaluations
+        recomputation = self.pipeline.recomputation
         return Step(
             microbatches=batch.microbatches,
             loss_weights=[weight * microbatch.share for microbatch in batch.microbatches],
@@ -213,6 +214,7 @@ class Engine:
             keep_outputs=keep_outputs,
             last_backward=self.buckets.last_backward if self.buckets else _nothing,
             reduce_gradients=self.buckets.launch if self.buckets else _nothing,
+            max_stored_microbatches=(recomputation.max_stored_microbatches or 0) if recomputation else 0,
         )
 
     def _loss(self, batch: SplitBatch, reports: list[Report], result: StepResult) -> torch.Tensor:

@@ -41,7 +41,8 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, SavesModels):
         precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
         enable_all_optimization: let torch choose its fastest fp32 matrix kernels (TF32 on CUDA); no effect on the CPU.
         options: any field of :class:`~hybridpp.config.PipelineConfig` (``num_microbatches`` or ``microbatch_size``:
-            exactly one; ``schedule``, also spelled ``pp_style``; ``num_model_chunks``),
+            exactly one; ``schedule``, also spelled ``pp_style``; ``num_model_chunks``;
+            ``gradient_checkpoint_config``),
             :class:`~hybridpp.config.OptimizerConfig` (``max_norm``, ``ddp_bucket_cap_mb``),
             :class:`~hybridpp.config.LossScaleConfig` (``initial_scale``, ``growth_interval``, …),
             :class:`~hybridpp.config.ParallelConfig` (``zero_stage``) and :class:`~hybridpp.config.PartitionConfig`

@@ -51,6 +51,7 @@ class Planner:
             example = self._checked(config.num_microbatches or num_ranks)
             self.placement = placement(example)
             self._check_chunks()
+        self._check_recomputation(config)
         self._training = cache(self._plan_training)
         self._evaluation = cache(lambda m: rank_programs(forward_only(self.placement, m)))
 
@@ -89,6 +90,14 @@ class Planner:
             raise ScheduleError(
                 f"{self._name} has {len(self.placement)} stages on {self._num_ranks} ranks: got "
                 f"num_model_chunks={self._num_chunks}. Leave num_model_chunks out."
+            )
+
+    def _check_recomputation(self, config: PipelineConfig) -> None:
+        counts = config.recomputation.num_ckpt_layers_per_stage if config.recomputation else None
+        if counts is not None and len(counts) != len(self.placement):
+            raise ConfigError(
+                f"num_ckpt_layers_per_stage needs one number per stage: got {list(counts)} with {len(self.placement)} "
+                "stages."
             )
 
 

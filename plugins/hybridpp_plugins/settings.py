@@ -23,7 +23,6 @@ _NOT_BUILT: dict[str, Any] = {
     "sequence_parallelism_mode": None,
     "parallel_output": True,
     "make_vocab_size_divisible_by": None,
-    "gradient_checkpoint_config": None,
     "custom_policy": None,
     "scheduler_nodes": None,
     "enable_fused_normalization": False,

@@ -121,7 +121,7 @@ class Scales:
             for stage in range(self.num_stages)
         }
 
-    def forward(self, plan, args, kwargs, received, key):
+    def forward(self, plan, args, kwargs, received, key, recompute):
         self.forwards.append((plan.stage, key))
         value = self.layers[plan.stage](received[0] if received else args[0])
         return ([], value) if plan.is_last else ([value], None)
