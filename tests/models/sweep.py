@@ -126,22 +126,20 @@ def _count_blocks(specimen: Specimen) -> int:
     return len(found.anatomy.blocks)
 
 
-def _worker(pipe: Connection, log: Path) -> None:
+def _worker(pipe: Connection, architecture: Architecture, log: Path) -> None:
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_GIB << 30, MEMORY_GIB << 30))
+    result: Result = {"builds": False}
     with log.open("a") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
-        while True:
-            architecture = pipe.recv()
-            print(f"\n=== {architecture.name}", flush=True)
-            result: Result = {"builds": False}
-            try:
-                for result in examine(architecture):
-                    pipe.send((False, result))
-                pipe.send((True, result))
-            except BaseException:
-                pipe.send((True, _broken_off(result, traceback.format_exc()[-300:])))
+        print(f"\n=== {architecture.name}", flush=True)
+        try:
+            for result in examine(architecture):
+                pipe.send((False, result))
+            pipe.send((True, result))
+        except BaseException:
+            pipe.send((True, _broken_off(result, traceback.format_exc()[-300:])))
 
 
 def _broken_off(result: Result, reason: str) -> Result:
@@ -153,62 +151,54 @@ def _broken_off(result: Result, reason: str) -> Result:
 
 
 class Worker:
-    """A forked process that examines one architecture after the other, and is replaced when it hangs or dies."""
+    """A forked process that examines one architecture, so that none depends on what those before it left behind."""
 
-    def __init__(self, log: Path):
-        self._log = log
-        self.busy: Architecture | None = None
-        self._since = 0.0
-        self._so_far: Result = {}
-        self._start()
-
-    def _start(self) -> None:
+    def __init__(self, architecture: Architecture, log: Path):
+        self.architecture = architecture
+        self._since = time.monotonic()
+        self._so_far: Result = {"builds": False}
         context = multiprocessing.get_context("fork")
         self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_worker, args=(theirs, self._log), daemon=True)
+        self._process = context.Process(target=_worker, args=(theirs, architecture, log), daemon=True)
         self._process.start()
         theirs.close()
 
-    def give(self, architecture: Architecture) -> None:
-        self.busy, self._since, self._so_far = architecture, time.monotonic(), {"builds": False}
-        self.pipe.send(architecture)
-
     def result(self) -> Result | None:
-        """What came of the current architecture; None while it is being examined."""
+        """What came of the architecture; None while it is being examined."""
         done = False
         try:
             while not done and self.pipe.poll():
                 done, self._so_far = self.pipe.recv()
         except EOFError:
             done, self._so_far = True, _broken_off(self._so_far, "the process died")
-            self._start()
         if not done and time.monotonic() - self._since > TIME_LIMIT_S:
             done, self._so_far = True, _broken_off(self._so_far, f"takes more than {TIME_LIMIT_S:.0f} s")
-            self._process.kill()
-            self._start()
         if not done:
             return None
-        self.busy = None
+        self._process.kill()
+        self._process.join()
+        self.pipe.close()
         return self._so_far
 
 
 def sweep(todo: list[Architecture], folder: Path, jobs: int) -> None:
     """Examine architectures in processes of their own; one JSON file each."""
-    workers = [Worker(folder / f"worker{number}.log") for number in range(jobs)]
+    workers: list[Worker] = []
     waiting = todo[::-1]
     done = 0
-    while done < len(todo):
-        for worker in workers:
-            if worker.busy is None and waiting:
-                worker.give(waiting.pop())
-        wait([worker.pipe for worker in workers if worker.busy], timeout=1.0)
-        for worker in workers:
-            architecture = worker.busy
-            result = worker.result() if architecture else None
-            if architecture and result:
-                done += 1
-                _save(folder, architecture, result)
-                print(f"{done}/{len(todo)} {architecture.name}: {_summary(result)}", flush=True)
+    while waiting or workers:
+        while waiting and len(workers) < jobs:
+            architecture = waiting.pop()
+            workers.append(Worker(architecture, folder / "output.log"))
+        wait([worker.pipe for worker in workers], timeout=1.0)
+        for worker in list(workers):
+            result = worker.result()
+            if result is None:
+                continue
+            workers.remove(worker)
+            done += 1
+            _save(folder, worker.architecture, result)
+            print(f"{done}/{len(todo)} {worker.architecture.name}: {_summary(result)}", flush=True)
 
 
 def _save(folder: Path, architecture: Architecture, result: Result) -> None:
