@@ -46,7 +46,7 @@ class Handlers:
         step: Step,
         recorder: Recorder,
     ):
-        self.result = StepResult()
+        self.result = StepResult(len(step.microbatches), device)
         self._stages = stages
         self._transport = transport
         self._device = device
@@ -139,7 +139,8 @@ class Handlers:
         loss = None
         if self._step.criterion is not None:
             loss = self._loss(microbatch, outputs, inputs)
-            self.result.losses[microbatch] = None if loss is None else loss.detach()
+            if loss is not None:
+                self.result.keep_loss(microbatch, loss)
         if self._step.keep_outputs:
             self.result.outputs[microbatch] = pytree.tree_map_only(Tensor, Tensor.detach, outputs)
         return loss

@@ -1,9 +1,10 @@
 """What the executor is given for one batch, and what it gives back."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hybridpp.pipeline.batch import Microbatch
@@ -40,14 +41,26 @@ class Step:
     max_stored_microbatches: int = 0
 
 
-@dataclass
 class StepResult:
-    """What a step gave on this rank; both empty except where the last stage is.
+    """What a step gave on this rank; empty except where the last stage is.
+
+    Args:
+        num_microbatches: of the step.
+        device: where the losses are.
 
     Attributes:
-        losses: detached fp32 scalars, by micro-batch; None for one that holds no items.
+        losses: detached fp32 scalars, ``[num_microbatches]``. They share one piece of memory: a small one per
+            micro-batch, kept for the whole step, would tear the allocator's large ones apart.
+        has_loss: for which micro-batches there is one; not for one that holds no items.
         outputs: what the model returned, detached, by micro-batch.
     """
 
-    losses: dict[int, Tensor | None] = field(default_factory=dict)
-    outputs: dict[int, Any] = field(default_factory=dict)
+    def __init__(self, num_microbatches: int, device: torch.device):
+        self.losses = torch.zeros(num_microbatches, device=device)
+        self.has_loss = [False] * num_microbatches
+        self.outputs: dict[int, Any] = {}
+
+    def keep_loss(self, microbatch: int, loss: Tensor) -> None:
+        """Copy a loss."""
+        self.losses[microbatch] = loss.detach()
+        self.has_loss[microbatch] = True

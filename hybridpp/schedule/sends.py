@@ -21,20 +21,82 @@ _WAITS_FOR = {
 }
 
 
-def sends_done(lowered: Programs) -> SendsDone:
+def sends_done(lowered: Programs, max_open: int = 8) -> SendsDone:
     """For every place of every rank's program, the sends whose receives are certainly posted by then.
 
     Before that action, waiting for these sends holds nobody up for ever: whatever was late, some message that this rank
     has already used left its sender after the receive was posted. Each send stands at the first such place; one whose
     receive may still be missing when its rank's program ends stands nowhere, and is waited for at the end.
 
+    Where nothing comes back that could tell (in evaluation, say, all messages go one way), a rank that runs ahead waits
+    for the oldest of more than ``max_open`` such sends to a peer, if every rank gets to its end that way.
+
     Args:
         lowered: programs from :func:`~hybridpp.schedule.lower`; not checked here.
+        max_open: sends to a peer that may stay open.
 
     Returns:
         By rank and place in its program, the rank's own sends, oldest first on each channel.
     """
-    return _HappensBefore(lowered).run()
+    certain = _HappensBefore(lowered).run()
+    bounded = tuple(
+        _wait_for_oldest(program, done, lowered, max_open) for program, done in zip(lowered, certain, strict=True)
+    )
+    return bounded if bounded != certain and _all_end(lowered, bounded) else certain
+
+
+def _receive_of(send: Action) -> Action:
+    further, kind = _TAKEN_BY[send.kind]
+    return Action(send.stage + further, kind, send.microbatch)
+
+
+def _wait_for_oldest(
+    program: Program, done: tuple[tuple[Action, ...], ...], lowered: Programs, max_open: int
+) -> tuple[tuple[Action, ...], ...]:
+    """The same, with each send that stands nowhere before the one that comes ``max_open`` later to that rank."""
+    rank_of = {action.stage: rank for rank, other in enumerate(lowered) for action in other}
+    listed = {send for sends in done for send in sends}
+    waits = [list(sends) for sends in done]
+    left: defaultdict[int, deque[Action]] = defaultdict(deque)
+    for place, action in enumerate(program):
+        if action.kind in _TAKEN_BY and action not in listed:
+            sends = left[rank_of[_receive_of(action).stage]]
+            sends.append(action)
+            if len(sends) > max_open:
+                waits[place].append(sends.popleft())
+    return tuple(map(tuple, waits))
+
+
+def _all_end(lowered: Programs, done: SendsDone) -> bool:
+    """Whether all ranks come to their end if each waits for the receives of these sends to be posted."""
+    places = [0] * len(lowered)
+    happened: set[Action] = set()
+
+    def can_go(rank: int) -> bool:
+        place = places[rank]
+        if place == len(lowered[rank]):
+            return False
+        action = lowered[rank][place]
+        needed = _WAITS_FOR.get(action.kind)
+        message = needed and Action(action.stage, needed, action.microbatch)
+        if message in happened and _sent_by(message) not in happened:
+            return False
+        return all(_receive_of(send) in happened for send in done[rank][place])
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(lowered):
+            while can_go(rank):
+                happened.add(program[places[rank]])
+                places[rank] += 1
+                moved = True
+    return all(place == len(program) for place, program in zip(places, lowered, strict=True))
+
+
+def _sent_by(receive: Action) -> Action:
+    further, kind = {taken: (-further, sends) for sends, (further, taken) in _TAKEN_BY.items()}[receive.kind]
+    return Action(receive.stage + further, kind, receive.microbatch)
 
 
 class _HappensBefore:
@@ -74,11 +136,10 @@ class _HappensBefore:
             action = program[len(self._done[rank])]
             self._pass(rank)
             if action.kind in _TAKEN_BY:
-                further, kind = _TAKEN_BY[action.kind]
-                receive = Action(action.stage + further, kind, action.microbatch)
+                receive = _receive_of(action)
                 peer, place = self._posted[receive]
                 self._stamps[receive] = list(self._clocks[rank])
-                self._open[rank][peer, kind].append((place, action))
+                self._open[rank][peer, receive.kind].append((place, action))
 
     def _compute(self, rank: int) -> None:
         """Do the rank's next compute action: once its message is here, all that its sender had done is certain."""

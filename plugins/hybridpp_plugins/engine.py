@@ -220,10 +220,9 @@ class Engine:
     def _loss(self, batch: SplitBatch, reports: list[Report], result: StepResult) -> torch.Tensor:
         """The mean loss over this replica's batch, told to every rank by the last stages. Collective: all ranks."""
         total, bad = 0.0, -1.0
-        present = [(place, loss) for place, loss in result.losses.items() if loss is not None]
-        if present:
-            values = torch.stack([loss for _, loss in present]).tolist()  # the step's one wait for the device
-            values_at = {place: value for (place, _), value in zip(present, values, strict=True)}
+        if any(result.has_loss):
+            values = result.losses.tolist()  # the step's one wait for the device
+            values_at = {place: value for place, value in enumerate(values) if result.has_loss[place]}
             bad = float(next((place for place, value in values_at.items() if not math.isfinite(value)), -1))
             # The bad one stands for all: a sum of infinities would raise on this rank alone.
             kept = {place: value for place, value in values_at.items() if bad in (-1, place)}

@@ -127,7 +127,12 @@ def run_recorded(num_stages, num_microbatches, training, fail_at=None):
         result = executor.run(program, step)
         assert executor.where is None
         gradient = None if stage.weight.grad is None else stage.weight.grad.item()
-        return stage.log, calls, {n: float(loss) for n, loss in result.losses.items()}, gradient
+        return (
+            stage.log,
+            calls,
+            {n: float(result.losses[n]) for n, there in enumerate(result.has_loss) if there},
+            gradient,
+        )
 
     return Loopback(num_stages).run(run)
 

@@ -132,3 +132,14 @@ def test_open_sends_do_not_grow_with_the_number_of_microbatches(name, num_ranks)
     """GPipe's do: nothing comes back before all has gone forward."""
     few, many = (most_open(lower(make_schedule(name, num_ranks, m))) for m in (3 * num_ranks, 40))
     assert few == many <= 2 * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_rank_that_runs_ahead_waits_for_the_oldest_of_its_sends(num_ranks):
+    """In evaluation nothing comes back: without a limit, the first rank would hold whatever it has sent."""
+    lowered = lower(forward_only(range(num_ranks), 40))
+    for rank, done in enumerate(sends_done(lowered, max_open=3)):
+        open_sends = [0]
+        for action, sends in zip(lowered[rank], done, strict=True):
+            open_sends.append(open_sends[-1] - len(sends) + (action.kind is Kind.SEND_ACTIVATION))
+        assert max(open_sends) == (3 if rank < num_ranks - 1 else 0)
