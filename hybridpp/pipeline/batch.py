@@ -32,7 +32,18 @@ class Microbatch:
         """A copy of the inputs on ``device``."""
         # A copy also where they are there: parts of one tensor share a version counter, so a model that writes to its
         # inputs would spoil the backward passes of earlier micro-batches.
-        return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device, non_blocking=True, copy=True), self.inputs)
+        return _copied(self.inputs, device)
+
+
+def _copied(tree: Any, device: torch.device) -> Any:
+    # Most batches are walked here: torch's pytree leaves cycles for the garbage collector at every call.
+    if isinstance(tree, Tensor):
+        return tree.to(device, non_blocking=True, copy=True)
+    if type(tree) is dict:
+        return {name: _copied(value, device) for name, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_copied(value, device) for value in tree)
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device, non_blocking=True, copy=True), tree)
 
 
 @dataclass(frozen=True)
