@@ -100,5 +100,7 @@ class TorchWorld:
     def control(self) -> TorchGroup:
         """All ranks over gloo, whatever the backend of the data. Collective at the first call."""
         if self._control is None:
-            self._control = TorchGroup(dist.new_group(backend="gloo"))
+            whole = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+            assert whole is not None, "the default group is initialised"
+            self._control = TorchGroup(whole)
         return self._control

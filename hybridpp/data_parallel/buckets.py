@@ -1,6 +1,6 @@
 """Gradients in flat buffers, reduced over the replicas while the last backward still runs."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
 
@@ -131,15 +131,18 @@ class GradientBuckets:
         self._launch(only_full=True)
 
     def postpone(self, name: str) -> None:
-        """Say that the running backward pass leaves a part of this gradient, which is given to ``reached``."""
+        """Say that the running backward pass leaves a part of this gradient, which comes from outside."""
         self._postponed.add(name)
 
-    def reached(self, name: str, final: bool) -> None:
-        """Say that a part of a gradient was added to its sum from outside; where ``final``, the last one."""
+    def reached(self, names: Iterable[str]) -> None:
+        """Say that parts of these gradients were added to their sums from outside."""
         if self._state is _State.CONSUMED:
             raise ConfigError(_UNKNOWN_BACKWARD)
-        self._used.add(name)
-        if final and self._in_last_backward:
+        self._used.update(names)
+
+    def completed(self, name: str) -> None:
+        """Say that what was added to this gradient from outside was the last part of the step."""
+        if self._in_last_backward:
             self._bucket_of[name].missing.discard(name)
             self._launch(only_full=True)
 

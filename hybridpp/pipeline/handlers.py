@@ -191,7 +191,7 @@ class Handlers:
     def _weight_gradient(self, action: Action) -> None:
         notes = self._take(self._notes, action)
         if action == self._last:
-            self._step.last_backward({name for note in notes for name in note.names})
+            self._step.last_backward({name for note in notes for name in note.call.names})
         self._weight_gradients.add(notes, final=action == self._last)
 
     def _go_back(self, action: Action) -> None:

@@ -30,17 +30,19 @@ class Accumulated(Protocol):
     def postpone(self, name: str) -> None:
         """A part of this gradient follows after the pass that goes back to the input."""
 
-    def reached(self, name: str, final: bool) -> None:
-        """A part was added; where ``final``, the last of this step."""
+    def reached(self, names: tuple[str, ...]) -> None:
+        """Parts were added to these."""
+
+    def completed(self, name: str) -> None:
+        """The last part of this step was added."""
 
 
 class _Call(NamedTuple):
-    """A layer of the model."""
+    """A layer of the model; its weight's name comes first, then its bias's if it has one."""
 
     layer: Layer
     module: nn.Module
-    weight: str
-    bias: str | None
+    names: tuple[str, ...]
     owner: "WeightGradients"
 
 
@@ -50,11 +52,6 @@ class Note(NamedTuple):
     call: _Call
     dy: Tensor
     x: Tensor
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The parameters' names."""
-        return (self.call.weight,) if self.call.bias is None else (self.call.weight, self.call.bias)
 
 
 class _Mode(Enum):
@@ -108,9 +105,9 @@ class WeightGradients:
             layer = layer_of(module)
             if layer is None:
                 continue
-            weight, bias = module._parameters["weight"], module._parameters.get("bias")
-            call = _Call(layer, module, names[id(weight)], None if bias is None else names[id(bias)], self)
-            separable.update(name for name in (call.weight, call.bias) if name is not None)
+            parameters = (module._parameters["weight"], module._parameters.get("bias"))
+            call = _Call(layer, module, tuple(names[id(p)] for p in parameters if p is not None), self)
+            separable.update(call.names)
             # functools.partial and no closure, so that the model can still be copied.
             module.forward = functools.partial(self._run, call, module.forward)
         self.separable = frozenset(separable)
@@ -158,7 +155,8 @@ class WeightGradients:
 
     def takes(self, note: Note) -> bool:
         """Add the gradients of a layer that a backward pass has come to, or remember it; False if autograd shall."""
-        if self._mode is _Mode.AS_EVER or self._accumulated is None:
+        # Gradients of gradients are autograd's.
+        if self._mode is _Mode.AS_EVER or self._accumulated is None or torch.is_grad_enabled():
             return False
         # A backward pass inside the schedule's own (autograd.grad in a custom function) is somebody else's.
         pass_id = torch._C._current_graph_task_id()
@@ -167,10 +165,10 @@ class WeightGradients:
         if pass_id != self._pass_id:
             return False
         if self._mode is _Mode.AT_ONCE:
-            self._add(note, ())
+            self._add(note, self._accumulated)
         else:
             self._notes.append(note)
-            for name in note.names:
+            for name in note.call.names:
                 self._accumulated.postpone(name)
         return True
 
@@ -181,42 +179,51 @@ class WeightGradients:
             notes: from :meth:`later`; empty afterwards.
             final: whether these are the last parts of their gradients in this step.
         """
-        left = Counter(name for note in notes for name in note.names) if final else Counter[str]()
+        if self._accumulated is None:
+            return
+        left = Counter(name for note in notes for name in note.call.names) if final else None
         notes.reverse()
-        while notes:
-            note = notes.pop()
-            left.subtract(note.names)
-            self._add(note, [name for name in note.names if final and not left[name]])
-
-    def _add(self, note: Note, final: "tuple[str, ...] | list[str]") -> None:
-        assert self._accumulated is not None
-        (layer, module, weight_name, bias_name, _), dy, x = note
         with torch.no_grad():
-            total = self._accumulated.gradients[weight_name]
-            weight = module._parameters["weight"]
-            assert weight is not None
-            if dy.dtype == total.dtype == x.dtype or (dy.dtype == total.dtype and not x.is_floating_point()):
-                layer.weight_gradient(module, dy, x, weight, total)
-            else:
-                total.add_(layer.weight_gradient(module, dy, x, weight, None))
-            if bias_name is not None:
-                bias_total = self._accumulated.gradients[bias_name]
-                bias_total.add_(layer.bias_gradient(dy, bias_total.dtype))
-        for name in note.names:
-            self._accumulated.reached(name, name in final)
+            while notes:
+                note = notes.pop()
+                self._add(note, self._accumulated)
+                if left is not None:
+                    left.subtract(note.call.names)
+                    for name in note.call.names:
+                        if not left[name]:
+                            self._accumulated.completed(name)
+
+    @staticmethod
+    def _add(note: Note, accumulated: Accumulated) -> None:
+        (layer, module, names, _), dy, x = note
+        total, weight = accumulated.gradients[names[0]], module._parameters["weight"]
+        assert weight is not None
+        if dy.dtype is total.dtype and (x.dtype is total.dtype or not x.is_floating_point()):
+            layer.weight_gradient(module, dy, x, weight, total)
+        else:
+            total.add_(layer.weight_gradient(module, dy, x, weight, None))
+        if len(names) > 1:
+            bias_total = accumulated.gradients[names[1]]
+            bias_total.add_(layer.bias_gradient(dy, bias_total.dtype))
+        accumulated.reached(names)
 
     def _run(self, call: _Call, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
-        if not self._recording or kwargs or len(args) != 1 or not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        weight, bias = call.module._parameters["weight"], call.module._parameters.get("bias")
-        if type(args[0]) is not Tensor or call.layer.input_dims not in (None, args[0].dim()):
-            return forward(*args)
-        if not _is_plain(weight) or not (bias is None or _is_plain(bias)):
-            return forward(*args)
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled(args[0].device.type):
-            return forward(*args)
-        output: Tensor = _Separated.apply(call, args[0], weight, bias)  # type: ignore[no-untyped-call]  # torch
-        return output
+        if self._recording and len(args) == 1 and not kwargs and torch.is_grad_enabled():
+            x = args[0]
+            weight, bias = call.module._parameters["weight"], call.module._parameters.get("bias")
+            if _is_plain(weight) and (bias is None or _is_plain(bias)) and _is_plain_input(x, call.layer):
+                output: Tensor = _Separated.apply(call, x, weight, bias)  # type: ignore[no-untyped-call]  # torch
+                return output
+        return forward(*args, **kwargs)
+
+
+def _is_plain_input(x: Any, layer: Layer) -> bool:
+    return (
+        type(x) is Tensor
+        and layer.input_dims in (None, x.dim())
+        and not torch.is_autocast_enabled(x.device.type)
+        and not torch.compiler.is_compiling()
+    )
 
 
 def _is_plain(parameter: Tensor | None) -> bool:

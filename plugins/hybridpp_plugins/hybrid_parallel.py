@@ -80,7 +80,8 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, SavesModels):
         self.max_norm = self.settings.optimizer.max_norm
         self.zero_stage = self.settings.parallel.zero_stage
         self._planner = Planner(self.settings.pipeline, pp_size)
-        self.layout = Layout.create(world, RankGrid(dp_size=self.dp_size, pp_size=pp_size, tp_size=tp_size))
+        grid = RankGrid(dp_size=self.dp_size, pp_size=pp_size, tp_size=tp_size)
+        self.layout = Layout.create(world, grid, self._planner.placement)
         self.stage_manager: StageManager = self.layout.stage_manager(self._planner.placement)
         self._num_boosted = 0
         if enable_all_optimization:

@@ -33,23 +33,27 @@ class Layout:
     dp: Group
 
     @classmethod
-    def create(cls, world: World, grid: RankGrid) -> "Layout":
-        """Collective: all ranks of ``world``."""
+    def create(cls, world: World, grid: RankGrid, placement: tuple[int, ...]) -> "Layout":
+        """The groups for stages on the ranks of ``placement``. Collective: all ranks of ``world``."""
 
         def along(axis: Axis) -> Group:
             group = world.split(grid.groups(axis))
             assert group is not None, "every rank is in one group of each axis"
             return group
 
+        pp, up = along("pp"), along("pp")
+        # Where stages come back to a rank, messages of a kind go both ways. A group costs a thread of gloo's, and a
+        # communicator of NCCL's, so there are no more than that takes.
+        one_way = list(placement) == sorted(placement)
         return cls(
             world=world,
             grid=grid,
             here=grid.coordinate(world.rank),
             control=world.control(),
             tp=along("tp"),
-            pp=along("pp"),
-            activations=Lanes(along("pp"), along("pp")),
-            gradients=Lanes(along("pp"), along("pp")),
+            pp=pp,
+            activations=Lanes(pp, pp if one_way else along("pp")),
+            gradients=Lanes(up, up if one_way else along("pp")),
             dp=along("dp"),
         )
 

@@ -107,8 +107,11 @@ class Scales:
     def postpone(self, name):
         """A part of the gradient follows later: nothing to prepare."""
 
-    def reached(self, name, final):
-        """A part of the gradient was added: nothing to reduce."""
+    def reached(self, names):
+        """Nothing else looks."""
+
+    def completed(self, name):
+        """Nothing else looks."""
 
     def plans(self, args, kwargs):
         return {
