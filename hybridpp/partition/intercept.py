@@ -27,15 +27,16 @@ class Interceptor:
 
     Attributes:
         units: their names.
+        modules: the units themselves, by name.
     """
 
     def __init__(self, model: nn.Module, units: Iterable[str]):
         self.units = tuple(units)
-        self._modules = {name: model.get_submodule(name) for name in self.units}
+        self.modules = {name: model.get_submodule(name) for name in self.units}
         self._hooks: dict[str, _Hooks] = {}
         self._handler: UnitHandler | None = None
         for name in self.units:
-            module = self._modules[name]
+            module = self.modules[name]
             # functools.partial and no closure, so that the model can still be copied.
             module.forward = functools.partial(self._call, name, module.forward)
 
@@ -43,7 +44,7 @@ class Interceptor:
         if self._handler is None:
             return forward(*args, **kwargs)
         if name in self._hooks:
-            forward = functools.partial(_hooked, self._modules[name], self._hooks[name], forward)
+            forward = functools.partial(_hooked, self.modules[name], self._hooks[name], forward)
         return self._handler(name, forward, args, kwargs)
 
     @contextmanager
@@ -63,7 +64,7 @@ class Interceptor:
         They would be around it: what leaves a stage from inside a unit would pass them by, and where a unit is not
         run they would see gradients all the same.
         """
-        for name, module in self._modules.items():
+        for name, module in self.modules.items():
             if module._backward_hooks or module._backward_pre_hooks:
                 self._hooks[name] = _Hooks(module._backward_hooks, module._backward_pre_hooks)
                 module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
@@ -71,8 +72,8 @@ class Interceptor:
             yield
         finally:
             for name, hooks in self._hooks.items():
-                self._modules[name]._backward_hooks = hooks.backward
-                self._modules[name]._backward_pre_hooks = hooks.before
+                self.modules[name]._backward_hooks = hooks.backward
+                self.modules[name]._backward_pre_hooks = hooks.before
             self._hooks = {}
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from hybridpp.partition.attributes import Attributes
 from hybridpp.partition.belongings import Belongings
 from hybridpp.partition.structure import Given
 
@@ -53,7 +54,9 @@ class _Rehearsal:
             objects.replace(self.real)
             with _in_place(module, self.real):
                 versions = {number: tensor._version for number, tensor in self._real.items()}
+                left = Attributes(module)
                 output = forward(*inputs[0], **inputs[1])
+                left.change(self.fake)
         except BaseException:
             objects.restore()
             raise
@@ -111,9 +114,10 @@ def _in_place(module: nn.Module, real: Callable[[Any], Any]) -> Iterator[None]:
             for place in (part._parameters, part._buffers, vars(part)):
                 for key, tensor in list(place.items()):
                     if isinstance(tensor, FakeTensor):
-                        before.append((place, key, tensor))
                         place[key] = real(tensor)
+                        before.append((place, key, tensor, place[key]))
         yield
     finally:
-        for place, key, tensor in reversed(before):
-            place[key] = tensor
+        for place, key, tensor, made in reversed(before):
+            if place.get(key) is made:  # and not something that the module set itself
+                place[key] = tensor

@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hybridpp.cluster import seed_place
 from hybridpp.errors import PartitionError
+from hybridpp.partition.attributes import Key, Leavings
 from hybridpp.partition.dice import Dice
 from hybridpp.partition.intercept import Forward
 from hybridpp.partition.plan import StagePlan
@@ -58,6 +59,7 @@ class StageRun:
         placeholders: for the rest.
         dice: of the forward.
         recomputable: units of which only the inputs are kept.
+        modules: the units, by name.
     """
 
     def __init__(
@@ -67,16 +69,20 @@ class StageRun:
         placeholders: Placeholders,
         dice: Dice,
         recomputable: Recomputable,
+        modules: Mapping[str, nn.Module],
     ):
         self._plan = plan
         self._values: dict[Value, Tensor] = dict(zip(plan.incoming, received, strict=True))
         self._placeholders = placeholders
         self._dice = dice
         self._recomputable = recomputable
+        self._modules = modules
         self._last_local = plan.last_local
         self._outgoing = set(plan.outgoing)
+        self._own = {call.name for place, call in enumerate(plan.calls) if self.is_own(place)}
         self._next = 0
         self._inside = False
+        self._leavings: list[Leavings] = []
         self.again: dict[tuple[str, int], _Again] = {}
 
     def __call__(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -100,14 +106,20 @@ class StageRun:
         # Before it runs: it may write to the containers it is given.
         arguments = tensors_in(inputs) if call is not None else []
         given = Given(inputs if call is not None and (call.changed or call.refers) else ())
+        leavings = self._leavings_of(call) if call is not None else None
         output = self._local(forward, *inputs)
         if call is not None:
-            self._keep(
-                call, place, (given.refer(output) if call.refers else output, given.changes(call.changed)), arguments
-            )
+            returned = given.refer(output) if call.refers else output
+            left = leavings.now() if leavings else ({}, {})
+            self._keep(call, place, (returned, given.changes(call.changed), *left), arguments)
             if place == self._last_local:
                 raise StageDone
         return output
+
+    def _leavings_of(self, call: UnitCall) -> Leavings | None:
+        if not call.left and not call.added:
+            return None
+        return Leavings(self._modules[call.name], call.left, call.added)
 
     def _expect(self, place: int, name: str) -> UnitCall | None:
         if not self._plan.calls:
@@ -139,12 +151,26 @@ class StageRun:
         for number, spec in enumerate(call.leaves):
             same = isinstance(spec, Same)
             leaves.append(leaves[spec.leaf] if same else self._stand_in(call, Value(place, number), arguments))
-        output, changes = pytree.tree_unflatten(leaves[: call.tree.num_leaves], call.tree)
+        output, changes, left, added = pytree.tree_unflatten(leaves[: call.tree.num_leaves], call.tree)
+        leavings = self._leavings_of(call)
+        if leavings is not None:
+            leavings.repeat(left if call.name not in self._own else self._arrived(left), added)
+            self._leavings.append(leavings)
         if call.changed or call.refers:
             given = Given(inputs)
             given.repeat(call.changed, changes)
             output = given.resolve(output)
         return output
+
+    def _arrived(self, left: Mapping[Key, Any]) -> dict[Key, Any]:
+        """Those that are no placeholders; of a unit that also runs here, which may have made what they stand for."""
+        here = {id(value) for value in self._values.values()}
+        return {key: value for key, value in left.items() if here.issuperset(map(id, tensors_in(value)))}
+
+    def restore_attributes(self) -> None:
+        """Undo what units of other stages were made to leave on their modules."""
+        while self._leavings:
+            self._leavings.pop().restore()
 
     def _stand_in(self, call: UnitCall, at: Value, arguments: list[Tensor]) -> Any:
         spec = call.leaves[at.leaf]
@@ -161,7 +187,11 @@ class StageRun:
 
     def _keep(self, call: UnitCall, place: int, output: Any, arguments: list[Tensor]) -> None:
         """Remember what must travel on."""
-        leaves, _ = flatten(output)
+        leaves, tree = flatten(output)
+        if tree != call.tree:
+            # Only what it returned is in its place then, not what it left on its modules.
+            leaves = flatten(output[:1])[0]
+        leaves = [*leaves, *[None] * call.tree.num_leaves][: call.tree.num_leaves]
         leaves += [arguments[call.arguments[number]] for number in range(call.tree.num_leaves, len(call.leaves))]
         for number, spec in enumerate(call.leaves):
             value = Value(place, number)
@@ -210,6 +240,10 @@ class Replay:
             return forward(*args, **kwargs)
         finally:
             self._inside = before
+
+    def restore_attributes(self) -> None:
+        """Undo what units of other stages were made to leave on their modules."""
+        self._run.restore_attributes()
 
     def _find(self, name: str) -> _Again | None:
         calls = [again for (unit, _), again in self._again.items() if unit == name]

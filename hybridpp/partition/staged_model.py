@@ -81,6 +81,7 @@ class StagedModel:
         self._cut: tuple[CutPoint, ...] = ()
         self._blocks: tuple[str, ...] = ()
         self._running = False
+        self._last_run: StageRun | None = None
         self._hollows: list[Slot] = []
         self._seen: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
         self._replays: dict[tuple[int, int], Replay] = {}
@@ -173,6 +174,7 @@ class StagedModel:
         """
         if self._tracer is None:
             return _WHOLE
+        self._restore_attributes()
         signature = _signature(args, kwargs, self.model.training)
         plans = self._plans.pop(signature, None)
         if plans is None:
@@ -204,6 +206,17 @@ class StagedModel:
                     f"{self.owners[name][0]} at boost. Boost with a sample that uses it there."
                 )
 
+    def _restore_attributes(self) -> None:
+        """Forget what units of other stages left: it stays until here for a criterion that looks for it."""
+        if self._last_run is not None:
+            self._last_run.restore_attributes()
+        self._last_run = None
+
+    def _stage_run(
+        self, plan: StagePlan, received: Sequence[Tensor], dice: Dice, recomputable: Recomputable
+    ) -> StageRun:
+        return StageRun(plan, received, self._placeholders, dice, recomputable, self._interceptor.modules)
+
     def forward(
         self,
         plan: StagePlan,
@@ -228,7 +241,8 @@ class StagedModel:
         """
         dice = Dice(key, self._device)
         recomputable = self._recomputable[plan.stage] if recompute else _NOTHING
-        run = StageRun(plan, received, self._placeholders, dice, recomputable)
+        self._restore_attributes()
+        self._last_run = run = self._stage_run(plan, received, dice, recomputable)
         try:
             with (
                 self._entered(),
@@ -246,7 +260,7 @@ class StagedModel:
             if torch.is_grad_enabled():
                 self._seen[plan.stage, key] = dice.seen
                 if run.again:
-                    anew = StageRun(plan, received, self._placeholders, dice, _NOTHING)
+                    anew = self._stage_run(plan, received, dice, _NOTHING)
                     self._replays[plan.stage, key] = Replay(run.again, anew, self._device)
         if plan.last_local is not None:
             raise PartitionError(
@@ -261,12 +275,15 @@ class StagedModel:
 
         And what units of other stages returned.
         """
+        self._restore_attributes()
         replay = self._replays.pop((stage, key), None)
         with (
             self._dice.active(Recompute(self._seen.pop((stage, key), {}), key, self._device)),
             self._interceptor.active(replay) if replay else nullcontext(),
         ):
             yield
+        if replay:
+            replay.restore_attributes()
 
 
 _WHOLE = {0: StagePlan()}

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
+from hybridpp.errors import PartitionError
 from hybridpp.partition.structure import tensors_in
 
 
@@ -42,6 +44,10 @@ class TaintMode(TorchFunctionMode):
         self._everything: frozenset[Source] = _NOTHING
         self._paused = False
         self._used: dict[int, frozenset[Source]] = {}
+        # What units made, by the unit; whatever of it comes out again in a way that was seen is marked.
+        self._made_in: Any = WeakIdKeyDictionary()
+        self._unit = ""
+        self._excused: set[str] = set()
 
     def mark(self, tensor: Tensor, sources: Iterable[Source]) -> None:
         """Set where a tensor stems from, forgetting what was known of it."""
@@ -68,13 +74,32 @@ class TaintMode(TorchFunctionMode):
                 found |= self._written.get(_memory(tensor), _NOTHING)
         return found
 
+    def refuse_strays(self, tree: Any) -> None:
+        """Refuse tensors that a unit made and that came out of it in a way that nobody saw.
+
+        Raises:
+            PartitionError: there is one; it would be missing on other stages.
+        """
+        for tensor in tensors_in(tree):
+            unit = None if id(tensor) in self._sources else self._made_in.get(tensor)
+            if unit is not None and unit not in self._excused:
+                raise PartitionError(
+                    f"glue uses a tensor that unit {unit!r} made and did not return: what it leaves outside its own "
+                    "modules cannot travel to another stage. Return it, set it as an attribute of the module, or use "
+                    "pp_size=1."
+                )
+
+    def excuse(self, unit: str) -> None:
+        """What this unit made is no stray: it may come out of an object that is looked after otherwise."""
+        self._excused.add(unit)
+
     @contextmanager
-    def paused(self) -> Iterator[dict[int, frozenset[Source]]]:
+    def paused(self, unit: str = "") -> Iterator[dict[int, frozenset[Source]]]:
         """Follow nothing inside (a unit's own work); gives the sources of marked tensors that are used there, by id.
 
         They may be others than the unit's arguments: it may hold on to some, or find them in an object.
         """
-        self._paused = True
+        self._paused, self._unit = True, unit
         self._used = {}
         try:
             yield self._used
@@ -87,19 +112,29 @@ class TaintMode(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self._paused:
-            for tensor in tensors_in((args, kwargs)):
-                if id(tensor) in self._sources:
-                    self._used[id(tensor)] = self._sources[id(tensor)]
+            self._note(tensors_in((args, kwargs)), tensors_in(result))
             return result
-        sources = self.sources((args, kwargs))
         targets = tensors_in(kwargs.get("out"))
         if _writes_first_argument(func) and args:
             targets += tensors_in(args[0])
+        outputs = tensors_in(result)
+        if not outputs and not targets:
+            return result
+        self.refuse_strays((args, kwargs))
+        sources = self.sources((args, kwargs))
         for target in targets:
             self.written(target, sources)
-        for output in (*tensors_in(result), *targets):
+        for output in (*outputs, *targets):
             self.mark(output, sources | self._sources.get(id(output), _NOTHING))
         return result
+
+    def _note(self, arguments: list[Tensor], results: list[Tensor]) -> None:
+        given = set(map(id, arguments))
+        for argument in given & self._sources.keys():
+            self._used[argument] = self._sources[argument]
+        for result in results:
+            if id(result) not in given:
+                self._made_in[result] = self._unit
 
 
 def _memory(tensor: Tensor) -> int:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from hybridpp.errors import PartitionError
+from hybridpp.partition.attributes import Attributes, Key, Slot, put_back
 from hybridpp.partition.belongings import Belongings, Elsewhere, holds_tensors, may_hide_tensors
 from hybridpp.partition.fakes import Fakes, quiet
 from hybridpp.partition.flops import flop_counter
@@ -60,13 +61,15 @@ class UnitCall:
         occurrence: how often it had been called before in this forward.
         sources: what its arguments stem from.
         parameters: names of the parameters it holds.
-        tree: structure of what it returned, and of the changes to containers.
+        tree: structure of what it returned, of the changes to containers, and of what it left on its modules.
         leaves: per leaf of it a :class:`TensorSpec`, :class:`Same`, or the leaf itself where it is no tensor; behind
             them, the arguments that it wrote to in place without returning them.
         arguments: which leaves are an argument itself (returned or written to): the argument's place, by leaf.
         written: leaves that are written to in place after they were returned.
         changed: the containers (lists, dicts, objects) among its arguments that it put something else into, by place.
         refers: whether containers among its arguments are part of what it returned, or put into others.
+        left: the attributes of its modules that it set to tensors.
+        added: the lists and dicts among the attributes of its modules that it added tensors to.
         checkpointed: whether glue calls it inside activation checkpointing, so that it is called in backward again.
         flops: floating-point operations of its forward; 0 where they were not counted.
         inner: the finest units that it called, in order; itself where there is none inside it.
@@ -82,6 +85,8 @@ class UnitCall:
     written: frozenset[int] = frozenset()
     changed: tuple[int, ...] = ()
     refers: bool = False
+    left: tuple[Key, ...] = ()
+    added: tuple[Key, ...] = ()
     checkpointed: bool = False
     flops: int = 0
     inner: tuple[str, ...] = ()
@@ -120,6 +125,9 @@ class Tracer:
         self._fakes = Fakes(model, device, dtypes or {})
         self._memo = Memo(model, interceptor.units)
         self._unit_parameters: dict[str, tuple[str, ...]] = {}
+        # What attributes that units set were before they first ran: a rank's own units have set them since, those of
+        # other ranks have not, and all ranks must see the same trace.
+        self._initial: dict[tuple[int, str], Slot] = {}
         with self._fakes.in_place():
             for unit in interceptor.units:
                 parameters = model.get_submodule(unit).parameters()
@@ -144,6 +152,7 @@ class Tracer:
             torch.enable_grad(),
             recorder.taints,
         ):
+            put_back(self._initial.values())
             try:
                 # A context of its own, as for a stage's run.
                 result = copy_context().run(self._model, *args, **kwargs)
@@ -157,6 +166,9 @@ class Tracer:
                     f"the forward of {type(self._model).__name__} branches on a computed value "
                     f"after unit {last!r} ({error}). Move that branch into a block, or use pp_size=1."
                 ) from error
+            recorder.taints.refuse_strays(result)
+        for slot in recorder.attributes_before:
+            self._initial.setdefault((id(slot[0]), slot[1]), slot)
         return recorder.finish(result)
 
     def _uncalled(self, recorder: "_Recorder") -> set[str]:
@@ -221,6 +233,7 @@ class _Recorder:
         self.taints = TaintMode()
         self._unit_parameters = unit_parameters
         self._count_flops = count_flops
+        self.attributes_before: list[Slot] = []
         self._depth = 0
         self._occurrences: dict[str, int] = {}
         self._outputs: list[tuple[UnitCall, int, Tensor, int]] = []
@@ -250,11 +263,12 @@ class _Recorder:
         self._occurrences[name] = call.occurrence + 1
         self.calls.append(call)
         arguments = tensors_in((args, kwargs))
+        self.taints.refuse_strays(arguments)
         versions = [argument._version for argument in arguments]
         given = Given((args, kwargs))
-        output = self._recall(call, forward, args, kwargs, given)
-        call.changed = given.changed()
-        leaves, call.tree = flatten((given.refer(output), given.changes(call.changed)))
+        output, left, added = self._recall(call, forward, args, kwargs, given)
+        call.changed, call.left, call.added = given.changed(), tuple(left), tuple(added)
+        leaves, call.tree = flatten((given.refer(output), given.changes(call.changed), left, added))
         call.refers = any(isinstance(leaf, Known) for leaf in leaves)
         places = {id(argument): place for place, argument in enumerate(arguments)}
         call.arguments = {number: places[id(leaf)] for number, leaf in enumerate(leaves) if id(leaf) in places}
@@ -285,8 +299,11 @@ class _Recorder:
 
     def _recall(
         self, call: UnitCall, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: Given
-    ) -> Any:
-        """What the unit returns; from memory, where an equal one was run on arguments of the same kind."""
+    ) -> tuple[Any, Mapping[Key, Any], Mapping[Key, Any]]:
+        """What the unit returns; from memory, where an equal one was run on arguments of the same kind.
+
+        And the attributes of its modules that it set or added to.
+        """
         leaves, _ = flatten((args, kwargs))
         arguments = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         hides = any(map(may_hide_tensors, leaves))
@@ -294,16 +311,19 @@ class _Recorder:
         known = None if hides else self._memo.recall(key, call.name, arguments)
         if known is not None:
             output, call.flops, call.inner = known
-            return output
+            return output, {}, {}
+        attributes = Attributes(self._model.get_submodule(call.name))
         versions = [argument._version for argument in arguments]
         output, used = self._run(call, forward, args, kwargs, given)
         shown = {id(argument) for argument in arguments}
         hidden = {s for at, sources in used.items() if at not in shown for s in sources if s not in call.parameters}
         call.sources |= hidden
-        own = call.parameters == self._unit_parameters[call.name] and not hidden and not hides
+        left, added = attributes.set_since(), attributes.added_to()
+        self.attributes_before += attributes.before(left)
+        own = call.parameters == self._unit_parameters[call.name] and not (hidden or hides or left or added)
         if own and not given.changed() and versions == [argument._version for argument in arguments]:
             self._memo.remember(key, call.name, output, leaves, call.flops, call.inner)
-        return output
+        return output, left, added
 
     def _run(
         self, call: UnitCall, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: Given
@@ -313,7 +333,7 @@ class _Recorder:
         objects = Belongings((args, kwargs))
         counter = flop_counter() if self._count_flops else None
         try:
-            with self.taints.paused() as used, counter or nullcontext():
+            with self.taints.paused(call.name) as used, counter or nullcontext():
                 try:
                     output = forward(*args, **kwargs)
                 except RuntimeError as error:  # what fakes cannot do, and kernels without a fake version
@@ -333,7 +353,10 @@ class _Recorder:
 
     def _record(self, call: UnitCall, number: int, leaf: Any, changed: bool) -> Any:
         if not isinstance(leaf, Tensor):
-            return Elsewhere(call.name, leaf) if holds_tensors(leaf) else leaf
+            if not holds_tensors(leaf):
+                return leaf
+            self.taints.excuse(call.name)
+            return Elsewhere(call.name, leaf)
         value = Value(len(self.calls) - 1, number)
         if changed:
             self.taints.written(leaf, [value])

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hybridpp.errors import PartitionError
 from hybridpp.partition.taint import TaintMode, Value
 
 A, B = Value(0, 0), Value(1, 2)
@@ -88,6 +89,22 @@ def test_a_fake_of_unseen_origin_counts_as_made_from_every_value():
             unseen = fake(1) * 2
         assert taints.sources(unseen) == {A, B}
         assert taints.sources(torch.ones(1)) == set()
+
+
+def test_what_a_unit_made_and_nobody_saw_come_out_is_refused():
+    with TaintMode() as taints:
+        given, seen, excused = fake(1), fake(1), []
+        with taints.paused("block"):
+            stray, kept, same = fake(1) * 2, seen * 2, given.to(given.dtype)
+        with taints.paused("other"):
+            excused.append(fake(1) * 2)
+        taints.mark(kept, [A])
+        taints.excuse("other")
+        for fine in (given, same, kept, excused[0]):
+            _ = fine + 1
+        assert stray.shape == (1,)
+        with pytest.raises(PartitionError, match=r"^glue uses a tensor that unit 'block' made and did not return: "):
+            _ = stray + 1
 
 
 def test_a_new_mark_forgets_the_old_one():
