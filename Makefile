@@ -27,9 +27,10 @@ models: $(READY)
 	HF_HUB_OFFLINE=1 PYTHONPATH=.:plugins:tests $(BIN)/python tests/models/sweep.py --cache $(MODELS) \
 	    --page docs/models.md $(ARGS)
 
-# On a host with a CUDA device and torch installed; needs no set-up.
+# On a host with a CUDA device and torch installed; needs no set-up. Tests, then benchmarks.
 gpu:
 	PYTHONPATH=.:plugins $(PYTHON) -m pytest tests/gpu -rs $(ARGS)
+	PYTHONPATH=.:plugins $(PYTHON) benchmarks/gpu/vit_large.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -101,9 +101,11 @@ class WeightGradients:
         self._notes: list[Note] = []
         self._pass_id: int | None = None
         separable: set[str] = set()
+        self._others: Counter[str] = Counter()
         for module in model.modules():
             layer = layer_of(module)
             if layer is None:
+                self._others[type(module).__name__] += any(p.requires_grad for p in module.parameters(recurse=False))
                 continue
             parameters = (module._parameters["weight"], module._parameters.get("bias"))
             call = _Call(layer, module, tuple(names[id(p)] for p in parameters if p is not None), self)
@@ -111,6 +113,18 @@ class WeightGradients:
             # functools.partial and no closure, so that the model can still be copied.
             module.forward = functools.partial(self._run, call, module.forward)
         self.separable = frozenset(separable)
+        trainable = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+        self._num_separable = sum(size for name, size in trainable.items() if name in separable)
+        self._num_trainable = sum(trainable.values())
+
+    def report(self) -> str:
+        """One line that says how much of the model a split backward leaves for W, and what it does not."""
+        share = 100 * self._num_separable / max(self._num_trainable, 1)
+        others = ", ".join(f"{number} {name}" for name, number in self._others.most_common() if number)
+        line = (
+            f"the schedule's W computes the gradients of {share:.1f} % of the {self._num_trainable:,} trainable weights"
+        )
+        return f"{line}; its I those of {others}." if others else f"{line}."
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "WeightGradients":
         """A copy of a boosted model (an average of its weights, say) is no boosted model: its layers run as ever."""

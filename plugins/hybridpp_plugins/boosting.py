@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hybridpp.checkpoint import allocate, derive_buffers, gather_objects
+from hybridpp.cluster import get_dist_logger
 from hybridpp.config import Precision
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.errors import ConfigError
@@ -70,6 +71,8 @@ def boost(
         buckets, boosted = _training(optimizer, model, holders, masters, settings, layout)
         boosted.unfilled = unfilled
         weight_gradients.connect(buckets)
+        if planner.splits_backward:
+            get_dist_logger().info(weight_gradients.report(), ranks=[0])
     transport = Transport(layout.activations, layout.gradients, device)
     return Engine(
         staged=staged,

@@ -10,6 +10,7 @@ from hybridpp.errors import ConfigError, ScheduleError
 from hybridpp.pipeline import RankProgram, rank_programs
 from hybridpp.schedule import (
     Action,
+    Kind,
     Programs,
     check_program,
     forward_only,
@@ -42,18 +43,24 @@ class Planner:
         self._num_ranks = num_ranks
         self._name = _name_of(config.schedule)
         self._num_chunks = config.num_model_chunks
+        self._example_size = config.num_microbatches or num_ranks
         self._make: Maker
         if isinstance(config.schedule, str) and not _is_file(config.schedule):
             self.placement = stages_placement(config.schedule, num_ranks, config.num_model_chunks)
             self._make = lambda p, m: make_schedule(config.schedule, p, m, config.num_model_chunks)
         else:
             self._make = _maker(config.schedule)
-            example = self._checked(config.num_microbatches or num_ranks)
-            self.placement = placement(example)
+            self.placement = placement(self._checked(self._example_size))
             self._check_chunks()
         self._check_recomputation(config)
         self._training = cache(self._plan_training)
         self._evaluation = cache(lambda m: rank_programs(forward_only(self.placement, m)))
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients have actions of their own."""
+        example = self._checked(self._example_size)
+        return any(action.kind is Kind.WEIGHT_GRADIENT for program in example for action in program)
 
     def programs(self, num_microbatches: int, training: bool) -> tuple[RankProgram, ...]:
         """What every rank does.

@@ -42,6 +42,30 @@ def test_an_fp16_overflow_on_cuda_skips_the_step():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "zb-v"])
+def test_the_schedule_changes_no_bit_on_cuda(schedule):
+    def losses(schedule):
+        torch.manual_seed(0)
+        options = {"device": "cuda", "num_microbatches": 4, "precision": "fp16", "schedule": schedule}
+        booster, model, optimizer = boosted(tiny_vit(0.1), sgd, image_batch(2), **options)
+        data, found = iter(BATCHES), []
+        for _ in BATCHES:
+            found.append(booster.execute_pipeline(data, model, model_loss, optimizer)["loss"].item())
+            optimizer.step()
+        return found
+
+    assert losses(schedule) == losses("1f1b")
+
+
+def test_a_timeline_of_the_device():
+    booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), device="cuda", num_microbatches=2)
+    with booster.record_timeline(model) as recording:
+        booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
+    computed = [span.name for span in recording.timeline.of_rank(0) if span.computes]
+    assert computed == ["0F0", "0B0", "0F1", "0B1"]
+    assert recording.timeline.busy_ms(0) > 0
+
+
 def test_dropout_on_cuda_is_drawn_by_place_not_by_history():
     def one_loss():
         torch.manual_seed(0)
@@ -54,10 +78,13 @@ def test_dropout_on_cuda_is_drawn_by_place_not_by_history():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize(("num_ranks", "pp_size"), [(2, 2), (2, 1), (4, 2), (4, 4)])
-def test_ranks_that_share_a_device_give_the_cpus_losses(num_ranks, pp_size, precision):
+@pytest.mark.parametrize(
+    ("num_ranks", "pp_size", "schedule"),
+    [(2, 2, "1f1b"), (2, 1, "1f1b"), (4, 2, "1f1b"), (4, 4, "1f1b"), (2, 2, "zb-h1"), (2, 2, "zb-v")],
+)
+def test_ranks_that_share_a_device_give_the_cpus_losses(num_ranks, pp_size, schedule, precision):
     script = ROOT / "tests/scripts/shared_device.py"
-    job = torchrun(num_ranks, script, "--pp-size", str(pp_size), "--precision", precision)
+    job = torchrun(num_ranks, script, "--pp-size", str(pp_size), "--precision", precision, "--schedule", schedule)
     assert job.returncode == 0, job.stderr
     losses = [float(value) for value in job.stdout.split()]
     expected = train(tiny_vit, BATCHES, num_microbatches=2)["losses"][0]

@@ -175,6 +175,22 @@ def test_frozen_and_tied_weights_under_every_schedule(schedule):
         torch.testing.assert_close(run["gradients"][name], gradient, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_split_backward_says_once_what_it_splits(schedule, caplog):
+    def run():
+        boosted(Frozen(), sgd, torch.zeros(2, 3, dtype=torch.long), pp_size=2, num_microbatches=2, schedule=schedule)
+
+    with caplog.at_level("INFO", logger="hybridpp"):
+        Loopback(2).run(run)
+    said = [record.getMessage() for record in caplog.records if "trainable weights" in record.getMessage()]
+    if schedule == "1f1b":
+        assert said == []
+    else:
+        (line,) = said
+        assert line.startswith("[rank 0] the schedule's W computes the gradients of")
+        assert line.endswith("its I those of 4 LayerNorm, 2 MultiheadAttention.")
+
+
 def test_a_timeline_says_when_every_rank_did_what():
     def run():
         booster, model, optimizer = boosted(vit(), sgd, image_batch(4), pp_size=2, num_microbatches=2, schedule="zb-h1")

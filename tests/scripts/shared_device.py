@@ -10,12 +10,15 @@ from hybridpp import Booster, DistCoordinator, HybridParallelPlugin, launch_from
 parser = argparse.ArgumentParser()
 parser.add_argument("--pp-size", type=int)
 parser.add_argument("--precision")
+parser.add_argument("--schedule", default="1f1b")
 parser.add_argument("--device", default="cuda")
 args = parser.parse_args()
 
 launch_from_torch()
 coordinator = DistCoordinator()
-plugin = HybridParallelPlugin(tp_size=1, pp_size=args.pp_size, num_microbatches=2, precision=args.precision)
+plugin = HybridParallelPlugin(
+    tp_size=1, pp_size=args.pp_size, num_microbatches=2, precision=args.precision, schedule=args.schedule
+)
 booster = Booster(plugin=plugin, device=args.device)
 model = tiny_vit()
 model, optimizer, *_ = booster.boost(model, sgd(model.parameters()), sample=image_batch(2))

@@ -1,0 +1,94 @@
+"""How well a simulation, fed with the times of a recorded run, foretells how long a step takes.
+
+    OMP_NUM_THREADS=1 PYTHONPATH=.:plugins torchrun --standalone --nproc-per-node 2 benchmarks/prediction.py
+
+For each schedule, every second step of a ViT's training is recorded. Costs come from the first recorded half; what the
+simulation makes of them is compared with the median step of the second half.
+"""
+
+import argparse
+import statistics
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from vit import make_batch, make_vit
+
+from hybridpp import Booster, HybridParallelPlugin, launch_from_torch
+from hybridpp.schedule import make_schedule
+from hybridpp.simulate import Costs, simulate
+from hybridpp.timeline import Timeline
+
+MICROBATCH, NUM_MICROBATCHES = 4, 8
+
+
+def recorded_steps(hidden: int, schedule: str, num_steps: int) -> list[Timeline]:
+    """The timeline of each step. Collective: all ranks."""
+    batch = make_batch(MICROBATCH * NUM_MICROBATCHES)
+    plugin = HybridParallelPlugin(
+        tp_size=1,
+        pp_size=dist.get_world_size(),
+        num_microbatches=NUM_MICROBATCHES,
+        precision="fp32",
+        schedule=schedule,
+    )
+    model: nn.Module = make_vit(hidden)
+    booster = Booster(plugin=plugin)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    parts = booster.boost(model, optimizer, lambda outputs, inputs: outputs.loss, sample=batch)
+    timelines = []
+    for _ in range(num_steps + 2):
+        with booster.record_timeline(parts.model) as recording:
+            booster.execute_pipeline(iter([batch]), parts.model, parts.criterion, parts.optimizer)
+        timelines.append(recording.timeline)
+    return timelines[2:]
+
+
+def joined(timelines: list[Timeline]) -> Timeline:
+    """All steps, one after the other."""
+    return Timeline(tuple(span for timeline in timelines for span in timeline.spans))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[192, 384])
+    parser.add_argument("--steps", type=int, default=16)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    launch_from_torch(seed=0)
+    if dist.get_rank() == 0:
+        print("| hidden | schedule | measured (ms) | simulated (ms) | off by | measured idle | simulated idle |")
+        print("|--:|---|--:|--:|--:|--:|--:|", flush=True)
+    for hidden in args.hidden:
+        for schedule in ("1f1b", "interleaved", "zb-h1", "zb-v"):
+            steps = recorded_steps(hidden, schedule, args.steps)
+            if dist.get_rank() == 0:
+                print(f"| {hidden} | {schedule} | {compare(steps, schedule)} |", flush=True)
+    dist.destroy_process_group()
+
+
+def compare(steps: list[Timeline], schedule: str) -> str:
+    """Cells of the table."""
+    programs = make_schedule(schedule, dist.get_world_size(), NUM_MICROBATCHES)
+    num_stages = 1 + max(action.stage for program in programs for action in program)
+    half = len(steps) // 2
+    costs = Costs.from_timeline(joined(steps[:half]), num_stages)
+    simulated = simulate(programs, costs).timeline
+    measured = statistics.median(step.makespan_ms for step in steps[half:])
+    idle = statistics.median(step.idle_share for step in steps[half:])
+    off = simulated.makespan_ms / measured - 1
+    return " | ".join(
+        [
+            f"{measured:.1f}",
+            f"{simulated.makespan_ms:.1f}",
+            f"{100 * off:+.1f} %",
+            f"{100 * idle:.1f} %",
+            f"{100 * simulated.idle_share:.1f} %",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()
