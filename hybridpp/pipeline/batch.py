@@ -53,10 +53,12 @@ class SplitBatch:
     Attributes:
         microbatches: the parts, in order.
         num_items: what the batch's loss is a mean over: samples, unless the criterion counts something else.
+        whole: the batch that the parts are of.
     """
 
     microbatches: tuple[Microbatch, ...] = ()
     num_items: float = 0.0
+    whole: Any = None
 
 
 def plain(batch: Any) -> Any:
@@ -152,7 +154,7 @@ def split_batch(
         items = [float(num_items(part)) for part in inputs] if num_items else [float(size) for size in sizes]
         total = sum(items)
         shares = [count / total if total else 0.0 for count in items]
-    return SplitBatch(tuple(map(Microbatch, inputs, sizes, shares)), total)
+    return SplitBatch(tuple(map(Microbatch, inputs, sizes, shares)), total, batch)
 
 
 def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

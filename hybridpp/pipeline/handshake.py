@@ -75,7 +75,7 @@ def agree(
     failure: BaseException | None = None
     try:
         batch = prepare()
-        digest = float(_digest([microbatch.inputs for microbatch in batch.microbatches]))
+        digest = float(_digest(batch.whole))
         mine = Report(_READY, batch.num_items, float(len(batch.microbatches)), digest, float(training))
     except StopIteration as error:
         failure, mine = error, Report(_EXHAUSTED)
