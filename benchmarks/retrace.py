@@ -57,8 +57,7 @@ def main() -> None:
     for name, make in (("ViT-L/16, 24 layers", vit_large), ("Llama, 32 layers", llama_32)):
         model, inputs = make()
         start = time.perf_counter()
-        sample = inputs(0)
-        staged = StagedModel(model, 4, [1], device=torch.device("cpu"), sample=lambda sample=sample: ((), sample))
+        staged = StagedModel(model, 4, [1], device=torch.device("cpu"), samples=[((), inputs(0))])
         boost = (time.perf_counter() - start) * 1e3
         batches = [inputs(step) for step in range(1, args.repeats + 1)]
         new = [milliseconds(staged, batch) for batch in batches]

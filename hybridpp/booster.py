@@ -88,7 +88,8 @@ class Booster:
             criterion: ``criterion(outputs, inputs)`` -> scalar; returned as it is.
             dataloader: returned as it is; a sample of its dataset shows how the model is called.
             lr_scheduler: made on ``optimizer``; afterwards it stands still at skipped steps.
-            sample: a small batch like those to come; needed only to cut a model whose dataloader is not given.
+            sample: a small batch like those to come; needed only to cut a model whose dataloader is not given, and from
+                whose configuration none can be made.
 
         Returns:
             The five, in this order, as a named tuple.

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.cli.meta_model import build, load_config
-from hybridpp.cli.sample import make_samples
 from hybridpp.cli.table import render
 from hybridpp.config import PartitionConfig, Precision
 from hybridpp.errors import ConfigError, HybridppError
-from hybridpp.partition import StageSummary, describe_cut
+from hybridpp.partition import StageSummary, describe_cut, make_samples
 from hybridpp.precision import casts, working_dtype
 
 

@@ -5,6 +5,7 @@ from hybridpp.partition.cut import CutPoint
 from hybridpp.partition.describe import StageSummary, describe_cut, shared_parameters
 from hybridpp.partition.marks import annotate_split_points, set_execution_sequence
 from hybridpp.partition.plan import StagePlan
+from hybridpp.partition.samples import make_samples
 from hybridpp.partition.staged_model import StagedModel
 from hybridpp.partition.strip import parameter_names
 from hybridpp.partition.trace import TensorSpec, Trace, Tracer, UnitCall
@@ -22,6 +23,7 @@ __all__ = [
     "annotate_split_points",
     "describe_cut",
     "dissect",
+    "make_samples",
     "parameter_names",
     "set_execution_sequence",
     "shared_parameters",

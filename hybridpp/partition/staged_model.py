@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hybridpp.config import PartitionConfig, PipelineGradientCheckpointConfig
-from hybridpp.errors import PartitionError
+from hybridpp.errors import HybridppError, PartitionError
 from hybridpp.partition.blocks import dissect, finest_units
 from hybridpp.partition.cut import CutPoint, assign_stages, check_uncut, choose_cut, named_blocks
 from hybridpp.partition.dice import Dice, Recompute
@@ -21,7 +21,7 @@ from hybridpp.partition.plan import StagePlan, owners, stage_plan, uses
 from hybridpp.partition.recompute import Recomputable, blocks_by_stage, recomputed_blocks
 from hybridpp.partition.stage_run import Placeholders, Replay, StageDone, StageRun
 from hybridpp.partition.strip import Slot, parameter_names, shown, strip
-from hybridpp.partition.survey import survey
+from hybridpp.partition.survey import Survey, survey
 from hybridpp.partition.trace import Trace, Tracer
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
@@ -41,7 +41,8 @@ class StagedModel:
         num_stages: stages of the pipeline.
         stages: this rank's: one, or several chunks.
         device: where it computes.
-        sample: gives positional and keyword arguments of one micro-batch; called where the model must be traced.
+        samples: positional and keyword arguments of micro-batches; the model is cut by the first one that its forward
+            runs on. With one stage they are not needed.
         compute_dtype: floating-point inputs are cast to this; None leaves them alone.
         dtypes: of the model's tensors that will be cast, by ``id``.
         config: where to cut.
@@ -63,7 +64,7 @@ class StagedModel:
         stages: Sequence[int],
         *,
         device: torch.device,
-        sample: Callable[[], Sample],
+        samples: Sequence[Sample],
         compute_dtype: torch.dtype | None = None,
         dtypes: Mapping[int, torch.dtype] | None = None,
         config: PartitionConfig | None = None,
@@ -90,7 +91,7 @@ class StagedModel:
         self._dice = Interceptor(model, finest_units(model))
         self.owners: dict[str, tuple[int, ...]] = dict.fromkeys(parameter_names(model), (0,))
         if num_stages > 1:
-            trace = self._choose_cut(self._prepare(*sample()), config, dtypes or {}, agree)
+            trace = self._choose_cut(samples, config, dtypes or {}, agree)
             at = assign_stages(trace, self._cut)
             blocks = blocks_by_stage(trace.calls, at, self._blocks, num_stages)
             self.owners = owners(trace, at, tuple(self.owners))
@@ -107,22 +108,13 @@ class StagedModel:
 
     def _choose_cut(
         self,
-        sample: Sample,
+        samples: Sequence[Sample],
         config: PartitionConfig,
         dtypes: Mapping[int, torch.dtype],
         agree: Callable[[list[float]], list[float]],
     ) -> Trace:
         model, device = self.model, self._device
-        found = survey(
-            model,
-            self.num_stages,
-            sample,
-            self._dice,
-            named=named_blocks(model, config),
-            device=device,
-            dtypes=dtypes,
-            count_flops=config.balance == "flops",
-        )
+        sample, found = self._survey(samples, config, dtypes)
         self._interceptor, self._tracer, self._blocks = found.interceptor, found.tracer, found.anatomy.blocks
 
         def seconds() -> list[float]:
@@ -132,6 +124,34 @@ class StagedModel:
         costs = unit_costs(model, found.trace, config.balance, seconds)
         self._cut = choose_cut(model, found.trace, found.anatomy.blocks, self.num_stages, config, costs)
         return found.trace
+
+    def _survey(
+        self, samples: Sequence[Sample], config: PartitionConfig, dtypes: Mapping[int, torch.dtype]
+    ) -> tuple[Sample, Survey]:
+        """The first sample that the forward runs on, and what that shows."""
+        *others, last = samples
+
+        def surveyed(sample: Sample) -> tuple[Sample, Survey]:
+            prepared = self._prepare(*sample)
+            return prepared, survey(
+                self.model,
+                self.num_stages,
+                prepared,
+                self._dice,
+                named=named_blocks(self.model, config),
+                device=self._device,
+                dtypes=dtypes,
+                count_flops=config.balance == "flops",
+            )
+
+        for sample in others:
+            try:
+                return surveyed(sample)
+            except HybridppError:
+                raise
+            except Exception:  # whatever a model's forward raises
+                continue
+        return surveyed(last)
 
     def _foreign_units(self, trace: Trace, stages: tuple[int, ...]) -> set[str]:
         """Units that no stage of this rank calls; one that is never called belongs to stage 0, like its parameters."""

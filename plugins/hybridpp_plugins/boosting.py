@@ -2,7 +2,6 @@
 
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer, NormPlan
 from hybridpp_plugins.planning import Planner
+from hybridpp_plugins.sample import NO_SAMPLES, Samples
 from hybridpp_plugins.settings import Settings
 from hybridpp_plugins.unfilled import Unfilled
 
@@ -34,7 +34,7 @@ def boost(
     layout: Layout,
     planner: Planner,
     device: torch.device,
-    sample: Callable[[], Any],
+    find_samples: Callable[[], Samples],
     index: int,
 ) -> Engine:
     """Bring the parts into the layout, in place; ``index`` tells one job's models apart. Collective: all ranks."""
@@ -57,7 +57,7 @@ def boost(
     dtype = working_dtype(model, settings.precision)
     placement = planner.placement
     weight_gradients = WeightGradients(model)
-    staged = _cut(model, placement, settings, layout, device, dtype, sample)
+    staged = _cut(model, placement, settings, layout, device, dtype, find_samples)
     # As model.to, but leaves alone what has no numbers yet: it gets its memory last, in its final format.
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]  # torch
     masters = _masters(model, settings.precision)
@@ -100,20 +100,22 @@ def _cut(
     layout: Layout,
     device: torch.device,
     dtype: torch.dtype | None,
-    sample: Callable[[], Any],
+    find_samples: Callable[[], Samples],
 ) -> StagedModel:
-    return StagedModel(
-        model,
-        len(placement),
-        [stage for stage, rank in enumerate(placement) if rank == layout.here.pp],
-        device=device,
-        sample=lambda: call_arguments(sample()),
-        compute_dtype=dtype,
-        dtypes=casts(model, dtype),
-        config=settings.partition,
-        recomputation=settings.pipeline.recomputation,
-        agree=lambda seconds: list(gather_objects(layout.control, seconds)[0]),
-    )
+    samples = find_samples() if len(placement) > 1 else NO_SAMPLES
+    with samples.explained(model):
+        return StagedModel(
+            model,
+            len(placement),
+            [stage for stage, rank in enumerate(placement) if rank == layout.here.pp],
+            device=device,
+            samples=[call_arguments(batch) for batch in samples.batches],
+            compute_dtype=dtype,
+            dtypes=casts(model, dtype),
+            config=settings.partition,
+            recomputation=settings.pipeline.recomputation,
+            agree=lambda seconds: list(gather_objects(layout.control, seconds)[0]),
+        )
 
 
 def _check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:

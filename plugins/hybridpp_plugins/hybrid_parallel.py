@@ -23,7 +23,7 @@ from hybridpp_plugins.lr_scheduler import SkipAwareScheduler
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.planning import Planner
 from hybridpp_plugins.recording import Recording
-from hybridpp_plugins.sample import find_sample
+from hybridpp_plugins.sample import find_samples
 from hybridpp_plugins.settings import sort_settings
 from hybridpp_plugins.weights import load_weights, save_weights
 
@@ -171,7 +171,7 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, SavesModels):
                 self.layout,
                 self._planner,
                 device,
-                lambda: find_sample(parts.model, parts.dataloader, sample),
+                lambda: find_samples(parts.model, parts.dataloader, sample, device),
                 self._num_boosted,
             )
         self._num_boosted += 1

@@ -18,7 +18,7 @@ from transformers import (
 
 from hybridpp.cli import main
 from hybridpp.cli.meta_model import build
-from hybridpp.cli.sample import make_samples
+from hybridpp.partition import make_samples
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
 VIT = ViTConfig(**TINY, image_size=8, patch_size=4, num_labels=5, architectures=["ViTForImageClassification"])

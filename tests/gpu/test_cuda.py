@@ -4,7 +4,9 @@ import math
 
 import pytest
 import torch
-from support import ROOT, boosted, image_batch, model_loss, sgd, tiny_vit, torchrun, train
+from hybridpp_plugins.sample import find_samples
+from support import ROOT, assert_same, boosted, image_batch, model_loss, sgd, tiny_vit, torchrun, train
+from torch.utils.data import DataLoader
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,6 +31,33 @@ def test_one_process_on_cuda_gives_the_cpus_losses(precision):
         losses.append(loss.item())
     assert optimizer.skipped_steps == 0
     assert losses == pytest.approx(expected, abs=1e-4 if precision == "fp32" else 2e-2)
+
+
+def test_recomputing_on_cuda_changes_no_bit():
+    """Dropout draws from the device's generator."""
+
+    def run(**settings):
+        device = {"device": "cuda", "num_microbatches": 2, **settings}
+        booster, model, optimizer = boosted(tiny_vit(dropout=0.1), sgd, image_batch(2), **device)
+        for batch in BATCHES[:2]:
+            booster.execute_pipeline(iter([batch]), model, model_loss, optimizer)
+            optimizer.step()
+        return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+
+    assert_same(run(gradient_checkpoint_config={}), run())
+
+
+def test_taking_a_sample_leaves_the_devices_generator_alone():
+    dataset = [torch.ones(4), torch.ones(4)]
+
+    def collate(items):
+        return torch.stack(items) + torch.rand(4, device="cuda").cpu()
+
+    torch.cuda.manual_seed(0)
+    before = torch.cuda.get_rng_state()
+    loader = DataLoader(dataset, batch_size=2, collate_fn=collate)
+    find_samples(torch.nn.Linear(4, 4), loader, None, torch.device("cuda", 0))
+    assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 def test_an_fp16_overflow_on_cuda_skips_the_step():

@@ -16,7 +16,7 @@ def describe(model, num_stages, **settings):
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_it_describes_the_cut_that_is_made(num_stages):
     summaries = describe_cut(tiny_vit(), num_stages, ((), image_batch(2)))
-    staged = StagedModel(tiny_vit(), num_stages, [0], device=torch.device("cpu"), sample=lambda: ((), image_batch(2)))
+    staged = StagedModel(tiny_vit(), num_stages, [0], device=torch.device("cpu"), samples=[((), image_batch(2))])
     for name, at in staged.owners.items():
         assert tuple(summary.stage for summary in summaries if name in summary.parameters) == at
 

@@ -158,7 +158,7 @@ class Reader(Blocks):
 
 def test_an_input_that_needs_a_parameter_elsewhere():
     model = Reader()
-    staged = StagedModel(model, 2, [0], device=CPU, sample=lambda: ((torch.ones(2, 4),), {}))
+    staged = StagedModel(model, 2, [0], device=CPU, samples=[((torch.ones(2, 4),), {})])
     text = (
         "for this input, stage 0 needs parameter 'blocks.3.weight', which was given to stage 1 at boost. "
         "Boost with a sample that uses it there."
@@ -191,5 +191,5 @@ def mean_square(outputs, inputs):
 
 def test_tracing_does_not_write_to_the_sample():
     sample = torch.ones(2, 4)
-    StagedModel(WrittenInput(), 2, [0], device=CPU, sample=lambda: ((sample,), {}))
+    StagedModel(WrittenInput(), 2, [0], device=CPU, samples=[((sample,), {})])
     assert torch.equal(sample, torch.ones(2, 4))

@@ -17,7 +17,8 @@ def make_samples(
 ) -> list[dict[str, Tensor]]:
     """Batches to try a model with, of the sizes that its configuration gives; every tensor holds one number.
 
-    The first has its main input alone; for a model of text and images another one has both.
+    The first has its main input alone; for a model of text and images another one has both, for one of videos another
+    one has frames. The forward runs on one of them; which, is to be tried.
 
     Args:
         model: of the transformers library.
@@ -29,7 +30,7 @@ def make_samples(
         ConfigError: it is not known what such a model takes.
     """
     maker = _Maker(model, batch_size, sequence_length, dtype)
-    return [maker.main(), *maker.with_image()]
+    return [maker.main(), *maker.with_image(), *maker.with_frames()]
 
 
 class _Maker:
@@ -69,6 +70,11 @@ class _Maker:
     def with_image(self) -> list[dict[str, Tensor]]:
         both = {_TEXT, "pixel_values"} <= self._takes
         return [{**self.main(), "pixel_values": self._image()}] if both else []
+
+    def with_frames(self) -> list[dict[str, Tensor]]:
+        """Videos, where those go by the name of images."""
+        frames = self._find("num_frames", "frames_per_clip") if "pixel_values" in self._takes else None
+        return [{"pixel_values": self._video()}] if frames else []
 
     def _text(self) -> Tensor:
         # Without padding and special tokens, which many vocabularies begin with.
