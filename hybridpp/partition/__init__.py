@@ -1,6 +1,7 @@
 """Cut a model into stages by tracing its own forward."""
 
 from hybridpp.partition.blocks import Anatomy, dissect
+from hybridpp.partition.calls import TensorSpec, Trace, UnitCall
 from hybridpp.partition.cut import CutPoint
 from hybridpp.partition.describe import StageSummary, describe_cut, shared_parameters
 from hybridpp.partition.marks import annotate_split_points, set_execution_sequence
@@ -8,7 +9,7 @@ from hybridpp.partition.plan import StagePlan
 from hybridpp.partition.samples import make_samples
 from hybridpp.partition.staged_model import StagedModel
 from hybridpp.partition.strip import parameter_names
-from hybridpp.partition.trace import TensorSpec, Trace, Tracer, UnitCall
+from hybridpp.partition.trace import Tracer
 
 __all__ = [
     "Anatomy",

@@ -9,7 +9,7 @@ from torch import nn
 from hybridpp.config import PartitionConfig
 from hybridpp.errors import PartitionError
 from hybridpp.partition.balance import balance
-from hybridpp.partition.trace import Trace, UnitCall
+from hybridpp.partition.calls import Trace, UnitCall
 
 Costs = Callable[[UnitCall], float]
 

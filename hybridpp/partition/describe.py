@@ -10,12 +10,12 @@ from torch import nn
 
 from hybridpp.config import PartitionConfig
 from hybridpp.partition.blocks import finest_units
+from hybridpp.partition.calls import TensorSpec, Trace
 from hybridpp.partition.cut import assign_stages, choose_cut, named_blocks
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.measure import measure_seconds, unit_costs
 from hybridpp.partition.plan import owners, stage_plan
 from hybridpp.partition.survey import survey
-from hybridpp.partition.trace import TensorSpec, Trace
 from hybridpp.partition.untouched import untouched
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]

@@ -11,8 +11,8 @@ from torch.func import functional_call
 
 from hybridpp.cluster import preserved_random_state
 from hybridpp.errors import PartitionError
+from hybridpp.partition.calls import Trace, UnitCall
 from hybridpp.partition.intercept import Forward, Interceptor
-from hybridpp.partition.trace import Trace, UnitCall
 from hybridpp.partition.untouched import untouched
 
 _NUM_RUNS = 3

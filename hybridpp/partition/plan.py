@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from hybridpp.partition.calls import TensorSpec, Trace, UnitCall
 from hybridpp.partition.taint import Value
-from hybridpp.partition.trace import TensorSpec, Trace, UnitCall
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from hybridpp.config import PipelineGradientCheckpointConfig
 from hybridpp.errors import PartitionError
 from hybridpp.partition.belongings import Belongings
+from hybridpp.partition.calls import UnitCall
 from hybridpp.partition.intercept import Forward
 from hybridpp.partition.structure import Given, tensors_in
-from hybridpp.partition.trace import UnitCall, in_checkpoint
+from hybridpp.partition.trace import in_checkpoint
 from hybridpp.partition.untouched import untouched
 
 

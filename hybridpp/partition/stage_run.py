@@ -10,13 +10,13 @@ from torch.utils import _pytree as pytree
 from hybridpp.cluster import seed_place
 from hybridpp.errors import PartitionError
 from hybridpp.partition.attributes import Key, Leavings
+from hybridpp.partition.calls import Same, TensorSpec, UnitCall
 from hybridpp.partition.dice import Dice
 from hybridpp.partition.intercept import Forward
 from hybridpp.partition.plan import StagePlan
 from hybridpp.partition.recompute import Recomputable
 from hybridpp.partition.structure import Given, flatten, tensors_in
 from hybridpp.partition.taint import Value
-from hybridpp.partition.trace import Same, TensorSpec, UnitCall
 
 _Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 

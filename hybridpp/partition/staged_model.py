@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from hybridpp.config import PartitionConfig, PipelineGradientCheckpointConfig
 from hybridpp.errors import HybridppError, PartitionError
 from hybridpp.partition.blocks import dissect, finest_units
+from hybridpp.partition.calls import Trace
 from hybridpp.partition.cut import CutPoint, assign_stages, check_uncut, choose_cut, named_blocks
 from hybridpp.partition.dice import Dice, Recompute
 from hybridpp.partition.intercept import Interceptor
@@ -22,7 +23,7 @@ from hybridpp.partition.recompute import Recomputable, blocks_by_stage, recomput
 from hybridpp.partition.stage_run import Placeholders, Replay, StageDone, StageRun
 from hybridpp.partition.strip import Slot, parameter_names, shown, strip
 from hybridpp.partition.survey import Survey, survey
-from hybridpp.partition.trace import Trace, Tracer
+from hybridpp.partition.trace import Tracer
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from hybridpp.partition.blocks import Anatomy, dissect
+from hybridpp.partition.calls import Trace
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.plan import uses
-from hybridpp.partition.trace import Trace, Tracer
+from hybridpp.partition.trace import Tracer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from torch import nn
 
 from hybridpp.partition import Tracer, dissect
 from hybridpp.partition.blocks import finest_units
+from hybridpp.partition.calls import Same, TensorSpec
 from hybridpp.partition.intercept import Interceptor
-from hybridpp.partition.trace import Same, TensorSpec
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,9 @@ from torch import nn
 from hybridpp.errors import PartitionError
 from hybridpp.partition import Tracer, dissect
 from hybridpp.partition.blocks import finest_units
+from hybridpp.partition.calls import TensorSpec
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.taint import Value
-from hybridpp.partition.trace import TensorSpec
 
 CPU = torch.device("cpu")
 
