@@ -5,13 +5,14 @@ import re
 
 import pytest
 import torch
-from partition import odd_models, user_models
+from partition import container_models, flow_models, odd_models, user_models
 from support import assert_near, assert_same, boosted, sgd, train
 from torch.utils import _pytree as pytree
 
 from hybridpp.cluster import Loopback
 from hybridpp.errors import PartitionError
 
+MODULES = (user_models, flow_models, container_models, odd_models)
 LAYOUTS = ({"pp_size": 2}, {"pp_size": 4}, {"pp_size": 2, "schedule": "gpipe", "num_model_chunks": 2})
 
 
@@ -44,7 +45,7 @@ BATCHES = {
     "Recurrent": [numbers(6, 3, 4)],
 }
 # Blocks whose model is the plain row of them.
-IN_A_ROW = [user_models.Masking, user_models.Adapter]
+IN_A_ROW = [functools.partial(user_models.Base, block) for block in (flow_models.Masking, user_models.Adapter)]
 
 
 def of(module):
@@ -59,7 +60,7 @@ def of(module):
 
 
 def squares(outputs, inputs):
-    leaves = [outputs.hidden, *outputs.extra] if isinstance(outputs, odd_models.State) else [outputs]
+    leaves = [outputs.hidden, *outputs.extra] if isinstance(outputs, container_models.State) else [outputs]
     return sum(leaf.square().mean() for leaf in leaves)
 
 
@@ -72,20 +73,17 @@ def run(make_model, batches, **settings):
 # torch's fake tensors ask a buffer that a fake was written to for its gradient, and hide the warning in vain.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
-    "make_model",
-    [
-        *of(user_models),
-        *(functools.partial(user_models.Base, block) for block in IN_A_ROW),
-        *of(odd_models),
-    ],
-    ids=lambda make: make.args[0].__name__ if isinstance(make, functools.partial) else make.__name__,
+    ("place", "make_model"),
+    list(enumerate([*(cls for module in MODULES for cls in of(module)), *IN_A_ROW])),
+    ids=lambda value: getattr(value.args[0] if isinstance(value, functools.partial) else value, "__name__", None),
 )
-def test_a_model_gives_losses_and_gradients_of_one_process(make_model):
+def test_a_model_gives_losses_and_gradients_of_one_process(place, make_model):
+    """On two stages, and on four: on as many ranks and on two in turn."""
     named = make_model.args[0] if isinstance(make_model, functools.partial) else make_model
     batches = BATCHES.get(named.__name__, ROWS)
     expected = run(make_model, batches)
-    to_rounding = named in user_models.TO_ROUNDING | odd_models.TO_ROUNDING
-    for layout in LAYOUTS:
+    to_rounding = any(named in module.TO_ROUNDING for module in MODULES)
+    for layout in (LAYOUTS[0], LAYOUTS[1 + place % 2]):
         actual = run(make_model, batches, **layout)
         assert actual["losses"] == [pytest.approx(expected["losses"][0], rel=1e-6 if to_rounding else 0)] * len(
             actual["losses"]
@@ -123,7 +121,7 @@ class Holding(torch.nn.Linear):
     """Returns an object that torch knows nothing about."""
 
     def forward(self, x):
-        return odd_models.Holder(x=super().forward(x))
+        return container_models.Holder(x=super().forward(x))
 
 
 class Unpacking(user_models.Base):
