@@ -1,0 +1,58 @@
+"""Styles of a tensor-parallel plan are read from text."""
+
+import re
+
+import pytest
+
+from hybridpp.errors import ConfigError
+from hybridpp.tensor_parallel import Kind, Layout, Style, parse_style
+
+
+@pytest.mark.parametrize(
+    ("text", "style"),
+    [
+        ("column", Style(Kind.COLUMN)),
+        ("column:2", Style(Kind.COLUMN, None, (2,))),
+        ("row", Style(Kind.ROW)),
+        ("summed", Style(Kind.SUMMED)),
+        ("vocab", Style(Kind.VOCAB)),
+        ("whole", Style(Kind.WHOLE)),
+        ("gathered_column", Style(Kind.GATHERED_COLUMN)),
+        ("fused_column:concatenated:3", Style(Kind.FUSED_COLUMN, Layout.CONCATENATED, (3,))),
+        ("fused_column:concatenated:64,16,16", Style(Kind.FUSED_COLUMN, Layout.CONCATENATED, (64, 16, 16))),
+        ("fused_column:interleaved", Style(Kind.FUSED_COLUMN, Layout.INTERLEAVED)),
+        ("fused_column:interleaved:12", Style(Kind.FUSED_COLUMN, Layout.INTERLEAVED, (12,))),
+        ("fused_column:grouped:4", Style(Kind.FUSED_COLUMN, Layout.GROUPED, (4,))),
+    ],
+)
+def test_a_style_is_read_from_text(text, style):
+    assert parse_style(text) == style
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "colwise",
+        "",
+        "row:3",
+        "column:3:4",
+        "column:3,4",
+        "column:",
+        "fused_column",
+        "fused_column:concatenated",
+        "fused_column:concatenated:0",
+        "fused_column:concatenated:a",
+        "fused_column:grouped:1,2",
+        "fused_column:stacked:3",
+        None,
+        7,
+    ],
+)
+def test_what_is_no_style_is_refused_with_those_that_are(text):
+    message = (
+        "a tensor-parallel style is one of column[:<heads>], gathered_column, row, vocab, summed, whole, "
+        "fused_column:concatenated:<number of parts or their widths>, fused_column:interleaved[:<heads>], "
+        f"fused_column:grouped[:<groups>]: got {text!r}."
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        parse_style(text)
