@@ -60,6 +60,10 @@ class StageRun:
         dice: of the forward.
         recomputable: units of which only the inputs are kept.
         modules: the units, by name.
+
+    Attributes:
+        again: what activation checkpointing may call again, by unit and random seed.
+        leavings: what units of other stages were made to leave on their modules, to be undone.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class StageRun:
         self._own = {call.name for place, call in enumerate(plan.calls) if self.is_own(place)}
         self._next = 0
         self._inside = False
-        self._leavings: list[Leavings] = []
+        self.leavings: list[Leavings] = []
         self.again: dict[tuple[str, int], _Again] = {}
 
     def __call__(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,7 +159,7 @@ class StageRun:
         leavings = self._leavings_of(call)
         if leavings is not None:
             leavings.repeat(left if call.name not in self._own else self._arrived(left), added)
-            self._leavings.append(leavings)
+            self.leavings.append(leavings)
         if call.changed or call.refers:
             given = Given(inputs)
             given.repeat(call.changed, changes)
@@ -166,11 +170,6 @@ class StageRun:
         """Those that are no placeholders; of a unit that also runs here, which may have made what they stand for."""
         here = {id(value) for value in self._values.values()}
         return {key: value for key, value in left.items() if here.issuperset(map(id, tensors_in(value)))}
-
-    def restore_attributes(self) -> None:
-        """Undo what units of other stages were made to leave on their modules."""
-        while self._leavings:
-            self._leavings.pop().restore()
 
     def _stand_in(self, call: UnitCall, at: Value, arguments: list[Tensor]) -> Any:
         spec = call.leaves[at.leaf]
@@ -226,6 +225,7 @@ class Replay:
     def __init__(self, again: Mapping[tuple[str, int], _Again], run: StageRun, device: torch.device):
         self._again = again
         self._run = run
+        self.leavings = run.leavings
         self._device = device
         self._inside = False
 
@@ -240,10 +240,6 @@ class Replay:
             return forward(*args, **kwargs)
         finally:
             self._inside = before
-
-    def restore_attributes(self) -> None:
-        """Undo what units of other stages were made to leave on their modules."""
-        self._run.restore_attributes()
 
     def _find(self, name: str) -> _Again | None:
         calls = [again for (unit, _), again in self._again.items() if unit == name]

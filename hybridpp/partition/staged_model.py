@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from hybridpp.config import PartitionConfig, PipelineGradientCheckpointConfig
 from hybridpp.errors import HybridppError, PartitionError
+from hybridpp.partition.attributes import Leavings
 from hybridpp.partition.blocks import dissect, finest_units
 from hybridpp.partition.calls import Trace
 from hybridpp.partition.cut import CutPoint, assign_stages, check_uncut, choose_cut, named_blocks
@@ -83,7 +84,7 @@ class StagedModel:
         self._cut: tuple[CutPoint, ...] = ()
         self._blocks: tuple[str, ...] = ()
         self._running = False
-        self._last_run: StageRun | None = None
+        self._leavings: list[Leavings] = []
         self._hollows: list[Slot] = []
         self._seen: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
         self._replays: dict[tuple[int, int], Replay] = {}
@@ -229,9 +230,8 @@ class StagedModel:
 
     def _restore_attributes(self) -> None:
         """Forget what units of other stages left: it stays until here for a criterion that looks for it."""
-        if self._last_run is not None:
-            self._last_run.restore_attributes()
-        self._last_run = None
+        while self._leavings:
+            self._leavings.pop().restore()
 
     def _stage_run(
         self, plan: StagePlan, received: Sequence[Tensor], dice: Dice, recomputable: Recomputable
@@ -263,7 +263,9 @@ class StagedModel:
         dice = Dice(key, self._device)
         recomputable = self._recomputable[plan.stage] if recompute else _NOTHING
         self._restore_attributes()
-        self._last_run = run = self._stage_run(plan, received, dice, recomputable)
+        run = self._stage_run(plan, received, dice, recomputable)
+        # Of the run this alone: it holds activations.
+        self._leavings = run.leavings
         try:
             with (
                 self._entered(),
@@ -303,8 +305,8 @@ class StagedModel:
             self._interceptor.active(replay) if replay else nullcontext(),
         ):
             yield
-        if replay:
-            replay.restore_attributes()
+        self._leavings = replay.leavings if replay else []
+        self._restore_attributes()
 
 
 _WHOLE = {0: StagePlan()}

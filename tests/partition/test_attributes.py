@@ -1,6 +1,8 @@
 """What blocks leave on themselves travels to the glue that reads it, or is refused by name."""
 
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -89,3 +91,21 @@ def test_a_tensor_left_where_nobody_can_follow_it_is_refused():
     )
     with pytest.raises(PartitionError, match=f"^{re.escape(text)}"):
         run(GlobalList, pp_size=2)
+
+
+def test_nothing_is_held_of_a_forward_that_is_over():
+    """Neither what was received nor what was sent."""
+
+    def step():
+        booster, model, _ = boosted(user_models.Base(), None, BATCHES[0], pp_size=2, num_microbatches=2)
+        seen = []
+        for block in model.blocks:
+            block.register_forward_hook(lambda module, inputs, output: seen.append(weakref.ref(output)))
+        with torch.no_grad():
+            booster.execute_pipeline(iter(BATCHES), model, squares)
+        gc.collect()
+        return [output() for output in seen]
+
+    for held in Loopback(2).run(step):
+        assert held
+        assert not any(isinstance(output, torch.Tensor) for output in held)
