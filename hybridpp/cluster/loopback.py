@@ -221,6 +221,14 @@ class LoopbackGroup:
         pending.wait()
         return [parts[member].clone() for member in range(self.size)]
 
+    def all_gather_along(self, tensor: Tensor, dim: int) -> Tensor:
+        return torch.cat(self.all_gather(tensor), dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        total = tensor.detach().clone()
+        self.all_reduce(total).wait()
+        return total.chunk(self.size, dim)[self.rank].contiguous()
+
     def _mailbox(self, source: int, target: int) -> _Mailbox:
         box: _Mailbox = self._shared.setdefault((self._key, source, target), _Mailbox())
         return box

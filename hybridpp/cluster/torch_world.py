@@ -56,6 +56,20 @@ class TorchGroup:
         dist.all_gather(parts, source, group=self.process_group)
         return [part.to(tensor.device) for part in parts]
 
+    def all_gather_along(self, tensor: Tensor, dim: int) -> Tensor:
+        return torch.cat(self.all_gather(tensor.contiguous()), dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        if self._host_only:
+            # gloo scatters no faster than it sums everywhere.
+            total = tensor.clone(memory_format=torch.contiguous_format)
+            self.all_reduce(total).wait()
+            return total.chunk(self.size, dim)[self.rank].contiguous()
+        parts = [part.contiguous() for part in tensor.chunk(self.size, dim)]
+        mine = torch.empty_like(parts[self.rank])
+        dist.reduce_scatter(mine, parts, group=self.process_group)
+        return mine
+
     def send(self, tensor: Tensor, peer: int) -> Work:
         if self._staged(tensor):
             host = tensor.cpu()

@@ -45,6 +45,12 @@ class Group(Protocol):
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every member's ``tensor``, in the group's order; all of one shape and dtype. Collective."""
 
+    def all_gather_along(self, tensor: Tensor, dim: int) -> Tensor:
+        """Every member's ``tensor`` side by side along ``dim``, in the group's order; all of one shape. Collective."""
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """This member's part of the group's sum, in ``size`` equal parts along ``dim``. Collective."""
+
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Start to send a contiguous tensor to the member ``peer`` (its place in the group)."""
 

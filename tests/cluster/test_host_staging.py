@@ -19,6 +19,8 @@ def _exchange():
     total = mine.clone()
     work = group.all_reduce(total)
     work.wait()
+    assert group.all_gather_along(mine, 0).tolist() == [1.0] * 3 + [2.0] * 3
+    assert group.reduce_scatter(torch.arange(4.0), 0).tolist() == [[0.0, 2.0], [4.0, 6.0]][group.rank]
     return theirs.tolist(), total.tolist(), [part.tolist() for part in group.all_gather(mine)]
 
 

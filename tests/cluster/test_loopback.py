@@ -27,6 +27,20 @@ def test_collectives():
     assert Loopback(3).run(run) == [([3.0, 30.0], [0, 1, 2])] * 3
 
 
+def test_parts_are_gathered_and_sums_scattered_along_a_dimension():
+    def run():
+        group = current_world().split([[0, 1]])
+        mine = torch.tensor([[0.0, 1.0], [2.0, 3.0]]) + 10 * group.rank
+        return [
+            group.all_gather_along(mine, 1).tolist(),
+            group.reduce_scatter(mine, 0).tolist(),
+            group.reduce_scatter(mine, -1).tolist(),
+        ]
+
+    side_by_side = [[0, 1, 10, 11], [2, 3, 12, 13]]
+    assert Loopback(2).run(run) == [[side_by_side, [[10, 12]], [[10], [14]]], [side_by_side, [[14, 16]], [[12], [16]]]]
+
+
 def test_a_group_numbers_its_members_by_rank_whatever_the_order_of_the_list():
     def run():
         group = current_world().split([[2, 0], [1]])

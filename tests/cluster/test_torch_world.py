@@ -14,6 +14,9 @@ def exercise():
     pair.all_reduce(total).wait()
     alone.all_reduce(torch.ones(1)).wait()
     gathered = pair.all_gather(torch.tensor([world.rank], dtype=torch.float64))
+    column = torch.arange(4.0).reshape(2, 2).t() + 10 * world.rank  # not contiguous
+    along = [pair.all_gather_along(column, dim) for dim in (0, 1)]
+    scattered = [pair.reduce_scatter(column, dim) for dim in (0, 1)]
     peer = 1 - pair.rank
     received = [torch.zeros(3, dtype=torch.bfloat16), torch.zeros(())]
     works = [pair.receive(tensor, peer) for tensor in received]
@@ -27,6 +30,9 @@ def exercise():
         "none": world.split([[0]]) is None,
         "sum": total.tolist(),
         "gathered": [part.tolist() for part in gathered],
+        "along": [part.tolist() for part in along],
+        "scattered": [(part.tolist(), part.is_contiguous()) for part in scattered],
+        "unchanged": column.tolist(),
         "received": [tensor.tolist() for tensor in received],
         "control": [part.item() for part in world.control().all_gather(torch.tensor(world.rank))],
     }
@@ -58,6 +64,9 @@ def test_processes_and_in_process_ranks_communicate_alike():
         "none": False,
         "sum": [3.0, 10.0],
         "gathered": [[0.0], [1.0]],
+        "along": [[[0, 2], [1, 3], [10, 12], [11, 13]], [[0, 2, 10, 12], [1, 3, 11, 13]]],
+        "scattered": [([[10, 14]], True), ([[10], [12]], True)],
+        "unchanged": [[0, 2], [1, 3]],
         "received": [[1.0, 1.0, 1.0], 11.0],
         "control": [0, 1],
     }
