@@ -28,6 +28,10 @@ class Precision(StrEnum):
             raise ConfigError(f"precision is one of {', '.join(cls)}: got {name!r}.") from None
 
 
+# torch's dtypes as text: there is no torch here.
+_DTYPE_NAMES = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16"}
+
+
 def _require_positive(owner: str, **values: float) -> None:
     for name, value in values.items():
         if value <= 0:
@@ -273,14 +277,29 @@ class OptimizerConfig:
     Attributes:
         max_norm: global gradient norm above which all gradients are scaled down; 0 leaves them alone.
         ddp_bucket_cap_mb: size of the flat buffers that gradients are reduced in, in MB (2**20 bytes).
+        communication_dtype: what gradients are rounded to on their way between replicas: ``"fp32"``, ``"fp16"``,
+            ``"bf16"`` or torch's dtype; None: the fp32 they are added up in.
         loss_scale: the fp16 loss scale.
     """
 
     max_norm: float = 0.0
     ddp_bucket_cap_mb: float = 25.0
+    communication_dtype: Any = None
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
 
+    @property
+    def communication_precision(self) -> Precision | None:
+        """``communication_dtype``, whichever way it was given."""
+        given = self.communication_dtype
+        if given is None:
+            return None
+        name = _DTYPE_NAMES.get(str(given), str(given))
+        if name not in set(Precision):
+            raise ConfigError(f"communication_dtype is one of {', '.join(Precision)}, or None: got {given!r}.")
+        return Precision(name)
+
     def __post_init__(self) -> None:
+        _ = self.communication_precision
         if self.max_norm < 0:
             raise ConfigError(f"max_norm is a gradient norm, or 0 for no clipping: got max_norm={self.max_norm}.")
         _require_positive("gradient reduction", ddp_bucket_cap_mb=self.ddp_bucket_cap_mb)

@@ -7,11 +7,9 @@ from enum import Enum, auto
 import torch
 from torch import Tensor, nn
 
-from hybridpp.cluster import Group, Work
+from hybridpp.cluster import Group
+from hybridpp.data_parallel.bucket import Bucket, chunks
 from hybridpp.errors import ConfigError
-
-# Views start at multiples of this many elements, so that vector loads of every kernel are aligned.
-_ALIGNMENT = 16
 
 _UNKNOWN_BACKWARD = (
     "a backward pass that hybridpp does not know of reached a boosted model's parameters: its gradients would not be "
@@ -25,30 +23,11 @@ class _State(Enum):
     REDUCED = auto()
 
 
-class _Bucket:
-    """Some parameters' gradients side by side in one buffer."""
-
-    def __init__(self, parameters: dict[str, nn.Parameter]):
-        starts = [0]
-        for parameter in parameters.values():
-            starts.append(starts[-1] + -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT)
-        first = next(iter(parameters.values()))
-        # Behind the gradients one flag per parameter: reduced in the same message, it says who reached it.
-        self.flat = torch.zeros(starts[-1] + len(parameters), dtype=_accumulation_dtype(first), device=first.device)
-        self.flags = self.flat[starts[-1] :]
-        self.views = {
-            name: self.flat.as_strided(parameter.size(), _strides(parameter), start)
-            for (name, parameter), start in zip(parameters.items(), starts, strict=False)
-        }
-        self.missing: set[str] = set()
-        self.work: Work | None = None
-
-
 class GradientBuckets:
     """Owns the gradients of a rank's parameters: accumulates them over micro-batches and calls, and reduces them.
 
     Accumulation is in fp32 (float64 for float64 parameters). While gradients are wanted, ``parameter.grad`` is a view
-    into the buckets where the dtypes agree; a half-precision parameter has none.
+    into the buckets, if they are ``visible`` and the dtypes agree; otherwise it is None.
 
     The rule for every precision: backward passes add up until ``consume`` (an optimizer step) is called; the next one
     then starts from zero. Gradients are summed over the replicas; what makes them a mean is the weight of the losses.
@@ -58,6 +37,8 @@ class GradientBuckets:
         group: the replicas.
         capacity_mib: size of a bucket.
         shared: for a parameter that several stages hold, the group of those stages.
+        communication_dtype: what gradients are rounded to on their way between replicas; None: as accumulated.
+        visible: whether to show them as ``parameter.grad``.
     """
 
     def __init__(
@@ -66,14 +47,18 @@ class GradientBuckets:
         group: Group,
         capacity_mib: float,
         shared: Mapping[str, Group] | None = None,
+        communication_dtype: torch.dtype | None = None,
+        visible: bool = True,
     ):
         self._group = group
         self._parameters = dict(parameters)
         # Backward meets the last parameters first: their bucket is full first.
-        self._buckets = [_Bucket(chunk) for chunk in _chunks(dict(reversed(list(parameters.items()))), capacity_mib)]
+        self._buckets = [Bucket(chunk) for chunk in chunks(dict(reversed(list(parameters.items()))), capacity_mib)]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.views}
         self.gradients: dict[str, Tensor] = {name: self._bucket_of[name].views[name] for name in parameters}
         self._shared = dict(shared or {})
+        self._communication_dtype = communication_dtype
+        self._visible = visible
         self._used: set[str] = set()
         self._postponed: set[str] = set()
         self._state = _State.CONSUMED
@@ -98,13 +83,16 @@ class GradientBuckets:
             self.zero()
         for name, parameter in self._parameters.items():
             view = self.gradients[name]
-            if parameter.dtype == view.dtype and parameter.grad is not view:
+            if self._shows(name) and parameter.grad is not view:
                 # Set to None from outside (module.zero_grad()) or never set: either way it counts as zero.
                 view.zero_()
                 parameter.grad = view
         if self._state is _State.REDUCED:
             self._keep_one_copy()
         self._state = _State.LOCAL
+
+    def _shows(self, name: str) -> bool:
+        return self._visible and self._parameters[name].dtype == self.gradients[name].dtype
 
     def _keep_one_copy(self) -> None:
         """Before more is added to sums: the next reduction must count them once."""
@@ -156,7 +144,7 @@ class GradientBuckets:
             self._used.add(name)
             gradient = parameter.grad
             if gradient is not None and gradient is not view:
-                if gradient.dtype == view.dtype:
+                if self._shows(name):
                     view.copy_(gradient)
                     parameter.grad = view
                 else:
@@ -179,8 +167,7 @@ class GradientBuckets:
         for bucket in self._buckets[self._num_launched :]:
             if only_full and bucket.missing:
                 return
-            bucket.flags.copy_(torch.tensor([float(name in self._used) for name in bucket.views]))
-            bucket.work = self._group.all_reduce(bucket.flat)
+            bucket.send_off(self._group, self._used, self._communication_dtype)
             self._num_launched += 1
 
     def finish(self) -> None:
@@ -195,9 +182,7 @@ class GradientBuckets:
                 self._num_launched = 0
             self._launch(only_full=False)
             for bucket in self._buckets:
-                assert bucket.work is not None
-                bucket.work.wait()
-                bucket.work = None
+                bucket.complete()
         self._in_last_backward = False
         for name, group in self._shared.items():
             group.all_reduce(self.gradients[name]).wait()
@@ -220,9 +205,7 @@ class GradientBuckets:
             self._launch(only_full=False)
 
     def unused(self) -> list[str]:
-        """Parameters that no backward pass has reached on any replica since the last ``consume``."""
-        if self._state is _State.CONSUMED:
-            return list(self.gradients)
+        """Parameters whose gradients no backward pass has reached on any replica."""
         unused = [name for name in self.gradients if name not in self._used]
         if self._group.size > 1 and unused:
             flags = [flag for bucket in self._buckets for flag in zip(bucket.views, bucket.flags.tolist(), strict=True)]
@@ -236,7 +219,7 @@ class GradientBuckets:
             return
         for name, parameter in self._parameters.items():
             view = self.gradients[name]
-            if parameter.dtype != view.dtype or parameter.grad is view:
+            if not self._shows(name) or parameter.grad is view:
                 continue
             if parameter.grad is None:
                 view.zero_()
@@ -250,8 +233,25 @@ class GradientBuckets:
         """After an error in the middle of a step: forget what was added up, and whatever was under way."""
         self._in_last_backward = False
         for bucket in self._buckets:
-            bucket.work = None
+            bucket.abandon()
         self._state = _State.CONSUMED
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Inside, gradients add up from zero and are not reduced; behind, everything is as it was before.
+
+        The sums wait in host memory.
+        """
+        host = [bucket.flat.cpu() for bucket in self._buckets]
+        used, state = set(self._used), self._state
+        try:
+            with self.no_sync():
+                self.zero()
+                yield
+        finally:
+            self._used, self._state, self._in_last_backward = used, state, False
+            for bucket, flat in zip(self._buckets, host, strict=True):
+                bucket.flat.copy_(flat)
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
@@ -274,30 +274,3 @@ class GradientBuckets:
     def consume(self) -> None:
         """Mark the gradients as used: they stay readable until the next backward pass, which starts from zero."""
         self._state = _State.CONSUMED
-
-
-def _accumulation_dtype(parameter: Tensor) -> torch.dtype:
-    return torch.promote_types(parameter.dtype, torch.float32)
-
-
-def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """The parameter's own strides where it fills its memory (fused optimizers demand it), else contiguous ones."""
-    return torch.empty_like(parameter, device="meta").stride()
-
-
-def _chunks(parameters: dict[str, nn.Parameter], capacity_mib: float) -> Iterator[dict[str, nn.Parameter]]:
-    """Consecutive parameters of one kind, up to the capacity."""
-    chunk: dict[str, nn.Parameter] = {}
-    size = 0
-    kind = None
-    for name, parameter in parameters.items():
-        dtype = _accumulation_dtype(parameter)
-        nbytes = parameter.numel() * dtype.itemsize
-        if chunk and (size + nbytes > capacity_mib * 2**20 or kind != (dtype, parameter.device)):
-            yield chunk
-            chunk, size = {}, 0
-        chunk[name] = parameter
-        size += nbytes
-        kind = (dtype, parameter.device)
-    if chunk:
-        yield chunk

@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def norms(gradients: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of each gradient, as float64 on the host; reading it is the only wait for the device."""
+    """The 2-norm of each gradient, as float64 where the gradients are: nothing waits for the device."""
     if not gradients:
         return torch.empty(0, dtype=torch.float64)
-    return torch.stack(torch._foreach_norm(list(gradients))).double().cpu()
+    return torch.stack(torch._foreach_norm(list(gradients))).double()
 
 
 def total_norm(parts: Iterable[float]) -> float:

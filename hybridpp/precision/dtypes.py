@@ -9,6 +9,11 @@ from hybridpp.config import Precision
 _HALF = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 
 
+def dtype_of(precision: Precision | None) -> torch.dtype | None:
+    """torch's dtype of that name; None for fp32, where nothing is rounded."""
+    return None if precision is None else _HALF.get(precision)
+
+
 def working_dtype(model: nn.Module, precision: Precision) -> torch.dtype | None:
     """The dtype of a model's working weights and activations; None leaves the model's own.
 

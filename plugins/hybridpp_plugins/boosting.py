@@ -15,10 +15,11 @@ from hybridpp.errors import ConfigError
 from hybridpp.partition import StagedModel
 from hybridpp.pipeline import Executor, Transport, WeightGradients, call_arguments
 from hybridpp.plugin import Boosted
-from hybridpp.precision import MasterWeights, cast, casts, working_dtype
+from hybridpp.precision import MasterWeights, cast, casts, dtype_of, working_dtype
+from hybridpp_plugins.agreed_norm import AgreedNorm
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.layout import Layout
-from hybridpp_plugins.optimizer import HybridOptimizer, NormPlan
+from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.planning import Planner
 from hybridpp_plugins.sample import NO_SAMPLES, Samples
 from hybridpp_plugins.settings import Settings
@@ -186,13 +187,20 @@ def _training(
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     groups = layout.groups_within_pipelines(sorted({ranks for ranks in holders.values() if len(ranks) > 1}))
     shared = {name: groups[holders[name]] for name in trainable if len(holders[name]) > 1}
-    buckets = GradientBuckets(trainable, layout.dp, settings.optimizer.ddp_bucket_cap_mb, shared)
+    buckets = GradientBuckets(
+        trainable,
+        layout.dp,
+        settings.optimizer.ddp_bucket_cap_mb,
+        shared,
+        communication_dtype=dtype_of(settings.optimizer.communication_precision),
+        visible=settings.precision is Precision.FP32,
+    )
     counted_at = [ranks[0] for ranks in holders.values()]
-    norm_plan = NormPlan(
+    norm = AgreedNorm(
         control=layout.control,
         ranks=layout.pipelines[0],
         counted=tuple(name for name in trainable if holders[name][0] == layout.here.pp),
         width=max(counted_at.count(rank) for rank in range(layout.grid.pp_size)) if counted_at else 0,
     )
-    boosted = HybridOptimizer(optimizer, buckets, masters, trainable, norm_plan, settings.optimizer, settings.precision)
+    boosted = HybridOptimizer(optimizer, buckets, masters, trainable, norm, settings.optimizer, settings.precision)
     return buckets, boosted

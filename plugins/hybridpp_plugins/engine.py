@@ -29,6 +29,7 @@ from hybridpp.pipeline import (
 )
 from hybridpp.plugin import Criterion
 from hybridpp.precision import MasterWeights
+from hybridpp_plugins.closing import close_step
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.planning import Planner
@@ -150,7 +151,7 @@ class Engine:
                 result = self.executor.run(program, task, recorder)
             if training and self.buckets is not None:
                 self.buckets.finish()
-            loss = self._loss(batch, reports, result) if criterion is not None else None
+            loss = self._close(batch, result, training) if criterion is not None else None
         except BaseException:
             if training and self.buckets is not None:
                 self.buckets.discard()
@@ -217,28 +218,19 @@ class Engine:
             max_stored_microbatches=(recomputation.max_stored_microbatches or 0) if recomputation else 0,
         )
 
-    def _loss(self, batch: SplitBatch, reports: list[Report], result: StepResult) -> torch.Tensor:
-        """The mean loss over this replica's batch, told to every rank by the last stages. Collective: all ranks."""
-        total, bad = 0.0, -1.0
-        if any(result.has_loss):
-            values = result.losses.tolist()  # the step's one wait for the device
-            values_at = {place: value for place, value in enumerate(values) if result.has_loss[place]}
-            bad = float(next((place for place, value in values_at.items() if not math.isfinite(value)), -1))
-            # The bad one stands for all: a sum of infinities would raise on this rank alone.
-            kept = {place: value for place, value in values_at.items() if bad in (-1, place)}
-            total = math.fsum(value * batch.microbatches[place].share for place, value in kept.items())
-        rows = self.layout.control.all_gather(torch.tensor([total, bad], dtype=torch.float64))
-        for ranks in self.layout.pipelines:
-            value, place = rows[ranks[self._last_place]].tolist()
-            if place >= 0:
-                kind = "NaN" if math.isnan(value) else "infinite"
-                raise NonFiniteLossError(
-                    f"the loss of micro-batch {int(place)} is {kind} (stage {self.staged.num_stages - 1} of "
-                    f"{self.staged.num_stages}, rank {ranks[self._last_place]}). Check the inputs and the learning "
-                    "rate; in fp16, activations overflow beyond 65504: bf16 has the range of fp32."
-                )
-        mine = rows[self.layout.pipelines[self.layout.here.dp][self._last_place]]
-        return torch.tensor(float(mine[0]), dtype=torch.float32, device=self.device)
+    def _close(self, batch: SplitBatch, result: StepResult, training: bool) -> torch.Tensor:
+        """The mean loss over this replica's batch; the optimizer learns the norm. Collective: all ranks."""
+        early = training and self.optimizer is not None and self.optimizer.tells_norm_early
+        closing = close_step(self.layout, self._last_place, batch, result, self.optimizer if early else None)
+        if closing.bad_loss is not None:
+            value, place, rank = closing.bad_loss
+            kind = "NaN" if math.isnan(value) else "infinite"
+            raise NonFiniteLossError(
+                f"the loss of micro-batch {place} is {kind} (stage {self.staged.num_stages - 1} of "
+                f"{self.staged.num_stages}, rank {rank}). Check the inputs and the learning "
+                "rate; in fp16, activations overflow beyond 65504: bf16 has the range of fp32."
+            )
+        return torch.tensor(closing.loss, dtype=torch.float32).to(self.device, non_blocking=True)
 
 
 def _nothing(pending: Collection[str] | None = None) -> None:

@@ -4,37 +4,19 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hybridpp.cluster import Group, get_dist_logger
+from hybridpp.cluster import get_dist_logger
 from hybridpp.config import OptimizerConfig, Precision
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.errors import ConfigError
-from hybridpp.optim import norms, total_norm
 from hybridpp.precision import LossScale, MasterWeights, after_step
+from hybridpp_plugins.agreed_norm import AgreedNorm
 from hybridpp_plugins.unfilled import Unfilled
-
-
-@dataclass(frozen=True)
-class NormPlan:
-    """How the ranks put the global gradient norm together.
-
-    Attributes:
-        control: all ranks of the world.
-        ranks: those of one replica, whose parts make up the norm.
-        counted: this rank's parameters that count here; one that several stages hold counts once.
-        width: the most parameters that any rank counts.
-    """
-
-    control: Group
-    ranks: tuple[int, ...]
-    counted: tuple[str, ...]
-    width: int
 
 
 class HybridOptimizer(Optimizer):
@@ -43,11 +25,15 @@ class HybridOptimizer(Optimizer):
     One rule for all precisions: ``step`` uses the gradients up. Backward passes add up until the next ``step``, and
     the first one after it starts from zero, whether or not ``zero_grad`` is called.
 
+    In fp32 ``parameter.grad`` is the gradient; in half precision it is None, and :meth:`gradients` has it.
+
     Attributes:
         skipped_steps: steps left out because a gradient overflowed (fp16).
         applied_steps: steps that were taken.
         last_step_skipped: whether the last one was.
         unfilled: weights of the model that wait for ``load_model``.
+        norm: how ranks put the gradient norm together.
+        overflow_report: where the last overflow came from, as far as it was looked for; "" before one.
     """
 
     def __init__(
@@ -56,7 +42,7 @@ class HybridOptimizer(Optimizer):
         buckets: GradientBuckets,
         masters: MasterWeights,
         parameters: Mapping[str, nn.Parameter],
-        norm_plan: NormPlan,
+        norm: AgreedNorm,
         config: OptimizerConfig,
         precision: Precision,
     ):
@@ -65,15 +51,20 @@ class HybridOptimizer(Optimizer):
         self.applied_steps = 0
         self.last_step_skipped = False
         self.unfilled = Unfilled(())
+        self.overflow_report = ""
         self._optimizer = optimizer
         self._buckets = buckets
         self._masters = masters
         self._targets = {name: masters.masters.get(name, parameter) for name, parameter in parameters.items()}
-        self._norm_plan = norm_plan
+        self.norm = norm
         self._config = config
         self._scales = precision is Precision.FP16
+        self._half = precision is not Precision.FP32
         self._state = LossScale(config.loss_scale.initial_scale if self._scales else 1.0)
         self._norm: float | None = None
+        self._bad: tuple[str, ...] = ()
+        # What the gradients that are held are multiplied by.
+        self._held_scale = 1.0
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute in the base class
@@ -109,39 +100,77 @@ class HybridOptimizer(Optimizer):
         Collective: all replicas, unless inside ``booster.no_sync``.
         """
         self.unfilled.check()
-        self._norm = None
-        self._buckets.begin()
+        self.begin_accumulation()
         self._buckets.last_backward()
-        num_replicas = self._norm_plan.control.size // len(self._norm_plan.ranks)
+        num_replicas = self.norm.num_replicas
         torch.autograd.backward(self.scale_loss(loss.float()) / num_replicas, *args, **kwargs)
         self._buckets.finish()
 
     def begin_accumulation(self) -> None:
         """Called before the backward passes of a pipeline step."""
         self._norm = None
+        self._held_scale = self.loss_scale
         self._buckets.begin()
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The gradients of the parameters that this rank holds, by name: copies, unscaled and in fp32.
+
+        Between backward and ``step``, what ``step`` will use; behind it, what it used, clipped. A parameter that no
+        backward pass reached has none.
+
+        Collective: all replicas of this stage, if gradients are still to be reduced.
+        """
+        self._buckets.finish()
+        unused = set(self._buckets.unused())
+        held = [(name, gradient) for name, gradient in self._buckets.gradients.items() if name not in unused]
+        return ((name, gradient / self._held_scale) for name, gradient in held)
 
     def get_grad_norm(self) -> float:
         """The 2-norm of the whole model's gradient, unscaled and before clipping, as of the last backward or step.
 
-        Collective: all ranks, unless ``step`` already computed it (fp16, or ``max_norm`` > 0).
+        Collective: all ranks, unless it is known already (fp16, or ``max_norm`` > 0).
         """
         if self._norm is None:
             self._buckets.finish()
-            self._norm = self._agreed_norm() / self.loss_scale
+            self.take_norms(self.norm.gather(self._buckets.gradients))
+        assert self._norm is not None
         return self._norm
 
-    def _agreed_norm(self) -> float:
-        """The norm over all ranks of the scaled gradients, or inf or NaN, the same on every rank."""
-        plan = self._norm_plan
-        parts = norms([self._buckets.gradients[name] for name in plan.counted])
-        padded = torch.zeros(plan.width, dtype=torch.float64)
-        padded[: parts.numel()] = parts
-        rows = plan.control.all_gather(padded)
-        values = torch.stack(rows)
-        if not bool(torch.isfinite(values).all()):
-            return math.nan if bool(values.isnan().any()) else math.inf
-        return total_norm(part for rank in plan.ranks for part in rows[rank].tolist())
+    @property
+    def tells_norm_early(self) -> bool:
+        """Whether ``step`` will need the norm, and nobody can change the gradients before without the optimizer.
+
+        Then the ranks tell it each other together with the loss. In fp32, users may write to ``parameter.grad``.
+        """
+        return self._half and self._needs_norm and self._buckets.is_syncing
+
+    @property
+    def _needs_norm(self) -> bool:
+        return self._scales or self._config.max_norm > 0
+
+    def norm_parts(self) -> Tensor:
+        """The norms of the gradients that count on this rank, scaled, still on the device."""
+        return self.norm.parts(self._buckets.gradients)
+
+    def take_norms(self, rows: list[Tensor]) -> None:
+        """Take over every rank's norms, as messages of ``norm``; the same on every rank."""
+        self._norm = self.norm.total(rows) / self._held_scale
+        self._bad = self.norm.not_finite(rows)
+
+    @property
+    def has_overflow(self) -> bool:
+        """Whether the step will be skipped, as far as it is known already; the same on every rank."""
+        return self._scales and self._norm is not None and not math.isfinite(self._norm)
+
+    @property
+    def bad_gradients(self) -> tuple[str, ...]:
+        """Parameters counted on this rank whose gradient was not finite when the norm was last taken."""
+        return self._bad
+
+    @property
+    def will_warn(self) -> bool:
+        """Whether the next skipped step is told: the first one, and then ever more rarely: 10, 100, …"""
+        return math.log10(self.skipped_steps + 1).is_integer()
 
     def clip_grad_by_norm(self, max_norm: float) -> float:
         """Scale the gradients down to a global norm of at most ``max_norm``; returns the norm before. Collective."""
@@ -154,7 +183,7 @@ class HybridOptimizer(Optimizer):
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Bring every element of the gradients into ``[-clip_value, clip_value]``. Collective if still unreduced."""
         self._buckets.finish()
-        self._buckets.clamp(clip_value * self.loss_scale)
+        self._buckets.clamp(clip_value * self._held_scale)
         self._norm = None
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closure, no loss
@@ -176,13 +205,14 @@ class HybridOptimizer(Optimizer):
         self._buckets.adopt()
         self._masters.from_working()
         self._buckets.finish()
-        factor = 1.0 / self.loss_scale
-        if self._scales or self._config.max_norm > 0:
+        factor = 1.0 / self._held_scale
+        if self._needs_norm:
             norm = self.get_grad_norm()
             if self._scales and self._skip_on_overflow(not math.isfinite(norm)):
                 return
             factor *= _clip_factor(norm, self._config.max_norm)
         self._buckets.scale(factor)
+        self._held_scale = 1.0
         with self._lent_gradients():
             self._optimizer.step()
         self._masters.to_working()
@@ -194,17 +224,27 @@ class HybridOptimizer(Optimizer):
         self._state = after_step(before, overflow, self._config.loss_scale)
         self.last_step_skipped = overflow
         if overflow:
+            self._tell_skipped(before.scale)
             self.skipped_steps += 1
             self._buckets.consume()
-            # The first one, and then ever more rarely: 10, 100, …
-            level = logging.WARNING if math.log10(self.skipped_steps).is_integer() else logging.DEBUG
-            get_dist_logger().log(
-                level,
-                f"a gradient overflowed in fp16: step skipped, loss scale {before.scale:g} -> {self._state.scale:g} "
-                f"({self.skipped_steps} steps so far, see optimizer.skipped_steps)",
+        elif not before.settled and self.skipped_steps:
+            get_dist_logger().warning(
+                f"the loss scale was found: {before.scale:g}, after {self.skipped_steps} skipped steps. Pass "
+                f"initial_scale={before.scale:g} to keep them.",
                 ranks=[0],
             )
         return overflow
+
+    def _tell_skipped(self, scale: float) -> None:
+        report = self.overflow_report or "see optimizer.bad_gradients on each rank"
+        floor = scale == self._config.loss_scale.min_scale
+        get_dist_logger().log(
+            logging.WARNING if self.will_warn else logging.DEBUG,
+            f"a gradient overflowed in fp16: step skipped, loss scale {scale:g} -> {self._state.scale:g}"
+            f"{', the least that min_scale allows' if floor else ''} "
+            f"({self.skipped_steps + 1} steps so far, see optimizer.skipped_steps): {report}",
+            ranks=[0],
+        )
 
     @contextmanager
     def _lent_gradients(self) -> Iterator[None]:

@@ -30,7 +30,6 @@ _NOT_BUILT: dict[str, Any] = {
     "enable_jit_fused": False,
     "zero_bucket_size_in_m": None,
     "cpu_offload": False,
-    "communication_dtype": None,
     "overlap_allgather": False,
     "dp_outside": True,
     "broadcast_buffers": False,

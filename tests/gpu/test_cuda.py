@@ -1,6 +1,7 @@
 """One CUDA device: alone, and shared by several ranks through host memory."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -69,6 +70,25 @@ def test_an_fp16_overflow_on_cuda_skips_the_step():
     handle.remove()
     assert optimizer.skipped_steps == 1
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_step_waits_for_the_device_at_most_once(precision):
+    booster, model, optimizer = boosted(
+        tiny_vit(), sgd, image_batch(2), device="cuda", num_microbatches=2, precision=precision, max_norm=1.0
+    )
+    for _ in range(3):
+        booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
+        optimizer.step()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([wait for wait in waits if "synchroniz" in str(wait.message)]) <= 1
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "zb-v"])

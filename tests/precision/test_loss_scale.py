@@ -27,8 +27,10 @@ def scales(steps, **settings):
         ([CLEAN, OVERFLOW, CLEAN, CLEAN], {}, [8, 8, 4, 4, 8]),
         ([OVERFLOW] * 3, {"backoff_factor": 0.25}, [8, 2, 1, 1]),
         # Only as many overflows in a row as hysteresis says; then it counts anew.
-        ([OVERFLOW] * 5, {"hysteresis": 2}, [8, 8, 4, 4, 2, 2]),
-        ([OVERFLOW, CLEAN, OVERFLOW, OVERFLOW], {"hysteresis": 2, "growth_interval": 9}, [8, 8, 8, 8, 4]),
+        ([CLEAN, *[OVERFLOW] * 5], {"hysteresis": 2}, [8, 8, 8, 4, 4, 2, 2]),
+        # Until the scale has worked once, it is only looked for: every overflow lowers it.
+        ([OVERFLOW] * 2 + [CLEAN, OVERFLOW], {"hysteresis": 2}, [8, 4, 2, 2, 2]),
+        ([CLEAN, OVERFLOW, CLEAN, OVERFLOW, OVERFLOW], {"hysteresis": 2, "growth_interval": 9}, [8, 8, 8, 8, 8, 4]),
         # An overflow that is let pass still ends a run of clean steps.
         ([CLEAN, OVERFLOW, CLEAN, CLEAN], {"hysteresis": 2}, [8, 8, 8, 8, 16]),
         # Never outside the limits, also where a factor would step over one.
@@ -44,11 +46,12 @@ def test_the_state_says_what_led_to_it():
     config = LossScaleConfig(initial_scale=8.0, hysteresis=3, growth_interval=10)
     state = LossScale(8.0)
     for overflow, expected in [
-        (CLEAN, LossScale(8.0, clean_steps=1)),
-        (CLEAN, LossScale(8.0, clean_steps=2)),
-        (OVERFLOW, LossScale(8.0, overflows=1)),
-        (OVERFLOW, LossScale(8.0, overflows=2)),
         (OVERFLOW, LossScale(4.0)),
+        (CLEAN, LossScale(4.0, clean_steps=1, settled=True)),
+        (CLEAN, LossScale(4.0, clean_steps=2, settled=True)),
+        (OVERFLOW, LossScale(4.0, overflows=1, settled=True)),
+        (OVERFLOW, LossScale(4.0, overflows=2, settled=True)),
+        (OVERFLOW, LossScale(2.0, settled=True)),
     ]:
         state = after_step(state, overflow, config)
         assert state == expected

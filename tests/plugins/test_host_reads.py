@@ -1,0 +1,88 @@
+"""How often the host looks at the device's numbers in a step: each time it would wait for all that was started."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support import boosted, image_batch, model_loss, sgd, tiny_vit
+from torch.overrides import TorchFunctionMode
+
+from hybridpp.cluster import Loopback
+
+_READS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "cpu", "nonzero"}
+# These read batches, or messages of the control group: both are in host memory on every machine.
+_HOST_ONLY = {
+    "handshake.py:_some_bytes",
+    "handshake.py:<listcomp>",
+    "closing.py:<dictcomp>",
+    "agreed_norm.py:total",
+    "agreed_norm.py:<genexpr>",
+    "agreed_norm.py:not_finite",
+}
+
+
+class Reads(TorchFunctionMode):
+    """Notes the place in hybridpp of everything that reads numbers of the device on the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") in _READS:
+            frame = sys._getframe(1)
+            while "/hybridpp" not in frame.f_code.co_filename:
+                frame = frame.f_back
+            place = f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"
+            if place not in _HOST_ONLY:
+                self.places.append(place)
+        return function(*args, **(kwargs or {}))
+
+
+def places(pp_size=1, calls=1, **settings):
+    """Where each rank reads the device in one step, after a first one that may do more."""
+
+    def run():
+        booster, model, optimizer = boosted(
+            tiny_vit(), sgd, image_batch(2), pp_size=pp_size, num_microbatches=3, **settings
+        )
+        for _ in range(2):
+            with Reads() as reads:
+                for _ in range(calls):
+                    booster.execute_pipeline(iter([image_batch(6)]), model, model_loss, optimizer)
+                optimizer.step()
+        return reads.places
+
+    return Loopback(pp_size).run(run)
+
+
+CLOSE = ["closing.py:close_step"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"schedule": "zb-h1"}])
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_half_precision_reads_the_device_at_most_once_a_step(precision, settings, pp_size):
+    *others, last = places(pp_size, precision=precision, **settings)
+    assert last == CLOSE, "losses and norms together"
+    needs_norm = precision == "fp16" or "max_norm" in settings
+    assert others == [CLOSE if needs_norm else []] * (pp_size - 1)
+
+
+def test_fp32_reads_it_for_the_loss_and_once_more_to_clip():
+    assert places(precision="fp32") == [CLOSE]
+    assert places(precision="fp32", max_norm=1.0) == [[*CLOSE, "agreed_norm.py:gather"]]
+
+
+def test_accumulating_calls_read_it_once_each():
+    assert places(precision="fp16", calls=2) == [CLOSE * 2]
+
+
+def test_a_read_is_noticed():
+    with Reads() as reads:
+        run = compile("def run(value): return value.item()", "/hybridpp/made_up.py", "exec")
+        scope = {}
+        exec(run, scope)
+        scope["run"](torch.ones(1))
+    assert reads.places == ["made_up.py:run"]

@@ -1,0 +1,92 @@
+"""fp16 overflow anywhere: one decision, nothing lost, and the user is told."""
+
+import functools
+import itertools
+import logging
+import math
+
+import pytest
+import torch
+from support import assert_same, boosted, image_batch, model_loss, replica_part, sgd, tiny_vit
+
+from hybridpp.cluster import Loopback, current_world
+
+BATCH = image_batch(4)
+NUM_RANKS, NUM_PARAMETERS = 4, 20  # of pp2 x dp2, and on each of them
+
+
+def test_an_infinite_gradient_of_any_single_parameter_on_any_rank_makes_all_skip():
+    def run():
+        booster, model, optimizer = boosted(
+            tiny_vit(num_layers=2),
+            functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+            image_batch(2),
+            pp_size=2,
+            precision="fp16",
+            initial_scale=2.0**10,
+            backoff_factor=0.9,
+            min_scale=0.1,
+        )
+        mine = replica_part(BATCH, booster.plugin.layout.here.dp, 2)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        parameters = list(model.parameters())
+        assert len(parameters) == NUM_PARAMETERS
+        scales = []
+        for rank, place in itertools.product(range(NUM_RANKS), range(NUM_PARAMETERS)):
+            handle = None
+            if current_world().rank == rank:
+                handle = parameters[place].register_hook(lambda gradient: torch.full_like(gradient, math.inf))
+            booster.execute_pipeline(iter([mine]), model, model_loss, optimizer)
+            optimizer.step()
+            assert optimizer.last_step_skipped
+            assert not optimizer.unwrap().state, "no momentum was touched"
+            scales.append(optimizer.loss_scale)
+            if handle is not None:
+                handle.remove()
+        assert_same(model.state_dict(), before)
+        return scales, optimizer.skipped_steps
+
+    (scales, skipped), *others = Loopback(NUM_RANKS).run(run)
+    assert others == [(scales, skipped)] * 3
+    assert skipped == NUM_RANKS * NUM_PARAMETERS
+    assert scales == pytest.approx([2.0**10 * 0.9 ** (n + 1) for n in range(skipped)])
+
+
+def skip_until_found(initial_scale, steps=30):
+    """Train from a scale that is too large; the messages, and how it ended."""
+
+    def run():
+        booster, model, optimizer = boosted(
+            tiny_vit(), sgd, image_batch(2), pp_size=2, precision="fp16", initial_scale=initial_scale, hysteresis=2
+        )
+        for _ in range(steps):
+            booster.execute_pipeline(iter([BATCH]), model, model_loss, optimizer)
+            optimizer.step()
+        return optimizer.skipped_steps, optimizer.applied_steps, optimizer.loss_scale
+
+    first, second = Loopback(2).run(run)
+    assert first == second
+    return first
+
+
+def test_a_scale_that_is_too_large_is_found_and_told(caplog):
+    with caplog.at_level(logging.WARNING, logger="hybridpp"):
+        skipped, applied, scale = skip_until_found(2.0**24)
+    assert 0 < skipped < 20
+    assert (skipped + applied, scale) == (30, 2.0 ** (24 - skipped))
+    messages = [record.getMessage() for record in caplog.records]
+    first, *_, last = messages
+    assert first.startswith(
+        "[rank 0] a gradient overflowed in fp16: step skipped, loss scale 1.67772e+07 -> 8.38861e+06"
+    )
+    assert last == (
+        f"[rank 0] the loss scale was found: {scale:g}, after {skipped} skipped steps. Pass initial_scale={scale:g} to "
+        "keep them."
+    )
+    assert len(messages) == 2 + (skipped >= 10)
+
+
+def test_a_scale_that_fits_says_nothing(caplog):
+    with caplog.at_level(logging.DEBUG, logger="hybridpp"):
+        assert skip_until_found(2.0**8, steps=3) == (0, 3, 2.0**8)
+    assert not [record for record in caplog.records if "scale" in record.getMessage()]
