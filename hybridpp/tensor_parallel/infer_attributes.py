@@ -1,0 +1,112 @@
+"""Which attributes of a block's modules hold head counts and widths, and so must be divided: found by value, tried."""
+
+import re
+from collections.abc import Iterator
+from itertools import combinations
+from typing import TypeAlias
+
+from torch import nn
+
+from hybridpp.tensor_parallel.infer_groups import Group
+from hybridpp.tensor_parallel.infer_layers import Layer
+
+Attributes: TypeAlias = dict[tuple[str, str], int]
+"""Values of attributes, by the module's and the attribute's name."""
+
+# Names only say what to try first; the numbers decide.
+_HEADS = re.compile(r"heads?$|^n_?heads?|^h$|heads_|_heads?_")
+_SIZES = re.compile(r"dim|size|width|scale|groups|per_head|idx|index|^layer|drop")
+_KEPT = re.compile(r"idx|index|_id$|^layer|max_|position|window|vocab|epoch|seed")
+_MAX_NAMES = 6
+
+
+def settings(block: nn.Module, layers: dict[str, Layer], group: Group, tp_size: int) -> Attributes:
+    """The attributes around a group of layers that may be divided."""
+    return {
+        place: value
+        for place, value in _numbers(block, layers, group).items()
+        if value > 1 and value % tp_size == 0 and not _KEPT.search(place[1])
+    }
+
+
+def shared_heads(block: nn.Module, layers: dict[str, Layer], group: Group, tp_size: int, copies: int) -> Attributes:
+    """What becomes of attributes that count heads of keys and values, where ``copies`` ranks share each."""
+    changed: Attributes = {}
+    for (name, key), value in _numbers(block, layers, group).items():
+        if re.search(r"groups?$", key) and value % copies == 0:
+            changed[name, key] = value // copies
+        elif re.search(r"kv|key_value|query_groups", key) and _HEADS.search(key) and value * copies % tp_size == 0:
+            changed[name, key] = value * copies // tp_size
+    return changed
+
+
+def _numbers(block: nn.Module, layers: dict[str, Layer], group: Group) -> Attributes:
+    return {
+        (name, key): value
+        for name in _scope(block, layers, group)
+        for key, value in vars(block.get_submodule(name)).items()
+        if isinstance(value, int) and not isinstance(value, bool) and not key.startswith("_")
+        if not type(block.get_submodule(name)).__module__.startswith("torch.nn.")
+    }
+
+
+def _scope(block: nn.Module, layers: dict[str, Layer], group: Group) -> list[str]:
+    """Modules that may work on what the group makes: on the way to its layers, and with no others inside."""
+    paths = [name.split(".")[:-1] for name in group.layers]
+    shared = 0
+    while all(len(path) > shared and path[shared] == paths[0][shared] for path in paths):
+        shared += 1
+    top = ".".join(paths[0][:shared])
+    ways = {".".join(path[:depth]) for path in paths for depth in range(shared, len(path) + 1)}
+    others = set(layers) - group.layers
+    return [
+        name
+        for name, _ in block.named_modules()
+        if name in ways
+        or (_inside(name, top) and name not in layers and not any(_inside(other, name) for other in others))
+    ]
+
+
+def _inside(name: str, top: str) -> bool:
+    return not top or f"{name}.".startswith(f"{top}.")
+
+
+def choices(found: Attributes, widths: set[int], tp_size: int) -> Iterator[Attributes]:
+    """What to divide, the likeliest first: head counts and widths, head counts, nothing; then whatever else there is.
+
+    Args:
+        found: attributes that may be divided.
+        widths: sizes of what the layers make and sum over.
+        tp_size: by how much.
+    """
+    heads = {key for (_, key), value in found.items() if _HEADS.search(key) and not _SIZES.search(key)}
+    wide = {key for (_, key), value in found.items() if value in widths and key not in heads}
+    names = sorted({key for _, key in found}, key=lambda key: (key not in heads, key not in wide, key))[:_MAX_NAMES]
+    seen = []
+    for chosen in (heads | wide, heads, set(), wide):
+        if chosen not in seen:
+            seen.append(chosen)
+            yield _divided(found, chosen, tp_size)
+    for number in range(1, len(names) + 1):
+        for some in combinations(names, number):
+            if set(some) not in seen:
+                yield _divided(found, set(some), tp_size)
+
+
+def _divided(found: Attributes, keys: set[str], tp_size: int) -> Attributes:
+    return {place: value // tp_size for place, value in found.items() if place[1] in keys}
+
+
+def head_counts(found: Attributes) -> set[int]:
+    """Values of attributes that are called like head counts."""
+    return {value for (_, key), value in found.items() if _HEADS.search(key) and not _SIZES.search(key)}
+
+
+def indivisible_heads(block: nn.Module, layers: dict[str, Layer], group: Group, tp_size: int) -> str | None:
+    """Which head count around a group the ranks do not divide, and the sizes that would do; None where all are fine."""
+    for (name, key), value in _numbers(block, layers, group).items():
+        if _HEADS.search(key) and not _SIZES.search(key) and value % tp_size:
+            sizes = ", ".join(str(size) for size in range(1, value + 1) if value % size == 0)
+            where = f"{name}.{key}" if name else key
+            return f"{where}={value} is not divisible by tp_size={tp_size}. Sizes that work: {sizes}."
+    return None

@@ -1,0 +1,161 @@
+"""Find out how one block can be divided, by trying."""
+
+import copy
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from torch import nn
+
+from hybridpp.tensor_parallel.infer_attributes import choices, head_counts, indivisible_heads, settings, shared_heads
+from hybridpp.tensor_parallel.infer_compare import compare
+from hybridpp.tensor_parallel.infer_division import Division
+from hybridpp.tensor_parallel.infer_experts import divisions_of, expert_modules
+from hybridpp.tensor_parallel.infer_flow import flow_of
+from hybridpp.tensor_parallel.infer_groups import Group, groups_of
+from hybridpp.tensor_parallel.infer_layers import layers_of
+from hybridpp.tensor_parallel.infer_layouts import layouts_of
+from hybridpp.tensor_parallel.infer_run import made_up
+from hybridpp.tensor_parallel.infer_tables import row_heads, tables_of
+
+_MAX_TRIES = 120
+
+
+@dataclass
+class BlockPlan:
+    """How one block is divided; names are inside the block.
+
+    Attributes:
+        styles: of the layers that are divided.
+        division: the same, by parameters.
+        summed: parameters that stay whole and whose gradients are sums of the ranks'.
+        reasons: why a layer stays whole.
+    """
+
+    styles: dict[str, str] = field(default_factory=dict)
+    division: Division = field(default_factory=Division)
+    summed: frozenset[str] = frozenset()
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Found:
+    styles: dict[str, str]
+    division: Division
+
+
+class BlockSearch:
+    """Tries to divide one block; the block itself is left as it was."""
+
+    def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tp_size: int):
+        self._tp_size = tp_size
+        self._layers = layers_of(block)
+        self._whole = made_up(block, args, kwargs)
+        self._block, self._call = self._whole.block, self._whole.call
+        tensors = [x.detach().requires_grad_(x.requires_grad) for x in self._call.tensors]
+        self._flow = flow_of(copy.deepcopy(self._block), self._layers, *self._call.arguments(tensors))
+
+    def run(self) -> BlockPlan:
+        """The division with the most weights that gives the whole block's numbers."""
+        groups, reasons = groups_of(self._flow, self._layers)
+        found: list[tuple[Group, _Found]] = []
+        taken: set[str] = set()
+        for group in sorted(groups, key=self._likelihood, reverse=True):
+            if group.layers & taken:
+                continue
+            division = self._first_right(islice(self._tries(group), _MAX_TRIES))
+            if division is None:
+                for name in group.layers:
+                    reasons.setdefault(name, self._reason(group, name))
+            else:
+                found.append((group, division))
+                taken |= group.layers
+        for name in expert_modules(self._block):
+            tries = divisions_of(self._block, name, self._tp_size)
+            division = self._first_right(_Found({name: "experts"}, one) for one in tries)
+            if division is None:
+                reasons[name] = "however its tensors are divided, the block gives other numbers"
+            else:
+                found.append((Group((name,), ()), division))
+        plan = self._together(found)
+        plan.reasons |= {name: reason for name, reason in reasons.items() if name not in taken}
+        self._add_idle(plan)
+        return plan
+
+    def _together(self, found: list[tuple[Group, _Found]]) -> BlockPlan:
+        plan = BlockPlan()
+        for group, one in found:
+            both = plan.division | one.division
+            summed = compare(self._whole, both, self._tp_size)
+            if summed is None:
+                plan.reasons |= dict.fromkeys(group.layers, "can be divided, but not together with other layers")
+            else:
+                plan.styles |= one.styles
+                plan.division, plan.summed = both, summed
+        return plan
+
+    def _add_idle(self, plan: BlockPlan) -> None:
+        """Treat layers that did not run (experts that nothing was sent to) as those of their name but for a number."""
+        examples = {(_pattern(name), self._layers[name]): name for name in plan.styles if name in self._layers}
+        for name in set(self._layers) - self._flow.reads.keys():
+            example = examples.get((_pattern(name), self._layers[name]))
+            if example is None:
+                continue
+            old = plan.division
+            like = {place: f"{name}{place.removeprefix(example)}" for place in (example, *old.parts, *old.first_only)}
+            like = {place: new for place, new in like.items() if f"{place}.".startswith(f"{example}.")}
+            plan.styles[name] = plan.styles[example]
+            plan.reasons.pop(name, None)
+            plan.division |= Division(
+                {like[place]: part for place, part in old.parts.items() if place in like},
+                enters=frozenset({name}) if example in old.enters else frozenset(),
+                sums=frozenset({name}) if example in old.sums else frozenset(),
+                first_only=frozenset(like[place] for place in old.first_only if place in like),
+            )
+
+    def _likelihood(self, group: Group) -> tuple[bool, int]:
+        """Groups whose rows read nothing else come first, then those with the most weights."""
+        reads = {source for row in group.rows for source in self._flow.layers_read_by(row)}
+        size = sum(self._layers[name].num_outputs * self._layers[name].num_inputs for name in group.layers)
+        return reads == set(group.columns), size
+
+    def _reason(self, group: Group, name: str) -> str:
+        heads = indivisible_heads(self._block, self._layers, group, self._tp_size)
+        return heads or f"divided with {_listed(group, name)}, the block gives other numbers"
+
+    def _first_right(self, tries: Iterable[_Found]) -> _Found | None:
+        return next((f for f in tries if compare(self._whole, f.division, self._tp_size) is not None), None)
+
+    def _tries(self, group: Group) -> Iterator[_Found]:
+        """Divisions of a group: of every layout the likely attributes, then all others."""
+        layouts = list(layouts_of(self._block, self._layers, self._flow, group, self._tp_size))
+        width = max(self._layers[name].num_inputs for name in group.rows)
+        found = settings(self._block, self._layers, group, self._tp_size)
+        widths = {self._layers[name].num_outputs for name in group.columns}
+        widths |= {self._layers[name].num_inputs for name in group.rows}
+        likely = list(islice(choices(found, widths, self._tp_size), 4))
+        for styles, division in layouts:
+            copies = max((c for part in division.parts.values() for c in part.copies), default=1)
+            shared = shared_heads(self._block, self._layers, group, self._tp_size, copies) if copies > 1 else {}
+            for attributes in likely:
+                yield _Found(styles, division | Division(attributes=attributes | shared))
+        reads = frozenset[str | int]().union(*(self._flow.reads[name] for name in group.rows))
+        heads = head_counts(found) | row_heads(self._block, reads, width)
+        for tables in tables_of(self._block, self._call, reads, heads, self._tp_size):
+            for styles, division in layouts[:2]:
+                for attributes in likely[:2]:
+                    yield _Found(styles, division | tables | Division(attributes=attributes))
+        for styles, division in layouts:
+            for attributes in islice(choices(found, widths, self._tp_size), 4, None):
+                yield _Found(styles, division | Division(attributes=attributes))
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", f".{name}.")
+
+
+def _listed(group: Group, name: str) -> str:
+    others = sorted(group.layers - {name})
+    return ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")

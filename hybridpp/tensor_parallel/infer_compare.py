@@ -1,0 +1,77 @@
+"""Run a divided block on as many in-process ranks as it is divided for, and compare it with the whole one by number."""
+
+import torch
+from torch import Tensor
+
+from hybridpp.cluster import Loopback, current_world
+from hybridpp.tensor_parallel.infer_division import Division, divide
+from hybridpp.tensor_parallel.infer_layers import Part
+from hybridpp.tensor_parallel.infer_run import Outcome, Whole
+
+# Of the largest number in what is compared. Some modules compute in fp32 whatever they are given, so what is right may
+# be off by some 1e-6 (if all is fp32, 1e-5); what is wrong is off by the order of the numbers themselves.
+_TOLERANCE = {torch.float64: 2e-5, torch.float32: 3e-4}
+
+
+def compare(whole: Whole, division: Division, tp_size: int) -> frozenset[str] | None:
+    """Whether a division gives the whole block's results and gradients.
+
+    Returns:
+        The parameters that every rank has whole and whose gradient is the sum of the ranks' (they are used on divided
+        activations); None where the division is wrong.
+    """
+
+    def run() -> Outcome:
+        group = current_world().split([range(tp_size)])
+        assert group is not None
+        return Outcome(divide(whole.block, division, group), whole.call, whole=whole.outcome(), group=group)
+
+    try:
+        ranks = Loopback(tp_size).run(run)
+    except Exception:
+        return None  # whatever a wrong guess makes of a block
+    expected = whole.outcome(ranks[0].partial)
+    if not all(
+        _close(rank.results[number], result)
+        for rank in ranks
+        for number, result in expected.results.items()
+        if number not in rank.partial
+    ):
+        return None
+    return _summed(expected, ranks, division)
+
+
+def _summed(expected: Outcome, ranks: list[Outcome], division: Division) -> frozenset[str] | None:
+    scale = max((_largest(gradient) for gradient in expected.gradients.values()), default=0.0)
+    summed = set()
+    for name, gradient in expected.gradients.items():
+        found = [rank.gradients[name] for rank in ranks]
+        if isinstance(name, str) and name in division.parts:
+            if not _close(_together(found, division.parts[name], gradient), gradient, scale):
+                return None
+        elif isinstance(name, str) and name in division.first_only:
+            if not _close(found[0], gradient, scale):
+                return None
+        elif not all(_close(part, gradient, scale) for part in found):
+            if not isinstance(name, str) or not _close(torch.stack(found).sum(0), gradient, scale):
+                return None
+            summed.add(name)
+    return frozenset(summed)
+
+
+def _together(found: list[Tensor], part: Part, like: Tensor) -> Tensor:
+    total = torch.zeros_like(like)
+    for rank, gradient in enumerate(found):
+        total.index_add_(part.dim, part.index(rank, len(found), like.shape[part.dim]), gradient)
+    return total
+
+
+def _close(found: Tensor, expected: Tensor, scale: float = 0.0) -> bool:
+    if found.shape != expected.shape:
+        return False
+    limit = _TOLERANCE.get(expected.dtype, 3e-4) * (_largest(expected) + 0.05 * scale)
+    return torch.allclose(found, expected, rtol=0.0, atol=limit, equal_nan=True)
+
+
+def _largest(numbers: Tensor) -> float:
+    return float(numbers.abs().nan_to_num(0.0, 0.0, 0.0).max()) if numbers.numel() else 0.0

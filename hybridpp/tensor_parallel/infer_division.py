@@ -1,0 +1,127 @@
+"""How a block is divided, and one rank's share of it."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hybridpp.cluster import Group
+from hybridpp.tensor_parallel.collectives import copy_to_ranks, sum_over_ranks
+from hybridpp.tensor_parallel.infer_layers import Part
+
+
+@dataclass(frozen=True)
+class Division:
+    """How one block is divided; everything by names inside the block.
+
+    Attributes:
+        parts: of parameters, by the parameter's name.
+        enters: modules whose inputs are whole and whose gradients are summed: what comes after is divided.
+        spreads: the same of modules whose outputs are whole, and are used both on divided activations and elsewhere.
+        sums: modules whose outputs are summands.
+        first_only: parameters that only one rank may add: biases behind a sum.
+        attributes: what attributes of modules become, by the module's and the attribute's name.
+        arguments: what a rank takes of the arguments of a module, by its name and their number among the leaves; they
+            may arrive divided already.
+    """
+
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    enters: frozenset[str] = frozenset()
+    spreads: frozenset[str] = frozenset()
+    sums: frozenset[str] = frozenset()
+    first_only: frozenset[str] = frozenset()
+    attributes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    arguments: Mapping[tuple[str, int], Part] = field(default_factory=dict)
+
+    def __or__(self, other: "Division") -> "Division":
+        """Both."""
+        return Division(
+            {**self.parts, **other.parts},
+            self.enters | other.enters,
+            self.spreads | other.spreads,
+            self.sums | other.sums,
+            self.first_only | other.first_only,
+            {**self.attributes, **other.attributes},
+            {**self.arguments, **other.arguments},
+        )
+
+    def inside(self, prefix: str) -> "Division":
+        """The same, of a module that is the submodule ``prefix`` of another one."""
+
+        def longer(name: str) -> str:
+            return ".".join(part for part in (prefix, name) if part)
+
+        return Division(
+            {longer(name): part for name, part in self.parts.items()},
+            frozenset(map(longer, self.enters)),
+            frozenset(map(longer, self.spreads)),
+            frozenset(map(longer, self.sums)),
+            frozenset(map(longer, self.first_only)),
+            {(longer(name), key): value for (name, key), value in self.attributes.items()},
+            {(longer(name), number): part for (name, number), part in self.arguments.items()},
+        )
+
+
+def _part(tensor: Tensor, part: Part, group: Group) -> Tensor:
+    return part.of(tensor, group.rank, group.size)
+
+
+def divide(block: nn.Module, division: Division, group: Group) -> nn.Module:
+    """A copy of a block that is this rank's share of it. Collectives of its forward: sums over ``group``."""
+    block = copy.deepcopy(block)
+    for name, part in division.parts.items():
+        owner, _, key = name.rpartition(".")
+        module = block.get_submodule(owner)
+        parameter = module._parameters[key]
+        assert parameter is not None
+        own = module._parameters[key] = nn.Parameter(_part(parameter.detach(), part, group))
+        if key == "weight" and isinstance(getattr(module, "nf", None), int):
+            vars(module)["nf"] = own.shape[1]  # transformers' Conv1D looks at it
+    for name in division.first_only if group.rank else ():
+        owner, _, key = name.rpartition(".")
+        module = block.get_submodule(owner)
+        bias = module._parameters[key]
+        assert bias is not None
+        module._parameters[key] = nn.Parameter(torch.zeros_like(bias))
+    for (name, attribute), value in division.attributes.items():
+        setattr(block.get_submodule(name), attribute, value)
+
+    _attach(block, division, group)
+    return block
+
+
+def _attach(block: nn.Module, division: Division, group: Group) -> None:
+    def copied(leaf: Any) -> Any:
+        return copy_to_ranks(leaf, group) if isinstance(leaf, Tensor) else leaf
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return pytree.tree_map(copied, (args, kwargs))
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return pytree.tree_map(copied, output)
+
+    def total(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return sum_over_ranks(output.clone(), group)
+
+    def take(number: int, part: Part) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            leaves, tree = pytree.tree_flatten((args, kwargs))
+            leaf = leaves[number]
+            if isinstance(leaf, Tensor) and (part.repeated or leaf.shape[part.dim] == sum(part.widths)):
+                leaves[number] = _part(copied(leaf), part, group)
+            return pytree.tree_unflatten(leaves, tree)
+
+        return hook
+
+    for name in division.enters:
+        block.get_submodule(name).register_forward_pre_hook(enter, with_kwargs=True)
+    for name in division.spreads:
+        block.get_submodule(name).register_forward_hook(leave)
+    for name in division.sums:
+        block.get_submodule(name).register_forward_hook(total)
+    for (name, number), part in division.arguments.items():
+        block.get_submodule(name).register_forward_pre_hook(take(number, part), with_kwargs=True)

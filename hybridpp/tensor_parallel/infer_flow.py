@@ -1,0 +1,98 @@
+"""Which linear layers of a block read what: seen in autograd's graph of one run that is cut at every layer's output."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hybridpp.tensor_parallel.infer_layers import Layer
+
+
+@dataclass
+class Flow:
+    """What reads what in a block. A source is a layer or a parameter by its name, or an argument by its number.
+
+    Attributes:
+        reads: the sources of each layer's input; in the order in which the layers first ran.
+        result: the sources of the activations that the block returns: its first result, and those of the same shape.
+    """
+
+    reads: dict[str, frozenset[str | int]] = field(default_factory=dict)
+    result: frozenset[str | int] = frozenset()
+
+    def layers_read_by(self, name: str) -> set[str]:
+        """The layers whose outputs a layer reads."""
+        return {source for source in self.reads[name] if isinstance(source, str) and source in self.reads}
+
+    def readers(self, name: str) -> set[str]:
+        """The layers that read a layer's output."""
+        return {reader for reader, sources in self.reads.items() if name in sources}
+
+
+def flow_of(block: nn.Module, layers: dict[str, Layer], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flow:
+    """What reads what when ``block(*args, **kwargs)`` runs; tensors among the arguments that require a gradient count.
+
+    The block gets other outputs of its layers than its own (the same numbers, cut off from what they were made of).
+    """
+    origins: dict[int, str | int] = {id(parameter): name for name, parameter in block.named_parameters()}
+    kept: list[Tensor] = []
+    flow = Flow()
+    handles = []
+
+    def cut(name: str) -> Any:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+            flow.reads[name] = flow.reads.get(name, frozenset()) | _sources(inputs, origins)
+            leaf = output.detach().requires_grad_()
+            origins[id(leaf)] = name
+            kept.append(leaf)
+            return leaf.clone()  # no leaf, so that it may be written to
+
+        return hook
+
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            kept.append(leaf)
+            origins[id(leaf)] = number
+            leaves[number] = leaf.clone()
+    for name in layers:
+        handles.append(block.get_submodule(name).register_forward_hook(cut(name)))
+    try:
+        args, kwargs = pytree.tree_unflatten(leaves, tree)
+        with torch.enable_grad():
+            flow.result = _sources(_stream(block(*args, **kwargs)), origins)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return flow
+
+
+def _stream(output: Any) -> list[Tensor]:
+    tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+    return [tensor for tensor in tensors if tensor.shape == tensors[0].shape]
+
+
+def _sources(tensors: Iterable[Any], origins: dict[int, str | int]) -> frozenset[str | int]:
+    """Where tensors come from: the leaves of autograd's graph that are known."""
+    return frozenset(
+        origins[leaf] for tensor in tensors if isinstance(tensor, Tensor) for leaf in _leaves(tensor) if leaf in origins
+    )
+
+
+def _leaves(tensor: Tensor) -> Iterator[int]:
+    if tensor.grad_fn is None:
+        yield id(tensor)
+        return
+    seen, waiting = {tensor.grad_fn}, [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            yield id(variable)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)

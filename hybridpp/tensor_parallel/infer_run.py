@@ -1,0 +1,155 @@
+"""Run a block, or a rank's share of one, on made-up numbers, and keep what it gives."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from hybridpp.cluster import Group
+
+
+class Call:
+    """Arguments of a block's forward, to be used again and again.
+
+    Attributes:
+        tensors: the tensors among them; they may require gradients.
+        numbers: of these among the leaves of the arguments.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        leaves, self._tree = pytree.tree_flatten((args, kwargs))
+        self.numbers = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.tensors: list[Tensor] = [leaves[number] for number in self.numbers]
+        self._others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def arguments(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Of a forward, with these tensors in the places of its own."""
+        leaves = [copy.deepcopy(leaf) for leaf in self._others]
+        for number, tensor in zip(self.numbers, tensors, strict=True):
+            leaves[number] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self._tree)
+        return args, kwargs
+
+    def run(self, block: nn.Module, tensors: list[Tensor]) -> Any:
+        """What the block returns for these."""
+        args, kwargs = self.arguments(tensors)
+        return block(*args, **kwargs)
+
+
+class Outcome:
+    """What a run of a block gave: the numbers that it returns, and the gradients of a made-up loss.
+
+    Args:
+        block: to run; a part of one, if there is a whole one.
+        call: its arguments.
+        left_out: results that do not count for the loss.
+        whole: what the whole block gives.
+        group: of the ranks that have the parts.
+
+    Attributes:
+        results: the floating-point tensors that it returns, by their number among the leaves.
+        partial: those of them of which a rank has only a part: beside the activations, a block may return what its
+            heads made (attention probabilities). They do not count for the loss.
+        gradients: by parameter name, or by number of the argument.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        call: Call,
+        left_out: frozenset[int] = frozenset(),
+        whole: "Outcome | None" = None,
+        group: Group | None = None,
+    ):
+        leaves = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in call.tensors]
+        output = pytree.tree_leaves(call.run(block, [leaf.clone() for leaf in leaves]))
+        results = {n: x for n, x in enumerate(output) if isinstance(x, Tensor) and x.is_floating_point()}
+        shapes = {n: result.shape for n, result in (results if whole is None else whole.results).items()}
+        self.partial = left_out
+        if group is not None:
+            side = [number for number in results if number != min(results)]
+            self.partial |= {n for n in side if results[n].numel() * group.size == shapes[n].numel()}
+        generator = torch.Generator().manual_seed(1)
+        losses = []
+        for number, result in results.items():
+            weights = torch.randn(shapes[number], generator=generator).to(result)
+            if number not in self.partial and result.requires_grad:
+                losses.append((result * weights).sum())
+        named = dict(block.named_parameters())
+        sources: dict[str | int, Tensor] = {name: held for name, held in named.items() if held.requires_grad}
+        sources |= {number: leaf for number, leaf in enumerate(leaves) if leaf.requires_grad}
+        found = torch.autograd.grad(torch.stack(losses).sum(), list(sources.values()), allow_unused=True)
+        self.gradients = {
+            name: torch.zeros_like(source) if gradient is None else gradient
+            for (name, source), gradient in zip(sources.items(), found, strict=True)
+        }
+        self.results: dict[int, Tensor] = {number: result.detach() for number, result in results.items()}
+
+
+class Whole:
+    """An undivided block on arguments of its own, and what it gives."""
+
+    def __init__(self, block: nn.Module, call: Call):
+        self.block = block
+        self.call = call
+        self._outcomes: dict[frozenset[int], Outcome] = {}
+        self.outcome()
+
+    def outcome(self, left_out: frozenset[int] = frozenset()) -> Outcome:
+        """What it gives, where some results do not count for the loss."""
+        if left_out not in self._outcomes:
+            self._outcomes[left_out] = Outcome(self.block, self.call, left_out)
+        return self._outcomes[left_out]
+
+
+def made_up(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Whole:
+    """A copy of a block with weights in which no mistake can hide, in double precision where its kernels have it.
+
+    A bias is zero when training begins, a gate may be closed: the numbers that a block has say little.
+    """
+    try:
+        return Whole(*_made_up(block, args, kwargs, torch.float64))
+    except RuntimeError:  # there are kernels without double precision
+        return Whole(*_made_up(block, args, kwargs, torch.float32))
+
+
+def _made_up(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+) -> tuple[nn.Module, Call]:
+    generator = torch.Generator().manual_seed(0)
+    # What is copied already: so no weight is read, and there need not be any.
+    copies: dict[int, Any] = {id(held): _numbers(held, generator, dtype) for held in block.parameters()}
+    # A state that the block keeps from one call to the next may be part of a graph, which cannot be copied.
+    kept = [value for module in block.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    copies |= {id(value): value.detach().clone() for value in kept}
+    made = copy.deepcopy(block, copies).to(dtype).eval()
+
+    def cast(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        own = leaf.detach().to(dtype) if leaf.is_floating_point() else leaf.detach()
+        return own.clone().requires_grad_(leaf.requires_grad)
+
+    args, kwargs = pytree.tree_map(cast, (args, kwargs))
+    call = Call(args, kwargs)
+    first = next((tensor for tensor in call.tensors if tensor.is_floating_point()), None)
+    if first is not None:
+        first.requires_grad_()
+    return made, call
+
+
+def _numbers(held: nn.Parameter, generator: torch.Generator, dtype: torch.dtype) -> nn.Parameter:
+    numbers = torch.randn(held.shape, generator=generator)
+    if held.dim() > 1:
+        numbers /= max(held.shape[-1], 1) ** 0.5
+    else:
+        numbers = 0.2 * numbers + (1.0 if _is_scale(held) else 0.0)
+    device = "cpu" if held.is_meta else held.device
+    return nn.Parameter(numbers.to(device, dtype if held.is_floating_point() else held.dtype), held.is_floating_point())
+
+
+def _is_scale(held: nn.Parameter) -> bool:
+    return not held.is_meta and not isinstance(held, FakeTensor) and bool((held == 1).all())
