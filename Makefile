@@ -20,8 +20,8 @@ vit: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
 
-# Cuts every architecture that transformers registers (20 minutes) and writes docs/models.md. What is in the folder
-# MODELS is not examined again.
+# Cuts every architecture that transformers registers (40 minutes on 2 cores) and writes docs/models.md. What is in the
+# folder MODELS is not examined again.
 MODELS ?= /tmp/hybridpp-models
 models: $(READY)
 	HF_HUB_OFFLINE=1 PYTHONPATH=.:plugins:tests $(BIN)/python tests/models/sweep.py --cache $(MODELS) \
