@@ -46,20 +46,24 @@ class ParallelConfig:
         tp_size: ranks that share each layer.
         pp_size: pipeline stages.
         zero_stage: 0 keeps the whole optimizer state on every replica.
+        tensor_parallel_plan: how layers are divided over the ranks that share them, by patterns of module names:
+            ``{"*.q_proj": "column", "*.o_proj": "row"}``.
     """
 
     tp_size: int
     pp_size: int
     zero_stage: int = 0
+    tensor_parallel_plan: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("tp_size", self.tp_size), ("pp_size", self.pp_size)):
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is a whole number of ranks, at least 1: got {name}={value!r}.")
-        if self.tp_size > 1:
+        plan: Any = self.tensor_parallel_plan
+        if plan is not None and not (isinstance(plan, Mapping) and all(isinstance(name, str) for name in plan)):
             raise ConfigError(
-                f"tensor parallelism is not built yet: got tp_size={self.tp_size}. "
-                f"Use tp_size=1 and pp_size={self.tp_size * self.pp_size}."
+                "tensor_parallel_plan is a dict of patterns of module names and styles, like "
+                f"{{'*.q_proj': 'column', '*.o_proj': 'row'}}: got {plan!r}."
             )
         if self.zero_stage != 0:
             raise ConfigError(

@@ -18,6 +18,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from hybridpp import Booster, HybridParallelPlugin, launch
 from hybridpp.cluster import Loopback
+from hybridpp.tensor_parallel import placement_of
 
 ROOT = Path(__file__).parents[1]
 IMAGE, NUM_LABELS = 8, 5
@@ -100,7 +101,7 @@ def train(
     Returns ``losses`` by rank and step; ``weights`` after the last step and ``gradients`` of the first one, whole, by
     name; ``names`` of what each rank owns.
     """
-    pp_size = settings.get("pp_size", 1)
+    pp_size, tp_size = settings.get("pp_size", 1), settings.get("tp_size", 1)
 
     def run() -> dict[str, Any]:
         model = make_model()
@@ -114,9 +115,10 @@ def train(
                 gradients = gradients_of(booster, model)
             optimizer.step()
         weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        weights, gradients = (whole_over_tp(booster, model, tensors) for tensors in (weights, gradients))
         return {"losses": losses, "weights": weights, "gradients": gradients}
 
-    ranks = Loopback(pp_size * dp_size).run(run)
+    ranks = Loopback(pp_size * dp_size * tp_size).run(run)
     whole: dict[str, Any] = {"losses": [rank["losses"] for rank in ranks], "weights": {}, "gradients": {}}
     whole["names"] = [set(rank["weights"]) for rank in ranks]
     for rank in ranks:
@@ -129,6 +131,21 @@ def gradients_of(booster: Booster, model: nn.Module) -> dict[str, Tensor]:
     """This rank's accumulated gradients, by name."""
     buckets = booster.plugin._engine(model).buckets
     return {name: gradient.clone() for name, gradient in buckets.gradients.items()}
+
+
+def whole_over_tp(booster: Booster, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a rank's parameters, put together with those of the ranks that share its layers.
+
+    What is not divided must be the same, to the bit, on all of them.
+    """
+    tp = booster.plugin.layout.tp
+    whole = {}
+    for name, tensor in tensors.items():
+        parts, placement = tp.all_gather(tensor), placement_of(model.get_parameter(name))
+        whole[name] = parts[0] if placement is None else placement.join(parts)
+        if placement is None:
+            assert all(torch.equal(part, tensor) for part in parts), f"{name} differs between ranks that share layers"
+    return whole
 
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

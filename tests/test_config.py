@@ -39,8 +39,9 @@ def test_unknown_precision_lists_the_valid_ones(name):
         (ParallelConfig, {"tp_size": "2"}, "tp_size is a whole number of ranks, at least 1: got tp_size='2'."),
         (
             ParallelConfig,
-            {"tp_size": 2, "pp_size": 4},
-            "tensor parallelism is not built yet: got tp_size=2. Use tp_size=1 and pp_size=8.",
+            {"tensor_parallel_plan": ["*.q_proj"]},
+            "tensor_parallel_plan is a dict of patterns of module names and styles, like {'*.q_proj': 'column', "
+            "'*.o_proj': 'row'}: got ['*.q_proj'].",
         ),
         (
             ParallelConfig,

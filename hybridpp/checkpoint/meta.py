@@ -32,6 +32,7 @@ def allocate(model: nn.Module, others: Iterable[Tensor], device: torch.device) -
 
 def _become(tensor: Tensor, value: Tensor) -> None:
     new = nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    vars(new).update(vars(tensor))
     torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]  # torch
 
 

@@ -1,8 +1,8 @@
 """Ranks inside one process, for tests and single-process runs.
 
 Each rank is a thread, but only the one that holds the baton runs; it passes the baton on where it waits for another
-rank. So runs are deterministic, torch's per-process random generator is never shared by two ranks at work, and a
-deadlock is seen as soon as every rank waits.
+rank. So runs are deterministic, torch's per-process random generator serves one rank at a time and stands for each
+where that rank left it, and a deadlock is seen as soon as every rank waits.
 """
 
 import threading
@@ -57,8 +57,11 @@ class _Baton:
             if all(self._waiting.get(other, (-1,))[0] == self._posted for other in self._alive):
                 places = "; ".join(f"rank {other} waits for {self._waiting[other][1]}" for other in sorted(self._alive))
                 raise DeadlockError(f"every rank waits for another: {places}.")
+            # Each rank has a generator of its own, as it would in a process of its own.
+            generator = torch.default_generator.get_state()
             self._pass_on(rank)
             self.acquire(rank)
+            torch.default_generator.set_state(generator)
         self._waiting.pop(rank, None)
 
     def leave(self, rank: int) -> None:

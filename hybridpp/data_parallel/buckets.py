@@ -1,6 +1,6 @@
 """Gradients in flat buffers, reduced over the replicas while the last backward still runs."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 
@@ -36,7 +36,8 @@ class GradientBuckets:
         parameters: this rank's trainable parameters, by name, in the order of the forward.
         group: the replicas.
         capacity_mib: size of a bucket.
-        shared: for a parameter that several stages hold, the group of those stages.
+        shared: for a parameter of which several ranks hold a summand of the gradient (stages that share it, ranks
+            that use it on different parts of an activation), their groups.
         communication_dtype: what gradients are rounded to on their way between replicas; None: as accumulated.
         visible: whether to show them as ``parameter.grad``.
     """
@@ -46,7 +47,7 @@ class GradientBuckets:
         parameters: Mapping[str, nn.Parameter],
         group: Group,
         capacity_mib: float,
-        shared: Mapping[str, Group] | None = None,
+        shared: Mapping[str, Sequence[Group]] | None = None,
         communication_dtype: torch.dtype | None = None,
         visible: bool = True,
     ):
@@ -99,8 +100,8 @@ class GradientBuckets:
         if self._group.rank != 0:
             for bucket in self._buckets:
                 bucket.flat.zero_()
-        for name, group in self._shared.items():
-            if group.rank != 0:
+        for name, groups in self._shared.items():
+            if any(group.rank != 0 for group in groups):
                 self.gradients[name].zero_()
 
     def last_backward(self, pending: Collection[str] | None = None) -> None:
@@ -171,9 +172,9 @@ class GradientBuckets:
             self._num_launched += 1
 
     def finish(self) -> None:
-        """Complete the sums over replicas, then over stages that share a parameter.
+        """Complete the sums over replicas, then over ranks that hold summands of a gradient.
 
-        Collective: all replicas of this stage, and all stages that share a parameter; not inside ``no_sync``.
+        Collective: all replicas of this stage, and all ranks that share a parameter; not inside ``no_sync``.
         """
         if not self._sync or self._state is not _State.LOCAL:
             return
@@ -184,8 +185,9 @@ class GradientBuckets:
             for bucket in self._buckets:
                 bucket.complete()
         self._in_last_backward = False
-        for name, group in self._shared.items():
-            group.all_reduce(self.gradients[name]).wait()
+        for name, groups in self._shared.items():
+            for group in groups:
+                group.all_reduce(self.gradients[name]).wait()
             self._used.add(name)
         self._state = _State.REDUCED
 

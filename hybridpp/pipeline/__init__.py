@@ -3,6 +3,7 @@
 from hybridpp.pipeline.batch import Microbatch, SplitBatch, call_arguments, num_samples, plain, split_batch
 from hybridpp.pipeline.executor import Executor, RankProgram, rank_programs
 from hybridpp.pipeline.handshake import Report, agree, read_batch
+from hybridpp.pipeline.layers import Layer, layer_of
 from hybridpp.pipeline.merge import merge_outputs
 from hybridpp.pipeline.recorder import DeviceRecorder, HostRecorder, Recorder
 from hybridpp.pipeline.stage import Stage, StagePlan, TensorSpec
@@ -16,6 +17,7 @@ __all__ = [
     "Executor",
     "HostRecorder",
     "Lanes",
+    "Layer",
     "Microbatch",
     "RankProgram",
     "Recorder",
@@ -31,6 +33,7 @@ __all__ = [
     "WeightGradients",
     "agree",
     "call_arguments",
+    "layer_of",
     "merge_outputs",
     "num_samples",
     "plain",

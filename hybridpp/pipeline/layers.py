@@ -21,6 +21,9 @@ class Layer(NamedTuple):
         weight_gradient: ``(module, dy, x, weight, total)`` gives that of the weight, added to a total if there is one.
         bias_gradient: ``(dy, dtype)`` gives that of the bias, summed in ``dtype``.
         input_dims: how many dimensions ``x`` must have; None if any number will do.
+        prepare: what ``x`` goes through before, gradient and all; None: nothing.
+        may_wait: whether the weight's gradient is better computed a little later, while what ``prepare`` does with the
+            gradient of ``x`` is under way (see ``WeightGradients.release``).
     """
 
     forward: Callable[[Any, Tensor, Tensor, Tensor | None], Tensor]
@@ -28,6 +31,8 @@ class Layer(NamedTuple):
     weight_gradient: Callable[[Any, Tensor, Tensor, Tensor, Tensor | None], Tensor]
     bias_gradient: Callable[[Tensor, torch.dtype], Tensor]
     input_dims: int | None = None
+    prepare: Callable[[Tensor], Tensor] | None = None
+    may_wait: bool = False
 
 
 def layer_of(module: nn.Module) -> Layer | None:
@@ -67,8 +72,8 @@ def _linear_weight(module: nn.Linear, dy: Tensor, x: Tensor, weight: Tensor, tot
 
 
 def _conv1d(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    assert bias is not None, "Conv1D always has one"
-    return torch.addmm(bias, _rows(x), weight).view(*x.shape[:-1], weight.shape[1])
+    rows = torch.mm(_rows(x), weight) if bias is None else torch.addmm(bias, _rows(x), weight)
+    return rows.view(*x.shape[:-1], weight.shape[1])
 
 
 def _conv1d_input(module: Any, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class _Separated(torch.autograd.Function):
         call: _Call = ctx.call
         x, weight = ctx.saved_tensors
         dx = call.layer.input_gradient(call.module, dy, x, weight) if ctx.needs_input_grad[1] else None
-        if call.owner.takes(Note(call, dy, x)):
+        if call.owner.takes(Note(call, dy, x), may_wait=call.layer.may_wait and dx is not None):
             return None, dx, None, None
         dw = call.layer.weight_gradient(call.module, dy, x, weight, None)
         return None, dx, dw, call.layer.bias_gradient(dy, dy.dtype) if ctx.needs_input_grad[3] else None
@@ -88,22 +88,24 @@ class WeightGradients:
 
     Args:
         model: before it is cut, so that whatever intercepts its modules finds these forwards.
+        layers: how modules compute whose forwards were set already; others are known by their class.
 
     Attributes:
         separable: the parameters whose gradients can be told apart.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, layers: Mapping[nn.Module, Layer] | None = None):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._accumulated: Accumulated | None = None
         self._recording = False
         self._mode = _Mode.AS_EVER
         self._notes: list[Note] = []
+        self._waiting: list[Note] = []
         self._pass_id: int | None = None
         separable: set[str] = set()
         self._others: Counter[str] = Counter()
         for module in model.modules():
-            layer = layer_of(module)
+            layer = (layers or {}).get(module) or layer_of(module)
             if layer is None:
                 self._others[type(module).__name__] += any(p.requires_grad for p in module.parameters(recurse=False))
                 continue
@@ -164,10 +166,16 @@ class WeightGradients:
             # Activation checkpointing runs layers again in here, and must find them as they were.
             with self.recorded():
                 yield
+            self.release()
         finally:
-            self._mode, self._notes = _Mode.AS_EVER, []
+            self._mode, self._notes, self._waiting = _Mode.AS_EVER, [], []
 
-    def takes(self, note: Note) -> bool:
+    def release(self) -> None:
+        """Compute weight gradients that wait for others' communication; called while that is under way."""
+        notes, self._waiting = self._waiting, []
+        self.add(notes)
+
+    def takes(self, note: Note, may_wait: bool = False) -> bool:
         """Add the gradients of a layer that a backward pass has come to, or remember it; False if autograd shall."""
         # Gradients of gradients are autograd's.
         if self._mode is _Mode.AS_EVER or self._accumulated is None or torch.is_grad_enabled():
@@ -178,7 +186,9 @@ class WeightGradients:
             self._pass_id = pass_id
         if pass_id != self._pass_id:
             return False
-        if self._mode is _Mode.AT_ONCE:
+        if self._mode is _Mode.AT_ONCE and may_wait:
+            self._waiting.append(note)
+        elif self._mode is _Mode.AT_ONCE:
             self._add(note, self._accumulated)
         else:
             self._notes.append(note)
@@ -226,6 +236,7 @@ class WeightGradients:
             x = args[0]
             weight, bias = call.module._parameters["weight"], call.module._parameters.get("bias")
             if _is_plain(weight) and (bias is None or _is_plain(bias)) and _is_plain_input(x, call.layer):
+                x = x if call.layer.prepare is None else call.layer.prepare(x)
                 output: Tensor = _Separated.apply(call, x, weight, bias)  # type: ignore[no-untyped-call]  # torch
                 return output
         return forward(*args, **kwargs)

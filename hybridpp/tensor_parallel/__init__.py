@@ -1,5 +1,23 @@
 """Divide the layers of a model over ranks."""
 
+from hybridpp.tensor_parallel.crossings import Crossings
+from hybridpp.tensor_parallel.layers import ShardedLayer
+from hybridpp.tensor_parallel.patterns import plan_from_patterns
+from hybridpp.tensor_parallel.placement import Placement, placement_of
 from hybridpp.tensor_parallel.plan import Kind, Layout, Plan, Style, parse_style
+from hybridpp.tensor_parallel.shard import Sharding, shard
 
-__all__ = ["Kind", "Layout", "Plan", "Style", "parse_style"]
+__all__ = [
+    "Crossings",
+    "Kind",
+    "Layout",
+    "Placement",
+    "Plan",
+    "ShardedLayer",
+    "Sharding",
+    "Style",
+    "parse_style",
+    "placement_of",
+    "plan_from_patterns",
+    "shard",
+]

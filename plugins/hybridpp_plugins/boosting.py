@@ -13,7 +13,7 @@ from hybridpp.config import Precision
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.errors import ConfigError
 from hybridpp.partition import StagedModel
-from hybridpp.pipeline import Executor, Transport, WeightGradients, call_arguments
+from hybridpp.pipeline import Executor, Transport, call_arguments
 from hybridpp.plugin import Boosted
 from hybridpp.precision import MasterWeights, cast, casts, dtype_of, working_dtype
 from hybridpp_plugins.agreed_norm import AgreedNorm
@@ -23,6 +23,14 @@ from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.planning import Planner
 from hybridpp_plugins.sample import NO_SAMPLES, Samples
 from hybridpp_plugins.settings import Settings
+from hybridpp_plugins.sharding import (
+    Divided,
+    counts_here,
+    divide_model,
+    own_state,
+    placements,
+    summing_groups,
+)
 from hybridpp_plugins.unfilled import Unfilled
 
 # Elements of each parameter that are compared between ranks: enough to see two initialisations apart.
@@ -57,7 +65,7 @@ def boost(
     derive_buffers(model)
     dtype = working_dtype(model, settings.precision)
     placement = planner.placement
-    weight_gradients = WeightGradients(model)
+    divided = divide_model(model, settings.parallel, layout.tp)
     staged = _cut(model, placement, settings, layout, device, dtype, find_samples)
     # As model.to, but leaves alone what has no numbers yet: it gets its memory last, in its final format.
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]  # torch
@@ -67,13 +75,13 @@ def boost(
     allocate(model, masters.masters.values(), device)
     buckets, boosted = None, None
     if optimizer is not None:
-        _repoint(optimizer, names, dict(model.named_parameters()), masters)
+        _repoint(optimizer, names, dict(model.named_parameters()), masters, layout.tp.rank)
         holders = {name: tuple(sorted({placement[s] for s in stages})) for name, stages in staged.owners.items()}
-        buckets, boosted = _training(optimizer, model, holders, masters, settings, layout)
+        buckets, boosted = _training(optimizer, model, divided, holders, masters, settings, layout)
         boosted.unfilled = unfilled
-        weight_gradients.connect(buckets)
+        divided.weight_gradients.connect(buckets)
         if planner.splits_backward:
-            get_dist_logger().info(weight_gradients.report(), ranks=[0])
+            get_dist_logger().info(divided.weight_gradients.report(), ranks=[0])
     transport = Transport(layout.activations, layout.gradients, device)
     return Engine(
         staged=staged,
@@ -82,7 +90,7 @@ def boost(
         planner=planner,
         device=device,
         seed=seed,
-        executor=Executor(staged, transport, device, weight_gradients),
+        executor=Executor(staged, transport, device, divided.weight_gradients),
         optimizer=boosted,
         buckets=buckets,
         masters=masters,
@@ -160,7 +168,11 @@ def _masters(model: nn.Module, precision: Precision) -> MasterWeights:
 
 
 def _repoint(
-    optimizer: Optimizer, names: dict[int, str], owned: dict[str, nn.Parameter], masters: MasterWeights
+    optimizer: Optimizer,
+    names: dict[int, str],
+    owned: dict[str, nn.Parameter],
+    masters: MasterWeights,
+    tp_rank: int,
 ) -> None:
     """Let the optimizer work on what this rank owns; groups and their settings stay, also those left empty."""
     for group in optimizer.param_groups:
@@ -170,7 +182,8 @@ def _repoint(
         for parameter in group["params"]:
             state = optimizer.state.pop(parameter, None)
             if state is not None and names[id(parameter)] in owned:
-                optimizer.state[masters.masters.get(names[id(parameter)], parameter)] = state
+                target = masters.masters.get(names[id(parameter)], parameter)
+                optimizer.state[target] = own_state(parameter, state, tp_rank)
         group["params"] = after
         if "param_names" in group:
             group["param_names"] = [group["param_names"][place] for place in kept]
@@ -179,6 +192,7 @@ def _repoint(
 def _training(
     optimizer: Optimizer,
     model: nn.Module,
+    divided: Divided,
     holders: Mapping[str, tuple[int, ...]],
     masters: MasterWeights,
     settings: Settings,
@@ -186,7 +200,12 @@ def _training(
 ) -> tuple[GradientBuckets, HybridOptimizer]:
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     groups = layout.groups_within_pipelines(sorted({ranks for ranks in holders.values() if len(ranks) > 1}))
-    shared = {name: groups[holders[name]] for name in trainable if len(holders[name]) > 1}
+    shared = {name: [groups[holders[name]]] for name in trainable if len(holders[name]) > 1}
+    if layout.tp.size > 1:
+        for name, group in summing_groups(model, divided, layout).items():
+            if name in trainable:
+                shared.setdefault(name, []).append(group)
+    lies = placements(model)
     buckets = GradientBuckets(
         trainable,
         layout.dp,
@@ -199,7 +218,9 @@ def _training(
     norm = AgreedNorm(
         control=layout.control,
         ranks=layout.pipelines[0],
-        counted=tuple(name for name in trainable if holders[name][0] == layout.here.pp),
+        counted=tuple(
+            name for name in trainable if holders[name][0] == layout.here.pp and counts_here(name, lies, layout.tp)
+        ),
         width=max(counted_at.count(rank) for rank in range(layout.grid.pp_size)) if counted_at else 0,
     )
     boosted = HybridOptimizer(optimizer, buckets, masters, trainable, norm, settings.optimizer, settings.precision)

@@ -62,9 +62,10 @@ def close_step(
     rows = layout.control.all_gather(mine)
     if optimizer:
         optimizer.take_norms([row[2:] for row in rows])
-    heads = {ranks[last_place]: rows[ranks[last_place]][:2].tolist() for ranks in layout.pipelines}
+    ends = [layout.rank_of(replica, last_place) for replica in range(layout.grid.dp_size)]
+    heads = {rank: rows[rank][:2].tolist() for rank in ends}
     bad = next((BadLoss(value, int(place), rank) for rank, (value, place) in heads.items() if place >= 0), None)
-    return Closing(heads[layout.pipelines[layout.here.dp][last_place]][0], bad)
+    return Closing(heads[ends[layout.here.dp]][0], bad)
 
 
 def _joined(losses: Tensor, parts: Tensor) -> Tensor:

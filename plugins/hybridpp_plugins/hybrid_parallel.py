@@ -36,7 +36,7 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, SavesModels):
     Collective: every rank of the world must construct it, with the same settings.
 
     Args:
-        tp_size: ranks that share each layer; 1 for now.
+        tp_size: ranks that share each layer; 1 leaves layers whole.
         pp_size: pipeline stages; 1 is a model in one piece, and runs the same way.
         precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
         enable_all_optimization: let torch choose its fastest fp32 matrix kernels (TF32 on CUDA); no effect on the CPU.
@@ -45,8 +45,9 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, SavesModels):
             ``gradient_checkpoint_config``),
             :class:`~hybridpp.config.OptimizerConfig` (``max_norm``, ``ddp_bucket_cap_mb``),
             :class:`~hybridpp.config.LossScaleConfig` (``initial_scale``, ``growth_interval``, …),
-            :class:`~hybridpp.config.ParallelConfig` (``zero_stage``) and :class:`~hybridpp.config.PartitionConfig`
-            (``layers_per_stage``, ``split_points``, ``balance``). A name that is none of these is refused.
+            :class:`~hybridpp.config.ParallelConfig` (``tensor_parallel_plan``, ``zero_stage``) and
+            :class:`~hybridpp.config.PartitionConfig` (``layers_per_stage``, ``split_points``, ``balance``). A name that
+            is none of these is refused.
 
     Attributes:
         tp_size, pp_size, dp_size: ranks on each axis.

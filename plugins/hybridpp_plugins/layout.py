@@ -65,6 +65,10 @@ class Layout:
             ranks_of.setdefault(self.grid.coordinate(rank).dp, []).append(rank)
         return tuple(tuple(ranks) for ranks in ranks_of.values())
 
+    def rank_of(self, replica: int, place: int) -> int:
+        """The rank that speaks for a place in the pipeline of a replica: the first of those that share its layers."""
+        return self.grid.rank(Coordinate(replica, place, 0))
+
     def stage_manager(self, placement: tuple[int, ...]) -> StageManager:
         """This rank's place in its pipeline, whose stages are on the ranks of ``placement``."""
         return StageManager(self.here.pp, self.pp.ranks, placement)
@@ -80,3 +84,13 @@ class Layout:
             if group is not None:
                 groups[chosen] = group
         return groups
+
+    def group_of_copies(self, size: int) -> Group:
+        """The ``size`` neighbours among the ranks that share layers that this rank is one of.
+
+        Collective: all ranks of the world, with the same size.
+        """
+        lines = self.grid.groups("tp")
+        group = self.world.split([line[start : start + size] for line in lines for start in range(0, len(line), size)])
+        assert group is not None, "every rank is in one"
+        return group

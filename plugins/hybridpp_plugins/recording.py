@@ -32,7 +32,8 @@ class Recording:
             for span in self.recorder.spans()
         ]
         rows = gather_objects(self._layout.control, mine)
-        pipeline = self._layout.pipelines[self._layout.here.dp]
+        layout = self._layout
+        pipeline = [layout.rank_of(layout.here.dp, place) for place in range(layout.grid.pp_size)]
         self._timeline = Timeline(tuple(Span(*fields) for rank in pipeline for fields in rows[rank]))
 
     @property

@@ -12,6 +12,7 @@ from hybridpp.config import (
     Precision,
 )
 from hybridpp.errors import ConfigError
+from hybridpp.tensor_parallel import parse_style
 
 # Names that scripts of this kind pass as hints; every value gives what it asks for.
 _HINTS = {"find_unused_parameters", "static_graph", "gradient_as_bucket_view", "overlap_p2p", "overlap_communication"}
@@ -72,6 +73,8 @@ def sort_settings(precision: str, enable_all_optimization: bool, options: dict[s
         optimizer=_take(OptimizerConfig, rest, loss_scale=_take(LossScaleConfig, rest)),
         optimize_kernels=enable_all_optimization,
     )
+    for style in (settings.parallel.tensor_parallel_plan or {}).values():
+        parse_style(style)
     for name, value in rest.items():
         if name in _HINTS:
             continue

@@ -9,13 +9,15 @@ from torch import Tensor
 from hybridpp.checkpoint import Contents, gather_objects, gather_tensors, open_folder, write_folder
 from hybridpp.errors import CheckpointError, HybridppError, PeerError
 from hybridpp_plugins.engine import Engine
+from hybridpp_plugins.sharding import placements, whole_tensors
 
 
 def save_weights(engine: Engine, path: Path, max_shard_size: str) -> None:
     """Gather the weights of one replica on rank 0 and write them. Collective: all ranks."""
     engine.unfilled.check()
     control = engine.layout.control
-    tensors = {name: tensor.to(engine.dtypes.get(name, tensor.dtype)) for name, tensor in _full_precision(engine)}
+    mine = ((name, tensor.to(engine.dtypes.get(name, tensor.dtype))) for name, tensor in _full_precision(engine))
+    tensors = whole_tensors(mine, placements(engine.model), engine.layout.tp)
     whole = gather_tensors(control, engine.layout.pipelines[0], tensors)
     failure: Exception | None = None
     if control.rank == 0:
@@ -81,8 +83,10 @@ def _check(
             "Use strict=False to load what fits."
         )
     targets = {name: tensor for name, tensor in targets.items() if name in places}
+    lies = placements(engine.model)
     for name, tensor in targets.items():
-        there, here = contents.shapes[places[name]], tuple(tensor.shape)
+        there = contents.shapes[places[name]]
+        here = lies[name].full_shape if name in lies else tuple(tensor.shape)
         if there != here:
             raise CheckpointError(
                 f"{path} does not fit {kind}: {name} has shape {there} there, {here} here. "
@@ -94,8 +98,11 @@ def _check(
 @torch.no_grad()
 def _copy(engine: Engine, contents: Contents, places: Mapping[str, str], targets: Mapping[str, Tensor]) -> None:
     wanted = {places[name]: name for name in targets}
+    lies = placements(engine.model)
     for there, value in contents.read(list(wanted)):
         name = wanted[there]
+        if name in lies:
+            value = lies[name].take(value, engine.layout.tp.rank)
         if name in engine.masters.masters:
             engine.masters.set(name, value)
         else:

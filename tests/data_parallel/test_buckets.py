@@ -287,7 +287,7 @@ def test_a_parameter_on_several_stages_gets_the_sum_over_stages_and_replicas(num
         replicas, stages = world.split([[0, 2], [1, 3]]), world.split([[0, 1], [2, 3]])
         model = make_model()
         names = [name for name, _ in model.named_parameters()]
-        buckets = make_buckets(model, replicas, TINY_MIB, dict.fromkeys(names, stages))
+        buckets = make_buckets(model, replicas, TINY_MIB, {name: [stages] for name in names})
         for call in range(num_calls):
             accumulate(buckets, model, [call])
         assert_equal(buckets, plain(4, range(num_calls)))

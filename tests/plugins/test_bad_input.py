@@ -38,7 +38,8 @@ def everyone_raises(num_ranks, function, error, text):
         ({"microbatch_size": 2}, "give exactly one of num_microbatches and microbatch_size"),
         ({"num_microbatches": 0}, "num_microbatches is a whole number, at least 1: got num_microbatches=0."),
         ({"precision": "fp8"}, "precision is one of fp32, fp16, bf16: got 'fp8'."),
-        ({"tp_size": 2}, "tensor parallelism is not built yet: got tp_size=2. Use tp_size=1 and pp_size=2."),
+        ({"tensor_parallel_plan": "column"}, "tensor_parallel_plan is a dict of patterns of module names and styles"),
+        ({"tensor_parallel_plan": {"*": "colwise"}}, "a tensor-parallel style is one of column[:<heads>], gathered"),
         ({"pp_size": 0}, "pp_size is a whole number of ranks, at least 1: got pp_size=0."),
         ({"zero_stage": 1}, "sharded optimizer state is not built yet: got zero_stage=1. Use zero_stage=0."),
         ({"pp_style": "zbv", "schedule": "1f1b"}, "pp_style and schedule are one setting: got 'zbv' and '1f1b'."),
@@ -260,3 +261,78 @@ class Branching(nn.Module):
 def test_a_forward_that_branches_on_a_computed_value():
     text = "the forward of Branching branches on a computed value after unit 'layers.0'"
     everyone_raises(2, lambda: boosted(Branching(), sgd, torch.ones(2, 2), pp_size=2), PartitionError, text)
+
+
+@pytest.mark.parametrize(
+    ("plan", "tp_size", "text"),
+    [
+        (
+            {"*.k_proy": "column"},
+            2,
+            "tensor_parallel_plan names modules: none of ViTForImageClassification matches '*.k_proy'. It has the "
+            "linear layers vit.layers.*.attention.q_proj, vit.layers.*.attention.k_proj, "
+            "vit.layers.*.attention.v_proj, vit.layers.*.attention.o_proj, vit.layers.*.mlp.fc1, vit.layers.*.mlp.fc2, "
+            "classifier.",
+        ),
+        (
+            {"*.layernorm_before": "column"},
+            2,
+            "tensor-parallel style column needs an nn.Linear or transformers' Conv1D: 'vit.layers.0.layernorm_before' "
+            "is LayerNorm. Leave it out of tensor_parallel_plan, or name the layers in it.",
+        ),
+        (
+            {"*.fc1": "vocab"},
+            2,
+            "tensor-parallel style vocab needs an nn.Embedding without max_norm, sparse and scale_grad_by_freq: "
+            "'vit.layers.0.mlp.fc1' is Linear. Leave it out of tensor_parallel_plan, or name the layers in it.",
+        ),
+        (
+            {"*.q_proj": "column"},
+            3,
+            "tensor parallelism divides the heads of attention: 'vit.layers.0.attention.q_proj' has 2, tp_size=3. "
+            "Use tp_size=1 or 2, or leave it out of tensor_parallel_plan.",
+        ),
+        (
+            {"*.q_proj": "column", "*.k_proj": "column", "*.v_proj": "column"},
+            4,
+            "tensor parallelism divides the heads of attention: 'vit.layers.0.attention.q_proj' has 2, tp_size=4. "
+            "Use tp_size=1 or 2, or leave it out of tensor_parallel_plan.",
+        ),
+        (
+            {"*.fc1": "column"},
+            3,
+            "tensor parallelism divides 'vit.layers.0.mlp.fc1' into equal shares: it has 32 columns or rows, "
+            "tp_size=3. Use tp_size=1, 2, 4, 8, 16 or 32, or leave it out of tensor_parallel_plan.",
+        ),
+        (
+            {"*.fc1": "fused_column:concatenated:3"},
+            2,
+            "a fused layer's parts make up its outputs: 'vit.layers.0.mlp.fc1' has 32, and tensor_parallel_plan says "
+            "3. Give one number of equal parts, or widths with that sum.",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_on_every_rank(plan, tp_size, text):
+    def boost():
+        boosted(tiny_vit(), sgd, image_batch(2), tp_size=tp_size, tensor_parallel_plan=plan)
+
+    everyone_raises(tp_size, boost, ConfigError, text)
+
+
+def test_a_shared_parameter_is_divided_in_one_way():
+    class Tied(nn.Module):
+        def __init__(self, kind, sizes):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(4, 4), kind(*sizes)
+            self.second.weight = self.first.weight
+
+    def boost(kind, sizes, plan):
+        return lambda: boosted(Tied(kind, sizes), sgd, torch.ones(2, 4), tp_size=2, tensor_parallel_plan=plan)
+
+    text = (
+        "'first.weight' is shared by several modules, and tensor_parallel_plan divides it in two ways: 'second' as row."
+    )
+    everyone_raises(2, boost(nn.Linear, (4, 4), {"first": "column", "second": "row"}), ConfigError, text)
+    text = "'second' (Bilinear) holds 'weight', which tensor_parallel_plan divides for another module"
+    everyone_raises(2, boost(nn.Bilinear, (4, 4, 4), {"first": "column"}), ConfigError, text)

@@ -1,0 +1,89 @@
+"""Where activations go over from whole to divided and back: gradients are summed once, random numbers draw apart."""
+
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridpp.cluster import Group
+from hybridpp.tensor_parallel.collectives import copy_to_ranks
+
+
+def _nothing() -> None:
+    return
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+
+
+class _Before(NamedTuple):
+    """A generator, how it stood before it drew for divided activations, and the seed it drew those from."""
+
+    generator: torch.Generator
+    state: Tensor
+    seed: int
+
+
+class Crossings:
+    """What the divided layers of one model share on this rank.
+
+    Layers that read the same whole activation (queries, keys and values) share one copy of it, so that its gradient is
+    summed over the ranks once.
+
+    On divided activations every rank draws random numbers of its own (dropout on its heads), which follow from the
+    state of the generator before; behind them the generator stands where it stood, so that on whole activations all
+    ranks draw the same ones.
+
+    Args:
+        group: the ranks that share the model's layers.
+
+    Attributes:
+        meanwhile: called while gradients are being summed.
+    """
+
+    def __init__(self, group: Group):
+        self.group = group
+        self.meanwhile: Callable[[], None] = _nothing
+        self._copied: tuple[Tensor, int, Tensor] | None = None
+        self._before: _Before | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Crossings":
+        # Groups cannot be copied; a copy of the model runs on the same ranks.
+        return self
+
+    def copy(self, x: Tensor) -> Tensor:
+        """A whole activation, for a layer that divides it."""
+        if not x.requires_grad or not torch.is_grad_enabled():
+            return x
+        if self._copied is None or self._copied[0] is not x or self._copied[1] != x._version:
+            self._copied = (x, x._version, copy_to_ranks(x, self.group, self._while_summing))
+        return self._copied[2]
+
+    def _while_summing(self) -> None:
+        # Asked for when gradients are summed: it is set after the first forward has been traced.
+        self.meanwhile()
+
+    def enter(self, y: Tensor) -> None:
+        """From here on random numbers are for divided activations like ``y``."""
+        if type(y) is not Tensor or y.is_meta:
+            return
+        generator = _generator(y.device)
+        if self._before is not None and self._before.seed == generator.initial_seed():
+            return
+        state = generator.get_state()
+        # Of the whole state, so that every place of the forward gets numbers of its own. 32 bits are all that the
+        # CPU's generator makes of a seed.
+        seed = zlib.crc32(state.numpy().tobytes(), self.group.rank + 1)
+        generator.manual_seed(seed)
+        self._before = _Before(generator, state, seed)
+
+    def leave(self) -> None:
+        """From here on random numbers are for whole activations again; and what was copied is let go of."""
+        before, self._copied, self._before = self._before, None, None
+        # Where a forward ended in between (activation checkpointing stops when it has what it needs), somebody else
+        # has seeded the generator since.
+        if before is not None and before.seed == before.generator.initial_seed():
+            before.generator.set_state(before.state)

@@ -1,0 +1,164 @@
+"""Layers of which each rank holds a part: what they do around the layer's own computation on it.
+
+Every kind is ``leave(own forward(enter(x)))``, so any linear layer or embedding will do, whatever its class.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridpp.tensor_parallel.collectives import gather_from_ranks, own_part, sum_over_ranks
+from hybridpp.tensor_parallel.crossings import Crossings
+from hybridpp.tensor_parallel.plan import Kind
+
+
+class ShardedLayer:
+    """A layer that this rank holds a part of.
+
+    Its module keeps its class and attributes; only the instance attribute ``forward`` is set.
+
+    Attributes:
+        kind: how it is divided.
+        module: with this rank's part as weight.
+    """
+
+    kind = Kind.WHOLE
+
+    def __init__(self, module: nn.Module, crossings: Crossings):
+        self.module = module
+        self.crossings = crossings
+        self._forward: Callable[..., Tensor] = module.forward
+        # functools.partial and no closure, so that the model can still be copied.
+        module.forward = functools.partial(self._run)
+
+    def _run(self, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+        with self._without_bias():
+            y = self._forward(self.local_input(self.enter(x)), *args, **kwargs)
+        return self.leave(y, x, self.module._parameters.get("bias"))
+
+    @contextmanager
+    def _without_bias(self) -> Iterator[None]:
+        """Inside, the module has no bias of its own where it is added to the sum."""
+        parameters = self.module._parameters
+        bias = parameters.get("bias")
+        if bias is None or not self.adds_bias:
+            yield
+            return
+        # Conv1D cannot do without one.
+        nothing: Any = None if isinstance(self.module, nn.Linear) else torch.zeros_like(bias)
+        parameters["bias"] = nothing
+        try:
+            yield
+        finally:
+            parameters["bias"] = bias
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether the bias is whole and :meth:`leave` adds it."""
+        return False
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The input, with whatever its gradient needs."""
+        return x
+
+    def local_input(self, x: Tensor) -> Tensor:
+        """What the layer's own forward is given for an input."""
+        return x
+
+    def leave(self, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's output, from what its own forward made; ``y`` is used up."""
+        return y
+
+    def own_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        """The gradient of what the layer's own forward made, from that of the output."""
+        return dy
+
+
+class ColumnParallel(ShardedLayer):
+    """From a whole input, this rank's part of the output. Collective: one all-reduce in the backward pass."""
+
+    kind = Kind.COLUMN
+
+    def enter(self, x: Tensor) -> Tensor:
+        return self.crossings.copy(x)
+
+    def leave(self, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        self.crossings.enter(y)
+        return y
+
+
+class GatheredColumnParallel(ShardedLayer):
+    """From a whole input, the whole output. Collective: all-gather forwards, all-reduce backwards."""
+
+    kind = Kind.GATHERED_COLUMN
+
+    def __init__(self, module: nn.Module, crossings: Crossings, width: int):
+        super().__init__(module, crossings)
+        self._width = width
+
+    @property
+    def adds_bias(self) -> bool:
+        return True
+
+    def enter(self, x: Tensor) -> Tensor:
+        self.crossings.leave()
+        x = self.crossings.copy(x)
+        self.crossings.leave()
+        return x
+
+    def leave(self, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        whole = gather_from_ranks(y, self.crossings.group, self._width)
+        return whole if bias is None else whole + bias
+
+    def own_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        size = self.crossings.group.size
+        return own_part(dy, self.crossings.group, -(-self._width // size))
+
+
+class RowParallel(ShardedLayer):
+    """From this rank's part of the input, the whole output. Collective: one all-reduce in the forward pass."""
+
+    kind = Kind.ROW
+
+    @property
+    def adds_bias(self) -> bool:
+        return True
+
+    def enter(self, x: Tensor) -> Tensor:
+        self.crossings.leave()
+        return x
+
+    def leave(self, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        whole = sum_over_ranks(y, self.crossings.group)
+        return whole if bias is None else whole + bias
+
+
+class VocabParallel(ShardedLayer):
+    """An embedding by its rows; ids are whole, and so is what comes out. Collective: one all-reduce forwards."""
+
+    kind = Kind.VOCAB
+
+    def __init__(self, module: nn.Module, crossings: Crossings, num_rows: int):
+        super().__init__(module, crossings)
+        self._first, self._num_rows = crossings.group.rank * num_rows, num_rows
+        padding: Any = getattr(module, "padding_idx", None)
+        if padding is not None:
+            own = 0 <= padding - self._first < num_rows
+            vars(module)["padding_idx"] = padding - self._first if own else None
+
+    def _is_foreign(self, ids: Tensor) -> Tensor:
+        return (ids < self._first) | (ids >= self._first + self._num_rows)
+
+    def local_input(self, x: Tensor) -> Tensor:
+        return (x - self._first).masked_fill(self._is_foreign(x), 0)
+
+    def leave(self, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        return sum_over_ranks(self.own_gradient(y, x), self.crossings.group)
+
+    def own_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        # The same rows count forwards and backwards.
+        return dy.masked_fill(self._is_foreign(x).unsqueeze(-1), 0)

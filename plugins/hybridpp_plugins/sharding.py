@@ -1,0 +1,123 @@
+"""Where tensor parallelism meets the rest: divided layers in the backward pass of a schedule, sums, whole tensors."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hybridpp.cluster import Group, get_dist_logger
+from hybridpp.config import ParallelConfig
+from hybridpp.pipeline import Layer, WeightGradients, layer_of
+from hybridpp.tensor_parallel import Kind, Placement, ShardedLayer, Sharding, placement_of, plan_from_patterns
+from hybridpp.tensor_parallel import shard as apply_plan
+from hybridpp_plugins.layout import Layout
+
+
+class Divided(NamedTuple):
+    """A model whose layers are divided, or were found to need no dividing.
+
+    Attributes:
+        weight_gradients: runs its layers.
+        summed: parameters whose gradients are sums over all ranks that share layers, by name.
+    """
+
+    weight_gradients: WeightGradients
+    summed: frozenset[str]
+
+
+def divide_model(model: nn.Module, config: ParallelConfig, tp: Group) -> Divided:
+    """Let this rank hold its part of the model's layers; before the model is cut. Nothing is communicated."""
+    if tp.size == 1:
+        return Divided(WeightGradients(model), frozenset())
+    kinds = {module: layer_of(module) for module in model.modules()}
+    plan = plan_from_patterns(model, config.tensor_parallel_plan or {}, tp.size)
+    sharding = apply_plan(model, plan, tp)
+    if not sharding.layers:
+        get_dist_logger().warning(
+            f"tensor_parallel_plan divides no layer of {type(model).__name__}: all {tp.size} ranks that share its "
+            "layers compute the same. Name the layers, like {'*.q_proj': 'column', '*.o_proj': 'row'}.",
+            ranks=[0],
+        )
+    weight_gradients = WeightGradients(model, _joined(kinds, sharding))
+    sharding.crossings.meanwhile = weight_gradients.release
+    return Divided(weight_gradients, sharding.summed)
+
+
+def _joined(kinds: Mapping[nn.Module, Layer | None], sharding: Sharding) -> dict[nn.Module, Layer]:
+    """How the divided layers compute, apart from their weights' gradients."""
+    return {module: _join(kind, part) for module, part in sharding.layers.items() if (kind := kinds[module])}
+
+
+def _join(kind: Layer, part: ShardedLayer) -> Layer:
+    """A kind of layer with what is around it where a rank holds a part."""
+
+    def forward(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = kind.forward(module, part.local_input(x), weight, None if part.adds_bias else bias)
+        return part.leave(y, x, bias)
+
+    def input_gradient(module: nn.Module, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return kind.input_gradient(module, part.own_gradient(dy, x), x, weight)
+
+    def weight_gradient(module: nn.Module, dy: Tensor, x: Tensor, weight: Tensor, total: Tensor | None) -> Tensor:
+        return kind.weight_gradient(module, part.own_gradient(dy, x), part.local_input(x), weight, total)
+
+    return Layer(
+        forward,
+        input_gradient,
+        weight_gradient,
+        kind.bias_gradient,
+        kind.input_dims,
+        prepare=part.enter,
+        may_wait=part.kind in (Kind.COLUMN, Kind.GATHERED_COLUMN),
+    )
+
+
+def placements(model: nn.Module) -> dict[str, Placement]:
+    """How this rank's divided parameters lie on the ranks, by name."""
+    found = {name: placement_of(parameter) for name, parameter in model.named_parameters()}
+    return {name: placement for name, placement in found.items() if placement is not None}
+
+
+def summing_groups(model: nn.Module, divided: Divided, layout: Layout) -> dict[str, Group]:
+    """For parameters of which several ranks of an axis hold a summand of the gradient, their group.
+
+    Collective: all ranks of the world.
+    """
+    lies = placements(model)
+    mine = {placement.copies for placement in lies.values() if placement.copies > 1}
+    # Stages differ in what they hold; the world makes groups together.
+    rows = layout.control.all_gather(torch.tensor([size in mine for size in range(layout.grid.tp_size + 1)]))
+    sizes = [size for size in range(layout.grid.tp_size + 1) if any(bool(row[size]) for row in rows)]
+    copies = {size: layout.group_of_copies(size) for size in sizes}
+    groups = {name: copies[place.copies] for name, place in lies.items() if place.copies > 1}
+    return groups | dict.fromkeys(divided.summed, layout.tp)
+
+
+def counts_here(name: str, lies: Mapping[str, Placement], tp: Group) -> bool:
+    """Whether this rank's part of a parameter counts in a norm over the ranks that share layers."""
+    return lies[name].counts_on(tp.rank) if name in lies else tp.rank == 0
+
+
+def own_state(parameter: nn.Parameter, state: Mapping[str, Any], tp_rank: int) -> dict[str, Any]:
+    """This rank's part of what an optimizer had noted about a parameter when it was whole."""
+    place = placement_of(parameter)
+    if place is None:
+        return dict(state)
+    return {
+        key: place.take(value, tp_rank) if isinstance(value, Tensor) and value.shape == place.full_shape else value
+        for key, value in state.items()
+    }
+
+
+def whole_tensors(tensors: Iterator[tuple[str, Tensor]], lies: Mapping[str, Placement], tp: Group) -> dict[str, Tensor]:
+    """Tensors with the divided ones put together, on the host; empty except on the first rank of ``tp``.
+
+    Collective: one all-gather over ``tp`` for each divided tensor.
+    """
+    whole = {}
+    for name, tensor in tensors:
+        parts = tp.all_gather(tensor.detach()) if name in lies else [tensor]
+        if tp.rank == 0:
+            whole[name] = lies[name].join([part.cpu() for part in parts]) if name in lies else tensor
+    return whole

@@ -1,0 +1,75 @@
+"""Small models with plans that divide their layers."""
+
+import functools
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+VIT = {
+    "*.q_proj": "column",
+    "*.k_proj": "column",
+    "*.v_proj": "column",
+    "*.o_proj": "row",
+    "*.fc1": "column",
+    "*.fc2": "row",
+}
+LLAMA = {
+    "*.q_proj": "column",
+    "*.k_proj": "column",
+    "*.v_proj": "column",
+    "*.o_proj": "row",
+    "*.gate_proj": "column",
+    "*.up_proj": "column",
+    "*.down_proj": "row",
+    "*.embed_tokens": "vocab",
+}
+GPT2 = {
+    "*.c_attn": "fused_column:concatenated:3",
+    "*.attn.c_proj": "row",
+    "*.c_fc": "column",
+    "*.mlp.c_proj": "row",
+    "*.wte": "vocab",
+}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 37}
+
+
+def token_batch(num_samples=4, seed=0):
+    ids = torch.randint(0, 37, (num_samples, 6), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+def llama(num_kv_heads=2, tied=True):
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_key_value_heads": num_kv_heads, "tie_word_embeddings": tied, "use_cache": False}
+    return LlamaForCausalLM(LlamaConfig(**sizes)).train()
+
+
+def qwen3():
+    torch.manual_seed(0)
+    config = Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8, use_cache=False, tie_word_embeddings=False)
+    model = Qwen3ForCausalLM(config).train()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(parameter, 1.0, 0.2)
+    return model
+
+
+def gpt2():
+    torch.manual_seed(0)
+    dropout = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
+    config = GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=37, n_positions=8, use_cache=False, **dropout)
+    model = GPT2LMHeadModel(config).train()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    return model
+
+
+MODELS = {
+    "llama-tied": (llama, LLAMA),
+    "llama": (functools.partial(llama, tied=False), LLAMA | {"lm_head": "gathered_column"}),
+    "llama-one-kv-head": (functools.partial(llama, num_kv_heads=1), LLAMA),
+    "qwen3": (qwen3, LLAMA | {"*.q_norm": "summed", "*.k_norm": "summed"}),
+    "gpt2": (gpt2, GPT2),
+}

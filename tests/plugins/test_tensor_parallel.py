@@ -1,0 +1,213 @@
+"""Layers divided over ranks train as in one process: losses, every gradient, weights after steps."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from divided_models import MODELS, VIT, qwen3, token_batch
+from support import assert_near, boosted, image_batch, model_loss, run_ranks, sgd, tiny_vit, train, whole_over_tp
+
+from hybridpp.cluster import Loopback
+from hybridpp.tensor_parallel import placement_of
+
+BATCHES = [image_batch(6, seed) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    return train(tiny_vit, BATCHES, num_microbatches=2)
+
+
+def assert_equal(run, expected, tolerance=1e-6):
+    for losses in run["losses"]:
+        assert losses == pytest.approx(expected["losses"][0], abs=10 * tolerance)
+    assert_near(run["gradients"], expected["gradients"], tolerance)
+    assert_near(run["weights"], expected["weights"], 10 * tolerance)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp_size": 2},
+        {"tp_size": 2, "pp_size": 2},
+        {"tp_size": 2, "pp_size": 2, "schedule": "zb-h1"},
+        {"tp_size": 2, "pp_size": 2, "schedule": "zb-v"},
+        {"tp_size": 2, "pp_size": 2, "schedule": "interleaved", "num_model_chunks": 2},
+        {"tp_size": 2, "pp_size": 2, "gradient_checkpoint_config": {"gradient_checkpointing_ratio": 1.0}},
+    ],
+    ids=str,
+)
+def test_divided_layers_train_as_in_one_process(layout, one_process):
+    assert_equal(train(tiny_vit, BATCHES, num_microbatches=2, tensor_parallel_plan=VIT, **layout), one_process)
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_replicas_of_divided_layers_train_as_in_one_process(pp_size):
+    batches = [image_batch(8, seed) for seed in range(3)]
+    expected = train(tiny_vit, batches, num_microbatches=2)
+    run = train(tiny_vit, batches, dp_size=2, tp_size=2, pp_size=pp_size, num_microbatches=2, tensor_parallel_plan=VIT)
+    assert_near(run["gradients"], expected["gradients"])
+    assert_near(run["weights"], expected["weights"], 1e-5)
+
+
+@functools.cache
+def one_process_of(name):
+    return train(MODELS[name][0], [token_batch(seed=seed) for seed in range(2)], num_microbatches=2)
+
+
+@pytest.mark.parametrize(("pp_size", "schedule"), [(1, "1f1b"), (2, "zb-h1")])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_all_kinds_of_layers(name, pp_size, schedule):
+    make_model, plan = MODELS[name]
+    batches = [token_batch(seed=seed) for seed in range(2)]
+    options = {"pp_size": pp_size, "num_microbatches": 2, "schedule": schedule}
+    run = train(make_model, batches, tp_size=2, tensor_parallel_plan=plan, **options)
+    assert_equal(run, one_process_of(name), 2e-6)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "llama-one-kv-head", "qwen3"])
+def test_four_ranks_share_layers(name):
+    make_model, plan = MODELS[name]
+    batches = [token_batch(seed=seed) for seed in range(2)]
+    run = train(make_model, batches, tp_size=4, num_microbatches=2, tensor_parallel_plan=plan)
+    assert_equal(run, one_process_of(name), 2e-6)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3"])
+def test_clipping_sees_the_norm_of_the_whole_model(name):
+    make_model, plan = MODELS[name]
+    batches = [token_batch(seed=seed) for seed in range(2)]
+    expected = train(make_model, batches, num_microbatches=2, max_norm=0.1)
+    run = train(make_model, batches, tp_size=2, pp_size=2, num_microbatches=2, max_norm=0.1, tensor_parallel_plan=plan)
+    assert_near(run["weights"], expected["weights"], 1e-5)
+
+
+def test_the_norm_counts_every_parameter_once():
+    def run(**layout):
+        def rank():
+            booster, model, optimizer = boosted(qwen3(), sgd, token_batch(), num_microbatches=2, **layout)
+            booster.execute_pipeline(iter([token_batch()]), model, model_loss, optimizer)
+            return optimizer.get_grad_norm()
+
+        return Loopback(layout.get("tp_size", 1) * layout.get("pp_size", 1)).run(rank)
+
+    (expected,) = run()
+    for layout in ({"tp_size": 2}, {"tp_size": 4}, {"tp_size": 2, "pp_size": 2}):
+        norms = run(tensor_parallel_plan=MODELS["qwen3"][1], **layout)
+        assert len(set(norms)) == 1
+        assert norms[0] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_keeps_the_masters_of_its_part(precision):
+    batches, options = [image_batch(4, seed) for seed in range(2)], {"num_microbatches": 2, "precision": precision}
+    expected = train(tiny_vit, batches, **options)
+    run = train(tiny_vit, batches, tp_size=2, pp_size=2, tensor_parallel_plan=VIT, **options)
+    assert_near(run["weights"], expected["weights"], 2e-2)
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all():
+    def rank():
+        booster, model, optimizer = boosted(
+            tiny_vit(),
+            sgd,
+            image_batch(2),
+            tp_size=2,
+            pp_size=2,
+            precision="fp16",
+            tensor_parallel_plan=VIT,
+            num_microbatches=2,
+            initial_scale=2.0**4,
+        )
+        buckets = booster.plugin._engine(model).buckets
+        finish = buckets.finish
+
+        def overflow():
+            finish()
+            next(gradient for name, gradient in buckets.gradients.items() if "fc1" in name).fill_(float("inf"))
+
+        if booster.plugin.layout.world.rank == 1:
+            buckets.finish = overflow
+        booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
+        optimizer.step()
+        return optimizer.skipped_steps, optimizer.applied_steps, optimizer.loss_scale
+
+    assert Loopback(4).run(rank) == [(1, 0, 8.0)] * 4
+
+
+def test_each_rank_holds_its_part_of_the_optimizer_state_too():
+    def rank():
+        adam = functools.partial(torch.optim.Adam, lr=0.1)
+        booster, model, optimizer = boosted(tiny_vit(), adam, image_batch(2), tp_size=2, tensor_parallel_plan=VIT)
+        booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
+        optimizer.step()
+        divided = [p for p in model.parameters() if placement_of(p) is not None]
+        assert all(optimizer.state[p]["exp_avg"].shape == placement_of(p).local_shape for p in divided)
+        return sum(p.numel() for p in divided), sum(2 * p.numel() for p in divided)
+
+    # Weights of 4 layers: 4 of 16 x 16, 2 of 16 x 32, biases of q, k, v and fc1.
+    parameters = 4 * (4 * 256 + 2 * 512 + 3 * 16 + 32)
+    assert Loopback(2).run(rank) == [(parameters // 2, parameters)] * 2
+
+
+def test_state_from_before_boost_is_divided_like_its_parameter():
+    def weights(**layout):
+        def rank():
+            model = tiny_vit()
+            momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            model_loss(model(**BATCHES[0]), None).backward()
+            momentum.step()
+            booster, model, optimizer = boosted(model, lambda _: momentum, image_batch(2), **layout)
+            booster.execute_pipeline(iter([BATCHES[1]]), model, model_loss, optimizer)
+            optimizer.step()
+            return whole_over_tp(booster, model, dict(model.named_parameters()))
+
+        return Loopback(layout.get("tp_size", 1)).run(rank)[0]
+
+    assert_near(weights(tp_size=2, tensor_parallel_plan=VIT), weights(), 1e-5)
+
+
+def test_a_loss_computed_by_the_script_goes_back_through_divided_layers():
+    model = tiny_vit()
+    model_loss(model(**BATCHES[0]), None).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+
+    def rank():
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), tp_size=2, tensor_parallel_plan=VIT)
+        booster.backward(model_loss(model(**BATCHES[0]), None), optimizer)
+        return {name: (p.grad, placement_of(p)) for name, p in model.named_parameters()}
+
+    ranks = Loopback(2).run(rank)
+    whole = {
+        name: gradient if placement is None else placement.join([rank[name][0] for rank in ranks])
+        for name, (gradient, placement) in ranks[0].items()
+    }
+    assert_near(whole, expected)
+
+
+def test_a_copy_of_a_divided_model_computes_the_same():
+    def rank():
+        _, model, _ = boosted(tiny_vit(), sgd, image_batch(2), tp_size=2, tensor_parallel_plan=VIT)
+        average = copy.deepcopy(model)
+        with torch.no_grad():
+            return torch.equal(average(**BATCHES[0]).logits, model(**BATCHES[0]).logits)
+
+    assert Loopback(2).run(rank) == [True, True]
+
+
+def on_processes():
+    booster, model, optimizer = boosted(
+        tiny_vit(), sgd, image_batch(2), tp_size=2, pp_size=2, num_microbatches=3, tensor_parallel_plan=VIT
+    )
+    losses = []
+    for batch in BATCHES:
+        losses.append(booster.execute_pipeline(iter([batch]), model, model_loss, optimizer)["loss"].item())
+        optimizer.step()
+    return losses
+
+
+def test_processes_that_share_layers():
+    expected = train(tiny_vit, BATCHES, num_microbatches=3)["losses"][0]
+    for losses in run_ranks(on_processes, 4):
+        assert losses == pytest.approx(expected, abs=1e-5)

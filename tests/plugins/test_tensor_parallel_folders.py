@@ -1,0 +1,103 @@
+"""Weights of divided layers to disk and back: folders are whole, whatever the layout."""
+
+import re
+
+import pytest
+import torch
+from divided_models import LLAMA, MODELS, llama, token_batch
+from support import assert_near, assert_same, boosted, model_loss, sgd, whole_over_tp
+from transformers import LlamaForCausalLM
+
+from hybridpp.cluster import Loopback
+from hybridpp.errors import CheckpointError
+
+LAYOUTS = [{"tp_size": 2}, {"tp_size": 4}, {"tp_size": 2, "pp_size": 2}, {"tp_size": 2, "precision": "bf16"}]
+
+
+def on_layout(function, tp_size=1, pp_size=1, dp_size=1, **settings):
+    settings = {"tp_size": tp_size, "pp_size": pp_size, **settings}
+    return Loopback(tp_size * pp_size * dp_size).run(lambda: function(settings))
+
+
+def empty(make_model):
+    with torch.device("meta"):
+        return make_model()
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, {"tp_size": 2, "dp_size": 2}], ids=str)
+@pytest.mark.parametrize("name", ["llama-tied", "llama-one-kv-head"])
+def test_from_pretrained_reads_what_divided_layers_saved(tmp_path, name, layout):
+    make_model, plan = MODELS[name]
+
+    def save(settings):
+        booster, model, _ = boosted(make_model(), sgd, token_batch(), tensor_parallel_plan=plan, **settings)
+        booster.save_model(model, tmp_path, shard=True)
+
+    on_layout(save, **layout)
+    loaded, info = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_same(dict(loaded.named_parameters()), dict(make_model().named_parameters()))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_each_rank_takes_its_part_of_a_folder(tmp_path, layout, on_meta):
+    written = llama()
+    for parameter in written.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    written.save_pretrained(tmp_path)
+
+    def load(settings):
+        model = empty(llama) if on_meta else llama()
+        booster, model, optimizer = boosted(model, sgd, token_batch(), tensor_parallel_plan=LLAMA, **settings)
+        booster.load_model(model, tmp_path)
+        masters = booster.plugin._engine(model).masters.masters
+        held = {name: masters.get(name, p).detach().clone() for name, p in model.named_parameters()}
+        whole = whole_over_tp(booster, model, held)
+        loss = booster.execute_pipeline(iter([token_batch()]), model, model_loss, optimizer)["loss"].item()
+        return whole, loss
+
+    ranks = on_layout(load, **layout)
+    whole = {name: tensor for weights, _ in ranks for name, tensor in weights.items()}
+    assert_same(whole, dict(written.named_parameters()))
+    tolerance = 2e-2 if "precision" in layout else 1e-5
+    expected = written(**token_batch()).loss.item()
+    assert [loss for _, loss in ranks] == pytest.approx([expected] * len(ranks), abs=tolerance)
+
+
+def test_training_goes_on_from_a_folder_in_another_layout(tmp_path):
+    batches = [token_batch(seed=seed) for seed in range(4)]
+
+    def steps(booster, model, optimizer, batches):
+        for batch in batches:
+            booster.execute_pipeline(iter([batch]), model, model_loss, optimizer)
+            optimizer.step()
+        return whole_over_tp(booster, model, {name: p.detach().clone() for name, p in model.named_parameters()})
+
+    def first(settings):
+        parts = boosted(llama(), sgd, token_batch(), tensor_parallel_plan=LLAMA, **settings)
+        steps(*parts, batches[:2])
+        parts[0].save_model(parts[1], tmp_path)
+
+    def second(settings):
+        parts = boosted(llama(), sgd, token_batch(), tensor_parallel_plan=LLAMA, **settings)
+        parts[0].load_model(parts[1], tmp_path)
+        return steps(*parts, batches[2:])
+
+    on_layout(first, tp_size=4)
+    ranks = on_layout(second, tp_size=2, pp_size=2)
+    expected = on_layout(lambda settings: steps(*boosted(llama(), sgd, token_batch(), **settings), batches))[0]
+    assert_near({name: tensor for rank in ranks for name, tensor in rank.items()}, expected, 1e-5)
+
+
+def test_a_folder_of_another_size_is_refused_with_whole_shapes(tmp_path):
+    llama(num_kv_heads=4).save_pretrained(tmp_path)
+
+    def load(settings):
+        booster, model, _ = boosted(llama(), sgd, token_batch(), tensor_parallel_plan=LLAMA, **settings)
+        with pytest.raises(CheckpointError, match=re.escape("k_proj.weight")) as raised:
+            booster.load_model(model, tmp_path)
+        return str(raised.value)
+
+    for message in on_layout(load, tp_size=2):
+        assert "(32, 32)" in message or "torch.Size([32, 32])" in message
