@@ -18,6 +18,8 @@ _HEADS = re.compile(r"heads?$|^n_?heads?|^h$|heads_|_heads?_")
 _SIZES = re.compile(r"dim|size|width|scale|groups|per_head|idx|index|^layer|drop")
 _KEPT = re.compile(r"idx|index|_id$|^layer|max_|position|window|vocab|epoch|seed")
 _MAX_NAMES = 6
+LIKELY = 6
+"""How many of the choices are likely."""
 
 
 def settings(block: nn.Module, layers: dict[str, Layer], group: Group, tp_size: int) -> Attributes:
@@ -35,19 +37,29 @@ def shared_heads(block: nn.Module, layers: dict[str, Layer], group: Group, tp_si
     for (name, key), value in _numbers(block, layers, group).items():
         if re.search(r"groups?$", key) and value % copies == 0:
             changed[name, key] = value // copies
-        elif re.search(r"kv|key_value|query_groups", key) and _HEADS.search(key) and value * copies % tp_size == 0:
+        elif re.search(r"kv|key_value|query_groups", key) and _is_head_count(key) and value * copies % tp_size == 0:
             changed[name, key] = value * copies // tp_size
     return changed
 
 
 def _numbers(block: nn.Module, layers: dict[str, Layer], group: Group) -> Attributes:
-    return {
-        (name, key): value
-        for name in _scope(block, layers, group)
-        for key, value in vars(block.get_submodule(name)).items()
-        if isinstance(value, int) and not isinstance(value, bool) and not key.startswith("_")
-        if not type(block.get_submodule(name)).__module__.startswith("torch.nn.")
-    }
+    found: Attributes = {}
+    for name in _scope(block, layers, group):
+        module = block.get_submodule(name)
+        if not type(module).__module__.startswith("torch.nn."):
+            found |= {(name, key): value for key, value in vars(module).items() if _is_number(key, value)}
+            settings = vars(module).get("config")
+            counts = vars(settings).items() if hasattr(settings, "__dict__") else ()
+            found |= {(name, f"config.{k}"): v for k, v in counts if _is_number(k, v) and _is_head_count(k)}
+    return found
+
+
+def _is_number(key: str, value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and not key.startswith("_")
+
+
+def _is_head_count(key: str) -> bool:
+    return bool(_HEADS.search(key)) and not _SIZES.search(key)
 
 
 def _scope(block: nn.Module, layers: dict[str, Layer], group: Group) -> list[str]:
@@ -79,11 +91,12 @@ def choices(found: Attributes, widths: set[int], tp_size: int) -> Iterator[Attri
         widths: sizes of what the layers make and sum over.
         tp_size: by how much.
     """
-    heads = {key for (_, key), value in found.items() if _HEADS.search(key) and not _SIZES.search(key)}
+    heads = {key for _, key in found if _is_head_count(key)}
+    own = {key for key in heads if "." not in key}
     wide = {key for (_, key), value in found.items() if value in widths and key not in heads}
     names = sorted({key for _, key in found}, key=lambda key: (key not in heads, key not in wide, key))[:_MAX_NAMES]
-    seen = []
-    for chosen in (heads | wide, heads, set(), wide):
+    seen: list[set[str]] = []
+    for chosen in (own | wide, own, set[str](), wide, heads | wide, heads):
         if chosen not in seen:
             seen.append(chosen)
             yield _divided(found, chosen, tp_size)
@@ -99,13 +112,13 @@ def _divided(found: Attributes, keys: set[str], tp_size: int) -> Attributes:
 
 def head_counts(found: Attributes) -> set[int]:
     """Values of attributes that are called like head counts."""
-    return {value for (_, key), value in found.items() if _HEADS.search(key) and not _SIZES.search(key)}
+    return {value for (_, key), value in found.items() if _is_head_count(key)}
 
 
 def indivisible_heads(block: nn.Module, layers: dict[str, Layer], group: Group, tp_size: int) -> str | None:
     """Which head count around a group the ranks do not divide, and the sizes that would do; None where all are fine."""
     for (name, key), value in _numbers(block, layers, group).items():
-        if _HEADS.search(key) and not _SIZES.search(key) and value % tp_size:
+        if _is_head_count(key) and value % tp_size:
             sizes = ", ".join(str(size) for size in range(1, value + 1) if value % size == 0)
             where = f"{name}.{key}" if name else key
             return f"{where}={value} is not divisible by tp_size={tp_size}. Sizes that work: {sizes}."

@@ -9,7 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from hybridpp.tensor_parallel.infer_attributes import choices, head_counts, indivisible_heads, settings, shared_heads
+from hybridpp.tensor_parallel.infer_attributes import (
+    LIKELY,
+    choices,
+    head_counts,
+    indivisible_heads,
+    settings,
+    shared_heads,
+)
 from hybridpp.tensor_parallel.infer_compare import compare
 from hybridpp.tensor_parallel.infer_division import Division
 from hybridpp.tensor_parallel.infer_experts import divisions_of, expert_modules
@@ -18,7 +25,7 @@ from hybridpp.tensor_parallel.infer_groups import Group, groups_of
 from hybridpp.tensor_parallel.infer_layers import layers_of
 from hybridpp.tensor_parallel.infer_layouts import layouts_of
 from hybridpp.tensor_parallel.infer_run import made_up
-from hybridpp.tensor_parallel.infer_tables import row_heads, tables_of
+from hybridpp.tensor_parallel.infer_tables import Sizes, row_heads, tables_of
 
 _MAX_TRIES = 120
 
@@ -88,12 +95,12 @@ class BlockSearch:
         plan = BlockPlan()
         for group, one in found:
             both = plan.division | one.division
-            summed = compare(self._whole, both, self._tp_size)
-            if summed is None:
+            agreement = compare(self._whole, both, self._tp_size)
+            if agreement is None:
                 plan.reasons |= dict.fromkeys(group.layers, "can be divided, but not together with other layers")
             else:
                 plan.styles |= one.styles
-                plan.division, plan.summed = both, summed
+                plan.division, plan.summed = agreement
         return plan
 
     def _add_idle(self, plan: BlockPlan) -> None:
@@ -126,7 +133,11 @@ class BlockSearch:
         return heads or f"divided with {_listed(group, name)}, the block gives other numbers"
 
     def _first_right(self, tries: Iterable[_Found]) -> _Found | None:
-        return next((f for f in tries if compare(self._whole, f.division, self._tp_size) is not None), None)
+        for found in tries:
+            agreement = compare(self._whole, found.division, self._tp_size)
+            if agreement is not None:
+                return _Found(found.styles, agreement.division)
+        return None
 
     def _tries(self, group: Group) -> Iterator[_Found]:
         """Divisions of a group: of every layout the likely attributes, then all others."""
@@ -135,7 +146,7 @@ class BlockSearch:
         found = settings(self._block, self._layers, group, self._tp_size)
         widths = {self._layers[name].num_outputs for name in group.columns}
         widths |= {self._layers[name].num_inputs for name in group.rows}
-        likely = list(islice(choices(found, widths, self._tp_size), 4))
+        likely = list(islice(choices(found, widths, self._tp_size), LIKELY))
         for styles, division in layouts:
             copies = max((c for part in division.parts.values() for c in part.copies), default=1)
             shared = shared_heads(self._block, self._layers, group, self._tp_size, copies) if copies > 1 else {}
@@ -143,12 +154,12 @@ class BlockSearch:
                 yield _Found(styles, division | Division(attributes=attributes | shared))
         reads = frozenset[str | int]().union(*(self._flow.reads[name] for name in group.rows))
         heads = head_counts(found) | row_heads(self._block, reads, width)
-        for tables in tables_of(self._block, self._call, reads, heads, self._tp_size):
+        for tables in tables_of(self._block, self._call, reads, Sizes(heads, width), self._tp_size):
             for styles, division in layouts[:2]:
-                for attributes in likely[:2]:
-                    yield _Found(styles, division | tables | Division(attributes=attributes))
+                for attributes in (*likely[:2], *likely[4:]):
+                    yield _Found(styles, division | Division(attributes=attributes) | tables)
         for styles, division in layouts:
-            for attributes in islice(choices(found, widths, self._tp_size), 4, None):
+            for attributes in islice(choices(found, widths, self._tp_size), LIKELY, None):
                 yield _Found(styles, division | Division(attributes=attributes))
 
 

@@ -1,5 +1,8 @@
 """Run a divided block on as many in-process ranks as it is divided for, and compare it with the whole one by number."""
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,32 +16,71 @@ from hybridpp.tensor_parallel.infer_run import Outcome, Whole
 _TOLERANCE = {torch.float64: 2e-5, torch.float32: 3e-4}
 
 
-def compare(whole: Whole, division: Division, tp_size: int) -> frozenset[str] | None:
-    """Whether a division gives the whole block's results and gradients.
+class Agreement(NamedTuple):
+    """A division that gives the whole block's results and gradients.
 
-    Returns:
-        The parameters that every rank has whole and whose gradient is the sum of the ranks' (they are used on divided
-        activations); None where the division is wrong.
+    Attributes:
+        division: as it was tried, and which results have to be put together.
+        summed: the parameters that every rank has whole and whose gradient is the sum of the ranks' (they are used on
+            divided activations).
     """
 
+    division: Division
+    summed: frozenset[str]
+
+
+def compare(whole: Whole, division: Division, tp_size: int) -> Agreement | None:
+    """Whether a division gives the whole block's results and gradients; None where it does not."""
+    ranks = _run(whole, division, tp_size)
+    if ranks is None or ranks[0].gradients:
+        return _agreement(whole, division, ranks)
+    for results in _partial(whole, ranks[0], tp_size):
+        more = division | Division(results=results)
+        found = _agreement(whole, more, _run(whole, more, tp_size))
+        if found is not None:
+            return found
+    return None
+
+
+def _run(whole: Whole, division: Division, tp_size: int) -> list[Outcome] | None:
     def run() -> Outcome:
         group = current_world().split([range(tp_size)])
         assert group is not None
-        return Outcome(divide(whole.block, division, group), whole.call, whole=whole.outcome(), group=group)
+        return Outcome(divide(whole.block, division, group), whole.call, whole.outcome)
 
     try:
-        ranks = Loopback(tp_size).run(run)
+        return Loopback(tp_size).run(run)
     except Exception:
         return None  # whatever a wrong guess makes of a block
-    expected = whole.outcome(ranks[0].partial)
-    if not all(
-        _close(rank.results[number], result)
-        for rank in ranks
-        for number, result in expected.results.items()
-        if number not in rank.partial
+
+
+def _partial(whole: Whole, rank: Outcome, tp_size: int) -> Iterator[dict[tuple[str, int], Part]]:
+    """Ways in which results beside the first may be parts: by one dimension; by heads of each sample."""
+    unlike = {n: result.shape for n, result in whole.outcome.results.items() if rank.results[n].shape != result.shape}
+    plain: dict[tuple[str, int], Part] = {}
+    for number, shape in unlike.items():
+        own = rank.results[number].shape
+        dims = [dim for dim in range(len(shape)) if len(own) == len(shape) and own[dim] != shape[dim]]
+        if number == min(whole.outcome.results) or len(dims) != 1 or own[dims[0]] * tp_size != shape[dims[0]]:
+            return
+        plain["", number] = Part(dims[0], (shape[dims[0]],))
+    yield plain
+    samples = whole.call.tensors[0].shape[0] if whole.call.tensors and whole.call.tensors[0].dim() else 1
+    if any(part.dim == 0 and part.widths[0] % samples == 0 for part in plain.values()):
+        yield {
+            place: Part(0, (part.widths[0] // samples,), repeated=True) if part.dim == 0 else part
+            for place, part in plain.items()
+        }
+
+
+def _agreement(whole: Whole, division: Division, ranks: list[Outcome] | None) -> Agreement | None:
+    expected = whole.outcome
+    if ranks is None or not all(
+        _close(rank.results[number], result) for rank in ranks for number, result in expected.results.items()
     ):
         return None
-    return _summed(expected, ranks, division)
+    summed = _summed(expected, ranks, division)
+    return None if summed is None else Agreement(division, summed)
 
 
 def _summed(expected: Outcome, ranks: list[Outcome], division: Division) -> frozenset[str] | None:

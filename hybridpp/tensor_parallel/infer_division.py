@@ -24,9 +24,11 @@ class Division:
         spreads: the same of modules whose outputs are whole, and are used both on divided activations and elsewhere.
         sums: modules whose outputs are summands.
         first_only: parameters that only one rank may add: biases behind a sum.
-        attributes: what attributes of modules become, by the module's and the attribute's name.
-        arguments: what a rank takes of the arguments of a module, by its name and their number among the leaves; they
-            may arrive divided already.
+        attributes: what attributes of modules become, by the module's and the attribute's name; ``config.num_heads`` is
+            that of the configuration which the module holds, and of which it gets a copy.
+        arguments: what a rank takes of the arguments of a module, by its name and their number among the leaves.
+        results: what a rank makes of the results of a module (attention probabilities of its heads); outside of it
+            they are whole.
     """
 
     parts: Mapping[str, Part] = field(default_factory=dict)
@@ -36,6 +38,7 @@ class Division:
     first_only: frozenset[str] = frozenset()
     attributes: Mapping[tuple[str, str], int] = field(default_factory=dict)
     arguments: Mapping[tuple[str, int], Part] = field(default_factory=dict)
+    results: Mapping[tuple[str, int], Part] = field(default_factory=dict)
 
     def __or__(self, other: "Division") -> "Division":
         """Both."""
@@ -47,6 +50,7 @@ class Division:
             self.first_only | other.first_only,
             {**self.attributes, **other.attributes},
             {**self.arguments, **other.arguments},
+            {**self.results, **other.results},
         )
 
     def inside(self, prefix: str) -> "Division":
@@ -63,11 +67,20 @@ class Division:
             frozenset(map(longer, self.first_only)),
             {(longer(name), key): value for (name, key), value in self.attributes.items()},
             {(longer(name), number): part for (name, number), part in self.arguments.items()},
+            {(longer(name), number): part for (name, number), part in self.results.items()},
         )
 
 
 def _part(tensor: Tensor, part: Part, group: Group) -> Tensor:
     return part.of(tensor, group.rank, group.size)
+
+
+def _whole(own: Tensor, part: Part, group: Group) -> Tensor:
+    """All ranks' parts in their places; each rank's gradient is that of its own."""
+    size = own.shape[part.dim] * group.size
+    shape = (*own.shape[: part.dim], size, *own.shape[part.dim + 1 :])
+    places = part.index(group.rank, group.size, size).to(own.device)
+    return sum_over_ranks(own.new_zeros(shape).index_add(part.dim, places, own), group)
 
 
 def divide(block: nn.Module, division: Division, group: Group) -> nn.Module:
@@ -88,7 +101,12 @@ def divide(block: nn.Module, division: Division, group: Group) -> nn.Module:
         assert bias is not None
         module._parameters[key] = nn.Parameter(torch.zeros_like(bias))
     for (name, attribute), value in division.attributes.items():
-        setattr(block.get_submodule(name), attribute, value)
+        holder: Any = block.get_submodule(name)
+        if "." in attribute:  # a configuration is everyone's: this module gets its own
+            first, _, attribute = attribute.partition(".")
+            setattr(holder, first, copy.copy(getattr(holder, first)))
+            holder = getattr(holder, first)
+        setattr(holder, attribute, value)
 
     _attach(block, division, group)
     return block
@@ -111,8 +129,17 @@ def _attach(block: nn.Module, division: Division, group: Group) -> None:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             leaves, tree = pytree.tree_flatten((args, kwargs))
             leaf = leaves[number]
-            if isinstance(leaf, Tensor) and (part.repeated or leaf.shape[part.dim] == sum(part.widths)):
+            if isinstance(leaf, Tensor):
                 leaves[number] = _part(copied(leaf), part, group)
+            return pytree.tree_unflatten(leaves, tree)
+
+        return hook
+
+    def gather(number: int, part: Part) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            leaves, tree = pytree.tree_flatten(output)
+            if isinstance(leaves[number], Tensor):
+                leaves[number] = _whole(leaves[number], part, group)
             return pytree.tree_unflatten(leaves, tree)
 
         return hook
@@ -125,3 +152,5 @@ def _attach(block: nn.Module, division: Division, group: Group) -> None:
         block.get_submodule(name).register_forward_hook(total)
     for (name, number), part in division.arguments.items():
         block.get_submodule(name).register_forward_pre_hook(take(number, part), with_kwargs=True)
+    for (name, number), part in division.results.items():
+        block.get_submodule(name).register_forward_hook(gather(number, part))

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from hybridpp.cluster import Group
-
 
 class Call:
     """Arguments of a block's forward, to be used again and again.
@@ -23,7 +21,7 @@ class Call:
         leaves, self._tree = pytree.tree_flatten((args, kwargs))
         self.numbers = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.tensors: list[Tensor] = [leaves[number] for number in self.numbers]
-        self._others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._others = [None if isinstance(leaf, Tensor) or not _can_be_copied(leaf) else leaf for leaf in leaves]
 
     def arguments(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Of a forward, with these tensors in the places of its own."""
@@ -39,44 +37,41 @@ class Call:
         return block(*args, **kwargs)
 
 
+def _can_be_copied(leaf: Any) -> bool:
+    """Not what holds tensors of a graph: a cache of keys and values. A block does without."""
+    try:
+        copy.deepcopy(leaf)
+    except RuntimeError:
+        return False
+    return True
+
+
 class Outcome:
     """What a run of a block gave: the numbers that it returns, and the gradients of a made-up loss.
 
     Args:
-        block: to run; a part of one, if there is a whole one.
+        block: to run; a rank's share of one, if there is a whole one.
         call: its arguments.
-        left_out: results that do not count for the loss.
         whole: what the whole block gives.
-        group: of the ranks that have the parts.
 
     Attributes:
         results: the floating-point tensors that it returns, by their number among the leaves.
-        partial: those of them of which a rank has only a part: beside the activations, a block may return what its
-            heads made (attention probabilities). They do not count for the loss.
-        gradients: by parameter name, or by number of the argument.
+        gradients: by parameter name, or by number of the argument; none where a result has not the whole one's shape.
     """
 
-    def __init__(
-        self,
-        block: nn.Module,
-        call: Call,
-        left_out: frozenset[int] = frozenset(),
-        whole: "Outcome | None" = None,
-        group: Group | None = None,
-    ):
+    def __init__(self, block: nn.Module, call: Call, whole: "Outcome | None" = None):
         leaves = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in call.tensors]
         output = pytree.tree_leaves(call.run(block, [leaf.clone() for leaf in leaves]))
         results = {n: x for n, x in enumerate(output) if isinstance(x, Tensor) and x.is_floating_point()}
-        shapes = {n: result.shape for n, result in (results if whole is None else whole.results).items()}
-        self.partial = left_out
-        if group is not None:
-            side = [number for number in results if number != min(results)]
-            self.partial |= {n for n in side if results[n].numel() * group.size == shapes[n].numel()}
+        self.results: dict[int, Tensor] = {number: result.detach() for number, result in results.items()}
+        self.gradients: dict[str | int, Tensor] = {}
+        if whole is not None and any(results[n].shape != result.shape for n, result in whole.results.items()):
+            return
         generator = torch.Generator().manual_seed(1)
         losses = []
-        for number, result in results.items():
-            weights = torch.randn(shapes[number], generator=generator).to(result)
-            if number not in self.partial and result.requires_grad:
+        for result in results.values():
+            weights = torch.randn(result.shape, generator=generator).to(result)
+            if result.requires_grad:
                 losses.append((result * weights).sum())
         named = dict(block.named_parameters())
         sources: dict[str | int, Tensor] = {name: held for name, held in named.items() if held.requires_grad}
@@ -86,7 +81,6 @@ class Outcome:
             name: torch.zeros_like(source) if gradient is None else gradient
             for (name, source), gradient in zip(sources.items(), found, strict=True)
         }
-        self.results: dict[int, Tensor] = {number: result.detach() for number, result in results.items()}
 
 
 class Whole:
@@ -95,14 +89,7 @@ class Whole:
     def __init__(self, block: nn.Module, call: Call):
         self.block = block
         self.call = call
-        self._outcomes: dict[frozenset[int], Outcome] = {}
-        self.outcome()
-
-    def outcome(self, left_out: frozenset[int] = frozenset()) -> Outcome:
-        """What it gives, where some results do not count for the loss."""
-        if left_out not in self._outcomes:
-            self._outcomes[left_out] = Outcome(self.block, self.call, left_out)
-        return self._outcomes[left_out]
+        self.outcome = Outcome(block, call)
 
 
 def made_up(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Whole:

@@ -1,6 +1,7 @@
 """What else a block indexes by head: tables of biases, sinks, temperatures, masks that come as arguments."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from torch import nn
 
@@ -9,32 +10,58 @@ from hybridpp.tensor_parallel.infer_layers import Part, layer_of
 from hybridpp.tensor_parallel.infer_run import Call
 
 
+class Sizes(NamedTuple):
+    """What dimensions are compared with.
+
+    Attributes:
+        heads: numbers of heads that there may be.
+        width: of what the rows read.
+    """
+
+    heads: set[int]
+    width: int
+
+
 def tables_of(
-    block: nn.Module, call: Call, reads: frozenset[str | int], heads: set[int], tp_size: int
+    block: nn.Module, call: Call, reads: frozenset[str | int], sizes: Sizes, tp_size: int
 ) -> Iterator[Division]:
     """Divisions of the tables and arguments around a group of layers that have a dimension as long as there are heads.
+
+    Then of whatever has one as long as what the rows read: convolutions of each channel by itself, scales.
 
     Args:
         block: whose layers the group is of.
         call: with the arguments.
         reads: the sources of what the group's rows read.
-        heads: numbers of heads.
+        sizes: of the group.
         tp_size: by how much they are divided.
     """
-    heads = {number for number in heads if number % tp_size == 0}
-    parameters: dict[str, Part] = {}
-    for name, parameter in block.named_parameters():
-        owner = block.get_submodule(name.rpartition(".")[0])
-        dim = next((dim for dim, size in enumerate(parameter.shape) if size in heads), None)
-        if name in reads and layer_of(owner) is None and dim is not None:
-            parameters[name] = Part(dim, (parameter.shape[dim],))
+    heads = {number for number in sizes.heads if number % tp_size == 0}
+    by_head, by_channel = (_tables(block, reads, wanted, tp_size) for wanted in (heads, heads | {sizes.width}))
     arguments = list(_arguments(call, heads))
-    for chosen in ({}, parameters):
+    seen = []
+    for tables in (Division(), by_head, by_channel):
         for some in ({}, *arguments):
-            if chosen or some:
-                yield Division(parts=chosen, arguments=some)
-        if not parameters:
-            return
+            division = tables | Division(arguments=some)
+            if division not in seen and division != Division():
+                seen.append(division)
+                yield division
+
+
+def _tables(block: nn.Module, reads: frozenset[str | int], sizes: set[int], tp_size: int) -> Division:
+    parts: dict[str, Part] = {}
+    attributes: dict[tuple[str, str], int] = {}
+    for name, parameter in block.named_parameters():
+        owner = name.rpartition(".")[0]
+        module = block.get_submodule(owner)
+        dim = next((dim for dim, size in enumerate(parameter.shape) if size in sizes), None)
+        if name not in reads or layer_of(module) is not None or dim is None:
+            continue
+        parts[name] = Part(dim, (parameter.shape[dim],))
+        if isinstance(module, nn.Conv1d | nn.Conv2d) and module.groups == module.in_channels == module.out_channels:
+            counts = ("groups", "in_channels", "out_channels")
+            attributes |= {(owner, key): module.groups // tp_size for key in counts}
+    return Division(parts=parts, attributes=attributes)
 
 
 def _arguments(call: Call, heads: set[int]) -> Iterator[dict[tuple[str, int], Part]]:

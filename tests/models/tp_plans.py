@@ -41,12 +41,13 @@ def sample_calls(model: nn.Module, specimen: Specimen, blocks: tuple[str, ...]) 
     model(**{name: value.clone() for name, value in specimen.batch.items()})
     for handle in handles:
         handle.remove()
+    model.zero_grad()
     return calls
 
 
 def infer(specimen: Specimen, tp_size: int) -> tuple[tuple[str, ...], Inference]:
-    """The blocks of a model and the plan for them."""
-    model = copy.deepcopy(specimen.model)
+    """The blocks of a model and the plan for them; the model has run once then, as in a trace."""
+    model = specimen.model
     blocks = dissect(model, 1).blocks
     return blocks, infer_plan(model, blocks, sample_calls(model, specimen, blocks), tp_size)
 
@@ -102,7 +103,8 @@ def compare(specimen: Specimen, found: Inference, tp_size: int, double: bool = F
 
 
 def share(specimen: Specimen, blocks: tuple[str, ...], found: Inference, tp_size: int) -> float:
-    """How much of the blocks' weights one rank has."""
+    """How much of the blocks' weights one rank has; blocks that the batch does not reach do not count."""
+    blocks = tuple(block for block in blocks if found.plan.reasons.get(block) != "was not called")
     held = {
         name: parameter.numel()
         for name, parameter in specimen.model.named_parameters()

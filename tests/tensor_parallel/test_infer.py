@@ -1,6 +1,7 @@
 """Plans for blocks that nobody has described."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -248,3 +249,76 @@ def test_differences_from_the_models_own_plan_are_told():
     model._tp_plan = {"*.parts.mlp.up": "colwise", "*.parts.mlp.down": "rowwise", "*.parts.one": "colwise"}
     found = infer_plan(model, ["0"], {"0": ((torch.randn(3, 5, WIDTH),), {})}, 2)
     assert found.differences == ("0.parts.one: colwise in the model's own plan, whole here",)
+
+
+class Watched(nn.Module):
+    """Also returns what its heads look at; reads their number from a configuration."""
+
+    def __init__(self, flat: bool) -> None:
+        super().__init__()
+        self.config, self.flat = SimpleNamespace(num_attention_heads=HEADS), flat
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (*x.shape[:2], self.config.num_attention_heads, HEAD)
+        q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        seen = (q @ k.transpose(-1, -2)).softmax(-1)
+        y = x + self.o((seen @ v).transpose(1, 2).flatten(2))
+        return y, seen.flatten(0, 1) if self.flat else seen
+
+
+@pytest.mark.parametrize(
+    ("flat", "part"),
+    [(False, Part(1, (HEADS,))), (True, Part(0, (HEADS,), repeated=True))],
+    ids=["by head", "by sample"],
+)
+def test_what_heads_made_is_put_together_outside_of_the_block(flat, part):
+    model = Watched(flat)
+    found = infer(model)
+    assert len(found.plan.styles) == 4
+    assert found.division.results == {("0", 1): part}
+    assert found.plan.attributes == {"0": {"config.num_attention_heads": 2}}
+    assert model.config.num_attention_heads == HEADS
+
+
+class Convolved(nn.Module):
+    """A multi-layer perceptron with a convolution of each channel by itself in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.mix = nn.Conv1d(24, 24, 3, padding=1, groups=24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.mix(self.up(x).transpose(1, 2)).transpose(1, 2).relu())
+
+
+def test_convolutions_of_single_channels_are_divided_with_the_layers_around_them():
+    found = infer(Block(mlp=Convolved()))
+    assert found.plan.styles == {"0.parts.mlp.up": "column", "0.parts.mlp.down": "row"}
+    assert found.division.parts["0.parts.mlp.mix.weight"] == Part(0, (24,))
+    assert found.plan.attributes == {"0.parts.mlp.mix": {"groups": 12, "in_channels": 12, "out_channels": 12}}
+
+
+class Latent(nn.Module):
+    """Keys and values from a narrow layer, part of which all heads read as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.norm = nn.Linear(WIDTH, 8 + HEAD), nn.LayerNorm(8)
+        self.q, self.v, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(8, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        latent, shared = self.narrow(x).split([8, HEAD], -1)
+        q = self.q(x).unflatten(-1, (-1, HEAD)).transpose(1, 2)
+        v = self.v(self.norm(latent)).unflatten(-1, (-1, HEAD)).transpose(1, 2)
+        y = functional.scaled_dot_product_attention(q, shared[:, None].expand_as(v), v)
+        return x + self.o(y.transpose(1, 2).flatten(2))
+
+
+def test_gradients_of_a_whole_layer_that_divided_activations_meet_are_summed():
+    found = infer(Latent())
+    assert found.plan.styles == {"0.q": "column", "0.v": "column", "0.o": "row"}
+    assert found.division.spreads == {"0.narrow"}
+    assert found.division.enters == {"0.q"}
+    assert found.summed == {"0.norm.weight", "0.norm.bias"}
