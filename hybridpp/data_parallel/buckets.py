@@ -1,5 +1,6 @@
 """Gradients in flat buffers, reduced over the replicas while the last backward still runs."""
 
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -136,32 +137,39 @@ class GradientBuckets:
             self._launch(only_full=True)
 
     def _hook(self, name: str):  # type: ignore[no-untyped-def]  # torch does not type its hooks
-        view = self.gradients[name]
-        bucket = self._bucket_of[name]
+        # Weak: Python's garbage collector does not see through torch's hooks, so one that held the buckets would keep
+        # them and the whole model for ever.
+        weak = weakref.ref(self)
 
-        def add(parameter: Tensor) -> None:
-            if self._state is _State.CONSUMED:
-                raise ConfigError(_UNKNOWN_BACKWARD)
-            self._used.add(name)
-            gradient = parameter.grad
-            if gradient is not None and gradient is not view:
-                if self._shows(name):
-                    view.copy_(gradient)
-                    parameter.grad = view
-                else:
-                    view.add_(gradient)
-                    parameter.grad = None
-            if self._in_last_backward and name not in self._postponed:
-                if bucket.work is not None:
-                    raise ConfigError(
-                        f"the gradient of {name!r} came in several parts in one backward pass, after it was sent off. "
-                        "Reentrant activation checkpointing does that to a module that is called twice: checkpoint "
-                        "with use_reentrant=False."
-                    )
-                bucket.missing.discard(name)
-                self._launch(only_full=True)
+        def hook(parameter: Tensor) -> None:
+            buckets = weak()
+            if buckets is not None:
+                buckets._add(name, parameter)
 
-        return add
+        return hook
+
+    def _add(self, name: str, parameter: Tensor) -> None:
+        view, bucket = self.gradients[name], self._bucket_of[name]
+        if self._state is _State.CONSUMED:
+            raise ConfigError(_UNKNOWN_BACKWARD)
+        self._used.add(name)
+        gradient = parameter.grad
+        if gradient is not None and gradient is not view:
+            if self._shows(name):
+                view.copy_(gradient)
+                parameter.grad = view
+            else:
+                view.add_(gradient)
+                parameter.grad = None
+        if self._in_last_backward and name not in self._postponed:
+            if bucket.work is not None:
+                raise ConfigError(
+                    f"the gradient of {name!r} came in several parts in one backward pass, after it was sent off. "
+                    "Reentrant activation checkpointing does that to a module that is called twice: checkpoint "
+                    "with use_reentrant=False."
+                )
+            bucket.missing.discard(name)
+            self._launch(only_full=True)
 
     def _launch(self, only_full: bool) -> None:
         """Start reductions, always in the order of the buckets, so that all replicas start the same."""

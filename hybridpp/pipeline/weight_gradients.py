@@ -67,7 +67,10 @@ class _Separated(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.call = call
         ctx.save_for_backward(x, weight)
-        return call.layer.forward(call.module, x, weight, bias)
+        output = call.layer.forward(call.module, x, weight, bias)
+        # Autograd refuses to let a view be written to that was made in here (`embeddings += positions` does that). This
+        # is the same memory, but no view to autograd; nobody else holds its base.
+        return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:

@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -339,3 +342,12 @@ def test_scale_and_clamp_reach_every_element():
     buckets.scale(-2.0)
     buckets.clamp(0.5)
     assert_equal(buckets, expected)
+
+
+def test_a_model_is_freed_with_its_buckets():
+    model = nn.Linear(3, 3)
+    buckets = GradientBuckets(dict(model.named_parameters()), current_world().control(), 1.0)
+    alive = weakref.ref(model.weight)
+    del model, buckets
+    gc.collect()
+    assert alive() is None

@@ -84,6 +84,21 @@ class Tied(nn.Module):
         return self.head(self.embedding(x).tanh()) + functional.linear(self.embedding(x), self.embedding.weight)
 
 
+class Added(nn.Module):
+    """Embeddings that are added up in place, and a view of a layer's output that is written to."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions, self.layer = nn.Embedding(11, 6), nn.Embedding(11, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        h = self.tokens(x)
+        h += self.positions(x)
+        y = self.layer(h)
+        y[..., :2] *= 2
+        return y
+
+
 class Checkpointed(nn.Module):
     """A layer that is run again in the backward pass."""
 
@@ -115,6 +130,7 @@ MODELS = {
     "norm": (nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)), torch.randn(2, 6)),
     "twice": (Twice(), torch.randn(2, 6)),
     "tied": (Tied(), IDS),
+    "added": (Added(), IDS),
     "checkpointed": (Checkpointed(use_reentrant=False), torch.randn(2, 6)),
     "checkpointed, reentrant": (Checkpointed(use_reentrant=True), torch.randn(2, 6)),
     "parametrized": (parametrizations.weight_norm(nn.Linear(6, 5)), torch.randn(2, 6)),
