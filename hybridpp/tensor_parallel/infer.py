@@ -1,18 +1,15 @@
 """Find out how a model can be divided, without knowing it: by its blocks' runs, checked by number."""
 
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hybridpp.tensor_parallel.infer_block import BlockPlan, BlockSearch
+from hybridpp.tensor_parallel.infer_block import BlockPlan, BlockSearch, SampleCall, summed_modules
 from hybridpp.tensor_parallel.infer_division import Division
 from hybridpp.tensor_parallel.infer_own import differences
 from hybridpp.tensor_parallel.plan import Plan
-
-SampleCall: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of a block's forward."""
 
 
 class Inference(NamedTuple):
@@ -33,7 +30,12 @@ class Inference(NamedTuple):
 
 
 def infer_plan(
-    model: nn.Module, blocks: Iterable[str], sample_calls: Mapping[str, SampleCall], tp_size: int
+    model: nn.Module,
+    blocks: Iterable[str],
+    sample_calls: Mapping[str, SampleCall],
+    tp_size: int,
+    *,
+    styles_only: bool = False,
 ) -> Inference:
     """How the blocks of a model can be divided over ``tp_size`` ranks so that every number stays what it is.
 
@@ -46,6 +48,8 @@ def infer_plan(
         blocks: names of the modules to look into.
         sample_calls: for each block what it was called with once; blocks without are left whole.
         tp_size: by how much to divide.
+        styles_only: whether to leave whole what the plan's styles and attributes cannot say (experts' tensors, tables
+            and arguments that are indexed by head): with that, the plan alone is all that there is to apply.
     """
     known: dict[Hashable, BlockPlan] = {}
     styles: dict[str, str] = {}
@@ -56,12 +60,13 @@ def infer_plan(
         if name not in sample_calls:
             reasons[name] = "was not called"
             continue
-        block, (args, kwargs) = model.get_submodule(name), sample_calls[name]
-        kind = _kind(block, args, kwargs)
+        block = model.get_submodule(name)
+        kind = _kind(block, *sample_calls[name])
         if kind not in known:
-            known[kind] = _plan_of(block, args, kwargs, tp_size)
+            known[kind] = _plan_of(block, sample_calls[name], tp_size, styles_only)
         found = known[kind]
         styles |= {_join(name, inner): style for inner, style in found.styles.items()}
+        styles |= {_join(name, inner): "summed" for inner in summed_modules(block, found.summed)}
         reasons |= {_join(name, inner): reason for inner, reason in found.reasons.items()}
         for (inner, key), value in found.division.attributes.items():
             attributes.setdefault(_join(name, inner), {})[key] = value
@@ -70,9 +75,9 @@ def infer_plan(
     return Inference(Plan(styles, attributes, reasons), division, summed, differences(model, blocks, styles))
 
 
-def _plan_of(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tp_size: int) -> BlockPlan:
+def _plan_of(block: nn.Module, call: SampleCall, tp_size: int, styles_only: bool) -> BlockPlan:
     try:
-        search = BlockSearch(block, args, kwargs, tp_size)
+        search = BlockSearch(block, call, tp_size, styles_only)
     except Exception as error:  # the block's own, on numbers that it was not made for
         return BlockPlan(reasons={"": f"cannot be tried alone ({type(error).__name__}: {error})"})
     return search.run()

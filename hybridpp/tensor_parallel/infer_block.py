@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -17,7 +17,7 @@ from hybridpp.tensor_parallel.infer_attributes import (
     settings,
     shared_heads,
 )
-from hybridpp.tensor_parallel.infer_compare import compare
+from hybridpp.tensor_parallel.infer_compare import Agreement, compare
 from hybridpp.tensor_parallel.infer_division import Division
 from hybridpp.tensor_parallel.infer_experts import divisions_of, expert_modules
 from hybridpp.tensor_parallel.infer_flow import flow_of
@@ -28,6 +28,9 @@ from hybridpp.tensor_parallel.infer_run import made_up
 from hybridpp.tensor_parallel.infer_tables import Sizes, row_heads, tables_of
 
 _MAX_TRIES = 120
+
+SampleCall: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a block's forward."""
 
 
 @dataclass
@@ -56,8 +59,10 @@ class _Found:
 class BlockSearch:
     """Tries to divide one block; the block itself is left as it was."""
 
-    def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tp_size: int):
+    def __init__(self, block: nn.Module, call: SampleCall, tp_size: int, styles_only: bool):
+        args, kwargs = call
         self._tp_size = tp_size
+        self._styles_only = styles_only
         self._layers = layers_of(block)
         self._whole = made_up(block, args, kwargs)
         self._block, self._call = self._whole.block, self._whole.call
@@ -95,7 +100,7 @@ class BlockSearch:
         plan = BlockPlan()
         for group, one in found:
             both = plan.division | one.division
-            agreement = compare(self._whole, both, self._tp_size)
+            agreement = self._agreement(plan.styles | one.styles, both)
             if agreement is None:
                 plan.reasons |= dict.fromkeys(group.layers, "can be divided, but not together with other layers")
             else:
@@ -132,9 +137,21 @@ class BlockSearch:
         heads = indivisible_heads(self._block, self._layers, group, self._tp_size)
         return heads or f"divided with {_listed(group, name)}, the block gives other numbers"
 
+    def _agreement(self, styles: dict[str, str], division: Division) -> Agreement | None:
+        found = compare(self._whole, division, self._tp_size)
+        if found is None or not self._styles_only:
+            return found
+        told = {name for owner in summed_modules(self._block, found.summed) for name in self._names_in(owner)}
+        return found if _is_plain(styles, found.division) and found.summed <= told else None
+
+    def _names_in(self, owner: str) -> list[str]:
+        return [name for name, _ in self._block.named_parameters() if name.startswith(f"{owner}.")]
+
     def _first_right(self, tries: Iterable[_Found]) -> _Found | None:
         for found in tries:
-            agreement = compare(self._whole, found.division, self._tp_size)
+            if self._styles_only and not _is_plain(found.styles, found.division):
+                continue
+            agreement = self._agreement(found.styles, found.division)
             if agreement is not None:
                 return _Found(found.styles, agreement.division)
         return None
@@ -161,6 +178,29 @@ class BlockSearch:
         for styles, division in layouts:
             for attributes in islice(choices(found, widths, self._tp_size), LIKELY, None):
                 yield _Found(styles, division | Division(attributes=attributes))
+
+
+def summed_modules(block: nn.Module, summed: frozenset[str]) -> list[str]:
+    """Modules all of whose parameters have gradients that are sums of the ranks'."""
+    found = []
+    for name, module in block.named_modules():
+        held = [f"{name}.{key}" if name else key for key in module._parameters if module._parameters[key] is not None]
+        if held and summed.issuperset(held) and not any(module.children()):
+            found.append(name)
+    return found
+
+
+def _is_plain(styles: dict[str, str], division: Division) -> bool:
+    """Whether styles and attributes say all of a division."""
+    told = {f"{name}.{key}" for name in styles for key in ("weight", "bias")}
+    beyond = division.arguments or division.results or division.spreads
+    shared = any("x" in style for style in styles.values())  # parts of a fused layer that ranks share, and experts
+    return (
+        not beyond
+        and not shared
+        and told.issuperset(division.parts)
+        and not any("." in key for _, key in division.attributes)
+    )
 
 
 def _pattern(name: str) -> str:

@@ -29,7 +29,7 @@ def layouts_of(
             if _has_bias(block, name):
                 parts[f"{name}.bias"] = Part(0, widths, copies)
             division |= Division(parts=parts, enters=frozenset({name}))
-            styles[name] = _column(widths, copies)
+            styles[name] = _column(widths, copies, tp_size)
         for name in group.rows:
             layer = layers[name]
             division |= Division(
@@ -76,10 +76,10 @@ def _pieces(group: Group, layers: Mapping[str, Layer], tp_size: int) -> Iterator
             yield plain | {outputs: ((outputs,), (copies,)) for outputs in kinds[:-1]}
 
 
-def _column(widths: tuple[int, ...], copies: tuple[int, ...]) -> str:
-    """The style of a layer; ``x`` stands before the number of ranks that share a part."""
+def _column(widths: tuple[int, ...], copies: tuple[int, ...], tp_size: int) -> str:
+    """The style of a layer; of one part of a fused one, ``x`` stands before the number of ranks that share it."""
     if len(widths) == 1:
-        return f"column:x{copies[0]}" if copies else "column"
+        return f"column:{tp_size // copies[0]}" if copies else "column"
     if copies:
         shared = (
             f"{width}x{number}" if number > 1 else f"{width}" for width, number in zip(widths, copies, strict=True)

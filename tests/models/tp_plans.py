@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.partition.blocks import dissect
-from hybridpp.tensor_parallel.infer import Inference, SampleCall, infer_plan
+from hybridpp.tensor_parallel.infer import Inference, infer_plan
+from hybridpp.tensor_parallel.infer_block import SampleCall
 from hybridpp.tensor_parallel.infer_division import divide
 
 TIME_LIMIT_S, MEMORY_GIB = 300.0, 10

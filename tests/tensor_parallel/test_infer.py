@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from hybridpp.tensor_parallel.infer import Inference, infer_plan
 from hybridpp.tensor_parallel.infer_layers import Part
+from hybridpp.tensor_parallel.plan import parse_style
 
 WIDTH, HEADS, HEAD = 16, 4, 4
 
@@ -114,14 +115,14 @@ def test_the_layout_of_a_fused_layer_is_found(interleaved, style):
 
 def test_ranks_share_keys_and_values_where_those_have_fewer_heads():
     found = infer(Block(attention=Attention(kv_heads=2)), 4)
-    assert found.plan.styles["0.parts.attention.k"] == "column:x2"
+    assert found.plan.styles["0.parts.attention.k"] == "column:2"
     assert found.division.parts["0.parts.attention.k.weight"] == Part(0, (8,), (2,))
     assert found.plan.attributes == {"0.parts.attention": {"num_heads": 1, "kv_heads": 1}}
 
 
 def test_gradients_of_norms_per_head_are_summed():
     found = infer(Block(attention=Attention(norm=HEAD)))
-    assert len(found.plan.styles) == 4
+    assert found.plan.styles["0.parts.attention.norm"] == "summed"
     assert found.summed == {"0.parts.attention.norm.weight", "0.parts.attention.norm.bias"}
 
 
@@ -318,7 +319,24 @@ class Latent(nn.Module):
 
 def test_gradients_of_a_whole_layer_that_divided_activations_meet_are_summed():
     found = infer(Latent())
-    assert found.plan.styles == {"0.q": "column", "0.v": "column", "0.o": "row"}
+    assert found.plan.styles == {"0.q": "column", "0.v": "column", "0.o": "row", "0.norm": "summed"}
     assert found.division.spreads == {"0.narrow"}
     assert found.division.enters == {"0.q"}
     assert found.summed == {"0.norm.weight", "0.norm.bias"}
+
+
+@pytest.mark.parametrize(
+    "block", [Biased(), Experts(), Watched(True), Latent()], ids=lambda block: type(block).__name__
+)
+def test_what_styles_cannot_say_is_left_whole_where_only_they_are_wanted(block):
+    sample = ((torch.randn(3, 5, WIDTH),), {})
+    found = infer_plan(nn.Sequential(block), ["0"], {"0": sample}, 2, styles_only=True)
+    assert not found.division.parts
+    assert not found.plan.styles
+
+
+def test_plans_of_styles_alone_can_be_read():
+    model = nn.Sequential(Block(attention=Attention(norm=HEAD), mlp=Gated(), fused=Fused(False)))
+    found = infer_plan(model, ["0"], {"0": ((torch.randn(3, 5, WIDTH),), {})}, 2, styles_only=True)
+    kinds = [parse_style(style).kind for style in found.plan.styles.values()]
+    assert len(kinds) == 4 + 3 + 2 + 1
