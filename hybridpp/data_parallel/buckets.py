@@ -252,7 +252,7 @@ class GradientBuckets:
 
         The sums wait in host memory.
         """
-        host = [bucket.flat.cpu() for bucket in self._buckets]
+        host = [bucket.flat.to("cpu", copy=True) for bucket in self._buckets]
         used, state = set(self._used), self._state
         try:
             with self.no_sync():

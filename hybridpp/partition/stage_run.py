@@ -1,6 +1,7 @@
 """One pass of one micro-batch through the part of the model that a stage owns."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,6 +20,9 @@ from hybridpp.partition.structure import Given, flatten, tensors_in
 from hybridpp.partition.taint import Value
 
 _Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+Watcher = Callable[..., Any]
 
 
 class StageDone(BaseException):
@@ -64,6 +68,7 @@ class StageRun:
     Attributes:
         again: what activation checkpointing may call again, by unit and random seed.
         leavings: what units of other stages were made to leave on their modules, to be undone.
+        watch: runs own units, if someone wants to look at them.
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class StageRun:
         self._inside = False
         self.leavings: list[Leavings] = []
         self.again: dict[tuple[str, int], _Again] = {}
+        self.watch: Watcher | None = None
 
     def __call__(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inside:
@@ -97,6 +103,8 @@ class StageRun:
         call = self._expect(place, name)
         seed = torch.default_generator.initial_seed()
         forward = self._recomputable.wrapped(name, forward)
+        if self.watch is not None:
+            forward = functools.partial(self.watch, name, forward)
         try:
             return self._run(call, place, forward, (args, kwargs))
         finally:

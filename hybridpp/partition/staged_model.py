@@ -21,7 +21,7 @@ from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.measure import measure_seconds, unit_costs
 from hybridpp.partition.plan import StagePlan, owners, stage_plan, uses
 from hybridpp.partition.recompute import Recomputable, blocks_by_stage, recomputed_blocks
-from hybridpp.partition.stage_run import Placeholders, Replay, StageDone, StageRun
+from hybridpp.partition.stage_run import Placeholders, Replay, StageDone, StageRun, Watcher
 from hybridpp.partition.strip import Slot, parameter_names, shown, strip
 from hybridpp.partition.survey import Survey, survey
 from hybridpp.partition.trace import Tracer
@@ -84,6 +84,7 @@ class StagedModel:
         self._cut: tuple[CutPoint, ...] = ()
         self._blocks: tuple[str, ...] = ()
         self._running = False
+        self._watch: Watcher | None = None
         self._leavings: list[Leavings] = []
         self._hollows: list[Slot] = []
         self._seen: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
@@ -236,7 +237,9 @@ class StagedModel:
     def _stage_run(
         self, plan: StagePlan, received: Sequence[Tensor], dice: Dice, recomputable: Recomputable
     ) -> StageRun:
-        return StageRun(plan, received, self._placeholders, dice, recomputable, self._interceptor.modules)
+        run = StageRun(plan, received, self._placeholders, dice, recomputable, self._interceptor.modules)
+        run.watch = self._watch
+        return run
 
     def forward(
         self,
@@ -291,6 +294,20 @@ class StagedModel:
                 "something on the way caught the exception that leaves it. Do not catch BaseException in the model."
             )
         return [], result
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """What runs as a whole, by module name; here or on other stages."""
+        return self._interceptor.units
+
+    @contextmanager
+    def watched(self, watch: Watcher) -> Iterator[None]:
+        """Inside, this rank's own units are run through ``watch(name, forward, *args, **kwargs)``."""
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None
 
     @contextmanager
     def recomputing(self, stage: int, key: int) -> Iterator[None]:

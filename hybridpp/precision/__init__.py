@@ -1,7 +1,19 @@
-"""Number formats: the loss scale and the fp32 masters of half-precision weights."""
+"""Number formats: the loss scale, the fp32 masters of half-precision weights, and a search for inf and NaN."""
 
 from hybridpp.precision.dtypes import cast, casts, dtype_of, working_dtype
 from hybridpp.precision.loss_scale import LossScale, after_step
 from hybridpp.precision.masters import MasterWeights
+from hybridpp.precision.watch import Finding, Place, Watch
 
-__all__ = ["LossScale", "MasterWeights", "after_step", "cast", "casts", "dtype_of", "working_dtype"]
+__all__ = [
+    "Finding",
+    "LossScale",
+    "MasterWeights",
+    "Place",
+    "Watch",
+    "after_step",
+    "cast",
+    "casts",
+    "dtype_of",
+    "working_dtype",
+]

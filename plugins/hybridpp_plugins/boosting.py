@@ -18,6 +18,7 @@ from hybridpp.plugin import Boosted
 from hybridpp.precision import MasterWeights, cast, casts, dtype_of, working_dtype
 from hybridpp_plugins.agreed_norm import AgreedNorm
 from hybridpp_plugins.engine import Engine
+from hybridpp_plugins.examination import Examination
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.planning import Planner
@@ -83,6 +84,7 @@ def boost(
         if planner.splits_backward:
             get_dist_logger().info(divided.weight_gradients.report(), ranks=[0])
     transport = Transport(layout.activations, layout.gradients, device)
+    executor = Executor(staged, transport, device, divided.weight_gradients)
     return Engine(
         staged=staged,
         layout=layout,
@@ -90,7 +92,8 @@ def boost(
         planner=planner,
         device=device,
         seed=seed,
-        executor=Executor(staged, transport, device, divided.weight_gradients),
+        executor=executor,
+        examination=Examination(staged, executor, buckets, layout, device),
         optimizer=boosted,
         buckets=buckets,
         masters=masters,

@@ -30,6 +30,7 @@ from hybridpp.pipeline import (
 from hybridpp.plugin import Criterion
 from hybridpp.precision import MasterWeights
 from hybridpp_plugins.closing import close_step
+from hybridpp_plugins.examination import Examination
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.planning import Planner
@@ -51,6 +52,7 @@ class Engine:
         device: where this rank computes.
         seed: of dropout and whatever else draws random numbers in the forward.
         executor: runs schedules.
+        examination: finds what went wrong in a step.
         optimizer: the boosted optimizer, if there is one.
         buckets: the gradients.
         masters: fp32 masters; empty in fp32.
@@ -71,6 +73,7 @@ class Engine:
     device: torch.device
     seed: int
     executor: Executor
+    examination: Examination
     optimizer: HybridOptimizer | None
     buckets: GradientBuckets | None
     masters: MasterWeights
@@ -151,7 +154,7 @@ class Engine:
                 result = self.executor.run(program, task, recorder)
             if training and self.buckets is not None:
                 self.buckets.finish()
-            loss = self._close(batch, result, training) if criterion is not None else None
+            loss = self._close(batch, result, program, task) if criterion is not None else None
         except BaseException:
             if training and self.buckets is not None:
                 self.buckets.discard()
@@ -218,18 +221,22 @@ class Engine:
             max_stored_microbatches=(recomputation.max_stored_microbatches or 0) if recomputation else 0,
         )
 
-    def _close(self, batch: SplitBatch, result: StepResult, training: bool) -> torch.Tensor:
+    def _close(self, batch: SplitBatch, result: StepResult, program: RankProgram, task: Step) -> torch.Tensor:
         """The mean loss over this replica's batch; the optimizer learns the norm. Collective: all ranks."""
-        early = training and self.optimizer is not None and self.optimizer.tells_norm_early
-        closing = close_step(self.layout, self._last_place, batch, result, self.optimizer if early else None)
+        optimizer = self.optimizer if task.training else None
+        early = optimizer if optimizer and optimizer.tells_norm_early else None
+        closing = close_step(self.layout, self._last_place, batch, result, early)
         if closing.bad_loss is not None:
             value, place, rank = closing.bad_loss
             kind = "NaN" if math.isnan(value) else "infinite"
+            first = self.examination.examine(program, task, closing.bad_loss)
             raise NonFiniteLossError(
                 f"the loss of micro-batch {place} is {kind} (stage {self.staged.num_stages - 1} of "
-                f"{self.staged.num_stages}, rank {rank}). Check the inputs and the learning "
-                "rate; in fp16, activations overflow beyond 65504: bf16 has the range of fp32."
+                f"{self.staged.num_stages}, rank {rank}). The first inf or NaN: {first}. Check the inputs and the "
+                "learning rate; in fp16, activations overflow beyond 65504: bf16 has the range of fp32."
             )
+        if early and early.wants_report:
+            early.report_overflow(self.examination.examine(program, task))
         return torch.tensor(closing.loss, dtype=torch.float32).to(self.device, non_blocking=True)
 
 

@@ -63,6 +63,7 @@ class HybridOptimizer(Optimizer):
         self._state = LossScale(config.loss_scale.initial_scale if self._scales else 1.0)
         self._norm: float | None = None
         self._bad: tuple[str, ...] = ()
+        self._reported = False
         # What the gradients that are held are multiplied by.
         self._held_scale = 1.0
 
@@ -158,9 +159,14 @@ class HybridOptimizer(Optimizer):
         self._bad = self.norm.not_finite(rows)
 
     @property
-    def has_overflow(self) -> bool:
-        """Whether the step will be skipped, as far as it is known already; the same on every rank."""
-        return self._scales and self._norm is not None and not math.isfinite(self._norm)
+    def wants_report(self) -> bool:
+        """Whether the step is known to be skipped, and that will be told; the same on every rank."""
+        overflow = self._scales and self._norm is not None and not math.isfinite(self._norm)
+        return overflow and self.will_warn and not self._reported
+
+    def report_overflow(self, text: str) -> None:
+        """Take down where an overflow came from."""
+        self.overflow_report, self._reported = text, True
 
     @property
     def bad_gradients(self) -> tuple[str, ...]:
@@ -236,13 +242,16 @@ class HybridOptimizer(Optimizer):
         return overflow
 
     def _tell_skipped(self, scale: float) -> None:
-        report = self.overflow_report or "see optimizer.bad_gradients on each rank"
+        if not self._reported:
+            self.overflow_report = f"not looked for; on this rank: {', '.join(self._bad) or 'none'}"
+        self._reported = False
         floor = scale == self._config.loss_scale.min_scale
         get_dist_logger().log(
             logging.WARNING if self.will_warn else logging.DEBUG,
             f"a gradient overflowed in fp16: step skipped, loss scale {scale:g} -> {self._state.scale:g}"
             f"{', the least that min_scale allows' if floor else ''} "
-            f"({self.skipped_steps + 1} steps so far, see optimizer.skipped_steps): {report}",
+            f"({self.skipped_steps + 1} steps so far, see optimizer.skipped_steps). "
+            f"The first inf or NaN: {self.overflow_report}",
             ranks=[0],
         )
 

@@ -1,0 +1,94 @@
+"""Run a step that went wrong once more, and say where its first inf or NaN stood."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from hybridpp.checkpoint import gather_objects
+from hybridpp.cluster import preserved_random_state
+from hybridpp.data_parallel import GradientBuckets
+from hybridpp.partition import StagedModel
+from hybridpp.pipeline import Executor, RankProgram, Step
+from hybridpp.precision import Finding, Place, Watch
+from hybridpp_plugins.closing import BadLoss
+from hybridpp_plugins.layout import Layout
+
+_NOTHING_FOUND = "none in a second run of the step, so it hangs on something that cannot be repeated"
+
+
+class Examination:
+    """Looks into the steps of one boosted model.
+
+    Args:
+        staged: the model.
+        executor: runs it.
+        buckets: its gradients.
+        layout: the ranks.
+        device: where this one computes.
+    """
+
+    def __init__(
+        self,
+        staged: StagedModel,
+        executor: Executor,
+        buckets: GradientBuckets | None,
+        layout: Layout,
+        device: torch.device,
+    ):
+        self._staged = staged
+        self._executor = executor
+        self._buckets = buckets
+        self._layout = layout
+        self._device = device
+
+    def examine(self, program: RankProgram, step: Step, bad_loss: BadLoss | None = None) -> str:
+        """Where the first inf or NaN of a step stands, in words; the same on every rank.
+
+        The step is run again, with the same random numbers. Gradients, buffers and generators are as before behind it.
+        Collective: all ranks, for the same step.
+
+        Args:
+            program: this rank's.
+            step: what it was run on.
+            bad_loss: the loss that is to be explained; None: any gradient that is not finite.
+        """
+        watch = Watch(self._staged.model, self._staged.units, self._gradients(), self._where)
+        aside = self._buckets.set_aside() if self._buckets and step.training else nullcontext()
+        with (
+            preserved_random_state(self._device),
+            self._kept_buffers(),
+            aside,
+            watch.hooks(),
+            self._staged.watched(watch.unit),
+        ):
+            result = self._executor.run(program, step, watch)
+        losses = {n: result.losses[n].item() for n, has_loss in enumerate(result.has_loss) if has_loss}
+        watch.losses(losses, self._staged.num_stages - 1)
+        here = watch.findings if bad_loss is None else self._about(bad_loss, watch.findings)
+        rows = gather_objects(self._layout.control, list(min(here, default=())))
+        found = [(Finding(*row), rank) for rank, row in enumerate(rows) if row]
+        return f"{found[0][0]} on rank {found[0][1]}" if (found := sorted(found)) else _NOTHING_FOUND
+
+    def _about(self, bad_loss: BadLoss, findings: list[Finding]) -> list[Finding]:
+        mine = self._layout.pipelines[self._layout.here.dp]
+        return [found for found in findings if bad_loss.rank in mine and found.microbatch == bad_loss.microbatch]
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        return self._buckets.gradients if self._buckets else {}
+
+    def _where(self) -> Place:
+        action = self._executor.where
+        assert action is not None, "modules run in actions only"
+        return Place(action.stage, action.microbatch or 0)
+
+    @contextmanager
+    def _kept_buffers(self) -> Iterator[None]:
+        """Behind, running statistics are as before."""
+        kept = [(buffer, buffer.clone()) for buffer in self._staged.model.buffers()]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in kept:
+                    buffer.copy_(before)
