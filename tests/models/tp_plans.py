@@ -46,11 +46,11 @@ def sample_calls(model: nn.Module, specimen: Specimen, blocks: tuple[str, ...]) 
     return calls
 
 
-def infer(specimen: Specimen, tp_size: int) -> tuple[tuple[str, ...], Inference]:
+def infer(specimen: Specimen, tp_size: int, *, styles_only: bool = False) -> tuple[tuple[str, ...], Inference]:
     """The blocks of a model and the plan for them; the model has run once then, as in a trace."""
     model = specimen.model
     blocks = dissect(model, 1).blocks
-    return blocks, infer_plan(model, blocks, sample_calls(model, specimen, blocks), tp_size)
+    return blocks, infer_plan(model, blocks, sample_calls(model, specimen, blocks), tp_size, styles_only=styles_only)
 
 
 def step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
