@@ -47,7 +47,7 @@ class ParallelConfig:
         pp_size: pipeline stages.
         zero_stage: 0 keeps the whole optimizer state on every replica.
         tensor_parallel_plan: how layers are divided over the ranks that share them, by patterns of module names:
-            ``{"*.q_proj": "column", "*.o_proj": "row"}``.
+            ``{"*.q_proj": "column", "*.o_proj": "row"}``; None: it is found out by running the model's blocks.
     """
 
     tp_size: int

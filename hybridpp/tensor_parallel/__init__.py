@@ -1,6 +1,8 @@
 """Divide the layers of a model over ranks."""
 
 from hybridpp.tensor_parallel.crossings import Crossings
+from hybridpp.tensor_parallel.infer import Inference, infer_plan
+from hybridpp.tensor_parallel.infer_division import Division
 from hybridpp.tensor_parallel.layers import ShardedLayer
 from hybridpp.tensor_parallel.patterns import plan_from_patterns
 from hybridpp.tensor_parallel.placement import Placement, placement_of
@@ -9,6 +11,8 @@ from hybridpp.tensor_parallel.shard import Sharding, shard
 
 __all__ = [
     "Crossings",
+    "Division",
+    "Inference",
     "Kind",
     "Layout",
     "Placement",
@@ -16,6 +20,7 @@ __all__ = [
     "ShardedLayer",
     "Sharding",
     "Style",
+    "infer_plan",
     "parse_style",
     "placement_of",
     "plan_from_patterns",

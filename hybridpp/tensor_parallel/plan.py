@@ -54,11 +54,13 @@ class Style(NamedTuple):
         parts: of a column layer: how many heads its output is, if that is given; fewer heads than ranks are copied. Of
             a fused one, concatenated: one number says how many equal layers there are, several say their widths.
             Interleaved and grouped: how many heads or groups there are, if it is given.
+        copies: of a column layer: how many neighbouring ranks have the same part, where that is given instead.
     """
 
     kind: Kind
     layout: Layout | None = None
     parts: tuple[int, ...] = ()
+    copies: int = 1
 
 
 class Plan(NamedTuple):
@@ -66,17 +68,20 @@ class Plan(NamedTuple):
 
     Attributes:
         styles: a style for each divided module, by its name: ``"column"``, ``"column:2"`` (of 2 heads, which are
-            copied where there are more ranks), ``"row"``, ``"vocab"``, ``"fused_column:concatenated:3"`` (equal parts),
-            ``"fused_column:concatenated:64,16,16"`` (their widths), ``"fused_column:interleaved:12"`` (heads),
-            ``"fused_column:grouped:4"`` (groups), ``"gathered_column"``, ``"summed"``, ``"whole"``.
+            copied where there are more ranks), ``"column:x2"`` (every part on 2 ranks), ``"row"``, ``"vocab"``,
+            ``"fused_column:concatenated:3"`` (equal parts), ``"fused_column:concatenated:64,16,16"`` (their widths),
+            ``"fused_column:interleaved:12"`` (heads), ``"fused_column:grouped:4"`` (groups), ``"gathered_column"``,
+            ``"summed"``, ``"whole"``.
         attributes: what attributes of modules (head counts, widths) become on every rank: by the module's name and
             the attribute's.
         reasons: why a module stays whole, where someone could expect it to be divided; by its name.
+        summed: parameters that every rank has whole and uses on its part of an activation, by name.
     """
 
     styles: Mapping[str, str]
     attributes: Mapping[str, Mapping[str, int]] = {}
     reasons: Mapping[str, str] = {}
+    summed: frozenset[str] = frozenset()
 
 
 def parse_style(text: str) -> Style:
@@ -92,12 +97,17 @@ def parse_style(text: str) -> Style:
     kind, *rest = str(text).split(":")
     layout = rest.pop(0) if kind == Kind.FUSED_COLUMN and rest else None
     numbers = rest[0].split(",") if rest else []
+    copies = kind == Kind.COLUMN and len(numbers) == 1 and numbers[0].startswith("x")
+    if copies:
+        numbers = [numbers[0].removeprefix("x")]
     if not _fits(kind, layout, numbers) or len(rest) > 1:
         raise ConfigError(
             "a tensor-parallel style is one of column[:<heads>], gathered_column, row, vocab, summed, whole, "
             "fused_column:concatenated:<number of parts or their widths>, fused_column:interleaved[:<heads>], "
             f"fused_column:grouped[:<groups>]: got {text!r}."
         )
+    if copies:
+        return Style(Kind.COLUMN, copies=int(numbers[0]))
     return Style(Kind(kind), Layout(layout) if layout else None, tuple(map(int, numbers)))
 
 

@@ -1,5 +1,6 @@
 """Apply a plan to a model: divide its parameters and set the forwards of the layers that hold them."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from math import gcd
 from typing import Any, NamedTuple
@@ -51,7 +52,7 @@ def shard(model: nn.Module, plan: Plan, group: Group) -> Sharding:
     styles |= _tied(model, styles, placements)
     for name, values in plan.attributes.items():
         for attribute, value in values.items():
-            setattr(model.get_submodule(name), attribute, value)
+            _set(model.get_submodule(name), attribute, value)
     for parameter in list(model.parameters()):
         if id(parameter) in placements:
             divide(parameter, placements[id(parameter)], group.rank)
@@ -68,7 +69,16 @@ def shard(model: nn.Module, plan: Plan, group: Group) -> Sharding:
         if style.kind is not Kind.SUMMED and module not in layers:
             _set_sizes(module)
             layers[module] = _layer(module, style, crossings)
-    return Sharding(crossings, layers, summed)
+    aliases = dict(model.named_parameters(remove_duplicate=False))
+    return Sharding(crossings, layers, summed | {names[id(aliases[name])] for name in plan.summed})
+
+
+def _set(module: Any, attribute: str, value: int) -> None:
+    if "." in attribute:  # a configuration is everyone's: this module gets its own
+        holder, _, attribute = attribute.partition(".")
+        setattr(module, holder, copy.copy(getattr(module, holder)))
+        module = getattr(module, holder)
+    setattr(module, attribute, value)
 
 
 def outputs_dim(module: nn.Module) -> int:
@@ -151,6 +161,8 @@ def _parts(name: str, style: Style, width: int, size: int) -> tuple[tuple[int, .
                 f"a fused layer's parts make up its outputs: {name!r} has {width}, and tensor_parallel_plan says "
                 f"{','.join(map(str, style.parts))}. Give one number of equal parts, or widths with that sum."
             )
+    if style.copies > 1 and size % style.copies == 0 and width % (size // style.copies) == 0:
+        return parts, style.copies
     units = style.parts[0] if style.parts and style.layout is not Layout.CONCATENATED else gcd(*parts)
     if style.kind is Kind.COLUMN and units < size and size % units == 0 and style.parts:
         return parts, size // units

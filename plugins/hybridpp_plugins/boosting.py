@@ -66,7 +66,7 @@ def boost(
     derive_buffers(model)
     dtype = working_dtype(model, settings.precision)
     placement = planner.placement
-    divided = divide_model(model, settings.parallel, layout.tp)
+    divided = divide_model(model, settings.parallel, layout, find_samples)
     staged = _cut(model, placement, settings, layout, device, dtype, find_samples)
     # As model.to, but leaves alone what has no numbers yet: it gets its memory last, in its final format.
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]  # torch

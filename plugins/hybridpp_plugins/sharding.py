@@ -1,6 +1,7 @@
 """Where tensor parallelism meets the rest: divided layers in the backward pass of a schedule, sums, whole tensors."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -9,9 +10,13 @@ from torch import Tensor, nn
 from hybridpp.cluster import Group, get_dist_logger
 from hybridpp.config import ParallelConfig
 from hybridpp.pipeline import Layer, WeightGradients, layer_of
-from hybridpp.tensor_parallel import Kind, Placement, ShardedLayer, Sharding, placement_of, plan_from_patterns
+from hybridpp.tensor_parallel import Kind, Placement, Plan, ShardedLayer, Sharding, placement_of, plan_from_patterns
 from hybridpp.tensor_parallel import shard as apply_plan
+from hybridpp_plugins.inferring import inferred_plan
 from hybridpp_plugins.layout import Layout
+from hybridpp_plugins.sample import Samples
+
+_NUMBER = r"(?<=\.)\d+(?=[.':]|$)"
 
 
 class Divided(NamedTuple):
@@ -26,22 +31,41 @@ class Divided(NamedTuple):
     summed: frozenset[str]
 
 
-def divide_model(model: nn.Module, config: ParallelConfig, tp: Group) -> Divided:
-    """Let this rank hold its part of the model's layers; before the model is cut. Nothing is communicated."""
+def divide_model(
+    model: nn.Module, config: ParallelConfig, layout: Layout, find_samples: Callable[[], Samples]
+) -> Divided:
+    """Let this rank hold its part of the model's layers; before the model is cut.
+
+    The user says what is divided; else it is found out. Collective: all ranks, where it is.
+    """
+    tp = layout.tp
     if tp.size == 1:
         return Divided(WeightGradients(model), frozenset())
     kinds = {module: layer_of(module) for module in model.modules()}
-    plan = plan_from_patterns(model, config.tensor_parallel_plan or {}, tp.size)
+    if config.tensor_parallel_plan is not None:
+        plan = plan_from_patterns(model, config.tensor_parallel_plan, tp.size)
+    else:
+        plan = inferred_plan(model, find_samples, tp.size, layout.control)
     sharding = apply_plan(model, plan, tp)
-    if not sharding.layers:
-        get_dist_logger().warning(
-            f"tensor_parallel_plan divides no layer of {type(model).__name__}: all {tp.size} ranks that share its "
-            "layers compute the same. Name the layers, like {'*.q_proj': 'column', '*.o_proj': 'row'}.",
-            ranks=[0],
-        )
+    if plan.reasons or not sharding.layers:
+        get_dist_logger().warning(_left_whole(model, plan), ranks=[0])
     weight_gradients = WeightGradients(model, _joined(kinds, sharding))
     sharding.crossings.meanwhile = weight_gradients.release
     return Divided(weight_gradients, sharding.summed)
+
+
+def _left_whole(model: nn.Module, plan: Plan) -> str:
+    """One line that lists what every rank has all of, and why."""
+    listed: dict[str, int] = {}
+    for name, reason in plan.reasons.items():
+        line = f"{re.sub(_NUMBER, '*', name) or 'all'}: {re.sub(_NUMBER, '*', reason)}"
+        listed[line] = listed.get(line, 0) + 1
+    lines = "; ".join(listed) or "no layer is named"
+    return (
+        f"tensor parallelism leaves parts of {type(model).__name__} whole, which all ranks that share its layers "
+        f"compute alike ({lines}). Name layers to divide in tensor_parallel_plan, like "
+        "{'*.q_proj': 'column', '*.o_proj': 'row'}."
+    )
 
 
 def _joined(kinds: Mapping[nn.Module, Layer | None], sharding: Sharding) -> dict[nn.Module, Layer]:

@@ -7,8 +7,10 @@ import pytest
 import torch
 from divided_models import MODELS, VIT, qwen3, token_batch
 from support import assert_near, boosted, image_batch, model_loss, run_ranks, sgd, tiny_vit, train, whole_over_tp
+from torch import nn
 
-from hybridpp.cluster import Loopback
+from hybridpp.cluster import Loopback, current_world
+from hybridpp.errors import ConfigError
 from hybridpp.tensor_parallel import placement_of
 
 BATCHES = [image_batch(6, seed) for seed in range(3)]
@@ -211,3 +213,94 @@ def test_processes_that_share_layers():
     expected = train(tiny_vit, BATCHES, num_microbatches=3)["losses"][0]
     for losses in run_ranks(on_processes, 4):
         assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_vit_is_divided_without_being_described(one_process):
+    for layout in ({"tp_size": 2}, {"tp_size": 2, "pp_size": 2, "schedule": "zb-v"}):
+        assert_equal(train(tiny_vit, BATCHES, num_microbatches=2, **layout), one_process)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "llama-one-kv-head", "qwen3", "gpt2"])
+def test_models_are_divided_without_being_described(name):
+    batches = [token_batch(seed=seed) for seed in range(2)]
+    run = train(MODELS[name][0], batches, tp_size=2, num_microbatches=2)
+    assert_equal(run, one_process_of(name), 2e-6)
+
+
+@pytest.mark.parametrize("name", ["vit", "llama-tied", "qwen3", "gpt2"])
+def test_blocks_are_halved_where_nothing_is_said(name):
+    make_model, batch = (tiny_vit, BATCHES[0]) if name == "vit" else (MODELS[name][0], token_batch())
+
+    def rank():
+        _, model, _ = boosted(make_model(), sgd, batch, tp_size=2)
+        blocks = [p for n, p in model.named_parameters() if ".layers." in n or ".h." in n]
+        return sum(p.numel() for p in blocks)
+
+    whole = sum(p.numel() for n, p in make_model().named_parameters() if ".layers." in n or ".h." in n)
+    for size in Loopback(2).run(rank):
+        assert size / whole < 0.54
+
+
+class Mixing(nn.Module):
+    """Blocks whose middle is normalised over its whole width: no rank can do that alone."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        parts = (nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8))
+        self.blocks = nn.ModuleList([nn.Sequential(*copy.deepcopy(parts)) for _ in range(2)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def squares(outputs, inputs):
+    return outputs.square().mean()
+
+
+def test_what_cannot_be_divided_stays_whole_and_is_named_once(caplog):
+    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    expected = train(Mixing, [batch], criterion=squares, num_microbatches=2)
+    with caplog.at_level("WARNING", logger="hybridpp"):
+        run = train(Mixing, [batch], criterion=squares, num_microbatches=2, tp_size=2)
+    assert_equal(run, expected)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("[rank 0] tensor parallelism leaves parts of Mixing whole, which all ranks that share its")
+    assert "blocks.*" in line
+    assert line.endswith(
+        "Name layers to divide in tensor_parallel_plan, like {'*.q_proj': 'column', '*.o_proj': 'row'}."
+    )
+
+
+def test_a_model_on_the_meta_device_is_not_run(caplog):
+    def rank():
+        with torch.device("meta"):
+            model = tiny_vit()
+        boosted(model, sgd, image_batch(2), tp_size=2)
+
+    with caplog.at_level("WARNING", logger="hybridpp"):
+        Loopback(2).run(rank)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "(all: a model on the meta device cannot be run)" in line
+
+
+def test_ranks_that_find_different_plans_say_so():
+    def rank():
+        # Attention over another number of tokens is no other plan; a block that is not called is.
+        samples = {0: torch.randn(2, 8), 1: torch.randn(2, 3, 8)}
+        with pytest.raises(ConfigError, match="the ranks found different ways to divide Skipping: rank 1 differs"):
+            boosted(Skipping(), sgd, samples[current_world().rank], tp_size=2)
+
+    class Skipping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            blocks = [nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)]
+            self.blocks = nn.ModuleList(blocks)
+
+        def forward(self, x):
+            return self.blocks[0](x) if x.dim() == 2 else self.blocks[1](x)
+
+    Loopback(2).run(rank)

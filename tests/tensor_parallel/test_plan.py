@@ -13,6 +13,7 @@ from hybridpp.tensor_parallel import Kind, Layout, Style, parse_style
     [
         ("column", Style(Kind.COLUMN)),
         ("column:2", Style(Kind.COLUMN, None, (2,))),
+        ("column:x2", Style(Kind.COLUMN, copies=2)),
         ("row", Style(Kind.ROW)),
         ("summed", Style(Kind.SUMMED)),
         ("vocab", Style(Kind.VOCAB)),
@@ -35,6 +36,9 @@ def test_a_style_is_read_from_text(text, style):
         "colwise",
         "",
         "row:3",
+        "row:x2",
+        "column:x",
+        "column:x2,x2",
         "column:3:4",
         "column:3,4",
         "column:",
