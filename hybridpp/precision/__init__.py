@@ -1,6 +1,6 @@
 """Number formats: the loss scale, the fp32 masters of half-precision weights, and a search for inf and NaN."""
 
-from hybridpp.precision.dtypes import cast, casts, dtype_of, working_dtype
+from hybridpp.precision.dtypes import cast, casts, describe, dtype_of, working_dtype
 from hybridpp.precision.loss_scale import LossScale, after_step
 from hybridpp.precision.masters import MasterWeights
 from hybridpp.precision.watch import Finding, Place, Watch
@@ -14,6 +14,7 @@ __all__ = [
     "after_step",
     "cast",
     "casts",
+    "describe",
     "dtype_of",
     "working_dtype",
 ]

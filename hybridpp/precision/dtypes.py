@@ -7,6 +7,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hybridpp.config import Precision
 
 _HALF = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
+# torch's kernels for these compute means and variances in fp32, whatever the input.
+_REDUCES_IN_FP32 = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def dtype_of(precision: Precision | None) -> torch.dtype | None:
@@ -60,3 +62,23 @@ def cast(model: nn.Module, dtype: torch.dtype | None) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if id(buffer) in changed:
                 module._buffers[name] = buffer.to(changed[id(buffer)])
+
+
+def describe(model: nn.Module) -> str:
+    """A table of what computes in which format: modules that hold weights themselves, by class."""
+    rows: dict[tuple[str, str, str], int] = {}
+    for module in model.modules():
+        held = [tensor for tensor in module.parameters(recurse=False) if tensor.is_floating_point()]
+        if held:
+            name = type(module).__name__
+            formats = "/".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in held}))
+            half_norm = isinstance(module, _REDUCES_IN_FP32) and held[0].dtype in _HALF.values()
+            key = (name, formats, "float32 inside, rounded behind" if half_norm else formats)
+            rows[key] = rows.get(key, 0) + 1
+    head = ("module", "weights", "computes in")
+    table = [(f"{number} {name}", formats, computes) for (name, formats, computes), number in sorted(rows.items())]
+    table += [("loss, gradient sums, optimizer", "", "float32 or wider")]
+    widths = [max(len(row[column]) for row in (head, *table)) for column in range(3)]
+    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *table)]
+    lines.insert(1, "-+-".join("-" * width for width in widths))
+    return "\n".join(line.rstrip() for line in lines)

@@ -16,6 +16,7 @@ from hybridpp.data_parallel import ShardedBatchSampler
 from hybridpp.errors import ConfigError
 from hybridpp.pipeline import StageManager
 from hybridpp.plugin import Boosted, Criterion, Plugin, RecordsTimelines, RunsPipeline, SavesModels
+from hybridpp.precision import describe
 from hybridpp_plugins.boosting import boost
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.layout import Layout
@@ -225,6 +226,10 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, SavesModels):
     def record_timeline(self, model: nn.Module) -> AbstractContextManager[Recording]:
         """See :meth:`hybridpp.Booster.record_timeline`."""
         return self._engine(model).recorded()
+
+    def describe_precision(self, model: nn.Module) -> str:
+        """A table of what computes in which format, of what this rank holds of a boosted model."""
+        return describe(self._engine(model).model)
 
     def save_model(self, model: nn.Module, path: Path, *, shard: bool, size_per_shard_mb: int) -> None:
         """See :meth:`hybridpp.Booster.save_model`."""

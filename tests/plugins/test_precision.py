@@ -269,3 +269,25 @@ def test_float64_models_train_in_float64():
     one = train(lambda: tiny_vit().double(), batches, num_microbatches=2)
     two = train(lambda: tiny_vit().double(), batches, num_microbatches=2, pp_size=2, dp_size=2)
     assert_near(two["weights"], one["weights"], 1e-14)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_hundred_updates_of_a_ten_thousandth_add_up_as_in_fp32(precision):
+    """The gradient is the same at every step, and exact in half precision: only the updates are compared."""
+    steps, rows = 100, torch.tensor([[0.5, -0.25, 1.0, 2.0]])
+
+    def run(precision):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 8)
+        start = model.weight.detach().clone()
+        optimizer = functools.partial(torch.optim.SGD, lr=1e-4 * start.abs().mean().item())
+        booster, model, optimizer = boosted(model, optimizer, (rows,), precision=precision)
+        for _ in range(steps):
+            booster.execute_pipeline(iter([(rows,)]), model, lambda outputs, _: outputs.sum(), optimizer)
+            optimizer.step()
+        return start, masters_of(booster, model).get("weight", model.weight).detach()
+
+    ((start, full),) = Loopback(1).run(lambda: run("fp32"))
+    ((_, half),) = Loopback(1).run(lambda: run(precision))
+    assert (full - start).abs().max() > 1e-2 * start.abs().mean()
+    torch.testing.assert_close(half, full, rtol=1e-5, atol=0)
