@@ -88,6 +88,7 @@ class StageRun:
         self._modules = modules
         self._last_local = plan.last_local
         self._outgoing = set(plan.outgoing)
+        self._sources = {value.call for value in plan.outgoing}
         self._own = {call.name for place, call in enumerate(plan.calls) if self.is_own(place)}
         self._next = 0
         self._inside = False
@@ -115,17 +116,24 @@ class StageRun:
         if call is not None and not self.is_own(place):
             self._dice.skip(call.inner)
             return self.foreign(place, inputs)
+        if call is None or place not in self._sources:
+            output = self._local(forward, *inputs)
+        else:
+            output = self._observed(call, place, forward, inputs)
+        if call is not None and place == self._last_local:
+            raise StageDone
+        return output
+
+    def _observed(self, call: UnitCall, place: int, forward: Forward, inputs: _Inputs) -> Any:
+        """Run an own unit of whose result something must travel on."""
         # Before it runs: it may write to the containers it is given.
-        arguments = tensors_in(inputs) if call is not None else []
-        given = Given(inputs if call is not None and (call.changed or call.refers) else ())
-        leavings = self._leavings_of(call) if call is not None else None
+        arguments = tensors_in(inputs)
+        given = Given(inputs if call.changed or call.refers else ())
+        leavings = self._leavings_of(call)
         output = self._local(forward, *inputs)
-        if call is not None:
-            returned = given.refer(output) if call.refers else output
-            left = leavings.now() if leavings else ({}, {})
-            self._keep(call, place, (returned, given.changes(call.changed), *left), arguments)
-            if place == self._last_local:
-                raise StageDone
+        returned = given.refer(output) if call.refers else output
+        left = leavings.now() if leavings else ({}, {})
+        self._keep(call, place, (returned, given.changes(call.changed), *left), arguments)
         return output
 
     def _leavings_of(self, call: UnitCall) -> Leavings | None:

@@ -83,6 +83,15 @@ class _Separated(torch.autograd.Function):
         return None, dx, dw, call.layer.bias_gradient(dy, dy.dtype) if ctx.needs_input_grad[3] else None
 
 
+def _separated(call: _Call, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if torch._C._are_functorch_transforms_active():
+        output: Tensor = _Separated.apply(call, x, weight, bias)  # type: ignore[no-untyped-call]  # torch
+        return output
+    # What `apply` comes to without functorch: it costs more Python there than all of this file.
+    direct: Tensor = super(torch.autograd.Function, _Separated).apply(call, x, weight, bias)  # type: ignore[no-untyped-call]
+    return direct
+
+
 class WeightGradients:
     """Runs those layers of a model whose weight gradients can be told apart.
 
@@ -240,8 +249,7 @@ class WeightGradients:
             weight, bias = call.module._parameters["weight"], call.module._parameters.get("bias")
             if _is_plain(weight) and (bias is None or _is_plain(bias)) and _is_plain_input(x, call.layer):
                 x = x if call.layer.prepare is None else call.layer.prepare(x)
-                output: Tensor = _Separated.apply(call, x, weight, bias)  # type: ignore[no-untyped-call]  # torch
-                return output
+                return _separated(call, x, weight, bias)
         return forward(*args, **kwargs)
 
 
@@ -249,7 +257,7 @@ def _is_plain_input(x: Any, layer: Layer) -> bool:
     return (
         type(x) is Tensor
         and layer.input_dims in (None, x.dim())
-        and not torch.is_autocast_enabled(x.device.type)
+        and not torch._C._is_any_autocast_enabled()
         and not torch.compiler.is_compiling()
     )
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import itertools
 import math
 import weakref
 
@@ -300,7 +301,7 @@ def test_a_step_that_failed_leaves_nothing_behind():
 def test_losses_of_both_infinities_are_reported_on_every_rank():
     def run():
         booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2, num_microbatches=2)
-        signs = iter([math.inf, -math.inf])
+        signs = itertools.cycle([math.inf, -math.inf])
         with pytest.raises(NonFiniteLossError, match="the loss of micro-batch 0 is infinite"):
             booster.execute_pipeline(
                 iter([image_batch(4)]), model, lambda outputs, inputs: outputs.loss * next(signs), optimizer
@@ -308,6 +309,15 @@ def test_losses_of_both_infinities_are_reported_on_every_rank():
         return True
 
     assert Loopback(2).run(run) == [True, True]
+
+
+def test_a_criterion_that_cannot_be_called_twice_does_not_hide_a_bad_loss():
+    booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2))
+    factors = iter([math.nan])
+    with pytest.raises(NonFiniteLossError, match=r"is NaN .*a second run of the step failed: StopIteration"):
+        booster.execute_pipeline(
+            iter([image_batch(2)]), model, lambda outputs, inputs: outputs.loss * next(factors), optimizer
+        )
 
 
 def test_an_error_in_the_last_backward_leaves_nothing_behind():
