@@ -4,7 +4,16 @@ import functools
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 VIT = {
     "*.q_proj": "column",
@@ -66,10 +75,22 @@ def gpt2():
     return model
 
 
+def bloom():
+    """Its blocks are given a bias for every head, and return attention probabilities."""
+    torch.manual_seed(0)
+    config = BloomConfig(hidden_size=32, n_layer=4, n_head=4, vocab_size=37, use_cache=False)
+    model = BloomForCausalLM(config).train()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
 MODELS = {
     "llama-tied": (llama, LLAMA),
     "llama": (functools.partial(llama, tied=False), LLAMA | {"lm_head": "gathered_column"}),
     "llama-one-kv-head": (functools.partial(llama, num_kv_heads=1), LLAMA),
     "qwen3": (qwen3, LLAMA | {"*.q_norm": "summed", "*.k_norm": "summed"}),
     "gpt2": (gpt2, GPT2),
+    "bloom": (bloom, {"*.dense_h_to_4h": "column", "*.dense_4h_to_h": "row"}),
 }

@@ -3,6 +3,7 @@
 from hybridpp.tensor_parallel.crossings import Crossings
 from hybridpp.tensor_parallel.infer import Inference, infer_plan
 from hybridpp.tensor_parallel.infer_division import Division
+from hybridpp.tensor_parallel.infer_layers import Part
 from hybridpp.tensor_parallel.layers import ShardedLayer
 from hybridpp.tensor_parallel.patterns import plan_from_patterns
 from hybridpp.tensor_parallel.placement import Placement, placement_of
@@ -15,6 +16,7 @@ __all__ = [
     "Inference",
     "Kind",
     "Layout",
+    "Part",
     "Placement",
     "Plan",
     "ShardedLayer",

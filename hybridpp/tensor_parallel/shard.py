@@ -9,6 +9,7 @@ from torch import nn
 
 from hybridpp.cluster import Group
 from hybridpp.errors import ConfigError
+from hybridpp.tensor_parallel.arguments import use_parts
 from hybridpp.tensor_parallel.crossings import Crossings
 from hybridpp.tensor_parallel.layers import (
     ColumnParallel,
@@ -69,6 +70,8 @@ def shard(model: nn.Module, plan: Plan, group: Group) -> Sharding:
         if style.kind is not Kind.SUMMED and module not in layers:
             _set_sizes(module)
             layers[module] = _layer(module, style, crossings)
+    for name in dict.fromkeys((*plan.arguments, *plan.results)):
+        use_parts(model.get_submodule(name), plan.arguments.get(name, {}), plan.results.get(name, {}), crossings)
     aliases = dict(model.named_parameters(remove_duplicate=False))
     return Sharding(crossings, layers, summed | {names[id(aliases[name])] for name in plan.summed})
 

@@ -1,7 +1,7 @@
 """A tensor-parallel plan for a model that nobody has described: run it once, then try how its blocks can be divided."""
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from hybridpp.cluster import Group
 from hybridpp.errors import ConfigError
 from hybridpp.partition import dissect
 from hybridpp.pipeline import call_arguments
-from hybridpp.tensor_parallel import Division, Inference, Kind, Plan, infer_plan, parse_style
+from hybridpp.tensor_parallel import Division, Inference, Kind, Part, Plan, infer_plan, parse_style
 from hybridpp_plugins.sample import Samples
 
 SampleCall = tuple[tuple[Any, ...], dict[str, Any]]
@@ -91,6 +91,7 @@ def _plain(inference: Inference, blocks: Sequence[str]) -> Plan:
     """The plan without the blocks that styles do not say all about; those stay whole."""
     styles, attributes, summed = dict(inference.plan.styles), dict(inference.plan.attributes), inference.summed
     reasons = dict(inference.plan.reasons)
+    arguments, results = _by_module(inference.division.arguments), _by_module(inference.division.results)
     for block in blocks:
         inside = {name: style for name, style in styles.items() if _within(name, block)}
         reason = _beyond_styles(block, inside, inference.division)
@@ -100,7 +101,17 @@ def _plain(inference: Inference, blocks: Sequence[str]) -> Plan:
         styles = {name: style for name, style in styles.items() if name not in inside}
         attributes = {name: values for name, values in attributes.items() if not _within(name, block)}
         summed = frozenset(name for name in summed if not _within(name, block))
-    return Plan(styles, attributes, reasons, summed - set(inference.division.parts) - inference.division.first_only)
+        arguments = {name: parts for name, parts in arguments.items() if not _within(name, block)}
+        results = {name: parts for name, parts in results.items() if not _within(name, block)}
+    known = set(inference.division.parts) | inference.division.first_only
+    return Plan(styles, attributes, reasons, summed - known, arguments, results)
+
+
+def _by_module(parts: Mapping[tuple[str, int], Part]) -> dict[str, dict[int, Part]]:
+    found: dict[str, dict[int, Part]] = {}
+    for (name, number), part in parts.items():
+        found.setdefault(name, {})[number] = part
+    return found
 
 
 def _within(inner: str, outer: str) -> bool:
@@ -115,15 +126,14 @@ def _beyond_styles(block: str, styles: dict[str, str], division: Division) -> st
             kinds[name] = parse_style(text).kind
         except ConfigError:
             return f"{name!r} would be divided as {text!r}, which is not built yet"
-    columns = {name for name, kind in kinds.items() if kind is not Kind.ROW}
-    rows = set(kinds) - columns
+    rows = {name for name, kind in kinds.items() if kind is Kind.ROW}
+    columns = {name for name, kind in kinds.items() if kind not in (Kind.ROW, Kind.SUMMED)}
 
     def of_block(names: Any) -> set[str]:
         return {name for name in names if _within(name, block)}
 
-    moved = [name for name, _ in (*division.arguments, *division.results)]
     others = of_block(name.rpartition(".")[0] for name in division.parts) - set(kinds)
-    others |= of_block(division.spreads) | of_block(moved)
+    others |= of_block(division.spreads)
     others |= of_block(division.enters) ^ columns | of_block(division.sums) ^ rows
     others |= of_block(name.rpartition(".")[0] for name in division.first_only) - rows
     return f"dividing {min(others) or block!r} is not built yet" if others else None

@@ -220,14 +220,14 @@ def test_a_vit_is_divided_without_being_described(one_process):
         assert_equal(train(tiny_vit, BATCHES, num_microbatches=2, **layout), one_process)
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "llama-one-kv-head", "qwen3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama-tied", "llama-one-kv-head", "qwen3", "gpt2", "bloom"])
 def test_models_are_divided_without_being_described(name):
     batches = [token_batch(seed=seed) for seed in range(2)]
     run = train(MODELS[name][0], batches, tp_size=2, num_microbatches=2)
     assert_equal(run, one_process_of(name), 2e-6)
 
 
-@pytest.mark.parametrize("name", ["vit", "llama-tied", "qwen3", "gpt2"])
+@pytest.mark.parametrize("name", ["vit", "llama-tied", "qwen3", "gpt2", "bloom"])
 def test_blocks_are_halved_where_nothing_is_said(name):
     make_model, batch = (tiny_vit, BATCHES[0]) if name == "vit" else (MODELS[name][0], token_batch())
 
