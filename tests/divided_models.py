@@ -11,6 +11,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -84,6 +86,13 @@ def bloom():
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.1)
     return model
+
+
+def mixtral():
+    """Its experts' weights are tensors that no style divides."""
+    torch.manual_seed(0)
+    config = MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, use_cache=False)
+    return MixtralForCausalLM(config).train()
 
 
 MODELS = {

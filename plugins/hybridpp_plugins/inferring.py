@@ -32,8 +32,11 @@ def inferred_plan(model: nn.Module, find_samples: Callable[[], Samples], size: i
     blocks = dissect(model, 1).blocks
     if any(parameter.is_meta for parameter in model.parameters()):
         return Plan({}, reasons={"": "a model on the meta device cannot be run"})
-    inference = infer_plan(model, blocks, _calls(model, blocks, find_samples()), size)
-    plan = _plain(inference, blocks)
+    calls = _calls(model, blocks, find_samples())
+    plan, left = _plain(infer_plan(model, blocks, calls, size), blocks)
+    if left:
+        # Less of them, but that which can be done.
+        plan = _both(plan, _plain(infer_plan(model, left, calls, size, styles_only=True), left)[0])
     digest = zlib.crc32(str((sorted(plan.styles.items()), sorted(plan.summed))).encode())
     rows = control.all_gather(torch.tensor([float(digest)], dtype=torch.float64))
     others = [rank for rank, row in enumerate(rows) if float(row) != float(rows[0])]
@@ -87,24 +90,37 @@ def _watched(model: nn.Module, blocks: Sequence[str]) -> Iterator[dict[str, Samp
             module.training = training
 
 
-def _plain(inference: Inference, blocks: Sequence[str]) -> Plan:
-    """The plan without the blocks that styles do not say all about; those stay whole."""
+def _both(one: Plan, other: Plan) -> Plan:
+    return Plan(
+        {**one.styles, **other.styles},
+        {**one.attributes, **other.attributes},
+        {**one.reasons, **other.reasons},
+        one.summed | other.summed,
+        {**one.arguments, **other.arguments},
+        {**one.results, **other.results},
+    )
+
+
+def _plain(inference: Inference, blocks: Sequence[str]) -> tuple[Plan, list[str]]:
+    """The plan without the blocks that styles and parts of arguments do not say all about; and those."""
     styles, attributes, summed = dict(inference.plan.styles), dict(inference.plan.attributes), inference.summed
     reasons = dict(inference.plan.reasons)
     arguments, results = _by_module(inference.division.arguments), _by_module(inference.division.results)
+    left: list[str] = []
     for block in blocks:
         inside = {name: style for name, style in styles.items() if _within(name, block)}
         reason = _beyond_styles(block, inside, inference.division)
         if reason is None:
             continue
         reasons[block] = reason
+        left.append(block)
         styles = {name: style for name, style in styles.items() if name not in inside}
         attributes = {name: values for name, values in attributes.items() if not _within(name, block)}
         summed = frozenset(name for name in summed if not _within(name, block))
         arguments = {name: parts for name, parts in arguments.items() if not _within(name, block)}
         results = {name: parts for name, parts in results.items() if not _within(name, block)}
     known = set(inference.division.parts) | inference.division.first_only
-    return Plan(styles, attributes, reasons, summed - known, arguments, results)
+    return Plan(styles, attributes, reasons, summed - known, arguments, results), left
 
 
 def _by_module(parts: Mapping[tuple[str, int], Part]) -> dict[str, dict[int, Part]]:
