@@ -107,14 +107,17 @@ class PartitionConfig:
             raise ConfigError(
                 f"split_points is a dict of module names and 'before' or 'after': got {self.split_points!r}."
             )
+        counts: Any = self.layers_per_stage
+        if counts is not None and not (
+            isinstance(counts, Sequence) and counts and all(isinstance(count, int) and count > 0 for count in counts)
+        ):
+            got = list(counts) if isinstance(counts, list | tuple) else counts
+            raise ConfigError(f"layers_per_stage gives every stage a whole number, at least 1: got {got!r}.")
         if self.layers_per_stage is not None and self.split_points is not None:
             raise ConfigError(
                 "give layers_per_stage or split_points, not both: "
                 f"got {list(self.layers_per_stage)} and {dict(self.split_points)}."
             )
-        counts = self.layers_per_stage
-        if counts is not None and not (counts and all(isinstance(count, int) and count > 0 for count in counts)):
-            raise ConfigError(f"layers_per_stage gives every stage a whole number, at least 1: got {list(counts)}.")
         for name, side in (self.split_points or {}).items():
             if side not in ("before", "after"):
                 raise ConfigError(f"split_points says 'before' or 'after' a module: got {side!r} for {name!r}.")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.cli.meta_model import build, load_config
+from hybridpp.cli.numbers import positive
 from hybridpp.cli.table import render
 from hybridpp.config import PartitionConfig, Precision
 from hybridpp.errors import ConfigError, HybridppError
@@ -17,14 +18,14 @@ from hybridpp.precision import casts, working_dtype
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
     parser.add_argument("--model", required=True, help="folder with a config.json, or name on the Hugging Face hub")
-    parser.add_argument("--pp-size", type=_positive, required=True, help="number of pipeline stages")
+    parser.add_argument("--pp-size", type=positive, required=True, help="number of pipeline stages")
     parser.add_argument("--task", help="CausalLM, ImageClassification, ...; default: the class in config.json")
     parser.add_argument("--balance", choices=("flops", "parameters"), default="flops", help="what stages share evenly")
     parser.add_argument("--layers-per-stage", type=_counts, metavar="N,N,...", help="blocks of each stage")
     parser.add_argument("--split-points", type=_points, metavar="NAME:SIDE,...", help="SIDE is before or after")
     parser.add_argument("--precision", choices=tuple(map(str, Precision)), default="fp16", help="default: fp16")
-    parser.add_argument("--batch-size", type=_positive, default=1, help="samples of a micro-batch (default: 1)")
-    parser.add_argument("--sequence-length", type=_positive, help="tokens of a text (default: 128, or what fits)")
+    parser.add_argument("--batch-size", type=positive, default=1, help="samples of a micro-batch (default: 1)")
+    parser.add_argument("--sequence-length", type=positive, help="tokens of a text (default: 128, or what fits)")
 
 
 def run(arguments: Namespace) -> str:
@@ -71,14 +72,8 @@ def _chosen_by(partition: PartitionConfig) -> str:
     return f"balanced by {partition.balance}"
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not a whole number, at least 1")
-    return int(text)
-
-
 def _counts(text: str) -> list[int]:
-    return [_positive(count.strip()) for count in text.split(",")]
+    return [positive(count.strip()) for count in text.split(",")]
 
 
 def _points(text: str) -> dict[str, str]:

@@ -244,6 +244,7 @@ class GradientBuckets:
         self._in_last_backward = False
         for bucket in self._buckets:
             bucket.abandon()
+        self.zero()
         self._state = _State.CONSUMED
 
     @contextmanager

@@ -25,8 +25,8 @@ def balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """
     if len(costs) < num_stages:
         raise PartitionError(
-            f"a pipeline stage needs at least one block: got {len(costs)} blocks, pp_size={num_stages}. "
-            f"Use pp_size={len(costs)} or less."
+            f"a pipeline stage needs at least one block: got {len(costs)} blocks, for {num_stages} "
+            f"stages (pp_size x num_model_chunks). Use {len(costs)} or fewer."
         )
     sums = [0.0]
     for cost in costs:

@@ -139,7 +139,7 @@ def _balanced(
         found = ", ".join(trace.calls[end].name for end in ends)
         raise PartitionError(
             f"a pipeline stage needs at least one block: {type(model).__name__} runs {len(ends)} ({found}), "
-            f"pp_size={num_stages}. Use pp_size={len(ends)} or less."
+            f"for {num_stages} stages (pp_size x num_model_chunks). Use {len(ends)} or fewer."
         )
     sums = []
     start = 0

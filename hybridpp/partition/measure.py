@@ -1,5 +1,6 @@
 """What a unit call costs."""
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
@@ -28,11 +29,16 @@ def unit_costs(
         trace: with FLOPs where ``balance`` is ``"flops"``.
         balance: ``"flops"`` of the forward, with parameters where there are none (an embedding); ``"parameters"``; or
             ``"time"``.
-        seconds: measures the calls, in the trace's order; called for ``"time"`` only.
+        seconds: measures the calls, in the trace's order; called for ``"time"`` only, when the first cost is asked for.
     """
     if balance == "time":
-        measured = {id(call): value for call, value in zip(trace.calls, seconds(), strict=True)}
-        return lambda call: measured[id(call)]
+
+        @functools.cache
+        def measured() -> dict[int, float]:
+            # Only when a cost is asked for: where the user says where to cut, nothing needs to be timed.
+            return {id(call): value for call, value in zip(trace.calls, seconds(), strict=True)}
+
+        return lambda call: measured()[id(call)]
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     counts_flops = balance == "flops"
     return lambda call: float(counts_flops and call.flops) + sum(sizes[name] for name in call.parameters)

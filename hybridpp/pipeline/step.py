@@ -26,8 +26,8 @@ class Step:
         last_backward: called before the rank's last action that adds to gradients, with the parameters that get
             something in it; None: all may.
         reduce_gradients: called after it.
-        max_stored_microbatches: how many micro-batches' activations the rank keeps whole; those beyond may be
-            recomputed.
+        max_stored_microbatches: how many micro-batches' activations the rank keeps whole, one for each of its stages
+            counted as one; those beyond may be recomputed.
     """
 
     microbatches: Sequence[Microbatch]

@@ -101,9 +101,6 @@ class WeightGradients:
     Args:
         model: before it is cut, so that whatever intercepts its modules finds these forwards.
         layers: how modules compute whose forwards were set already; others are known by their class.
-
-    Attributes:
-        separable: the parameters whose gradients can be told apart.
     """
 
     def __init__(self, model: nn.Module, layers: Mapping[nn.Module, Layer] | None = None):
@@ -126,7 +123,6 @@ class WeightGradients:
             separable.update(call.names)
             # functools.partial and no closure, so that the model can still be copied.
             module.forward = functools.partial(self._run, call, module.forward)
-        self.separable = frozenset(separable)
         trainable = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
         self._num_separable = sum(size for name, size in trainable.items() if name in separable)
         self._num_trainable = sum(trainable.values())

@@ -13,6 +13,8 @@ _TAKEN_BY = {
     Kind.SEND_ACTIVATION: (1, Kind.RECEIVE_ACTIVATION),
     Kind.SEND_GRADIENT: (-1, Kind.RECEIVE_GRADIENT),
 }
+# The send behind each receive.
+_SENT_BY = {taken: (-further, sends) for sends, (further, taken) in _TAKEN_BY.items()}
 # The receive that a compute action waits for, where there is one.
 _WAITS_FOR = {
     Kind.FORWARD: Kind.RECEIVE_ACTIVATION,
@@ -95,7 +97,7 @@ def _all_end(lowered: Programs, done: SendsDone) -> bool:
 
 
 def _sent_by(receive: Action) -> Action:
-    further, kind = {taken: (-further, sends) for sends, (further, taken) in _TAKEN_BY.items()}[receive.kind]
+    further, kind = _SENT_BY[receive.kind]
     return Action(receive.stage + further, kind, receive.microbatch)
 
 

@@ -30,7 +30,8 @@ def measured_ms(timeline: Timeline, num_stages: int) -> dict[str, tuple[float, .
 
 
 def _gradients_ms(medians: dict[tuple[int, str], float], stage: int) -> tuple[float, float]:
-    half = medians.get((stage, Kind.BACKWARD), 0.0) / 2 or None
+    whole = medians.get((stage, Kind.BACKWARD))
+    half = None if whole is None else whole / 2
     return (
         _known(medians.get((stage, Kind.INPUT_GRADIENT), half), stage, "backward"),
         _known(medians.get((stage, Kind.WEIGHT_GRADIENT), half), stage, "backward"),

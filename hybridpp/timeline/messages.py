@@ -27,7 +27,8 @@ def messages(timeline: Timeline) -> Iterator[Message]:
     def key(span: Span) -> tuple[int, int, int | None]:
         return _TAKEN_BY[span.kind], span.stage, span.microbatch
 
-    passes = {key(span): span for span in timeline.spans if span.kind in _TAKEN_BY}
+    in_time = sorted(timeline.spans, key=lambda span: span.start_ms)
+    passes = {key(span): span for span in in_time if span.kind in _TAKEN_BY}
     for (step, stage, microbatch), maker in passes.items():
         taker = passes.get((step, stage + step, microbatch))
         if taker is not None and taker.rank != maker.rank:

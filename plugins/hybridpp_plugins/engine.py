@@ -229,11 +229,7 @@ class Engine:
         if closing.bad_loss is not None:
             value, place, rank = closing.bad_loss
             kind = "NaN" if math.isnan(value) else "infinite"
-            try:
-                first = self.examination.examine(program, task, closing.bad_loss)
-            except Exception as error:
-                # A criterion that cannot be called twice, say: it must not hide what went wrong before.
-                first = f"not found, because a second run of the step failed: {error!r}"
+            first = self.examination.examine(program, task, closing.bad_loss)
             raise NonFiniteLossError(
                 f"the loss of micro-batch {place} is {kind} (stage {self.staged.num_stages - 1} of "
                 f"{self.staged.num_stages}, rank {rank}). The first inf or NaN: {first}. Check the inputs and the "

@@ -9,7 +9,7 @@ from hybridpp.checkpoint import gather_objects
 from hybridpp.cluster import preserved_random_state
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.partition import StagedModel
-from hybridpp.pipeline import Executor, RankProgram, Step
+from hybridpp.pipeline import Executor, RankProgram, Step, StepResult
 from hybridpp.precision import Finding, Place, Watch
 from hybridpp_plugins.closing import BadLoss
 from hybridpp_plugins.layout import Layout
@@ -62,13 +62,21 @@ class Examination:
             watch.hooks(),
             self._staged.watched(watch.unit),
         ):
-            result = self._executor.run(program, step, watch)
-        losses = {n: result.losses[n].item() for n, has_loss in enumerate(result.has_loss) if has_loss}
-        watch.losses(losses, self._staged.num_stages - 1)
+            result: StepResult | None = None
+            failure = ""
+            try:
+                result = self._executor.run(program, step, watch)
+            except Exception as error:  # a criterion that cannot be called twice, say; other replicas wait below
+                failure = repr(error)
+        if result is not None:
+            losses = {n: result.losses[n].item() for n, has_loss in enumerate(result.has_loss) if has_loss}
+            watch.losses(losses, self._staged.num_stages - 1)
         here = watch.findings if bad_loss is None else self._about(bad_loss, watch.findings)
-        rows = gather_objects(self._layout.control, list(min(here, default=())))
-        found = [(Finding(*row), rank) for rank, row in enumerate(rows) if row]
-        return f"{found[0][0]} on rank {found[0][1]}" if (found := sorted(found)) else _NOTHING_FOUND
+        rows = gather_objects(self._layout.control, [failure, list(min(here, default=()))])
+        if found := sorted((Finding(*row), rank) for rank, (_, row) in enumerate(rows) if row):
+            return f"{found[0][0]} on rank {found[0][1]}"
+        failures = [f"{text} on rank {rank}" for rank, (text, _) in enumerate(rows) if text]
+        return f"not found, because a second run of the step failed: {failures[0]}" if failures else _NOTHING_FOUND
 
     def _about(self, bad_loss: BadLoss, findings: list[Finding]) -> list[Finding]:
         mine = self._layout.pipelines[self._layout.here.dp]

@@ -119,7 +119,8 @@ class HybridOptimizer(Optimizer):
         Between backward and ``step``, what ``step`` will use; behind it, what it used, clipped. A parameter that no
         backward pass reached has none.
 
-        Collective: all replicas of this stage, if gradients are still to be reduced.
+        Collective: all replicas of this stage, and all ranks that share a parameter with it, if gradients are still
+        to be reduced.
         """
         self._buckets.finish()
         unused = set(self._buckets.unused())
@@ -167,11 +168,6 @@ class HybridOptimizer(Optimizer):
     def report_overflow(self, text: str) -> None:
         """Take down where an overflow came from."""
         self.overflow_report, self._reported = text, True
-
-    @property
-    def bad_gradients(self) -> tuple[str, ...]:
-        """Parameters counted on this rank whose gradient was not finite when the norm was last taken."""
-        return self._bad
 
     @property
     def will_warn(self) -> bool:

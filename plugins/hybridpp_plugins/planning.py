@@ -50,6 +50,10 @@ class Planner:
             self._make = lambda p, m: make_schedule(config.schedule, p, m, config.num_model_chunks)
         else:
             self._make = _maker(config.schedule)
+            if config.num_microbatches is None and not callable(config.schedule):
+                # The schedule has its own number, whatever size a micro-batch is.
+                rows = _actions(self._make(num_ranks, self._example_size), self._name)
+                self._example_size = 1 + max((action.microbatch or 0 for row in rows for action in row), default=0)
             self.placement = placement(self._checked(self._example_size))
             self._check_chunks()
         self._check_recomputation(config)

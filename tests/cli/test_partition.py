@@ -192,7 +192,7 @@ def test_a_huge_model_takes_seconds_and_no_memory(tmp_path):
             VIT,
             ["--pp-size", "5"],
             "hybridpp: a pipeline stage needs at least one block: ViTForImageClassification runs 4 (vit.layers.0, "
-            "vit.layers.1, vit.layers.2, vit.layers.3), pp_size=5. Use pp_size=4 or less.",
+            "vit.layers.1, vit.layers.2, vit.layers.3), for 5 stages (pp_size x num_model_chunks). Use 4 or fewer.",
         ),
         (
             VIT,

@@ -54,6 +54,7 @@ def test_many_blocks_are_quick():
 
 
 def test_fewer_blocks_than_stages():
-    text = "a pipeline stage needs at least one block: got 2 blocks, pp_size=3. Use pp_size=2 or less."
+    found = "a pipeline stage needs at least one block: got 2 blocks, for 3 stages (pp_size x num_model_chunks)."
+    text = f"{found} Use 2 or fewer."
     with pytest.raises(PartitionError, match=f"^{re.escape(text)}$"):
         balance([1, 1], 3)

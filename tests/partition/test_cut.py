@@ -213,7 +213,7 @@ def test_a_cut_that_the_model_does_not_allow(pp_size, settings, text):
 def test_more_stages_than_blocks():
     text = (
         "a pipeline stage needs at least one block: Chain runs 6 (layer0.0, layer0.1, layer1.0, layer1.1, layer2.0, "
-        "layer2.1), pp_size=7. Use pp_size=6 or less."
+        "layer2.1), for 7 stages (pp_size x num_model_chunks). Use 6 or fewer."
     )
     refused(PartitionError, text, Chain, ROWS, 7)
 

@@ -99,7 +99,10 @@ def test_the_cut_balances_what_the_forward_costs():
     ],
 )
 def test_fewer_calls_of_blocks_than_stages(model, found, num_stages, advice):
-    text = f"a pipeline stage needs at least one block: {found}, pp_size={num_stages}. Use pp_size={advice} or less."
+    text = (
+        f"a pipeline stage needs at least one block: {found}, for {num_stages} stages (pp_size x num_model_chunks). "
+        f"Use {advice} or fewer."
+    )
     calls = trace(model, torch.ones(2, 4))
     with pytest.raises(PartitionError, match=f"^{re.escape(text)}$"):
         choose_cut(model, calls, dissect(model, 2).blocks, num_stages, PartitionConfig(), lambda call: 1.0)

@@ -130,5 +130,7 @@ def test_gradients_go_to_the_values_they_belong_to():
 
 
 def test_a_stage_without_differentiable_results_has_no_way_back():
-    Departure([torch.ones(2)], [Spec(requires_grad=False)]).backward([])
-    Departure([torch.ones(2)], [Spec()]).backward([torch.ones(2)])
+    weight = nn.Parameter(torch.ones(2))
+    Departure([weight * 1], [Spec(requires_grad=False)]).backward([])
+    Departure([weight.detach() * 1], [Spec()]).backward([torch.ones(2)])
+    assert weight.grad is None

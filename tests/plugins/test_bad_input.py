@@ -75,7 +75,8 @@ def test_a_world_that_does_not_divide(world_size, pp_size, way_out):
 
 
 def test_fewer_blocks_than_stages():
-    text = "ViTForImageClassification runs 2 (vit.layers.0, vit.layers.1), pp_size=4. Use pp_size=2 or less."
+    found = "ViTForImageClassification runs 2 (vit.layers.0, vit.layers.1)"
+    text = f"{found}, for 4 stages (pp_size x num_model_chunks). Use 2 or fewer."
     everyone_raises(4, lambda: boosted(tiny_vit(num_layers=2), sgd, image_batch(2), pp_size=4), PartitionError, text)
 
 

@@ -102,6 +102,11 @@ def test_a_schedule_is_anything_that_gives_programs(schedule, one_process):
     assert_same(run["gradients"], one_process["gradients"])
 
 
+def test_programs_have_their_own_number_of_microbatches_where_a_size_is_set():
+    run = train(vit, [image_batch(4)], pp_size=2, microbatch_size=1, schedule=one_f_one_b(2, 4))
+    assert_same(run["gradients"], train(vit, [image_batch(4)], microbatch_size=1)["gradients"])
+
+
 @pytest.mark.parametrize("style", ["1f1b", "interleaved", "zbv"])
 def test_pp_style_is_the_same_setting(style, one_process):
     chunks = {} if style == "1f1b" else {"num_model_chunks": 2}

@@ -45,7 +45,9 @@ def test_masters_keep_what_the_working_weights_round(dtype):
 
 
 def test_no_masters_is_fine():
-    MasterWeights({}).to_working()
+    weights = MasterWeights({})
+    weights.to_working()
+    assert weights.masters == {}
 
 
 @pytest.mark.parametrize(
