@@ -57,7 +57,7 @@ class Memo:
                 kinds.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, isinstance(leaf, FakeTensor)))
             else:
                 # Of other objects (a cache of keys and values) only the class: the run checks what travels.
-                kinds.append(cast(Hashable, leaf if _is_plain(leaf) else type(leaf)))
+                kinds.append(cast(Hashable, (type(leaf), leaf) if _is_plain(leaf) else type(leaf)))
         modules = self._modules[name]
         if name not in self._kinds:
             self._kinds[name] = tuple(_kind(module) for module in modules)

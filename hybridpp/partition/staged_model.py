@@ -344,4 +344,5 @@ def _leaf_signature(leaf: Any) -> Any:
         hash(leaf)
     except TypeError:
         return repr(leaf)
-    return leaf
+    # 1, True and 1.0 are equal, and a model may tell them apart.
+    return type(leaf), leaf
