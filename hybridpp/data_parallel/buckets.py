@@ -62,6 +62,8 @@ class GradientBuckets:
         self._communication_dtype = communication_dtype
         self._visible = visible
         self._used: set[str] = set()
+        # Those to which autograd adds by itself until something else begins.
+        self._settled: set[str] = set()
         self._postponed: set[str] = set()
         self._state = _State.CONSUMED
         self._sync = True
@@ -81,6 +83,7 @@ class GradientBuckets:
 
     def begin(self) -> None:
         """Get ready for backward passes."""
+        self._settled.clear()
         if self._state is _State.CONSUMED:
             self.zero()
         for name, parameter in self._parameters.items():
@@ -116,16 +119,17 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.missing = set(bucket.views) if pending is None else set(bucket.views).intersection(pending)
         self._postponed.clear()
+        self._settled.clear()
         self._num_launched = 0
         self._in_last_backward = True
         self._launch(only_full=True)
 
-    def postpone(self, name: str) -> None:
-        """Say that the running backward pass leaves a part of this gradient, which comes from outside."""
-        self._postponed.add(name)
+    def postpone(self, names: Iterable[str]) -> None:
+        """Say that the running backward pass leaves parts of these gradients, which come from outside."""
+        self._postponed.update(names)
 
     def reached(self, names: Iterable[str]) -> None:
-        """Say that parts of these gradients were added to their sums from outside."""
+        """Say that parts of these gradients are added to their sums from outside."""
         if self._state is _State.CONSUMED:
             raise ConfigError(_UNKNOWN_BACKWARD)
         self._used.update(names)
@@ -139,11 +143,10 @@ class GradientBuckets:
     def _hook(self, name: str):  # type: ignore[no-untyped-def]  # torch does not type its hooks
         # Weak: Python's garbage collector does not see through torch's hooks, so one that held the buckets would keep
         # them and the whole model for ever.
-        weak = weakref.ref(self)
+        weak, settled = weakref.ref(self), self._settled
 
         def hook(parameter: Tensor) -> None:
-            buckets = weak()
-            if buckets is not None:
+            if name not in settled and (buckets := weak()) is not None:
                 buckets._add(name, parameter)
 
         return hook
@@ -161,6 +164,8 @@ class GradientBuckets:
             else:
                 view.add_(gradient)
                 parameter.grad = None
+        elif not self._in_last_backward:
+            self._settled.add(name)
         if self._in_last_backward and name not in self._postponed:
             if bucket.work is not None:
                 raise ConfigError(
@@ -245,6 +250,7 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.abandon()
         self.zero()
+        self._settled.clear()
         self._state = _State.CONSUMED
 
     @contextmanager
@@ -280,8 +286,10 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.flat.zero_()
         self._used.clear()
+        self._settled.clear()
         self._state = _State.LOCAL
 
     def consume(self) -> None:
         """Mark the gradients as used: they stay readable until the next backward pass, which starts from zero."""
+        self._settled.clear()
         self._state = _State.CONSUMED

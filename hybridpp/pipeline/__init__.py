@@ -3,7 +3,7 @@
 from hybridpp.pipeline.batch import Microbatch, SplitBatch, call_arguments, num_samples, plain, split_batch
 from hybridpp.pipeline.executor import Executor, RankProgram, rank_programs
 from hybridpp.pipeline.handshake import Report, agree, read_batch
-from hybridpp.pipeline.layers import Layer, layer_of
+from hybridpp.pipeline.layers import Gradients, Layer, layer_of
 from hybridpp.pipeline.merge import merge_outputs
 from hybridpp.pipeline.recorder import DeviceRecorder, HostRecorder, Recorder
 from hybridpp.pipeline.stage import Stage, StagePlan, TensorSpec
@@ -15,6 +15,7 @@ from hybridpp.pipeline.weight_gradients import WeightGradients
 __all__ = [
     "DeviceRecorder",
     "Executor",
+    "Gradients",
     "HostRecorder",
     "Lanes",
     "Layer",

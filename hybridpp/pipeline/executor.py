@@ -79,7 +79,7 @@ class Executor:
         handlers = Handlers(
             self._stages, self._transport, self._device, self._weight_gradients, program.placement, step, recorder
         )
-        handlers.expect_last(program.actions)
+        handlers.expect(program.actions)
         handle = handlers.by_kind()
         try:
             for action, done in zip(program.actions, program.sends_done, strict=True):

@@ -77,8 +77,9 @@ class Handlers:
             Kind.REDUCE_GRADIENTS: self._reduce_gradients,
         }
 
-    def expect_last(self, program: Program) -> None:
-        """Find the action after which this rank's gradients are complete."""
+    def expect(self, program: Program) -> None:
+        """Get ready for a program: find the action after which this rank's gradients are complete."""
+        self._weight_gradients.begin(splits=any(action.kind is Kind.INPUT_GRADIENT for action in program))
         self._last = next((action for action in reversed(program) if action.kind in _ADDS_TO_GRADIENTS), None)
 
     def finish_send(self, action: Action) -> None:

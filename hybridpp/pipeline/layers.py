@@ -1,7 +1,7 @@
 """The kinds of layers whose weight gradient can be computed apart from their input's.
 
-In here ``x`` is a layer's input, ``dy`` the gradient of its output, and a *total* an accumulated gradient of the same
-dtype, which is added to in place.
+In here ``x`` is a layer's input and ``dy`` the gradient of its output. What is computed is, bit for bit, what autograd
+computes for the module's own forward.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+Gradients = tuple[Tensor, Tensor | None]
+
 
 class Layer(NamedTuple):
     """How one kind of module computes.
@@ -18,9 +20,9 @@ class Layer(NamedTuple):
     Attributes:
         forward: ``(module, x, weight, bias)`` gives the output.
         input_gradient: ``(module, dy, x, weight)`` gives the gradient of ``x``.
-        weight_gradient: ``(module, dy, x, weight, total)`` gives that of the weight, added to a total if there is one.
-        bias_gradient: ``(dy, dtype)`` gives that of the bias, summed in ``dtype``.
-        input_dims: how many dimensions ``x`` must have; None if any number will do.
+        weight_gradients: ``(module, dy, x, weight, has_bias)`` gives those of the weight and, if it has one, the bias.
+        input_dims: how many dimensions ``x`` has.
+        any_dims: whether more will do too: all but the last ones then number samples.
         prepare: what ``x`` goes through before, gradient and all; None: nothing.
         may_wait: whether the weight's gradient is better computed a little later, while what ``prepare`` does with the
             gradient of ``x`` is under way (see ``WeightGradients.release``).
@@ -28,9 +30,9 @@ class Layer(NamedTuple):
 
     forward: Callable[[Any, Tensor, Tensor, Tensor | None], Tensor]
     input_gradient: Callable[[Any, Tensor, Tensor, Tensor], Tensor]
-    weight_gradient: Callable[[Any, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-    bias_gradient: Callable[[Tensor, torch.dtype], Tensor]
-    input_dims: int | None = None
+    weight_gradients: Callable[[Any, Tensor, Tensor, Tensor, bool], Gradients]
+    input_dims: int
+    any_dims: bool = True
     prepare: Callable[[Tensor], Tensor] | None = None
     may_wait: bool = False
 
@@ -51,11 +53,7 @@ def layer_of(module: nn.Module) -> Layer | None:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
-
-
-def _row_sum(dy: Tensor, dtype: torch.dtype) -> Tensor:
-    return _rows(dy).sum(0, dtype=dtype)
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _linear(module: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -66,9 +64,9 @@ def _linear_input(module: nn.Linear, dy: Tensor, x: Tensor, weight: Tensor) -> T
     return dy @ weight
 
 
-def _linear_weight(module: nn.Linear, dy: Tensor, x: Tensor, weight: Tensor, total: Tensor | None) -> Tensor:
-    left, right = _rows(dy).t(), _rows(x)
-    return left @ right if total is None else total.addmm_(left, right)
+def _linear_weights(module: nn.Linear, dy: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> Gradients:
+    rows = _rows(dy)
+    return rows.t() @ _rows(x), rows.sum(0) if has_bias else None
 
 
 def _conv1d(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -80,9 +78,9 @@ def _conv1d_input(module: Any, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return dy @ weight.t()
 
 
-def _conv1d_weight(module: Any, dy: Tensor, x: Tensor, weight: Tensor, total: Tensor | None) -> Tensor:
-    left, right = _rows(x).t(), _rows(dy)
-    return left @ right if total is None else total.addmm_(left, right)
+def _conv1d_weights(module: Any, dy: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> Gradients:
+    rows = _rows(dy)
+    return _rows(x).t() @ rows, rows.sum(0) if has_bias else None
 
 
 def _conv2d(module: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -90,46 +88,44 @@ def _conv2d(module: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -
     return output
 
 
-def _conv2d_backward(module: nn.Conv2d, dy: Tensor, x: Tensor, weight: Tensor, wanted: int) -> Tensor:
-    mask = [place == wanted for place in range(3)]
-    gradients: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
-        dy, x, weight, None, module.stride, module.padding, module.dilation, False, [0, 0], module.groups, mask
+def _conv2d_backward(
+    module: nn.Conv2d, dy: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    # A bias that is wanted has the size of the output's channels.
+    bias_sizes = [dy.shape[1]] if wanted[2] else None
+    gradients: tuple[Tensor, Tensor, Tensor | None] = torch.ops.aten.convolution_backward(
+        dy, x, weight, bias_sizes, module.stride, module.padding, module.dilation, False, [0, 0], module.groups, wanted
     )
-    return gradients[wanted]
+    return gradients
 
 
 def _conv2d_input(module: nn.Conv2d, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    return _conv2d_backward(module, dy, x, weight, 0)
+    return _conv2d_backward(module, dy, x, weight, [True, False, False])[0]
 
 
-def _conv2d_weight(module: nn.Conv2d, dy: Tensor, x: Tensor, weight: Tensor, total: Tensor | None) -> Tensor:
-    gradient = _conv2d_backward(module, dy, x, weight, 1)
-    return gradient if total is None else total.add_(gradient)
-
-
-def _channel_sum(dy: Tensor, dtype: torch.dtype) -> Tensor:
-    return dy.sum((0, 2, 3), dtype=dtype)
+def _conv2d_weights(module: nn.Conv2d, dy: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> Gradients:
+    return _conv2d_backward(module, dy, x, weight, [False, True, has_bias])[1:]
 
 
 def _embedding(module: nn.Embedding, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return functional.embedding(x, weight, module.padding_idx, None, 2.0, module.scale_grad_by_freq, False)
 
 
-def _embedding_weight(module: nn.Embedding, dy: Tensor, x: Tensor, weight: Tensor, total: Tensor | None) -> Tensor:
+def _embedding_weights(module: nn.Embedding, dy: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> Gradients:
     padding = -1 if module.padding_idx is None else module.padding_idx
     gradient: Tensor = torch.ops.aten.embedding_dense_backward(
         dy, x, weight.shape[0], padding, module.scale_grad_by_freq
     )
-    return gradient if total is None else total.add_(gradient)
+    return gradient, None
 
 
 def _no_input_gradient(module: nn.Module, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     raise AssertionError("indices have no gradient")
 
 
-_CONV1D = Layer(_conv1d, _conv1d_input, _conv1d_weight, _row_sum)
+_CONV1D = Layer(_conv1d, _conv1d_input, _conv1d_weights, input_dims=2)
 _KINDS: dict[Any, Layer] = {
-    nn.Linear.forward: Layer(_linear, _linear_input, _linear_weight, _row_sum),
-    nn.Conv2d.forward: Layer(_conv2d, _conv2d_input, _conv2d_weight, _channel_sum, input_dims=4),
-    nn.Embedding.forward: Layer(_embedding, _no_input_gradient, _embedding_weight, _row_sum),
+    nn.Linear.forward: Layer(_linear, _linear_input, _linear_weights, input_dims=2),
+    nn.Conv2d.forward: Layer(_conv2d, _conv2d_input, _conv2d_weights, input_dims=4, any_dims=False),
+    nn.Embedding.forward: Layer(_embedding, _no_input_gradient, _embedding_weights, input_dims=1),
 }

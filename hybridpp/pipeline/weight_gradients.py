@@ -1,15 +1,15 @@
-"""Weight gradients apart from the rest of the backward pass: at once, or when a schedule says so.
+"""Weight gradients apart from the rest of the backward pass, for schedules that say when they are computed.
 
-Most of a model's weights are in a few kinds of layers. While a schedule runs, those are called through an autograd
-function that goes back to the input only, and notes what the weight's gradient is made of (Qi et al. 2023,
-arXiv:2401.10241, split the pass the same way). The gradient is computed there and then, or the note waits for the
-schedule's W action; both use the same kernels in the same order, and add to the accumulated gradient in place.
-Everything else computes its gradients as ever, in the pass that goes back to the input.
+Most of a model's weights are in a few kinds of layers. While a schedule that splits the backward pass runs, those are
+called through an autograd function that goes back to the input only, and notes what the weight's gradient is made of
+(Qi et al. 2023, arXiv:2401.10241, split the pass the same way). The note waits for the schedule's W action, which uses
+autograd's own kernels and adds up in autograd's order, so no schedule changes a bit of the result. Everything else
+computes its gradients as ever, in the pass that goes back to the input; and so do all layers where no schedule splits.
 """
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any, NamedTuple, Protocol
@@ -27,23 +27,35 @@ class Accumulated(Protocol):
     def gradients(self) -> Mapping[str, Tensor]:
         """The sums so far, by the parameter's name."""
 
-    def postpone(self, name: str) -> None:
-        """A part of this gradient follows after the pass that goes back to the input."""
+    def postpone(self, names: Iterable[str]) -> None:
+        """Parts of these gradients follow after the pass that goes back to the input."""
 
-    def reached(self, names: tuple[str, ...]) -> None:
-        """Parts were added to these."""
+    def reached(self, names: Iterable[str]) -> None:
+        """Parts are added to these."""
 
     def completed(self, name: str) -> None:
         """The last part of this step was added."""
 
 
-class _Call(NamedTuple):
-    """A layer of the model; its weight's name comes first, then its bias's if it has one."""
+class _Call:
+    """A layer of the model.
 
-    layer: Layer
-    module: nn.Module
-    names: tuple[str, ...]
-    owner: "WeightGradients"
+    Attributes:
+        names: its weight's, then its bias's if it has one.
+        is_apart: whether its weight's gradient is kept apart in the step that runs.
+    """
+
+    __slots__ = ("is_apart", "layer", "module", "names", "owner")
+
+    def __init__(self, layer: Layer, module: nn.Module, names: tuple[str, ...], owner: "WeightGradients"):
+        self.layer, self.module, self.names, self.owner = layer, module, names, owner
+        self.is_apart = False
+
+    def may_be_apart(self) -> bool:
+        """Whether its parameters are here, want gradients, and nobody looks at how those come to be."""
+        parameters = self.module._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        return weight is not None and _is_plain(weight) and (bias is None or _is_plain(bias))
 
 
 class Note(NamedTuple):
@@ -60,6 +72,12 @@ class _Mode(Enum):
     LATER = auto()
 
 
+# Looked up for every layer that runs.
+_AS_EVER, _AT_ONCE, _LATER = _Mode
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+
 class _Separated(torch.autograd.Function):
     """A layer's forward; its backward gives the weights' gradients to the owner, if that takes them."""
 
@@ -70,17 +88,17 @@ class _Separated(torch.autograd.Function):
         output = call.layer.forward(call.module, x, weight, bias)
         # Autograd refuses to let a view be written to that was made in here (`embeddings += positions` does that). This
         # is the same memory, but no view to autograd; nobody else holds its base.
-        return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
+        return _unsafe_view(output, output.shape) if output._is_view() else output
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
         call: _Call = ctx.call
+        layer, module = call.layer, call.module
         x, weight = ctx.saved_tensors
-        dx = call.layer.input_gradient(call.module, dy, x, weight) if ctx.needs_input_grad[1] else None
-        if call.owner.takes(Note(call, dy, x), may_wait=call.layer.may_wait and dx is not None):
+        dx = layer.input_gradient(module, dy, x, weight) if ctx.needs_input_grad[1] else None
+        if call.owner.takes(call, dy, x, layer.may_wait and dx is not None):
             return None, dx, None, None
-        dw = call.layer.weight_gradient(call.module, dy, x, weight, None)
-        return None, dx, dw, call.layer.bias_gradient(dy, dy.dtype) if ctx.needs_input_grad[3] else None
+        return None, dx, *layer.weight_gradients(module, dy, x, weight, ctx.needs_input_grad[3])
 
 
 def _separated(call: _Call, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -107,7 +125,8 @@ class WeightGradients:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._accumulated: Accumulated | None = None
         self._recording = False
-        self._mode = _Mode.AS_EVER
+        self._calls: list[_Call] = []
+        self._mode = _AS_EVER
         self._notes: list[Note] = []
         self._waiting: list[Note] = []
         self._pass_id: int | None = None
@@ -120,6 +139,7 @@ class WeightGradients:
                 continue
             parameters = (module._parameters["weight"], module._parameters.get("bias"))
             call = _Call(layer, module, tuple(names[id(p)] for p in parameters if p is not None), self)
+            self._calls.append(call)
             separable.update(call.names)
             # functools.partial and no closure, so that the model can still be copied.
             module.forward = functools.partial(self._run, call, module.forward)
@@ -144,10 +164,20 @@ class WeightGradients:
         """Say where gradients add up; without, everything runs as ever."""
         self._accumulated = accumulated
 
+    def begin(self, splits: bool) -> None:
+        """Before a step.
+
+        Args:
+            splits: whether its schedule leaves weight gradients for later.
+        """
+        wanted = self._accumulated is not None
+        for call in self._calls:
+            call.is_apart = wanted and (splits or call.layer.may_wait) and call.may_be_apart()
+
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Around a forward pass of training, so that its backward pass can leave weight gradients for later."""
-        self._recording = self._accumulated is not None
+        self._recording = True
         try:
             yield
         finally:
@@ -156,7 +186,7 @@ class WeightGradients:
     @contextmanager
     def at_once(self) -> Iterator[None]:
         """Around a backward pass that computes everything."""
-        with self._during(_Mode.AT_ONCE):
+        with self._during(_AT_ONCE):
             yield
 
     @contextmanager
@@ -164,7 +194,7 @@ class WeightGradients:
         """Around a backward pass that leaves weight gradients to :meth:`add`, in the list that the block gets."""
         notes: list[Note] = []
         self._notes = notes
-        with self._during(_Mode.LATER):
+        with self._during(_LATER):
             yield notes
 
     @contextmanager
@@ -176,32 +206,30 @@ class WeightGradients:
                 yield
             self.release()
         finally:
-            self._mode, self._notes, self._waiting = _Mode.AS_EVER, [], []
+            self._mode, self._notes, self._waiting = _AS_EVER, [], []
 
     def release(self) -> None:
         """Compute weight gradients that wait for others' communication; called while that is under way."""
         notes, self._waiting = self._waiting, []
         self.add(notes)
 
-    def takes(self, note: Note, may_wait: bool = False) -> bool:
-        """Add the gradients of a layer that a backward pass has come to, or remember it; False if autograd shall."""
+    def takes(self, call: _Call, dy: Tensor, x: Tensor, may_wait: bool) -> bool:
+        """Remember what the gradients of a layer's weights are made of; False if autograd shall compute them."""
+        mode = self._mode
         # Gradients of gradients are autograd's.
-        if self._mode is _Mode.AS_EVER or self._accumulated is None or torch.is_grad_enabled():
+        if mode is _AS_EVER or (mode is _AT_ONCE and not may_wait) or torch.is_grad_enabled():
             return False
         # A backward pass inside the schedule's own (autograd.grad in a custom function) is somebody else's.
         pass_id = torch._C._current_graph_task_id()
         if self._pass_id is None:
             self._pass_id = pass_id
-        if pass_id != self._pass_id:
+        if pass_id != self._pass_id or self._accumulated is None:
             return False
-        if self._mode is _Mode.AT_ONCE and may_wait:
-            self._waiting.append(note)
-        elif self._mode is _Mode.AT_ONCE:
-            self._add(note, self._accumulated)
+        if mode is _AT_ONCE:
+            self._waiting.append(Note(call, dy, x))
         else:
-            self._notes.append(note)
-            for name in note.call.names:
-                self._accumulated.postpone(name)
+            self._notes.append(Note(call, dy, x))
+            self._accumulated.postpone(call.names)
         return True
 
     def add(self, notes: list[Note], final: bool = False) -> None:
@@ -211,58 +239,62 @@ class WeightGradients:
             notes: from :meth:`later`; empty afterwards.
             final: whether these are the last parts of their gradients in this step.
         """
-        if self._accumulated is None:
+        if self._accumulated is None or not notes:
             return
-        left = Counter(name for note in notes for name in note.call.names) if final else None
+        left = Counter(name for note in notes for name in note.call.names)
+        self._accumulated.reached(left)
+        sums: dict[str, Tensor] = {}
         notes.reverse()
         with torch.no_grad():
             while notes:
-                note = notes.pop()
-                self._add(note, self._accumulated)
-                if left is not None:
-                    left.subtract(note.call.names)
-                    for name in note.call.names:
-                        if not left[name]:
-                            self._accumulated.completed(name)
+                call, dy, x = notes.pop()
+                layer, module = call.layer, call.module
+                weight: Any = module._parameters["weight"]
+                gradients = layer.weight_gradients(module, dy, x, weight, len(call.names) > 1)
+                for name, gradient in zip(call.names, gradients, strict=False):
+                    assert gradient is not None
+                    left[name] -= 1
+                    self._add(name, gradient, sums, is_last=not left[name] or layer.may_wait)
+                    if final and not left[name]:
+                        self._accumulated.completed(name)
 
-    @staticmethod
-    def _add(note: Note, accumulated: Accumulated) -> None:
-        (layer, module, names, _), dy, x = note
-        total, weight = accumulated.gradients[names[0]], module._parameters["weight"]
-        assert weight is not None
-        if dy.dtype is total.dtype and (x.dtype is total.dtype or not x.is_floating_point()):
-            layer.weight_gradient(module, dy, x, weight, total)
+    def _add(self, name: str, gradient: Tensor, sums: dict[str, Tensor], is_last: bool) -> None:
+        # Like autograd, which sums up what one pass gives to a parameter before it adds that to what is there.
+        if name in sums:
+            gradient = sums.pop(name).add_(gradient)
+        if is_last:
+            assert self._accumulated is not None
+            self._accumulated.gradients[name].add_(gradient)
         else:
-            total.add_(layer.weight_gradient(module, dy, x, weight, None))
-        if len(names) > 1:
-            bias_total = accumulated.gradients[names[1]]
-            bias_total.add_(layer.bias_gradient(dy, bias_total.dtype))
-        accumulated.reached(names)
+            sums[name] = gradient
 
     def _run(self, call: _Call, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
-        if self._recording and len(args) == 1 and not kwargs and torch.is_grad_enabled():
-            x = args[0]
-            weight, bias = call.module._parameters["weight"], call.module._parameters.get("bias")
-            if _is_plain(weight) and (bias is None or _is_plain(bias)) and _is_plain_input(x, call.layer):
-                x = x if call.layer.prepare is None else call.layer.prepare(x)
+        if self._recording and call.is_apart and len(args) == 1 and not kwargs and _is_plain_input(args[0], call.layer):
+            x, layer, parameters = args[0], call.layer, call.module._parameters
+            weight, bias = parameters["weight"], parameters.get("bias")
+            x = x if layer.prepare is None else layer.prepare(x)
+            if layer.input_dims == x.dim() or not x.is_contiguous():
                 return _separated(call, x, weight, bias)
+            # As a list of samples and back: what a function of its own returns should not be a view (see _Separated).
+            count = x.dim() - layer.input_dims + 1
+            y = _separated(call, x.flatten(0, count - 1), weight, bias)
+            return y.view(x.shape[:count] + y.shape[1:])
         return forward(*args, **kwargs)
 
 
 def _is_plain_input(x: Any, layer: Layer) -> bool:
     return (
         type(x) is Tensor
-        and layer.input_dims in (None, x.dim())
+        and (x.dim() == layer.input_dims or (layer.any_dims and x.dim() > layer.input_dims))
+        and torch.is_grad_enabled()
         and not torch._C._is_any_autocast_enabled()
         and not torch.compiler.is_compiling()
     )
 
 
-def _is_plain(parameter: Tensor | None) -> bool:
-    """Whether it wants a gradient and nobody looks at how that comes to be."""
+def _is_plain(parameter: Tensor) -> bool:
     return (
-        parameter is not None
-        and parameter.requires_grad
+        parameter.requires_grad
         and not parameter._backward_hooks
         # One is hybridpp's own.
         and len(parameter._post_accumulate_grad_hooks or ()) <= 1

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hybridpp.cluster import Group, get_dist_logger
 from hybridpp.config import ParallelConfig
-from hybridpp.pipeline import Layer, WeightGradients, layer_of
+from hybridpp.pipeline import Gradients, Layer, WeightGradients, layer_of
 from hybridpp.tensor_parallel import Kind, Placement, Plan, ShardedLayer, Sharding, placement_of, plan_from_patterns
 from hybridpp.tensor_parallel import shard as apply_plan
 from hybridpp_plugins.inferring import inferred_plan
@@ -83,15 +83,17 @@ def _join(kind: Layer, part: ShardedLayer) -> Layer:
     def input_gradient(module: nn.Module, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return kind.input_gradient(module, part.own_gradient(dy, x), x, weight)
 
-    def weight_gradient(module: nn.Module, dy: Tensor, x: Tensor, weight: Tensor, total: Tensor | None) -> Tensor:
-        return kind.weight_gradient(module, part.own_gradient(dy, x), part.local_input(x), weight, total)
+    def weight_gradients(module: nn.Module, dy: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> Gradients:
+        own, local = part.own_gradient(dy, x), part.local_input(x)
+        gradient, bias_gradient = kind.weight_gradients(module, own, local, weight, has_bias and not part.adds_bias)
+        return gradient, dy.reshape(-1, dy.shape[-1]).sum(0) if has_bias and part.adds_bias else bias_gradient
 
     return Layer(
         forward,
         input_gradient,
-        weight_gradient,
-        kind.bias_gradient,
+        weight_gradients,
         kind.input_dims,
+        kind.any_dims,
         prepare=part.enter,
         may_wait=part.kind in (Kind.COLUMN, Kind.GATHERED_COLUMN),
     )

@@ -100,11 +100,13 @@ class Scales:
         for weight in self.layers.parameters():
             nn.init.ones_(weight)
         self.weight_gradients = WeightGradients(self.layers)
-        self.gradients = {name: torch.zeros(1, 1) for name, _ in self.layers.named_parameters()}
+        for weight in self.layers.parameters():
+            weight.grad = torch.zeros(1, 1)
+        self.gradients = {name: weight.grad for name, weight in self.layers.named_parameters()}
         self.weight_gradients.connect(self)
         self.forwards = []
 
-    def postpone(self, name):
+    def postpone(self, names):
         """A part of the gradient follows later: nothing to prepare."""
 
     def reached(self, names):
