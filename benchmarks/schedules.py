@@ -21,7 +21,7 @@ from vit import make_batch
 from hybridpp import launch_from_torch
 
 MICROBATCH = 4
-OURS = ("1f1b", "interleaved", "zb-h1", "interleaved-zb", "zb-v")
+OURS = ("1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v")
 TORCHS = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 
 

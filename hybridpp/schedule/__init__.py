@@ -15,7 +15,7 @@ from hybridpp.schedule.placing import looped, placement, v_shaped
 from hybridpp.schedule.render import parse_action, render, render_grid
 from hybridpp.schedule.sends import SendsDone, sends_done
 from hybridpp.schedule.zb_v import zb_v
-from hybridpp.schedule.zero_bubble import interleaved_zero_bubble, zb_h1
+from hybridpp.schedule.zero_bubble import interleaved_zero_bubble, zb_h1, zb_h2
 
 __all__ = [
     "SCHEDULES",
@@ -47,5 +47,6 @@ __all__ = [
     "stages_placement",
     "v_shaped",
     "zb_h1",
+    "zb_h2",
     "zb_v",
 ]

@@ -11,7 +11,7 @@ from hybridpp.schedule.interleaved import interleaved
 from hybridpp.schedule.one_f_one_b import one_f_one_b
 from hybridpp.schedule.placing import looped, v_shaped
 from hybridpp.schedule.zb_v import zb_v
-from hybridpp.schedule.zero_bubble import interleaved_zero_bubble, zb_h1
+from hybridpp.schedule.zero_bubble import interleaved_zero_bubble, zb_h1, zb_h2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +85,14 @@ _ENTRIES = (
         num_chunks=1,
         takes_chunks=False,
         summary="1F1B with split backwards; idles a third as long",
+    ),
+    ScheduleEntry(
+        name="zb-h2",
+        make=lambda num_ranks, num_microbatches, _: zb_h2(num_ranks, num_microbatches),
+        place=looped,
+        num_chunks=1,
+        takes_chunks=False,
+        summary="zb-h1 that runs further ahead; holds twice as much, waits less",
     ),
     ScheduleEntry(
         name="interleaved-zb",

@@ -22,13 +22,14 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Programs:
         ScheduleError: a count is below 1.
     """
     check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
-    return tuple(_row(stage, num_ranks, num_microbatches) for stage in range(num_ranks))
+    return tuple(row(stage, num_microbatches, warmup=num_ranks - stage - 1) for stage in range(num_ranks))
 
 
-def _row(stage: int, num_ranks: int, num_microbatches: int) -> Program:
+def row(stage: int, num_microbatches: int, warmup: int) -> Program:
+    """What the rank of a stage does that runs ahead by ``warmup`` forwards."""
     forwards = [Action(stage, Kind.FORWARD, microbatch) for microbatch in range(num_microbatches)]
     backwards = [Action(stage, Kind.BACKWARD, microbatch) for microbatch in range(num_microbatches)]
-    return one_by_one(forwards, backwards, warmup=num_ranks - stage - 1)
+    return one_by_one(forwards, backwards, warmup)
 
 
 def one_by_one(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> Program:

@@ -1,10 +1,11 @@
 """Schedules whose weight gradients fill the time in which others idle."""
 
 from hybridpp.schedule.action import Programs
+from hybridpp.schedule.counts import check_counts
 from hybridpp.schedule.fill import fill_weight_gradients
 from hybridpp.schedule.interleaved import interleaved
 from hybridpp.schedule.memory import peak_activations
-from hybridpp.schedule.one_f_one_b import one_f_one_b
+from hybridpp.schedule.one_f_one_b import one_f_one_b, row
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Programs:
@@ -24,6 +25,27 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Programs:
         ScheduleError: a count is below 1.
     """
     return fill_weight_gradients(one_f_one_b(num_ranks, num_microbatches), [num_ranks] * num_ranks)
+
+
+def zb_h2(num_ranks: int, num_microbatches: int) -> Programs:
+    """ZB-H2 (Qi et al. 2023, arXiv:2401.10241): like ZB-H1, but running ahead twice as far as 1F1B.
+
+    With 3 ranks and 4 micro-batches::
+
+        rank 0 | 0F0 0F1 0F2 0F3 .   0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3 .
+        rank 1 | .   1F0 1F1 1F2 1I0 1F3 1I1 1W0 1I2 1W1 1I3 1W2 1W3 .
+        rank 2 | .   .   2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2W0 2W1 2W2 2W3
+
+    A rank of ``p`` holds at most ``min(m, 2 p - 1)`` activations of the ``m`` micro-batches. With equal costs and
+    messages that take no time it idles like ZB-H1; but where messages are slow, or micro-batches take unevenly long,
+    others no longer wait for each of them.
+
+    Raises:
+        ScheduleError: a count is below 1.
+    """
+    check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    programs = tuple(row(rank, num_microbatches, warmup=2 * (num_ranks - 1 - rank)) for rank in range(num_ranks))
+    return fill_weight_gradients(programs, [2 * num_ranks - 1] * num_ranks)
 
 
 def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Programs:

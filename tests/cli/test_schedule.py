@@ -101,6 +101,7 @@ def test_a_comparison_takes_chunks_where_schedules_choose(printed):
         "1f1b": "2",
         "interleaved": "6",
         "zb-h1": "2",
+        "zb-h2": "2",
         "interleaved-zb": "6",
         "zb-v": "4",
     }

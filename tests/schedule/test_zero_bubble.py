@@ -14,6 +14,7 @@ from hybridpp.schedule import (
     placement,
     render_grid,
     zb_h1,
+    zb_h2,
 )
 
 
@@ -35,6 +36,15 @@ def test_zb_h1_holds_and_idles_as_its_docstring_says(p, m):
         assert idle_share(programs) == pytest.approx((p - 1) / (3 * m + p - 1))
 
 
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_zb_h2_holds_and_idles_as_its_docstring_says(p, m):
+    programs = zb_h2(p, m)
+    check_program(programs, p, m)
+    assert placement(programs) == looped(p, 1)
+    assert max(peak_activations(programs)) == min(m, 2 * p - 1)
+    assert makespan(programs) == makespan(zb_h1(p, m))
+
+
 @pytest.mark.parametrize(("p", "m", "v"), SIZES_WITH_CHUNKS)
 def test_interleaved_zero_bubble_holds_and_idles_as_its_docstring_says(p, m, v):
     programs = interleaved_zero_bubble(p, m, v)
@@ -51,6 +61,6 @@ def test_interleaved_zero_bubble_holds_and_idles_as_its_docstring_says(p, m, v):
 
 
 def test_counts_below_one():
-    for make in (zb_h1, interleaved_zero_bubble):
+    for make in (zb_h1, zb_h2, interleaved_zero_bubble):
         with pytest.raises(ScheduleError, match=re.escape("needs every count to be at least 1: got num_ranks=0")):
             make(0, 3)
