@@ -18,7 +18,7 @@ vit: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/vit/train.py $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 # Cuts every architecture that transformers registers (40 minutes on 2 cores) and writes docs/models.md. What is in the
 # folder MODELS is not examined again.
