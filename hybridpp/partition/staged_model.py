@@ -11,22 +11,21 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hybridpp.config import PartitionConfig, PipelineGradientCheckpointConfig
-from hybridpp.errors import HybridppError, PartitionError
+from hybridpp.errors import PartitionError
 from hybridpp.partition.attributes import Leavings
 from hybridpp.partition.blocks import dissect, finest_units
 from hybridpp.partition.calls import Trace
 from hybridpp.partition.cut import CutPoint, assign_stages, check_uncut, choose_cut, named_blocks
 from hybridpp.partition.dice import Dice, Recompute
 from hybridpp.partition.intercept import Interceptor
+from hybridpp.partition.known_plans import KnownPlans, Plans
 from hybridpp.partition.measure import measure_seconds, unit_costs
 from hybridpp.partition.plan import StagePlan, owners, stage_plan, uses
 from hybridpp.partition.recompute import Recomputable, blocks_by_stage, recomputed_blocks
 from hybridpp.partition.stage_run import Placeholders, Replay, StageDone, StageRun, Watcher
 from hybridpp.partition.strip import Slot, parameter_names, shown, strip
-from hybridpp.partition.survey import Survey, survey
+from hybridpp.partition.survey import Sample, survey_samples
 from hybridpp.partition.trace import Tracer
-
-Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StagedModel:
@@ -78,7 +77,7 @@ class StagedModel:
         self.stages = tuple(stages)
         self.num_stages = num_stages
         self._device = device
-        self._plans: dict[Any, dict[int, StagePlan]] = {}
+        self._plans = KnownPlans()
         self._placeholders = Placeholders(device)
         self._tracer: Tracer | None = None
         self._cut: tuple[CutPoint, ...] = ()
@@ -117,7 +116,17 @@ class StagedModel:
         agree: Callable[[list[float]], list[float]],
     ) -> Trace:
         model, device = self.model, self._device
-        sample, found = self._survey(samples, config, dtypes)
+        sample, found = survey_samples(
+            model,
+            self.num_stages,
+            samples,
+            self._prepare,
+            self._dice,
+            named=named_blocks(model, config),
+            device=device,
+            dtypes=dtypes,
+            count_flops=config.balance == "flops",
+        )
         self._interceptor, self._tracer, self._blocks = found.interceptor, found.tracer, found.anatomy.blocks
 
         def seconds() -> list[float]:
@@ -127,34 +136,6 @@ class StagedModel:
         costs = unit_costs(model, found.trace, config.balance, seconds)
         self._cut = choose_cut(model, found.trace, found.anatomy.blocks, self.num_stages, config, costs)
         return found.trace
-
-    def _survey(
-        self, samples: Sequence[Sample], config: PartitionConfig, dtypes: Mapping[int, torch.dtype]
-    ) -> tuple[Sample, Survey]:
-        """The first sample that the forward runs on, and what that shows."""
-        *others, last = samples
-
-        def surveyed(sample: Sample) -> tuple[Sample, Survey]:
-            prepared = self._prepare(*sample)
-            return prepared, survey(
-                self.model,
-                self.num_stages,
-                prepared,
-                self._dice,
-                named=named_blocks(self.model, config),
-                device=self._device,
-                dtypes=dtypes,
-                count_flops=config.balance == "flops",
-            )
-
-        for sample in others:
-            try:
-                return surveyed(sample)
-            except HybridppError:
-                raise
-            except Exception:  # whatever a model's forward raises
-                continue
-        return surveyed(last)
 
     def _foreign_units(self, trace: Trace, stages: tuple[int, ...]) -> set[str]:
         """Units that no stage of this rank calls; one that is never called belongs to stage 0, like its parameters."""
@@ -189,7 +170,7 @@ class StagedModel:
             return tree
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
 
-    def plans(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[int, StagePlan]:
+    def plans(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plans:
         """What each of this rank's stages does for such inputs; a new signature is traced, a known one looked up.
 
         Raises:
@@ -198,18 +179,16 @@ class StagedModel:
         if self._tracer is None:
             return _WHOLE
         self._restore_attributes()
-        signature = _signature(args, kwargs, self.model.training)
-        plans = self._plans.pop(signature, None)
-        if plans is None:
+        tracer = self._tracer
+
+        def make() -> Plans:
             with self._entered():
-                trace = self._tracer.trace(*self._prepare(args, kwargs))
+                trace = tracer.trace(*self._prepare(args, kwargs))
             stages = assign_stages(trace, self._cut)
             self._check_ownership(trace, stages)
-            plans = {mine: stage_plan(trace, stages, mine) for mine in self.stages}
-        self._plans[signature] = plans  # now the latest
-        while len(self._plans) > _MAX_PLANS:
-            del self._plans[next(iter(self._plans))]
-        return plans
+            return {mine: stage_plan(trace, stages, mine) for mine in self.stages}
+
+        return self._plans.find(args, kwargs, self.model.training, make)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
         def move(leaf: Tensor) -> Tensor:
@@ -328,21 +307,3 @@ class StagedModel:
 
 _WHOLE = {0: StagePlan()}
 _NOTHING = Recomputable({})
-# Signatures that are remembered; the one used longest ago goes first.
-_MAX_PLANS = 256
-
-
-def _signature(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Any:
-    leaves, tree = pytree.tree_flatten((args, kwargs))
-    return tree, training, tuple(_leaf_signature(leaf) for leaf in leaves)
-
-
-def _leaf_signature(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype
-    try:
-        hash(leaf)
-    except TypeError:
-        return repr(leaf)
-    # 1, True and 1.0 are equal, and a model may tell them apart.
-    return type(leaf), leaf

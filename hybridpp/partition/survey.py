@@ -1,17 +1,20 @@
 """Find the blocks of a model among the modules that its forward really runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from hybridpp.errors import HybridppError
 from hybridpp.partition.blocks import Anatomy, dissect
 from hybridpp.partition.calls import Trace
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.plan import uses
 from hybridpp.partition.trace import Tracer
+
+Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,7 @@ class Survey:
 def survey(
     model: nn.Module,
     num_stages: int,
-    sample: tuple[tuple[Any, ...], dict[str, Any]],
+    sample: Sample,
     finest: Interceptor,
     *,
     named: Sequence[str] = (),
@@ -71,6 +74,28 @@ def survey(
         if again.units == anatomy.units:
             return Survey(anatomy=again, interceptor=interceptor, tracer=tracer, trace=trace)
         anatomy = again
+
+
+def survey_samples(
+    model: nn.Module,
+    num_stages: int,
+    samples: Sequence[Sample],
+    prepare: Callable[[tuple[Any, ...], dict[str, Any]], Sample],
+    finest: Interceptor,
+    **how: Any,
+) -> tuple[Sample, Survey]:
+    """The first sample that the forward runs on, as ``prepare`` gives it, and what :func:`survey` finds with it."""
+    *others, last = samples
+    for sample in others:
+        try:
+            prepared = prepare(*sample)
+            return prepared, survey(model, num_stages, prepared, finest, **how)
+        except HybridppError:
+            raise
+        except Exception:  # whatever a model's forward raises
+            continue
+    prepared = prepare(*last)
+    return prepared, survey(model, num_stages, prepared, finest, **how)
 
 
 def _used(trace: Trace) -> set[str]:

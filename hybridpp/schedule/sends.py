@@ -1,6 +1,7 @@
 """When a tensor that was sent can be let go without waiting for a rank that is not there yet."""
 
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from hybridpp.schedule.action import Action, Kind, Program, Programs
@@ -41,8 +42,9 @@ def sends_done(lowered: Programs, max_open: int = 8) -> SendsDone:
         By rank and place in its program, the rank's own sends, oldest first on each channel.
     """
     certain = _HappensBefore(lowered).run()
+    rank_of = {action.stage: rank for rank, program in enumerate(lowered) for action in program}
     bounded = tuple(
-        _wait_for_oldest(program, done, lowered, max_open) for program, done in zip(lowered, certain, strict=True)
+        _wait_for_oldest(program, done, rank_of, max_open) for program, done in zip(lowered, certain, strict=True)
     )
     return bounded if bounded != certain and _all_end(lowered, bounded) else certain
 
@@ -53,10 +55,9 @@ def _receive_of(send: Action) -> Action:
 
 
 def _wait_for_oldest(
-    program: Program, done: tuple[tuple[Action, ...], ...], lowered: Programs, max_open: int
+    program: Program, done: tuple[tuple[Action, ...], ...], rank_of: Mapping[int, int], max_open: int
 ) -> tuple[tuple[Action, ...], ...]:
     """The same, with each send that stands nowhere before the one that comes ``max_open`` later to that rank."""
-    rank_of = {action.stage: rank for rank, other in enumerate(lowered) for action in other}
     listed = {send for sends in done for send in sends}
     waits = [list(sends) for sends in done]
     left: defaultdict[int, deque[Action]] = defaultdict(deque)

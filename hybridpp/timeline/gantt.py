@@ -122,7 +122,11 @@ def _luminance(colour: Colour) -> float:
 def _legend(timelines: Mapping[str, Timeline]) -> list[Artist]:
     """The kinds there are, and the shades where ranks have several stages."""
     kinds = {span.kind for timeline in timelines.values() for span in timeline.spans}
-    num_chunks = max(len({span.stage for span in timeline.of_rank(0)}) for timeline in timelines.values())
+    num_chunks = max(
+        len({span.stage for span in timeline.of_rank(rank)})
+        for timeline in timelines.values()
+        for rank in range(timeline.num_ranks)
+    )
     handles: list[Artist] = [
         Patch(color=look.colour, label=look.label) for kind, look in _LOOKS.items() if kind in kinds
     ]

@@ -31,5 +31,7 @@ def draw(timelines: Timeline | Mapping[str, Timeline], path: str | Path) -> None
     try:
         gantt = importlib.import_module("hybridpp.timeline.gantt")
     except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
         raise ConfigError("a picture needs matplotlib. Install it: pip install 'hybridpp[plot]'.") from error
     gantt.save(titled, Path(path))

@@ -47,6 +47,12 @@ def test_a_picture_tells_ranks_microbatches_kinds_and_the_idle_share(tmp_path):
     ]
 
 
+def test_the_legend_knows_the_chunks_of_every_rank(tmp_path):
+    uneven = Timeline(tuple(span for span in TIMELINE.spans if (span.rank, span.stage) != (0, 2)))
+    draw(uneven, tmp_path / "uneven.svg")
+    assert {"chunk 0", "chunk 1"} <= set(words(tmp_path / "uneven.svg"))
+
+
 def test_two_timelines_stand_below_each_other_on_one_scale(tmp_path):
     late = Timeline(tuple(span._replace(end_ms=span.end_ms + 400) for span in TIMELINE.spans if span.kind == "F"))
     draw({"simulated": TIMELINE, "measured": late}, tmp_path / "two.svg")
@@ -102,4 +108,11 @@ def test_without_matplotlib_the_message_says_what_to_install(tmp_path, monkeypat
     with pytest.raises(
         ConfigError, match=r"^a picture needs matplotlib\. Install it: pip install 'hybridpp\[plot\]'\.$"
     ):
+        draw(TIMELINE, tmp_path / "x.svg")
+
+
+def test_another_missing_module_is_not_taken_for_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "hybridpp.timeline.gantt", raising=False)
+    monkeypatch.setitem(sys.modules, "hybridpp.timeline.timeline", None)
+    with pytest.raises(ModuleNotFoundError, match="timeline"):
         draw(TIMELINE, tmp_path / "x.svg")
