@@ -118,7 +118,7 @@ class Costs:
 
     @classmethod
     def from_timeline(cls, timeline: Timeline, num_stages: int) -> "Costs":
-        """What a measured training run says: the median of each stage and kind.
+        """What a measured training run says: the mean of each stage and kind.
 
         Where the run has whole backwards only, each half of a backward is taken to last half of it. A message takes
         the shortest time that was seen between the end of an action and the start of the one that needs its result on

@@ -1,7 +1,7 @@
 """What a measured run says about the costs of its stages."""
 
 from collections import defaultdict
-from statistics import median
+from statistics import fmean
 
 from hybridpp.errors import ConfigError
 from hybridpp.schedule import Kind
@@ -17,24 +17,25 @@ def measured_ms(timeline: Timeline, num_stages: int) -> dict[str, tuple[float, .
     taken: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for span in timeline.spans:
         taken[span.stage, span.kind].append(span.duration_ms)
-    medians = {cell: median(times) for cell, times in taken.items()}
+    # Means, because they add up to what was measured; medians of such times, which are skewed, add up to less.
+    means = {cell: fmean(times) for cell, times in taken.items()}
     stages = range(num_stages)
-    gradients = [_gradients_ms(medians, stage) for stage in stages]
+    gradients = [_gradients_ms(means, stage) for stage in stages]
     return {
-        "forward_ms": tuple(_known(medians.get((stage, Kind.FORWARD)), stage, "forward") for stage in stages),
+        "forward_ms": tuple(_known(means.get((stage, Kind.FORWARD)), stage, "forward") for stage in stages),
         "input_gradient_ms": tuple(input_ms for input_ms, _ in gradients),
         "weight_gradient_ms": tuple(weight_ms for _, weight_ms in gradients),
-        "backward_ms": tuple(medians.get((stage, Kind.BACKWARD), sum(gradients[stage])) for stage in stages),
+        "backward_ms": tuple(means.get((stage, Kind.BACKWARD), sum(gradients[stage])) for stage in stages),
         "send_ms": _send_ms(timeline, num_stages),
     }
 
 
-def _gradients_ms(medians: dict[tuple[int, str], float], stage: int) -> tuple[float, float]:
-    whole = medians.get((stage, Kind.BACKWARD))
+def _gradients_ms(means: dict[tuple[int, str], float], stage: int) -> tuple[float, float]:
+    whole = means.get((stage, Kind.BACKWARD))
     half = None if whole is None else whole / 2
     return (
-        _known(medians.get((stage, Kind.INPUT_GRADIENT), half), stage, "backward"),
-        _known(medians.get((stage, Kind.WEIGHT_GRADIENT), half), stage, "backward"),
+        _known(means.get((stage, Kind.INPUT_GRADIENT), half), stage, "backward"),
+        _known(means.get((stage, Kind.WEIGHT_GRADIENT), half), stage, "backward"),
     )
 
 

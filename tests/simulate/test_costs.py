@@ -90,11 +90,11 @@ def test_a_run_with_split_backwards_gives_each_part_its_time():
     assert measured.backward_ms == (2.0, 3.0, 4.0)
 
 
-def test_the_median_stands_for_all_microbatches():
-    times = [(0.0, 2.0), (2.0, 3.0), (3.0, 13.0)]
+def test_the_mean_stands_for_all_microbatches():
+    times = [(0.0, 2.0), (2.0, 3.0), (3.0, 12.0)]
     spans = [Span(0, 0, "F", number, *pair) for number, pair in enumerate(times)]
-    costs = Costs.from_timeline(Timeline((*spans, Span(0, 0, "B", 0, 13.0, 17.0))), num_stages=1)
-    assert (costs.forward_ms, costs.backward_ms, costs.send_ms) == ((2.0,), (4.0,), ())
+    costs = Costs.from_timeline(Timeline((*spans, Span(0, 0, "B", 0, 12.0, 16.0))), num_stages=1)
+    assert (costs.forward_ms, costs.backward_ms, costs.send_ms) == ((4.0,), (4.0,), ())
 
 
 @pytest.mark.parametrize(("kinds", "missing"), [("B", "forward"), ("F", "backward"), ("FI", "backward")])
