@@ -219,7 +219,9 @@ class StageRun:
                     f"unit {call.name!r} returned {got} where its trace had {spec.dtype} {spec.shape}: its result "
                     "depends on values. Put the cut elsewhere, or use pp_size=1."
                 )
-            self._values[value] = leaf.clone() if number in call.written else leaf
+            # A subclass of Tensor may stand for something else than memory of its own; what travels is plain.
+            is_own = number not in call.written and type(leaf) is Tensor
+            self._values[value] = leaf if is_own else leaf.clone()
 
     def outgoing(self) -> list[Tensor]:
         """The values for the next stage, own ones and those that pass through."""

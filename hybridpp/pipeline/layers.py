@@ -24,6 +24,7 @@ class Layer(NamedTuple):
         input_dims: how many dimensions ``x`` has.
         any_dims: whether more will do too: all but the last ones then number samples.
         prepare: what ``x`` goes through before, gradient and all; None: nothing.
+        finish: what the output goes through behind, gradient and all; None: nothing.
         may_wait: whether the weight's gradient is better computed a little later, while what ``prepare`` does with the
             gradient of ``x`` is under way (see ``WeightGradients.release``).
     """
@@ -34,6 +35,7 @@ class Layer(NamedTuple):
     input_dims: int
     any_dims: bool = True
     prepare: Callable[[Tensor], Tensor] | None = None
+    finish: Callable[[Tensor], Tensor] | None = None
     may_wait: bool = False
 
 

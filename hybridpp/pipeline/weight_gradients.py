@@ -274,11 +274,14 @@ class WeightGradients:
             weight, bias = parameters["weight"], parameters.get("bias")
             x = x if layer.prepare is None else layer.prepare(x)
             if layer.input_dims == x.dim() or not x.is_contiguous():
-                return _separated(call, x, weight, bias)
-            # As a list of samples and back: what a function of its own returns should not be a view (see _Separated).
-            count = x.dim() - layer.input_dims + 1
-            y = _separated(call, x.flatten(0, count - 1), weight, bias)
-            return y.view(x.shape[:count] + y.shape[1:])
+                y = _separated(call, x, weight, bias)
+            else:
+                # As a list of samples and back: what a function of its own returns should not be a view (see
+                # _Separated).
+                count = x.dim() - layer.input_dims + 1
+                y = _separated(call, x.flatten(0, count - 1), weight, bias)
+                y = y.view(x.shape[:count] + y.shape[1:])
+            return y if layer.finish is None else layer.finish(y)
         return forward(*args, **kwargs)
 
 

@@ -1,10 +1,12 @@
 """Divide the layers of a model over ranks."""
 
+from hybridpp.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from hybridpp.tensor_parallel.crossings import Crossings
 from hybridpp.tensor_parallel.infer import Inference, infer_plan
 from hybridpp.tensor_parallel.infer_division import Division
 from hybridpp.tensor_parallel.infer_layers import Part
 from hybridpp.tensor_parallel.layers import ShardedLayer
+from hybridpp.tensor_parallel.lazy_whole import LazyWhole, gathered
 from hybridpp.tensor_parallel.patterns import plan_from_patterns
 from hybridpp.tensor_parallel.placement import Placement, placement_of
 from hybridpp.tensor_parallel.plan import Kind, Layout, Plan, Style, parse_style
@@ -16,15 +18,18 @@ __all__ = [
     "Inference",
     "Kind",
     "Layout",
+    "LazyWhole",
     "Part",
     "Placement",
     "Plan",
     "ShardedLayer",
     "Sharding",
     "Style",
+    "gathered",
     "infer_plan",
     "parse_style",
     "placement_of",
     "plan_from_patterns",
     "shard",
+    "vocab_parallel_cross_entropy",
 ]

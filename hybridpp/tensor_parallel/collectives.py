@@ -18,7 +18,8 @@ def _nothing() -> None:
     return
 
 
-def _is_fake(tensor: Tensor) -> bool:
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no numbers, because a model is being traced."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
@@ -52,12 +53,23 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, width: int) -> Tensor:
         ctx.group, ctx.width = group, x.shape[-1]
-        whole = x.repeat_interleave(group.size, -1) if _is_fake(x) else group.all_gather_along(x, -1)
+        whole = x.repeat_interleave(group.size, -1) if is_fake(x) else group.all_gather_along(x, -1)
         return whole[..., :width].contiguous()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         return own_part(dy, ctx.group, ctx.width), None, None
+
+
+class _OwnPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, width: int) -> Tensor:
+        ctx.group, ctx.whole = group, x.shape[-1]
+        return own_part(x, group, width)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return gather_from_ranks(dy, ctx.group, ctx.whole), None, None
 
 
 def copy_to_ranks(x: Tensor, group: Group, meanwhile: Callable[[], None] = _nothing) -> Tensor:
@@ -89,7 +101,7 @@ def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
 
 def _summed(x: Tensor, group: Group) -> Tensor:
     total = x.contiguous()
-    if not _is_fake(x):
+    if not is_fake(x):
         group.all_reduce(total).wait()
     return total
 
@@ -114,3 +126,12 @@ def own_part(whole: Tensor, group: Group, width: int) -> Tensor:
     part = whole[..., start : start + width]
     missing = width - part.shape[-1]
     return torch.nn.functional.pad(part, (0, missing)) if missing else part.contiguous()
+
+
+def take_own_part(whole: Tensor, group: Group, width: int) -> Tensor:
+    """The same of a tensor that wants a gradient: that is put together from the ranks'.
+
+    Collective: one all-gather over ``group`` in the backward pass; every member must run it.
+    """
+    part: Tensor = _OwnPart.apply(whole, group, width)  # type: ignore[no-untyped-call]  # torch
+    return part

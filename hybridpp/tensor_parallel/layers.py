@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridpp.tensor_parallel.collectives import gather_from_ranks, own_part, sum_over_ranks
+from hybridpp.tensor_parallel.collectives import gather_from_ranks, is_fake, sum_over_ranks, take_own_part
 from hybridpp.tensor_parallel.crossings import Crossings
+from hybridpp.tensor_parallel.lazy_whole import lazily_whole
 from hybridpp.tensor_parallel.plan import Kind
 
 
@@ -38,7 +39,7 @@ class ShardedLayer:
     def _run(self, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
         with self._without_bias():
             y = self._forward(self.local_input(self.enter(x)), *args, **kwargs)
-        return self.leave(y, x, self.module._parameters.get("bias"))
+        return self.finish(self.leave(y, x, self.module._parameters.get("bias")))
 
     @contextmanager
     def _without_bias(self) -> Iterator[None]:
@@ -73,8 +74,16 @@ class ShardedLayer:
         """The layer's output, from what its own forward made; ``y`` is used up."""
         return y
 
+    def finish(self, y: Tensor) -> Tensor:
+        """What others get of the layer's output."""
+        return y
+
+    def bias_gradient(self, own: Tensor) -> Tensor:
+        """The gradient of a bias that :meth:`leave` adds, from the sum of the gradients of what that made."""
+        return own
+
     def own_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        """The gradient of what the layer's own forward made, from that of the output."""
+        """The gradient of what the layer's own forward made, from that of what :meth:`leave` made."""
         return dy
 
 
@@ -92,7 +101,10 @@ class ColumnParallel(ShardedLayer):
 
 
 class GatheredColumnParallel(ShardedLayer):
-    """From a whole input, the whole output. Collective: all-gather forwards, all-reduce backwards."""
+    """From a whole input, the whole output, put together where somebody needs it whole (see :class:`LazyWhole`).
+
+    Collective: one all-reduce in the backward pass; of a whole bias, one all-gather there.
+    """
 
     kind = Kind.GATHERED_COLUMN
 
@@ -111,12 +123,15 @@ class GatheredColumnParallel(ShardedLayer):
         return x
 
     def leave(self, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        whole = gather_from_ranks(y, self.crossings.group, self._width)
-        return whole if bias is None else whole + bias
+        return y if bias is None else y + take_own_part(bias, self.crossings.group, y.shape[-1])
 
-    def own_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        size = self.crossings.group.size
-        return own_part(dy, self.crossings.group, -(-self._width // size))
+    def finish(self, y: Tensor) -> Tensor:
+        if is_fake(y) or torch.compiler.is_compiling():
+            return gather_from_ranks(y, self.crossings.group, self._width)
+        return lazily_whole(y, self.crossings.group, y.dim() - 1, self._width)
+
+    def bias_gradient(self, own: Tensor) -> Tensor:
+        return self.crossings.group.all_gather_along(own, 0)[: self._width]
 
 
 class RowParallel(ShardedLayer):

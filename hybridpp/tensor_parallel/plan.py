@@ -12,7 +12,7 @@ class Kind(StrEnum):
 
     Attributes:
         COLUMN: a linear layer by its outputs: from a whole input each rank makes its part of the output.
-        GATHERED_COLUMN: the same, and every rank gets the whole output (a head that others read).
+        GATHERED_COLUMN: the same, and every rank can have the whole output (a head that others read).
         ROW: a linear layer by its inputs: from its part of the input each rank makes a summand of the output; all get
             the sum.
         VOCAB: an embedding by its rows: each rank looks up what it has; all get the sum.

@@ -29,6 +29,7 @@ from hybridpp.pipeline import (
 )
 from hybridpp.plugin import Criterion
 from hybridpp.precision import MasterWeights
+from hybridpp.tensor_parallel import gathered
 from hybridpp_plugins.closing import close_step
 from hybridpp_plugins.examination import Examination
 from hybridpp_plugins.layout import Layout
@@ -165,7 +166,7 @@ class Engine:
             self.num_evaluations += 1
         outputs = None
         if return_outputs and result.outputs:
-            parts = [result.outputs[place] for place in range(len(batch.microbatches))]
+            parts = [gathered(result.outputs[place]) for place in range(len(batch.microbatches))]
             outputs = merge_outputs(parts, batch.microbatches)
         return {"loss": loss if return_loss else None, "outputs": outputs}
 

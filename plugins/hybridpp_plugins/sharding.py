@@ -86,7 +86,9 @@ def _join(kind: Layer, part: ShardedLayer) -> Layer:
     def weight_gradients(module: nn.Module, dy: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> Gradients:
         own, local = part.own_gradient(dy, x), part.local_input(x)
         gradient, bias_gradient = kind.weight_gradients(module, own, local, weight, has_bias and not part.adds_bias)
-        return gradient, dy.reshape(-1, dy.shape[-1]).sum(0) if has_bias and part.adds_bias else bias_gradient
+        if has_bias and part.adds_bias:
+            bias_gradient = part.bias_gradient(dy.reshape(-1, dy.shape[-1]).sum(0))
+        return gradient, bias_gradient
 
     return Layer(
         forward,
@@ -95,6 +97,7 @@ def _join(kind: Layer, part: ShardedLayer) -> Layer:
         kind.input_dims,
         kind.any_dims,
         prepare=part.enter,
+        finish=part.finish,
         may_wait=part.kind in (Kind.COLUMN, Kind.GATHERED_COLUMN),
     )
 

@@ -1,0 +1,105 @@
+"""Cross-entropy of logits that are divided by vocabulary, without ever putting them together."""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybridpp.cluster import Group
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+def vocab_parallel_cross_entropy(
+    local_logits: Tensor,
+    target: Tensor,
+    group: Group,
+    vocab_size: int,
+    *,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """The loss that ``torch.nn.functional.cross_entropy`` gives for the whole logits.
+
+    With logits ``x`` over a vocabulary of ``V``, target ``t`` and label smoothing ``a``, a position's loss and gradient
+    are::
+
+        loss = log sum_v exp(x_v) - (1 - a) x_t - a / V sum_v x_v
+        d loss / d x_v = softmax(x)_v - (1 - a) [v = t] - a / V
+
+    so of its part of the vocabulary a rank needs to tell the others three numbers per position: the logarithm of its
+    sum of exponentials, the target's logit where it has it, and, for smoothing, the sum of its logits (Shoeybi et al.
+    2019, arXiv:1909.08053, section 3; there maximum, sum and logit are reduced one after the other). The gradient
+    needs no communication. All of it is computed in fp32 at least.
+
+    Collective: one all-gather over ``group`` of at most three fp32 numbers per position; every member must call it.
+
+    Args:
+        local_logits: this rank's part ``[P]``, ``[N, P]`` or ``[N, P, ...]`` of the whole ``[N, V, ...]``, where
+            ``P = ceil(V / ranks)``: what the last ranks have beyond ``V`` is filling and counts as -inf.
+        target: classes of the whole vocabulary, ``[]``, ``[N]`` or ``[N, ...]``; the same on all ranks.
+        group: the ranks that share the vocabulary, in its order.
+        vocab_size: ``V``.
+        ignore_index: a target that counts neither in the sum nor in the mean.
+        reduction: as in torch. The mean over nothing is NaN, with gradients of zero.
+        label_smoothing: as in torch, between 0 and 1.
+
+    Returns:
+        The loss in the dtype of the logits, the same on all ranks.
+
+    Raises:
+        RuntimeError: a target is no class of the vocabulary (on a device: when it is waited for).
+    """
+    ignored = target == ignore_index
+    # Unlike `if not …: raise`, this does not wait for a device.
+    torch._assert_async(
+        (ignored | ((target >= 0) & (target < vocab_size))).all(),
+        f"cross-entropy needs targets from 0 to {vocab_size - 1}, or ignore_index={ignore_index}.",
+    )
+    dim = min(local_logits.dim() - 1, 1)
+    rows = local_logits.movedim(dim, -1).reshape(-1, local_logits.shape[dim])
+    losses: Tensor = _Losses.apply(rows, target.reshape(-1), group, vocab_size, label_smoothing)  # type: ignore[no-untyped-call]  # torch
+    losses = losses.view(target.shape).masked_fill(ignored, 0.0)
+    if reduction == "mean":
+        losses = losses.sum() / (~ignored).sum()
+    elif reduction == "sum":
+        losses = losses.sum()
+    return losses.to(local_logits.dtype)
+
+
+class _Losses(torch.autograd.Function):
+    """Rows ``[N, P]`` of logits and targets ``[N]`` to losses ``[N]``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor, group: Group, vocab_size: int, smoothing: float) -> Tensor:
+        start = group.rank * x.shape[1]
+        width = min(max(vocab_size - start, 0), x.shape[1])
+        own = x[:, :width].to(torch.promote_types(x.dtype, torch.float32))
+        is_here = (target >= start) & (target < start + width)
+        place = (target - start).masked_fill(~is_here, 0).unsqueeze(1)
+        told = [own.logsumexp(1), x.gather(1, place).squeeze(1).to(own.dtype).masked_fill(~is_here, 0.0)]
+        if smoothing:
+            told.append(own.sum(1))
+        everyone = torch.stack(group.all_gather(torch.stack(told)))
+        total = everyone[:, 0].logsumexp(0)
+        losses = total - (1 - smoothing) * everyone[:, 1].sum(0)
+        if smoothing:
+            losses -= smoothing / vocab_size * everyone[:, 2].sum(0)
+        ctx.save_for_backward(x, total, place, is_here)
+        ctx.vocab_size, ctx.width, ctx.smoothing = vocab_size, width, smoothing
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        x, total, place, is_here = ctx.saved_tensors
+        # From the logits anew, which are there anyway: nothing as large as them is kept for this.
+        dx = (x - total.unsqueeze(1)).exp_()
+        if ctx.smoothing:
+            dx -= ctx.smoothing / ctx.vocab_size
+        dx.scatter_add_(1, place, (is_here.to(dx.dtype) * (ctx.smoothing - 1)).unsqueeze(1))
+        dx *= dy.unsqueeze(1)
+        dx[:, ctx.width :] = 0.0
+        return dx.to(x.dtype), None, None, None, None

@@ -1,0 +1,308 @@
+"""Divided activations that look whole: put together only where somebody needs all of one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from hybridpp.cluster import Group
+from hybridpp.tensor_parallel.collectives import gather_from_ranks, own_part
+from hybridpp.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+_Replay = Callable[[Tensor], Tensor]
+
+
+class LazyWhole(Tensor):
+    """A whole activation of which this rank holds its part along one dimension (logits, by vocabulary).
+
+    It has the shape of the whole. Operations that do not look at that dimension (conversions, views, indices of the
+    others, multiplication by a number) give another one of its kind, and the cross-entropy over it is computed from
+    the parts. Everything else is done on the whole, which is gathered before, once, and gives plain tensors. So the
+    numbers are right in any case, also after something was written to the whole or to a view of it.
+
+    Collective: whatever is done to one must be done by every member of its group, because it may be a gather. Asking
+    for shape, dtype or device, and printing it, is none.
+
+    Attributes:
+        local: this rank's part, plain; as wide on all ranks, the last ones are filled up.
+        group: the ranks.
+        divided: along which dimension.
+        width: of the whole along it.
+        base: what this is a view of; None: it has memory of its own.
+        replay: makes this from the whole of ``base``.
+    """
+
+    local: Tensor
+    group: Group
+    divided: int
+    width: int
+    base: "LazyWhole | None"
+    replay: _Replay | None
+    _whole: Tensor | None
+    _whole_version: int
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, LazyWhole) and first._is_divided():
+            if func in _ABOUT:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if func in _KEPT:
+                result = _KEPT[func](first, func, *args[1:], **kwargs)
+                if result is not NotImplemented:
+                    return result
+        args, kwargs = gathered((args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares a function of C there
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # Below autograd, where only what goes around torch's functions ends up (the arguments of an autograd function).
+        args, kwargs = pytree.tree_map_only(LazyWhole, lambda lazy: lazy.whole().detach(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
+        return f"LazyWhole(shape={tuple(self.shape)}, dtype={self.dtype}, {self.group.size} parts)"
+
+    def whole(self) -> Tensor:
+        """The whole activation, plain. Collective at the first call: one all-gather."""
+        if self._whole is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                wants_gradient, is_inference = self.requires_grad, self.is_inference()
+            # Whoever asks first (a metric under no_grad) does not decide for the others.
+            with torch.inference_mode(is_inference), torch.set_grad_enabled(wants_gradient):
+                if self.base is not None and self.replay is not None:
+                    whole: Tensor = self.replay(self.base.whole())
+                else:
+                    whole = _Gathered.apply(self)  # type: ignore[no-untyped-call]  # torch
+            self._whole, self._whole_version = whole, 0 if is_inference else whole._version
+        return self._whole
+
+    def _is_divided(self) -> bool:
+        """Whether it is still what its parts are, and they are where its gradient comes from."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.requires_grad != self.local.requires_grad:
+                return False
+        link: LazyWhole | None = self
+        while link is not None:
+            if link._whole is not None and link._was_touched(link._whole):
+                return False
+            link = link.base
+        return True
+
+    def _was_touched(self, whole: Tensor) -> bool:
+        """Whether somebody wrote to the whole, or waits for its gradient."""
+        if whole.is_inference():  # nobody counts what is written to it
+            return True
+        return whole._version != self._whole_version or bool(whole._backward_hooks) or whole.retains_grad
+
+
+class _Present(torch.autograd.Function):
+    """Autograd's view of it: a whole tensor, whose gradient's own part is that of the part."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: Group, dim: int, width: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.part = group, dim, local.shape[dim]
+        shape = (*local.shape[:dim], width, *local.shape[dim + 1 :])
+        lazy: Tensor = torch.Tensor._make_wrapper_subclass(LazyWhole, shape, dtype=local.dtype, device=local.device)
+        return lazy
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return own_part(dy.movedim(ctx.dim, -1), ctx.group, ctx.part).movedim(-1, ctx.dim), None, None, None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, lazy: LazyWhole) -> Tensor:
+        rows = lazy.local.detach().movedim(lazy.divided, -1)
+        whole = gather_from_ranks(rows, lazy.group, lazy.width).movedim(-1, lazy.divided).contiguous()
+        # A function's result that is a view cannot be written to in place.
+        return torch.ops.aten._unsafe_view(whole, whole.shape) if whole._is_view() else whole
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+
+def lazily_whole(
+    local: Tensor,
+    group: Group,
+    dim: int,
+    width: int,
+    base: LazyWhole | None = None,
+    replay: _Replay | None = None,
+) -> LazyWhole:
+    """The ranks' parts as one activation.
+
+    Args:
+        local: this rank's part; all ranks' are of one shape.
+        group: the ranks, in order of the parts.
+        dim: along which it is divided, from 0.
+        width: of the whole along ``dim``; what the last ranks have beyond is filling.
+        base: what it is a view of.
+        replay: makes it from the whole of ``base``.
+    """
+    lazy: LazyWhole = _Present.apply(local, group, dim, width)  # type: ignore[no-untyped-call]  # torch
+    lazy.local, lazy.group, lazy.divided, lazy.width = local, group, dim, width
+    lazy.base, lazy.replay, lazy._whole, lazy._whole_version = base, replay, None, 0
+    return lazy
+
+
+def gathered(tree: Any) -> Any:
+    """``tree`` with whole, plain tensors in it. Collective: one all-gather for each that is not."""
+    return pytree.tree_map_only(LazyWhole, LazyWhole.whole, tree)
+
+
+def _like(lazy: LazyWhole, local: Tensor, replay: _Replay, dim: int | None = None) -> LazyWhole:
+    """What an operation made of the part of ``lazy``."""
+    if local is lazy.local:
+        return lazy
+    dim = lazy.divided if dim is None else dim
+    # A view must see what is written to the whole, and the other way round.
+    if local.untyped_storage()._cdata == lazy.local.untyped_storage()._cdata:
+        return lazily_whole(local, lazy.group, dim, lazy.width, lazy, replay)
+    return lazily_whole(local, lazy.group, dim, lazy.width)
+
+
+def _elementwise(lazy: LazyWhole, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """What treats every element alike: conversions to a dtype, arithmetic with numbers."""
+    if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+        return NotImplemented
+    local = func(lazy.local, *args, **kwargs)
+    # Elsewhere its group could not put it together.
+    if local.device != lazy.local.device:
+        return NotImplemented
+    return _like(lazy, local, lambda whole: func(whole, *args, **kwargs))
+
+
+def _reshaped(lazy: LazyWhole, func: Any, *sizes: Any, **kwargs: Any) -> Any:
+    if len(sizes) == 1 and isinstance(sizes[0], list | tuple):
+        sizes = tuple(sizes[0])
+    if kwargs or not sizes or not all(isinstance(size, int) for size in sizes) or lazy.divided != lazy.dim() - 1:
+        return NotImplemented
+    width, others = lazy.width, lazy.shape[:-1].numel()
+    others_stay = others > 0 and torch.Size(sizes[:-1]).numel() == others
+    if sizes[-1] != width and not (sizes[-1] == -1 and others_stay):
+        return NotImplemented
+    local = func(lazy.local, (*sizes[:-1], lazy.local.shape[-1]))
+    return _like(lazy, local, lambda whole: func(whole, (*sizes[:-1], width)), local.dim() - 1)
+
+
+def _flattened(lazy: LazyWhole, func: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+    num_dims = lazy.dim()
+    if lazy.divided != num_dims - 1 or end_dim % num_dims == num_dims - 1:
+        return NotImplemented
+    local = func(lazy.local, start_dim, end_dim)
+    return _like(lazy, local, lambda whole: func(whole, start_dim, end_dim), local.dim() - 1)
+
+
+def _transposed(lazy: LazyWhole, func: Any, dim0: int, dim1: int) -> Any:
+    one, other = dim0 % lazy.dim(), dim1 % lazy.dim()
+    dim = {one: other, other: one}.get(lazy.divided, lazy.divided)
+    return _like(lazy, func(lazy.local, dim0, dim1), lambda whole: func(whole, dim0, dim1), dim)
+
+
+def _permuted(lazy: LazyWhole, func: Any, *dims: Any) -> Any:
+    order = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], list | tuple) else dims
+    if not all(isinstance(dim, int) for dim in order) or len(order) != lazy.dim():
+        return NotImplemented
+    place = [dim % lazy.dim() for dim in order].index(lazy.divided)
+    return _like(lazy, func(lazy.local, order), lambda whole: func(whole, order), place)
+
+
+def _indexed(lazy: LazyWhole, func: Any, index: Any) -> Any:
+    places = index if isinstance(index, tuple) else (index,)
+    if lazy.divided != lazy.dim() - 1 or not all(map(_is_index, places)):
+        return NotImplemented
+    if any(place is Ellipsis for place in places):
+        # What follows the dots counts from the end: only `[..., i, :]` leaves the last dimension alone.
+        leaves_last = places[-1] is Ellipsis or _is_all(places[-1])
+    else:
+        used = sum(place.dim() if _is_mask(place) else place is not None for place in places)
+        leaves_last = used < lazy.dim() or (used == lazy.dim() and _is_all(places[-1]))
+    if not leaves_last:
+        return NotImplemented
+    local = lazy.local[index]
+    return _like(lazy, local, lambda whole: whole[index], local.dim() - 1)
+
+
+def _is_index(place: Any) -> bool:
+    # Lists of lists, arrays and so on mean what torch says they mean.
+    return place is None or place is Ellipsis or type(place) in (int, slice, Tensor)
+
+
+def _is_mask(place: Any) -> bool:
+    return isinstance(place, Tensor) and place.dtype in (torch.bool, torch.uint8)
+
+
+def _is_all(place: Any) -> bool:
+    return isinstance(place, slice) and place == slice(None)
+
+
+def _cross_entropy(
+    lazy: LazyWhole,
+    func: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: Any = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    by_class = type(target) is Tensor and not target.is_floating_point() and lazy.divided == min(lazy.dim() - 1, 1)
+    fits = by_class and target.shape == lazy.shape[: lazy.divided] + lazy.shape[lazy.divided + 1 :]
+    if not fits or weight is not None or size_average is not None or reduce is not None:
+        return NotImplemented
+    # Autocast computes losses in fp32.
+    local = lazy.local.float() if torch.is_autocast_enabled(lazy.local.device.type) else lazy.local
+    return vocab_parallel_cross_entropy(
+        local,
+        target,
+        lazy.group,
+        lazy.width,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+
+
+# What is known without looking at a number.
+_ABOUT = {
+    Tensor.dim,
+    Tensor.element_size,
+    Tensor.is_complex,
+    Tensor.is_floating_point,
+    Tensor.nelement,
+    Tensor.numel,
+    Tensor.size,
+    Tensor.__len__,
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_nested", "is_sparse")
+    ),
+    *(getattr(Tensor, name).__get__ for name in ("itemsize", "layout", "ndim", "requires_grad", "shape", "_version")),
+}
+
+# What can be done to the parts, each by a function of the lazy tensor, torch's function, and the other arguments.
+_KEPT: dict[Any, Callable[..., Any]] = {
+    functional.cross_entropy: _cross_entropy,
+    Tensor.__getitem__: _indexed,
+    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _reshaped),
+    **dict.fromkeys((Tensor.flatten, torch.flatten), _flattened),
+    **dict.fromkeys((Tensor.transpose, torch.transpose), _transposed),
+    **dict.fromkeys((Tensor.permute, torch.permute), _permuted),
+    **dict.fromkeys((Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to), _elementwise),
+    **dict.fromkeys((Tensor.contiguous, Tensor.detach, torch.detach, Tensor.tanh, torch.tanh), _elementwise),
+    **dict.fromkeys((Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__rmul__), _elementwise),
+    **dict.fromkeys((Tensor.div, torch.div, Tensor.__truediv__), _elementwise),
+}
