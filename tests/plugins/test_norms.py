@@ -1,0 +1,86 @@
+"""The gradient norm and clipped gradients are those of torch on the whole model in one process, in every layout."""
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+from divided_models import LLAMA, SIZES, token_batch
+from support import boosted, model_loss, replica_part, sgd, whole_over_tp
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hybridpp.cluster import Loopback
+
+BATCH, NUM_MICROBATCHES = token_batch(4), 2
+MAX_NORM, LIMIT = 0.05, 0.01
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def llama(tied):
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_hidden_layers": 2, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tied, use_cache=False)).train()
+
+
+@functools.cache
+def in_one_process(tied, precision):
+    """torch's norm, the gradients clipped by value, and these by norm; of fp32 sums over micro-batches."""
+    model = llama(tied).to(DTYPES[precision])
+    sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
+    for n in range(NUM_MICROBATCHES):
+        model.zero_grad()
+        model(**replica_part(BATCH, n, NUM_MICROBATCHES)).loss.backward()
+        for name, parameter in model.named_parameters():
+            sums[name] += parameter.grad.float() / NUM_MICROBATCHES
+    holders = {name: torch.nn.Parameter(value) for name, value in sums.items()}
+    for name, holder in holders.items():
+        holder.grad = sums[name].clone()
+    norm = torch.nn.utils.get_total_norm([holder.grad for holder in holders.values()])
+    torch.nn.utils.clip_grad_value_(holders.values(), LIMIT)
+    by_value = {name: holder.grad.clone() for name, holder in holders.items()}
+    assert torch.nn.utils.clip_grad_norm_(holders.values(), MAX_NORM) > 2 * MAX_NORM
+    return norm.item(), by_value, {name: holder.grad for name, holder in holders.items()}
+
+
+def distance(tensors, expected):
+    """Relative, of all tensors as one vector."""
+    assert set(tensors) == set(expected)
+    difference = math.fsum((tensors[name] - expected[name]).square().sum().item() for name in expected)
+    return math.sqrt(difference / math.fsum(tensor.square().sum().item() for tensor in expected.values()))
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("tp_size", "pp_size", "dp_size"), list(itertools.product([1, 2], repeat=3)))
+def test_norms_and_clipping_are_torchs_in_every_layout(tp_size, pp_size, dp_size, tied, precision):
+    def run():
+        booster, model, optimizer = boosted(
+            llama(tied),
+            sgd,
+            token_batch(2),
+            tp_size=tp_size,
+            pp_size=pp_size,
+            num_microbatches=NUM_MICROBATCHES // dp_size,
+            precision=precision,
+            max_norm=MAX_NORM,
+            initial_scale=2.0**8,
+            tensor_parallel_plan=LLAMA,
+        )
+        mine = replica_part(BATCH, booster.plugin.layout.here.dp, dp_size)
+        booster.execute_pipeline(iter([mine]), model, model_loss, optimizer)
+        norm = optimizer.get_grad_norm()
+        optimizer.clip_grad_by_value(LIMIT)
+        by_value = dict(optimizer.gradients())
+        optimizer.step()
+        by_norm = dict(optimizer.gradients())
+        return norm, *(whole_over_tp(booster, model, tensors) for tensors in (by_value, by_norm))
+
+    norms, *clipped = zip(*Loopback(tp_size * pp_size * dp_size).run(run), strict=True)
+    norm, *expected = in_one_process(tied, precision)
+    assert len(set(norms)) == 1, "the same number on every rank"
+    assert norms[0] == pytest.approx(norm, rel=1e-5 if precision == "fp32" else 5e-3)
+    for tensors, wanted in zip(clipped, expected, strict=True):
+        whole = dict(itertools.chain.from_iterable(part.items() for part in tensors))
+        # In half precision every activation is rounded, and where ranks share layers, sums of parts.
+        assert distance(whole, wanted) < (1e-5 if precision == "fp32" else 5e-2)
