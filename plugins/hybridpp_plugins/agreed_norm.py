@@ -18,13 +18,15 @@ class AgreedNorm:
     Attributes:
         control: all ranks of the world.
         ranks: those of one replica, whose parts make up the norm.
-        counted: this rank's parameters that count here; one that several stages hold counts once.
+        counted: this rank's parameters that count here; one that several ranks hold counts once.
+        copied: the others: they only tell whether they are finite.
         width: the most parameters that any rank counts.
     """
 
     control: Group
     ranks: tuple[int, ...]
     counted: tuple[str, ...]
+    copied: tuple[str, ...]
     width: int
 
     @property
@@ -33,25 +35,31 @@ class AgreedNorm:
         return self.control.size // len(self.ranks)
 
     def parts(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """The norms of what counts on this rank, still on the device."""
-        return norms([gradients[name] for name in self.counted])
+        """The norms of what this rank holds, still on the device: first of what counts."""
+        return norms([gradients[name] for name in (*self.counted, *self.copied)])
 
     def message(self, parts: list[float]) -> Tensor:
-        """This rank's :meth:`parts`, for the other ranks: equally long everywhere, in host memory."""
-        return torch.tensor(parts + [0.0] * (self.width - len(parts)), dtype=torch.float64)
+        """This rank's :meth:`parts`, for the other ranks: equally long everywhere, in host memory.
+
+        Behind what counts is a zero, or what is not finite among the copies.
+        """
+        counted, copied = parts[: len(self.counted)], parts[len(self.counted) :]
+        bad = next((part for part in copied if not math.isfinite(part)), 0.0)
+        return torch.tensor(counted + [0.0] * (self.width - len(counted)) + [bad], dtype=torch.float64)
 
     def gather(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
         """Every rank's message, by rank. Collective: all ranks."""
         return self.control.all_gather(self.message(self.parts(gradients).tolist()))
 
     def total(self, rows: list[Tensor]) -> float:
-        """The norm, from every rank's message; inf or NaN where a gradient of any replica is."""
+        """The norm, from every rank's message; inf or NaN where a gradient of any rank is."""
         values = torch.stack(rows)
         if bool(torch.isfinite(values).all()):
             return total_norm(part for rank in self.ranks for part in rows[rank].tolist())
         return math.nan if bool(values.isnan().any()) else math.inf
 
-    def not_finite(self, rows: list[Tensor]) -> tuple[str, ...]:
-        """The parameters counted here whose gradient is not finite."""
-        mine = rows[self.control.rank].tolist()
-        return tuple(name for name, part in zip(self.counted, mine, strict=False) if not math.isfinite(part))
+    def not_finite(self, gradients: Mapping[str, Tensor]) -> list[str]:
+        """This rank's parameters whose gradient is not finite. Waits for the device."""
+        names = (*self.counted, *self.copied)
+        parts = self.parts(gradients).tolist()
+        return [name for name, part in zip(names, parts, strict=True) if not math.isfinite(part)]

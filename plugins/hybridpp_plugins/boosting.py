@@ -218,12 +218,12 @@ def _training(
         visible=settings.precision is Precision.FP32,
     )
     counted_at = [ranks[0] for ranks in holders.values()]
+    counted = {n: None for n in trainable if holders[n][0] == layout.here.pp and counts_here(n, lies, layout.tp)}
     norm = AgreedNorm(
         control=layout.control,
         ranks=layout.pipelines[0],
-        counted=tuple(
-            name for name in trainable if holders[name][0] == layout.here.pp and counts_here(name, lies, layout.tp)
-        ),
+        counted=tuple(counted),
+        copied=tuple(name for name in trainable if name not in counted),
         width=max(counted_at.count(rank) for rank in range(layout.grid.pp_size)) if counted_at else 0,
     )
     boosted = HybridOptimizer(optimizer, buckets, masters, trainable, norm, settings.optimizer, settings.precision)

@@ -62,7 +62,6 @@ class HybridOptimizer(Optimizer):
         self._half = precision is not Precision.FP32
         self._state = LossScale(config.loss_scale.initial_scale if self._scales else 1.0)
         self._norm: float | None = None
-        self._bad: tuple[str, ...] = ()
         self._reported = False
         # What the gradients that are held are multiplied by.
         self._held_scale = 1.0
@@ -157,7 +156,6 @@ class HybridOptimizer(Optimizer):
     def take_norms(self, rows: list[Tensor]) -> None:
         """Take over every rank's norms, as messages of ``norm``; the same on every rank."""
         self._norm = self.norm.total(rows) / self._held_scale
-        self._bad = self.norm.not_finite(rows)
 
     @property
     def wants_report(self) -> bool:
@@ -239,7 +237,9 @@ class HybridOptimizer(Optimizer):
 
     def _tell_skipped(self, scale: float) -> None:
         if not self._reported:
-            self.overflow_report = f"not looked for; on this rank: {', '.join(self._bad) or 'none'}"
+            self.overflow_report = (
+                f"not looked for; on this rank: {', '.join(self.norm.not_finite(self._buckets.gradients)) or 'none'}"
+            )
         self._reported = False
         floor = scale == self._config.loss_scale.min_scale
         get_dist_logger().log(

@@ -18,7 +18,6 @@ _HOST_ONLY = {
     "closing.py:<dictcomp>",
     "agreed_norm.py:total",
     "agreed_norm.py:<genexpr>",
-    "agreed_norm.py:not_finite",
 }
 
 

@@ -7,27 +7,33 @@ import math
 
 import pytest
 import torch
+from divided_models import VIT
 from support import assert_same, boosted, image_batch, model_loss, replica_part, sgd, tiny_vit
 
 from hybridpp.cluster import Loopback, current_world
 
 BATCH = image_batch(4)
-NUM_RANKS, NUM_PARAMETERS = 4, 20  # of pp2 x dp2, and on each of them
+NUM_RANKS, NUM_PARAMETERS = 4, 20  # of each grid, and on each of its ranks
 
 
-def test_an_infinite_gradient_of_any_single_parameter_on_any_rank_makes_all_skip():
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_an_infinite_gradient_of_any_single_parameter_on_any_rank_makes_all_skip(tp_size):
+    """Of pp2 x dp2 and tp2 x pp2; on the latter also where ranks hold copies of a parameter, of which one counts."""
+
     def run():
         booster, model, optimizer = boosted(
             tiny_vit(num_layers=2),
             functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
             image_batch(2),
+            tp_size=tp_size,
             pp_size=2,
+            tensor_parallel_plan=VIT,
             precision="fp16",
             initial_scale=2.0**10,
             backoff_factor=0.9,
             min_scale=0.1,
         )
-        mine = replica_part(BATCH, booster.plugin.layout.here.dp, 2)
+        mine = replica_part(BATCH, booster.plugin.layout.here.dp, booster.plugin.dp_size)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         parameters = list(model.parameters())
         assert len(parameters) == NUM_PARAMETERS
