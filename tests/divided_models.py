@@ -7,14 +7,24 @@ from torch import nn
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    MPNetConfig,
+    MPNetForMaskedLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 VIT = {
@@ -89,7 +99,7 @@ def bloom():
 
 
 def mixtral():
-    """Its experts' weights are tensors that no style divides."""
+    """All experts of a block in one tensor each."""
     torch.manual_seed(0)
     config = MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, use_cache=False)
     return MixtralForCausalLM(config).train()
@@ -103,3 +113,46 @@ MODELS = {
     "gpt2": (gpt2, GPT2),
     "bloom": (bloom, {"*.dense_h_to_4h": "column", "*.dense_4h_to_h": "row"}),
 }
+
+
+def t5():
+    """A table of biases by head, in the first block of each kind; the others are given what it makes of it."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2, "vocab_size": 37}
+    ids = {"decoder_start_token_id": 0, "pad_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(**sizes, **ids, dropout_rate=0.0, use_cache=False)).train()
+
+
+def falcon():
+    """All heads of queries share one of keys and values, in one fused layer."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 37}
+    return FalconForCausalLM(FalconConfig(**sizes, multi_query=True, bias=True, use_cache=False)).train()
+
+
+def mpnet(dropout=0.0):
+    """A table of biases by head beside the blocks, which are all given what is made of it."""
+    torch.manual_seed(0)
+    dropouts = dict.fromkeys(["hidden_dropout_prob", "attention_probs_dropout_prob"], dropout)
+    return MPNetForMaskedLM(MPNetConfig(**SIZES, **dropouts, max_position_embeddings=16)).train()
+
+
+def deepseek():
+    """Keys and values through a narrow layer that stays whole and whose output is used in two ways; experts."""
+    torch.manual_seed(0)
+    heads = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    sizes = SIZES | {"num_hidden_layers": 2, "num_key_value_heads": 4, "moe_intermediate_size": 16}
+    config = DeepseekV3Config(**sizes, **heads, **experts, first_k_dense_replace=0, use_cache=False)
+    return DeepseekV3ForCausalLM(config).train()
+
+
+def gpt_oss():
+    """Experts with biases, and a sink for each head."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8, "use_cache": False}
+    model = GptOssForCausalLM(GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)).train()
+    for name, parameter in model.named_parameters():
+        if "bias" in name or "sinks" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model

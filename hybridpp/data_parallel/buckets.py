@@ -58,7 +58,10 @@ class GradientBuckets:
         self._buckets = [Bucket(chunk) for chunk in chunks(dict(reversed(list(parameters.items()))), capacity_mib)]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.views}
         self.gradients: dict[str, Tensor] = {name: self._bucket_of[name].views[name] for name in parameters}
-        self._shared = dict(shared or {})
+        self._shared: list[tuple[str, Group, Tensor]] = []
+        for name, groups in (shared or {}).items():
+            for one in groups:
+                self.share(name, one, self.gradients[name])
         self._communication_dtype = communication_dtype
         self._visible = visible
         self._used: set[str] = set()
@@ -71,6 +74,10 @@ class GradientBuckets:
         self._num_launched = 0
         for name, parameter in self._parameters.items():
             parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]  # torch
+
+    def share(self, name: str, group: Group, view: Tensor) -> None:
+        """Say that all members of a group hold a summand of a gradient, or of the part of it that ``view`` is."""
+        self._shared.append((name, group, view))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -104,9 +111,9 @@ class GradientBuckets:
         if self._group.rank != 0:
             for bucket in self._buckets:
                 bucket.flat.zero_()
-        for name, groups in self._shared.items():
-            if any(group.rank != 0 for group in groups):
-                self.gradients[name].zero_()
+        for _, group, view in self._shared:
+            if group.rank != 0:
+                view.zero_()
 
     def last_backward(self, pending: Collection[str] | None = None) -> None:
         """Say that what follows completes the gradients: full buckets are sent off in it.
@@ -198,9 +205,8 @@ class GradientBuckets:
             for bucket in self._buckets:
                 bucket.complete()
         self._in_last_backward = False
-        for name, groups in self._shared.items():
-            for group in groups:
-                group.all_reduce(self.gradients[name]).wait()
+        for name, group, view in self._shared:
+            _sum(view, group)
             self._used.add(name)
         self._state = _State.REDUCED
 
@@ -293,3 +299,10 @@ class GradientBuckets:
         """Mark the gradients as used: they stay readable until the next backward pass, which starts from zero."""
         self._settled.clear()
         self._state = _State.CONSUMED
+
+
+def _sum(view: Tensor, group: Group) -> None:
+    total = view.contiguous()
+    group.all_reduce(total).wait()
+    if total is not view:
+        view.copy_(total)

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from hybridpp.cluster import Group
 from hybridpp.tensor_parallel.collectives import copy_to_ranks, sum_over_ranks
 from hybridpp.tensor_parallel.crossings import Crossings
-from hybridpp.tensor_parallel.infer_layers import Part
+from hybridpp.tensor_parallel.division import Part
 
 
 def use_parts(

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from hybridpp.tensor_parallel.division import Division
 from hybridpp.tensor_parallel.infer_block import BlockPlan, BlockSearch, SampleCall, summed_modules
-from hybridpp.tensor_parallel.infer_division import Division
 from hybridpp.tensor_parallel.infer_own import differences
 from hybridpp.tensor_parallel.plan import Plan
 
@@ -52,10 +52,8 @@ def infer_plan(
             and arguments that are indexed by head): with that, the plan alone is all that there is to apply.
     """
     known: dict[Hashable, BlockPlan] = {}
-    styles: dict[str, str] = {}
-    attributes: dict[str, dict[str, int]] = {}
     reasons: dict[str, str] = {}
-    division, summed = Division(), frozenset[str]()
+    found: dict[str, BlockPlan] = {}
     for name in blocks:
         if name not in sample_calls:
             reasons[name] = "was not called"
@@ -64,15 +62,43 @@ def infer_plan(
         kind = _kind(block, *sample_calls[name])
         if kind not in known:
             known[kind] = _plan_of(block, sample_calls[name], tp_size, styles_only)
-        found = known[kind]
-        styles |= {_join(name, inner): style for inner, style in found.styles.items()}
-        styles |= {_join(name, inner): "summed" for inner in summed_modules(block, found.summed)}
-        reasons |= {_join(name, inner): reason for inner, reason in found.reasons.items()}
-        for (inner, key), value in found.division.attributes.items():
+        found[name] = known[kind]
+    for name, parameter in _shared_otherwise(model, found).items():
+        del found[name]
+        reasons[name] = f"{parameter!r} is shared with a module that would use it in another way"
+    styles: dict[str, str] = {}
+    attributes: dict[str, dict[str, int]] = {}
+    division, summed = Division(), frozenset[str]()
+    for name, one in found.items():
+        block = model.get_submodule(name)
+        styles |= {_join(name, inner): style for inner, style in one.styles.items()}
+        styles |= {_join(name, inner): "summed" for inner in summed_modules(block, one.summed)}
+        reasons |= {_join(name, inner): reason for inner, reason in one.reasons.items()}
+        for (inner, key), value in one.division.attributes.items():
             attributes.setdefault(_join(name, inner), {})[key] = value
-        division |= found.division.inside(name)
-        summed |= {_join(name, inner) for inner in found.summed}
+        division |= one.division.inside(name)
+        summed |= {_join(name, inner) for inner in one.summed}
     return Inference(Plan(styles, attributes, reasons), division, summed, differences(model, blocks, styles))
+
+
+def _shared_otherwise(model: nn.Module, found: Mapping[str, BlockPlan]) -> dict[str, str]:
+    """Blocks with a parameter that another module holds, too, and does not divide alike; with its name."""
+    uses: dict[str, tuple[str, Hashable]] = {}
+    for block, plan in found.items():
+        uses |= {_join(block, name): (block, part) for name, part in plan.division.parts.items()}
+        uses |= {_join(block, name): (block, "once") for name in plan.division.first_only}
+        uses |= {_join(block, name): (block, "summed") for name in plan.summed - plan.division.parts.keys()}
+    held: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                held.setdefault(id(parameter), []).append(_join(name, key))
+    otherwise: dict[str, str] = {}
+    for names in held.values():
+        ways = [uses.get(name, ("", None)) for name in names]
+        if len({way for _, way in ways}) > 1:
+            otherwise |= {block: names[0] for block, _ in ways if block}
+    return otherwise
 
 
 def _plan_of(block: nn.Module, call: SampleCall, tp_size: int, styles_only: bool) -> BlockPlan:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from hybridpp.tensor_parallel.division import Division
 from hybridpp.tensor_parallel.infer_attributes import (
     LIKELY,
     choices,
@@ -18,7 +19,6 @@ from hybridpp.tensor_parallel.infer_attributes import (
     shared_heads,
 )
 from hybridpp.tensor_parallel.infer_compare import Agreement, compare
-from hybridpp.tensor_parallel.infer_division import Division
 from hybridpp.tensor_parallel.infer_experts import divisions_of, expert_modules
 from hybridpp.tensor_parallel.infer_flow import flow_of
 from hybridpp.tensor_parallel.infer_groups import Group, groups_of

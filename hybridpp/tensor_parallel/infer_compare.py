@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.tensor_parallel.infer_division import Division, divide
-from hybridpp.tensor_parallel.infer_layers import Part
+from hybridpp.tensor_parallel.division import Division, Part
+from hybridpp.tensor_parallel.infer_division import divide
 from hybridpp.tensor_parallel.infer_run import Outcome, Whole
 
 # Of the largest number in what is compared. Some modules compute in fp32 whatever they are given, so what is right may

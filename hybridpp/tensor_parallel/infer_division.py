@@ -1,8 +1,6 @@
-"""How a block is divided, and one rank's share of it."""
+"""One rank's share of a block, to be compared with the whole."""
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,64 +9,7 @@ from torch.utils import _pytree as pytree
 
 from hybridpp.cluster import Group
 from hybridpp.tensor_parallel.collectives import copy_to_ranks, sum_over_ranks
-from hybridpp.tensor_parallel.infer_layers import Part
-
-
-@dataclass(frozen=True)
-class Division:
-    """How one block is divided; everything by names inside the block.
-
-    Attributes:
-        parts: of parameters, by the parameter's name.
-        enters: modules whose inputs are whole and whose gradients are summed: what comes after is divided.
-        spreads: the same of modules whose outputs are whole, and are used both on divided activations and elsewhere.
-        sums: modules whose outputs are summands.
-        first_only: parameters that only one rank may add: biases behind a sum.
-        attributes: what attributes of modules become, by the module's and the attribute's name; ``config.num_heads`` is
-            that of the configuration which the module holds, and of which it gets a copy.
-        arguments: what a rank takes of the arguments of a module, by its name and their number among the leaves.
-        results: what a rank makes of the results of a module (attention probabilities of its heads); outside of it
-            they are whole.
-    """
-
-    parts: Mapping[str, Part] = field(default_factory=dict)
-    enters: frozenset[str] = frozenset()
-    spreads: frozenset[str] = frozenset()
-    sums: frozenset[str] = frozenset()
-    first_only: frozenset[str] = frozenset()
-    attributes: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    arguments: Mapping[tuple[str, int], Part] = field(default_factory=dict)
-    results: Mapping[tuple[str, int], Part] = field(default_factory=dict)
-
-    def __or__(self, other: "Division") -> "Division":
-        """Both."""
-        return Division(
-            {**self.parts, **other.parts},
-            self.enters | other.enters,
-            self.spreads | other.spreads,
-            self.sums | other.sums,
-            self.first_only | other.first_only,
-            {**self.attributes, **other.attributes},
-            {**self.arguments, **other.arguments},
-            {**self.results, **other.results},
-        )
-
-    def inside(self, prefix: str) -> "Division":
-        """The same, of a module that is the submodule ``prefix`` of another one."""
-
-        def longer(name: str) -> str:
-            return ".".join(part for part in (prefix, name) if part)
-
-        return Division(
-            {longer(name): part for name, part in self.parts.items()},
-            frozenset(map(longer, self.enters)),
-            frozenset(map(longer, self.spreads)),
-            frozenset(map(longer, self.sums)),
-            frozenset(map(longer, self.first_only)),
-            {(longer(name), key): value for (name, key), value in self.attributes.items()},
-            {(longer(name), number): part for (name, number), part in self.arguments.items()},
-            {(longer(name), number): part for (name, number), part in self.results.items()},
-        )
+from hybridpp.tensor_parallel.division import Division, Part
 
 
 def _part(tensor: Tensor, part: Part, group: Group) -> Tensor:

@@ -5,8 +5,7 @@ from itertools import product
 
 from torch import nn
 
-from hybridpp.tensor_parallel.infer_division import Division
-from hybridpp.tensor_parallel.infer_layers import Part
+from hybridpp.tensor_parallel.division import Division, Part
 
 
 def expert_modules(block: nn.Module) -> list[str]:

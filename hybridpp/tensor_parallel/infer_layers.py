@@ -1,48 +1,8 @@
-"""How a layer's weight lies: which of its dimensions are outputs, which inputs, and what a rank's part of it is."""
+"""How a layer's weight lies: which of its dimensions are outputs, which inputs."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a rank has of one parameter (or of another tensor that is divided like one).
-
-    Attributes:
-        dim: along which it is divided.
-        widths: of the pieces along it that are each divided evenly; one where it is not fused.
-        copies: of each piece, how many neighbouring ranks share a part: more than one where there are fewer heads than
-            ranks. Empty: one for all.
-        repeated: whether the pieces follow each other again and again (heads of the first sample, of the second, …).
-    """
-
-    dim: int
-    widths: tuple[int, ...]
-    copies: tuple[int, ...] = ()
-    repeated: bool = False
-
-    def index(self, rank: int, tp_size: int, size: int) -> Tensor:
-        """Places that this rank has along a dimension of ``size``."""
-        places, start = [], 0
-        for width, copies in zip(self.widths, self.copies or (1,) * len(self.widths), strict=True):
-            own = width * copies // tp_size
-            first = start + rank // copies * own
-            places.append(torch.arange(first, first + own))
-            start += width
-        once = torch.cat(places)
-        return torch.cat([once + start * turn for turn in range(size // start)]) if self.repeated else once
-
-    def divides(self, tp_size: int) -> bool:
-        """Whether every rank's part has the same size."""
-        copies = self.copies or (1,) * len(self.widths)
-        return all(tp_size % c == 0 and w % (tp_size // c) == 0 for w, c in zip(self.widths, copies, strict=True))
-
-    def of(self, tensor: Tensor, rank: int, tp_size: int) -> Tensor:
-        """A rank's part of a tensor."""
-        return tensor.index_select(self.dim, self.index(rank, tp_size, tensor.shape[self.dim]).to(tensor.device))
+from torch import nn
 
 
 class Layer(NamedTuple):

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from hybridpp.tensor_parallel.infer_division import Division
-from hybridpp.tensor_parallel.infer_layers import Part, layer_of
+from hybridpp.tensor_parallel.division import Division, Part
+from hybridpp.tensor_parallel.infer_layers import layer_of
 from hybridpp.tensor_parallel.infer_run import Call
 
 

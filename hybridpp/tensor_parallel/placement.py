@@ -1,8 +1,8 @@
 """Which part of a whole parameter a rank holds, and back."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ class Placement:
         dim: along which it is divided.
         size: over how many ranks.
         parts: widths along ``dim`` of what is divided one by one (queries, keys, values); their sum is the whole.
-        copies: how many neighbouring ranks hold the same; 1 where every rank has its own part.
+        copies: of each part, how many neighbouring ranks hold the same; empty: every rank has its own of all parts.
         axis: of the grid of ranks.
 
     A part whose width no equal shares fit is filled up with zeros, which :meth:`join` leaves out again.
@@ -39,35 +39,54 @@ class Placement:
     dim: int
     size: int
     parts: tuple[int, ...]
-    copies: int = 1
+    copies: tuple[int, ...] = ()
     axis: Axis = "tp"
-
-    @property
-    def num_shares(self) -> int:
-        """How many different shares there are."""
-        return self.size // self.copies
 
     @property
     def widths(self) -> tuple[int, ...]:
         """What a rank has of each part, filled up."""
-        return tuple(-(-part // self.num_shares) for part in self.parts)
+        return tuple(-(-part * copies // self.size) for part, copies in self._copied_parts)
+
+    @property
+    def _copied_parts(self) -> list[tuple[int, int]]:
+        return list(zip(self.parts, self.copies or (1,) * len(self.parts), strict=True))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Of what a rank holds."""
         return (*self.full_shape[: self.dim], sum(self.widths), *self.full_shape[self.dim + 1 :])
 
+    def copied(self, local: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Views of what neighbours hold the same of, in a member's tensor, each behind how many they are."""
+        end = 0
+        pieces = zip((copies for _, copies in self._copied_parts), self.widths, strict=True)
+        for copies, together in groupby(pieces, key=lambda piece: piece[0]):
+            start, end = end, end + sum(width for _, width in together)
+            if copies > 1:
+                yield copies, local.narrow(self.dim, start, end - start)
+
     def counts_on(self, rank: int) -> bool:
-        """Whether the member ``rank`` of the axis is the first of those that hold the same."""
-        return rank % self.copies == 0
+        """Whether the member ``rank`` of the axis holds anything that none before it does."""
+        return any(rank % copies == 0 for _, copies in self._copied_parts)
+
+    def counts_all_on(self, rank: int) -> bool:
+        """Whether none before the member ``rank`` of the axis holds anything that it holds."""
+        return all(rank % copies == 0 for _, copies in self._copied_parts)
+
+    def counted(self, local: Tensor, rank: int) -> Tensor:
+        """What of a member's tensor none before it holds; flat, if that is not all of it."""
+        if self.counts_all_on(rank):
+            return local
+        pieces = torch.split(local, list(self.widths), self.dim)
+        own = [piece for piece, (_, copies) in zip(pieces, self._copied_parts, strict=True) if rank % copies == 0]
+        return torch.cat([piece.reshape(-1) for piece in own])
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
         """What the member ``rank`` of the axis holds of a tensor of ``full_shape``; memory of its own, contiguous."""
-        share = rank // self.copies
         pieces = []
-        for part, width in zip(torch.split(whole, list(self.parts), self.dim), self.widths, strict=True):
-            start = min(share * width, part.shape[self.dim])
-            piece = part.narrow(self.dim, start, min(width, part.shape[self.dim] - start))
+        for (part, copies), end, width in zip(self._copied_parts, accumulate(self.parts), self.widths, strict=True):
+            start = min(rank // copies * width, part)
+            piece = whole.narrow(self.dim, end - part + start, min(width, part - start))
             pieces.append(piece)
             if piece.shape[self.dim] < width:
                 shape = [*piece.shape]
@@ -77,12 +96,11 @@ class Placement:
 
     def join(self, locals_: Sequence[Tensor]) -> Tensor:
         """The whole tensor, from what every member of the axis holds, in order."""
-        shares = locals_[:: self.copies]
         ends = list(accumulate(self.widths))
         pieces = []
-        for part, end, width in zip(self.parts, ends, self.widths, strict=True):
-            joined = torch.cat([share.narrow(self.dim, end - width, width) for share in shares], self.dim)
-            pieces.append(joined.narrow(self.dim, 0, part))
+        for (part, copies), end, width in zip(self._copied_parts, ends, self.widths, strict=True):
+            shares = [local.narrow(self.dim, end - width, width) for local in locals_[::copies]]
+            pieces.append(torch.cat(shares, self.dim).narrow(self.dim, 0, part))
         return torch.cat(pieces, self.dim)
 
 

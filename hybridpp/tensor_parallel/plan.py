@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hybridpp.errors import ConfigError
+from hybridpp.tensor_parallel.division import Division
 
 
 class Kind(StrEnum):
@@ -76,17 +77,14 @@ class Plan(NamedTuple):
             the attribute's.
         reasons: why a module stays whole, where someone could expect it to be divided; by its name.
         summed: parameters that every rank has whole and uses on its part of an activation, by name.
-        arguments: the :class:`Part` that a rank takes of a module's arguments, by the module's name and the argument's
-            number among all leaves of its call.
-        results: the same of what a module returns, which others need whole.
+        rest: what styles cannot say; its attributes are not looked at.
     """
 
     styles: Mapping[str, str]
     attributes: Mapping[str, Mapping[str, int]] = {}
     reasons: Mapping[str, str] = {}
     summed: frozenset[str] = frozenset()
-    arguments: Mapping[str, Mapping[int, Any]] = {}
-    results: Mapping[str, Mapping[int, Any]] = {}
+    rest: Division = Division()
 
 
 def parse_style(text: str) -> Style:

@@ -9,7 +9,6 @@ from torch import nn
 
 from hybridpp.cluster import Group
 from hybridpp.errors import ConfigError
-from hybridpp.tensor_parallel.arguments import use_parts
 from hybridpp.tensor_parallel.crossings import Crossings
 from hybridpp.tensor_parallel.layers import (
     ColumnParallel,
@@ -20,6 +19,7 @@ from hybridpp.tensor_parallel.layers import (
 )
 from hybridpp.tensor_parallel.placement import Placement, divide, placement_of
 from hybridpp.tensor_parallel.plan import Kind, Layout, Plan, Style, parse_style
+from hybridpp.tensor_parallel.regions import added_once, apply_rest, holders, place_parts
 
 
 class Sharding(NamedTuple):
@@ -49,8 +49,8 @@ def shard(model: nn.Module, plan: Plan, group: Group) -> Sharding:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, style in styles.items():
         _check_module(name, style, model.get_submodule(name))
-    placements = _placements(model, styles, names, group.size)
-    styles |= _tied(model, styles, placements)
+    placements = place_parts(model, plan.rest.parts, names, group.size, _placements(model, styles, names, group.size))
+    styles |= _tied(model, {*styles, *holders(plan.rest)}, placements)
     for name, values in plan.attributes.items():
         for attribute, value in values.items():
             _set(model.get_submodule(name), attribute, value)
@@ -64,16 +64,18 @@ def shard(model: nn.Module, plan: Plan, group: Group) -> Sharding:
         if style.kind is Kind.SUMMED
         for parameter in model.get_submodule(name).parameters()
     )
-    layers = {}
+    layers: dict[nn.Module, ShardedLayer] = {}
     for name, style in styles.items():
         module = model.get_submodule(name)
         if style.kind is not Kind.SUMMED and module not in layers:
             _set_sizes(module)
             layers[module] = _layer(module, style, crossings)
-    for name in dict.fromkeys((*plan.arguments, *plan.results)):
-        use_parts(model.get_submodule(name), plan.arguments.get(name, {}), plan.results.get(name, {}), crossings)
+    for module, layer in apply_rest(model, plan.rest, crossings).items():
+        _set_sizes(module)
+        layers[module] = layer
     aliases = dict(model.named_parameters(remove_duplicate=False))
-    return Sharding(crossings, layers, summed | {names[id(aliases[name])] for name in plan.summed})
+    sums = plan.summed | added_once(model, plan.rest)
+    return Sharding(crossings, layers, summed | {names[id(aliases[name])] for name in sums})
 
 
 def _set(module: Any, attribute: str, value: int) -> None:
@@ -126,7 +128,7 @@ def _placements(
                 dim=dim,
                 size=size,
                 parts=parts,
-                copies=copies,
+                copies=(copies,) if copies > 1 else (),
             )
             if placements.setdefault(id(parameter), placement) != placement:
                 raise ConfigError(
@@ -189,10 +191,10 @@ def fitting_sizes(count: int) -> str:
     return " or ".join([", ".join(sizes[:-1]), sizes[-1]]) if len(sizes) > 1 else sizes[0]
 
 
-def _tied(model: nn.Module, styles: Mapping[str, Style], placements: Mapping[int, Placement]) -> dict[str, Style]:
+def _tied(model: nn.Module, planned: set[str], placements: Mapping[int, Placement]) -> dict[str, Style]:
     """Styles of modules outside of the plan that hold divided parameters of others: heads tied to an embedding."""
     found: dict[str, Style] = {}
-    named = {id(model.get_submodule(name)) for name in styles}
+    named = {id(model.get_submodule(name)) for name in planned}
     for name, module in model.named_modules():
         held = [key for key, parameter in module._parameters.items() if id(parameter) in placements]
         if not held or id(module) in named:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridpp.cluster import Group
 from hybridpp.optim import norms, total_norm
+from hybridpp.tensor_parallel import Placement
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,10 @@ class AgreedNorm:
         control: all ranks of the world.
         ranks: those of one replica, whose parts make up the norm.
         counted: this rank's parameters that count here; one that several ranks hold counts once.
-        copied: the others: they only tell whether they are finite.
+        copied: the others, and those of which only parts count: they only tell whether they are finite.
         width: the most parameters that any rank counts.
+        places: how this rank's divided parameters lie on the ranks.
+        tp_rank: this rank's place among those that share layers; what one before it holds too does not count here.
     """
 
     control: Group
@@ -28,6 +31,8 @@ class AgreedNorm:
     counted: tuple[str, ...]
     copied: tuple[str, ...]
     width: int
+    places: Mapping[str, Placement]
+    tp_rank: int
 
     @property
     def num_replicas(self) -> int:
@@ -36,7 +41,11 @@ class AgreedNorm:
 
     def parts(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The norms of what this rank holds, still on the device: first of what counts."""
-        return norms([gradients[name] for name in (*self.counted, *self.copied)])
+        counted = [self._own(name, gradients[name]) for name in self.counted]
+        return norms([*counted, *(gradients[name] for name in self.copied)])
+
+    def _own(self, name: str, gradient: Tensor) -> Tensor:
+        return self.places[name].counted(gradient, self.tp_rank) if name in self.places else gradient
 
     def message(self, parts: list[float]) -> Tensor:
         """This rank's :meth:`parts`, for the other ranks: equally long everywhere, in host memory.
@@ -62,4 +71,4 @@ class AgreedNorm:
         """This rank's parameters whose gradient is not finite. Waits for the device."""
         names = (*self.counted, *self.copied)
         parts = self.parts(gradients).tolist()
-        return [name for name, part in zip(names, parts, strict=True) if not math.isfinite(part)]
+        return list(dict.fromkeys(name for name, part in zip(names, parts, strict=True) if not math.isfinite(part)))

@@ -30,7 +30,7 @@ from hybridpp_plugins.sharding import (
     divide_model,
     own_state,
     placements,
-    summing_groups,
+    share_copies,
 )
 from hybridpp_plugins.unfilled import Unfilled
 
@@ -204,10 +204,9 @@ def _training(
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     groups = layout.groups_within_pipelines(sorted({ranks for ranks in holders.values() if len(ranks) > 1}))
     shared = {name: [groups[holders[name]]] for name in trainable if len(holders[name]) > 1}
-    if layout.tp.size > 1:
-        for name, group in summing_groups(model, divided, layout).items():
-            if name in trainable:
-                shared.setdefault(name, []).append(group)
+    # Sorted: all ranks must sum in one order.
+    for name in sorted(divided.summed & trainable.keys()):
+        shared.setdefault(name, []).append(layout.tp)
     lies = placements(model)
     buckets = GradientBuckets(
         trainable,
@@ -217,14 +216,22 @@ def _training(
         communication_dtype=dtype_of(settings.optimizer.communication_precision),
         visible=settings.precision is Precision.FP32,
     )
+    if layout.tp.size > 1:
+        share_copies(buckets, lies, layout)
     counted_at = [ranks[0] for ranks in holders.values()]
     counted = {n: None for n in trainable if holders[n][0] == layout.here.pp and counts_here(n, lies, layout.tp)}
     norm = AgreedNorm(
         control=layout.control,
         ranks=layout.pipelines[0],
         counted=tuple(counted),
-        copied=tuple(name for name in trainable if name not in counted),
+        copied=tuple(
+            name
+            for name in trainable
+            if name not in counted or (name in lies and not lies[name].counts_all_on(layout.tp.rank))
+        ),
         width=max(counted_at.count(rank) for rank in range(layout.grid.pp_size)) if counted_at else 0,
+        places=lies,
+        tp_rank=layout.tp.rank,
     )
     boosted = HybridOptimizer(optimizer, buckets, masters, trainable, norm, settings.optimizer, settings.precision)
     return buckets, boosted

@@ -1,8 +1,9 @@
 """A tensor-parallel plan for a model that nobody has described: run it once, then try how its blocks can be divided."""
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from hybridpp.cluster import Group
 from hybridpp.errors import ConfigError
 from hybridpp.partition import dissect
 from hybridpp.pipeline import call_arguments
-from hybridpp.tensor_parallel import Division, Inference, Kind, Part, Plan, infer_plan, parse_style
+from hybridpp.tensor_parallel import Inference, Kind, Plan, infer_plan, parse_style
 from hybridpp_plugins.sample import Samples
 
 SampleCall = tuple[tuple[Any, ...], dict[str, Any]]
@@ -33,11 +34,8 @@ def inferred_plan(model: nn.Module, find_samples: Callable[[], Samples], size: i
     if any(parameter.is_meta for parameter in model.parameters()):
         return Plan({}, reasons={"": "a model on the meta device cannot be run"})
     calls = _calls(model, blocks, find_samples())
-    plan, left = _plain(infer_plan(model, blocks, calls, size), blocks)
-    if left:
-        # Less of them, but that which can be done.
-        plan = _both(plan, _plain(infer_plan(model, left, calls, size, styles_only=True), left)[0])
-    digest = zlib.crc32(str((sorted(plan.styles.items()), sorted(plan.summed))).encode())
+    plan = _with_styles(infer_plan(model, blocks, calls, size))
+    digest = zlib.crc32(repr(_sorted(plan)).encode())
     rows = control.all_gather(torch.tensor([float(digest)], dtype=torch.float64))
     others = [rank for rank, row in enumerate(rows) if float(row) != float(rows[0])]
     if others:
@@ -90,66 +88,38 @@ def _watched(model: nn.Module, blocks: Sequence[str]) -> Iterator[dict[str, Samp
             module.training = training
 
 
-def _both(one: Plan, other: Plan) -> Plan:
-    return Plan(
-        {**one.styles, **other.styles},
-        {**one.attributes, **other.attributes},
-        {**one.reasons, **other.reasons},
-        one.summed | other.summed,
-        {**one.arguments, **other.arguments},
-        {**one.results, **other.results},
+def _with_styles(inference: Inference) -> Plan:
+    """The plan with styles where they say all about a layer, and the rest of the division."""
+    styles, division = {}, inference.division
+    for name, text in inference.plan.styles.items():
+        kind = _kind(text)
+        around = division.sums if kind is Kind.ROW else division.enters
+        if kind is Kind.SUMMED or (kind is not None and name in around):
+            styles[name] = text
+    rest = replace(
+        division,
+        parts={name: part for name, part in division.parts.items() if name.rpartition(".")[0] not in styles},
+        enters=division.enters - styles.keys(),
+        sums=division.sums - styles.keys(),
+        first_only=frozenset(name for name in division.first_only if name.rpartition(".")[0] not in styles),
+        attributes={},
     )
+    known = set(division.parts) | division.first_only
+    return Plan(styles, inference.plan.attributes, inference.plan.reasons, inference.summed - known, rest)
 
 
-def _plain(inference: Inference, blocks: Sequence[str]) -> tuple[Plan, list[str]]:
-    """The plan without the blocks that styles and parts of arguments do not say all about; and those."""
-    styles, attributes, summed = dict(inference.plan.styles), dict(inference.plan.attributes), inference.summed
-    reasons = dict(inference.plan.reasons)
-    arguments, results = _by_module(inference.division.arguments), _by_module(inference.division.results)
-    left: list[str] = []
-    for block in blocks:
-        inside = {name: style for name, style in styles.items() if _within(name, block)}
-        reason = _beyond_styles(block, inside, inference.division)
-        if reason is None:
-            continue
-        reasons[block] = reason
-        left.append(block)
-        styles = {name: style for name, style in styles.items() if name not in inside}
-        attributes = {name: values for name, values in attributes.items() if not _within(name, block)}
-        summed = frozenset(name for name in summed if not _within(name, block))
-        arguments = {name: parts for name, parts in arguments.items() if not _within(name, block)}
-        results = {name: parts for name, parts in results.items() if not _within(name, block)}
-    known = set(inference.division.parts) | inference.division.first_only
-    return Plan(styles, attributes, reasons, summed - known, arguments, results), left
+def _kind(style: str) -> Kind | None:
+    """Of a style that can be applied; None: it is the inference's name for more than that."""
+    try:
+        return parse_style(style).kind
+    except ConfigError:
+        return None
 
 
-def _by_module(parts: Mapping[tuple[str, int], Part]) -> dict[str, dict[int, Part]]:
-    found: dict[str, dict[int, Part]] = {}
-    for (name, number), part in parts.items():
-        found.setdefault(name, {})[number] = part
-    return found
-
-
-def _within(inner: str, outer: str) -> bool:
-    return f"{inner}.".startswith(f"{outer}.")
-
-
-def _beyond_styles(block: str, styles: dict[str, str], division: Division) -> str | None:
-    """What is to be done to a block that its layers' styles do not say."""
-    kinds: dict[str, Kind] = {}
-    for name, text in styles.items():
-        try:
-            kinds[name] = parse_style(text).kind
-        except ConfigError:
-            return f"{name!r} would be divided as {text!r}, which is not built yet"
-    rows = {name for name, kind in kinds.items() if kind is Kind.ROW}
-    columns = {name for name, kind in kinds.items() if kind not in (Kind.ROW, Kind.SUMMED)}
-
-    def of_block(names: Any) -> set[str]:
-        return {name for name in names if _within(name, block)}
-
-    others = of_block(name.rpartition(".")[0] for name in division.parts) - set(kinds)
-    others |= of_block(division.spreads)
-    others |= of_block(division.enters) ^ columns | of_block(division.sums) ^ rows
-    others |= of_block(name.rpartition(".")[0] for name in division.first_only) - rows
-    return f"dividing {min(others) or block!r} is not built yet" if others else None
+def _sorted(plan: Plan) -> list[Any]:
+    """All that a plan does, in one order."""
+    rest = plan.rest
+    groups = (plan.summed, rest.enters, rest.spreads, rest.sums, rest.first_only)
+    mappings = (plan.styles, rest.parts, rest.arguments, rest.results)
+    attributes = sorted((name, sorted(values.items())) for name, values in plan.attributes.items())
+    return [attributes, *map(sorted, groups), *(sorted(mapping.items(), key=str) for mapping in mappings)]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hybridpp.cluster import Group, get_dist_logger
 from hybridpp.config import ParallelConfig
+from hybridpp.data_parallel import GradientBuckets
 from hybridpp.pipeline import Gradients, Layer, WeightGradients, layer_of
 from hybridpp.tensor_parallel import Kind, Placement, Plan, ShardedLayer, Sharding, placement_of, plan_from_patterns
 from hybridpp.tensor_parallel import shard as apply_plan
@@ -108,19 +109,24 @@ def placements(model: nn.Module) -> dict[str, Placement]:
     return {name: placement for name, placement in found.items() if placement is not None}
 
 
-def summing_groups(model: nn.Module, divided: Divided, layout: Layout) -> dict[str, Group]:
-    """For parameters of which several ranks of an axis hold a summand of the gradient, their group.
+def share_copies(buckets: GradientBuckets, lies: Mapping[str, Placement], layout: Layout) -> None:
+    """Let gradients of what several ranks of an axis hold the same of be summed over those.
 
     Collective: all ranks of the world.
     """
-    lies = placements(model)
-    mine = {placement.copies for placement in lies.values() if placement.copies > 1}
+    copied = [
+        (name, *one)
+        for name, gradient in buckets.gradients.items()
+        if name in lies
+        for one in lies[name].copied(gradient)
+    ]
+    mine = {size for _, size, _ in copied}
     # Stages differ in what they hold; the world makes groups together.
     rows = layout.control.all_gather(torch.tensor([size in mine for size in range(layout.grid.tp_size + 1)]))
     sizes = [size for size in range(layout.grid.tp_size + 1) if any(bool(row[size]) for row in rows)]
-    copies = {size: layout.group_of_copies(size) for size in sizes}
-    groups = {name: copies[place.copies] for name, place in lies.items() if place.copies > 1}
-    return groups | dict.fromkeys(divided.summed, layout.tp)
+    groups = {size: layout.group_of_copies(size) for size in sizes}
+    for name, size, view in copied:
+        buckets.share(name, groups[size], view)
 
 
 def counts_here(name: str, lies: Mapping[str, Placement], tp: Group) -> bool:

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from divided_models import MODELS, VIT, mixtral, qwen3, token_batch
+from divided_models import MODELS, VIT, qwen3, token_batch
 from support import assert_near, boosted, image_batch, model_loss, run_ranks, sgd, tiny_vit, train, whole_over_tp
 from torch import nn
 
@@ -272,18 +272,6 @@ def test_what_cannot_be_divided_stays_whole_and_is_named_once(caplog):
     assert line.endswith(
         "Name layers to divide in tensor_parallel_plan, like {'*.q_proj': 'column', '*.o_proj': 'row'}."
     )
-
-
-def test_a_block_is_divided_as_far_as_it_can_be():
-    expected = train(mixtral, [token_batch()], num_microbatches=2)
-    assert_equal(train(mixtral, [token_batch()], num_microbatches=2, tp_size=2), expected, 2e-6)
-
-    def rank():
-        _, model, _ = boosted(mixtral(), sgd, token_batch(), tp_size=2)
-        return [name for name, p in model.named_parameters() if placement_of(p) is not None and ".0." in name]
-
-    attention = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"]
-    assert Loopback(2).run(rank) == [attention] * 2
 
 
 def test_a_model_on_the_meta_device_is_not_run(caplog):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hybridpp.tensor_parallel.division import Part
 from hybridpp.tensor_parallel.infer import Inference, infer_plan
-from hybridpp.tensor_parallel.infer_layers import Part
 from hybridpp.tensor_parallel.plan import parse_style
 
 WIDTH, HEADS, HEAD = 16, 4, 4

@@ -7,7 +7,7 @@ from torch import nn
 from hybridpp.tensor_parallel.placement import Placement, divide, placement_of
 
 
-def placed(full_shape, dim=0, size=2, parts=None, copies=1):
+def placed(full_shape, dim=0, size=2, parts=None, copies=()):
     return Placement(
         name="weight", full_shape=full_shape, dim=dim, size=size, parts=parts or (full_shape[dim],), copies=copies
     )
@@ -31,9 +31,18 @@ def test_what_does_not_fit_is_filled_up_with_zeros():
 
 
 def test_fewer_shares_than_ranks_are_copied():
-    place = placed((4,), size=4, copies=2)
+    place = placed((4,), size=4, copies=(2,))
     assert [place.take(torch.arange(4), rank).tolist() for rank in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [place.counts_on(rank) for rank in range(4)] == [True, False, True, False]
+
+
+def test_parts_may_be_copied_one_by_one():
+    place = placed((10,), size=2, parts=(6, 2, 2), copies=(1, 2, 2))
+    shares = [place.take(torch.arange(10), rank) for rank in range(2)]
+    assert [share.tolist() for share in shares] == [[0, 1, 2, 6, 7, 8, 9], [3, 4, 5, 6, 7, 8, 9]]
+    assert [(copies, view.tolist()) for copies, view in place.copied(shares[1])] == [(2, [6, 7, 8, 9])]
+    assert place.counted(shares[0], 0).tolist() == shares[0].tolist()
+    assert place.counted(shares[1], 1).tolist() == [3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -44,8 +53,9 @@ def test_fewer_shares_than_ranks_are_copied():
         placed((7, 3), dim=0, size=4),
         placed((12, 2), dim=0, parts=(8, 2, 2)),
         placed((3, 12), dim=1, parts=(4, 4, 4), size=4),
-        placed((4, 3), dim=0, size=4, copies=2),
-        placed((2, 3), dim=0, size=2, copies=2),
+        placed((4, 3), dim=0, size=4, copies=(2,)),
+        placed((2, 3), dim=0, size=2, copies=(2,)),
+        placed((2, 12), dim=1, size=4, parts=(8, 2, 2), copies=(1, 4, 2)),
         placed((5,), size=4),
     ],
 )

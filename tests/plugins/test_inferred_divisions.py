@@ -1,0 +1,129 @@
+"""What styles of layers cannot say is divided too, where it is found: tables by head, experts, shared heads."""
+
+import functools
+
+import pytest
+import torch
+from divided_models import deepseek, falcon, gpt_oss, mixtral, mpnet, t5, token_batch
+from support import assert_near, assert_same, boosted, model_loss, sgd, train, whole_over_tp
+
+from hybridpp.cluster import Loopback
+from hybridpp.tensor_parallel import placement_of
+
+MODELS = {f.__name__: f for f in (t5, falcon, mpnet, mixtral, deepseek, gpt_oss)}
+BATCHES = [token_batch(seed=seed) for seed in range(2)]
+
+
+@functools.cache
+def one_process_of(name):
+    return train(MODELS[name], BATCHES, num_microbatches=2)
+
+
+def assert_equal(run, expected):
+    for losses in run["losses"]:
+        assert losses == pytest.approx(expected["losses"][0], abs=1e-5)
+    largest = max(gradient.abs().max() for gradient in expected["gradients"].values())
+    for name, gradient in expected["gradients"].items():
+        # Some are zero but for rounding: biases of keys, which a softmax does not see.
+        limit = 1e-5 * max(gradient.abs().max(), 1e-3 * largest)
+        assert (run["gradients"][name] - gradient).abs().max() <= limit, name
+    assert_near(run["weights"], expected["weights"], 1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_train_as_in_one_process(name):
+    assert_equal(train(MODELS[name], BATCHES, num_microbatches=2, tp_size=2), one_process_of(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("t5", {"schedule": "zb-h1"}),
+        ("falcon", {"schedule": "interleaved", "num_model_chunks": 2}),
+        ("mpnet", {"schedule": "zb-v"}),
+        ("mixtral", {"gradient_checkpoint_config": {"gradient_checkpointing_ratio": 1.0}}),
+    ],
+)
+def test_so_they_do_in_stages(name, options):
+    run = train(MODELS[name], BATCHES, num_microbatches=2, tp_size=2, pp_size=2, **options)
+    assert_equal(run, one_process_of(name))
+
+
+def test_four_ranks_share_one_head_of_keys_and_values():
+    assert_equal(train(falcon, BATCHES, num_microbatches=2, tp_size=4), one_process_of("falcon"))
+
+
+@pytest.mark.parametrize("name", ["falcon", "gpt_oss"])
+def test_the_norm_counts_every_weight_once(name):
+    def run(**layout):
+        def rank():
+            booster, model, optimizer = boosted(MODELS[name](), sgd, token_batch(), num_microbatches=2, **layout)
+            booster.execute_pipeline(iter([token_batch()]), model, model_loss, optimizer)
+            booster.execute_pipeline(iter([token_batch(seed=1)]), model, model_loss, optimizer)
+            return optimizer.get_grad_norm()
+
+        return Loopback(layout.get("tp_size", 1)).run(rank)
+
+    (expected,) = run()
+    norms = run(tp_size=2)
+    assert len(set(norms)) == 1
+    assert norms[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_clipping_and_half_precision():
+    options = {"num_microbatches": 2, "precision": "bf16", "max_norm": 0.1}
+    for make_model in (falcon, mixtral):
+        run = train(make_model, BATCHES, tp_size=2, **options)
+        assert_near(run["weights"], train(make_model, BATCHES, **options)["weights"], 2e-2)
+
+
+def test_dropout_does_not_depend_on_stages_and_schedule():
+    make_model = functools.partial(mpnet, dropout=0.2)
+    expected = train(make_model, BATCHES, num_microbatches=2, tp_size=2)
+    run = train(make_model, BATCHES, num_microbatches=2, tp_size=2, pp_size=2, schedule="zb-h1")
+    assert run["losses"][0] == expected["losses"][0]
+    assert_near(run["gradients"], expected["gradients"])
+
+
+# What one rank of two has of the blocks' weights. Norms and routers are whole, and of deepseek the narrow layers.
+SHARES = {"t5": 0.53, "falcon": 0.55, "mpnet": 0.54, "mixtral": 0.52, "deepseek": 0.63, "gpt_oss": 0.55}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_are_halved_and_folders_are_whole(name, tmp_path, caplog):
+    def is_in_block(key):
+        return any(part in key for part in (".layers.", ".layer.", ".h.", ".block."))
+
+    def rank():
+        booster, model, _ = boosted(MODELS[name](), sgd, token_batch(), tp_size=2)
+        sizes = [p.numel() for key, p in model.named_parameters() if is_in_block(key)]
+        booster.save_model(model, tmp_path)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        booster.load_model(model, tmp_path)
+        return sum(sizes), whole_over_tp(booster, model, dict(model.named_parameters()))
+
+    with caplog.at_level("WARNING", logger="hybridpp"):
+        ranks = Loopback(2).run(rank)
+    expected = dict(MODELS[name]().named_parameters())
+    whole = sum(p.numel() for key, p in expected.items() if is_in_block(key))
+    for size, weights in ranks:
+        assert size / whole < SHARES[name]
+        assert_same(weights, expected)
+    loaded, info = type(MODELS[name]()).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_same(dict(loaded.named_parameters()), expected)
+    listed = " ".join(record.getMessage() for record in caplog.records)
+    assert "experts" not in listed
+    assert "relative_attention_bias" not in listed
+    assert ("tensor parallelism leaves parts" in listed) == (name == "deepseek")
+
+
+def test_copied_parts_of_a_fused_layer_say_so():
+    def rank():
+        _, model, _ = boosted(falcon(), sgd, token_batch(), tp_size=2)
+        return placement_of(model.transformer.h[0].self_attention.query_key_value.weight)
+
+    for place in Loopback(2).run(rank):
+        assert (place.full_shape, place.parts, place.copies) == ((48, 32), (32, 8, 8), (1, 2, 2))
