@@ -8,13 +8,13 @@ from transformers import ViTConfig, ViTForImageClassification
 NUM_LABELS, IMAGE = 10, 64
 
 
-def make_vit(hidden: int, num_layers: int = 12) -> ViTForImageClassification:
-    """A ViT of 65 tokens without dropout, the same at every call."""
+def make_vit(hidden: int, num_layers: int = 12, num_heads: int | None = None) -> ViTForImageClassification:
+    """A ViT of 65 tokens without dropout, the same at every call; of heads of width 64 unless told otherwise."""
     torch.manual_seed(0)
     config = ViTConfig(
         hidden_size=hidden,
         num_hidden_layers=num_layers,
-        num_attention_heads=hidden // 64,
+        num_attention_heads=num_heads or hidden // 64,
         intermediate_size=4 * hidden,
         image_size=IMAGE,
         patch_size=8,
