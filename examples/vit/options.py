@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> Namespace:
-    """The flags of ``train.py``; ``pp_size`` is ``None`` if left out, because it depends on the number of processes."""
-    parser = ArgumentParser(description="Train or fine-tune a Vision Transformer with pipeline and data parallelism.")
+    """The flags of ``train.py``; sizes that depend on the number of processes are ``None`` if left out."""
+    parser = ArgumentParser(description="Train or fine-tune a Vision Transformer with tensor and pipeline parallelism.")
     add_task_flags(parser)
     add_training_flags(parser)
     add_parallel_flags(parser)
@@ -32,7 +32,7 @@ def add_task_flags(parser: ArgumentParser) -> None:
 def add_training_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     group.add_argument("--epochs", type=int, help="default: 25 from scratch, 3 with --model")
-    group.add_argument("--batch-size", type=int, default=32, help="per data-parallel replica (default: %(default)s)")
+    group.add_argument("--batch-size", type=int, default=64, help="per data-parallel replica (default: %(default)s)")
     group.add_argument("--lr", type=float, help="peak learning rate; default: 2e-3 from scratch, 5e-5 with --model")
     group.add_argument("--weight-decay", type=float, default=0.05, help="default: %(default)s")
     group.add_argument("--warmup-ratio", type=float, default=0.1, help="share of all steps (default: %(default)s)")
@@ -44,8 +44,10 @@ def add_training_flags(parser: ArgumentParser) -> None:
 def add_parallel_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("parallelism", "The processes that these leave over hold replicas of the model.")
     group.add_argument("--plugin", default="hybrid_parallel", help="name of the plugin (default: %(default)s)")
-    group.add_argument("--tp-size", type=int, default=1, help="tensor-parallel ranks (default: %(default)s)")
-    group.add_argument("--pp-size", type=int, help="pipeline stages (default: 2, or 1 on an odd number of processes)")
+    group.add_argument(
+        "--tp-size", type=int, help="ranks that share a layer (default: 2 on 4, 8, ... processes, else 1)"
+    )
+    group.add_argument("--pp-size", type=int, help="pipeline stages (default: 2 on 2, 4, ... processes, else 1)")
     sizes = group.add_mutually_exclusive_group()
     sizes.add_argument("--num-microbatches", type=int, help="microbatches per batch (default: 4)")
     sizes.add_argument("--microbatch-size", type=int, help="samples per microbatch, instead of --num-microbatches")

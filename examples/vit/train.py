@@ -1,9 +1,9 @@
-"""Train a Vision Transformer with pipeline and data parallelism.
+"""Train a Vision Transformer with tensor and pipeline parallelism.
 
     torchrun --standalone --nproc-per-node 4 examples/vit/train.py
 
-trains a small ViT on handwritten digits, as two replicas of two pipeline stages, saves it as a Hugging Face folder, and
-checks that folder in plain transformers. With ``--model`` and ``--dataset`` the same script fine-tunes.
+trains a small ViT on handwritten digits, in two pipeline stages whose layers two ranks share, saves it as a Hugging
+Face folder, and checks that in plain transformers. With ``--model`` and ``--dataset`` the same script fine-tunes.
 """
 
 import time
@@ -102,12 +102,10 @@ def model_loss(outputs: Any, inputs: Any) -> Tensor:
 
 
 def make_plugin(args: Namespace, world_size: int) -> Any:
-    """The layout that the flags ask for; without ``--pp-size`` two stages, or one on an odd number of ranks."""
-    pp_size = args.pp_size
-    if pp_size is None:
-        pp_size = 1 if world_size % 2 else 2
+    """The layout that the flags ask for; the rest of the ranks hold replicas."""
+    tp_size, pp_size = choose_sizes(args.tp_size, args.pp_size, world_size)
     return plugin_class(args.plugin)(
-        tp_size=args.tp_size,
+        tp_size=tp_size,
         pp_size=pp_size,
         num_microbatches=args.num_microbatches,
         microbatch_size=args.microbatch_size,
@@ -116,11 +114,20 @@ def make_plugin(args: Namespace, world_size: int) -> Any:
     )
 
 
+def choose_sizes(tp_size: int | None, pp_size: int | None, world_size: int) -> tuple[int, int]:
+    """Two stages on an even number of ranks; of two ranks each, on a multiple of four. What is given stays."""
+    if tp_size is None:
+        tp_size = 1 if world_size % 4 or world_size % (2 * (pp_size or 2)) else 2
+    if pp_size is None:
+        pp_size = 1 if world_size % (2 * tp_size) else 2
+    return tp_size, pp_size
+
+
 def describe(args: Namespace, plugin: Any, model: nn.Module, splits: ImageSplits) -> str:
     """What is about to run, in a few lines."""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return (
-        f"Layout: pp={plugin.pp_size} x dp={plugin.dp_size} x tp={plugin.tp_size}, {args.precision}\n"
+        f"Layout: tp={plugin.tp_size} x pp={plugin.pp_size} x dp={plugin.dp_size}, {args.precision}\n"
         f"Model: {args.model or 'a small ViT from scratch'}, {num_parameters:,} parameters\n"
         f"Data: {args.dataset}, {len(splits.label_names)} classes, "
         f"{len(splits.train):,} images to train on, {len(splits.held_out):,} held out"

@@ -1,5 +1,6 @@
 """The main job, small: train, save, reload; then fine-tune from what was saved, with another head."""
 
+import importlib
 import re
 
 import pytest
@@ -17,9 +18,9 @@ def trained(tmp_path_factory):
     return folder, job
 
 
-def test_it_trains_on_two_stages_and_two_replicas_and_reloads_with_the_same_accuracy(trained):
+def test_it_trains_on_two_stages_of_two_ranks_and_reloads_with_the_same_accuracy(trained):
     folder, job = trained
-    assert "Layout: pp=2 x dp=2 x tp=1, fp32" in job.stdout
+    assert "Layout: tp=2 x pp=2 x dp=1, fp32" in job.stdout
     assert len(re.findall(r"Epoch \[\d\]: held-out accuracy", job.stdout)) == 2
     assert re.search(r"reloaded from .* by plain transformers: the same\.", job.stdout)
     assert {"config.json", "model.safetensors", "preprocessor_config.json"} <= {file.name for file in folder.iterdir()}
@@ -35,7 +36,7 @@ def test_one_progress_bar_and_no_warnings(trained):
     assert "WARNING" not in job.stderr
 
 
-def test_it_fine_tunes_the_saved_folder_on_a_folder_of_images_with_another_head(trained, tmp_path):
+def test_it_fine_tunes_the_saved_folder_on_a_folder_of_images_with_another_head_on_two_replicas(trained, tmp_path):
     from PIL.Image import fromarray
 
     folder, _ = trained
@@ -49,12 +50,33 @@ def test_it_fine_tunes_the_saved_folder_on_a_folder_of_images_with_another_head(
         2,
         SCRIPT,
         *("--model", str(folder), "--dataset", str(images), "--output", str(tmp_path / "tuned")),
-        *("--epochs", "1", "--microbatch-size", "5", "--batch-size", "12", "--precision", "bf16"),
+        *("--epochs", "1", "--microbatch-size", "5", "--batch-size", "12", "--precision", "bf16", "--pp-size", "1"),
     )
     assert job.returncode == 0, job.stderr
     assert "2 classes" in job.stdout
-    assert "Layout: pp=2 x dp=1 x tp=1, bf16" in job.stdout
+    assert "Layout: tp=1 x pp=1 x dp=2, bf16" in job.stdout
     assert '"even"' in (tmp_path / "tuned/config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size", "world_size", "chosen"),
+    [
+        (None, None, 4, (2, 2)),
+        (None, None, 8, (2, 2)),
+        (None, None, 6, (1, 2)),
+        (None, None, 2, (1, 2)),
+        (None, None, 3, (1, 1)),
+        (None, None, 1, (1, 1)),
+        (1, None, 4, (1, 2)),
+        (4, None, 4, (4, 1)),
+        (None, 4, 4, (1, 4)),
+        (None, 1, 2, (1, 1)),
+        (3, 5, 4, (3, 5)),
+    ],
+)
+def test_sizes_left_out_follow_the_number_of_processes(monkeypatch, tp_size, pp_size, world_size, chosen):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    assert importlib.import_module("train").choose_sizes(tp_size, pp_size, world_size) == chosen
 
 
 def test_an_unknown_plugin_and_a_layout_that_does_not_fit_are_refused_with_one_clear_message(tmp_path):
