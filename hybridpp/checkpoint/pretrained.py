@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from hybridpp.checkpoint.read import Contents, Place, find_tensors, read_tensors, shapes_of
+from hybridpp.checkpoint.read import Contents, InMemory, Place, Stored, find_tensors, open_tensors, shapes_of
 from hybridpp.errors import CheckpointError
 
 
@@ -55,22 +55,25 @@ class _Recipes:
     def names(self) -> set[str]:
         return {*self.direct, *(name for _, _, made in self.conversions for name in made)}
 
-    def read(self, shell: PreTrainedModel, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        yield from read_tensors({name: self.direct[name] for name in names if name in self.direct})
+    def read(self, shell: PreTrainedModel, names: Collection[str]) -> Iterator[tuple[str, Stored]]:
+        yield from open_tensors({name: self.direct[name] for name in names if name in self.direct})
         for conversion, sources, made in self.conversions:
             if made.isdisjoint(names):
                 continue
-            for name, tensor in conversion.run(shell, dict(read_tensors(sources))).items():
+            tensors = {key: stored.whole() for key, stored in open_tensors(sources)}
+            for name, tensor in conversion.run(shell, tensors).items():
                 if name in names:
-                    yield name, tensor
+                    yield name, InMemory(tensor)
 
 
 def open_pretrained(model: PreTrainedModel, path: Path, strict: bool) -> Contents:
     """A folder that ``from_pretrained`` of the model's class reads.
 
     Raises:
-        CheckpointError: it does not; or, if ``strict``, names are missing or unexpected.
+        CheckpointError: it does not; a file is broken; or, if ``strict``, names are missing or unexpected.
     """
+    places = find_tensors(path)
+    shapes_of(places)  # a broken file is named here
     shell, info = _load(model, path, device_map="meta")
     if strict and (info["missing_keys"] or info["unexpected_keys"]):
         raise CheckpointError(
@@ -78,25 +81,25 @@ def open_pretrained(model: PreTrainedModel, path: Path, strict: bool) -> Content
             f"unexpected {sorted(info['unexpected_keys'])}. Use strict=False to load what fits."
         )
     state = {name: leaf for name, leaf in shell.state_dict(keep_vars=True).items() if isinstance(leaf, Tensor)}
-    recipes = _recipes(shell, find_tensors(path))
+    recipes = _recipes(shell, places)
     known = recipes.names
     # A tied weight is on disk under one of its names.
     under = {id(state[name]): name for name in state if name in known}
     found = {name: name if name in known else under.get(id(leaf)) for name, leaf in state.items()}
     shapes = {name: tuple(leaf.shape) for name, leaf in state.items() if name not in info["missing_keys"]}
 
-    def read(names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    def read(names: Collection[str]) -> Iterator[tuple[str, Stored]]:
         asked: dict[str, list[str]] = {}
         others: list[str] = []
         for name in names:
             source = found[name]
             (others if source is None else asked.setdefault(source, [])).append(name)
-        for source, tensor in recipes.read(shell, asked):
-            yield from ((name, tensor) for name in asked[source])
+        for source, stored in recipes.read(shell, asked):
+            yield from ((name, stored) for name in asked[source])
         if others:
             # Not from safetensors files, or computed (sinusoids): transformers knows how, but for the whole model.
             whole = _load(model, path)[0].state_dict()
-            yield from ((name, whole[name]) for name in others)
+            yield from ((name, InMemory(whole[name])) for name in others)
 
     return Contents(shapes, read)
 

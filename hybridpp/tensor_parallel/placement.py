@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,13 @@ from torch import Tensor, nn
 from hybridpp.cluster import Axis
 
 _ATTRIBUTE = "hybridpp_placement"
+
+
+class Divisible(Protocol):
+    """A whole tensor, in memory or in a file, of which ranges can be taken."""
+
+    def narrow(self, dim: int, start: int, length: int, /) -> Tensor:
+        """As ``torch.narrow``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +88,11 @@ class Placement:
         own = [piece for piece, (_, copies) in zip(pieces, self._copied_parts, strict=True) if rank % copies == 0]
         return torch.cat([piece.reshape(-1) for piece in own])
 
-    def take(self, whole: Tensor, rank: int) -> Tensor:
-        """What the member ``rank`` of the axis holds of a tensor of ``full_shape``; memory of its own, contiguous."""
+    def take(self, whole: Divisible, rank: int) -> Tensor:
+        """What the member ``rank`` of the axis holds of a tensor of ``full_shape``; memory of its own, contiguous.
+
+        Nothing else of ``whole`` is looked at.
+        """
         pieces = []
         for (part, copies), end, width in zip(self._copied_parts, accumulate(self.parts), self.widths, strict=True):
             start = min(rank // copies * width, part)

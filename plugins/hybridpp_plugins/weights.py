@@ -16,9 +16,12 @@ def save_weights(engine: Engine, path: Path, max_shard_size: str) -> None:
     """Gather the weights of one replica on rank 0 and write them. Collective: all ranks."""
     engine.unfilled.check()
     control = engine.layout.control
-    mine = ((name, tensor.to(engine.dtypes.get(name, tensor.dtype))) for name, tensor in _full_precision(engine))
-    tensors = whole_tensors(mine, placements(engine.model), engine.layout.tp)
-    whole = gather_tensors(control, engine.layout.pipelines[0], tensors)
+    sources = engine.layout.pipelines[0]
+    tensors: dict[str, Tensor] = {}
+    if control.rank in sources:
+        mine = ((name, tensor.to(engine.dtypes.get(name, tensor.dtype))) for name, tensor in _full_precision(engine))
+        tensors = whole_tensors(mine, placements(engine.model), engine.layout.tp)
+    whole = gather_tensors(control, sources, tensors)
     failure: Exception | None = None
     if control.rank == 0:
         state = whole | {alias: whole[name] for alias, name in engine.aliases.items() if name in whole}
@@ -99,10 +102,9 @@ def _check(
 def _copy(engine: Engine, contents: Contents, places: Mapping[str, str], targets: Mapping[str, Tensor]) -> None:
     wanted = {places[name]: name for name in targets}
     lies = placements(engine.model)
-    for there, value in contents.read(list(wanted)):
+    for there, stored in contents.read(list(wanted)):
         name = wanted[there]
-        if name in lies:
-            value = lies[name].take(value, engine.layout.tp.rank)
+        value = lies[name].take(stored, engine.layout.tp.rank) if name in lies else stored.whole()
         if name in engine.masters.masters:
             engine.masters.set(name, value)
         else:

@@ -179,6 +179,33 @@ def test_folders_that_do_not_fit(tmp_path):
     )
 
 
+@pytest.mark.parametrize("make_model", [plain_model, tiny_vit])
+def test_broken_files_are_named(tmp_path, make_model):
+    data = torch.randn(2, 4) if make_model is plain_model else image_batch(2)
+    criterion = squares if make_model is plain_model else model_loss
+    train_and_save(tmp_path, make_model, data, num_ranks=1, criterion=criterion)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    advice = re.escape("Copy it again, or save the model again.")
+    for broken in (whole[: len(whole) // 2], b"", b"x" * 100):
+        file.write_bytes(broken)
+        failing(
+            tmp_path,
+            CheckpointError,
+            f"{file} cannot be read as a safetensors file: .*{advice}",
+            make_model,
+            sample=data,
+        )
+    file.unlink()
+    index = tmp_path / "model.safetensors.index.json"
+    for listed in ("{", "{}", "[]"):
+        index.write_text(listed)
+        failing(tmp_path, CheckpointError, f"{index} does not say which file holds which", make_model, sample=data)
+    index.write_text('{"weight_map": {"0.weight": "gone.safetensors"}}')
+    gone = tmp_path / "gone.safetensors"
+    failing(tmp_path, CheckpointError, f"{gone} cannot be read as a safetensors file", make_model, sample=data)
+
+
 def test_what_fits_is_loaded_if_not_strict(tmp_path):
     data = torch.randn(2, 4)
     weights = train_and_save(tmp_path, plain_model, data, num_ranks=1, criterion=squares)

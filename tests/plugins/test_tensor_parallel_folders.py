@@ -5,11 +5,13 @@ import re
 import pytest
 import torch
 from divided_models import LLAMA, MODELS, llama, token_batch
-from support import assert_near, assert_same, boosted, model_loss, sgd, whole_over_tp
+from support import assert_near, assert_same, boosted, image_batch, model_loss, sgd, tiny_vit, whole_over_tp
 from transformers import LlamaForCausalLM
 
-from hybridpp.cluster import Loopback
+from hybridpp.checkpoint.read import InFile
+from hybridpp.cluster import Loopback, current_world
 from hybridpp.errors import CheckpointError
+from hybridpp.tensor_parallel import placement_of
 
 LAYOUTS = [{"tp_size": 2}, {"tp_size": 4}, {"tp_size": 2, "pp_size": 2}, {"tp_size": 2, "precision": "bf16"}]
 
@@ -63,6 +65,62 @@ def test_each_rank_takes_its_part_of_a_folder(tmp_path, layout, on_meta):
     tolerance = 2e-2 if "precision" in layout else 1e-5
     expected = written(**token_batch()).loss.item()
     assert [loss for _, loss in ranks] == pytest.approx([expected] * len(ranks), abs=tolerance)
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """How many elements each rank brought to the host, by rank and name in the file."""
+    sizes = {}
+
+    def counting(method):
+        def counted(stored, *args):
+            tensor = method(stored, *args)
+            key = current_world().rank, stored.key
+            sizes[key] = sizes.get(key, 0) + tensor.numel()
+            return tensor
+
+        return counted
+
+    monkeypatch.setattr(InFile, "whole", counting(InFile.whole))
+    monkeypatch.setattr(InFile, "narrow", counting(InFile.narrow))
+    return sizes
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2"])
+def test_of_a_divided_weight_a_rank_reads_its_share_only(tmp_path, read, name):
+    make_model, plan = MODELS[name]
+    make_model().save_pretrained(tmp_path)
+
+    def load(settings):
+        booster, model, _ = boosted(empty(make_model), sgd, token_batch(), tensor_parallel_plan=plan, **settings)
+        booster.load_model(model, tmp_path)
+        return {name: placement_of(parameter) for name, parameter in model.named_parameters()}
+
+    lies, _ = on_layout(load, tp_size=2)
+    whole = {name: parameter.numel() for name, parameter in make_model().named_parameters()}
+    assert sum(place is not None for place in lies.values()) > len(lies) / 3
+    for parameter, place in lies.items():
+        mine = [read[rank, parameter] for rank in range(2)]
+        if place is None:
+            assert mine == [whole[parameter]] * 2, parameter
+        else:
+            assert sum(mine) == whole[parameter], parameter
+            # The last rows of an embedding may be one fewer.
+            assert mine[0] - mine[1] in (0, place.full_shape[1 - place.dim] if len(place.full_shape) > 1 else 0)
+
+
+def test_replicas_do_not_gather_what_only_the_first_one_writes(tmp_path, monkeypatch):
+    gathering = []
+
+    def save(settings):
+        booster, model, _ = boosted(tiny_vit(), sgd, image_batch(2), **settings)
+        tp = booster.plugin.layout.tp
+        gather = tp.all_gather
+        monkeypatch.setattr(tp, "all_gather", lambda tensor: gathering.append(tp.ranks) or gather(tensor))
+        booster.save_model(model, tmp_path)
+
+    on_layout(save, tp_size=2, dp_size=2)
+    assert set(gathering) == {(0, 1)}
 
 
 def test_training_goes_on_from_a_folder_in_another_layout(tmp_path):
