@@ -1,5 +1,6 @@
 """Cut a model into stages by tracing its own forward."""
 
+from hybridpp.partition.block_calls import block_calls
 from hybridpp.partition.blocks import Anatomy, dissect
 from hybridpp.partition.calls import TensorSpec, Trace, UnitCall
 from hybridpp.partition.cut import CutPoint
@@ -9,6 +10,7 @@ from hybridpp.partition.plan import StagePlan
 from hybridpp.partition.samples import make_samples
 from hybridpp.partition.staged_model import StagedModel
 from hybridpp.partition.strip import parameter_names
+from hybridpp.partition.structure import is_cache
 from hybridpp.partition.trace import Tracer
 
 __all__ = [
@@ -22,8 +24,10 @@ __all__ = [
     "Tracer",
     "UnitCall",
     "annotate_split_points",
+    "block_calls",
     "describe_cut",
     "dissect",
+    "is_cache",
     "make_samples",
     "parameter_names",
     "set_execution_sequence",

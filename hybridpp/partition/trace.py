@@ -2,11 +2,11 @@
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ from hybridpp.partition.rehearse import rehearse
 from hybridpp.partition.structure import Given, Known, flatten, tensors_in
 from hybridpp.partition.taint import Source, TaintMode, Value
 from hybridpp.partition.untouched import untouched
+
+Watch: TypeAlias = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
 
 _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 _REENTRANT = CheckpointFunction.forward.__code__
@@ -69,13 +71,21 @@ class Tracer:
                 parameters = model.get_submodule(unit).parameters()
                 self._unit_parameters[unit] = tuple(self._fakes.names[id(parameter)] for parameter in parameters)
 
-    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, count_flops: bool = False) -> Trace:
+    def trace(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, count_flops: bool = False, watch: Watch | None = None
+    ) -> Trace:
         """The trace of ``model(*args, **kwargs)``; the arguments are real tensors, which are only read.
+
+        Args:
+            args: of the forward.
+            kwargs: of the forward.
+            count_flops: whether the trace says how many each call takes.
+            watch: is shown each unit's name and arguments before it runs.
 
         Raises:
             PartitionError: the forward branches on a value that a unit computes.
         """
-        recorder = _Recorder(self._model, self._fakes, self._unit_parameters, self._memo, count_flops)
+        recorder = _Recorder(self._model, self._fakes, self._unit_parameters, self._memo, count_flops, watch)
         with (
             untouched(self._model),
             self._fakes.in_place(),
@@ -161,6 +171,7 @@ class _Recorder:
         unit_parameters: dict[str, tuple[str, ...]],
         memo: Memo,
         count_flops: bool,
+        watch: Watch | None,
     ):
         self._model = model
         self._memo = memo
@@ -169,6 +180,7 @@ class _Recorder:
         self.taints = TaintMode()
         self._unit_parameters = unit_parameters
         self._count_flops = count_flops
+        self._watch = watch
         self.attributes_before: list[Slot] = []
         self._depth = 0
         self._occurrences: dict[str, int] = {}
@@ -200,6 +212,9 @@ class _Recorder:
         self.calls.append(call)
         arguments = tensors_in((args, kwargs))
         self.taints.refuse_strays(arguments)
+        if self._watch is not None:
+            with self.taints.paused(name):
+                self._watch(name, args, kwargs)
         versions = [argument._version for argument in arguments]
         given = Given((args, kwargs))
         output, left, added = self._recall(call, forward, args, kwargs, given)

@@ -112,6 +112,7 @@ def _made_up(
     # A state that the block keeps from one call to the next may be part of a graph, which cannot be copied.
     kept = [value for module in block.modules() for value in vars(module).values() if isinstance(value, Tensor)]
     copies |= {id(value): value.detach().clone() for value in kept}
+    copies |= {id(held): _filled(held) for held in block.buffers() if held.is_meta}
     made = copy.deepcopy(block, copies).to(dtype).eval()
 
     def cast(leaf: Any) -> Any:
@@ -136,6 +137,12 @@ def _numbers(held: nn.Parameter, generator: torch.Generator, dtype: torch.dtype)
         numbers = 0.2 * numbers + (1.0 if _is_scale(held) else 0.0)
     device = "cpu" if held.is_meta else held.device
     return nn.Parameter(numbers.to(device, dtype if held.is_floating_point() else held.dtype), held.is_floating_point())
+
+
+def _filled(held: Tensor) -> Tensor:
+    """A buffer that no file has filled yet: ones, which will do for a variance too; whole numbers may be places."""
+    number = 1 if held.is_floating_point() or held.dtype == torch.bool else 0
+    return torch.full(held.shape, number, dtype=held.dtype)
 
 
 def _is_scale(held: nn.Parameter) -> bool:

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from hybridpp.cluster import Group
 from hybridpp.errors import ConfigError
-from hybridpp.partition import dissect
+from hybridpp.partition import block_calls, dissect, is_cache
 from hybridpp.pipeline import call_arguments
 from hybridpp.tensor_parallel import Inference, Kind, Plan, infer_plan, parse_style
 from hybridpp_plugins.sample import Samples
@@ -23,7 +23,7 @@ SampleCall = tuple[tuple[Any, ...], dict[str, Any]]
 def inferred_plan(model: nn.Module, find_samples: Callable[[], Samples], size: int, control: Group) -> Plan:
     """What of the model's blocks can be divided, and why the rest cannot.
 
-    The model runs once, on a sample. On the meta device it cannot, and stays whole.
+    The model runs once, on a sample; on the meta device it is traced instead. One block of each kind gets memory.
 
     Collective: all ranks; one small all-gather of host memory.
 
@@ -31,8 +31,6 @@ def inferred_plan(model: nn.Module, find_samples: Callable[[], Samples], size: i
         ConfigError: the ranks came to different plans.
     """
     blocks = dissect(model, 1).blocks
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return Plan({}, reasons={"": "a model on the meta device cannot be run"})
     calls = _calls(model, blocks, find_samples())
     plan = _with_styles(infer_plan(model, blocks, calls, size))
     digest = zlib.crc32(repr(_sorted(plan)).encode())
@@ -47,22 +45,34 @@ def inferred_plan(model: nn.Module, find_samples: Callable[[], Samples], size: i
 
 
 def _calls(model: nn.Module, blocks: Sequence[str], samples: Samples) -> dict[str, SampleCall]:
-    """What each block is called with in a run on the first sample that the model runs on."""
+    """What each block is called with on the first sample that the model runs on."""
+    calls_on = _traced if any(parameter.is_meta for parameter in model.parameters()) else _run
+    *others, last = samples.batches
+    with samples.explained(model):
+        for batch in others:
+            with suppress(Exception):  # whatever a model's forward raises
+                return _without_caches(calls_on(model, blocks, batch))
+        return _without_caches(calls_on(model, blocks, last))
+
+
+def _without_caches(calls: dict[str, SampleCall]) -> dict[str, SampleCall]:
+    """A key-value cache is full after the run, of whole heads; a block does without."""
+    without: dict[str, SampleCall] = pytree.tree_map(lambda leaf: None if is_cache(leaf) else leaf, calls)
+    return without
+
+
+def _run(model: nn.Module, blocks: Sequence[str], batch: Any) -> dict[str, SampleCall]:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    with samples.explained(model), _watched(model, blocks) as calls, torch.no_grad():
-        *others, last = [
-            call_arguments(pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device, copy=True), batch))
-            for batch in samples.batches
-        ]
-        for args, kwargs in others:
-            try:
-                model(*args, **kwargs)
-            except Exception:  # whatever a model's forward raises
-                calls.clear()
-                continue
-            return calls
-        model(*last[0], **last[1])
+    batch = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device, copy=True), batch)
+    args, kwargs = call_arguments(batch)
+    with _watched(model, blocks) as calls, torch.no_grad():
+        model(*args, **kwargs)
     return calls
+
+
+def _traced(model: nn.Module, blocks: Sequence[str], batch: Any) -> dict[str, SampleCall]:
+    """Without weights; numbers that stem from them are made up."""
+    return block_calls(model, blocks, call_arguments(batch))
 
 
 @contextmanager

@@ -274,18 +274,6 @@ def test_what_cannot_be_divided_stays_whole_and_is_named_once(caplog):
     )
 
 
-def test_a_model_on_the_meta_device_is_not_run(caplog):
-    def rank():
-        with torch.device("meta"):
-            model = tiny_vit()
-        boosted(model, sgd, image_batch(2), tp_size=2)
-
-    with caplog.at_level("WARNING", logger="hybridpp"):
-        Loopback(2).run(rank)
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "(all: a model on the meta device cannot be run)" in line
-
-
 def test_ranks_that_find_different_plans_say_so():
     def rank():
         # Attention over another number of tokens is no other plan; a block that is not called is.
