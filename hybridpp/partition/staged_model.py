@@ -16,7 +16,7 @@ from hybridpp.partition.attributes import Leavings
 from hybridpp.partition.blocks import dissect, finest_units
 from hybridpp.partition.calls import Trace
 from hybridpp.partition.cut import CutPoint, assign_stages, check_uncut, choose_cut, named_blocks
-from hybridpp.partition.dice import Dice, Recompute
+from hybridpp.partition.dice import Dice, Recompute, Seen, inner_layers
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.known_plans import KnownPlans, Plans
 from hybridpp.partition.measure import measure_seconds, unit_costs
@@ -86,11 +86,12 @@ class StagedModel:
         self._watch: Watcher | None = None
         self._leavings: list[Leavings] = []
         self._hollows: list[Slot] = []
-        self._seen: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
+        self._seen: dict[tuple[int, int], Seen] = {}
         self._replays: dict[tuple[int, int], Replay] = {}
         config = config or PartitionConfig()
         # The finer one first, so that it is the inner one where a module is both.
         self._dice = Interceptor(model, finest_units(model))
+        self._dice_inside = Interceptor(model, inner_layers(model, self._dice.units))
         self.owners: dict[str, tuple[int, ...]] = dict.fromkeys(parameter_names(model), (0,))
         if num_stages > 1:
             trace = self._choose_cut(samples, config, dtypes or {}, agree)
@@ -255,6 +256,7 @@ class StagedModel:
                 self._interceptor.hooks_inside(),
                 self._interceptor.active(run),
                 self._dice.active(dice),
+                self._dice_inside.active(dice.layer),
             ):
                 args, kwargs = self._cast(args), self._cast(kwargs)
                 # A context of its own: leaving by an exception must not leave context variables set behind.
@@ -296,8 +298,10 @@ class StagedModel:
         """
         self._restore_attributes()
         replay = self._replays.pop((stage, key), None)
+        recompute = Recompute(self._seen.pop((stage, key), None), key, self._device)
         with (
-            self._dice.active(Recompute(self._seen.pop((stage, key), {}), key, self._device)),
+            self._dice.active(recompute),
+            self._dice_inside.active(recompute.layer),
             self._interceptor.active(replay) if replay else nullcontext(),
         ):
             yield

@@ -109,6 +109,43 @@ def test_half_precision_keeps_the_masters_of_its_part(precision):
     assert_near(run["weights"], expected["weights"], 2e-2)
 
 
+@functools.cache
+def one_process_in(name, precision):
+    make_model, _, batch = SWEPT[name]
+    return train(make_model, [batch], num_microbatches=4, precision=precision, initial_scale=2.0**8)
+
+
+SWEPT = {
+    "vit": (tiny_vit, VIT, image_batch(8)),
+    "llama-tied": (*MODELS["llama-tied"], token_batch(8)),
+}
+FULL = [
+    {"schedule": "1f1b"},
+    {"schedule": "interleaved", "num_model_chunks": 2},
+    {"schedule": "zb-v"},
+    {"schedule": "1f1b", "dp_size": 2},
+    {"schedule": "zb-v", "dp_size": 2},
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("layout", FULL, ids=str)
+@pytest.mark.parametrize("name", SWEPT)
+def test_gradients_under_every_kind_of_schedule_and_precision(name, layout, precision):
+    make_model, plan, batch = SWEPT[name]
+    # The same micro-batches, on one replica and on two.
+    options = {"num_microbatches": 4 // layout.get("dp_size", 1), "precision": precision, "initial_scale": 2.0**8}
+    run = train(make_model, [batch], tp_size=2, pp_size=2, tensor_parallel_plan=plan, **options, **layout)
+    expected = one_process_in(name, precision)["gradients"]
+    assert set(run["gradients"]) == set(expected)
+    tolerance = 1e-5 if precision == "fp32" else 1e-2
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for key, gradient in expected.items():
+        # A bias of keys has no gradient but rounding.
+        limit = tolerance * max(float(gradient.abs().max()), 0.1 * largest)
+        assert (run["gradients"][key] - gradient).abs().max() <= limit, key
+
+
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
     def rank():
         booster, model, optimizer = boosted(

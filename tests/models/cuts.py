@@ -1,0 +1,126 @@
+"""Cut every architecture of transformers' registry and compare each gradient with the whole model's."""
+
+import copy
+import functools
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from models.pool import Result, Study
+from models.shelf import built
+from models.table import LAYOUTS, Layout
+from models.zoo import Architecture, DoesNotBuild, Specimen, criterion, plain_step
+from support import boosted, gradients_of, sgd
+from torch import Tensor
+
+from hybridpp.cluster import Loopback
+from hybridpp.partition.blocks import finest_units
+from hybridpp.partition.intercept import Interceptor
+from hybridpp.partition.survey import survey
+
+
+def staged_step(specimen: Specimen, layout: Layout) -> tuple[float, dict[str, Tensor], list[tuple[int, int]]]:
+    """Loss, gradients, and of each rank but the first the number of values that reach it and their bytes per sample."""
+    chunks = {"schedule": "gpipe", "num_model_chunks": layout.num_chunks} if layout.num_chunks > 1 else {}
+
+    def run() -> tuple[float, dict[str, Tensor], tuple[int, int]]:
+        model = copy.deepcopy(specimen.model)
+        options = {"pp_size": layout.pp_size, "num_microbatches": 2, **chunks}
+        booster, model, optimizer = boosted(model, sgd, specimen.batch, **options)
+        loss = booster.execute_pipeline(iter([specimen.batch]), model, criterion, optimizer)["loss"].item()
+        staged = booster.plugin._engine(model).staged
+        samples = len(next(iter(specimen.batch.values()))) // 2
+        plans = next(iter(staged._plans.values()), {})
+        specs = [spec for plan in plans.values() for spec in plan.incoming_specs]
+        size = sum(torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in specs) // samples
+        return loss, gradients_of(booster, model), (len(specs), size)
+
+    ranks = Loopback(layout.pp_size).run(run)
+    gradients: dict[str, Tensor] = {}
+    for _, owned, _ in ranks:
+        gradients.update(owned)
+    return ranks[-1][0], gradients, [crossing for *_, crossing in ranks[1:]]
+
+
+def compare(specimen: Specimen, layout: Layout, expected: tuple[Tensor, dict[str, Tensor]]) -> Result:
+    """What comes of cutting a model so: right, or what is wrong."""
+    start = time.process_time()
+    try:
+        loss, gradients, crossing = staged_step(specimen, layout)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        return {"right": False, "error": f"{type(error).__name__}: {text}", "traceback": traceback.format_exc()}
+    whole_loss, whole = expected
+    wrong = [] if abs(loss - float(whole_loss)) <= 1e-6 + 1e-5 * abs(float(whole_loss)) else [f"loss {loss}"]
+    for name, parameter in specimen.model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        gradient = whole.get(name, torch.zeros_like(parameter))
+        if name not in gradients:
+            wrong.append(f"{name} is missing")
+        elif not torch.allclose(gradients[name], gradient, atol=1e-6, rtol=1e-5):
+            wrong.append(
+                f"{name} differs by {(gradients[name] - gradient).abs().max():.1e} of {gradient.abs().max():.1e}"
+            )
+    seconds = time.process_time() - start
+    result: Result = {"right": not wrong, "crossing": crossing, "seconds": seconds}
+    if wrong:
+        result["error"] = f"{len(wrong)} of {len(whole)} gradients differ: {'; '.join(wrong[:3])}"
+    return result
+
+
+def examine(folder: Path, architecture: Architecture) -> Iterator[Result]:
+    """Everything the table says of one architecture, as it grows."""
+    start = time.process_time()
+    try:
+        specimen = built(architecture, folder)
+    except DoesNotBuild as error:
+        yield {"builds": False, "reason": str(error)}
+        return
+    result: Result = {
+        "builds": True,
+        "class": type(specimen.model).__name__,
+        "batch": {name: list(value.shape) for name, value in specimen.batch.items()},
+        "build_seconds": time.process_time() - start,
+        "own_loss": specimen.task != "",
+    }
+    result["blocks"] = _count_blocks(specimen)
+    torch.manual_seed(0)
+    expected = plain_step(copy.deepcopy(specimen.model), specimen.batch, 2)
+    yield result
+    for layout in LAYOUTS:
+        found = compare(specimen, layout, expected)
+        if not found["right"] and "differ" in found["error"]:
+            found = _in_double(specimen, layout) or found
+        result[layout.key] = found
+        yield result
+
+
+def _in_double(specimen: Specimen, layout: Layout) -> Result | None:
+    """The comparison in fp64, if that removes the difference: it was rounding then."""
+    model = copy.deepcopy(specimen.model).double()
+    batch = {name: value.double() if value.is_floating_point() else value for name, value in specimen.batch.items()}
+    double = Specimen(model, batch, specimen.task)
+    try:
+        expected = plain_step(copy.deepcopy(model), batch, 2)
+    except Exception:
+        return None
+    found = compare(double, layout, expected)
+    return found | {"double": True} if found["right"] else None
+
+
+def _count_blocks(specimen: Specimen) -> int:
+    model = copy.deepcopy(specimen.model)
+    finest = Interceptor(model, finest_units(model))
+    try:
+        found = survey(model, 4, ((), specimen.batch), finest, device=torch.device("cpu"))
+    except Exception:
+        return 0  # the cut fails too, and says why
+    return len(found.anatomy.blocks)
+
+
+def study(folder: Path) -> Study:
+    """Of architectures that are cut; ``folder`` keeps what was built."""
+    return Study(functools.partial(examine, folder), tuple(layout.key for layout in LAYOUTS), 400)

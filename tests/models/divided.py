@@ -1,0 +1,142 @@
+"""Share the layers of every architecture of transformers' registry and compare each gradient with one process."""
+
+import copy
+import functools
+import re
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from hybridpp_plugins import inferring, sharding
+from models.pool import Result, Study
+from models.shelf import built
+from models.zoo import Architecture, DoesNotBuild, Specimen, criterion, plain_step
+from support import boosted, gradients_of, sgd, whole_over_tp
+from torch import Tensor, nn
+
+from hybridpp.cluster import Loopback
+from hybridpp.partition import dissect
+from hybridpp.tensor_parallel import Plan
+
+SIZES = (2, 4)
+TOLERANCE = 1e-5
+_NUMBER = re.compile(r"(?<=\.)\d+(?=[.':]|$)")
+
+
+@contextmanager
+def _noted() -> Iterator[list[Plan]]:
+    """Inside, the plans that were found; ranks of one process look for the same one only once."""
+    plans: list[Plan] = []
+    known: dict[Any, Any] = {}
+    find, infer = sharding.inferred_plan, inferring.infer_plan
+
+    def noting(*args: Any) -> Plan:
+        plans.append(find(*args))
+        return plans[-1]
+
+    def once(model: nn.Module, blocks: Any, calls: Any, size: int, **options: Any) -> Any:
+        key = (tuple(blocks), size, *options.items())
+        if key not in known:
+            known[key] = infer(model, blocks, calls, size, **options)
+        return known[key]
+
+    with mock.patch.object(sharding, "inferred_plan", noting), mock.patch.object(inferring, "infer_plan", once):
+        yield plans
+
+
+def divided_step(specimen: Specimen, tp_size: int) -> tuple[float, dict[str, Tensor], float, Plan]:
+    """Loss, gradients put together, the share of the blocks' parameters that a rank holds, and the plan."""
+
+    def run() -> tuple[float, dict[str, Tensor], dict[str, float]]:
+        model = copy.deepcopy(specimen.model)
+        booster, model, optimizer = boosted(model, sgd, specimen.batch, tp_size=tp_size, num_microbatches=2)
+        loss = booster.execute_pipeline(iter([specimen.batch]), model, criterion, optimizer)["loss"].item()
+        held = {name: float(p.numel()) for name, p in model.named_parameters()}
+        return loss, whole_over_tp(booster, model, gradients_of(booster, model)), held
+
+    with _noted() as plans:
+        ranks = Loopback(tp_size).run(run)
+    loss, gradients, _ = ranks[0]
+    blocks = [b for b in dissect(specimen.model, 1).blocks if plans[0].reasons.get(b) != "was not called"]
+    inside = tuple(f"{block}." for block in blocks)
+    sizes = {name: p.numel() for name, p in specimen.model.named_parameters() if name.startswith(inside)}
+    share = max(sum(held[name] for name in sizes) for *_, held in ranks) / max(sum(sizes.values()), 1)
+    return loss, gradients, share, plans[0]
+
+
+def differences(specimen: Specimen, expected: tuple[Tensor, dict[str, Tensor]], loss: float, found: Any) -> list[Any]:
+    """For the loss and every gradient: by how much it differs, in units of the tolerance, and the name."""
+    whole_loss, whole = expected
+    off = [(abs(loss - float(whole_loss)) / (TOLERANCE * max(abs(float(whole_loss)), 1e-1)), "loss")]
+    for name, parameter in specimen.model.named_parameters():
+        if not parameter.requires_grad or not parameter.numel():
+            continue
+        gradient = whole.get(name, torch.zeros_like(parameter))
+        limit = TOLERANCE * max(float(gradient.abs().max()), 1e-1)
+        error = (found[name] - gradient).abs().max() if name in found else torch.tensor(float("inf"))
+        off.append((float(error) / limit if torch.isfinite(error) else float("inf"), name))
+    return sorted(off, reverse=True)
+
+
+def compare(specimen: Specimen, tp_size: int, expected: tuple[Tensor, dict[str, Tensor]]) -> Result:
+    """What comes of sharing a model's layers: right, or what is wrong."""
+    start = time.process_time()
+    try:
+        loss, gradients, share, plan = divided_step(specimen, tp_size)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        return {"right": False, "error": f"{type(error).__name__}: {text}", "traceback": traceback.format_exc()}
+    off = differences(specimen, expected, loss, gradients)
+    wrong = [f"{name} by {TOLERANCE * units:.0e}" for units, name in off if not units <= 1]
+    result: Result = {
+        "right": not wrong,
+        "off": TOLERANCE * off[0][0],
+        "share": share,
+        "seconds": time.process_time() - start,
+        "whole": sorted({_NUMBER.sub("*", f"{name}: {reason}") for name, reason in plan.reasons.items()}),
+    }
+    if wrong:
+        result["error"] = f"{len(wrong)} of {len(off)} numbers differ: {'; '.join(wrong[:3])}"
+    return result
+
+
+def _in_double(specimen: Specimen, tp_size: int) -> Result | None:
+    """The comparison in fp64, if that removes the difference: it was rounding then."""
+    model = copy.deepcopy(specimen.model).double()
+    batch = {name: value.double() if value.is_floating_point() else value for name, value in specimen.batch.items()}
+    double = Specimen(model, batch, specimen.task)
+    try:
+        expected = plain_step(copy.deepcopy(model), batch, 2)
+    except Exception:
+        return None
+    found = compare(double, tp_size, expected)
+    return found | {"double": True} if found["right"] else None
+
+
+def examine(folder: Path, architecture: Architecture) -> Iterator[Result]:
+    """Everything the table says of one architecture, as it grows."""
+    try:
+        specimen = built(architecture, folder)
+    except DoesNotBuild as error:
+        yield {"builds": False, "reason": str(error)}
+        return
+    result: Result = {"builds": True, "class": type(specimen.model).__name__}
+    yield result
+    torch.manual_seed(0)
+    expected = plain_step(copy.deepcopy(specimen.model), specimen.batch, 2)
+    for size in SIZES:
+        found = compare(specimen, size, expected)
+        if not found["right"] and "differ" in found["error"]:
+            found = _in_double(specimen, size) or found
+        result[f"tp{size}"] = found
+        yield result
+
+
+def study(folder: Path) -> Study:
+    """Of architectures whose layers are shared; ``folder`` keeps what was built."""
+    return Study(functools.partial(examine, folder), tuple(f"tp{size}" for size in SIZES), 60)

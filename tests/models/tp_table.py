@@ -1,0 +1,92 @@
+"""The page that says which models' layers are shared right."""
+
+from datetime import UTC, datetime
+
+import torch
+import transformers
+from models.divided import SIZES
+from models.pool import Result
+from models.table import cell, share
+
+HEADING = "# Which models' layers are shared right"
+AIM = 0.7
+
+
+def part(results: list[Result]) -> str:
+    """Of docs/models.md, what is said of ranks that share layers."""
+    built = sorted((result for result in results if result["builds"]), key=lambda result: result["name"])
+    rows = "\n".join(_row(result) for result in built)
+    return f"""{HEADING}
+
+Written by `make models-tp` on {datetime.now(UTC):%Y-%m-%d}, with torch {torch.__version__} and transformers \
+{transformers.__version__}.
+
+The same tiny models, each boosted with `HybridParallelPlugin(tp_size=2, pp_size=1)` and nothing else said: how its
+layers can be shared is found out from a run. It is *right* if the loss and **every** parameter's gradient, put together
+from the ranks' parts, agree with plain PyTorch's in one process to 1e-5 of the largest number in it (or of 0.1, if
+that is larger). The ranks are threads of one process.
+
+{_totals(built)}
+{_failures(built)}
+## Shared layers by architecture
+
+Share: how much of the parameters in the blocks that run a rank holds. Off: the worst relative difference of a gradient
+at tp=2. f64: rounding in fp32 exceeds the limit; in fp64 nothing differs. tp=4: most of these models have 4 heads.
+
+| architecture | class | tp=2 | share | off | tp=4 | share | what every rank has whole at tp=2 |
+|---|---|---|--:|--:|---|--:|---|
+{rows}
+"""
+
+
+def _totals(built: list[Result]) -> str:
+    lines = ["| | number | share |", "|---|--:|--:|", f"| build | {len(built)} | |"]
+    for size in SIZES:
+        found = [result[f"tp{size}"] for result in built if f"tp{size}" in result]
+        right = [one for one in found if one["right"]]
+        lines.append(f"| right at tp={size} | {len(right)} | {share(len(right), len(found))} |")
+        for limit in (0.55, AIM, 0.95):
+            number = sum(one["share"] <= limit for one in right)
+            held = f"at most {limit} of the blocks' parameters on a rank"
+            lines.append(f"| right at tp={size}, {held} | {number} | {share(number, len(found))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _failures(built: list[Result]) -> str:
+    failed = [
+        (result["name"], size, result[f"tp{size}"]["error"])
+        for result in built
+        for size in SIZES
+        if not result.get(f"tp{size}", {"right": True})["right"]
+    ]
+    if not failed:
+        return ""
+    rows = "\n".join(f"| {name} | {size} | {cell(error, 400)} |" for name, size, error in failed)
+    return f"""## What fails when layers are shared
+
+| architecture | tp | error |
+|---|--:|---|
+{rows}
+"""
+
+
+def _row(result: Result) -> str:
+    two, four = result["tp2"], result.get("tp4", {})
+    cells = [result["name"], result["class"], _verdict(two), _share(two), _off(two), _verdict(four), _share(four)]
+    return f"| {' | '.join(cells)} | {cell('; '.join(two.get('whole', [])), 160)} |"
+
+
+def _verdict(found: Result) -> str:
+    if not found:
+        return ""
+    if not found["right"]:
+        return "**no**"
+    return "right, f64" if found.get("double") else "right"
+
+
+def _share(found: Result) -> str:
+    return f"{found['share']:.2f}" if "share" in found else ""
+
+
+def _off(found: Result) -> str:
+    return f"{found['off']:.0e}" if "off" in found else ""
