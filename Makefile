@@ -7,7 +7,7 @@ NPROC ?= 4
 ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: vit test models gpu lint clean
+.PHONY: vit test models models-pp models-tp gpu lint clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -20,12 +20,18 @@ vit: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(ARGS)
 
-# Cuts every architecture that transformers registers (40 minutes on 2 cores) and writes docs/models.md. What is in the
-# folder MODELS is not examined again.
+# Examines every architecture that transformers registers and writes docs/models.md: models-pp cuts them into stages (40
+# minutes on 2 cores), models-tp lets ranks share their layers. What is in the folder MODELS is not examined again.
 MODELS ?= /tmp/hybridpp-models
-models: $(READY)
-	HF_HUB_OFFLINE=1 PYTHONPATH=.:plugins:tests $(BIN)/python tests/models/sweep.py --cache $(MODELS) \
-	    --page docs/models.md $(ARGS)
+SWEEP = HF_HUB_OFFLINE=1 PYTHONPATH=.:plugins:tests $(BIN)/python tests/models/sweep.py --cache $(MODELS) \
+	--page docs/models.md
+models: models-pp models-tp
+
+models-pp: $(READY)
+	$(SWEEP) cuts $(ARGS)
+
+models-tp: $(READY)
+	$(SWEEP) layers $(ARGS)
 
 # On a host with a CUDA device and torch installed; needs no set-up. Tests, then benchmarks.
 gpu:

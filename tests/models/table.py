@@ -4,12 +4,10 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 import torch
 import transformers
-
-Result = dict[str, Any]
+from models.pool import Result
 
 
 @dataclass(frozen=True)
@@ -38,17 +36,17 @@ _CUTS = (Layout(2), Layout(4), Layout(2, num_chunks=2))
 LAYOUTS = (_WHOLE, *_CUTS)
 
 
-def page(results: list[Result]) -> str:
-    """docs/models.md, of the results of a sweep."""
+def part(results: list[Result]) -> str:
+    """Of docs/models.md, what is said of models that are cut."""
     results = sorted(results, key=lambda result: result["name"])
     built = [result for result in results if result["builds"]]
     rows = "\n".join(_row(result) for result in built)
     unbuilt = Counter(_kind(result["reason"]) for result in results if not result["builds"])
     kinds = "\n".join(f"| {count} | {kind} |" for kind, count in unbuilt.most_common())
-    reasons = "\n".join(f"| {r['name']} | {_cell(r['reason'], 160)} |" for r in results if not r["builds"])
+    reasons = "\n".join(f"| {r['name']} | {cell(r['reason'], 160)} |" for r in results if not r["builds"])
     return f"""# Which models are cut right
 
-Written by `make models` on {datetime.now(UTC):%Y-%m-%d}, with torch {torch.__version__} and transformers \
+Written by `make models-pp` on {datetime.now(UTC):%Y-%m-%d}, with torch {torch.__version__} and transformers \
 {transformers.__version__}.
 
 Each architecture (model type) in transformers' registry is made tiny by one rule over the names of its configuration's
@@ -86,14 +84,15 @@ These say nothing about the library: the rules that make configurations and batc
 
 def _totals(results: list[Result], built: list[Result]) -> str:
     lines = ["| | number | share |", "|---|--:|--:|", f"| architectures in the registry | {len(results)} | |"]
-    lines.append(f"| build | {len(built)} | {_share(len(built), len(results))} |")
+    lines.append(f"| build | {len(built)} | {share(len(built), len(results))} |")
     for layout in LAYOUTS:
         right = sum(result[layout.key]["right"] for result in built)
-        lines.append(f"| of those, right at {layout} | {right} | {_share(right, len(built))} |")
+        lines.append(f"| of those, right at {layout} | {right} | {share(right, len(built))} |")
     return "\n".join(lines) + "\n"
 
 
-def _share(part: int, whole: int) -> str:
+def share(part: int, whole: int) -> str:
+    """A percentage."""
     return f"{100 * part / max(whole, 1):.1f} %"
 
 
@@ -104,7 +103,7 @@ def _failures(built: list[Result]) -> str:
     if not failed:
         return ""
     rows = "\n".join(
-        f"| {name} | {str(layout).removeprefix('pp=')} | {_category(error)} | {_cell(error, 400)} |"
+        f"| {name} | {str(layout).removeprefix('pp=')} | {_category(error)} | {cell(error, 400)} |"
         for name, layout, error in failed
     )
     return f"""## What fails, and what the user is told
@@ -151,7 +150,8 @@ def _verdict(found: Result) -> str:
     return "right, f64" if found.get("double") else "right"
 
 
-def _cell(text: str, length: int) -> str:
+def cell(text: str, length: int) -> str:
+    """Text that a table can hold."""
     text = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
     return text if len(text) <= length else text[: length - 1] + "…"
 

@@ -4,7 +4,7 @@ import copy
 from pathlib import Path
 
 import pytest
-from models.sweep import compare
+from models.cuts import compare
 from models.table import LAYOUTS, quick
 from models.zoo import architectures, build, plain_step
 
