@@ -48,12 +48,17 @@ class ParallelConfig:
         zero_stage: 0 keeps the whole optimizer state on every replica.
         tensor_parallel_plan: how layers are divided over the ranks that share them, by patterns of module names:
             ``{"*.q_proj": "column", "*.o_proj": "row"}``; None: it is found out by running the model's blocks.
+        enable_sequence_parallelism: whether those ranks also share what lies between the divided layers of a block
+            (norms, dropout, residuals), each with a shard of the sequences.
+        sequence_parallelism_mode: ``"split_gather"``, also where it is None.
     """
 
     tp_size: int
     pp_size: int
     zero_stage: int = 0
     tensor_parallel_plan: Mapping[str, str] | None = None
+    enable_sequence_parallelism: bool = False
+    sequence_parallelism_mode: str | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("tp_size", self.tp_size), ("pp_size", self.pp_size)):
@@ -68,6 +73,23 @@ class ParallelConfig:
         if self.zero_stage != 0:
             raise ConfigError(
                 f"sharded optimizer state is not built yet: got zero_stage={self.zero_stage}. Use zero_stage=0."
+            )
+        self._check_sequences()
+
+    def _check_sequences(self) -> None:
+        mode = self.sequence_parallelism_mode
+        if mode not in (None, "split_gather"):
+            built = "not built yet" if mode in ("ring", "all_to_all") else "unknown"
+            raise ConfigError(f"sequence_parallelism_mode={mode!r} is {built}. Use 'split_gather'.")
+        if not self.enable_sequence_parallelism and mode is not None:
+            raise ConfigError(
+                f"sequence_parallelism_mode={mode!r} asks for nothing without enable_sequence_parallelism=True. "
+                "Give both, or neither."
+            )
+        if self.enable_sequence_parallelism and self.tp_size == 1:
+            raise ConfigError(
+                "sequence parallelism divides sequences over the ranks that share layers: got tp_size=1. "
+                "Use tp_size=2 or more, or leave enable_sequence_parallelism out."
             )
 
     def dp_size(self, world_size: int) -> int:

@@ -25,6 +25,7 @@ class Layer(NamedTuple):
         any_dims: whether more will do too: all but the last ones then number samples.
         prepare: what ``x`` goes through before, gradient and all; None: nothing.
         finish: what the output goes through behind, gradient and all; None: nothing.
+        arrive: ``(dy, x)`` gives what ``dy`` becomes before the gradients above are computed of it; None: ``dy``.
         may_wait: whether the weight's gradient is better computed a little later, while what ``prepare`` does with the
             gradient of ``x`` is under way (see ``WeightGradients.release``).
     """
@@ -36,6 +37,7 @@ class Layer(NamedTuple):
     any_dims: bool = True
     prepare: Callable[[Tensor], Tensor] | None = None
     finish: Callable[[Tensor], Tensor] | None = None
+    arrive: Callable[[Tensor, Tensor], Tensor] | None = None
     may_wait: bool = False
 
 

@@ -95,6 +95,8 @@ class _Separated(torch.autograd.Function):
         call: _Call = ctx.call
         layer, module = call.layer, call.module
         x, weight = ctx.saved_tensors
+        if layer.arrive is not None:
+            dy = layer.arrive(dy, x)
         dx = layer.input_gradient(module, dy, x, weight) if ctx.needs_input_grad[1] else None
         if call.owner.takes(call, dy, x, layer.may_wait and dx is not None):
             return None, dx, None, None

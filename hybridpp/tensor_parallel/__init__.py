@@ -9,6 +9,8 @@ from hybridpp.tensor_parallel.lazy_whole import LazyWhole, gathered
 from hybridpp.tensor_parallel.patterns import plan_from_patterns
 from hybridpp.tensor_parallel.placement import Placement, placement_of
 from hybridpp.tensor_parallel.plan import Kind, Layout, Plan, Style, parse_style
+from hybridpp.tensor_parallel.sequence import run_on_shards
+from hybridpp.tensor_parallel.sequence_infer import SequencePlan, infer_sequence
 from hybridpp.tensor_parallel.shard import Sharding, shard
 
 __all__ = [
@@ -21,14 +23,17 @@ __all__ = [
     "Part",
     "Placement",
     "Plan",
+    "SequencePlan",
     "ShardedLayer",
     "Sharding",
     "Style",
     "gathered",
     "infer_plan",
+    "infer_sequence",
     "parse_style",
     "placement_of",
     "plan_from_patterns",
+    "run_on_shards",
     "shard",
     "vocab_parallel_cross_entropy",
 ]

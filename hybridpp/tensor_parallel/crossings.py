@@ -1,7 +1,8 @@
 """Where activations go over from whole to divided and back: gradients are summed once, random numbers draw apart."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from hybridpp.cluster import Group
 from hybridpp.tensor_parallel.collectives import copy_to_ranks
+from hybridpp.tensor_parallel.sequence_collectives import copy_sequence, join_sequence
 
 
 def _nothing() -> None:
@@ -37,6 +39,8 @@ class Crossings:
     state of the generator before; behind them the generator stands where it stood, so that on whole activations all
     ranks draw the same ones.
 
+    Inside of :meth:`on_shards`, activations between the layers are shards of sequences.
+
     Args:
         group: the ranks that share the model's layers.
 
@@ -48,6 +52,8 @@ class Crossings:
         self.group = group
         self.meanwhile: Callable[[], None] = _nothing
         self._copied: tuple[Tensor, int, Tensor] | None = None
+        self._joined: tuple[Tensor, int, Tensor] | None = None
+        self._length: int | None = None
         self._before: _Before | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Crossings":
@@ -59,8 +65,39 @@ class Crossings:
         if not x.requires_grad or not torch.is_grad_enabled():
             return x
         if self._copied is None or self._copied[0] is not x or self._copied[1] != x._version:
-            self._copied = (x, x._version, copy_to_ranks(x, self.group, self._while_summing))
+            self._copied = (x, x._version, self._copy(x))
         return self._copied[2]
+
+    def _copy(self, x: Tensor) -> Tensor:
+        if self._joined is not None and self._joined[0] is x and self._joined[1] == x._version:
+            return copy_sequence(self._joined[2], x, self.group, self._while_summing)
+        return copy_to_ranks(x, self.group, self._while_summing)
+
+    def join(self, shard: Tensor) -> Tensor:
+        """The whole activation that a shard is part of, inside of :meth:`on_shards`.
+
+        Collective: one all-gather; where :meth:`copy` is next, also a reduce-scatter in the backward pass.
+        """
+        assert self._length is not None, "only in there shards are known to be some"
+        whole = join_sequence(shard, self._length, self.group)
+        self._joined = (whole, whole._version, shard)
+        return whole
+
+    def again(self, y: Tensor) -> None:
+        """Behind a layer that was a place of random numbers, so that they are for shards like ``y`` again."""
+        if self._length is not None:
+            self.enter(y)
+
+    @contextmanager
+    def on_shards(self, whole: Tensor) -> Iterator[None]:
+        """Inside, activations between layers are shards of sequences like those of ``whole``: ``[B, S, ...]``."""
+        self.enter(whole)
+        self._length = whole.shape[1]
+        try:
+            yield
+        finally:
+            self._length = None
+            self.leave()
 
     def _while_summing(self) -> None:
         # Asked for when gradients are summed: it is set after the first forward has been traced.
@@ -81,8 +118,11 @@ class Crossings:
         self._before = _Before(generator, state, seed)
 
     def leave(self) -> None:
-        """From here on random numbers are for whole activations again; and what was copied is let go of."""
-        before, self._copied, self._before = self._before, None, None
+        """From here on random numbers are for whole activations again, or shards; what was copied is let go of."""
+        self._copied = self._joined = None
+        if self._length is not None:
+            return
+        before, self._before = self._before, None
         # Where a forward ended in between (activation checkpointing stops when it has what it needs), somebody else
         # has seeded the generator since.
         if before is not None and before.seed == before.generator.initial_seed():

@@ -59,7 +59,7 @@ def infer_plan(
             reasons[name] = "was not called"
             continue
         block = model.get_submodule(name)
-        kind = _kind(block, *sample_calls[name])
+        kind = kind_of(block, *sample_calls[name])
         if kind not in known:
             known[kind] = _plan_of(block, sample_calls[name], tp_size, styles_only)
         found[name] = known[kind]
@@ -113,7 +113,7 @@ def _join(prefix: str, name: str) -> str:
     return ".".join(part for part in (prefix, name) if part)
 
 
-def _kind(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+def kind_of(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """What the plan of a block depends on: classes, sizes and settings of its modules, sizes of its arguments."""
     modules = tuple((name, type(module), _settings(module)) for name, module in block.named_modules())
     sizes = tuple((name, parameter.shape) for name, parameter in block.named_parameters())

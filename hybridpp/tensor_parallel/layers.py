@@ -15,6 +15,7 @@ from hybridpp.tensor_parallel.collectives import gather_from_ranks, is_fake, sum
 from hybridpp.tensor_parallel.crossings import Crossings
 from hybridpp.tensor_parallel.lazy_whole import lazily_whole
 from hybridpp.tensor_parallel.plan import Kind
+from hybridpp.tensor_parallel.sequence_collectives import joined_shards, sum_sequence
 
 
 class ShardedLayer:
@@ -25,9 +26,13 @@ class ShardedLayer:
     Attributes:
         kind: how it is divided.
         module: with this rank's part as weight.
+        from_shards: whether a column layer's input is a shard of sequences, ``[B, s, H]``.
+        to_shards: whether a row layer's output is one.
     """
 
     kind = Kind.WHOLE
+    from_shards = False
+    to_shards = False
 
     def __init__(self, module: nn.Module, crossings: Crossings):
         self.module = module
@@ -86,14 +91,21 @@ class ShardedLayer:
         """The gradient of what the layer's own forward made, from that of what :meth:`leave` made."""
         return dy
 
+    def whole_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        """The gradient of the output, as :meth:`own_gradient` and a bias that is whole need it; asked for once."""
+        return dy
+
 
 class ColumnParallel(ShardedLayer):
-    """From a whole input, this rank's part of the output. Collective: one all-reduce in the backward pass."""
+    """From a whole input, this rank's part of the output.
+
+    Collective: one all-reduce in the backward pass; from shards, an all-gather forwards and a reduce-scatter backwards.
+    """
 
     kind = Kind.COLUMN
 
     def enter(self, x: Tensor) -> Tensor:
-        return self.crossings.copy(x)
+        return self.crossings.copy(self.crossings.join(x) if self.from_shards else x)
 
     def leave(self, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         self.crossings.enter(y)
@@ -135,7 +147,10 @@ class GatheredColumnParallel(ShardedLayer):
 
 
 class RowParallel(ShardedLayer):
-    """From this rank's part of the input, the whole output. Collective: one all-reduce in the forward pass."""
+    """From this rank's part of the input, the whole output.
+
+    Collective: one all-reduce in the forward pass; to shards, a reduce-scatter forwards and an all-gather backwards.
+    """
 
     kind = Kind.ROW
 
@@ -148,8 +163,14 @@ class RowParallel(ShardedLayer):
         return x
 
     def leave(self, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.to_shards:
+            self.crossings.again(y)
+            return sum_sequence(y, bias, self.crossings.group)
         whole = sum_over_ranks(y, self.crossings.group)
         return whole if bias is None else whole + bias
+
+    def whole_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        return joined_shards(dy, x.shape[1], self.crossings.group) if self.to_shards else dy
 
 
 class VocabParallel(ShardedLayer):

@@ -31,9 +31,21 @@ def inferred_plan(model: nn.Module, find_samples: Callable[[], Samples], size: i
         ConfigError: the ranks came to different plans.
     """
     blocks = dissect(model, 1).blocks
-    calls = _calls(model, blocks, find_samples())
+    calls = calls_of_blocks(model, blocks, find_samples())
     plan = _with_styles(infer_plan(model, blocks, calls, size))
-    digest = zlib.crc32(repr(_sorted(plan)).encode())
+    check_agreed(_sorted(plan), model, control)
+    return plan
+
+
+def check_agreed(found: object, model: nn.Module, control: Group) -> None:
+    """Make sure that all ranks found the same way to divide a model.
+
+    Collective: all ranks; one small all-gather of host memory.
+
+    Raises:
+        ConfigError: they did not.
+    """
+    digest = zlib.crc32(repr(found).encode())
     rows = control.all_gather(torch.tensor([float(digest)], dtype=torch.float64))
     others = [rank for rank, row in enumerate(rows) if float(row) != float(rows[0])]
     if others:
@@ -41,10 +53,9 @@ def inferred_plan(model: nn.Module, find_samples: Callable[[], Samples], size: i
             f"the ranks found different ways to divide {type(model).__name__}: rank {others[0]} differs from rank 0. "
             "Give all of them the same sample, or name the layers in tensor_parallel_plan."
         )
-    return plan
 
 
-def _calls(model: nn.Module, blocks: Sequence[str], samples: Samples) -> dict[str, SampleCall]:
+def calls_of_blocks(model: nn.Module, blocks: Sequence[str], samples: Samples) -> dict[str, SampleCall]:
     """What each block is called with on the first sample that the model runs on."""
     calls_on = _traced if any(parameter.is_meta for parameter in model.parameters()) else _run
     *others, last = samples.batches

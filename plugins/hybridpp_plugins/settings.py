@@ -20,8 +20,6 @@ _HINTS = {"find_unused_parameters", "static_graph", "gradient_as_bucket_view", "
 # Names that scripts of this kind pass, with the value that asks for nothing.
 _NOT_BUILT: dict[str, Any] = {
     "sp_size": None,
-    "enable_sequence_parallelism": False,
-    "sequence_parallelism_mode": None,
     "parallel_output": True,
     "make_vocab_size_divisible_by": None,
     "custom_policy": None,

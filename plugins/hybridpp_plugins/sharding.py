@@ -11,11 +11,22 @@ from hybridpp.cluster import Group, get_dist_logger
 from hybridpp.config import ParallelConfig
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.pipeline import Gradients, Layer, WeightGradients, layer_of
-from hybridpp.tensor_parallel import Kind, Placement, Plan, ShardedLayer, Sharding, placement_of, plan_from_patterns
+from hybridpp.tensor_parallel import (
+    Kind,
+    Placement,
+    Plan,
+    SequencePlan,
+    ShardedLayer,
+    Sharding,
+    placement_of,
+    plan_from_patterns,
+    run_on_shards,
+)
 from hybridpp.tensor_parallel import shard as apply_plan
 from hybridpp_plugins.inferring import inferred_plan
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.sample import Samples
+from hybridpp_plugins.sequences import sequence_plan
 
 _NUMBER = r"(?<=\.)\d+(?=[.':]|$)"
 
@@ -47,18 +58,24 @@ def divide_model(
         plan = plan_from_patterns(model, config.tensor_parallel_plan, tp.size)
     else:
         plan = inferred_plan(model, find_samples, tp.size, layout.control)
+    sequences = SequencePlan()
+    if config.enable_sequence_parallelism:
+        sequences = sequence_plan(model, plan, find_samples, tp.size, layout.control)
     sharding = apply_plan(model, plan, tp)
-    if plan.reasons or not sharding.layers:
-        get_dist_logger().warning(_left_whole(model, plan), ranks=[0])
+    for name, block in sequences.blocks.items():
+        run_on_shards(model, name, block, sharding)
+    if plan.reasons or sequences.reasons or not sharding.layers:
+        get_dist_logger().warning(_left_whole(model, plan, sequences), ranks=[0])
     weight_gradients = WeightGradients(model, _joined(kinds, sharding))
     sharding.crossings.meanwhile = weight_gradients.release
-    return Divided(weight_gradients, sharding.summed)
+    return Divided(weight_gradients, sharding.summed | sequences.summed)
 
 
-def _left_whole(model: nn.Module, plan: Plan) -> str:
+def _left_whole(model: nn.Module, plan: Plan, sequences: SequencePlan) -> str:
     """One line that lists what every rank has all of, and why."""
     listed: dict[str, int] = {}
-    for name, reason in plan.reasons.items():
+    reasons = [*plan.reasons.items(), *((name, f"whole sequences, {why}") for name, why in sequences.reasons.items())]
+    for name, reason in reasons:
         line = f"{re.sub(_NUMBER, '*', name) or 'all'}: {re.sub(_NUMBER, '*', reason)}"
         listed[line] = listed.get(line, 0) + 1
     lines = "; ".join(listed) or "no layer is named"
@@ -95,10 +112,12 @@ def _join(kind: Layer, part: ShardedLayer) -> Layer:
         forward,
         input_gradient,
         weight_gradients,
-        kind.input_dims,
-        kind.any_dims,
+        # As a list of samples, sequences could not be told apart.
+        3 if part.to_shards else kind.input_dims,
+        kind.any_dims and not part.to_shards,
         prepare=part.enter,
         finish=part.finish,
+        arrive=part.whole_gradient,
         may_wait=part.kind in (Kind.COLUMN, Kind.GATHERED_COLUMN),
     )
 

@@ -43,7 +43,17 @@ def everyone_raises(num_ranks, function, error, text):
         ({"pp_size": 0}, "pp_size is a whole number of ranks, at least 1: got pp_size=0."),
         ({"zero_stage": 1}, "sharded optimizer state is not built yet: got zero_stage=1. Use zero_stage=0."),
         ({"pp_style": "zbv", "schedule": "1f1b"}, "pp_style and schedule are one setting: got 'zbv' and '1f1b'."),
-        ({"enable_sequence_parallelism": True}, "enable_sequence_parallelism is not built yet"),
+        (
+            {"enable_sequence_parallelism": True},
+            "sequence parallelism divides sequences over the ranks that share layers: got tp_size=1. Use tp_size=2 or",
+        ),
+        (
+            {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring"},
+            "sequence_parallelism_mode='ring' is not built yet. Use 'split_gather'.",
+        ),
+        ({"sequence_parallelism_mode": "all_to_all"}, "sequence_parallelism_mode='all_to_all' is not built yet."),
+        ({"sequence_parallelism_mode": "ulysses"}, "sequence_parallelism_mode='ulysses' is unknown."),
+        ({"sequence_parallelism_mode": "split_gather"}, "asks for nothing without enable_sequence_parallelism=True."),
         ({"num_model_chunks": 0}, "num_model_chunks is a whole number, at least 1: got num_model_chunks=0."),
         ({"cpu_offload": True}, "cpu_offload is not built yet"),
         ({"num_microbatch": 4}, "HybridParallelPlugin has no setting 'num_microbatch'. It takes: backoff_factor,"),
