@@ -41,6 +41,11 @@ class GradientBuckets:
             that use it on different parts of an activation), their groups.
         communication_dtype: what gradients are rounded to on their way between replicas; None: as accumulated.
         visible: whether to show them as ``parameter.grad``.
+
+    Attributes:
+        gradients: the sums, by name.
+        visible: as given.
+        communication_dtype: as given.
     """
 
     def __init__(
@@ -62,8 +67,8 @@ class GradientBuckets:
         for name, groups in (shared or {}).items():
             for one in groups:
                 self.share(name, one, self.gradients[name])
-        self._communication_dtype = communication_dtype
-        self._visible = visible
+        self.communication_dtype = communication_dtype
+        self.visible = visible
         self._used: set[str] = set()
         # Those to which autograd adds by itself until something else begins.
         self._settled: set[str] = set()
@@ -104,7 +109,7 @@ class GradientBuckets:
         self._state = _State.LOCAL
 
     def _shows(self, name: str) -> bool:
-        return self._visible and self._parameters[name].dtype == self.gradients[name].dtype
+        return self.visible and self._parameters[name].dtype == self.gradients[name].dtype
 
     def _keep_one_copy(self) -> None:
         """Before more is added to sums: the next reduction must count them once."""
@@ -188,7 +193,7 @@ class GradientBuckets:
         for bucket in self._buckets[self._num_launched :]:
             if only_full and bucket.missing:
                 return
-            bucket.send_off(self._group, self._used, self._communication_dtype)
+            bucket.send_off(self._group, self._used, self.communication_dtype)
             self._num_launched += 1
 
     def finish(self) -> None:
@@ -214,6 +219,11 @@ class GradientBuckets:
     def is_consumed(self) -> bool:
         """Whether there has been no backward pass since the last ``consume``."""
         return self._state is _State.CONSUMED
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Another one after each change of the gradients, also through ``parameter.grad``; ``.data`` escapes it."""
+        return tuple(bucket.flat._version for bucket in self._buckets)
 
     @property
     def is_syncing(self) -> bool:

@@ -237,7 +237,7 @@ class Engine:
                 "learning rate; in fp16, activations overflow beyond 65504: bf16 has the range of fp32."
             )
         if early and early.wants_report:
-            early.report_overflow(self.examination.examine(program, task))
+            early.scaling.found(self.examination.examine(program, task))
         return torch.tensor(closing.loss, dtype=torch.float32).to(self.device, non_blocking=True)
 
 

@@ -1,6 +1,5 @@
 """The boosted optimizer: reduce, agree, unscale, clip, step."""
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hybridpp.cluster import get_dist_logger
 from hybridpp.config import OptimizerConfig, Precision
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.errors import ConfigError
-from hybridpp.precision import LossScale, MasterWeights, after_step
+from hybridpp.precision import LossScale, MasterWeights
 from hybridpp_plugins.agreed_norm import AgreedNorm
+from hybridpp_plugins.scaling import Scaling
 from hybridpp_plugins.unfilled import Unfilled
 
 
@@ -28,12 +27,10 @@ class HybridOptimizer(Optimizer):
     In fp32 ``parameter.grad`` is the gradient; in half precision it is None, and :meth:`gradients` has it.
 
     Attributes:
-        skipped_steps: steps left out because a gradient overflowed (fp16).
         applied_steps: steps that were taken.
-        last_step_skipped: whether the last one was.
         unfilled: weights of the model that wait for ``load_model``.
         norm: how ranks put the gradient norm together.
-        overflow_report: where the last overflow came from, as far as it was looked for; "" before one.
+        scaling: the loss scale, and the steps it skips.
     """
 
     def __init__(
@@ -47,11 +44,8 @@ class HybridOptimizer(Optimizer):
         precision: Precision,
     ):
         # No call to the base class: groups and state are the wrapped optimizer's.
-        self.skipped_steps = 0
         self.applied_steps = 0
-        self.last_step_skipped = False
         self.unfilled = Unfilled(())
-        self.overflow_report = ""
         self._optimizer = optimizer
         self._buckets = buckets
         self._masters = masters
@@ -59,10 +53,10 @@ class HybridOptimizer(Optimizer):
         self.norm = norm
         self._config = config
         self._scales = precision is Precision.FP16
-        self._half = precision is not Precision.FP32
-        self._state = LossScale(config.loss_scale.initial_scale if self._scales else 1.0)
+        self.scaling = Scaling(config.loss_scale, self._scales, norm, buckets)
         self._norm: float | None = None
-        self._reported = False
+        # Of the gradients that it is the norm of.
+        self._normed: tuple[int, ...] = ()
         # What the gradients that are held are multiplied by.
         self._held_scale = 1.0
 
@@ -84,7 +78,22 @@ class HybridOptimizer(Optimizer):
     @property
     def loss_scale(self) -> float:
         """Factor on the loss in the backward pass; 1 unless fp16."""
-        return self._state.scale
+        return self.scaling.state.scale
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps left out because a gradient overflowed (fp16)."""
+        return self.scaling.skipped_steps
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last step was left out."""
+        return self.scaling.last_step_skipped
+
+    @property
+    def overflow_report(self) -> str:
+        """Where the last overflow came from, as far as it was looked for; "" before one."""
+        return self.scaling.report
 
     def unwrap(self) -> Optimizer:
         """The optimizer that was given to ``boost``."""
@@ -100,14 +109,15 @@ class HybridOptimizer(Optimizer):
         Collective: all replicas, unless inside ``booster.no_sync``.
         """
         self.unfilled.check()
-        self.begin_accumulation()
+        self.begin_accumulation(by_hand=True)
         self._buckets.last_backward()
         num_replicas = self.norm.num_replicas
         torch.autograd.backward(self.scale_loss(loss.float()) / num_replicas, *args, **kwargs)
         self._buckets.finish()
 
-    def begin_accumulation(self) -> None:
-        """Called before the backward passes of a pipeline step."""
+    def begin_accumulation(self, by_hand: bool = False) -> None:
+        """Called before the backward passes of a step; ``by_hand``: the script runs them."""
+        self.scaling.begin(by_hand)
         self._norm = None
         self._held_scale = self.loss_scale
         self._buckets.begin()
@@ -121,7 +131,7 @@ class HybridOptimizer(Optimizer):
         Collective: all replicas of this stage, and all ranks that share a parameter with it, if gradients are still
         to be reduced.
         """
-        self._buckets.finish()
+        self._settle()
         unused = set(self._buckets.unused())
         held = [(name, gradient) for name, gradient in self._buckets.gradients.items() if name not in unused]
         return ((name, gradient / self._held_scale) for name, gradient in held)
@@ -129,21 +139,34 @@ class HybridOptimizer(Optimizer):
     def get_grad_norm(self) -> float:
         """The 2-norm of the whole model's gradient, unscaled and before clipping, as of the last backward or step.
 
-        Collective: all ranks, unless it is known already (fp16, or ``max_norm`` > 0).
+        Collective: all ranks, unless it is known: behind a step that needed it (fp16, or ``max_norm`` > 0), and in half
+        precision before one, too. In fp32, users may change gradients before it.
         """
-        if self._norm is None:
-            self._buckets.finish()
+        self._settle()
+        return self._agreed_norm()
+
+    def _settle(self) -> None:
+        """Have the gradients as ``step`` will use them: what was set from outside, and summed."""
+        self._buckets.adopt()
+        self._buckets.finish()
+
+    def _agreed_norm(self) -> float:
+        if self._norm is None or self._changed_anywhere():
             self.take_norms(self.norm.gather(self._buckets.gradients))
         assert self._norm is not None
         return self._norm
 
+    def _changed_anywhere(self) -> bool:
+        """Whether a user has written to gradients since the norm was taken, on any rank. Reads no device."""
+        if not self._buckets.visible or self._buckets.is_consumed:
+            return False
+        mine = torch.tensor(self._normed != self._buckets.version)
+        return any(bool(changed) for changed in self.norm.control.all_gather(mine))
+
     @property
     def tells_norm_early(self) -> bool:
-        """Whether ``step`` will need the norm, and nobody can change the gradients before without the optimizer.
-
-        Then the ranks tell it each other together with the loss. In fp32, users may write to ``parameter.grad``.
-        """
-        return self._half and self._needs_norm and self._buckets.is_syncing
+        """Whether ``step`` will need the norm: then the ranks tell it each other together with the loss."""
+        return self._needs_norm and self._buckets.is_syncing
 
     @property
     def _needs_norm(self) -> bool:
@@ -155,34 +178,34 @@ class HybridOptimizer(Optimizer):
 
     def take_norms(self, rows: list[Tensor]) -> None:
         """Take over every rank's norms, as messages of ``norm``; the same on every rank."""
-        self._norm = self.norm.total(rows) / self._held_scale
+        self._set_norm(self.norm.total(rows) / self._held_scale)
+
+    def _set_norm(self, norm: float) -> None:
+        self._norm, self._normed = norm, self._buckets.version
 
     @property
     def wants_report(self) -> bool:
         """Whether the step is known to be skipped, and that will be told; the same on every rank."""
-        overflow = self._scales and self._norm is not None and not math.isfinite(self._norm)
-        return overflow and self.will_warn and not self._reported
-
-    def report_overflow(self, text: str) -> None:
-        """Take down where an overflow came from."""
-        self.overflow_report, self._reported = text, True
-
-    @property
-    def will_warn(self) -> bool:
-        """Whether the next skipped step is told: the first one, and then ever more rarely: 10, 100, …"""
-        return math.log10(self.skipped_steps + 1).is_integer()
+        return self.scaling.wants_search(self._norm)
 
     def clip_grad_by_norm(self, max_norm: float) -> float:
         """Scale the gradients down to a global norm of at most ``max_norm``; returns the norm before. Collective."""
         norm = self.get_grad_norm()
         factor = _clip_factor(norm, max_norm)
         self._buckets.scale(factor)
-        self._norm = norm * factor
+        self._set_norm(norm * factor)
         return norm
 
     def clip_grad_by_value(self, clip_value: float) -> None:
-        """Bring every element of the gradients into ``[-clip_value, clip_value]``. Collective if still unreduced."""
-        self._buckets.finish()
+        """Bring every element of the gradients into ``[-clip_value, clip_value]``.
+
+        Where fp16 overflowed they stay: a clamped inf is a number, and ``step`` would take it for one.
+
+        Collective: as :meth:`get_grad_norm` in fp16; else only where gradients are still to be reduced.
+        """
+        self._settle()
+        if self._scales and self.scaling.is_overflow(self._agreed_norm()):
+            return
         self._buckets.clamp(clip_value * self._held_scale)
         self._norm = None
 
@@ -202,13 +225,13 @@ class HybridOptimizer(Optimizer):
             raise ConfigError("step inside no_sync would let the replicas drift apart. Call it behind the block.")
         if self._buckets.is_consumed:
             return
-        self._buckets.adopt()
         self._masters.from_working()
-        self._buckets.finish()
+        self._settle()
         factor = 1.0 / self._held_scale
         if self._needs_norm:
-            norm = self.get_grad_norm()
-            if self._scales and self._skip_on_overflow(not math.isfinite(norm)):
+            norm = self._agreed_norm()
+            if self._scales and self.scaling.step(norm):
+                self._buckets.consume()
                 return
             factor *= _clip_factor(norm, self._config.max_norm)
         self._buckets.scale(factor)
@@ -218,38 +241,6 @@ class HybridOptimizer(Optimizer):
         self._masters.to_working()
         self._buckets.consume()
         self.applied_steps += 1
-
-    def _skip_on_overflow(self, overflow: bool) -> bool:
-        before = self._state
-        self._state = after_step(before, overflow, self._config.loss_scale)
-        self.last_step_skipped = overflow
-        if overflow:
-            self._tell_skipped(before.scale)
-            self.skipped_steps += 1
-            self._buckets.consume()
-        elif not before.settled and self.skipped_steps:
-            get_dist_logger().warning(
-                f"the loss scale was found: {before.scale:g}, after {self.skipped_steps} skipped steps. Pass "
-                f"initial_scale={before.scale:g} to keep them.",
-                ranks=[0],
-            )
-        return overflow
-
-    def _tell_skipped(self, scale: float) -> None:
-        if not self._reported:
-            self.overflow_report = (
-                f"not looked for; on this rank: {', '.join(self.norm.not_finite(self._buckets.gradients)) or 'none'}"
-            )
-        self._reported = False
-        floor = scale == self._config.loss_scale.min_scale
-        get_dist_logger().log(
-            logging.WARNING if self.will_warn else logging.DEBUG,
-            f"a gradient overflowed in fp16: step skipped, loss scale {scale:g} -> {self._state.scale:g}"
-            f"{', the least that min_scale allows' if floor else ''} "
-            f"({self.skipped_steps + 1} steps so far, see optimizer.skipped_steps). "
-            f"The first inf or NaN: {self.overflow_report}",
-            ranks=[0],
-        )
 
     @contextmanager
     def _lent_gradients(self) -> Iterator[None]:
@@ -267,6 +258,7 @@ class HybridOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; not needed after ``step``."""
         self._buckets.zero()
+        self.scaling.forget()
         self._norm = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -286,7 +278,7 @@ class HybridOptimizer(Optimizer):
         """This rank's optimizer state, loss scale and masters."""
         return {
             "optimizer": self._optimizer.state_dict(),
-            "loss_scale": vars(self._state).copy(),
+            "loss_scale": vars(self.scaling.state).copy(),
             "masters": {name: master.detach() for name, master in self._masters.masters.items()},
         }
 
@@ -300,7 +292,7 @@ class HybridOptimizer(Optimizer):
                 "Load it on the same rank of the same layout."
             )
         self._optimizer.load_state_dict(state_dict["optimizer"])
-        self._state = LossScale(**state_dict["loss_scale"])
+        self.scaling.state = LossScale(**state_dict["loss_scale"])
         for name, master in self._masters.masters.items():
             master.copy_(state_dict["masters"][name])
         self._masters.to_working()

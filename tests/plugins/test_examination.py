@@ -86,7 +86,7 @@ def reports(spoilers, **settings):
         rows = []
         for spoil in spoilers:
             optimizer.zero_grad()
-            optimizer.skipped_steps = 0
+            optimizer.scaling.skipped_steps = 0
             handle = spoil(model)
             try:
                 booster.execute_pipeline(iter([BATCH]), model, model_loss, optimizer)

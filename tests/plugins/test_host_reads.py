@@ -18,6 +18,7 @@ _HOST_ONLY = {
     "closing.py:<dictcomp>",
     "agreed_norm.py:total",
     "agreed_norm.py:<genexpr>",
+    "optimizer.py:<genexpr>",
 }
 
 
@@ -39,7 +40,7 @@ class Reads(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def places(pp_size=1, calls=1, **settings):
+def places(pp_size=1, calls=1, behind=lambda model: None, **settings):
     """Where each rank reads the device in one step, after a first one that may do more."""
 
     def run():
@@ -50,6 +51,7 @@ def places(pp_size=1, calls=1, **settings):
             with Reads() as reads:
                 for _ in range(calls):
                     booster.execute_pipeline(iter([image_batch(6)]), model, model_loss, optimizer)
+                behind(model)
                 optimizer.step()
         return reads.places
 
@@ -60,18 +62,20 @@ CLOSE = ["closing.py:close_step"]
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"schedule": "zb-h1"}])
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("pp_size", [1, 2])
-def test_half_precision_reads_the_device_at_most_once_a_step(precision, settings, pp_size):
+def test_a_step_reads_the_device_at_most_once(precision, settings, pp_size):
     *others, last = places(pp_size, precision=precision, **settings)
     assert last == CLOSE, "losses and norms together"
     needs_norm = precision == "fp16" or "max_norm" in settings
     assert others == [CLOSE if needs_norm else []] * (pp_size - 1)
 
 
-def test_fp32_reads_it_for_the_loss_and_once_more_to_clip():
-    assert places(precision="fp32") == [CLOSE]
-    assert places(precision="fp32", max_norm=1.0) == [[*CLOSE, "agreed_norm.py:gather"]]
+def test_fp32_reads_it_once_more_where_a_gradient_was_changed_by_hand():
+    def scale(model):
+        next(model.parameters()).grad.mul_(2.0)
+
+    assert places(precision="fp32", max_norm=1.0, behind=scale) == [[*CLOSE, "agreed_norm.py:gather"]]
 
 
 def test_accumulating_calls_read_it_once_each():

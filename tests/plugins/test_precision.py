@@ -206,6 +206,57 @@ def test_clipping_is_torchs_and_bit_equal_over_pipeline_sizes(pp_size):
     assert_same(result["weights"], train(tiny_vit, BATCHES, **options)["weights"])
 
 
+def write(parameter):
+    parameter.grad.mul_(100.0)
+
+
+def replace(parameter):
+    parameter.grad = parameter.grad * 100.0
+
+
+def clear(parameter):
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("asks_before", [False, True])
+@pytest.mark.parametrize("change", [write, replace, clear])
+def test_gradients_that_one_stage_changes_by_hand_count_in_the_norm_of_all(change, asks_before):
+    batch = image_batch(4)
+    model = tiny_vit()
+    model(**batch).loss.backward()
+    change(model.classifier.bias)
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01).item()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    def run():
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2, max_norm=0.01)
+        booster.execute_pipeline(iter([batch]), model, model_loss, optimizer)
+        if asks_before:
+            optimizer.get_grad_norm()
+        if booster.plugin.stage_manager.is_last_stage():
+            change(model.classifier.bias)
+        norms = [optimizer.get_grad_norm()] if asks_before else []
+        optimizer.step()
+        return [*norms, optimizer.get_grad_norm()], dict(optimizer.gradients())
+
+    (norms, first), (same, last) = Loopback(2).run(run)
+    assert norms == same
+    assert norms == pytest.approx([expected] * len(norms), rel=1e-5)
+    assert_near({**first, **last}, gradients, 1e-7)
+
+
+def test_clipping_by_value_does_not_hide_an_overflow():
+    def run():
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2, precision="fp16")
+        inject(model, 1, math.inf)
+        booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
+        optimizer.clip_grad_by_value(1.0)
+        optimizer.step()
+        return optimizer.skipped_steps, optimizer.applied_steps
+
+    assert Loopback(2).run(run) == [(1, 0)] * 2
+
+
 def test_clipping_by_hand():
     def run():
         booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2)
