@@ -109,6 +109,7 @@ class Watch:
     def _behind(self, name: str, unit: nn.Module, _: Any, output: Any) -> None:
         """Look again behind the user's own hooks; a unit of another stage is called too, but not run."""
         if unit is self._run_here:
+            self._run_here = None
             self._left(name, unit, None, output)
 
     def _next(self) -> int:
@@ -141,7 +142,8 @@ class Watch:
             self._find(1, 2 * order + 1, f"the gradient of the output of {name!r} holds {kind}")
 
     def start(self) -> None:
-        """Part of being a recorder."""
+        """Before an action; the forward of another stage calls units that the last one ran, and gets placeholders."""
+        self._run_here = None
 
     def end(self, action: Any) -> None:
         """Look at the parameters' gradients after an action that may have added to them."""

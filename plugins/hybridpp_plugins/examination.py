@@ -14,6 +14,8 @@ from hybridpp.precision import Finding, Place, Watch
 from hybridpp_plugins.closing import BadLoss
 from hybridpp_plugins.layout import Layout
 
+# Formats in which a sum may overflow that fp32 holds.
+_NARROW = (torch.float16,)
 _NOTHING_FOUND = "none in a second run of the step, so it hangs on something that cannot be repeated"
 
 
@@ -75,8 +77,24 @@ class Examination:
         rows = gather_objects(self._layout.control, [failure, list(min(here, default=()))])
         if found := sorted((Finding(*row), rank) for rank, (_, row) in enumerate(rows) if row):
             return f"{found[0][0]} on rank {found[0][1]}"
-        failures = [f"{text} on rank {rank}" for rank, (text, _) in enumerate(rows) if text]
-        return f"not found, because a second run of the step failed: {failures[0]}" if failures else _NOTHING_FOUND
+        if failures := [f"{text} on rank {rank}" for rank, (text, _) in enumerate(rows) if text]:
+            return f"not found, because a second run of the step failed: {failures[0]}"
+        return _NOTHING_FOUND if bad_loss else self._rounded_on_the_way() or _NOTHING_FOUND
+
+    def _rounded_on_the_way(self) -> str:
+        """What replicas have finite gradients of, whose sum in the format it is sent in is not; "" if nothing."""
+        dtype = self._buckets.communication_dtype if self._buckets else None
+        bad = [name for name, gradient in self._gradients().items() if not bool(gradient.isfinite().all())]
+        rows = gather_objects(self._layout.control, bad if dtype in _NARROW else [])
+        return next(
+            (
+                f"the sum over the replicas of the gradient of parameter {names[-1]!r}, which travels in {dtype}, on "
+                f"rank {rank}; on each replica it is finite: leave communication_dtype out"
+                for rank, names in enumerate(rows)
+                if names
+            ),
+            "",
+        )
 
     def _about(self, bad_loss: BadLoss, findings: list[Finding]) -> list[Finding]:
         mine = self._layout.pipelines[self._layout.here.dp]
