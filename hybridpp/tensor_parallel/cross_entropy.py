@@ -1,12 +1,13 @@
 """Cross-entropy of logits that are divided by vocabulary, without ever putting them together."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridpp.cluster import Group
+from hybridpp.errors import ConfigError
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -50,8 +51,14 @@ def vocab_parallel_cross_entropy(
         The loss in the dtype of the logits, the same on all ranks.
 
     Raises:
+        ConfigError: ``reduction`` or ``label_smoothing`` is none of torch's.
         RuntimeError: a target is no class of the vocabulary (on a device: when it is waited for).
     """
+    if reduction not in get_args(Reduction) or not 0 <= label_smoothing <= 1:
+        raise ConfigError(
+            "cross-entropy takes a reduction of mean, sum or none and label_smoothing from 0 to 1: got "
+            f"reduction={reduction!r}, label_smoothing={label_smoothing}."
+        )
     ignored = target == ignore_index
     # Unlike `if not …: raise`, this does not wait for a device.
     torch._assert_async(

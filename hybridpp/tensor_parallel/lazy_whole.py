@@ -4,12 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from hybridpp.cluster import Group
-from hybridpp.tensor_parallel.collectives import gather_from_ranks, own_part
+from hybridpp.tensor_parallel.collectives import copy_to_ranks, gather_from_ranks, own_part, take_own_part
 from hybridpp.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 _Replay = Callable[[Tensor], Tensor]
@@ -19,7 +19,7 @@ class LazyWhole(Tensor):
     """A whole activation of which this rank holds its part along one dimension (logits, by vocabulary).
 
     It has the shape of the whole. Operations that do not look at that dimension (conversions, views, indices of the
-    others, multiplication by a number) give another one of its kind, and the cross-entropy over it is computed from
+    others, sums and products) give another one of its kind, and the cross-entropy over it is computed from
     the parts. Everything else is done on the whole, which is gathered before, once, and gives plain tensors. So the
     numbers are right in any case, also after something was written to the whole or to a view of it.
 
@@ -41,8 +41,9 @@ class LazyWhole(Tensor):
     width: int
     base: "LazyWhole | None"
     replay: _Replay | None
+    _made_by: Any
     _whole: Tensor | None
-    _whole_version: int
+    _as_gathered: tuple[int, bool, bool] | None
 
     @classmethod
     def __torch_function__(
@@ -79,30 +80,36 @@ class LazyWhole(Tensor):
                 wants_gradient, is_inference = self.requires_grad, self.is_inference()
             # Whoever asks first (a metric under no_grad) does not decide for the others.
             with torch.inference_mode(is_inference), torch.set_grad_enabled(wants_gradient):
-                if self.base is not None and self.replay is not None:
+                if self.base is not None and self.replay is not None and self._has_gradient_of_local():
                     whole: Tensor = self.replay(self.base.whole())
                 else:
                     whole = _Gathered.apply(self)  # type: ignore[no-untyped-call]  # torch
-            self._whole, self._whole_version = whole, 0 if is_inference else whole._version
+            self._whole, self._as_gathered = whole, _state(whole)
         return self._whole
 
     def _is_divided(self) -> bool:
         """Whether it is still what its parts are, and they are where its gradient comes from."""
-        with torch._C.DisableTorchFunctionSubclass():
-            if self.requires_grad != self.local.requires_grad:
-                return False
+        if not self._has_gradient_of_local():
+            return False
         link: LazyWhole | None = self
         while link is not None:
-            if link._whole is not None and link._was_touched(link._whole):
+            # Somebody may have written to the whole, or wait for its gradient.
+            if link._whole is not None and (link._as_gathered is None or _state(link._whole) != link._as_gathered):
                 return False
             link = link.base
         return True
 
-    def _was_touched(self, whole: Tensor) -> bool:
-        """Whether somebody wrote to the whole, or waits for its gradient."""
-        if whole.is_inference():  # nobody counts what is written to it
-            return True
-        return whole._version != self._whole_version or bool(whole._backward_hooks) or whole.retains_grad
+    def _has_gradient_of_local(self) -> bool:
+        # An autograd function that returns it (reentrant checkpointing does) makes its gradient that function's.
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.grad_fn is self._made_by
+
+
+def _state(whole: Tensor) -> tuple[int, bool, bool] | None:
+    """Changes with whatever parts do not know of; None where that is not counted."""
+    if whole.is_inference():
+        return None
+    return whole._version, whole.requires_grad, bool(whole._backward_hooks) or whole.retains_grad
 
 
 class _Present(torch.autograd.Function):
@@ -153,7 +160,9 @@ def lazily_whole(
     """
     lazy: LazyWhole = _Present.apply(local, group, dim, width)  # type: ignore[no-untyped-call]  # torch
     lazy.local, lazy.group, lazy.divided, lazy.width = local, group, dim, width
-    lazy.base, lazy.replay, lazy._whole, lazy._whole_version = base, replay, None, 0
+    lazy.base, lazy.replay, lazy._whole, lazy._as_gathered = base, replay, None, None
+    with torch._C.DisableTorchFunctionSubclass():
+        lazy._made_by = lazy.grad_fn
     return lazy
 
 
@@ -182,6 +191,21 @@ def _elementwise(lazy: LazyWhole, func: Any, *args: Any, **kwargs: Any) -> Any:
     if local.device != lazy.local.device:
         return NotImplemented
     return _like(lazy, local, lambda whole: func(whole, *args, **kwargs))
+
+
+def _combined(lazy: LazyWhole, func: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
+    """Sums and products; a tensor of every class (a bias, a mask) is divided, too."""
+    if not isinstance(other, Tensor):
+        return _elementwise(lazy, func, other, *args, **kwargs)
+    sizes = zip(reversed(other.shape), reversed(lazy.shape), strict=False)
+    fits = other.dim() <= lazy.dim() and all(size in (1, whole) for size, whole in sizes)
+    if args or kwargs or type(other) not in (Tensor, nn.Parameter) or not fits or lazy.divided != lazy.dim() - 1:
+        return NotImplemented
+    if other.dim() and other.shape[-1] == lazy.width:
+        own = take_own_part(other, lazy.group, lazy.local.shape[-1])
+    else:
+        own = copy_to_ranks(other, lazy.group)
+    return _like(lazy, func(lazy.local, own), lambda whole: func(whole, other))
 
 
 def _reshaped(lazy: LazyWhole, func: Any, *sizes: Any, **kwargs: Any) -> Any:
@@ -303,6 +327,9 @@ _KEPT: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.permute, torch.permute), _permuted),
     **dict.fromkeys((Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to), _elementwise),
     **dict.fromkeys((Tensor.contiguous, Tensor.detach, torch.detach, Tensor.tanh, torch.tanh), _elementwise),
-    **dict.fromkeys((Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__rmul__), _elementwise),
+    **dict.fromkeys((Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__rmul__), _combined),
+    **dict.fromkeys((Tensor.add, torch.add, Tensor.__add__, Tensor.__radd__), _combined),
+    **dict.fromkeys((Tensor.sub, torch.sub, Tensor.__sub__), _combined),
+    # By a tensor, the filling would become NaN.
     **dict.fromkeys((Tensor.div, torch.div, Tensor.__truediv__), _elementwise),
 }

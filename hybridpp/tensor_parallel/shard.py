@@ -192,7 +192,10 @@ def fitting_sizes(count: int) -> str:
 
 
 def _tied(model: nn.Module, planned: set[str], placements: Mapping[int, Placement]) -> dict[str, Style]:
-    """Styles of modules outside of the plan that hold divided parameters of others: heads tied to an embedding."""
+    """Styles of modules outside of the plan that hold divided parameters of others: heads tied to an embedding.
+
+    And embeddings: an encoder's and a decoder's may be two modules of one weight.
+    """
     found: dict[str, Style] = {}
     named = {id(model.get_submodule(name)) for name in planned}
     for name, module in model.named_modules():
@@ -200,6 +203,10 @@ def _tied(model: nn.Module, planned: set[str], placements: Mapping[int, Placemen
         if not held or id(module) in named:
             continue
         weight = module._parameters.get("weight")
+        if held == ["weight"] and isinstance(module, nn.Embedding) and placements[id(weight)].dim == 0:
+            found[name] = Style(Kind.VOCAB)
+            _check_module(name, found[name], module)
+            continue
         by_rows = held == ["weight"] and is_linear(module) and placements[id(weight)].dim == outputs_dim(module)
         if not by_rows:
             raise ConfigError(

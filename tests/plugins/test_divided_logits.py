@@ -7,10 +7,11 @@ import torch
 from divided_models import GPT2, LLAMA, SIZES, gpt2, llama, token_batch
 from support import assert_near, boosted, model_loss, run_ranks, sgd, train
 from torch.nn import functional
-from transformers import BertConfig, BertForMaskedLM
+from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 from hybridpp.cluster import Loopback
-from hybridpp.tensor_parallel import LazyWhole
+from hybridpp.errors import NonFiniteLossError
+from hybridpp.tensor_parallel import LazyWhole, gathered
 from hybridpp.tensor_parallel import lazy_whole as module
 
 BERT = {
@@ -33,7 +34,23 @@ def bert():
     return model
 
 
+def t5():
+    """Three embeddings and a head of one weight; the head is used in the last stage, the encoder's in the first."""
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 37,
+        "d_model": 32,
+        "d_kv": 8,
+        "num_layers": 2,
+        "num_heads": 4,
+        "d_ff": 48,
+        "dropout_rate": 0.0,
+    }
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, use_cache=False)).train()
+
+
 MODELS = {
+    "t5": (t5, {"shared": "vocab"}),
     "llama-tied": (llama, LLAMA),
     "llama": (functools.partial(llama, tied=False), LLAMA | {"lm_head": "gathered_column"}),
     "gpt2": (gpt2, GPT2),
@@ -91,6 +108,7 @@ def test_no_rank_has_all_logits(name, layout, gathers):
         {"schedule": "zb-v"},
         {"schedule": "interleaved", "num_model_chunks": 2},
         {"gradient_checkpoint_config": {"gradient_checkpointing_ratio": 1.0}},
+        {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"},
     ],
     ids=str,
 )
@@ -166,7 +184,7 @@ def test_a_model_that_is_called_by_itself_returns_logits_that_seem_whole():
         with torch.no_grad():
             logits = model(**token_batch()).logits
         assert isinstance(logits, LazyWhole)
-        return logits[:, -1].argmax(-1), logits + 0
+        return logits[:, -1].argmax(-1), gathered(logits + 0)
 
     for tokens, logits in Loopback(2).run(rank):
         assert torch.equal(tokens, expected[:, -1].argmax(-1))
@@ -222,3 +240,29 @@ def on_processes():
 def test_processes_that_share_a_head():
     for losses in run_ranks(on_processes, 4):
         assert losses == pytest.approx(one_process("llama-tied")["losses"][0], abs=1e-5)
+
+
+def test_a_search_for_inf_looks_at_logits_and_their_gradients():
+    make_model, plan = MODELS["llama"]
+    layout = {"tp_size": 2, "pp_size": 2, "num_microbatches": 2, "tensor_parallel_plan": plan}
+
+    def spoil(module, args, output):
+        return output.index_fill(0, torch.tensor([0]), float("inf"))
+
+    def activations():
+        booster, model, optimizer = boosted(make_model(), sgd, token_batch(), precision="fp16", **layout)
+        if booster.plugin.layout.here.pp == 1:
+            model.lm_head.register_forward_hook(spoil)
+        with pytest.raises(NonFiniteLossError, match=r"the output of 'lm_head' holds inf .stage 1, micro-batch 0. on"):
+            booster.execute_pipeline(iter([token_batch()]), model, model_loss, optimizer)
+
+    def gradients():
+        settings = {"precision": "fp16", "initial_scale": 2.0**30, **layout}
+        booster, model, optimizer = boosted(make_model(), sgd, token_batch(), **settings)
+        booster.execute_pipeline(iter([token_batch()]), model, model_loss, optimizer)
+        optimizer.step()
+        return optimizer.overflow_report
+
+    Loopback(4).run(activations)
+    for told in Loopback(4).run(gradients):
+        assert told.startswith("the gradient of the output of 'lm_head' holds inf (stage 1, micro-batch 0) on rank")

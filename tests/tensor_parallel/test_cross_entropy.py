@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 from hybridpp.cluster import Loopback, current_world
+from hybridpp.errors import ConfigError
 from hybridpp.tensor_parallel import vocab_parallel_cross_entropy
 
 
@@ -127,3 +128,11 @@ def test_a_target_that_is_no_class_is_refused(bad):
     # 7 would lie in the last rank's filling.
     with pytest.raises(RuntimeError, match=r"cross-entropy needs targets from 0 to 5, or ignore_index=-100\."):
         on_ranks(4, numbers(2, 6), torch.tensor([0, bad]))
+
+
+@pytest.mark.parametrize("option", [{"reduction": "median"}, {"label_smoothing": 1.5}])
+def test_what_torch_does_not_know_is_refused(option):
+    with pytest.raises(
+        ConfigError, match="takes a reduction of mean, sum or none and label_smoothing from 0 to 1: got"
+    ):
+        on_ranks(2, numbers(2, 6), torch.tensor([0, 1]), **option)

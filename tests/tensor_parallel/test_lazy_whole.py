@@ -69,6 +69,7 @@ def check(use, num_gathers=None, kind=None):
 
 
 MASK = TARGET > 2
+BIAS = torch.arange(float(V))
 LOSSES = {
     "Hugging Face's": lambda x: functional.cross_entropy(x.float().view(-1, V), TARGET.view(-1), reduction="sum"),
     "shifted": lambda x: functional.cross_entropy(x[..., :-1, :].contiguous().view(-1, V), TARGET[:, 1:].reshape(-1)),
@@ -80,6 +81,8 @@ LOSSES = {
     "masked positions": lambda x: functional.cross_entropy(x[MASK], TARGET[MASK]),
     "chosen positions": lambda x: functional.cross_entropy(x[[0, 1], torch.tensor([2, 0])], TARGET[:, 0]),
     "scaled and capped": lambda x: functional.cross_entropy((x / 5).tanh().mul(5.0).view(B * S, -1), TARGET.view(-1)),
+    "a bias and a mask": lambda x: functional.cross_entropy((x + BIAS - BIAS[None] / 2).view(-1, V), TARGET.view(-1)),
+    "weighted": lambda x: functional.cross_entropy((x * BIAS * torch.ones(S, 1) + 1).view(-1, V), TARGET.view(-1)),
     "there and back": lambda x: functional.cross_entropy(
         x.transpose(0, 1).transpose(1, 0).view(-1, V), TARGET.view(-1)
     ),
@@ -113,6 +116,22 @@ def with_a_metric(x):
     return functional.cross_entropy(x.view(-1, V), TARGET.view(-1)) * (1 + accuracy)
 
 
+def in_chunks(x):
+    chunks = x.detach().requires_grad_()
+    functional.cross_entropy(chunks.view(-1, V), TARGET.view(-1)).backward()
+    return (x * chunks.grad).sum()
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.reshape(-1, V)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return -dy.reshape(B, S, V)
+
+
 class Twice(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -141,6 +160,8 @@ OTHERS = {
     "scaled in place": scaled_in_place,
     "a metric first": with_a_metric,
     "an autograd function": lambda x: Twice.apply(x),
+    "an autograd function of parts": lambda x: functional.cross_entropy(Reversed.apply(x), TARGET.view(-1)),
+    "a gradient taken before": in_chunks,
     "a matrix product": lambda x: x @ WHOLE[0].T,
     "transposed": lambda x: x.mT,
     "reentrant checkpoint": lambda x: torch.utils.checkpoint.checkpoint(lambda y: y.view(-1, V), x, use_reentrant=True),
@@ -191,6 +212,27 @@ def test_a_hook_on_the_whole_sees_the_gradient_of_a_loss():
     functional.cross_entropy(whole.view(-1, V), TARGET.view(-1)).backward()
     for gradient in Loopback(2).run(run):
         torch.testing.assert_close(gradient, whole.grad)
+
+
+def test_what_is_added_or_multiplied_gets_its_whole_gradient():
+    def loss(x, bias, scale):
+        return functional.cross_entropy((x + bias).mul(scale).view(-1, V), TARGET.view(-1))
+
+    def leaves():
+        return nn.Parameter(BIAS.clone()), nn.Parameter(torch.tensor(0.3))
+
+    def run():
+        group = Counted(current_world().split([[0, 1]]))
+        bias, scale = leaves()
+        loss(lazily_whole(own_part(WHOLE, group, 4), group, 2, V), bias, scale).backward()
+        # One: the bias's gradient.
+        assert group.num_gathers == 1
+        return bias.grad, scale.grad
+
+    bias, scale = leaves()
+    loss(WHOLE, bias, scale).backward()
+    for gradients in Loopback(2).run(run):
+        torch.testing.assert_close(gradients, (bias.grad, scale.grad))
 
 
 def test_without_gradients():
