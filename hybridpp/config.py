@@ -258,6 +258,28 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """What computes in fp32 although the precision is fp16 or bf16.
+
+    Attributes:
+        fp32_modules: patterns of modules' names or classes, in which ``*`` stands for anything: ``["*norm*"]``. Behind
+            ``!``, modules that are in half precision after all: ``["*norm*", "!*.q_norm"]``, or ``["!BatchNorm2d"]``
+            against the rule. The last one that matches counts.
+    """
+
+    fp32_modules: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        given: Any = self.fp32_modules
+        if isinstance(given, str) or not (
+            isinstance(given, Sequence) and all(isinstance(pattern, str) and pattern.strip("!") for pattern in given)
+        ):
+            raise ConfigError(
+                f"fp32_modules is a list of patterns of module names or classes, like ['*norm*']: got {given!r}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
     """How the fp16 loss scale starts and moves; unused in fp32 and bf16.
 

@@ -1,12 +1,14 @@
 """Number formats: the loss scale, the fp32 masters of half-precision weights, and a search for inf and NaN."""
 
 from hybridpp.precision.dtypes import cast, casts, describe, dtype_of, working_dtype
+from hybridpp.precision.formats import Formats, keep_formats, module_formats
 from hybridpp.precision.loss_scale import LossScale, after_step
 from hybridpp.precision.masters import MasterWeights
 from hybridpp.precision.watch import Finding, Place, Watch
 
 __all__ = [
     "Finding",
+    "Formats",
     "LossScale",
     "MasterWeights",
     "Place",
@@ -16,5 +18,7 @@ __all__ = [
     "casts",
     "describe",
     "dtype_of",
+    "keep_formats",
+    "module_formats",
     "working_dtype",
 ]

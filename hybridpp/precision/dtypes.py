@@ -1,10 +1,13 @@
 """What each precision means in torch's dtypes."""
 
+from types import MappingProxyType
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hybridpp.config import Precision
+from hybridpp.precision.formats import Formats
 
 _HALF = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 # torch's kernels for these compute means and variances in fp32, whatever the input.
@@ -27,12 +30,15 @@ def working_dtype(model: nn.Module, precision: Precision) -> torch.dtype | None:
     return torch.float32 if any(tensor.dtype in _HALF.values() for tensor in tensors) else None
 
 
-def casts(model: nn.Module, dtype: torch.dtype | None) -> dict[int, torch.dtype]:
+def casts(
+    model: nn.Module, dtype: torch.dtype | None, formats: Formats = MappingProxyType({})
+) -> dict[int, torch.dtype]:
     """The tensors of a model that change for a ``working_dtype``, by ``id``, with their new dtype.
 
     Half precision leaves as they are: complex tensors; buffers that are no part of the state, which are derived
     constants (rotary frequencies) that models use in the precision they were made in; and batch normalisation, whose
-    running statistics would stop moving and whose kernels take half-precision inputs beside fp32 weights.
+    running statistics would stop moving and whose kernels take half-precision inputs beside fp32 weights. ``formats``
+    say otherwise of a module, and come first.
     """
     if dtype is None:
         return {}
@@ -41,7 +47,8 @@ def casts(model: nn.Module, dtype: torch.dtype | None) -> dict[int, torch.dtype]
         return {id(tensor): dtype for tensor in tensors if tensor.dtype in _HALF.values()}
     changed: dict[int, torch.dtype] = {}
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
+        by_rule = torch.float32 if isinstance(module, _BatchNorm) else dtype
+        if formats.get(module, by_rule) is not dtype:
             continue
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point():
@@ -52,9 +59,9 @@ def casts(model: nn.Module, dtype: torch.dtype | None) -> dict[int, torch.dtype]
     return changed
 
 
-def cast(model: nn.Module, dtype: torch.dtype | None) -> None:
+def cast(model: nn.Module, dtype: torch.dtype | None, formats: Formats = MappingProxyType({})) -> None:
     """Do what :func:`casts` says, in place; parameters stay the same objects."""
-    changed = casts(model, dtype)
+    changed = casts(model, dtype, formats)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if id(parameter) in changed:
@@ -64,19 +71,22 @@ def cast(model: nn.Module, dtype: torch.dtype | None) -> None:
                 module._buffers[name] = buffer.to(changed[id(buffer)])
 
 
-def describe(model: nn.Module) -> str:
-    """A table of what computes in which format: modules that hold weights themselves, by class."""
+def describe(model: nn.Module, formats: Formats = MappingProxyType({})) -> str:
+    """A table of what computes in which format, by class: modules that hold weights themselves, or have ``formats``."""
     rows: dict[tuple[str, str, str], int] = {}
     for module in model.modules():
         held = [tensor for tensor in module.parameters(recurse=False) if tensor.is_floating_point()]
         if held:
             name = type(module).__name__
-            formats = "/".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in held}))
+            weights = "/".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in held}))
             half_norm = isinstance(module, _REDUCES_IN_FP32) and held[0].dtype in _HALF.values()
-            key = (name, formats, "float32 inside, rounded behind" if half_norm else formats)
+            key = (name, weights, "float32 inside, rounded behind" if half_norm else weights)
+            rows[key] = rows.get(key, 0) + 1
+        elif module in formats and not any(module.children()):
+            key = (type(module).__name__, "", str(formats[module]).removeprefix("torch."))
             rows[key] = rows.get(key, 0) + 1
     head = ("module", "weights", "computes in")
-    table = [(f"{number} {name}", formats, computes) for (name, formats, computes), number in sorted(rows.items())]
+    table = [(f"{number} {name}", weights, computes) for (name, weights, computes), number in sorted(rows.items())]
     table += [("loss, gradient sums, optimizer", "", "float32 or wider")]
     widths = [max(len(row[column]) for row in (head, *table)) for column in range(3)]
     lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *table)]

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,16 @@ from hybridpp.errors import ConfigError
 from hybridpp.partition import StagedModel
 from hybridpp.pipeline import Executor, Transport, call_arguments
 from hybridpp.plugin import Boosted
-from hybridpp.precision import MasterWeights, cast, casts, dtype_of, working_dtype
+from hybridpp.precision import (
+    Formats,
+    MasterWeights,
+    cast,
+    casts,
+    dtype_of,
+    keep_formats,
+    module_formats,
+    working_dtype,
+)
 from hybridpp_plugins.agreed_norm import AgreedNorm
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.examination import Examination
@@ -33,6 +43,14 @@ from hybridpp_plugins.sharding import (
     share_copies,
 )
 from hybridpp_plugins.unfilled import Unfilled
+
+
+class _Working(NamedTuple):
+    """What the model computes in: all but some modules of it."""
+
+    dtype: torch.dtype | None
+    formats: Formats
+
 
 # Elements of each parameter that are compared between ranks: enough to see two initialisations apart.
 _NUM_COMPARED = 16
@@ -59,19 +77,22 @@ def boost(
     state = {name: leaf for name, leaf in model.state_dict(keep_vars=True).items() if isinstance(leaf, Tensor)}
     dtypes = {name: tensor.dtype for name, tensor in state.items()}
     model_dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
+    half = dtype_of(settings.precision)
+    formats = module_formats(model, settings.formats.fp32_modules, half)
     if optimizer is not None:
         _check_optimizer(optimizer, names)
     _check_same_weights(model, seed, layout)
     unfilled = Unfilled(aliases.get(name, name) for name, leaf in state.items() if leaf.is_meta)
     derive_buffers(model)
-    dtype = working_dtype(model, settings.precision)
+    working = _Working(working_dtype(model, settings.precision), formats)
     placement = planner.placement
     divided = divide_model(model, settings.parallel, layout, find_samples)
-    staged = _cut(model, placement, settings, layout, device, dtype, find_samples)
+    keep_formats(model, formats, half)
+    staged = _cut(model, placement, settings, layout, device, working, find_samples)
     # As model.to, but leaves alone what has no numbers yet: it gets its memory last, in its final format.
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]  # torch
     masters = _masters(model, settings.precision)
-    cast(model, dtype)
+    cast(model, *working)
     unfilled.watch(model)
     allocate(model, masters.masters.values(), device)
     buckets, boosted = None, None
@@ -99,6 +120,7 @@ def boost(
         masters=masters,
         dtypes=dtypes,
         model_dtype=model_dtype,
+        formats=formats,
         unfilled=unfilled,
         aliases=aliases,
         buffer_names=frozenset(state) - frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)),
@@ -111,7 +133,7 @@ def _cut(
     settings: Settings,
     layout: Layout,
     device: torch.device,
-    dtype: torch.dtype | None,
+    working: _Working,
     find_samples: Callable[[], Samples],
 ) -> StagedModel:
     samples = find_samples() if len(placement) > 1 else NO_SAMPLES
@@ -122,8 +144,8 @@ def _cut(
             [stage for stage, rank in enumerate(placement) if rank == layout.here.pp],
             device=device,
             samples=[call_arguments(batch) for batch in samples.batches],
-            compute_dtype=dtype,
-            dtypes=casts(model, dtype),
+            compute_dtype=working.dtype,
+            dtypes=casts(model, *working),
             config=settings.partition,
             recomputation=settings.pipeline.recomputation,
             agree=lambda seconds: list(gather_objects(layout.control, seconds)[0]),

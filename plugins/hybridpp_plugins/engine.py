@@ -28,7 +28,7 @@ from hybridpp.pipeline import (
     split_batch,
 )
 from hybridpp.plugin import Criterion
-from hybridpp.precision import MasterWeights
+from hybridpp.precision import Formats, MasterWeights
 from hybridpp.tensor_parallel import gathered
 from hybridpp_plugins.closing import close_step
 from hybridpp_plugins.examination import Examination
@@ -59,6 +59,7 @@ class Engine:
         masters: fp32 masters; empty in fp32.
         dtypes: the dtype that each tensor of the state had before boost.
         model_dtype: the model's own, for its config.
+        formats: modules that compute in another format than the rest.
         unfilled: weights that wait for ``load_model``.
         aliases: further names of tied parameters, each with the first name.
         buffer_names: persistent buffers of the whole model.
@@ -80,6 +81,7 @@ class Engine:
     masters: MasterWeights
     dtypes: Mapping[str, torch.dtype]
     model_dtype: torch.dtype | None
+    formats: Formats
     unfilled: Unfilled
     aliases: Mapping[str, str]
     buffer_names: frozenset[str]

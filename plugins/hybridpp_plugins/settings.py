@@ -10,6 +10,7 @@ from hybridpp.config import (
     PartitionConfig,
     PipelineConfig,
     Precision,
+    PrecisionConfig,
 )
 from hybridpp.errors import ConfigError
 from hybridpp.tensor_parallel import parse_style
@@ -44,6 +45,7 @@ class Settings(NamedTuple):
     pipeline: PipelineConfig
     partition: PartitionConfig
     precision: Precision
+    formats: PrecisionConfig
     optimizer: OptimizerConfig
     optimize_kernels: bool
 
@@ -68,6 +70,7 @@ def sort_settings(precision: str, enable_all_optimization: bool, options: dict[s
         pipeline=_take(PipelineConfig, rest),
         partition=_take(PartitionConfig, rest),
         precision=Precision.parse(precision),
+        formats=_take(PrecisionConfig, rest),
         optimizer=_take(OptimizerConfig, rest, loss_scale=_take(LossScaleConfig, rest)),
         optimize_kernels=enable_all_optimization,
     )
@@ -93,6 +96,7 @@ _CONFIGS: tuple[type[Any], ...] = (
     ParallelConfig,
     PipelineConfig,
     PartitionConfig,
+    PrecisionConfig,
     OptimizerConfig,
     LossScaleConfig,
 )
