@@ -1,7 +1,7 @@
 """What a plugin is: the one place where the parts of a training run are joined."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,6 +68,29 @@ class RecordsTimelines(ABC):
     @abstractmethod
     def record_timeline(self, model: nn.Module) -> AbstractContextManager[Any]:
         """See :meth:`hybridpp.Booster.record_timeline`."""
+
+
+class LayerDivision(NamedTuple):
+    """How the layers of a model are divided over ranks.
+
+    Attributes:
+        styles: what becomes of divided modules, by name; of what no style tells, only shapes are there.
+        reasons: why a module stays whole, where one could expect it to be divided; by name.
+        shapes: of what each rank holds of every parameter, by name.
+    """
+
+    styles: Mapping[str, str]
+    reasons: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+class DividesLayers(ABC):
+    """A plugin that divides layers over ranks, and can say beforehand how."""
+
+    @classmethod
+    @abstractmethod
+    def preview_division(cls, model: nn.Module, tp_size: int) -> LayerDivision:
+        """How a model, also on the meta device, would be divided over ``tp_size`` ranks; it is left as it was."""
 
 
 class SavesModels(ABC):

@@ -1,14 +1,17 @@
-"""``hybridpp partition``: how a model would be cut, from its configuration alone."""
+"""``hybridpp partition``: how a model would be cut, and its layers divided, from its configuration alone."""
 
+import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Mapping
 from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 
+from hybridpp.cli.division import check_heads, divide, render_division
 from hybridpp.cli.meta_model import build, load_config
 from hybridpp.cli.numbers import positive
-from hybridpp.cli.table import render
+from hybridpp.cli.table import Share, render
 from hybridpp.config import PartitionConfig, Precision
 from hybridpp.errors import ConfigError, HybridppError
 from hybridpp.partition import StageSummary, describe_cut, make_samples
@@ -19,6 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
     parser.add_argument("--model", required=True, help="folder with a config.json, or name on the Hugging Face hub")
     parser.add_argument("--pp-size", type=positive, required=True, help="number of pipeline stages")
+    parser.add_argument("--tp-size", type=positive, default=1, help="ranks that share a stage's layers (default: 1)")
     parser.add_argument("--task", help="CausalLM, ImageClassification, ...; default: the class in config.json")
     parser.add_argument("--balance", choices=("flops", "parameters"), default="flops", help="what stages share evenly")
     parser.add_argument("--layers-per-stage", type=_counts, metavar="N,N,...", help="blocks of each stage")
@@ -33,10 +37,28 @@ def run(arguments: Namespace) -> str:
     partition = PartitionConfig(
         layers_per_stage=arguments.layers_per_stage, split_points=arguments.split_points, balance=arguments.balance
     )
-    model = build(load_config(arguments.model), arguments.task)
+    config = load_config(arguments.model)
+    check_heads(config, arguments.tp_size)
+    model = build(config, arguments.task)
     stages = _describe(model, arguments, partition)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return f"{type(model).__name__}, {_chosen_by(partition)}\n\n{render(stages, num_parameters, arguments.batch_size)}"
+    first = f"{type(model).__name__}, {_chosen_by(partition)}\n\n"
+    if arguments.tp_size == 1:
+        return first + render(stages, num_parameters, arguments.batch_size)
+    division = divide(model, arguments.tp_size)
+    shares = _shares(model, Precision(arguments.precision), division.shapes)
+    cut = render(stages, num_parameters, arguments.batch_size, shares)
+    return f"{first}{cut}\n\n{render_division(model, division, arguments.tp_size)}"
+
+
+def _shares(model: nn.Module, precision: Precision, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Share]:
+    """What a rank holds of each parameter."""
+    casted = casts(model, working_dtype(model, precision))
+    shares = {}
+    for name, parameter in model.named_parameters():
+        num_elements = math.prod(shapes[name])
+        shares[name] = Share(num_elements, num_elements * casted.get(id(parameter), parameter.dtype).itemsize)
+    return shares
 
 
 class _DoesNotRun(ConfigError):

@@ -1,42 +1,77 @@
 """A cut as text."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from hybridpp.partition import StageSummary, shared_parameters
 
 _TITLES = ("stage", "modules", "parameters", "GFLOPs", "KiB sent")
+_TITLES_OF_SHARES = ("per rank", "MiB per rank")
 
 
-def render(stages: Sequence[StageSummary], num_parameters: int, batch_size: int) -> str:
+class Share(NamedTuple):
+    """What a rank holds of a parameter.
+
+    Attributes:
+        num_elements: of its part.
+        num_bytes: of that, in the format in which the model computes.
+    """
+
+    num_elements: int
+    num_bytes: int
+
+
+def render(
+    stages: Sequence[StageSummary],
+    num_parameters: int,
+    batch_size: int,
+    shares: Mapping[str, Share] | None = None,
+) -> str:
     """A line per stage, a line of totals, and what several stages hold.
 
     Args:
         stages: of the cut.
         num_parameters: of the whole model, where what several stages hold counts once.
         batch_size: of the sample; FLOPs and what is sent are given per sample.
+        shares: what a rank holds of each parameter, by name, where several share a stage.
     """
-    rows = [
+    titles = _TITLES + (_TITLES_OF_SHARES if shares else ())
+    rows: list[tuple[str, ...]] = [
         (
             str(summary.stage),
             ", ".join(compact(summary.calls)),
             f"{summary.num_parameters:,}",
             f"{summary.flops / batch_size / 1e9:,.2f}",
             f"{summary.sent_bytes / batch_size / 1024:,.1f}" if summary.stage < len(stages) - 1 else "-",
+            *(_held(summary, shares) if shares else ()),
         )
         for summary in stages
     ]
     flops = sum(summary.flops for summary in stages)
     sent = sum(summary.sent_bytes for summary in stages)
-    total = ("total", "", f"{num_parameters:,}", f"{flops / batch_size / 1e9:,.2f}", f"{sent / batch_size / 1024:,.1f}")
-    widths = [max(len(row[column]) for row in (_TITLES, *rows, total)) for column in range(len(_TITLES))]
+    total: tuple[str, ...] = (
+        "total",
+        "",
+        f"{num_parameters:,}",
+        f"{flops / batch_size / 1e9:,.2f}",
+        f"{sent / batch_size / 1024:,.1f}",
+    )
+    total += ("",) * (len(titles) - len(total))
+    widths = [max(len(row[column]) for row in (titles, *rows, total)) for column in range(len(titles))]
 
     def line(row: Sequence[str]) -> str:
         stage, modules, *numbers = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         return " | ".join([stage, modules.strip().ljust(widths[1]), *numbers])
 
     rule = "-+-".join("-" * width for width in widths)
-    return "\n".join([line(_TITLES), rule, *map(line, rows), rule, line(total), *_shared(stages)])
+    return "\n".join([line(titles), rule, *map(line, rows), rule, line(total), *_shared(stages)])
+
+
+def _held(summary: StageSummary, shares: Mapping[str, Share]) -> tuple[str, str]:
+    held = [shares[name] for name in summary.parameters]
+    num_bytes = sum(share.num_bytes for share in held)
+    return f"{sum(share.num_elements for share in held):,}", f"{num_bytes / 2**20:,.1f}"
 
 
 def _shared(stages: Sequence[StageSummary]) -> list[str]:

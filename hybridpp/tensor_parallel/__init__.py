@@ -11,7 +11,7 @@ from hybridpp.tensor_parallel.placement import Placement, placement_of
 from hybridpp.tensor_parallel.plan import Kind, Layout, Plan, Style, parse_style
 from hybridpp.tensor_parallel.sequence import run_on_shards
 from hybridpp.tensor_parallel.sequence_infer import SequencePlan, infer_sequence
-from hybridpp.tensor_parallel.shard import Sharding, shard
+from hybridpp.tensor_parallel.shard import Sharding, fitting_sizes, shard
 
 __all__ = [
     "Crossings",
@@ -27,6 +27,7 @@ __all__ = [
     "ShardedLayer",
     "Sharding",
     "Style",
+    "fitting_sizes",
     "gathered",
     "infer_plan",
     "infer_sequence",

@@ -15,7 +15,16 @@ from hybridpp.cluster import RankGrid, current_world, preserved_random_state
 from hybridpp.data_parallel import ShardedBatchSampler
 from hybridpp.errors import ConfigError
 from hybridpp.pipeline import StageManager
-from hybridpp.plugin import Boosted, Criterion, Plugin, RecordsTimelines, RunsPipeline, SavesModels
+from hybridpp.plugin import (
+    Boosted,
+    Criterion,
+    DividesLayers,
+    LayerDivision,
+    Plugin,
+    RecordsTimelines,
+    RunsPipeline,
+    SavesModels,
+)
 from hybridpp.precision import describe
 from hybridpp_plugins.boosting import boost
 from hybridpp_plugins.engine import Engine
@@ -23,6 +32,7 @@ from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.lr_scheduler import SkipAwareScheduler
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.planning import Planner
+from hybridpp_plugins.preview import preview_division
 from hybridpp_plugins.recording import Recording
 from hybridpp_plugins.sample import find_samples
 from hybridpp_plugins.settings import sort_settings
@@ -31,7 +41,7 @@ from hybridpp_plugins.weights import load_weights, save_weights
 _ENGINE = "_hybridpp_engine"
 
 
-class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, SavesModels):
+class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, DividesLayers, SavesModels):
     """Trains one model on ``tp_size * pp_size`` ranks per replica, with as many replicas as the world holds.
 
     Collective: every rank of the world must construct it, with the same settings.
@@ -227,6 +237,11 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, SavesModels):
     def record_timeline(self, model: nn.Module) -> AbstractContextManager[Recording]:
         """See :meth:`hybridpp.Booster.record_timeline`."""
         return self._engine(model).recorded()
+
+    @classmethod
+    def preview_division(cls, model: nn.Module, tp_size: int) -> LayerDivision:
+        """How :meth:`configure` would divide the layers, without a plan and a sample of the user's."""
+        return preview_division(model, tp_size)
 
     def describe_precision(self, model: nn.Module) -> str:
         """A table of what computes in which format, of what this rank holds of a boosted model."""

@@ -5,10 +5,11 @@ import sys
 
 import pytest
 import torch
-from support import ROOT
+from support import ROOT, boosted, image_batch
 from transformers import (
     BertConfig,
     LlamaConfig,
+    ResNetConfig,
     T5Config,
     ViTConfig,
     ViTForImageClassification,
@@ -18,6 +19,7 @@ from transformers import (
 
 from hybridpp.cli import main
 from hybridpp.cli.meta_model import build
+from hybridpp.cluster import Loopback
 from hybridpp.partition import make_samples
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
@@ -74,6 +76,51 @@ def test_the_table(table):
         "------+-------------------------------------------+------------+--------+---------\n"
         "total |                                           |      9,893 |   0.00 |      0.3\n"
     )
+
+
+def test_how_layers_are_divided(table):
+    text, _ = table(VIT, "--pp-size", "2", "--tp-size", "2")
+    assert text.partition("\n\neach")[2] == (
+        " stage's layers over 2 ranks\n"
+        "\n"
+        "layer                                      |  style | parameters | per rank\n"
+        "-------------------------------------------+--------+------------+---------\n"
+        "vit.embeddings                             |  whole |         96 |       96\n"
+        "vit.embeddings.patch_embeddings.projection |  whole |        784 |      784\n"
+        "vit.layers.*.attention.q_proj x4           | column |      1,088 |      544\n"
+        "vit.layers.*.attention.k_proj x4           | column |      1,088 |      544\n"
+        "vit.layers.*.attention.v_proj x4           | column |      1,088 |      544\n"
+        "vit.layers.*.attention.o_proj x4           |    row |      1,088 |      576\n"
+        "vit.layers.*.layernorm_before x4           |  whole |        128 |      128\n"
+        "vit.layers.*.layernorm_after x4            |  whole |        128 |      128\n"
+        "vit.layers.*.mlp.fc1 x4                    | column |      2,176 |    1,088\n"
+        "vit.layers.*.mlp.fc2 x4                    |    row |      2,112 |    1,088\n"
+        "vit.layernorm                              |  whole |         32 |       32\n"
+        "classifier                                 |  whole |         85 |       85\n"
+        "\n"
+        "whole on every rank:\n"
+        "  vit.embeddings, vit.embeddings.patch_embeddings.projection, vit.layernorm, classifier: "
+        "outside of the blocks.\n"
+        "  vit.layers.*.layernorm_before, vit.layers.*.layernorm_after: used on whole activations.\n"
+    )
+
+
+@pytest.mark.parametrize("config", [VIT, LLAMA], ids=["vit", "llama"])
+def test_shares_are_what_the_ranks_of_a_job_hold(table, config):
+    _, cells = table(config, "--pp-size", "2", "--tp-size", "2", "--precision", "bf16")
+    ids = {"input_ids": torch.ones(2, 8, dtype=torch.long)}
+
+    def held():
+        model = build(config)
+        sample = image_batch(2) if config is VIT else ids
+        booster, model, _ = boosted(model, None, sample, tp_size=2, pp_size=2, precision="bf16")
+        parameters = list(model.parameters())
+        return booster.plugin.layout.here.pp, sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters)
+
+    for stage, num_elements, num_bytes in Loopback(4).run(held):
+        *_, per_rank, mib = cells[str(stage)]
+        assert number(per_rank) == num_elements
+        assert number(mib) == round(num_bytes / 2**20, 1)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
@@ -208,6 +255,18 @@ def test_a_huge_model_takes_seconds_and_no_memory(tmp_path):
         ),
         (
             VIT,
+            ["--tp-size", "3"],
+            "hybridpp: tensor parallelism divides the heads of attention: ViTConfig has num_attention_heads=2, got "
+            "--tp-size 3. Use 1 or 2.",
+        ),
+        (
+            VIT,
+            ["--tp-size", "4"],
+            "hybridpp: tensor parallelism divides the heads of attention: ViTConfig has num_attention_heads=2, got "
+            "--tp-size 4. Use 1 or 2.",
+        ),
+        (
+            VIT,
             ["--split-points", "vit.layers.1:behind"],
             "hybridpp: split_points says 'before' or 'after' a module: got 'behind' for 'vit.layers.1'.",
         ),
@@ -246,6 +305,14 @@ def test_other_refusals_say_what_would_do(refusal, tmp_path):
     (tmp_path / "model/config.json").write_text('{"model_type": "tea"}')
     assert refusal(None, "--pp-size", "2").startswith(
         "hybridpp: transformers cannot read the configuration of 'TMP/model': "
+    )
+
+
+def test_a_model_of_which_nothing_can_be_divided_is_refused(refusal):
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], architectures=["ResNetModel"])
+    assert refusal(config, "--pp-size", "2", "--tp-size", "2").startswith(
+        "hybridpp: tensor parallelism divides pairs of linear layers: none of ResNetModel can be divided over 2 ranks "
+        "(its blocks have none). Leave out --tp-size"
     )
 
 

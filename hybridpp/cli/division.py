@@ -1,0 +1,112 @@
+"""How a model's layers would be divided over ranks, as text."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from hybridpp.cli.columns import table
+from hybridpp.errors import ConfigError
+from hybridpp.partition import dissect
+from hybridpp.plugin import DividesLayers, LayerDivision
+from hybridpp.registry import plugin_class
+from hybridpp.tensor_parallel import fitting_sizes
+
+_PLUGIN = "hybrid_parallel"
+_WHOLE = "whole"
+_NUMBER = re.compile(r"(?<=\.)\d+(?=[.':]|$)")
+
+
+def check_heads(config: PreTrainedConfig, tp_size: int) -> None:
+    """Refuse to divide attention by a number that does not divide its heads.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    heads = getattr(config.get_text_config(), "num_attention_heads", None)
+    if isinstance(heads, int) and heads % tp_size:
+        raise ConfigError(
+            f"tensor parallelism divides the heads of attention: {type(config).__name__} has num_attention_heads="
+            f"{heads}, got --tp-size {tp_size}. Use {fitting_sizes(heads)}."
+        )
+
+
+def divide(model: nn.Module, tp_size: int) -> LayerDivision:
+    """How the plugin would divide the model.
+
+    Raises:
+        ConfigError: nothing of it can be divided.
+    """
+    plugin = plugin_class(_PLUGIN)
+    assert issubclass(plugin, DividesLayers), "it comes with hybridpp"
+    division = plugin.preview_division(model, tp_size)
+    if all(division.shapes[name] == parameter.shape for name, parameter in model.named_parameters()):
+        told = _starred(f"{name}: {reason}" for name, reason in division.reasons.items())
+        raise ConfigError(
+            f"tensor parallelism divides pairs of linear layers: none of {type(model).__name__} can be divided over "
+            f"{tp_size} ranks ({'; '.join(told) or 'its blocks have none'}). Leave out --tp-size, or take another size."
+        )
+    return division
+
+
+class _Row(NamedTuple):
+    """Modules that differ in numbers only."""
+
+    owners: dict[str, None]
+    sizes: list[tuple[int, int]]
+
+
+def render_division(model: nn.Module, division: LayerDivision, tp_size: int) -> str:
+    """A line per kind of module, then why the rest is whole on every rank.
+
+    Args:
+        model: whole.
+        division: of it.
+        tp_size: number of ranks.
+    """
+    rows: dict[tuple[str, str], _Row] = {}
+    for name, parameter in model.named_parameters():
+        owner, shape = name.rpartition(".")[0], division.shapes[name]
+        told = division.styles.get(owner, _WHOLE if shape == parameter.shape else "in parts")
+        row = rows.setdefault((_NUMBER.sub("*", owner), told), _Row({}, []))
+        row.owners[owner] = None
+        row.sizes.append((parameter.numel(), math.prod(shape)))
+    cells = [
+        (
+            (pattern or "(model)") + (f" x{len(row.owners)}" if len(row.owners) > 1 else ""),
+            told,
+            *(f"{sum(sizes):,}" for sizes in zip(*row.sizes, strict=True)),
+        )
+        for (pattern, told), row in rows.items()
+    ]
+    whole = [owner for (_, told), row in rows.items() if told == _WHOLE for owner in row.owners]
+    text = table(("layer", "style", "parameters", "per rank"), cells)
+    return "\n".join([f"each stage's layers over {tp_size} ranks", "", text, *_reasons(model, whole, division.reasons)])
+
+
+def _reasons(model: nn.Module, whole: list[str], reasons: Mapping[str, str]) -> list[str]:
+    blocks = dissect(model, 1).blocks
+    lines: dict[str, list[str]] = {}
+    for owner in whole:
+        above = [name for name in reasons if _within(owner, name)]
+        if above:
+            reason = reasons[max(above, key=len)]
+        elif any(_within(owner, block) for block in blocks):
+            reason = "used on whole activations."
+        else:
+            reason = "outside of the blocks."
+        lines.setdefault(_NUMBER.sub("*", reason), []).append(owner)
+    told = [f"  {', '.join(_starred(owners))}: {reason}" for reason, owners in lines.items()]
+    return ["", "whole on every rank:", *told] if told else []
+
+
+def _within(inner: str, outer: str) -> bool:
+    return not outer or f"{inner}.".startswith(f"{outer}.")
+
+
+def _starred(names: Iterable[str]) -> list[str]:
+    """With a star for each number, each once."""
+    return list(dict.fromkeys(_NUMBER.sub("*", name) or "(model)" for name in names))
