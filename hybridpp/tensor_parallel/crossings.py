@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridpp.cluster import Group
 from hybridpp.tensor_parallel.collectives import copy_to_ranks
-from hybridpp.tensor_parallel.sequence_collectives import copy_sequence, join_sequence
+from hybridpp.tensor_parallel.sequence_collectives import copy_sequence, join_sequence, shard_lengths
 
 
 def _nothing() -> None:
@@ -53,7 +53,7 @@ class Crossings:
         self.meanwhile: Callable[[], None] = _nothing
         self._copied: tuple[Tensor, int, Tensor] | None = None
         self._joined: tuple[Tensor, int, Tensor] | None = None
-        self._length: int | None = None
+        self._places: tuple[int, int] | None = None
         self._before: _Before | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Crossings":
@@ -78,25 +78,44 @@ class Crossings:
 
         Collective: one all-gather; where :meth:`copy` is next, also a reduce-scatter in the backward pass.
         """
-        assert self._length is not None, "only in there shards are known to be some"
-        whole = join_sequence(shard, self._length, self.group)
+        assert self._places is not None, "only in there shards are known to be some"
+        whole = join_sequence(shard, self._places[1], self.group)
         self._joined = (whole, whole._version, shard)
         return whole
 
     def again(self, y: Tensor) -> None:
         """Behind a layer that was a place of random numbers, so that they are for shards like ``y`` again."""
-        if self._length is not None:
+        if self._places is not None:
             self.enter(y)
+
+    def with_places(self, x: Tensor, *, is_shard: bool) -> Tensor:
+        """``[B, S, ...]`` of what may be ``[B * S, ...]``, inside of :meth:`on_shards`; a shard has its own ``S``."""
+        if x.dim() != 2 or self._places is None:
+            return x
+        batch, length = self._places
+        own = shard_lengths(length, self.group.size)[self.group.rank]
+        return x.reshape(batch, own if is_shard else length, x.shape[-1])
+
+    @contextmanager
+    def on_wholes(self) -> Iterator[None]:
+        """Inside, activations are whole, although around it they are shards."""
+        places, self._places = self._places, None
+        self.leave()
+        try:
+            yield
+        finally:
+            self.leave()
+            self._places = places
 
     @contextmanager
     def on_shards(self, whole: Tensor) -> Iterator[None]:
         """Inside, activations between layers are shards of sequences like those of ``whole``: ``[B, S, ...]``."""
         self.enter(whole)
-        self._length = whole.shape[1]
+        self._places = (whole.shape[0], whole.shape[1])
         try:
             yield
         finally:
-            self._length = None
+            self._places = None
             self.leave()
 
     def _while_summing(self) -> None:
@@ -120,7 +139,7 @@ class Crossings:
     def leave(self) -> None:
         """From here on random numbers are for whole activations again, or shards; what was copied is let go of."""
         self._copied = self._joined = None
-        if self._length is not None:
+        if self._places is not None:
             return
         before, self._before = self._before, None
         # Where a forward ended in between (activation checkpointing stops when it has what it needs), somebody else

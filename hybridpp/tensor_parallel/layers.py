@@ -105,7 +105,10 @@ class ColumnParallel(ShardedLayer):
     kind = Kind.COLUMN
 
     def enter(self, x: Tensor) -> Tensor:
-        return self.crossings.copy(self.crossings.join(x) if self.from_shards else x)
+        if not self.from_shards:
+            return self.crossings.copy(x)
+        copied = self.crossings.copy(self.crossings.join(self.crossings.with_places(x, is_shard=True)))
+        return copied.flatten(0, 1) if x.dim() == 2 else copied
 
     def leave(self, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         self.crossings.enter(y)
@@ -165,7 +168,8 @@ class RowParallel(ShardedLayer):
     def leave(self, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.to_shards:
             self.crossings.again(y)
-            return sum_sequence(y, bias, self.crossings.group)
+            shard = sum_sequence(self.crossings.with_places(y, is_shard=False), bias, self.crossings.group)
+            return shard.flatten(0, 1) if y.dim() == 2 else shard
         whole = sum_over_ranks(y, self.crossings.group)
         return whole if bias is None else whole + bias
 

@@ -20,6 +20,18 @@ Key = int | str
 """An argument of a call: its position, or its name."""
 
 
+class Ends(NamedTuple):
+    """Where shards go in and out.
+
+    Attributes:
+        arguments: of the call.
+        results: leaves of what it returns, by number.
+    """
+
+    arguments: tuple[Key, ...]
+    results: tuple[int, ...]
+
+
 class SequenceBlock(NamedTuple):
     """How a block runs on shards of sequences; module names are inside the block.
 
@@ -28,12 +40,14 @@ class SequenceBlock(NamedTuple):
         results: which leaves of what it returns are joined.
         joins: modules before which shards are joined, with the arguments that are.
         rows: row layers of which only the own shard is kept.
+        wholes: modules that run on whole sequences, as if the block did, with what of theirs is joined and cut again.
     """
 
     hidden: Key
     results: tuple[int, ...]
     joins: Mapping[str, tuple[Key, ...]]
     rows: tuple[str, ...]
+    wholes: Mapping[str, Ends] = {}
 
 
 def run_on_shards(model: nn.Module, name: str, block: SequenceBlock, sharding: Sharding) -> None:
@@ -57,6 +71,9 @@ def run_on_shards(model: nn.Module, name: str, block: SequenceBlock, sharding: S
             region.forward = functools.partial(_joined, keys, crossings, inner, region.forward)
     for row in block.rows:
         sharding.layers[module.get_submodule(row)].to_shards = True
+    for inner, ends in block.wholes.items():
+        region = module.get_submodule(inner)
+        region.forward = functools.partial(_on_wholes, ends, crossings, inner, region.forward)
     for layer in module.modules():
         if is_linear(layer) and layer not in sharding.layers:
             # No forward of its own: its weight's gradient is still told apart.
@@ -72,6 +89,27 @@ def _joined(
     return forward(*args, **kwargs)
 
 
+def _on_wholes(
+    ends: Ends, crossings: Crossings, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    for key in ends.arguments:
+        args, kwargs = _replaced(args, kwargs, key, crossings.join(_argument(args, kwargs, key, name)))
+    with crossings.on_wholes():
+        output = forward(*args, **kwargs)
+    own = _with_results(output, ends.results, lambda whole: shard_sequence(whole, crossings.group))
+    for leaf in pytree.tree_leaves(own)[:1]:
+        crossings.again(leaf)
+    return own
+
+
+def _with_results(output: Any, numbers: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> Any:
+    leaves, tree = pytree.tree_flatten(output)
+    for number in numbers:
+        if number < len(leaves) and isinstance(leaves[number], Tensor):
+            leaves[number] = change(leaves[number])
+    return pytree.tree_unflatten(leaves, tree)
+
+
 def _draw_again(crossings: Crossings, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
     crossings.again(output)
 
@@ -84,11 +122,7 @@ def _sharded(
     args, kwargs = _replaced(args, kwargs, block.hidden, shard_sequence(whole, group))
     with crossings.on_shards(whole):
         output = forward(*args, **kwargs)
-    leaves, tree = pytree.tree_flatten(output)
-    for number in block.results:
-        if number < len(leaves) and isinstance(leaves[number], Tensor):
-            leaves[number] = join_sequence(leaves[number], length, group)
-    return pytree.tree_unflatten(leaves, tree)
+    return _with_results(output, block.results, lambda shard: join_sequence(shard, length, group))
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], key: Key, name: str) -> Tensor:

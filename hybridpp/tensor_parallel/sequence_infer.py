@@ -1,6 +1,5 @@
 """Find out which blocks of a divided model can run on shards of sequences, and how; checked by number."""
 
-import copy
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from itertools import islice, product
@@ -15,11 +14,12 @@ from hybridpp.tensor_parallel.infer_layers import layer_of
 from hybridpp.tensor_parallel.infer_run import Whole, made_up
 from hybridpp.tensor_parallel.plan import Kind, Plan, parse_style
 from hybridpp.tensor_parallel.regions import holders
-from hybridpp.tensor_parallel.sequence import Key, SequenceBlock
+from hybridpp.tensor_parallel.sequence import Ends, Key, SequenceBlock
 from hybridpp.tensor_parallel.sequence_compare import draws_by_sample, summed_on_shards
+from hybridpp.tensor_parallel.sequence_flow import SequenceFlow, sequence_flow
 from hybridpp.tensor_parallel.shard import is_linear
 
-_MAX_TRIES = 16
+_MAX_TRIES = 24
 
 
 class SequencePlan(NamedTuple):
@@ -140,6 +140,7 @@ class _Search:
         self._columns = sorted(columns | plan.rest.enters.intersection(rest))
         floating = [place for place, tensor in enumerate(whole.call.tensors) if tensor.is_floating_point()]
         self._place = floating[0] if floating else None
+        self._why = "on shards of sequences, it gives other numbers"
 
     def run(self) -> _Found:
         """The first way that gives the whole block's numbers."""
@@ -150,75 +151,92 @@ class _Search:
             summed = summed_on_shards(self._whole, self._plan, block, self._tp_size)
             if summed is not None:
                 return _Found(block, summed)
-        return _Found(reason="on shards of sequences, it gives other numbers")
-
-    @property
-    def _hidden(self) -> Tensor:
-        assert self._place is not None, "looked at first"
-        return self._whole.call.tensors[self._place]
+        return _Found(reason=self._why)
 
     def _obstacle(self) -> str | None:
         if not self._rows:
             return "no row layer of it is divided"
-        if self._place is None or self._hidden.dim() != 3 or self._hidden.shape[1] < 2:
-            shape = None if self._place is None else tuple(self._hidden.shape)
+        shape = () if self._place is None else tuple(self._whole.call.tensors[self._place].shape)
+        if len(shape) != 3 or shape[1] < 2:
             return f"its activations are to be [batch, sequence, hidden], two places or more: the sample's are {shape}"
-        for name, module in self._whole.block.named_modules():
-            if isinstance(module, nn.modules.batchnorm._NormBase):
-                return f"{name!r} normalises over places"
-            held = module.parameters(recurse=False)
-            has_matrix = any(sum(size > 1 for size in parameter.shape) > 1 for parameter in held)
-            if has_matrix and not (is_linear(module) or isinstance(module, nn.Embedding)):
-                return f"{name!r} has weights of its own, of {type(module).__name__}"
-        if draws_by_sample(self._whole, self._hidden.shape[1]):
+        if draws_by_sample(self._whole, shape[1]):
             return "it draws random numbers for samples, not for places in them"
         return None
 
     def _tries(self) -> Iterator[SequenceBlock]:
-        """Joined as near to the column layers as can be, then further out."""
-        hidden, reads = self._reads()
-        if hidden is None:
+        """Joined as near to the column layers as can be, then further out; then with whole sequences for all others."""
+        assert self._place is not None, "looked at before"
+        flow = sequence_flow(self._whole, self._place)
+        if flow.hidden is None:
             return
-        together: dict[int, list[str]] = {}
-        for name in self._columns:
-            for tensor in reads.get(name, {}).values():
-                together.setdefault(id(tensor), []).append(name)
-        chains = [
-            [(name, _joined_keys(reads[name], read)) for name in _outwards(names) if reads.get(name)]
-            for read, names in together.items()
-        ]
+        needed = {name: self._around(name, flow) for name in _of_all_places(self._whole.block)}
+        for name, around in needed.items():
+            if around is None:
+                self._why = f"{name or 'it'!r} may look at all places at once, and is given no hidden states alone"
+                return
+        shape = self._whole.call.tensors[self._place].shape
         leaves = self._whole.outcome.results.items()
-        results = tuple(n for n, x in leaves if x.dim() == 3 and x.shape[:2] == self._hidden.shape[:2])
-        for places in product(*chains):
-            yield SequenceBlock(hidden, results, dict(places), self._rows)
+        results = tuple(n for n, x in leaves if x.dim() == 3 and x.shape[:2] == shape[:2])
+        others = self._idle(flow)
+        for more in ([], others) if others else ([],):
+            outermost = {name for name in (*needed.values(), *more) if name is not None}
+            wholes = {name: Ends(tuple(flow.reads[name]), flow.results[name]) for name in sorted(outermost)}
+            rows = tuple(name for name in self._rows if not _is_in(name, wholes))
+            for places in product(*self._chains(flow, wholes)) if rows else ():
+                yield SequenceBlock(flow.hidden, results, dict(places), rows, wholes)
 
-    def _reads(self) -> tuple[Key | None, dict[str, dict[Key, Tensor]]]:
-        """The argument that is the hidden states, and, by module, those made of them that have a place each."""
-        block, call = copy.deepcopy(self._whole.block).requires_grad_(False), self._whole.call
-        tensors = [x.detach().requires_grad_(place == self._place) for place, x in enumerate(call.tensors)]
-        tensors = [x.clone() for x in tensors]
-        reads: dict[str, dict[Key, Tensor]] = {}
+    def _chains(self, flow: SequenceFlow, wholes: Iterable[str]) -> list[list[tuple[str, tuple[Key, ...]]]]:
+        """For each activation that column layers read, where it may be joined, and which arguments are."""
+        together: dict[tuple[int, str], list[str]] = {}
+        for name in self._columns:
+            for tensor in flow.reads.get(name, {}).values() if not _is_in(name, wholes) else ():
+                together.setdefault((id(tensor), name.rpartition(".")[0]), []).append(name)
+        return [
+            [(name, _joined_keys(flow.reads[name], read)) for name in _outwards(names) if flow.reads.get(name)]
+            for (read, _), names in together.items()
+        ]
 
-        def noting(name: str) -> Any:
-            def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                reads.setdefault(name, {key: x for key, x in _keyed(args, kwargs) if self._is_made_of_hidden(x)})
+    def _around(self, name: str, flow: SequenceFlow) -> str | None:
+        """The smallest module around this one that is given hidden states and returns some."""
+        return next((n for n in _outwards([name]) if flow.reads.get(n) and flow.results.get(n)), None)
 
-            return note
+    def _idle(self, flow: SequenceFlow) -> list[str]:
+        """The largest modules with hidden states and weights, none of them divided: attention that is left whole."""
+        found: list[str] = []
+        for name, results in flow.results.items():
+            module = self._whole.block.get_submodule(name)
+            divided = any(_is_in(layer, [name]) for layer in (*self._columns, *self._rows))
+            if (
+                flow.reads[name]
+                and results
+                and not divided
+                and not is_linear(module)
+                and any(map(_has_matrix, module.modules()))
+            ):
+                found.append(name)
+        return [name for name in found if not _is_in(name, [other for other in found if other != name])]
 
-        for name, module in block.named_modules():
-            if name:
-                module.register_forward_pre_hook(noting(name), with_kwargs=True)
-        call.run(block, tensors)
-        assert self._place is not None, "looked at first"
-        hidden = next((key for key, x in _keyed(*call.arguments(tensors)) if x is tensors[self._place]), None)
-        return hidden, reads
 
-    def _is_made_of_hidden(self, x: Any) -> bool:
-        return isinstance(x, Tensor) and x.requires_grad and x.dim() == 3 and x.shape[:2] == self._hidden.shape[:2]
+def _of_all_places(block: nn.Module) -> list[str]:
+    """Modules that may look at all places at once, and not show it in the numbers of one run.
+
+    Batch normalisation does so in training. Weights that are no linear layer's may be a router's, of whose choices
+    others make a record.
+    """
+    return [
+        name
+        for name, module in block.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+        or (_has_matrix(module) and not is_linear(module) and not isinstance(module, nn.Embedding))
+    ]
 
 
-def _keyed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Key, Any]]:
-    return [*enumerate(args), *kwargs.items()]
+def _has_matrix(module: nn.Module) -> bool:
+    return any(sum(size > 1 for size in held.shape) > 1 for held in module.parameters(recurse=False))
+
+
+def _is_in(name: str, modules: Iterable[str]) -> bool:
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 def _joined_keys(read: Mapping[Key, Tensor], by_columns: int) -> tuple[Key, ...]:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from divided_models import MODELS, VIT, token_batch
+from divided_models import MODELS, VIT, falcon, mixtral, t5, token_batch
 from support import (
     assert_near,
     assert_same,
@@ -20,7 +20,14 @@ from support import (
 )
 from torch import nn
 from torch.nn import functional
-from transformers import BertConfig, BertForMaskedLM, ViTConfig, ViTForImageClassification
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    OPTConfig,
+    OPTForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.cluster.loopback import LoopbackGroup
@@ -66,6 +73,13 @@ def bert():
     return BertForMaskedLM(BertConfig(**sizes, **dropout, vocab_size=37, max_position_embeddings=8)).train()
 
 
+def opt():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 37}
+    config = OPTConfig(**sizes, word_embed_proj_dim=32, dropout=0.0, max_position_embeddings=8, use_cache=False)
+    return OPTForCausalLM(config).train()
+
+
 @functools.cache
 def one_process(num_layers=2):
     return train(functools.partial(vit, num_layers=num_layers), BATCHES, num_microbatches=2)
@@ -105,6 +119,13 @@ def test_every_parameter_counts_once_in_the_norm():
     options = {"num_microbatches": 1, "max_norm": 0.05}
     expected = train(vit, BATCHES, **options)
     assert_equal(train(vit, BATCHES, tensor_parallel_plan=VIT, **options, **SHARDS), expected)
+
+
+@pytest.mark.parametrize("make", [opt, falcon, mixtral, t5])
+def test_models_whose_blocks_are_not_attention_and_mlp_behind_norms_of_their_own(make):
+    """Activations of all samples in one list, one norm for both, experts on whole sequences, tables by head."""
+    expected = train(make, [token_batch()], num_microbatches=2)
+    assert_equal(train(make, [token_batch()], num_microbatches=2, **SHARDS), expected, 2e-6)
 
 
 def test_197_tokens_train_as_in_one_process():
@@ -306,7 +327,7 @@ def test_shards_draw_masks_of_their_own():
 
         def ones(self, x):
             ones = functional.dropout(torch.ones_like(x), 0.5, self.training)
-            masks.append(ones[:, :2].flatten().tolist())
+            masks.append(ones.flatten().tolist())
             return x * ones
 
         def forward(self, x):
@@ -314,7 +335,8 @@ def test_shards_draw_masks_of_their_own():
             return self.ones(self.last(y)) + x
 
     masks = []
-    train(lambda: Net(Seen, 1), SEQUENCES[:1], **DROPPING | {"num_microbatches": 1}, **SHARDS)
+    even = SEQUENCES[0][:, :4]  # shards of one size, on which equal states would draw equal numbers
+    train(lambda: Net(Seen, 1), [even], **DROPPING | {"num_microbatches": 1}, **SHARDS)
     seen = masks[-6:]  # before, between and behind the layers, on both ranks
     assert {len(mask) for mask in seen} == {4 * 2 * 8}
     assert len(set(map(tuple, seen))) == 6
@@ -356,7 +378,7 @@ class Leaving(Block):
     [
         (Mixing, "on shards of sequences, it gives other numbers"),
         (DroppingSamples, "it draws random numbers for samples, not for places in them"),
-        (Batchwise, "'norm' normalises over places"),
+        (Batchwise, "'norm' may look at all places at once, and is given no hidden states alone"),
         (Leaving, "on shards of sequences, it gives other numbers"),
     ],
 )
@@ -373,6 +395,58 @@ def test_blocks_that_need_whole_sequences_keep_them_and_are_named(block, reason,
     assert f"(blocks.*: whole sequences, {reason})" in line
     if block is not DroppingSamples:
         assert_equal(run, train(Both, batches, criterion=squares, num_microbatches=2))
+
+
+class Averaging(nn.Module):
+    """Whole layers that read all places, with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.rate = nn.Linear(8, 8), 0.0
+
+    def forward(self, x):
+        ones = functional.dropout(torch.ones_like(x), self.rate, self.training)
+        masks.append(ones.flatten().tolist())
+        return self.linear(x * ones).mean(1, keepdim=True).expand(x.shape)
+
+
+masks = []
+
+
+class Averaged(Block):
+    def __init__(self):
+        super().__init__()
+        self.average, self.behind = Averaging(), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return super().forward(self.behind(x + self.average(x)))
+
+
+def test_modules_that_need_whole_sequences_have_them_between_shards():
+    expected = train(lambda: Net(Averaged), SEQUENCES, criterion=squares, num_microbatches=2)
+    seen = []
+
+    def make():
+        model = Net(Averaged)
+        for block in model.blocks:
+            block.behind.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+        return model
+
+    assert_equal(train(make, SEQUENCES, **DROPPING, **SHARDS), expected)
+    assert {3, 2} <= set(seen)
+
+
+def test_whole_sequences_draw_the_same_mask_on_all_ranks():
+    def make():
+        model = Net(Averaged, 1)
+        model.blocks[0].average.rate = 0.5
+        return model
+
+    del masks[:]
+    train(make, SEQUENCES[:1], **DROPPING | {"num_microbatches": 1}, **SHARDS)
+    one, other = masks[-2:]
+    assert one == other
+    assert len(set(one)) == 2
 
 
 def refused(error, text, run):

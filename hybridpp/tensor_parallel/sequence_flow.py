@@ -1,0 +1,65 @@
+"""Which modules of a block are called with hidden states, and return some: seen in one run."""
+
+import copy
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hybridpp.tensor_parallel.infer_run import Whole
+from hybridpp.tensor_parallel.sequence import Key
+from hybridpp.tensor_parallel.shard import is_linear
+
+
+class SequenceFlow(NamedTuple):
+    """Where the hidden states of a block, ``[B, S, H]``, go; modules by name, in the order of their calls.
+
+    Attributes:
+        hidden: the block's argument that they are; None where it is none by itself.
+        reads: what of each module's arguments is made of them and has their batch and sequence; of a linear layer also
+            ``[B * S, H]``.
+        results: which leaves of what it returns do.
+    """
+
+    hidden: Key | None
+    reads: dict[str, dict[Key, Tensor]]
+    results: dict[str, tuple[int, ...]]
+
+
+def sequence_flow(whole: Whole, place: int) -> SequenceFlow:
+    """Where the tensor number ``place`` of a block's call goes."""
+    block, call = copy.deepcopy(whole.block).requires_grad_(False), whole.call
+    tensors = [x.detach().requires_grad_(number == place).clone() for number, x in enumerate(call.tensors)]
+    batch, length = tensors[place].shape[:2]
+    flow = SequenceFlow(next((key for key, x in keyed(*call.arguments(tensors)) if x is tensors[place]), None), {}, {})
+
+    def is_some(x: Any, module: nn.Module) -> bool:
+        if not isinstance(x, Tensor) or not x.requires_grad:
+            return False
+        flat = x.dim() == 2 and len(x) == batch * length and is_linear(module)
+        return flat or (x.dim() == 3 and x.shape[:2] == (batch, length))
+
+    def before(name: str) -> Any:
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            flow.reads.setdefault(name, {key: x for key, x in keyed(args, kwargs) if is_some(x, module)})
+
+        return note
+
+    def behind(name: str) -> Any:
+        def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            leaves = enumerate(pytree.tree_leaves(output))
+            flow.results.setdefault(name, tuple(number for number, x in leaves if is_some(x, module)))
+
+        return note
+
+    for name, module in block.named_modules():
+        if name:
+            module.register_forward_pre_hook(before(name), with_kwargs=True)
+            module.register_forward_hook(behind(name))
+    call.run(block, tensors)
+    return flow
+
+
+def keyed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Key, Any]]:
+    """Arguments by position and by name."""
+    return [*enumerate(args), *kwargs.items()]
