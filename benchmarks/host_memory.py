@@ -1,7 +1,7 @@
 """Peak host memory of a rank that boosts a model on the meta device and loads what it owns.
 
 Writes a Llama of random weights to a temporary folder, in several files, and starts fresh processes that load it: the
-ranks of one pipeline each time, and one process with plain ``from_pretrained``. A process reports by how much its peak
+ranks of one replica each time, and one process with plain ``from_pretrained``. A process reports by how much its peak
 resident memory (``ru_maxrss``) exceeds what was resident after the imports. Pages of mapped files count in that.
 
     PYTHONPATH=.:plugins python benchmarks/host_memory.py --markdown table.md
@@ -28,6 +28,8 @@ from hybridpp import Booster, HybridParallelPlugin, launch
 
 MIB = 2**20
 NUM_LAYERS, HIDDEN, NUM_FILES = 20, 1024, 8
+COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+PLAN = {f"*.{name}": "column" for name in COLUMNS} | {f"*.{name}": "row" for name in ROWS}
 
 
 def config() -> LlamaConfig:
@@ -61,10 +63,13 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def load_stage(folder: Path, rank: int, pp_size: int, port: int, loader: str) -> dict[str, Any]:
+def load_stage(folder: Path, rank: int, pp_size: int, tp_size: int, port: int, loader: str) -> dict[str, Any]:
     """Boost on the meta device, load, report."""
-    launch(rank, pp_size, "127.0.0.1", port, backend="gloo")
-    plugin = HybridParallelPlugin(tp_size=1, pp_size=pp_size, num_microbatches=1, precision="fp32")
+    launch(rank, pp_size * tp_size, "127.0.0.1", port, backend="gloo")
+    plan = PLAN if loader == "told" else None
+    plugin = HybridParallelPlugin(
+        tp_size=tp_size, pp_size=pp_size, num_microbatches=1, precision="fp32", tensor_parallel_plan=plan
+    )
     booster = Booster(plugin=plugin, device="cpu")
     ids = torch.zeros(2, 8, dtype=torch.long)
     sample = {"input_ids": ids, "labels": ids}
@@ -72,7 +77,7 @@ def load_stage(folder: Path, rank: int, pp_size: int, port: int, loader: str) ->
     with torch.device("meta"):
         model = LlamaForCausalLM(config())
     model = booster.boost(model, sample=sample).model
-    if loader == "own":
+    if loader != "whole":
         booster.load_model(model, folder)
     else:
         whole = LlamaForCausalLM.from_pretrained(folder).state_dict()
@@ -114,12 +119,13 @@ def measure(*roles: list[str]) -> list[dict[str, Any]]:
     return reports
 
 
-def ranks(folder: Path, pp_size: int, loader: str = "own") -> list[dict[str, Any]]:
-    """One pipeline's reports, by rank."""
+def ranks(folder: Path, pp_size: int, loader: str = "own", tp_size: int = 1) -> list[dict[str, Any]]:
+    """One replica's reports, by rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    roles = [["--rank", str(rank), str(pp_size), str(port), loader, "--folder", str(folder)] for rank in range(pp_size)]
+    sizes = [str(pp_size), str(tp_size), str(port), loader]
+    roles = [["--rank", str(rank), *sizes, "--folder", str(folder)] for rank in range(pp_size * tp_size)]
     return measure(*roles)
 
 
@@ -141,6 +147,9 @@ def table(folder: Path) -> str:
     for pp_size in (2, 4):
         for rank, report in enumerate(ranks(folder, pp_size)):
             lines.append(row(f"pp={pp_size} rank {rank}, meta + `load_model`", report))
+    for pp_size, loader, plan in ((1, "told", "plan given"), (1, "own", "plan found"), (2, "told", "plan given")):
+        for rank, report in enumerate(ranks(folder, pp_size, loader, tp_size=2)):
+            lines.append(row(f"tp=2 pp={pp_size} rank {rank}, meta + `load_model`, {plan}", report))
     for rank, report in enumerate(ranks(folder, 2, "whole")):
         lines.append(row(f"pp=2 rank {rank}, meta + whole `from_pretrained`, copied", report))
     lines.append(row("1 process, `from_pretrained`, weights read", measure(["--whole", "--folder", str(folder)])[0]))
@@ -154,15 +163,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--write", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--whole", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.write:
         write(arguments.folder)
     elif arguments.whole:
         print(json.dumps(load_whole(arguments.folder)))
     elif arguments.rank:
-        rank, pp_size, port = map(int, arguments.rank[:3])
-        print(json.dumps(load_stage(arguments.folder, rank, pp_size, port, arguments.rank[3])))
+        rank, pp_size, tp_size, port = map(int, arguments.rank[:4])
+        print(json.dumps(load_stage(arguments.folder, rank, pp_size, tp_size, port, arguments.rank[4])))
     else:
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
