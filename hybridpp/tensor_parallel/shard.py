@@ -98,11 +98,16 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or "transformers.pytorch_utils.Conv1D" in names
 
 
+def is_lookup(module: nn.Module) -> bool:
+    """Whether a module is an embedding whose rows do not depend on each other."""
+    return isinstance(module, nn.Embedding) and not (module.max_norm or module.sparse or module.scale_grad_by_freq)
+
+
 def _check_module(name: str, style: Style, module: nn.Module) -> None:
     if style.kind is Kind.SUMMED:
         return
     if style.kind is Kind.VOCAB:
-        plain = isinstance(module, nn.Embedding) and not (module.max_norm or module.sparse or module.scale_grad_by_freq)
+        plain = is_lookup(module)
         wanted = "an nn.Embedding without max_norm, sparse and scale_grad_by_freq"
     else:
         plain, wanted = is_linear(module), "an nn.Linear or transformers' Conv1D"

@@ -14,7 +14,16 @@ from hybridpp.cluster import Group
 from hybridpp.errors import ConfigError
 from hybridpp.partition import block_calls, dissect, is_cache
 from hybridpp.pipeline import call_arguments
-from hybridpp.tensor_parallel import Inference, Kind, Plan, infer_plan, parse_style
+from hybridpp.tensor_parallel import (
+    Inference,
+    Kind,
+    Plan,
+    infer_ends,
+    infer_plan,
+    large_tables,
+    parse_style,
+    watched_tables,
+)
 from hybridpp_plugins.sample import Samples
 
 SampleCall = tuple[tuple[Any, ...], dict[str, Any]]
@@ -31,8 +40,10 @@ def inferred_plan(model: nn.Module, find_samples: Callable[[], Samples], size: i
         ConfigError: the ranks came to different plans.
     """
     blocks = dissect(model, 1).blocks
-    calls = calls_of_blocks(model, blocks, find_samples())
-    plan = _with_styles(infer_plan(model, blocks, calls, size))
+    with watched_tables(large_tables(model, blocks)) as uses:
+        calls = calls_of_blocks(model, blocks, find_samples())
+    plan, ends = _with_styles(infer_plan(model, blocks, calls, size)), infer_ends(uses)
+    plan = plan._replace(styles={**plan.styles, **ends.styles}, reasons={**plan.reasons, **ends.reasons})
     check_agreed(_sorted(plan), model, control)
     return plan
 

@@ -4,8 +4,17 @@ import functools
 
 import pytest
 import torch
-from divided_models import deepseek, falcon, gpt_oss, mixtral, mpnet, t5, token_batch
+from divided_models import SIZES, deepseek, falcon, gpt_oss, mixtral, mpnet, t5, token_batch
 from support import assert_near, assert_same, boosted, model_loss, sgd, train, whole_over_tp
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from hybridpp.cluster import Loopback
 from hybridpp.tensor_parallel import placement_of
@@ -127,3 +136,92 @@ def test_copied_parts_of_a_fused_layer_say_so():
 
     for place in Loopback(2).run(rank):
         assert (place.full_shape, place.parts, place.copies) == ((48, 32), (32, 8, 8), (1, 2, 2))
+
+
+def large(config_class, model_class, **settings):
+    """With a vocabulary that outweighs a block."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_hidden_layers": 2, "vocab_size": 301, **settings}
+    model = model_class(config_class(**sizes)).train()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+LLAMA = (LlamaConfig, LlamaForCausalLM)
+LARGE = {
+    "tied": functools.partial(large, *LLAMA, tie_word_embeddings=True, use_cache=False),
+    "untied": functools.partial(large, *LLAMA, tie_word_embeddings=False, use_cache=False),
+    # A head with a bias; embeddings of places.
+    "bert": functools.partial(
+        large, BertConfig, BertForMaskedLM, hidden_dropout_prob=0, attention_probs_dropout_prob=0
+    ),
+    # An embedding that scales what it looks up.
+    "gemma3": functools.partial(large, Gemma3TextConfig, Gemma3ForCausalLM, head_dim=8, use_cache=False),
+}
+
+
+@pytest.mark.parametrize(("pp_size", "schedule"), [(1, "1f1b"), (2, "zb-h1")])
+@pytest.mark.parametrize("name", LARGE)
+def test_large_vocabularies_are_divided_with_what_surrounds_them(name, pp_size, schedule):
+    expected = train(LARGE[name], BATCHES, num_microbatches=2)
+    run = train(LARGE[name], BATCHES, num_microbatches=2, tp_size=2, pp_size=pp_size, schedule=schedule)
+    assert_equal(run, expected)
+
+
+def empty(make_model):
+    with torch.device("meta"):
+        return make_model()
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize("name", LARGE)
+def test_so_all_of_a_model_is_nearly_halved(name, on_meta):
+    def rank():
+        model = empty(LARGE[name]) if on_meta else LARGE[name]()
+        _, model, _ = boosted(model, sgd, token_batch(), tp_size=2)
+        return sum(p.numel() for p in model.parameters())
+
+    whole = sum(p.numel() for p in LARGE[name]().parameters())
+    for size in Loopback(2).run(rank):
+        assert size / whole < 0.53
+
+
+class Tied(nn.Module):
+    """Its glue uses the embedding's weight as a head, if asked to: that has to be whole."""
+
+    def __init__(self, by_hand):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.by_hand = nn.Embedding(200, 8), by_hand
+        blocks = [nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)]
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, ids):
+        x = self.embedding(ids).to(self.embedding.weight.dtype)
+        for block in self.blocks:
+            x = x + block(x)
+        return x @ self.embedding.weight.T if self.by_hand else x
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_tables_that_are_used_by_hand_stay_whole(by_hand, on_meta, caplog):
+    ids = torch.randint(0, 200, (4, 3), generator=torch.Generator().manual_seed(0))
+    make_model = functools.partial(Tied, by_hand)
+
+    def squares(outputs, inputs):
+        return outputs.square().mean()
+
+    def rank():
+        model = empty(make_model) if on_meta else make_model()
+        _, model, _ = boosted(model, sgd, ids, tp_size=2)
+        return model.embedding.weight.shape[0]
+
+    with caplog.at_level("WARNING", logger="hybridpp"):
+        assert Loopback(2).run(rank) == [200 if by_hand else 100] * 2
+    listed = " ".join(record.getMessage() for record in caplog.records)
+    assert ("embedding: its weight is used in another way than by calling it" in listed) == by_hand
+    options = {"criterion": squares, "num_microbatches": 2}
+    assert_equal(train(make_model, [ids], tp_size=2, **options), train(make_model, [ids], **options))

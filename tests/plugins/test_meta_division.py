@@ -109,7 +109,8 @@ def peak_mib():
 
     model = empty(large)
     before = status("VmRSS")
-    assert len(plan_of(model).styles) == 48 * 7
+    # Of every block its layers; embedding and head.
+    assert len(plan_of(model).styles) == 48 * 7 + 2
     return status("VmHWM") - before
 
 
@@ -118,4 +119,4 @@ def test_memory_is_taken_for_a_block_and_not_for_the_model():
     block = sum(size for name, size in sizes.items() if name.startswith("model.layers.0."))
     (peak,) = run_ranks(peak_mib, 1)
     # In double precision, with gradients, whole and divided.
-    assert peak < 16 * block < sum(sizes.values()) / 3
+    assert peak < 18 * block < sum(sizes.values()) / 3
