@@ -228,7 +228,7 @@ def test_refuses_by_name_what_it_does_not_offer(options, message):
 
 
 def test_takes_the_arguments_of_colossal_at_their_defaults():
-    HybridAdam(
+    optimizer = HybridAdam(
         parameters(),
         lr=1e-3,
         bias_correction=True,
@@ -239,3 +239,4 @@ def test_takes_the_arguments_of_colossal_at_their_defaults():
         nvme_offload_fraction=0.0,
         nvme_offload_dir=None,
     )
+    torch.testing.assert_close(train(optimizer), train(HybridAdam(parameters())), rtol=0, atol=0)
