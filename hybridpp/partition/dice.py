@@ -32,9 +32,10 @@ def inner_layers(model: nn.Module, units: Iterable[str]) -> tuple[str, ...]:
 
 def _is_linear(module: nn.Module) -> bool:
     """Whether a module only multiplies by a matrix, whatever its class."""
+    if isinstance(module, nn.Embedding | torch.jit.ScriptModule) or next(module.children(), None) is not None:
+        return False
     weight = module._parameters.get("weight")
-    is_leaf = next(module.children(), None) is None
-    return is_leaf and weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding)
+    return weight is not None and weight.dim() == 2
 
 
 class Seen(NamedTuple):

@@ -1,10 +1,11 @@
 """Specimens that were built before: most of a sweep's time goes into finding a batch that a model runs on."""
 
+import copy
 import pickle
 from pathlib import Path
 
 import torch
-from models.zoo import Architecture, DoesNotBuild, Specimen, build
+from models.zoo import Architecture, DoesNotBuild, Specimen, build, plain_step
 
 
 def built(architecture: Architecture, folder: Path) -> Specimen:
@@ -14,12 +15,22 @@ def built(architecture: Architecture, folder: Path) -> Specimen:
         DoesNotBuild: as when it was first tried.
     """
     file = folder / f"{architecture.name}.pt"
-    kept = torch.load(file, weights_only=False) if file.exists() else _build(architecture)
-    if not file.exists():
+    kept = torch.load(file, weights_only=False) if file.exists() else None
+    if kept is None or (isinstance(kept, Specimen) and not _runs(kept)):
+        kept = _build(architecture)
         _keep(kept, file)
     if isinstance(kept, Specimen):
         return kept
     raise DoesNotBuild(kept)
+
+
+def _runs(specimen: Specimen) -> bool:
+    """Whether nothing that the model needs was lost on the way through a file."""
+    try:
+        plain_step(copy.deepcopy(specimen.model), specimen.batch, 1)
+    except Exception:
+        return False
+    return True
 
 
 def _build(architecture: Architecture) -> Specimen | str:

@@ -4,8 +4,11 @@ import copy
 from pathlib import Path
 
 import pytest
+from models import divided
 from models.cuts import compare
+from models.sweep import with_part
 from models.table import LAYOUTS, quick
+from models.tp_table import AIM, HEADING
 from models.zoo import architectures, build, plain_step
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -44,3 +47,31 @@ def test_an_architecture_is_cut_right(place, name):
     expected = plain_step(copy.deepcopy(specimen.model), specimen.batch, 2)
     result = compare(specimen, cuts[place % len(cuts)], expected)
     assert result["right"], result["error"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["whisper", "falcon", "mixtral", "distilbert"])
+def test_an_architecture_shares_its_layers_right(name):
+    specimen = build(next(found for found in architectures() if found.name == name))
+    expected = plain_step(copy.deepcopy(specimen.model), specimen.batch, 2)
+    result = divided.compare(specimen, 2, expected)
+    assert result["right"], result["error"]
+    assert result["share"] <= AIM
+
+
+def test_a_wrong_number_is_seen():
+    specimen = build(next(found for found in architectures() if found.name == "distilbert"))
+    loss, whole = plain_step(copy.deepcopy(specimen.model), specimen.batch, 2)
+    name = max(whole, key=lambda key: float(whole[key].abs().max()))
+    assert divided.differences(specimen, (loss, whole), float(loss), whole)[0][0] <= 1
+    off = divided.differences(specimen, (loss, whole), float(loss), whole | {name: 1.001 * whole[name]})
+    assert off[0][1] == name
+    assert 50 < off[0][0] < 101
+
+
+def test_each_sweep_writes_its_own_part_of_the_page():
+    page = with_part("", "cuts", "# Cuts\n")
+    page = with_part(page, "layers", f"{HEADING}\n\nold\n")
+    page = with_part(page, "layers", f"{HEADING}\n\nnew\n")
+    page = with_part(page, "cuts", "# Cuts anew\n")
+    assert page == f"# Cuts anew\n\n{HEADING}\n\nnew\n"
