@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridpp.cluster import Group
+from hybridpp.errors import PartitionError
 from hybridpp.tensor_parallel.collectives import copy_to_ranks
 from hybridpp.tensor_parallel.sequence_collectives import copy_sequence, join_sequence, shard_lengths
 
@@ -54,6 +55,7 @@ class Crossings:
         self._copied: tuple[Tensor, int, Tensor] | None = None
         self._joined: tuple[Tensor, int, Tensor] | None = None
         self._places: tuple[int, int] | None = None
+        self._on_wholes = False
         self._before: _Before | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Crossings":
@@ -78,34 +80,44 @@ class Crossings:
 
         Collective: one all-gather; where :meth:`copy` is next, also a reduce-scatter in the backward pass.
         """
-        assert self._places is not None, "only in there shards are known to be some"
-        whole = join_sequence(shard, self._places[1], self.group)
+        whole = join_sequence(shard, self._known_places()[1], self.group)
         self._joined = (whole, whole._version, shard)
         return whole
 
     def again(self, y: Tensor) -> None:
         """Behind a layer that was a place of random numbers, so that they are for shards like ``y`` again."""
-        if self._places is not None:
+        if not self._on_wholes:
+            self._known_places()
             self.enter(y)
+
+    def _known_places(self) -> tuple[int, int]:
+        if self._places is None:
+            # A part of a block is run again without the block: it would not draw the numbers that it drew before.
+            raise PartitionError(
+                "sequence parallelism needs whole blocks to be run again in the backward pass: the model checkpoints "
+                "its own activations inside of them. Turn that off (gradient_checkpointing_disable()), and give "
+                "gradient_checkpoint_config={} instead."
+            )
+        return self._places
 
     def with_places(self, x: Tensor, *, is_shard: bool) -> Tensor:
         """``[B, S, ...]`` of what may be ``[B * S, ...]``, inside of :meth:`on_shards`; a shard has its own ``S``."""
-        if x.dim() != 2 or self._places is None:
+        if x.dim() != 2:
             return x
-        batch, length = self._places
+        batch, length = self._known_places()
         own = shard_lengths(length, self.group.size)[self.group.rank]
         return x.reshape(batch, own if is_shard else length, x.shape[-1])
 
     @contextmanager
     def on_wholes(self) -> Iterator[None]:
         """Inside, activations are whole, although around it they are shards."""
-        places, self._places = self._places, None
+        places, self._places, self._on_wholes = self._places, None, True
         self.leave()
         try:
             yield
         finally:
             self.leave()
-            self._places = places
+            self._places, self._on_wholes = places, False
 
     @contextmanager
     def on_shards(self, whole: Tensor) -> Iterator[None]:

@@ -467,6 +467,18 @@ def test_activations_without_places_are_named():
     refused(ConfigError, text, lambda: boosted(Net(Block), sgd, SEQUENCES[0][:, 0], **SHARDS))
 
 
+def test_a_model_that_checkpoints_parts_of_its_blocks_is_told_what_to_do():
+    def rank():
+        model = vit()
+        new_name = hasattr(model, "activation_checkpointing_enable")
+        (model.activation_checkpointing_enable if new_name else model.gradient_checkpointing_enable)()
+        booster, model, optimizer = boosted(model, sgd, images(2), tensor_parallel_plan=VIT, **SHARDS)
+        booster.execute_pipeline(iter([images(2)]), model, model_loss, optimizer)
+
+    text = "sequence parallelism needs whole blocks to be run again in the backward pass: the model checkpoints its own"
+    refused(PartitionError, text, rank)
+
+
 def test_another_call_than_on_the_sample_says_so():
     class Named(Net):
         def forward(self, x):
