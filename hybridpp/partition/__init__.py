@@ -12,6 +12,7 @@ from hybridpp.partition.staged_model import StagedModel
 from hybridpp.partition.strip import parameter_names
 from hybridpp.partition.structure import is_cache
 from hybridpp.partition.trace import Tracer
+from hybridpp.partition.untouched import untouched
 
 __all__ = [
     "Anatomy",
@@ -32,4 +33,5 @@ __all__ = [
     "parameter_names",
     "set_execution_sequence",
     "shared_parameters",
+    "untouched",
 ]

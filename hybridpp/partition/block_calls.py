@@ -44,7 +44,8 @@ def block_calls(model: nn.Module, blocks: Collection[str], sample: Call) -> dict
 
 def _real(leaf: Tensor, generator: torch.Generator) -> Tensor:
     if not isinstance(leaf, FakeTensor):
-        return leaf.detach().clone()
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
     if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
-        return torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype)
+        numbers = torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype)
+        return numbers.requires_grad_(leaf.requires_grad)
     return torch.full(leaf.shape, leaf.dtype == torch.bool, dtype=leaf.dtype)

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from hybridpp.cluster import Group
 from hybridpp.errors import ConfigError
-from hybridpp.partition import block_calls, dissect, is_cache
+from hybridpp.partition import block_calls, dissect, is_cache, untouched
 from hybridpp.pipeline import call_arguments
 from hybridpp.tensor_parallel import (
     Inference,
@@ -87,7 +87,7 @@ def _run(model: nn.Module, blocks: Sequence[str], batch: Any) -> dict[str, Sampl
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     batch = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device, copy=True), batch)
     args, kwargs = call_arguments(batch)
-    with _watched(model, blocks) as calls, torch.no_grad():
+    with untouched(model), _watched(model, blocks) as calls, torch.enable_grad():
         model(*args, **kwargs)
     return calls
 
@@ -99,17 +99,28 @@ def _traced(model: nn.Module, blocks: Sequence[str], batch: Any) -> dict[str, Sa
 
 @contextmanager
 def _watched(model: nn.Module, blocks: Sequence[str]) -> Iterator[dict[str, SampleCall]]:
-    """Inside, the first call of each block is noted; nothing is dropped out and no statistics move."""
+    """Inside, the first call of each block is noted; nothing is dropped out and no statistics move.
+
+    Glue keeps its graph, so that it is known which arguments want gradients; blocks, which would hold much, do not.
+    """
     calls: dict[str, SampleCall] = {}
 
     def noting(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls.setdefault(name, pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs)))
+            calls.setdefault(name, pytree.tree_map_only(Tensor, _alone, (args, kwargs)))
+            torch.set_grad_enabled(False)
 
         return note
 
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        torch.set_grad_enabled(True)
+        # Copies, because glue may write to them.
+        return pytree.tree_map_only(Tensor, lambda leaf: _wanting(leaf, leaf.is_floating_point()).clone(), output)
+
     modes = [(module, module.training) for module in model.modules()]
-    hooks = [model.get_submodule(name).register_forward_pre_hook(noting(name), with_kwargs=True) for name in blocks]
+    found = [(name, model.get_submodule(name)) for name in blocks]
+    hooks = [block.register_forward_pre_hook(noting(name), with_kwargs=True) for name, block in found]
+    hooks += [block.register_forward_hook(leave) for _, block in found]
     model.eval()
     try:
         yield calls
@@ -118,6 +129,15 @@ def _watched(model: nn.Module, blocks: Sequence[str]) -> Iterator[dict[str, Samp
             hook.remove()
         for module, training in modes:
             module.training = training
+
+
+def _alone(leaf: Tensor) -> Tensor:
+    """A copy that belongs to no graph."""
+    return _wanting(leaf.clone(), leaf.requires_grad)
+
+
+def _wanting(leaf: Tensor, wants: bool) -> Tensor:
+    return leaf.detach().requires_grad_(wants)
 
 
 def _with_styles(inference: Inference) -> Plan:

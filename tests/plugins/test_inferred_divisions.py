@@ -225,3 +225,38 @@ def test_tables_that_are_used_by_hand_stay_whole(by_hand, on_meta, caplog):
     assert ("embedding: its weight is used in another way than by calling it" in listed) == by_hand
     options = {"criterion": squares, "num_microbatches": 2}
     assert_equal(train(make_model, [ids], tp_size=2, **options), train(make_model, [ids], **options))
+
+
+class Block(nn.Module):
+    """A gate that is shared by all blocks; evaluating it leaves something behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.factor = 1.0
+
+    def forward(self, x, gate):
+        if not self.training:
+            self.factor = 0.5
+        return x + self.factor * self.down((self.up(x) * (1 + gate)).tanh())
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.gate = nn.Parameter(torch.zeros(16))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, self.gate)
+        return x
+
+
+def test_looking_at_a_model_changes_nothing_and_sees_what_is_trained():
+    batches = [torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    options = {"num_microbatches": 2, "criterion": lambda outputs, inputs: outputs.square().mean()}
+    expected = train(Gated, batches, **options)
+    assert expected["gradients"]["gate"].abs().max() > 1e-3
+    assert_equal(train(Gated, batches, tp_size=2, **options), expected)
