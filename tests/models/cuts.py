@@ -32,7 +32,7 @@ def staged_step(specimen: Specimen, layout: Layout) -> tuple[float, dict[str, Te
         loss = booster.execute_pipeline(iter([specimen.batch]), model, criterion, optimizer)["loss"].item()
         staged = booster.plugin._engine(model).staged
         samples = len(next(iter(specimen.batch.values()))) // 2
-        plans = next(iter(staged._plans.values()), {})
+        plans = staged.plans((), {name: value[:samples] for name, value in specimen.batch.items()})
         specs = [spec for plan in plans.values() for spec in plan.incoming_specs]
         size = sum(torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in specs) // samples
         return loss, gradients_of(booster, model), (len(specs), size)
