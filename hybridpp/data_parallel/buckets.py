@@ -70,8 +70,8 @@ class GradientBuckets:
         self.communication_dtype = communication_dtype
         self.visible = visible
         self._used: set[str] = set()
-        # Those to which autograd adds by itself until something else begins.
-        self._settled: set[str] = set()
+        # What autograd adds to by itself, in place, until something else begins.
+        self._settled: dict[str, Tensor] = {}
         self._postponed: set[str] = set()
         self._state = _State.CONSUMED
         self._sync = True
@@ -158,7 +158,8 @@ class GradientBuckets:
         weak, settled = weakref.ref(self), self._settled
 
         def hook(parameter: Tensor) -> None:
-            if name not in settled and (buckets := weak()) is not None:
+            # Unless autograd put another tensor there, as a backward pass with create_graph does.
+            if parameter.grad is not settled.get(name, settled) and (buckets := weak()) is not None:
                 buckets._add(name, parameter)
 
         return hook
@@ -177,7 +178,7 @@ class GradientBuckets:
                 view.add_(gradient)
                 parameter.grad = None
         elif not self._in_last_backward:
-            self._settled.add(name)
+            self._settled[name] = view
         if self._in_last_backward and name not in self._postponed:
             if bucket.work is not None:
                 raise ConfigError(

@@ -76,7 +76,7 @@ def _partial(whole: Whole, rank: Outcome, tp_size: int) -> Iterator[dict[tuple[s
 def _agreement(whole: Whole, division: Division, ranks: list[Outcome] | None) -> Agreement | None:
     expected = whole.outcome
     if ranks is None or not all(
-        _close(rank.results[number], result) for rank in ranks for number, result in expected.results.items()
+        close(rank.results[number], result) for rank in ranks for number, result in expected.results.items()
     ):
         return None
     summed = _summed(expected, ranks, division)
@@ -84,18 +84,18 @@ def _agreement(whole: Whole, division: Division, ranks: list[Outcome] | None) ->
 
 
 def _summed(expected: Outcome, ranks: list[Outcome], division: Division) -> frozenset[str] | None:
-    scale = max((_largest(gradient) for gradient in expected.gradients.values()), default=0.0)
+    scale = max((largest(gradient) for gradient in expected.gradients.values()), default=0.0)
     summed = set()
     for name, gradient in expected.gradients.items():
         found = [rank.gradients[name] for rank in ranks]
         if isinstance(name, str) and name in division.parts:
-            if not _close(_together(found, division.parts[name], gradient), gradient, scale):
+            if not close(_together(found, division.parts[name], gradient), gradient, scale):
                 return None
         elif isinstance(name, str) and name in division.first_only:
-            if not _close(found[0], gradient, scale):
+            if not close(found[0], gradient, scale):
                 return None
-        elif not all(_close(part, gradient, scale) for part in found):
-            if not isinstance(name, str) or not _close(torch.stack(found).sum(0), gradient, scale):
+        elif not all(close(part, gradient, scale) for part in found):
+            if not isinstance(name, str) or not close(torch.stack(found).sum(0), gradient, scale):
                 return None
             summed.add(name)
     return frozenset(summed)
@@ -108,12 +108,14 @@ def _together(found: list[Tensor], part: Part, like: Tensor) -> Tensor:
     return total
 
 
-def _close(found: Tensor, expected: Tensor, scale: float = 0.0) -> bool:
+def close(found: Tensor, expected: Tensor, scale: float = 0.0) -> bool:
+    """Whether numbers agree but for rounding, which may be 5 % of what ``scale`` allows even where all are small."""
     if found.shape != expected.shape:
         return False
-    limit = _TOLERANCE.get(expected.dtype, 3e-4) * (_largest(expected) + 0.05 * scale)
+    limit = _TOLERANCE.get(expected.dtype, 3e-4) * (largest(expected) + 0.05 * scale)
     return torch.allclose(found, expected, rtol=0.0, atol=limit, equal_nan=True)
 
 
-def _largest(numbers: Tensor) -> float:
+def largest(numbers: Tensor) -> float:
+    """The largest absolute value; 0 where there is none."""
     return float(numbers.abs().nan_to_num(0.0, 0.0, 0.0).max()) if numbers.numel() else 0.0

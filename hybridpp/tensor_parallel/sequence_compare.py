@@ -10,14 +10,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridpp.cluster import Loopback, current_world
+from hybridpp.tensor_parallel.infer_compare import close, largest
 from hybridpp.tensor_parallel.infer_run import Outcome, Whole
 from hybridpp.tensor_parallel.placement import Placement, placement_of
 from hybridpp.tensor_parallel.plan import Plan
 from hybridpp.tensor_parallel.sequence import SequenceBlock, run_on_shards
 from hybridpp.tensor_parallel.shard import shard
-
-# Of the largest number in what is compared, as in `infer_compare.py`.
-_TOLERANCE = {torch.float64: 2e-5, torch.float32: 3e-4}
 
 
 def summed_on_shards(whole: Whole, plan: Plan, sequence: SequenceBlock, tp_size: int) -> frozenset[str] | None:
@@ -43,24 +41,24 @@ def summed_on_shards(whole: Whole, plan: Plan, sequence: SequenceBlock, tp_size:
     except Exception:
         return None  # whatever a wrong guess makes of a block
     expected, left = whole.outcome, _left(whole.block)
-    same = all(_close(one.results[n], x) for one, _, _ in ranks for n, x in expected.results.items())
-    same = same and all(key in own and _close(own[key], x) for _, _, own in ranks for key, x in left.items())
+    same = all(close(one.results[n], x) for one, _, _ in ranks for n, x in expected.results.items())
+    same = same and all(key in own and close(own[key], x) for _, _, own in ranks for key, x in left.items())
     if not same or not all(one.gradients for one, _, _ in ranks):
         return None
     return _summed_in(expected, [one for one, _, _ in ranks], ranks[0][1])
 
 
 def _summed_in(expected: Outcome, ranks: list[Outcome], lies: Mapping[str, Placement | None]) -> frozenset[str] | None:
-    scale = max((_largest(gradient) for gradient in expected.gradients.values()), default=0.0)
+    scale = max((largest(gradient) for gradient in expected.gradients.values()), default=0.0)
     summed = set()
     for name, gradient in expected.gradients.items():
         found = [rank.gradients[name] for rank in ranks]
         placement = lies.get(name) if isinstance(name, str) else None
         if placement is not None:
-            if not _close(placement.join(_with_copies(found, placement)), gradient, scale):
+            if not close(placement.join(_with_copies(found, placement)), gradient, scale):
                 return None
-        elif not all(_close(part, gradient, scale) for part in found):
-            if not isinstance(name, str) or not _close(torch.stack(found).sum(0), gradient, scale):
+        elif not all(close(part, gradient, scale) for part in found):
+            if not isinstance(name, str) or not close(torch.stack(found).sum(0), gradient, scale):
                 return None
             summed.add(name)
     return frozenset(summed)
@@ -108,14 +106,3 @@ def draws_by_sample(whole: Whole, length: int) -> bool:
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _Draws() as draws:
         whole.call.run(block, [x.detach().clone() for x in whole.call.tensors])
     return any(length not in shape[1:] for shape in draws.shapes)
-
-
-def _close(found: Tensor, expected: Tensor, scale: float = 0.0) -> bool:
-    if found.shape != expected.shape:
-        return False
-    limit = _TOLERANCE.get(expected.dtype, 3e-4) * (_largest(expected) + 0.05 * scale)
-    return torch.allclose(found, expected, rtol=0.0, atol=limit, equal_nan=True)
-
-
-def _largest(numbers: Tensor) -> float:
-    return float(numbers.abs().nan_to_num(0.0, 0.0, 0.0).max()) if numbers.numel() else 0.0

@@ -351,3 +351,15 @@ def test_a_model_is_freed_with_its_buckets():
     del model, buckets
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+def test_a_pass_that_replaces_gradients_is_added_too():
+    model = make_model()
+    buckets = make_buckets(model)
+    buckets.begin()
+    for number in range(3):
+        # Autograd adds into a new tensor then, instead of in place.
+        loss(model, 0, number).backward(create_graph=number == 1)
+    for name, gradient in plain(1, range(3)).items():
+        torch.testing.assert_close(buckets.gradients[name], gradient)
