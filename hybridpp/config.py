@@ -265,9 +265,12 @@ class PrecisionConfig:
         fp32_modules: patterns of modules' names or classes, in which ``*`` stands for anything: ``["*norm*"]``. Behind
             ``!``, modules that are in half precision after all: ``["*norm*", "!*.q_norm"]``, or ``["!BatchNorm2d"]``
             against the rule. The last one that matches counts.
+        fp32_losses: whether torch's loss functions compute in fp32 where the model's own forward calls them; else in
+            the format of what it hands to them.
     """
 
     fp32_modules: Sequence[str] = ()
+    fp32_losses: bool = True
 
     def __post_init__(self) -> None:
         given: Any = self.fp32_modules

@@ -1,7 +1,7 @@
 """Cut a model into stages by tracing its own forward."""
 
 from hybridpp.partition.block_calls import block_calls
-from hybridpp.partition.blocks import Anatomy, dissect
+from hybridpp.partition.blocks import Anatomy, dissect, finest_units
 from hybridpp.partition.calls import TensorSpec, Trace, UnitCall
 from hybridpp.partition.cut import CutPoint
 from hybridpp.partition.describe import StageSummary, describe_cut, shared_parameters
@@ -28,6 +28,7 @@ __all__ = [
     "block_calls",
     "describe_cut",
     "dissect",
+    "finest_units",
     "is_cache",
     "make_samples",
     "parameter_names",

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from typing import Any
 
@@ -49,6 +49,7 @@ class StagedModel:
         config: where to cut.
         recomputation: which blocks are run again in the backward pass; None: none.
         agree: gives every rank of the pipeline the first one's numbers (for ``balance="time"``).
+        again: what the model's forward runs in, for parts of it that activation checkpointing runs again.
 
     Attributes:
         model: the model.
@@ -71,8 +72,10 @@ class StagedModel:
         config: PartitionConfig | None = None,
         recomputation: PipelineGradientCheckpointConfig | None = None,
         agree: Callable[[list[float]], list[float]] = list,
+        again: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self.model = model
+        self._again = again
         self._compute_dtype = compute_dtype
         self.stages = tuple(stages)
         self.num_stages = num_stages
@@ -300,6 +303,7 @@ class StagedModel:
         replay = self._replays.pop((stage, key), None)
         recompute = Recompute(self._seen.pop((stage, key), None), key, self._device)
         with (
+            self._again(),
             self._dice.active(recompute),
             self._dice_inside.active(recompute.layer),
             self._interceptor.active(replay) if replay else nullcontext(),

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from hybridpp.errors import ConfigError, ScheduleError
@@ -205,7 +206,9 @@ class Handlers:
             if departure is not None:
                 departure.backward(received)
             elif loss is not None:
-                torch.autograd.backward(loss * self._step.loss_weights[microbatch])
+                # From the edge: backward of a tensor takes torch's function modes away, which recomputation may need.
+                weight = torch.full_like(loss, self._step.loss_weights[microbatch])
+                torch.autograd.backward(get_gradient_edge(loss), weight)
         if not stage:
             return
         if self._is_here(stage - 1):

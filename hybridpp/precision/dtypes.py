@@ -71,7 +71,7 @@ def cast(model: nn.Module, dtype: torch.dtype | None, formats: Formats = Mapping
                 module._buffers[name] = buffer.to(changed[id(buffer)])
 
 
-def describe(model: nn.Module, formats: Formats = MappingProxyType({})) -> str:
+def describe(model: nn.Module, formats: Formats = MappingProxyType({}), fp32_losses: bool = True) -> str:
     """A table of what computes in which format, by class: modules that hold weights themselves, or have ``formats``."""
     rows: dict[tuple[str, str, str], int] = {}
     for module in model.modules():
@@ -87,7 +87,8 @@ def describe(model: nn.Module, formats: Formats = MappingProxyType({})) -> str:
             rows[key] = rows.get(key, 0) + 1
     head = ("module", "weights", "computes in")
     table = [(f"{number} {name}", weights, computes) for (name, weights, computes), number in sorted(rows.items())]
-    table += [("loss, gradient sums, optimizer", "", "float32 or wider")]
+    table += [("loss functions in the model", "", "float32 or wider" if fp32_losses else "what they are given")]
+    table += [("criterion, gradient sums, optimizer", "", "float32 or wider")]
     widths = [max(len(row[column]) for row in (head, *table)) for column in range(3)]
     lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *table)]
     lines.insert(1, "-+-".join("-" * width for width in widths))

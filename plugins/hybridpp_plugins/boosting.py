@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -13,11 +14,12 @@ from hybridpp.cluster import get_dist_logger
 from hybridpp.config import Precision
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.errors import ConfigError
-from hybridpp.partition import StagedModel
+from hybridpp.partition import StagedModel, finest_units
 from hybridpp.pipeline import Executor, Transport, call_arguments
 from hybridpp.plugin import Boosted
 from hybridpp.precision import (
     Formats,
+    Fp32Losses,
     MasterWeights,
     cast,
     casts,
@@ -46,10 +48,11 @@ from hybridpp_plugins.unfilled import Unfilled
 
 
 class _Working(NamedTuple):
-    """What the model computes in: all but some modules of it."""
+    """What the model computes in: all but some modules of it, and its losses."""
 
     dtype: torch.dtype | None
     formats: Formats
+    losses: Fp32Losses | None
 
 
 # Elements of each parameter that are compared between ranks: enough to see two initialisations apart.
@@ -84,15 +87,17 @@ def boost(
     _check_same_weights(model, seed, layout)
     unfilled = Unfilled(aliases.get(name, name) for name, leaf in state.items() if leaf.is_meta)
     derive_buffers(model)
-    working = _Working(working_dtype(model, settings.precision), formats)
     placement = planner.placement
     divided = divide_model(model, settings.parallel, layout, find_samples)
     keep_formats(model, formats, half)
-    staged = _cut(model, placement, settings, layout, device, working, find_samples)
+    samples = find_samples() if len(placement) > 1 else NO_SAMPLES
+    losses = Fp32Losses(model, finest_units(model)) if half and settings.formats.fp32_losses else None
+    working = _Working(working_dtype(model, settings.precision), formats, losses)
+    staged = _cut(model, placement, settings, layout, device, working, samples)
     # As model.to, but leaves alone what has no numbers yet: it gets its memory last, in its final format.
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]  # torch
     masters = _masters(model, settings.precision)
-    cast(model, *working)
+    cast(model, working.dtype, formats)
     unfilled.watch(model)
     allocate(model, masters.masters.values(), device)
     buckets, boosted = None, None
@@ -101,6 +106,8 @@ def boost(
         holders = {name: tuple(sorted({placement[s] for s in stages})) for name, stages in staged.owners.items()}
         buckets, boosted = _training(optimizer, model, divided, holders, masters, settings, layout)
         boosted.unfilled = unfilled
+        if losses:
+            boosted.again = losses.again
         divided.weight_gradients.connect(buckets)
         if planner.splits_backward:
             get_dist_logger().info(divided.weight_gradients.report(), ranks=[0])
@@ -134,9 +141,8 @@ def _cut(
     layout: Layout,
     device: torch.device,
     working: _Working,
-    find_samples: Callable[[], Samples],
+    samples: Samples,
 ) -> StagedModel:
-    samples = find_samples() if len(placement) > 1 else NO_SAMPLES
     with samples.explained(model):
         return StagedModel(
             model,
@@ -145,10 +151,11 @@ def _cut(
             device=device,
             samples=[call_arguments(batch) for batch in samples.batches],
             compute_dtype=working.dtype,
-            dtypes=casts(model, *working),
+            dtypes=casts(model, working.dtype, working.formats),
             config=settings.partition,
             recomputation=settings.pipeline.recomputation,
             agree=lambda seconds: list(gather_objects(layout.control, seconds)[0]),
+            again=working.losses.again if working.losses else nullcontext,
         )
 
 

@@ -55,7 +55,7 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, DividesLayers
             exactly one; ``schedule``, also spelled ``pp_style``; ``num_model_chunks``;
             ``gradient_checkpoint_config``),
             :class:`~hybridpp.config.OptimizerConfig` (``max_norm``, ``ddp_bucket_cap_mb``),
-            :class:`~hybridpp.config.PrecisionConfig` (``fp32_modules``),
+            :class:`~hybridpp.config.PrecisionConfig` (``fp32_modules``, ``fp32_losses``),
             :class:`~hybridpp.config.LossScaleConfig` (``initial_scale``, ``growth_interval``, …),
             :class:`~hybridpp.config.ParallelConfig` (``tensor_parallel_plan``, ``zero_stage``) and
             :class:`~hybridpp.config.PartitionConfig` (``layers_per_stage``, ``split_points``, ``balance``). A name that
@@ -246,7 +246,7 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, DividesLayers
     def describe_precision(self, model: nn.Module) -> str:
         """A table of what computes in which format, of what this rank holds of a boosted model."""
         engine = self._engine(model)
-        return describe(engine.model, engine.formats)
+        return describe(engine.model, engine.formats, self.settings.formats.fp32_losses)
 
     def save_model(self, model: nn.Module, path: Path, *, shard: bool, size_per_shard_mb: int) -> None:
         """See :meth:`hybridpp.Booster.save_model`."""

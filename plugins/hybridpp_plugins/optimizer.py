@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from hybridpp.config import OptimizerConfig, Precision
@@ -29,6 +30,7 @@ class HybridOptimizer(Optimizer):
     Attributes:
         applied_steps: steps that were taken.
         unfilled: weights of the model that wait for ``load_model``.
+        again: what the model's forward runs in, for parts of it that activation checkpointing runs again.
         norm: how ranks put the gradient norm together.
         scaling: the loss scale, and the steps it skips.
     """
@@ -46,6 +48,7 @@ class HybridOptimizer(Optimizer):
         # No call to the base class: groups and state are the wrapped optimizer's.
         self.applied_steps = 0
         self.unfilled = Unfilled(())
+        self.again: Callable[[], AbstractContextManager[None]] = nullcontext
         self._optimizer = optimizer
         self._buckets = buckets
         self._masters = masters
@@ -112,7 +115,10 @@ class HybridOptimizer(Optimizer):
         self.begin_accumulation(by_hand=True)
         self._buckets.last_backward()
         num_replicas = self.norm.num_replicas
-        torch.autograd.backward(self.scale_loss(loss.float()) / num_replicas, *args, **kwargs)
+        scaled = self.scale_loss(loss.float()) / num_replicas
+        with self.again():
+            # From the edge: backward of a tensor takes torch's function modes away, which recomputation may need.
+            torch.autograd.backward(get_gradient_edge(scaled), *args, **kwargs)
         self._buckets.finish()
 
     def begin_accumulation(self, by_hand: bool = False) -> None:

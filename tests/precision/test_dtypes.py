@@ -15,12 +15,13 @@ def test_a_description_says_what_computes_in_which_format():
         return booster.plugin.describe_precision(model)
 
     assert Loopback(1).run(run)[0] == dedent("""\
-        module                         | weights  | computes in
-        -------------------------------+----------+-------------------------------
-        1 BatchNorm1d                  | float32  | float32
-        1 LayerNorm                    | bfloat16 | float32 inside, rounded behind
-        2 Linear                       | bfloat16 | bfloat16
-        loss, gradient sums, optimizer |          | float32 or wider""")
+        module                              | weights  | computes in
+        ------------------------------------+----------+-------------------------------
+        1 BatchNorm1d                       | float32  | float32
+        1 LayerNorm                         | bfloat16 | float32 inside, rounded behind
+        2 Linear                            | bfloat16 | bfloat16
+        loss functions in the model         |          | float32 or wider
+        criterion, gradient sums, optimizer |          | float32 or wider""")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
