@@ -6,7 +6,7 @@ from hybridpp.partition.calls import TensorSpec, Trace, UnitCall
 from hybridpp.partition.cut import CutPoint
 from hybridpp.partition.describe import StageSummary, describe_cut, shared_parameters
 from hybridpp.partition.marks import annotate_split_points, set_execution_sequence
-from hybridpp.partition.plan import StagePlan
+from hybridpp.partition.plan import Parts, StagePlan
 from hybridpp.partition.samples import make_samples
 from hybridpp.partition.staged_model import StagedModel
 from hybridpp.partition.strip import parameter_names
@@ -17,6 +17,7 @@ from hybridpp.partition.untouched import untouched
 __all__ = [
     "Anatomy",
     "CutPoint",
+    "Parts",
     "StagePlan",
     "StageSummary",
     "StagedModel",

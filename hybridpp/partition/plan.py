@@ -1,9 +1,25 @@
 """From a trace and a place to cut: who owns what, and which values travel between stages."""
 
 from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
 
 from hybridpp.partition.calls import TensorSpec, Trace, UnitCall
 from hybridpp.partition.taint import Value
+
+
+class Parts(Protocol):
+    """Of some values, several ranks that run the same stage hold one part each, and only that travels."""
+
+    def spec(self, name: str, leaf: int, whole: TensorSpec) -> TensorSpec | None:
+        """This rank's part of a leaf that the unit ``name`` returns; None: it travels whole."""
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of such a value."""
+
+    def whole(self, part: Tensor, spec: TensorSpec) -> Tensor:
+        """The value, as glue and units see it, that is described by ``spec``."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +34,7 @@ class StagePlan:
         outgoing: the values that leave for the next stage, in the order they travel in.
         incoming_specs: shapes and dtypes of ``incoming``.
         outgoing_specs: shapes and dtypes of ``outgoing``.
+        in_parts: those of both of which only this rank's part travels; the specs are of that.
     """
 
     stage: int = 0
@@ -27,6 +44,7 @@ class StagePlan:
     outgoing: tuple[Value, ...] = ()
     incoming_specs: tuple[TensorSpec, ...] = ()
     outgoing_specs: tuple[TensorSpec, ...] = ()
+    in_parts: frozenset[Value] = frozenset()
 
     @property
     def is_last(self) -> bool:
@@ -59,8 +77,15 @@ def owners(trace: Trace, stages: tuple[int, ...], parameter_names: tuple[str, ..
     return {name: tuple(sorted(needed.get(name, {0}))) for name in parameter_names}
 
 
-def stage_plan(trace: Trace, stages: tuple[int, ...], stage: int) -> StagePlan:
-    """What ``stage`` receives, runs and sends. Every rank derives its neighbours' tables from the same trace."""
+def stage_plan(trace: Trace, stages: tuple[int, ...], stage: int, parts: Parts | None = None) -> StagePlan:
+    """What ``stage`` receives, runs and sends. Every rank derives its neighbours' tables from the same trace.
+
+    Args:
+        trace: of the forward.
+        stages: of each call.
+        stage: which one.
+        parts: what of the values between stages travels; None: all of it.
+    """
     last_use: dict[Value, int] = {}
     for sources, at in (
         *((call.sources, place) for call, place in zip(trace.calls, stages, strict=True)),
@@ -75,8 +100,24 @@ def stage_plan(trace: Trace, stages: tuple[int, ...], stage: int) -> StagePlan:
         return tuple(sorted(value for value, used in last_use.items() if stages[value.call] < boundary <= used))
 
     def specs(values: tuple[Value, ...]) -> tuple[TensorSpec, ...]:
-        return tuple(trace.calls[value.call].leaves[value.leaf] for value in values)
+        return tuple(in_parts.get(value) or trace.calls[value.call].leaves[value.leaf] for value in values)
 
     incoming = crossing(stage)
     outgoing = crossing(stage + 1)
-    return StagePlan(stage, trace.calls, stages, incoming, outgoing, specs(incoming), specs(outgoing))
+    in_parts = _in_parts(trace, {*incoming, *outgoing}, parts) if parts else {}
+    shapes = specs(incoming), specs(outgoing)
+    return StagePlan(stage, trace.calls, stages, incoming, outgoing, *shapes, frozenset(in_parts))
+
+
+def _in_parts(trace: Trace, values: set[Value], parts: Parts) -> dict[Value, TensorSpec]:
+    """The values of which a part travels, with what that is."""
+    found = {}
+    for value in values:
+        call = trace.calls[value.call]
+        # What is written to later, or was an argument, is known by its memory.
+        if value.leaf in call.written or value.leaf in call.arguments:
+            continue
+        spec = parts.spec(call.name, value.leaf, call.leaves[value.leaf])
+        if spec is not None:
+            found[value] = spec
+    return found

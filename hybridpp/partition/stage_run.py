@@ -14,7 +14,7 @@ from hybridpp.partition.attributes import Key, Leavings
 from hybridpp.partition.calls import Same, TensorSpec, UnitCall
 from hybridpp.partition.dice import Dice
 from hybridpp.partition.intercept import Forward
-from hybridpp.partition.plan import StagePlan
+from hybridpp.partition.plan import Parts, StagePlan
 from hybridpp.partition.recompute import Recomputable
 from hybridpp.partition.structure import Given, flatten, tensors_in
 from hybridpp.partition.taint import Value
@@ -64,6 +64,7 @@ class StageRun:
         dice: of the forward.
         recomputable: units of which only the inputs are kept.
         modules: the units, by name.
+        parts: what of ``plan.in_parts`` travels.
 
     Attributes:
         again: what activation checkpointing may call again, by unit and random seed.
@@ -79,9 +80,12 @@ class StageRun:
         dice: Dice,
         recomputable: Recomputable,
         modules: Mapping[str, nn.Module],
+        parts: Parts | None = None,
     ):
         self._plan = plan
         self._values: dict[Value, Tensor] = dict(zip(plan.incoming, received, strict=True))
+        self._parts = parts
+        self._leaving: dict[Value, Tensor] = {}
         self._placeholders = placeholders
         self._dice = dice
         self._recomputable = recomputable
@@ -95,6 +99,8 @@ class StageRun:
         self.leavings: list[Leavings] = []
         self.again: dict[tuple[str, int], _Again] = {}
         self.watch: Watcher | None = None
+        if parts is not None:
+            self._take_parts(parts)
 
     def __call__(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inside:
@@ -219,13 +225,26 @@ class StageRun:
                     f"unit {call.name!r} returned {got} where its trace had {spec.dtype} {spec.shape}: its result "
                     "depends on values. Put the cut elsewhere, or use pp_size=1."
                 )
+            if self._parts is not None and value in self._plan.in_parts:
+                part = self._parts.part(leaf)
+                # Units behind it on this stage may write to theirs.
+                self._leaving[value] = part if place == self._last_local else part.clone()
+                continue
             # A subclass of Tensor may stand for something else than memory of its own; what travels is plain.
             is_own = number not in call.written and type(leaf) is Tensor
             self._values[value] = leaf if is_own else leaf.clone()
 
     def outgoing(self) -> list[Tensor]:
         """The values for the next stage, own ones and those that pass through."""
-        return [self._values[value] for value in self._plan.outgoing]
+        return [self._leaving[v] if v in self._leaving else self._values[v] for v in self._plan.outgoing]
+
+    def _take_parts(self, parts: Parts) -> None:
+        """Let what arrived in parts look whole."""
+        for value in self._plan.in_parts & self._values.keys():
+            part = self._values[value]
+            self._values[value] = parts.whole(part, self._plan.calls[value.call].leaves[value.leaf])
+            if value in self._outgoing:
+                self._leaving[value] = part.clone()
 
 
 class Replay:

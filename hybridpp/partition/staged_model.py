@@ -20,7 +20,7 @@ from hybridpp.partition.dice import Dice, Recompute, Seen, inner_layers
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.known_plans import KnownPlans, Plans
 from hybridpp.partition.measure import measure_seconds, unit_costs
-from hybridpp.partition.plan import StagePlan, owners, stage_plan, uses
+from hybridpp.partition.plan import Parts, StagePlan, owners, stage_plan, uses
 from hybridpp.partition.recompute import Recomputable, blocks_by_stage, recomputed_blocks
 from hybridpp.partition.stage_run import Placeholders, Replay, StageDone, StageRun, Watcher
 from hybridpp.partition.strip import Slot, parameter_names, shown, strip
@@ -50,6 +50,7 @@ class StagedModel:
         recomputation: which blocks are run again in the backward pass; None: none.
         agree: gives every rank of the pipeline the first one's numbers (for ``balance="time"``).
         again: what the model's forward runs in, for parts of it that activation checkpointing runs again.
+        parts: what of the values between stages travels; None: all of it.
 
     Attributes:
         model: the model.
@@ -73,9 +74,11 @@ class StagedModel:
         recomputation: PipelineGradientCheckpointConfig | None = None,
         agree: Callable[[list[float]], list[float]] = list,
         again: Callable[[], AbstractContextManager[None]] = nullcontext,
+        parts: Parts | None = None,
     ):
         self.model = model
         self._again = again
+        self._parts = parts
         self._compute_dtype = compute_dtype
         self.stages = tuple(stages)
         self.num_stages = num_stages
@@ -190,7 +193,7 @@ class StagedModel:
                 trace = tracer.trace(*self._prepare(args, kwargs))
             stages = assign_stages(trace, self._cut)
             self._check_ownership(trace, stages)
-            return {mine: stage_plan(trace, stages, mine) for mine in self.stages}
+            return {mine: stage_plan(trace, stages, mine, self._parts) for mine in self.stages}
 
         return self._plans.find(args, kwargs, self.model.training, make)
 
@@ -220,7 +223,8 @@ class StagedModel:
     def _stage_run(
         self, plan: StagePlan, received: Sequence[Tensor], dice: Dice, recomputable: Recomputable
     ) -> StageRun:
-        run = StageRun(plan, received, self._placeholders, dice, recomputable, self._interceptor.modules)
+        modules = self._interceptor.modules
+        run = StageRun(plan, received, self._placeholders, dice, recomputable, modules, self._parts)
         run.watch = self._watch
         return run
 

@@ -10,8 +10,10 @@ from hybridpp.tensor_parallel.lazy_whole import LazyWhole, gathered
 from hybridpp.tensor_parallel.patterns import plan_from_patterns
 from hybridpp.tensor_parallel.placement import Placement, placement_of
 from hybridpp.tensor_parallel.plan import Kind, Layout, Plan, Style, parse_style
-from hybridpp.tensor_parallel.sequence import run_on_shards
+from hybridpp.tensor_parallel.sequence import SequenceBlock, run_on_shards
+from hybridpp.tensor_parallel.sequence_collectives import shard_lengths
 from hybridpp.tensor_parallel.sequence_infer import SequencePlan, infer_sequence
+from hybridpp.tensor_parallel.sequence_lazy import lazily_joined, shard_of
 from hybridpp.tensor_parallel.shard import Sharding, fitting_sizes, shard
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "Part",
     "Placement",
     "Plan",
+    "SequenceBlock",
     "SequencePlan",
     "ShardedLayer",
     "Sharding",
@@ -34,11 +37,14 @@ __all__ = [
     "infer_plan",
     "infer_sequence",
     "large_tables",
+    "lazily_joined",
     "parse_style",
     "placement_of",
     "plan_from_patterns",
     "run_on_shards",
     "shard",
+    "shard_lengths",
+    "shard_of",
     "vocab_parallel_cross_entropy",
     "watched_tables",
 ]

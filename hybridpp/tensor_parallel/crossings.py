@@ -120,10 +120,10 @@ class Crossings:
             self._places, self._on_wholes = places, False
 
     @contextmanager
-    def on_shards(self, whole: Tensor) -> Iterator[None]:
-        """Inside, activations between layers are shards of sequences like those of ``whole``: ``[B, S, ...]``."""
-        self.enter(whole)
-        self._places = (whole.shape[0], whole.shape[1])
+    def on_shards(self, shard: Tensor, length: int) -> Iterator[None]:
+        """Inside, activations between layers are shards of sequences of ``length``, like this one: ``[B, s, ...]``."""
+        self.enter(shard)
+        self._places = (shard.shape[0], length)
         try:
             yield
         finally:

@@ -1,7 +1,7 @@
 """Divided activations that look whole: put together only where somebody needs all of one."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ _Replay = Callable[[Tensor], Tensor]
 class LazyWhole(Tensor):
     """A whole activation of which this rank holds its part along one dimension (logits, by vocabulary).
 
+    Subclasses are divided in another way, and say what can be done to their parts.
+
     It has the shape of the whole. Operations that do not look at that dimension (conversions, views, indices of the
     others, sums and products) give another one of its kind, and the cross-entropy over it is computed from
     the parts. Everything else is done on the whole, which is gathered before, once, and gives plain tensors. So the
@@ -33,6 +35,8 @@ class LazyWhole(Tensor):
         width: of the whole along it.
         base: what this is a view of; None: it has memory of its own.
         replay: makes this from the whole of ``base``.
+        kept: what can be done to the parts, by torch's function: functions of the lazy tensor, of torch's function,
+            and of its other arguments.
     """
 
     local: Tensor
@@ -41,9 +45,11 @@ class LazyWhole(Tensor):
     width: int
     base: "LazyWhole | None"
     replay: _Replay | None
+    kept: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
     _made_by: Any
     _whole: Tensor | None
     _as_gathered: tuple[int, bool, bool] | None
+    _gathered_from: int | None
 
     @classmethod
     def __torch_function__(
@@ -51,14 +57,14 @@ class LazyWhole(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, LazyWhole) and first._is_divided():
+        if isinstance(first, LazyWhole) and first.is_divided():
+            if func in first.kept:
+                result = first.kept[func](first, func, *args[1:], **kwargs)
+                if result is not NotImplemented:
+                    return result
             if func in _ABOUT:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            if func in _KEPT:
-                result = _KEPT[func](first, func, *args[1:], **kwargs)
-                if result is not NotImplemented:
-                    return result
         args, kwargs = gathered((args, kwargs))
         return func(*args, **kwargs)
 
@@ -71,25 +77,42 @@ class LazyWhole(Tensor):
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
-        return f"LazyWhole(shape={tuple(self.shape)}, dtype={self.dtype}, {self.group.size} parts)"
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, {self.group.size} parts)"
 
     def whole(self) -> Tensor:
         """The whole activation, plain. Collective at the first call: one all-gather."""
-        if self._whole is None:
+        if self._whole is None or self._gathered_from != _version(self.local):
             with torch._C.DisableTorchFunctionSubclass():
                 wants_gradient, is_inference = self.requires_grad, self.is_inference()
             # Whoever asks first (a metric under no_grad) does not decide for the others.
             with torch.inference_mode(is_inference), torch.set_grad_enabled(wants_gradient):
-                if self.base is not None and self.replay is not None and self._has_gradient_of_local():
+                if self.base is not None and self.replay is not None and self.has_gradient_of_local():
                     whole: Tensor = self.replay(self.base.whole())
                 else:
-                    whole = _Gathered.apply(self)  # type: ignore[no-untyped-call]  # torch
-            self._whole, self._as_gathered = whole, _state(whole)
+                    whole = self.put_together()
+            self._whole, self._as_gathered, self._gathered_from = whole, _state(whole), _version(self.local)
         return self._whole
 
-    def _is_divided(self) -> bool:
+    def put_together(self) -> Tensor:
+        """The whole from the parts, with its gradient. Collective: one all-gather."""
+        whole: Tensor = _Gathered.apply(self)  # type: ignore[no-untyped-call]  # torch
+        return whole
+
+    def numbers(self) -> Tensor:
+        """The numbers of the whole, in memory of its own. Collective: one all-gather."""
+        rows = self.local.detach().movedim(self.divided, -1)
+        whole = gather_from_ranks(rows, self.group, self.width).movedim(-1, self.divided).contiguous()
+        # A function's result that is a view cannot be written to in place.
+        return torch.ops.aten._unsafe_view(whole, whole.shape) if whole._is_view() else whole
+
+    @classmethod
+    def own(cls, whole: Tensor, group: Group, dim: int, width: int) -> Tensor:
+        """This rank's part of a whole tensor, ``width`` wide along ``dim``."""
+        return own_part(whole.movedim(dim, -1), group, width).movedim(-1, dim)
+
+    def is_divided(self) -> bool:
         """Whether it is still what its parts are, and they are where its gradient comes from."""
-        if not self._has_gradient_of_local():
+        if not self.has_gradient_of_local():
             return False
         link: LazyWhole | None = self
         while link is not None:
@@ -99,7 +122,7 @@ class LazyWhole(Tensor):
             link = link.base
         return True
 
-    def _has_gradient_of_local(self) -> bool:
+    def has_gradient_of_local(self) -> bool:
         # An autograd function that returns it (reentrant checkpointing does) makes its gradient that function's.
         with torch._C.DisableTorchFunctionSubclass():
             return self.grad_fn is self._made_by
@@ -107,33 +130,35 @@ class LazyWhole(Tensor):
 
 def _state(whole: Tensor) -> tuple[int, bool, bool] | None:
     """Changes with whatever parts do not know of; None where that is not counted."""
-    if whole.is_inference():
-        return None
-    return whole._version, whole.requires_grad, bool(whole._backward_hooks) or whole.retains_grad
+    version = _version(whole)
+    return (
+        None if version is None else (version, whole.requires_grad, bool(whole._backward_hooks) or whole.retains_grad)
+    )
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 class _Present(torch.autograd.Function):
     """Autograd's view of it: a whole tensor, whose gradient's own part is that of the part."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, group: Group, dim: int, width: int) -> Tensor:
-        ctx.group, ctx.dim, ctx.part = group, dim, local.shape[dim]
+    def forward(ctx: Any, local: Tensor, kind: type[LazyWhole], group: Group, dim: int, width: int) -> Tensor:
+        ctx.kind, ctx.group, ctx.dim, ctx.part = kind, group, dim, local.shape[dim]
         shape = (*local.shape[:dim], width, *local.shape[dim + 1 :])
-        lazy: Tensor = torch.Tensor._make_wrapper_subclass(LazyWhole, shape, dtype=local.dtype, device=local.device)
+        lazy: Tensor = torch.Tensor._make_wrapper_subclass(kind, shape, dtype=local.dtype, device=local.device)
         return lazy
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return own_part(dy.movedim(ctx.dim, -1), ctx.group, ctx.part).movedim(-1, ctx.dim), None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.kind.own(dy, ctx.group, ctx.dim, ctx.part), None, None, None, None
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, lazy: LazyWhole) -> Tensor:
-        rows = lazy.local.detach().movedim(lazy.divided, -1)
-        whole = gather_from_ranks(rows, lazy.group, lazy.width).movedim(-1, lazy.divided).contiguous()
-        # A function's result that is a view cannot be written to in place.
-        return torch.ops.aten._unsafe_view(whole, whole.shape) if whole._is_view() else whole
+        return lazy.numbers()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
@@ -147,6 +172,7 @@ def lazily_whole(
     width: int,
     base: LazyWhole | None = None,
     replay: _Replay | None = None,
+    kind: type[LazyWhole] = LazyWhole,
 ) -> LazyWhole:
     """The ranks' parts as one activation.
 
@@ -157,10 +183,11 @@ def lazily_whole(
         width: of the whole along ``dim``; what the last ranks have beyond is filling.
         base: what it is a view of.
         replay: makes it from the whole of ``base``.
+        kind: its class.
     """
-    lazy: LazyWhole = _Present.apply(local, group, dim, width)  # type: ignore[no-untyped-call]  # torch
+    lazy: LazyWhole = _Present.apply(local, kind, group, dim, width)  # type: ignore[no-untyped-call]  # torch
     lazy.local, lazy.group, lazy.divided, lazy.width = local, group, dim, width
-    lazy.base, lazy.replay, lazy._whole, lazy._as_gathered = base, replay, None, None
+    lazy.base, lazy.replay, lazy._whole, lazy._as_gathered, lazy._gathered_from = base, replay, None, None, None
     with torch._C.DisableTorchFunctionSubclass():
         lazy._made_by = lazy.grad_fn
     return lazy
@@ -178,11 +205,11 @@ def _like(lazy: LazyWhole, local: Tensor, replay: _Replay, dim: int | None = Non
     dim = lazy.divided if dim is None else dim
     # A view must see what is written to the whole, and the other way round.
     if local.untyped_storage()._cdata == lazy.local.untyped_storage()._cdata:
-        return lazily_whole(local, lazy.group, dim, lazy.width, lazy, replay)
-    return lazily_whole(local, lazy.group, dim, lazy.width)
+        return lazily_whole(local, lazy.group, dim, lazy.width, lazy, replay, type(lazy))
+    return lazily_whole(local, lazy.group, dim, lazy.width, kind=type(lazy))
 
 
-def _elementwise(lazy: LazyWhole, func: Any, *args: Any, **kwargs: Any) -> Any:
+def elementwise(lazy: LazyWhole, func: Any, *args: Any, **kwargs: Any) -> Any:
     """What treats every element alike: conversions to a dtype, arithmetic with numbers."""
     if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
         return NotImplemented
@@ -196,7 +223,7 @@ def _elementwise(lazy: LazyWhole, func: Any, *args: Any, **kwargs: Any) -> Any:
 def _combined(lazy: LazyWhole, func: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
     """Sums and products; a tensor of every class (a bias, a mask) is divided, too."""
     if not isinstance(other, Tensor):
-        return _elementwise(lazy, func, other, *args, **kwargs)
+        return elementwise(lazy, func, other, *args, **kwargs)
     sizes = zip(reversed(other.shape), reversed(lazy.shape), strict=False)
     fits = other.dim() <= lazy.dim() and all(size in (1, whole) for size, whole in sizes)
     if args or kwargs or type(other) not in (Tensor, nn.Parameter) or not fits or lazy.divided != lazy.dim() - 1:
@@ -306,6 +333,7 @@ _ABOUT = {
     Tensor.element_size,
     Tensor.is_complex,
     Tensor.is_floating_point,
+    Tensor.is_inference,
     Tensor.nelement,
     Tensor.numel,
     Tensor.size,
@@ -317,19 +345,18 @@ _ABOUT = {
     *(getattr(Tensor, name).__get__ for name in ("itemsize", "layout", "ndim", "requires_grad", "shape", "_version")),
 }
 
-# What can be done to the parts, each by a function of the lazy tensor, torch's function, and the other arguments.
-_KEPT: dict[Any, Callable[..., Any]] = {
+LazyWhole.kept = {
     functional.cross_entropy: _cross_entropy,
     Tensor.__getitem__: _indexed,
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _reshaped),
     **dict.fromkeys((Tensor.flatten, torch.flatten), _flattened),
     **dict.fromkeys((Tensor.transpose, torch.transpose), _transposed),
     **dict.fromkeys((Tensor.permute, torch.permute), _permuted),
-    **dict.fromkeys((Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to), _elementwise),
-    **dict.fromkeys((Tensor.contiguous, Tensor.detach, torch.detach, Tensor.tanh, torch.tanh), _elementwise),
+    **dict.fromkeys((Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to), elementwise),
+    **dict.fromkeys((Tensor.contiguous, Tensor.detach, torch.detach, Tensor.tanh, torch.tanh), elementwise),
     **dict.fromkeys((Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__rmul__), _combined),
     **dict.fromkeys((Tensor.add, torch.add, Tensor.__add__, Tensor.__radd__), _combined),
     **dict.fromkeys((Tensor.sub, torch.sub, Tensor.__sub__), _combined),
     # By a tensor, the filling would become NaN.
-    **dict.fromkeys((Tensor.div, torch.div, Tensor.__truediv__), _elementwise),
+    **dict.fromkeys((Tensor.div, torch.div, Tensor.__truediv__), elementwise),
 }

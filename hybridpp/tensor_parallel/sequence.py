@@ -1,7 +1,8 @@
 """Blocks between whose divided layers every rank has a shard of the sequences: norms, dropout and residuals on 1/tp.
 
-A block takes and returns whole activations ``[B, S, H]``. Inside, they are shards ``[B, s, H]`` (Korthikanti et al.
-2022, arXiv:2205.05198): joined where a module needs all places, whose row layers then sum and scatter at once.
+A block takes and returns what looks like whole activations ``[B, S, H]``. Inside, they are shards ``[B, s, H]``
+(Korthikanti et al. 2022, arXiv:2205.05198): joined where a module needs all places, whose row layers then sum and
+scatter at once. From one such block to the next they stay shards.
 """
 
 import functools
@@ -13,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 from hybridpp.errors import PartitionError
 from hybridpp.tensor_parallel.crossings import Crossings
-from hybridpp.tensor_parallel.sequence_collectives import join_sequence, shard_sequence
+from hybridpp.tensor_parallel.sequence_collectives import shard_sequence
+from hybridpp.tensor_parallel.sequence_lazy import lazily_joined, shard_of
 from hybridpp.tensor_parallel.shard import Sharding, is_linear
 
 Key = int | str
@@ -119,10 +121,11 @@ def _sharded(
 ) -> Any:
     whole = _argument(args, kwargs, block.hidden, name)
     length, group = whole.shape[1], crossings.group
-    args, kwargs = _replaced(args, kwargs, block.hidden, shard_sequence(whole, group))
-    with crossings.on_shards(whole):
+    shard = shard_of(whole, group)
+    args, kwargs = _replaced(args, kwargs, block.hidden, shard)
+    with crossings.on_shards(shard, length):
         output = forward(*args, **kwargs)
-    return _with_results(output, block.results, lambda shard: join_sequence(shard, length, group))
+    return _with_results(output, block.results, lambda own: lazily_joined(own, length, group))
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], key: Key, name: str) -> Tensor:

@@ -14,7 +14,7 @@ from hybridpp.cluster import get_dist_logger
 from hybridpp.config import Precision
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.errors import ConfigError
-from hybridpp.partition import StagedModel, finest_units
+from hybridpp.partition import Parts, StagedModel, finest_units
 from hybridpp.pipeline import Executor, Transport, call_arguments
 from hybridpp.plugin import Boosted
 from hybridpp.precision import (
@@ -93,7 +93,7 @@ def boost(
     samples = find_samples() if len(placement) > 1 else NO_SAMPLES
     losses = Fp32Losses(model, finest_units(model)) if half and settings.formats.fp32_losses else None
     working = _Working(working_dtype(model, settings.precision), formats, losses)
-    staged = _cut(model, placement, settings, layout, device, working, samples)
+    staged = _cut(model, placement, settings, layout, device, working, samples, divided.between_stages)
     # As model.to, but leaves alone what has no numbers yet: it gets its memory last, in its final format.
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]  # torch
     masters = _masters(model, settings.precision)
@@ -142,6 +142,7 @@ def _cut(
     device: torch.device,
     working: _Working,
     samples: Samples,
+    parts: Parts | None,
 ) -> StagedModel:
     with samples.explained(model):
         return StagedModel(
@@ -156,6 +157,7 @@ def _cut(
             recomputation=settings.pipeline.recomputation,
             agree=lambda seconds: list(gather_objects(layout.control, seconds)[0]),
             again=working.losses.again if working.losses else nullcontext,
+            parts=parts,
         )
 
 

@@ -1,13 +1,22 @@
-"""Which blocks of a model run on shards of sequences, beside the plan that divides its layers."""
+"""Which blocks of a model run on shards of sequences, beside the plan that divides its layers; and between stages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from hybridpp.cluster import Group
 from hybridpp.errors import ConfigError
-from hybridpp.partition import dissect
-from hybridpp.tensor_parallel import Plan, SequencePlan, infer_sequence
+from hybridpp.partition import TensorSpec, dissect
+from hybridpp.tensor_parallel import (
+    Plan,
+    SequenceBlock,
+    SequencePlan,
+    infer_sequence,
+    lazily_joined,
+    shard_lengths,
+    shard_of,
+)
 from hybridpp_plugins.inferring import calls_of_blocks, check_agreed
 from hybridpp_plugins.sample import Samples
 
@@ -34,3 +43,33 @@ def sequence_plan(
             f"{name or 'all'}: {reason}. Leave enable_sequence_parallelism out."
         )
     return found
+
+
+class ShardsBetweenStages:
+    """What blocks on shards hand to the next stage: each rank its shard, to the rank in the same place there.
+
+    Args:
+        blocks: by name.
+        group: the ranks that share layers.
+    """
+
+    def __init__(self, blocks: Mapping[str, SequenceBlock], group: Group):
+        self._blocks = blocks
+        self._group = group
+
+    def spec(self, name: str, leaf: int, whole: TensorSpec) -> TensorSpec | None:
+        """This rank's shard of a result of a block; None: it travels whole, as there are not enough places."""
+        if name not in self._blocks or leaf not in self._blocks[name].results:
+            return None
+        batch, length, *others = whole.shape
+        if length < self._group.size:
+            return None
+        return replace(whole, shape=(batch, shard_lengths(length, self._group.size)[self._group.rank], *others))
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's shard."""
+        return shard_of(whole, self._group)
+
+    def whole(self, part: Tensor, spec: TensorSpec) -> Tensor:
+        """What looks whole, of the shard that arrived."""
+        return lazily_joined(part, spec.shape[1], self._group)

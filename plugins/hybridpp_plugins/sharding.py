@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hybridpp.cluster import Group, get_dist_logger
 from hybridpp.config import ParallelConfig
 from hybridpp.data_parallel import GradientBuckets
+from hybridpp.partition import Parts
 from hybridpp.pipeline import Gradients, Layer, WeightGradients, layer_of
 from hybridpp.tensor_parallel import (
     Kind,
@@ -26,7 +27,7 @@ from hybridpp.tensor_parallel import shard as apply_plan
 from hybridpp_plugins.inferring import inferred_plan
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.sample import Samples
-from hybridpp_plugins.sequences import sequence_plan
+from hybridpp_plugins.sequences import ShardsBetweenStages, sequence_plan
 
 _NUMBER = r"(?<=\.)\d+(?=[.':]|$)"
 
@@ -37,10 +38,12 @@ class Divided(NamedTuple):
     Attributes:
         weight_gradients: runs its layers.
         summed: parameters whose gradients are sums over all ranks that share layers, by name.
+        between_stages: what of the values between stages travels; None: all of it.
     """
 
     weight_gradients: WeightGradients
     summed: frozenset[str]
+    between_stages: Parts | None = None
 
 
 def divide_model(
@@ -68,7 +71,8 @@ def divide_model(
         get_dist_logger().warning(_left_whole(model, plan, sequences), ranks=[0])
     weight_gradients = WeightGradients(model, _joined(kinds, sharding))
     sharding.crossings.meanwhile = weight_gradients.release
-    return Divided(weight_gradients, sharding.summed | sequences.summed)
+    between = ShardsBetweenStages(sequences.blocks, tp) if sequences.blocks else None
+    return Divided(weight_gradients, sharding.summed | sequences.summed, between)
 
 
 def _left_whole(model: nn.Module, plan: Plan, sequences: SequencePlan) -> str:

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from divided_models import MODELS, VIT, falcon, mixtral, t5, token_batch
+from sequence_models import SHARDS, Block, Net, assert_equal, images, sequences, squares, vit
 from support import (
     assert_near,
     assert_same,
@@ -25,43 +26,12 @@ from transformers import (
     BertForMaskedLM,
     OPTConfig,
     OPTForCausalLM,
-    ViTConfig,
     ViTForImageClassification,
 )
 
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.cluster.loopback import LoopbackGroup
 from hybridpp.errors import ConfigError, PartitionError
-
-SHARDS = {"tp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
-
-
-def vit(image=64, patch=8, num_layers=2, dropout=0.0):
-    """65 tokens of width 16, or, from images of 56 in patches of 4, 197."""
-    torch.manual_seed(0)
-    config = ViTConfig(
-        hidden_size=16,
-        num_hidden_layers=num_layers,
-        num_attention_heads=2,
-        intermediate_size=32,
-        image_size=image,
-        patch_size=patch,
-        num_labels=5,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-    )
-    model = ViTForImageClassification(config).train()
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            nn.init.normal_(parameter, std=0.1)
-    return model
-
-
-def images(num_samples=4, size=64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randn(num_samples, 3, size, size, generator=generator)
-    return {"pixel_values": pixels, "labels": torch.randint(0, 5, (num_samples,), generator=generator)}
-
 
 BATCHES = [images(seed=seed) for seed in range(2)]
 
@@ -83,13 +53,6 @@ def opt():
 @functools.cache
 def one_process(num_layers=2):
     return train(functools.partial(vit, num_layers=num_layers), BATCHES, num_microbatches=2)
-
-
-def assert_equal(run, expected, tolerance=1e-6):
-    for losses in run["losses"]:
-        assert losses == pytest.approx(expected["losses"][0], abs=tolerance)
-    assert_near(run["gradients"], expected["gradients"], tolerance)
-    assert_near(run["weights"], expected["weights"], tolerance)
 
 
 @pytest.mark.parametrize(
@@ -254,36 +217,7 @@ def test_a_model_on_the_meta_device(tmp_path):
     assert Loopback(2).run(rank) == [pytest.approx(one_process()["losses"][0][0], abs=1e-6)] * 2
 
 
-class Block(nn.Module):
-    """Drops whole places' numbers between the layers, and numbers inside."""
-
-    def __init__(self, outside=0.0, inside=0.0, width=8):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 16), nn.Linear(16, width)
-        self.outside, self.inside = outside, inside
-
-    def forward(self, x):
-        inner = functional.dropout(self.up(self.norm(x)), self.inside, self.training)
-        return x + functional.dropout(self.down(inner), self.outside, self.training)
-
-
-class Net(nn.Module):
-    def __init__(self, make_block, num_blocks=4):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([make_block() for _ in range(num_blocks)])
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def squares(outputs, inputs):
-    return outputs.square().mean()
-
-
-SEQUENCES = [torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+SEQUENCES = [sequences(5, seed) for seed in range(2)]
 DROPPING = {"criterion": squares, "num_microbatches": 2, "tensor_parallel_plan": {"*.up": "column", "*.down": "row"}}
 
 
@@ -292,7 +226,7 @@ def test_any_length_after_the_sample(tp_size, num_places):
     def make():
         return Net(Block, 2)
 
-    batches = [SEQUENCES[0], torch.randn(4, num_places, 8, generator=torch.Generator().manual_seed(2))]
+    batches = [SEQUENCES[0], sequences(num_places, 2)]
     expected = train(make, batches, criterion=squares, num_microbatches=2)
     assert_equal(train(make, batches, **DROPPING, **SHARDS | {"tp_size": tp_size}), expected)
 

@@ -1,0 +1,220 @@
+"""From block to block shards stay shards, also between stages; whatever else reads them finds them whole."""
+
+import functools
+
+import pytest
+import torch
+from divided_models import VIT
+from sequence_models import SHARDS, Block, Net, assert_equal, images, sequences, squares, vit
+from support import assert_same, boosted, model_loss, sgd, train
+from torch.utils.checkpoint import checkpoint
+
+from hybridpp.cluster import Loopback
+from hybridpp.cluster.loopback import LoopbackGroup
+
+PLAN = {"*.up": "column", "*.down": "row"}
+OPTIONS = {"num_microbatches": 2, "tensor_parallel_plan": PLAN, **SHARDS}
+
+
+def calls_of_step(monkeypatch, num_layers, **layout):
+    """How often activations go through collectives in a step of one micro-batch; and the shapes of messages."""
+    counts, messages = dict.fromkeys(["all_gather", "reduce_scatter", "all_reduce"], 0), []
+
+    def counted(name, own):
+        def call(group, tensor, *others):
+            counts[name] += tensor.dim() == 3
+            return own(group, tensor, *others)
+
+        return call
+
+    def sent(group, tensor, peer):
+        messages.append(tuple(tensor.shape))
+        return send(group, tensor, peer)
+
+    for name in counts:
+        monkeypatch.setattr(LoopbackGroup, name, counted(name, getattr(LoopbackGroup, name)))
+    send = LoopbackGroup.send
+    monkeypatch.setattr(LoopbackGroup, "send", sent)
+
+    def rank():
+        booster, model, optimizer = boosted(vit(num_layers=num_layers), sgd, images(2), **SHARDS, **layout)
+        for name in counts:
+            counts[name] = 0
+        booster.execute_pipeline(iter([images(2)]), model, model_loss, optimizer)
+
+    Loopback(2 * layout.get("pp_size", 1)).run(rank)
+    counts["all_reduce"] -= counts["reduce_scatter"]  # in-process ranks' is made of one
+    assert not any(count % 2 for count in counts.values())
+    return {name: count // 2 for name, count in counts.items()}, messages
+
+
+def test_blocks_hand_on_shards(monkeypatch):
+    calls, _ = calls_of_step(monkeypatch, 3, tensor_parallel_plan=VIT)
+    # Each block: two of each, forwards and backwards; one all-gather behind the last and, backwards, before the first.
+    assert calls == {"all_gather": 3 * 4 + 2, "reduce_scatter": 3 * 4, "all_reduce": 0}
+
+
+def test_stages_hand_on_shards(monkeypatch):
+    calls, messages = calls_of_step(monkeypatch, 4, tensor_parallel_plan=VIT, pp_size=2)
+    assert calls == {"all_gather": 4 * 4 + 2, "reduce_scatter": 4 * 4, "all_reduce": 0}
+    assert sorted(messages) == [(2, 32, 16)] * 2 + [(2, 33, 16)] * 2
+
+
+@pytest.mark.parametrize("num_places", [64, 65, 197])
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"pp_size": 2}, {"pp_size": 2, "gradient_checkpoint_config": {}}, {"tp_size": 4, "pp_size": 2}],
+    ids=str,
+)
+def test_gradients_are_those_of_one_process(num_places, layout):
+    def make():
+        return Net(Block)
+
+    batches = [sequences(num_places)]
+    expected = train(make, batches, criterion=squares, num_microbatches=2)
+    assert_equal(train(make, batches, criterion=squares, **OPTIONS | layout), expected)
+
+
+@pytest.mark.parametrize("num_places", [1, 3])
+def test_stages_hand_on_sequences_shorter_than_the_ranks_are_many(num_places):
+    def make():
+        return Net(Block)
+
+    batches = [sequences(5), sequences(num_places)]
+    expected = train(make, batches, criterion=squares, num_microbatches=2)
+    assert_equal(train(make, batches, criterion=squares, **OPTIONS | {"tp_size": 4, "pp_size": 2}), expected)
+
+
+@pytest.mark.parametrize("layout", [{"pp_size": 2}, {"pp_size": 2, "gradient_checkpoint_config": {}}], ids=str)
+def test_dropped_numbers_do_not_depend_on_stages(layout):
+    make, options = functools.partial(vit, num_layers=4, dropout=0.2), {"tensor_parallel_plan": VIT, **SHARDS}
+    expected = train(make, [images(2)], num_microbatches=2, **options)
+    run = train(make, [images(2)], num_microbatches=2, **options, **layout)
+    assert run["losses"][0] == expected["losses"][0]
+    assert_same(run["gradients"], expected["gradients"])
+
+
+class Collecting(Net):
+    def forward(self, x):
+        states = [x]
+        for block in self.blocks:
+            states.append(block(states[-1]))
+        return sum(state * (number + 1) / 10 for number, state in enumerate(states))
+
+
+class Skipping(Net):
+    def forward(self, x):
+        first = x
+        for number, block in enumerate(self.blocks):
+            if number == 1:
+                continue
+            x = block(x)
+            if number == 2:
+                x = x + first.float() * 2
+            first = x
+        return x
+
+
+class Writing(Net):
+    def forward(self, x):
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 1:
+                kept = x
+                x *= 2
+                x[:, 0] = 1
+                x = kept
+        return x
+
+
+class Centering(Net):
+    def forward(self, x):
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            x = x - x.mean(1, keepdim=True) if number == 0 else x * 0.5
+        return x
+
+
+class Hooked(Net):
+    def forward(self, x):
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 2 and x.requires_grad:
+                x.register_hook(lambda gradient: gradient * gradient.shape[1])
+        return x
+
+
+class Checkpointing(Net):
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Adding(Block):
+    """Writes to what it is given."""
+
+    def forward(self, x):
+        x += self.down(self.up(self.norm(x.clone())))
+        return x
+
+
+class Late(Net):
+    """Reads what the second block wrote to, which is what the first one returned."""
+
+    def __init__(self):
+        super().__init__(Block, 1)
+        self.blocks.append(Adding())
+        self.blocks.append(Block())
+        self.blocks.append(Block())
+
+    def forward(self, x):
+        first = self.blocks[0](x)
+        before = first.sum((1, 2), keepdim=True)
+        x = self.blocks[2](self.blocks[1](first))
+        return (self.blocks[3](x) + first + before) / 10
+
+
+@pytest.mark.parametrize("net", [Collecting, Skipping, Writing, Centering, Hooked, Checkpointing])
+@pytest.mark.parametrize("layout", [{}, {"pp_size": 2}, {"gradient_checkpoint_config": {}}], ids=str)
+def test_what_glue_does_to_shards_is_done_to_the_whole(net, layout):
+    def make():
+        return net(Block)
+
+    expected = train(make, [sequences(5)], criterion=squares, num_microbatches=2)
+    assert_equal(train(make, [sequences(5)], criterion=squares, **OPTIONS, **layout), expected)
+
+
+def test_what_a_block_writes_to_its_input_is_seen():
+    expected = train(Late, [sequences(5)], criterion=squares, num_microbatches=2)
+    assert_equal(train(Late, [sequences(5)], criterion=squares, **OPTIONS), expected)
+
+
+def test_backward_hooks_of_blocks_see_the_whole():
+    shapes = []
+
+    def make():
+        model = Net(Block)
+        model.blocks[1].register_full_backward_hook(
+            lambda _, ours, theirs: shapes.append((ours[0].shape, theirs[0].shape))
+        )
+        return model
+
+    expected = train(make, [sequences(5)], criterion=squares, num_microbatches=2)
+    assert_equal(train(make, [sequences(5)], criterion=squares, **OPTIONS), expected)
+    assert {(tuple(ours[1:]), tuple(theirs[1:])) for ours, theirs in shapes} == {((5, 8), (5, 8))}
+
+
+def test_outputs_are_plain():
+    def rank(**settings):
+        booster, model, optimizer = boosted(vit(), sgd, images(2), num_microbatches=2, **settings)
+        model.config.output_hidden_states = True
+        for result in ("training", "evaluation"):
+            with torch.set_grad_enabled(result == "training"):
+                step = booster.execute_pipeline(iter([images(4)]), model, model_loss, optimizer, return_outputs=True)
+        return step["outputs"]["hidden_states"]
+
+    expected = Loopback(1).run(rank)[0]
+    for found in Loopback(2).run(functools.partial(rank, tensor_parallel_plan=VIT, **SHARDS)):
+        assert [type(state) for state in found] == [torch.Tensor] * len(expected)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
