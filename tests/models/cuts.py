@@ -1,17 +1,16 @@
 """Cut every architecture of transformers' registry and compare each gradient with the whole model's."""
 
 import copy
-import functools
 import time
-import traceback
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
+from models.comparing import Expected, examine, failure
 from models.pool import Result, Study
-from models.shelf import built
 from models.table import LAYOUTS, Layout
-from models.zoo import Architecture, DoesNotBuild, Specimen, criterion, plain_step
+from models.zoo import Architecture, Specimen, criterion
 from support import boosted, gradients_of, sgd
 from torch import Tensor
 
@@ -44,14 +43,13 @@ def staged_step(specimen: Specimen, layout: Layout) -> tuple[float, dict[str, Te
     return ranks[-1][0], gradients, [crossing for *_, crossing in ranks[1:]]
 
 
-def compare(specimen: Specimen, layout: Layout, expected: tuple[Tensor, dict[str, Tensor]]) -> Result:
+def compare(specimen: Specimen, expected: Expected, layout: Layout) -> Result:
     """What comes of cutting a model so: right, or what is wrong."""
     start = time.process_time()
     try:
         loss, gradients, crossing = staged_step(specimen, layout)
     except Exception as error:
-        text = " ".join(str(error).split())
-        return {"right": False, "error": f"{type(error).__name__}: {text}", "traceback": traceback.format_exc()}
+        return failure(error)
     whole_loss, whole = expected
     wrong = [] if abs(loss - float(whole_loss)) <= 1e-6 + 1e-5 * abs(float(whole_loss)) else [f"loss {loss}"]
     for name, parameter in specimen.model.named_parameters():
@@ -71,44 +69,17 @@ def compare(specimen: Specimen, layout: Layout, expected: tuple[Tensor, dict[str
     return result
 
 
-def examine(folder: Path, architecture: Architecture) -> Iterator[Result]:
-    """Everything the table says of one architecture, as it grows."""
-    start = time.process_time()
-    try:
-        specimen = built(architecture, folder)
-    except DoesNotBuild as error:
-        yield {"builds": False, "reason": str(error)}
-        return
-    result: Result = {
-        "builds": True,
-        "class": type(specimen.model).__name__,
+def _about(specimen: Specimen) -> Result:
+    return {
         "batch": {name: list(value.shape) for name, value in specimen.batch.items()},
-        "build_seconds": time.process_time() - start,
         "own_loss": specimen.task != "",
+        "blocks": _count_blocks(specimen),
     }
-    result["blocks"] = _count_blocks(specimen)
-    torch.manual_seed(0)
-    expected = plain_step(copy.deepcopy(specimen.model), specimen.batch, 2)
-    yield result
-    for layout in LAYOUTS:
-        found = compare(specimen, layout, expected)
-        if not found["right"] and "differ" in found["error"]:
-            found = _in_double(specimen, layout) or found
-        result[layout.key] = found
-        yield result
 
 
-def _in_double(specimen: Specimen, layout: Layout) -> Result | None:
-    """The comparison in fp64, if that removes the difference: it was rounding then."""
-    model = copy.deepcopy(specimen.model).double()
-    batch = {name: value.double() if value.is_floating_point() else value for name, value in specimen.batch.items()}
-    double = Specimen(model, batch, specimen.task)
-    try:
-        expected = plain_step(copy.deepcopy(model), batch, 2)
-    except Exception:
-        return None
-    found = compare(double, layout, expected)
-    return found | {"double": True} if found["right"] else None
+def _examine(folder: Path, architecture: Architecture) -> Iterator[Result]:
+    comparisons = {layout.key: partial(compare, layout=layout) for layout in LAYOUTS}
+    return examine(folder, architecture, _about, comparisons)
 
 
 def _count_blocks(specimen: Specimen) -> int:
@@ -123,4 +94,4 @@ def _count_blocks(specimen: Specimen) -> int:
 
 def study(folder: Path) -> Study:
     """Of architectures that are cut; ``folder`` keeps what was built."""
-    return Study(functools.partial(examine, folder), tuple(layout.key for layout in LAYOUTS), 400)
+    return Study(partial(_examine, folder), tuple(layout.key for layout in LAYOUTS), 400)

@@ -1,21 +1,20 @@
 """Share the layers of every architecture of transformers' registry and compare each gradient with one process."""
 
 import copy
-import functools
 import re
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from hybridpp_plugins import inferring, sharding
+from models.comparing import Expected, examine, failure
 from models.pool import Result, Study
-from models.shelf import built
-from models.zoo import Architecture, DoesNotBuild, Specimen, criterion, plain_step
+from models.zoo import Architecture, Specimen, criterion
 from support import boosted, gradients_of, sgd, whole_over_tp
 from torch import Tensor, nn
 
@@ -72,7 +71,7 @@ def divided_step(specimen: Specimen, tp_size: int) -> tuple[float, dict[str, Ten
     return loss, gradients, share, plans[0]
 
 
-def differences(specimen: Specimen, expected: tuple[Tensor, dict[str, Tensor]], loss: float, found: Any) -> list[Any]:
+def differences(specimen: Specimen, expected: Expected, loss: float, found: Any) -> list[Any]:
     """For the loss and every gradient: by how much it differs, in units of the tolerance, and the name."""
     whole_loss, whole = expected
     off = [(abs(loss - float(whole_loss)) / (TOLERANCE * max(abs(float(whole_loss)), 1e-1)), "loss")]
@@ -86,15 +85,13 @@ def differences(specimen: Specimen, expected: tuple[Tensor, dict[str, Tensor]], 
     return sorted(off, reverse=True)
 
 
-def compare(specimen: Specimen, tp_size: int, expected: tuple[Tensor, dict[str, Tensor]]) -> Result:
+def compare(specimen: Specimen, expected: Expected, tp_size: int) -> Result:
     """What comes of sharing a model's layers: right, or what is wrong."""
     start = time.process_time()
     try:
         loss, gradients, share, plan = divided_step(specimen, tp_size)
     except Exception as error:
-        text = " ".join(str(error).split())
-        text = text[-400:] if "Traceback" in text else text
-        return {"right": False, "error": f"{type(error).__name__}: {text}", "traceback": traceback.format_exc()}
+        return failure(error)
     off = differences(specimen, expected, loss, gradients)
     wrong = [f"{name} by {TOLERANCE * units:.0e}" for units, name in off if not units <= 1]
     result: Result = {
@@ -109,40 +106,15 @@ def compare(specimen: Specimen, tp_size: int, expected: tuple[Tensor, dict[str, 
     return result
 
 
-def _in_double(specimen: Specimen, tp_size: int) -> Result | None:
-    """The comparison in fp64, if that removes the difference: it was rounding then."""
-    model: Any = copy.deepcopy(specimen.model).double()
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # others have no kernel for fp64
-    batch = {name: value.double() if value.is_floating_point() else value for name, value in specimen.batch.items()}
-    double = Specimen(model, batch, specimen.task)
-    try:
-        expected = plain_step(copy.deepcopy(model), batch, 2)
-    except Exception:
-        return None
-    found = compare(double, tp_size, expected)
-    return found | {"double": True} if found["right"] else None
+def _about(specimen: Specimen) -> Result:
+    return {}
 
 
-def examine(folder: Path, architecture: Architecture) -> Iterator[Result]:
-    """Everything the table says of one architecture, as it grows."""
-    try:
-        specimen = built(architecture, folder)
-    except DoesNotBuild as error:
-        yield {"builds": False, "reason": str(error)}
-        return
-    result: Result = {"builds": True, "class": type(specimen.model).__name__}
-    yield result
-    torch.manual_seed(0)
-    expected = plain_step(copy.deepcopy(specimen.model), specimen.batch, 2)
-    for size in SIZES:
-        found = compare(specimen, size, expected)
-        if not found["right"] and "differ" in found["error"]:
-            found = _in_double(specimen, size) or found
-        result[f"tp{size}"] = found
-        yield result
+def _examine(folder: Path, architecture: Architecture) -> Iterator[Result]:
+    comparisons = {f"tp{size}": partial(compare, tp_size=size) for size in SIZES}
+    return examine(folder, architecture, _about, comparisons)
 
 
 def study(folder: Path) -> Study:
     """Of architectures whose layers are shared; ``folder`` keeps what was built."""
-    return Study(functools.partial(examine, folder), tuple(f"tp{size}" for size in SIZES), 60)
+    return Study(partial(_examine, folder), tuple(f"tp{size}" for size in SIZES), 60)

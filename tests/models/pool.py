@@ -1,6 +1,7 @@
 """Processes that examine one architecture each, so that none depends on what those before it left behind."""
 
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -101,12 +102,15 @@ class _Worker:
         return self._so_far if done else self._study.broken_off(self._so_far, str(reason))
 
 
-def sweep(study: Study, todo: list[Architecture], folder: Path, jobs: int) -> None:
-    """Examine architectures, ``jobs`` at a time; one JSON file each."""
+def sweep(study: Study, todo: list[Architecture], folder: Path, jobs: int, seconds: float = math.inf) -> None:
+    """Examine architectures, ``jobs`` at a time, and begin no other after ``seconds``; one JSON file each."""
+    start = time.monotonic()
     workers: list[_Worker] = []
     waiting = todo[::-1]
     done = 0
     while waiting or workers:
+        if time.monotonic() - start > seconds:
+            waiting.clear()
         while waiting and len(workers) < jobs:
             workers.append(_Worker(study, waiting.pop(), folder / "output.log"))
         wait([worker.pipe for worker in workers], timeout=1.0)

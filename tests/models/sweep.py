@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 from models import cuts, divided, table, tp_table
@@ -17,6 +18,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="architectures; all without")
     parser.add_argument("--cache", type=Path, default=Path("/tmp/hybridpp-models"), help="folder of the results")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no other architecture after so long")
     parser.add_argument("--again", action="store_true", help="examine also what the folder holds")
     parser.add_argument("--page", type=Path, help="file of which this part is written, from all results of the folder")
     options = parser.parse_args()
@@ -26,7 +28,8 @@ def main() -> None:
         made.mkdir(parents=True, exist_ok=True)
     everything = [a for a in architectures() if not options.names or a.name in options.names]
     known = {path.stem for path in folder.glob("*.json")}
-    sweep(study(specimens), [a for a in everything if options.again or a.name not in known], folder, options.jobs)
+    todo = [a for a in everything if options.again or a.name not in known]
+    sweep(study(specimens), todo, folder, options.jobs, options.seconds)
     if options.page:
         files = [folder / f"{architecture.name}.json" for architecture in architectures()]
         text = part([json.loads(file.read_text()) for file in files if file.exists()])
