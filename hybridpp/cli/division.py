@@ -6,32 +6,16 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from torch import nn
-from transformers import PreTrainedConfig
 
 from hybridpp.cli.columns import table
 from hybridpp.errors import ConfigError
 from hybridpp.partition import dissect
 from hybridpp.plugin import DividesLayers, LayerDivision
 from hybridpp.registry import plugin_class
-from hybridpp.tensor_parallel import fitting_sizes
 
 _PLUGIN = "hybrid_parallel"
 _WHOLE = "whole"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=[.':]|$)")
-
-
-def check_heads(config: PreTrainedConfig, tp_size: int) -> None:
-    """Refuse to divide attention by a number that does not divide its heads.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    heads = getattr(config.get_text_config(), "num_attention_heads", None)
-    if isinstance(heads, int) and heads % tp_size:
-        raise ConfigError(
-            f"tensor parallelism divides the heads of attention: {type(config).__name__} has num_attention_heads="
-            f"{heads}, got --tp-size {tp_size}. Use {fitting_sizes(heads)}."
-        )
 
 
 def divide(model: nn.Module, tp_size: int) -> LayerDivision:
@@ -44,7 +28,10 @@ def divide(model: nn.Module, tp_size: int) -> LayerDivision:
     assert issubclass(plugin, DividesLayers), "it comes with hybridpp"
     division = plugin.preview_division(model, tp_size)
     if all(division.shapes[name] == parameter.shape for name, parameter in model.named_parameters()):
-        told = _starred(f"{name}: {reason}" for name, reason in division.reasons.items())
+        named: dict[str, list[str]] = {}
+        for name, reason in division.reasons.items():
+            named.setdefault(_NUMBER.sub("*", reason), []).append(name)
+        told = [f"{', '.join(_starred(names))}: {reason}" for reason, names in named.items()]
         raise ConfigError(
             f"tensor parallelism divides pairs of linear layers: none of {type(model).__name__} can be divided over "
             f"{tp_size} ranks ({'; '.join(told) or 'its blocks have none'}). Leave out --tp-size, or take another size."

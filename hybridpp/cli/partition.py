@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
-from hybridpp.cli.division import check_heads, divide, render_division
+from hybridpp.cli.division import divide, render_division
 from hybridpp.cli.meta_model import build, load_config
 from hybridpp.cli.numbers import positive
 from hybridpp.cli.table import Share, render
@@ -38,7 +38,6 @@ def run(arguments: Namespace) -> str:
         layers_per_stage=arguments.layers_per_stage, split_points=arguments.split_points, balance=arguments.balance
     )
     config = load_config(arguments.model)
-    check_heads(config, arguments.tp_size)
     model = build(config, arguments.task)
     stages = _describe(model, arguments, partition)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())

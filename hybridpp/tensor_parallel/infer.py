@@ -34,8 +34,6 @@ def infer_plan(
     blocks: Iterable[str],
     sample_calls: Mapping[str, SampleCall],
     tp_size: int,
-    *,
-    styles_only: bool = False,
 ) -> Inference:
     """How the blocks of a model can be divided over ``tp_size`` ranks so that every number stays what it is.
 
@@ -48,8 +46,6 @@ def infer_plan(
         blocks: names of the modules to look into.
         sample_calls: for each block what it was called with once; blocks without are left whole.
         tp_size: by how much to divide.
-        styles_only: whether to leave whole what the plan's styles and attributes cannot say (experts' tensors, tables
-            and arguments that are indexed by head): with that, the plan alone is all that there is to apply.
     """
     known: dict[Hashable, BlockPlan] = {}
     reasons: dict[str, str] = {}
@@ -61,7 +57,7 @@ def infer_plan(
         block = model.get_submodule(name)
         kind = kind_of(block, *sample_calls[name])
         if kind not in known:
-            known[kind] = _plan_of(block, sample_calls[name], tp_size, styles_only)
+            known[kind] = _plan_of(block, sample_calls[name], tp_size)
         found[name] = known[kind]
     for name, parameter in _shared_otherwise(model, found).items():
         del found[name]
@@ -101,9 +97,9 @@ def _shared_otherwise(model: nn.Module, found: Mapping[str, BlockPlan]) -> dict[
     return otherwise
 
 
-def _plan_of(block: nn.Module, call: SampleCall, tp_size: int, styles_only: bool) -> BlockPlan:
+def _plan_of(block: nn.Module, call: SampleCall, tp_size: int) -> BlockPlan:
     try:
-        search = BlockSearch(block, call, tp_size, styles_only)
+        search = BlockSearch(block, call, tp_size)
     except Exception as error:  # the block's own, on numbers that it was not made for
         return BlockPlan(reasons={"": f"cannot be tried alone ({type(error).__name__}: {error})"})
     return search.run()

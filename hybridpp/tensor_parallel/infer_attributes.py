@@ -9,6 +9,7 @@ from torch import nn
 
 from hybridpp.tensor_parallel.infer_groups import Group
 from hybridpp.tensor_parallel.infer_layers import Layer
+from hybridpp.tensor_parallel.shard import fitting_sizes
 
 Attributes: TypeAlias = dict[tuple[str, str], int]
 """Values of attributes, by the module's and the attribute's name."""
@@ -115,11 +116,19 @@ def head_counts(found: Attributes) -> set[int]:
     return {value for (_, key), value in found.items() if _is_head_count(key)}
 
 
-def indivisible_heads(block: nn.Module, layers: dict[str, Layer], group: Group, tp_size: int) -> str | None:
-    """Which head count around a group the ranks do not divide, and the sizes that would do; None where all are fine."""
-    for (name, key), value in _numbers(block, layers, group).items():
-        if _is_head_count(key) and value % tp_size:
-            sizes = ", ".join(str(size) for size in range(1, value + 1) if value % size == 0)
-            where = f"{name}.{key}" if name else key
-            return f"{where}={value} is not divisible by tp_size={tp_size}. Sizes that work: {sizes}."
+def indivisible(block: nn.Module, layers: dict[str, Layer], group: Group, tp_size: int) -> str | None:
+    """Which head count or width of a group the ranks do not divide, and sizes that would do; None where all are fine.
+
+    A configuration that a module holds tells of heads that need not be the group's, so widths come before it.
+    """
+    rows = [layers[name].num_inputs for name in group.rows]
+    heads = [
+        (f"{name}.{key}" if name else key, value)
+        for (name, key), value in _numbers(block, layers, group).items()
+        if _is_head_count(key.rpartition(".")[2]) and all(width % value == 0 for width in rows)
+    ]
+    own = [(where, value) for where, value in heads if ".config." not in f".{where}"]
+    for what, value in (*own, *(("its width", width) for width in rows), *heads):
+        if value % tp_size:
+            return f"{what}={value} is not divisible by tp_size={tp_size} (sizes that work: {fitting_sizes(value)})"
     return None

@@ -1,6 +1,5 @@
 """Find out how one block can be divided, by trying."""
 
-import copy
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -14,17 +13,17 @@ from hybridpp.tensor_parallel.infer_attributes import (
     LIKELY,
     choices,
     head_counts,
-    indivisible_heads,
+    indivisible,
     settings,
     shared_heads,
 )
-from hybridpp.tensor_parallel.infer_compare import Agreement, compare
+from hybridpp.tensor_parallel.infer_compare import compare
 from hybridpp.tensor_parallel.infer_experts import divisions_of, expert_modules
 from hybridpp.tensor_parallel.infer_flow import flow_of
 from hybridpp.tensor_parallel.infer_groups import Group, groups_of
 from hybridpp.tensor_parallel.infer_layers import layers_of
 from hybridpp.tensor_parallel.infer_layouts import layouts_of
-from hybridpp.tensor_parallel.infer_run import made_up
+from hybridpp.tensor_parallel.infer_run import copy_of, made_up
 from hybridpp.tensor_parallel.infer_tables import Sizes, row_heads, tables_of
 
 _MAX_TRIES = 120
@@ -54,20 +53,20 @@ class BlockPlan:
 class _Found:
     styles: dict[str, str]
     division: Division
+    summed: frozenset[str] = frozenset()
 
 
 class BlockSearch:
     """Tries to divide one block; the block itself is left as it was."""
 
-    def __init__(self, block: nn.Module, call: SampleCall, tp_size: int, styles_only: bool):
+    def __init__(self, block: nn.Module, call: SampleCall, tp_size: int):
         args, kwargs = call
         self._tp_size = tp_size
-        self._styles_only = styles_only
         self._layers = layers_of(block)
         self._whole = made_up(block, args, kwargs)
         self._block, self._call = self._whole.block, self._whole.call
         tensors = [x.detach().requires_grad_(x.requires_grad) for x in self._call.tensors]
-        self._flow = flow_of(copy.deepcopy(self._block), self._layers, *self._call.arguments(tensors))
+        self._flow = flow_of(copy_of(self._block), self._layers, *self._call.arguments(tensors))
 
     def run(self) -> BlockPlan:
         """The division with the most weights that gives the whole block's numbers."""
@@ -79,7 +78,7 @@ class BlockSearch:
                 continue
             division = self._first_right(islice(self._tries(group), _MAX_TRIES))
             if division is None:
-                for name in group.layers:
+                for name in (*group.columns, *group.rows):
                     reasons.setdefault(name, self._reason(group, name))
             else:
                 found.append((group, division))
@@ -97,12 +96,16 @@ class BlockSearch:
         return plan
 
     def _together(self, found: list[tuple[Group, _Found]]) -> BlockPlan:
-        plan = BlockPlan()
-        for group, one in found:
-            both = plan.division | one.division
-            agreement = self._agreement(plan.styles | one.styles, both)
+        if not found:
+            return BlockPlan()
+        (_, first), *others = found
+        plan = BlockPlan(first.styles, first.division, first.summed)
+        for group, one in others:
+            agreement = compare(self._whole, plan.division | one.division, self._tp_size)
             if agreement is None:
-                plan.reasons |= dict.fromkeys(group.layers, "can be divided, but not together with other layers")
+                plan.reasons |= dict.fromkeys(
+                    (*group.columns, *group.rows), "can be divided, but not together with other layers"
+                )
             else:
                 plan.styles |= one.styles
                 plan.division, plan.summed = agreement
@@ -134,26 +137,14 @@ class BlockSearch:
         return reads == set(group.columns), size
 
     def _reason(self, group: Group, name: str) -> str:
-        heads = indivisible_heads(self._block, self._layers, group, self._tp_size)
-        return heads or f"divided with {_listed(group, name)}, the block gives other numbers"
-
-    def _agreement(self, styles: dict[str, str], division: Division) -> Agreement | None:
-        found = compare(self._whole, division, self._tp_size)
-        if found is None or not self._styles_only:
-            return found
-        told = {name for owner in summed_modules(self._block, found.summed) for name in self._names_in(owner)}
-        return found if _is_plain(styles, found.division) and found.summed <= told else None
-
-    def _names_in(self, owner: str) -> list[str]:
-        return [name for name, _ in self._block.named_parameters() if name.startswith(f"{owner}.")]
+        number = indivisible(self._block, self._layers, group, self._tp_size)
+        return number or f"divided with {_listed(group, name)}, the block gives other numbers"
 
     def _first_right(self, tries: Iterable[_Found]) -> _Found | None:
         for found in tries:
-            if self._styles_only and not _is_plain(found.styles, found.division):
-                continue
-            agreement = self._agreement(found.styles, found.division)
+            agreement = compare(self._whole, found.division, self._tp_size)
             if agreement is not None:
-                return _Found(found.styles, agreement.division)
+                return _Found(found.styles, *agreement)
         return None
 
     def _tries(self, group: Group) -> Iterator[_Found]:
@@ -170,8 +161,8 @@ class BlockSearch:
             for attributes in likely:
                 yield _Found(styles, division | Division(attributes=attributes | shared))
         reads = frozenset[str | int]().union(*(self._flow.reads[name] for name in group.rows))
-        heads = head_counts(found) | row_heads(self._block, reads, width)
-        for tables in tables_of(self._block, self._call, reads, Sizes(heads, width), self._tp_size):
+        heads = dict.fromkeys((*sorted(head_counts(found)), *sorted(row_heads(self._block, reads, width))))
+        for tables in tables_of(self._block, self._call, reads, Sizes(tuple(heads), width), self._tp_size):
             for styles, division in layouts[:2]:
                 for attributes in (*likely[:2], *likely[4:]):
                     yield _Found(styles, division | Division(attributes=attributes) | tables)
@@ -188,19 +179,6 @@ def summed_modules(block: nn.Module, summed: frozenset[str]) -> list[str]:
         if held and summed.issuperset(held) and not any(module.children()):
             found.append(name)
     return found
-
-
-def _is_plain(styles: dict[str, str], division: Division) -> bool:
-    """Whether styles and attributes say all of a division."""
-    told = {f"{name}.{key}" for name in styles for key in ("weight", "bias")}
-    beyond = division.arguments or division.results or division.spreads
-    shared = any("x" in style for style in styles.values())  # parts of a fused layer that ranks share, and experts
-    return (
-        not beyond
-        and not shared
-        and told.issuperset(division.parts)
-        and not any("." in key for _, key in division.attributes)
-    )
 
 
 def _pattern(name: str) -> str:

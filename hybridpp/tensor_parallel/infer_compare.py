@@ -1,6 +1,6 @@
 """Run a divided block on as many in-process ranks as it is divided for, and compare it with the whole one by number."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -9,11 +9,8 @@ from torch import Tensor
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.tensor_parallel.division import Division, Part
 from hybridpp.tensor_parallel.infer_division import divide
+from hybridpp.tensor_parallel.infer_numbers import Sketch, close, largest
 from hybridpp.tensor_parallel.infer_run import Outcome, Whole
-
-# Of the largest number in what is compared. Some modules compute in fp32 whatever they are given, so what is right may
-# be off by some 1e-6 (if all is fp32, 1e-5); what is wrong is off by the order of the numbers themselves.
-_TOLERANCE = {torch.float64: 2e-5, torch.float32: 3e-4}
 
 
 class Agreement(NamedTuple):
@@ -79,43 +76,50 @@ def _agreement(whole: Whole, division: Division, ranks: list[Outcome] | None) ->
         close(rank.results[number], result) for rank in ranks for number, result in expected.results.items()
     ):
         return None
-    summed = _summed(expected, ranks, division)
+    summed = summed_gradients(expected, ranks, division.parts, division.first_only)
     return None if summed is None else Agreement(division, summed)
 
 
-def _summed(expected: Outcome, ranks: list[Outcome], division: Division) -> frozenset[str] | None:
-    scale = max((largest(gradient) for gradient in expected.gradients.values()), default=0.0)
+def summed_gradients(
+    expected: Outcome, ranks: list[Outcome], parts: Mapping[str, Part], first_only: frozenset[str] = frozenset()
+) -> frozenset[str] | None:
+    """The whole parameters whose gradients are sums of the ranks'; None if any gradient is not the whole block's.
+
+    Args:
+        expected: of the whole block.
+        ranks: what each of them has.
+        parts: of the parameters that are divided, by name.
+        first_only: parameters of which only the first rank's gradient counts.
+    """
+    scale = max((largest(numbers) for whole in expected.gradients.values() for numbers in whole), default=0.0)
     summed = set()
-    for name, gradient in expected.gradients.items():
+    for name, whole in expected.gradients.items():
         found = [rank.gradients[name] for rank in ranks]
-        if isinstance(name, str) and name in division.parts:
-            if not close(_together(found, division.parts[name], gradient), gradient, scale):
+        if isinstance(name, str) and name in parts:
+            dim = parts[name].dim
+            own = [gradient[dim] for gradient in found]
+            if not close(_together(own, parts[name], whole[dim]), whole[dim], scale):
                 return None
-        elif isinstance(name, str) and name in division.first_only:
-            if not close(found[0], gradient, scale):
+        elif isinstance(name, str) and name in first_only:
+            if not _same(found[0], whole, scale):
                 return None
-        elif not all(close(part, gradient, scale) for part in found):
-            if not isinstance(name, str) or not close(torch.stack(found).sum(0), gradient, scale):
+        elif not all(_same(gradient, whole, scale) for gradient in found):
+            if not isinstance(name, str) or not _same(_sum(found), whole, scale):
                 return None
             summed.add(name)
     return frozenset(summed)
 
 
+def _same(found: Sketch, expected: Sketch, scale: float) -> bool:
+    return all(close(one, other, scale) for one, other in zip(found, expected, strict=True))
+
+
+def _sum(found: list[Sketch]) -> Sketch:
+    return tuple(torch.stack(numbers).sum(0) for numbers in zip(*found, strict=True))
+
+
 def _together(found: list[Tensor], part: Part, like: Tensor) -> Tensor:
     total = torch.zeros_like(like)
-    for rank, gradient in enumerate(found):
-        total.index_add_(part.dim, part.index(rank, len(found), like.shape[part.dim]), gradient)
+    for rank, numbers in enumerate(found):
+        total.index_add_(0, part.index(rank, len(found), len(like)), numbers)
     return total
-
-
-def close(found: Tensor, expected: Tensor, scale: float = 0.0) -> bool:
-    """Whether numbers agree but for rounding, which may be 5 % of what ``scale`` allows even where all are small."""
-    if found.shape != expected.shape:
-        return False
-    limit = _TOLERANCE.get(expected.dtype, 3e-4) * (largest(expected) + 0.05 * scale)
-    return torch.allclose(found, expected, rtol=0.0, atol=limit, equal_nan=True)
-
-
-def largest(numbers: Tensor) -> float:
-    """The largest absolute value; 0 where there is none."""
-    return float(numbers.abs().nan_to_num(0.0, 0.0, 0.0).max()) if numbers.numel() else 0.0

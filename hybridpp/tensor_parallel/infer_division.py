@@ -10,10 +10,22 @@ from torch.utils import _pytree as pytree
 from hybridpp.cluster import Group
 from hybridpp.tensor_parallel.collectives import copy_to_ranks, sum_over_ranks
 from hybridpp.tensor_parallel.division import Division, Part
+from hybridpp.tensor_parallel.infer_layers import layer_of
+from hybridpp.tensor_parallel.infer_run import copy_of
 
 
 def _part(tensor: Tensor, part: Part, group: Group) -> Tensor:
     return part.of(tensor, group.rank, group.size)
+
+
+def _piece(weight: Tensor, part: Part, group: Group, module: nn.Module) -> Tensor:
+    """A view, if the part is in one piece and its rows are not torn apart, or belong to a linear layer."""
+    index = part.index(group.rank, group.size, weight.shape[part.dim])
+    start, length = int(index[0]) if len(index) else 0, len(index)
+    in_one = torch.equal(index, torch.arange(start, start + length))
+    if in_one and (part.dim == 0 or layer_of(module) is not None):
+        return weight.narrow(part.dim, start, length)
+    return _part(weight, part, group)
 
 
 def _whole(own: Tensor, part: Part, group: Group) -> Tensor:
@@ -25,14 +37,17 @@ def _whole(own: Tensor, part: Part, group: Group) -> Tensor:
 
 
 def divide(block: nn.Module, division: Division, group: Group) -> nn.Module:
-    """A copy of a block that is this rank's share of it. Collectives of its forward: sums over ``group``."""
-    block = copy.deepcopy(block)
+    """A copy of a block that is this rank's share of it; weights share their memory where they can.
+
+    Collectives of its forward: sums over ``group``.
+    """
+    block = copy_of(block)
     for name, part in division.parts.items():
         owner, _, key = name.rpartition(".")
         module = block.get_submodule(owner)
         parameter = module._parameters[key]
         assert parameter is not None
-        own = module._parameters[key] = nn.Parameter(_part(parameter.detach(), part, group))
+        own = module._parameters[key] = nn.Parameter(_piece(parameter.detach(), part, group, module))
         if key == "weight" and isinstance(getattr(module, "nf", None), int):
             vars(module)["nf"] = own.shape[1]  # transformers' Conv1D looks at it
     for name in division.first_only if group.rank else ():

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from hybridpp.tensor_parallel.infer_numbers import Sketch, close, no_sketch, sketched_on_arrival
+
 
 class Call:
     """Arguments of a block's forward, to be used again and again.
@@ -46,6 +48,10 @@ def _can_be_copied(leaf: Any) -> bool:
     return True
 
 
+class Unlike(Exception):
+    """A share of a block that gives other results than the whole one."""
+
+
 class Outcome:
     """What a run of a block gave: the numbers that it returns, and the gradients of a made-up loss.
 
@@ -56,7 +62,11 @@ class Outcome:
 
     Attributes:
         results: the floating-point tensors that it returns, by their number among the leaves.
-        gradients: by parameter name, or by number of the argument; none where a result has not the whole one's shape.
+        gradients: sketches of them, by parameter name, or by number of the argument; none where a result has not the
+            whole one's shape.
+
+    Raises:
+        Unlike: a result of the whole one's shape has other numbers.
     """
 
     def __init__(self, block: nn.Module, call: Call, whole: "Outcome | None" = None):
@@ -64,22 +74,26 @@ class Outcome:
         output = pytree.tree_leaves(call.run(block, [leaf.clone() for leaf in leaves]))
         results = {n: x for n, x in enumerate(output) if isinstance(x, Tensor) and x.is_floating_point()}
         self.results: dict[int, Tensor] = {number: result.detach() for number, result in results.items()}
-        self.gradients: dict[str | int, Tensor] = {}
-        if whole is not None and any(results[n].shape != result.shape for n, result in whole.results.items()):
-            return
+        self.gradients: dict[str | int, Sketch] = {}
+        if whole is not None:
+            unlike = {n for n, result in whole.results.items() if results[n].shape != result.shape}
+            if not all(close(self.results[n], result) for n, result in whole.results.items() if n not in unlike):
+                raise Unlike
+            if unlike:
+                return
         generator = torch.Generator().manual_seed(1)
         losses = []
         for result in results.values():
             weights = torch.randn(result.shape, generator=generator).to(result)
             if result.requires_grad:
                 losses.append((result * weights).sum())
-        named = dict(block.named_parameters())
-        sources: dict[str | int, Tensor] = {name: held for name, held in named.items() if held.requires_grad}
-        sources |= {number: leaf for number, leaf in enumerate(leaves) if leaf.requires_grad}
-        found = torch.autograd.grad(torch.stack(losses).sum(), list(sources.values()), allow_unused=True)
-        self.gradients = {
-            name: torch.zeros_like(source) if gradient is None else gradient
-            for (name, source), gradient in zip(sources.items(), found, strict=True)
+        parameters = {name: held for name, held in block.named_parameters() if held.requires_grad}
+        arguments = {number: leaf for number, leaf in enumerate(leaves) if leaf.requires_grad}
+        with sketched_on_arrival(parameters) as arrived:
+            torch.autograd.backward(torch.stack(losses).sum(), inputs=[*parameters.values(), *arguments.values()])
+        self.gradients |= {name: arrived.get(name) or no_sketch(held) for name, held in parameters.items()}
+        self.gradients |= {
+            number: (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad,) for number, leaf in arguments.items()
         }
 
 
@@ -90,6 +104,12 @@ class Whole:
         self.block = block
         self.call = call
         self.outcome = Outcome(block, call)
+
+
+def copy_of(block: nn.Module) -> nn.Module:
+    """A copy with parameters of its own that share their memory with the block's."""
+    shared: dict[int, Any] = {id(held): nn.Parameter(held.detach(), held.requires_grad) for held in block.parameters()}
+    return copy.deepcopy(block, shared)
 
 
 def made_up(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Whole:

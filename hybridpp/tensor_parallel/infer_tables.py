@@ -14,11 +14,11 @@ class Sizes(NamedTuple):
     """What dimensions are compared with.
 
     Attributes:
-        heads: numbers of heads that there may be.
+        heads: numbers of heads that there may be, the likeliest first.
         width: of what the rows read.
     """
 
-    heads: set[int]
+    heads: tuple[int, ...]
     width: int
 
 
@@ -36,8 +36,8 @@ def tables_of(
         sizes: of the group.
         tp_size: by how much they are divided.
     """
-    heads = {number for number in sizes.heads if number % tp_size == 0}
-    by_head, by_channel = (_tables(block, reads, wanted, tp_size) for wanted in (heads, heads | {sizes.width}))
+    heads = tuple(number for number in sizes.heads if number % tp_size == 0)
+    by_head, by_channel = (_tables(block, reads, wanted, tp_size) for wanted in (heads, (*heads, sizes.width)))
     arguments = list(_arguments(call, heads))
     seen = []
     for tables in (Division(), by_head, by_channel):
@@ -48,13 +48,13 @@ def tables_of(
                 yield division
 
 
-def _tables(block: nn.Module, reads: frozenset[str | int], sizes: set[int], tp_size: int) -> Division:
+def _tables(block: nn.Module, reads: frozenset[str | int], sizes: tuple[int, ...], tp_size: int) -> Division:
     parts: dict[str, Part] = {}
     attributes: dict[tuple[str, str], int] = {}
     for name, parameter in block.named_parameters():
         owner = name.rpartition(".")[0]
         module = block.get_submodule(owner)
-        dim = next((dim for dim, size in enumerate(parameter.shape) if size in sizes), None)
+        dim = next((parameter.shape.index(size) for size in sizes if size in parameter.shape), None)
         if name not in reads or layer_of(module) is not None or dim is None:
             continue
         parts[name] = Part(dim, (parameter.shape[dim],))
@@ -64,7 +64,7 @@ def _tables(block: nn.Module, reads: frozenset[str | int], sizes: set[int], tp_s
     return Division(parts=parts, attributes=attributes)
 
 
-def _arguments(call: Call, heads: set[int]) -> Iterator[dict[tuple[str, int], Part]]:
+def _arguments(call: Call, heads: tuple[int, ...]) -> Iterator[dict[tuple[str, int], Part]]:
     """Arguments that may be divided, dimension by dimension: all with that dimension, then one alone."""
     found: dict[int, dict[tuple[str, int], Part]] = {}
     samples = call.tensors[0].shape[0] if call.tensors and call.tensors[0].dim() else 1

@@ -1,7 +1,5 @@
 """Run a divided block on shards of sequences, on in-process ranks, and compare it with the whole one by number."""
 
-import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,8 +8,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.tensor_parallel.infer_compare import close, largest
-from hybridpp.tensor_parallel.infer_run import Outcome, Whole
+from hybridpp.tensor_parallel.division import Part
+from hybridpp.tensor_parallel.infer_compare import summed_gradients
+from hybridpp.tensor_parallel.infer_numbers import close
+from hybridpp.tensor_parallel.infer_run import Outcome, Whole, copy_of
 from hybridpp.tensor_parallel.placement import Placement, placement_of
 from hybridpp.tensor_parallel.plan import Plan
 from hybridpp.tensor_parallel.sequence import SequenceBlock, run_on_shards
@@ -31,7 +31,7 @@ def summed_on_shards(whole: Whole, plan: Plan, sequence: SequenceBlock, tp_size:
     def run() -> tuple[Outcome, dict[str, Placement | None], dict[tuple[str, str], Tensor]]:
         group = current_world().split([range(tp_size)])
         assert group is not None
-        block = copy.deepcopy(whole.block)
+        block = copy_of(whole.block)
         run_on_shards(block, "", sequence, shard(block, plan, group))
         outcome = Outcome(block, whole.call, whole.outcome)
         return outcome, {name: placement_of(held) for name, held in block.named_parameters()}, _left(block)
@@ -45,35 +45,8 @@ def summed_on_shards(whole: Whole, plan: Plan, sequence: SequenceBlock, tp_size:
     same = same and all(key in own and close(own[key], x) for _, _, own in ranks for key, x in left.items())
     if not same or not all(one.gradients for one, _, _ in ranks):
         return None
-    return _summed_in(expected, [one for one, _, _ in ranks], ranks[0][1])
-
-
-def _summed_in(expected: Outcome, ranks: list[Outcome], lies: Mapping[str, Placement | None]) -> frozenset[str] | None:
-    scale = max((largest(gradient) for gradient in expected.gradients.values()), default=0.0)
-    summed = set()
-    for name, gradient in expected.gradients.items():
-        found = [rank.gradients[name] for rank in ranks]
-        placement = lies.get(name) if isinstance(name, str) else None
-        if placement is not None:
-            if not close(placement.join(_with_copies(found, placement)), gradient, scale):
-                return None
-        elif not all(close(part, gradient, scale) for part in found):
-            if not isinstance(name, str) or not close(torch.stack(found).sum(0), gradient, scale):
-                return None
-            summed.add(name)
-    return frozenset(summed)
-
-
-def _with_copies(found: list[Tensor], placement: Placement) -> list[Tensor]:
-    """Each rank's gradient, with those of the neighbours where they have the same part."""
-    sums = [gradient.clone() for gradient in found]
-    for ranks in zip(*map(placement.copied, sums), strict=True):
-        copies = ranks[0][0]
-        for first in range(0, len(ranks), copies):
-            total = torch.stack([view for _, view in ranks[first : first + copies]]).sum(0)
-            for _, view in ranks[first : first + copies]:
-                view.copy_(total)
-    return sums
+    parts = {name: Part(lie.dim, lie.parts, lie.copies) for name, lie in ranks[0][1].items() if lie is not None}
+    return summed_gradients(expected, [one for one, _, _ in ranks], parts)
 
 
 def _left(block: nn.Module) -> dict[tuple[str, str], Tensor]:
@@ -102,7 +75,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
 def draws_by_sample(whole: Whole, length: int) -> bool:
     """Whether, in training, what is dropped is not told apart by place: on shards, ranks would differ about it."""
-    block = copy.deepcopy(whole.block).train()
+    block = copy_of(whole.block).train()
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _Draws() as draws:
         whole.call.run(block, [x.detach().clone() for x in whole.call.tensors])
     return any(length not in shape[1:] for shape in draws.shapes)

@@ -1,12 +1,11 @@
 """Which modules of a block are called with hidden states, and return some: seen in one run."""
 
-import copy
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hybridpp.tensor_parallel.infer_run import Whole
+from hybridpp.tensor_parallel.infer_run import Whole, copy_of
 from hybridpp.tensor_parallel.sequence import Key
 from hybridpp.tensor_parallel.shard import is_linear
 
@@ -28,7 +27,7 @@ class SequenceFlow(NamedTuple):
 
 def sequence_flow(whole: Whole, place: int) -> SequenceFlow:
     """Where the tensor number ``place`` of a block's call goes."""
-    block, call = copy.deepcopy(whole.block).requires_grad_(False), whole.call
+    block, call = copy_of(whole.block).requires_grad_(False), whole.call
     tensors = [x.detach().requires_grad_(number == place).clone() for number, x in enumerate(call.tensors)]
     batch, length = tensors[place].shape[:2]
     flow = SequenceFlow(next((key for key, x in keyed(*call.arguments(tensors)) if x is tensors[place]), None), {}, {})

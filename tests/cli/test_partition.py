@@ -105,6 +105,13 @@ def test_how_layers_are_divided(table):
     )
 
 
+def test_heads_that_the_ranks_do_not_divide_stay_whole_beside_what_they_do(table):
+    text, _ = table(VIT, "--pp-size", "2", "--tp-size", "4")
+    assert "vit.layers.*.mlp.fc1 x4                    | column |      2,176 |      544\n" in text
+    assert "vit.layers.*.attention.q_proj x4           |  whole |      1,088 |    1,088\n" in text
+    assert "attention.num_attention_heads=2 is not divisible by tp_size=4 (sizes that work: 1 or 2)\n" in text
+
+
 @pytest.mark.parametrize("config", [VIT, LLAMA], ids=["vit", "llama"])
 def test_shares_are_what_the_ranks_of_a_job_hold(table, config):
     _, cells = table(config, "--pp-size", "2", "--tp-size", "2", "--precision", "bf16")
@@ -256,14 +263,12 @@ def test_a_huge_model_takes_seconds_and_no_memory(tmp_path):
         (
             VIT,
             ["--tp-size", "3"],
-            "hybridpp: tensor parallelism divides the heads of attention: ViTConfig has num_attention_heads=2, got "
-            "--tp-size 3. Use 1 or 2.",
-        ),
-        (
-            VIT,
-            ["--tp-size", "4"],
-            "hybridpp: tensor parallelism divides the heads of attention: ViTConfig has num_attention_heads=2, got "
-            "--tp-size 4. Use 1 or 2.",
+            "hybridpp: tensor parallelism divides pairs of linear layers: none of ViTForImageClassification can be "
+            "divided over 3 ranks (vit.layers.*.attention.q_proj, vit.layers.*.attention.k_proj, "
+            "vit.layers.*.attention.v_proj, vit.layers.*.attention.o_proj: attention.num_attention_heads=2 is not "
+            "divisible by tp_size=3 (sizes that work: 1 or 2); vit.layers.*.mlp.fc1, vit.layers.*.mlp.fc2: its "
+            "width=32 is not divisible by tp_size=3 (sizes that work: 1, 2, 4, 8, 16 or 32)). Leave out --tp-size, or "
+            "take another size.",
         ),
         (
             VIT,

@@ -98,7 +98,7 @@ def test_it_trains_from_a_folder_as_the_model_with_weights(tmp_path, make_model,
 
 
 def large():
-    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 8}
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 8}
     return LlamaForCausalLM(LlamaConfig(vocab_size=32000, num_hidden_layers=48, **sizes))
 
 
@@ -107,6 +107,7 @@ def peak_mib():
         with open("/proc/self/status") as lines:
             return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
 
+    plan_of(empty(llama))  # whatever is imported for it
     model = empty(large)
     before = status("VmRSS")
     # Of every block its layers; embedding and head.
@@ -118,5 +119,5 @@ def test_memory_is_taken_for_a_block_and_not_for_the_model():
     sizes = {name: p.numel() * 4 / 2**20 for name, p in empty(large).named_parameters()}
     block = sum(size for name, size in sizes.items() if name.startswith("model.layers.0."))
     (peak,) = run_ranks(peak_mib, 1)
-    # In double precision, with gradients, whole and divided.
-    assert peak < 18 * block < sum(sizes.values()) / 3
+    # Weights in double precision, of which ranks have views; gradients of a layer or two; what the heap keeps.
+    assert peak < 7 * block < sum(sizes.values()) / 5

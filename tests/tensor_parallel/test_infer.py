@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from hybridpp.tensor_parallel.division import Part
 from hybridpp.tensor_parallel.infer import Inference, infer_plan
-from hybridpp.tensor_parallel.plan import parse_style
 
 WIDTH, HEADS, HEAD = 16, 4, 4
 
@@ -144,8 +143,17 @@ def test_heads_that_the_ranks_do_not_divide_are_named_with_sizes_that_work():
     found = infer(Block(attention=Attention(num_heads=6, kv_heads=6)), 4)
     assert not found.plan.styles
     assert found.plan.reasons["0.parts.attention.q"] == (
-        "parts.attention.num_heads=6 is not divisible by tp_size=4. Sizes that work: 1, 2, 3, 6."
+        "parts.attention.num_heads=6 is not divisible by tp_size=4 (sizes that work: 1, 2, 3 or 6)"
     )
+
+
+def test_a_width_that_the_ranks_do_not_divide_is_named_and_not_the_heads_of_a_configuration():
+    gated = Gated()
+    gated.config = SimpleNamespace(num_attention_heads=6)
+    found = infer(Block(gated=gated), 5)
+    assert set(found.plan.reasons.values()) == {
+        "its width=24 is not divisible by tp_size=5 (sizes that work: 1, 2, 3, 4, 6, 8, 12 or 24)"
+    }
 
 
 class Biased(nn.Module):
@@ -155,7 +163,7 @@ class Biased(nn.Module):
         super().__init__()
         self.n_heads = HEADS
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-        self.table = nn.Embedding(5, HEADS)
+        self.table = nn.Embedding(8, HEADS)  # of as many rows as there might be heads, too
 
     def forward(self, x: Tensor, bias: Tensor | None = None, slopes: Tensor | None = None) -> Tensor:
         shape = (*x.shape[:2], self.n_heads, HEAD)
@@ -323,20 +331,3 @@ def test_gradients_of_a_whole_layer_that_divided_activations_meet_are_summed():
     assert found.division.spreads == {"0.narrow"}
     assert found.division.enters == {"0.q"}
     assert found.summed == {"0.norm.weight", "0.norm.bias"}
-
-
-@pytest.mark.parametrize(
-    "block", [Biased(), Experts(), Watched(True), Latent()], ids=lambda block: type(block).__name__
-)
-def test_what_styles_cannot_say_is_left_whole_where_only_they_are_wanted(block):
-    sample = ((torch.randn(3, 5, WIDTH),), {})
-    found = infer_plan(nn.Sequential(block), ["0"], {"0": sample}, 2, styles_only=True)
-    assert not found.division.parts
-    assert not found.plan.styles
-
-
-def test_plans_of_styles_alone_can_be_read():
-    model = nn.Sequential(Block(attention=Attention(norm=HEAD), mlp=Gated(), fused=Fused(False)))
-    found = infer_plan(model, ["0"], {"0": ((torch.randn(3, 5, WIDTH),), {})}, 2, styles_only=True)
-    kinds = [parse_style(style).kind for style in found.plan.styles.values()]
-    assert len(kinds) == 4 + 3 + 2 + 1

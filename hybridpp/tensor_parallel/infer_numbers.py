@@ -1,0 +1,82 @@
+"""How results and gradients are compared, and what of a gradient is kept for it."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+# Of the largest number in what is compared. Some modules compute in fp32 whatever they are given, so what is right may
+# be off by some 1e-6 (if all is fp32, 1e-5); what is wrong is off by the order of the numbers themselves.
+_TOLERANCE = {torch.float64: 2e-5, torch.float32: 3e-4}
+
+Sketch: TypeAlias = tuple[Tensor, ...]
+"""For each dimension of a tensor, its sum over all others, weighed by random numbers; a tensor of one dimension itself.
+
+Two tensors that differ have sketches that differ (but for a chance of nothing, since the random numbers are independent
+of both), and a sketch of a block's largest weight is a ten-thousandth of its gradient. The sketch along the dimension
+in which ranks have parts is made of theirs; where ranks have summands, so have the sketches.
+"""
+
+
+def sketch(tensor: Tensor) -> Sketch:
+    """Of one tensor."""
+    if tensor.dim() < 2:
+        return (tensor.detach().clone(),)
+    return tuple(_along(tensor.detach(), dim) for dim in range(tensor.dim()))
+
+
+def no_sketch(tensor: Tensor) -> Sketch:
+    """Of zeros in place of a tensor."""
+    return tuple(tensor.new_zeros(size) for size in tensor.shape) if tensor.dim() else (tensor.new_zeros(()),)
+
+
+@contextmanager
+def sketched_on_arrival(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Sketch]]:
+    """Inside, each gradient is replaced by its sketch as soon as it is there, so that there are never many at once."""
+    arrived: dict[str, Sketch] = {}
+
+    def keep(name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None, "it has just arrived"
+        arrived[name] = sketch(parameter.grad)
+        parameter.grad = None
+
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(partial(keep, name))  # type: ignore[no-untyped-call]  # torch
+        for name, parameter in parameters.items()
+    ]
+    try:
+        yield arrived
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _along(tensor: Tensor, kept: int) -> Tensor:
+    # From the ends inwards, so that nothing has to be copied for it.
+    for dim in reversed(range(kept + 1, tensor.dim())):
+        tensor = torch.tensordot(tensor, _weights(tensor.shape[dim], dim).to(tensor), ([dim], [0]))
+    for dim in range(kept):
+        tensor = torch.tensordot(tensor, _weights(tensor.shape[0], dim).to(tensor), ([0], [0]))
+    return tensor
+
+
+def _weights(size: int, dim: int) -> Tensor:
+    """Random numbers, others for each dimension; so small that a sum is about as large as what is summed."""
+    numbers = torch.randn(size, generator=torch.Generator().manual_seed(dim))
+    return numbers.div_(max(size, 1) ** 0.5)
+
+
+def close(found: Tensor, expected: Tensor, scale: float = 0.0) -> bool:
+    """Whether numbers agree but for rounding, which may be 5 % of what ``scale`` allows even where all are small."""
+    if found.shape != expected.shape:
+        return False
+    limit = _TOLERANCE.get(expected.dtype, 3e-4) * (largest(expected) + 0.05 * scale)
+    return torch.allclose(found, expected, rtol=0.0, atol=limit, equal_nan=True)
+
+
+def largest(numbers: Tensor) -> float:
+    """The largest absolute value; 0 where there is none."""
+    return float(numbers.abs().nan_to_num(0.0, 0.0, 0.0).max()) if numbers.numel() else 0.0
