@@ -1,5 +1,6 @@
 """Where activations go over from whole to divided and back: gradients are summed once, random numbers draw apart."""
 
+import functools
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -94,9 +95,9 @@ class Crossings:
         if self._places is None:
             # A part of a block is run again without the block: it would not draw the numbers that it drew before.
             raise PartitionError(
-                "sequence parallelism needs whole blocks to be run again in the backward pass: the model checkpoints "
-                "its own activations inside of them. Turn that off (gradient_checkpointing_disable()), and give "
-                "gradient_checkpoint_config={} instead."
+                "sequence parallelism must know at boost what of a block is run again in the backward pass: the model "
+                "checkpoints activations inside of its blocks, and did not then. Turn that on before booster.boost, or "
+                "give gradient_checkpoint_config={} instead."
             )
         return self._places
 
@@ -129,6 +130,20 @@ class Crossings:
         finally:
             self._places = None
             self.leave()
+
+    def repeatable(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A part of a block as it is to be given to activation checkpointing: run again, it finds what is around it."""
+        return functools.partial(self._repeat, (self._places, self._on_wholes), function)
+
+    def _repeat(self, around: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        before = self._places, self._on_wholes
+        self._places, self._on_wholes = around
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._places, self._on_wholes = before
+            if before != around:
+                self.leave()
 
     def _while_summing(self) -> None:
         # Asked for when gradients are summed: it is set after the first forward has been traced.

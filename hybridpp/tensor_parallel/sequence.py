@@ -18,6 +18,9 @@ from hybridpp.tensor_parallel.sequence_collectives import shard_sequence
 from hybridpp.tensor_parallel.sequence_lazy import lazily_joined, shard_of
 from hybridpp.tensor_parallel.shard import Sharding, is_linear
 
+CHECKPOINTING = "_gradient_checkpointing_func"
+"""Under which name transformers' modules keep the function by which they checkpoint activations."""
+
 Key = int | str
 """An argument of a call: its position, or its name."""
 
@@ -55,7 +58,8 @@ class SequenceBlock(NamedTuple):
 def run_on_shards(model: nn.Module, name: str, block: SequenceBlock, sharding: Sharding) -> None:
     """Let a block of a divided model run on shards of sequences from now on.
 
-    Only the instance attributes ``forward`` of it and of modules in it are set, and hooks of whole linear layers.
+    Only the instance attributes ``forward`` of it and of modules in it are set, and hooks of whole linear layers. Where
+    transformers checkpoints activations inside of it, what is run again finds itself on shards.
 
     Args:
         model: as :func:`~hybridpp.tensor_parallel.shard` left it.
@@ -77,10 +81,18 @@ def run_on_shards(model: nn.Module, name: str, block: SequenceBlock, sharding: S
         region = module.get_submodule(inner)
         region.forward = functools.partial(_on_wholes, ends, crossings, inner, region.forward)
     for layer in module.modules():
+        if CHECKPOINTING in vars(layer):
+            setattr(layer, CHECKPOINTING, functools.partial(_checkpointed, crossings, getattr(layer, CHECKPOINTING)))
         if is_linear(layer) and layer not in sharding.layers:
             # No forward of its own: its weight's gradient is still told apart.
             layer.register_forward_hook(functools.partial(_draw_again, crossings))
     module.forward = functools.partial(_sharded, block, crossings, name, module.forward)
+
+
+def _checkpointed(
+    crossings: Crossings, checkpoint: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    return checkpoint(crossings.repeatable(function), *args, **kwargs)
 
 
 def _joined(

@@ -1,11 +1,15 @@
 """Run a divided block on shards of sequences, on in-process ranks, and compare it with the whole one by number."""
 
+import inspect
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.tensor_parallel.division import Part
@@ -14,8 +18,10 @@ from hybridpp.tensor_parallel.infer_numbers import close
 from hybridpp.tensor_parallel.infer_run import Outcome, Whole, copy_of
 from hybridpp.tensor_parallel.placement import Placement, placement_of
 from hybridpp.tensor_parallel.plan import Plan
-from hybridpp.tensor_parallel.sequence import SequenceBlock, run_on_shards
+from hybridpp.tensor_parallel.sequence import CHECKPOINTING, SequenceBlock, run_on_shards
 from hybridpp.tensor_parallel.shard import shard
+
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
 
 
 def summed_on_shards(whole: Whole, plan: Plan, sequence: SequenceBlock, tp_size: int) -> frozenset[str] | None:
@@ -73,9 +79,33 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return result
 
 
-def draws_by_sample(whole: Whole, length: int) -> bool:
-    """Whether, in training, what is dropped is not told apart by place: on shards, ranks would differ about it."""
+def obstacle_in_training(whole: Whole, length: int) -> str | None:
+    """Why a block that gives the right numbers in evaluation would not in training; None: no reason is seen.
+
+    Args:
+        whole: the block.
+        length: of its sequences.
+    """
     block = copy_of(whole.block).train()
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), _Draws() as draws:
-        whole.call.run(block, [x.detach().clone() for x in whole.call.tensors])
-    return any(length not in shape[1:] for shape in draws.shapes)
+    checkpointed: list[bool] = []
+    for module in block.modules():
+        if CHECKPOINTING in vars(module):
+            setattr(module, CHECKPOINTING, lambda function, *args, **_: function(*args))
+        if any(held.dim() > 1 for held in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(lambda *_: checkpointed.append(_in_checkpoint()))
+    tensors = [x.detach().requires_grad_(x.requires_grad).clone() for x in whole.call.tensors]
+    with torch.random.fork_rng(devices=[]), _Draws() as draws:
+        whole.call.run(block, tensors)
+    if any(length not in shape[1:] for shape in draws.shapes):
+        # On shards, ranks would differ about it.
+        return "it draws random numbers for samples, not for places in them"
+    if any(checkpointed):
+        return "it checkpoints activations of its layers by itself (give gradient_checkpoint_config instead)"
+    return None
+
+
+def _in_checkpoint() -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _CHECKPOINT:
+        frame = frame.f_back
+    return frame is not None

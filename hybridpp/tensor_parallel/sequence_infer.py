@@ -15,7 +15,7 @@ from hybridpp.tensor_parallel.infer_run import Whole, made_up
 from hybridpp.tensor_parallel.plan import Kind, Plan, parse_style
 from hybridpp.tensor_parallel.regions import holders
 from hybridpp.tensor_parallel.sequence import Ends, Key, SequenceBlock
-from hybridpp.tensor_parallel.sequence_compare import draws_by_sample, summed_on_shards
+from hybridpp.tensor_parallel.sequence_compare import obstacle_in_training, summed_on_shards
 from hybridpp.tensor_parallel.sequence_flow import SequenceFlow, sequence_flow
 from hybridpp.tensor_parallel.shard import is_linear
 
@@ -159,9 +159,7 @@ class _Search:
         shape = () if self._place is None else tuple(self._whole.call.tensors[self._place].shape)
         if len(shape) != 3 or shape[1] < 2:
             return f"its activations are to be [batch, sequence, hidden], two places or more: the sample's are {shape}"
-        if draws_by_sample(self._whole, shape[1]):
-            return "it draws random numbers for samples, not for places in them"
-        return None
+        return obstacle_in_training(self._whole, shape[1])
 
     def _tries(self) -> Iterator[SequenceBlock]:
         """Joined as near to the column layers as can be, then further out; then with whole sequences for all others."""

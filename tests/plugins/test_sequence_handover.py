@@ -60,6 +60,40 @@ def test_stages_hand_on_shards(monkeypatch):
     assert sorted(messages) == [(2, 32, 16)] * 2 + [(2, 33, 16)] * 2
 
 
+MIXED = [["*norm*"], ["vit.layers.1", "!vit.layers.1.mlp.fc1"], ["*.o_proj", "*.fc1", "vit.layers.2"]]
+
+
+@pytest.mark.parametrize("fp32_modules", MIXED, ids=str)
+def test_formats_that_change_between_and_in_blocks_keep_shards(fp32_modules, monkeypatch):
+    layout = {"tensor_parallel_plan": VIT, "precision": "bf16", "fp32_modules": fp32_modules}
+    calls, messages = calls_of_step(monkeypatch, 4, pp_size=2, **layout)
+    assert calls == {"all_gather": 4 * 4 + 2, "reduce_scatter": 4 * 4, "all_reduce": 0}
+    assert sorted(messages) == [(2, 32, 16)] * 2 + [(2, 33, 16)] * 2
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("fp32_modules", MIXED, ids=str)
+def test_modules_in_fp32_beside_shards(precision, fp32_modules):
+    options = {"num_microbatches": 2, "precision": precision, "fp32_modules": fp32_modules}
+    make = functools.partial(vit, num_layers=4)
+    expected = train(make, [images(2)], **options)
+    run = train(make, [images(2)], tensor_parallel_plan=VIT, **options, **SHARDS)
+    # As near as the same layers divided without sequence parallelism.
+    divided = train(make, [images(2)], tensor_parallel_plan=VIT, tp_size=2, **options)
+    assert off(run, expected) < 1.5 * off(divided, expected) + 1e-4
+    stages = train(make, [images(2)], tensor_parallel_plan=VIT, **options, **SHARDS, pp_size=2)
+    assert stages["losses"][0] == run["losses"][0]
+    assert_same(stages["gradients"], run["gradients"])
+
+
+def off(run, expected):
+    """The worst difference of a gradient, of its largest number."""
+    return max(
+        ((run["gradients"][name] - gradient).abs().max() / gradient.abs().max()).item()
+        for name, gradient in expected["gradients"].items()
+    )
+
+
 @pytest.mark.parametrize("num_places", [64, 65, 197])
 @pytest.mark.parametrize(
     "layout",

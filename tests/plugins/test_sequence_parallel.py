@@ -21,6 +21,7 @@ from support import (
 )
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -401,16 +402,51 @@ def test_activations_without_places_are_named():
     refused(ConfigError, text, lambda: boosted(Net(Block), sgd, SEQUENCES[0][:, 0], **SHARDS))
 
 
-def test_a_model_that_checkpoints_parts_of_its_blocks_is_told_what_to_do():
+def checkpointing(model, settings=None):
+    new_name = hasattr(model, "activation_checkpointing_enable")
+    (model.activation_checkpointing_enable if new_name else model.gradient_checkpointing_enable)(settings)
+    return model
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("layout", [{}, {"pp_size": 2, "schedule": "zb-v"}], ids=str)
+def test_what_transformers_checkpoints_in_blocks_is_run_again_on_shards(layout, use_reentrant):
+    def make():
+        return checkpointing(plain(), {"use_reentrant": use_reentrant})
+
+    plain = functools.partial(vit, num_layers=4, dropout=0.2)
+    options = {"num_microbatches": 2, "tensor_parallel_plan": VIT, **SHARDS}
+    expected = train(plain, BATCHES, **options)
+    run = train(make, BATCHES, **options, **layout)
+    assert run["losses"][0] == expected["losses"][0]
+    assert_same(run["gradients"], expected["gradients"])
+
+
+def test_a_model_that_checkpoints_inside_its_blocks_only_after_boost_is_told_what_to_do():
     def rank():
-        model = vit()
-        new_name = hasattr(model, "activation_checkpointing_enable")
-        (model.activation_checkpointing_enable if new_name else model.gradient_checkpointing_enable)()
-        booster, model, optimizer = boosted(model, sgd, images(2), tensor_parallel_plan=VIT, **SHARDS)
+        booster, model, optimizer = boosted(vit(), sgd, images(2), tensor_parallel_plan=VIT, **SHARDS)
+        checkpointing(model)
         booster.execute_pipeline(iter([images(2)]), model, model_loss, optimizer)
 
-    text = "sequence parallelism needs whole blocks to be run again in the backward pass: the model checkpoints its own"
+    text = "sequence parallelism must know at boost what of a block is run again in the backward pass: the model checkp"
     refused(PartitionError, text, rank)
+
+
+class Repeating(Block):
+    """Checkpoints its wide activations."""
+
+    def forward(self, x):
+        if not self.training:
+            return super().forward(x)
+        return x + checkpoint(lambda y: self.down(self.up(y)), self.norm(x), use_reentrant=False)
+
+
+def test_blocks_that_checkpoint_their_layers_are_refused_at_boost():
+    text = (
+        "sequence parallelism finds no block of Net that can run on shards of sequences: blocks.0: it checkpoints "
+        "activations of its layers by itself (give gradient_checkpoint_config instead). Leave "
+    )
+    refused(ConfigError, text, lambda: boosted(Net(Repeating), sgd, SEQUENCES[0], **SHARDS))
 
 
 def test_another_call_than_on_the_sample_says_so():
