@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from hybridpp.config import ParallelConfig
+
 Criterion = Callable[[Any, Any], Tensor]
 
 
@@ -70,6 +72,20 @@ class RecordsTimelines(ABC):
         """See :meth:`hybridpp.Booster.record_timeline`."""
 
 
+class BlockOnShards(NamedTuple):
+    """Where the shards of sequences that a block runs on are put together and taken apart; names are inside the block.
+
+    Attributes:
+        joined: the modules that are given whole sequences, and make divided activations of them.
+        scattered: the layers behind which what the ranks made is summed, and each keeps its shard of it.
+        wholes: modules that every rank runs on whole sequences.
+    """
+
+    joined: tuple[str, ...]
+    scattered: tuple[str, ...]
+    wholes: tuple[str, ...]
+
+
 class LayerDivision(NamedTuple):
     """How the layers of a model are divided over ranks.
 
@@ -77,11 +93,15 @@ class LayerDivision(NamedTuple):
         styles: what becomes of divided modules, by name; of what no style tells, only shapes are there.
         reasons: why a module stays whole, where one could expect it to be divided; by name.
         shapes: of what each rank holds of every parameter, by name.
+        on_shards: the blocks that run on shards of sequences, by name.
+        on_wholes: why other blocks do not, by name.
     """
 
     styles: Mapping[str, str]
     reasons: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
+    on_shards: Mapping[str, BlockOnShards] = {}
+    on_wholes: Mapping[str, str] = {}
 
 
 class DividesLayers(ABC):
@@ -89,8 +109,11 @@ class DividesLayers(ABC):
 
     @classmethod
     @abstractmethod
-    def preview_division(cls, model: nn.Module, tp_size: int) -> LayerDivision:
-        """How a model, also on the meta device, would be divided over ``tp_size`` ranks; it is left as it was."""
+    def preview_division(cls, model: nn.Module, config: ParallelConfig) -> LayerDivision:
+        """How a model, also on the meta device, would be divided over ``tp_size`` ranks; it is left as it was.
+
+        Of the settings, those count that say something about ranks that share layers.
+        """
 
 
 class SavesModels(ABC):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from hybridpp.cli.columns import table
+from hybridpp.config import ParallelConfig
 from hybridpp.errors import ConfigError
 from hybridpp.partition import dissect
 from hybridpp.plugin import DividesLayers, LayerDivision
@@ -18,15 +19,16 @@ _WHOLE = "whole"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=[.':]|$)")
 
 
-def divide(model: nn.Module, tp_size: int) -> LayerDivision:
+def divide(model: nn.Module, config: ParallelConfig) -> LayerDivision:
     """How the plugin would divide the model.
 
     Raises:
         ConfigError: nothing of it can be divided.
     """
+    tp_size = config.tp_size
     plugin = plugin_class(_PLUGIN)
     assert issubclass(plugin, DividesLayers), "it comes with hybridpp"
-    division = plugin.preview_division(model, tp_size)
+    division = plugin.preview_division(model, config)
     if all(division.shapes[name] == parameter.shape for name, parameter in model.named_parameters()):
         named: dict[str, list[str]] = {}
         for name, reason in division.reasons.items():
@@ -71,7 +73,40 @@ def render_division(model: nn.Module, division: LayerDivision, tp_size: int) -> 
     ]
     whole = [owner for (_, told), row in rows.items() if told == _WHOLE for owner in row.owners]
     text = table(("layer", "style", "parameters", "per rank"), cells)
-    return "\n".join([f"each stage's layers over {tp_size} ranks", "", text, *_reasons(model, whole, division.reasons)])
+    lines = [f"each stage's layers over {tp_size} ranks", "", text, *_reasons(model, whole, division.reasons)]
+    return "\n".join([*lines, *_sequences(division, tp_size)])
+
+
+def _sequences(division: LayerDivision, tp_size: int) -> list[str]:
+    """Which blocks have shards of sequences, and where they do not; then which blocks have none, and why."""
+    lines: dict[str, list[str]] = {}
+    for name, block in division.on_shards.items():
+        told = f"joined before {_listed(block.joined)}; summed and scattered behind {_listed(block.scattered)}"
+        if block.wholes:
+            told += f"; whole in {_listed(block.wholes)}"
+        lines.setdefault(told, []).append(name)
+    wholes: dict[str, list[str]] = {}
+    for name, reason in division.on_wholes.items():
+        wholes.setdefault(f"{_NUMBER.sub('*', reason)}.", []).append(name)
+    if not lines:
+        return []
+    wholes.setdefault("outside of the blocks.", []).append("the rest")
+    return [
+        "",
+        f"sequences over {tp_size} ranks, in shards from block to block and from stage to stage:",
+        *(f"  {_counted(names)}: {told}." for told, names in lines.items()),
+        "",
+        "whole sequences on every rank:",
+        *(f"  {_counted(names)}: {reason}" for reason, names in wholes.items()),
+    ]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(_starred(names))
+
+
+def _counted(names: list[str]) -> str:
+    return _listed(names) + (f" x{len(names)}" if len(names) > 1 else "")
 
 
 def _reasons(model: nn.Module, whole: list[str], reasons: Mapping[str, str]) -> list[str]:

@@ -12,7 +12,7 @@ from hybridpp.cli.division import divide, render_division
 from hybridpp.cli.meta_model import build, load_config
 from hybridpp.cli.numbers import positive
 from hybridpp.cli.table import Share, render
-from hybridpp.config import PartitionConfig, Precision
+from hybridpp.config import ParallelConfig, PartitionConfig, Precision
 from hybridpp.errors import ConfigError, HybridppError
 from hybridpp.partition import StageSummary, describe_cut, make_samples
 from hybridpp.precision import casts, working_dtype
@@ -23,6 +23,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="folder with a config.json, or name on the Hugging Face hub")
     parser.add_argument("--pp-size", type=positive, required=True, help="number of pipeline stages")
     parser.add_argument("--tp-size", type=positive, default=1, help="ranks that share a stage's layers (default: 1)")
+    parser.add_argument(
+        "--enable-sequence-parallelism", action="store_true", help="those ranks have a shard of the sequences each"
+    )
     parser.add_argument("--task", help="CausalLM, ImageClassification, ...; default: the class in config.json")
     parser.add_argument("--balance", choices=("flops", "parameters"), default="flops", help="what stages share evenly")
     parser.add_argument("--layers-per-stage", type=_counts, metavar="N,N,...", help="blocks of each stage")
@@ -37,6 +40,11 @@ def run(arguments: Namespace) -> str:
     partition = PartitionConfig(
         layers_per_stage=arguments.layers_per_stage, split_points=arguments.split_points, balance=arguments.balance
     )
+    parallel = ParallelConfig(
+        tp_size=arguments.tp_size,
+        pp_size=arguments.pp_size,
+        enable_sequence_parallelism=arguments.enable_sequence_parallelism,
+    )
     config = load_config(arguments.model)
     model = build(config, arguments.task)
     stages = _describe(model, arguments, partition)
@@ -44,7 +52,7 @@ def run(arguments: Namespace) -> str:
     first = f"{type(model).__name__}, {_chosen_by(partition)}\n\n"
     if arguments.tp_size == 1:
         return first + render(stages, num_parameters, arguments.batch_size)
-    division = divide(model, arguments.tp_size)
+    division = divide(model, parallel)
     shares = _shares(model, Precision(arguments.precision), division.shapes)
     cut = render(stages, num_parameters, arguments.batch_size, shares)
     return f"{first}{cut}\n\n{render_division(model, division, arguments.tp_size)}"

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from hybridpp.cluster import RankGrid, current_world, preserved_random_state
+from hybridpp.config import ParallelConfig
 from hybridpp.data_parallel import ShardedBatchSampler
 from hybridpp.errors import ConfigError
 from hybridpp.pipeline import StageManager
@@ -239,9 +240,9 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, DividesLayers
         return self._engine(model).recorded()
 
     @classmethod
-    def preview_division(cls, model: nn.Module, tp_size: int) -> LayerDivision:
+    def preview_division(cls, model: nn.Module, config: ParallelConfig) -> LayerDivision:
         """How :meth:`configure` would divide the layers, without a plan and a sample of the user's."""
-        return preview_division(model, tp_size)
+        return preview_division(model, config)
 
     def describe_precision(self, model: nn.Module) -> str:
         """A table of what computes in which format, of what this rank holds of a boosted model."""

@@ -18,9 +18,11 @@ from transformers import (
 )
 
 from hybridpp.cli import main
+from hybridpp.cli.division import render_division
 from hybridpp.cli.meta_model import build
 from hybridpp.cluster import Loopback
 from hybridpp.partition import make_samples
+from hybridpp.plugin import BlockOnShards, LayerDivision
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
 VIT = ViTConfig(**TINY, image_size=8, patch_size=4, num_labels=5, architectures=["ViTForImageClassification"])
@@ -110,6 +112,33 @@ def test_heads_that_the_ranks_do_not_divide_stay_whole_beside_what_they_do(table
     assert "vit.layers.*.mlp.fc1 x4                    | column |      2,176 |      544\n" in text
     assert "vit.layers.*.attention.q_proj x4           |  whole |      1,088 |    1,088\n" in text
     assert "attention.num_attention_heads=2 is not divisible by tp_size=4 (sizes that work: 1 or 2)\n" in text
+
+
+def test_how_sequences_are_divided(table):
+    text, _ = table(VIT, "--pp-size", "2", "--tp-size", "2", "--enable-sequence-parallelism")
+    assert text.endswith(
+        "used on whole activations.\n"
+        "\n"
+        "sequences over 2 ranks, in shards from block to block and from stage to stage:\n"
+        "  vit.layers.* x4: joined before attention, mlp.fc1; summed and scattered behind attention.o_proj, mlp.fc2.\n"
+        "\n"
+        "whole sequences on every rank:\n"
+        "  the rest: outside of the blocks.\n"
+    )
+
+
+def test_what_keeps_whole_sequences_is_named():
+    model = ViTForImageClassification(VIT)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    block = BlockOnShards(("attention",), ("attention.o_proj",), ("mlp",))
+    division = LayerDivision({}, {}, shapes, {"vit.layers.0": block}, {"vit.layers.1": "it mixes places"})
+    assert render_division(model, division, 2).endswith(
+        "  vit.layers.*: joined before attention; summed and scattered behind attention.o_proj; whole in mlp.\n"
+        "\n"
+        "whole sequences on every rank:\n"
+        "  vit.layers.*: it mixes places.\n"
+        "  the rest: outside of the blocks."
+    )
 
 
 @pytest.mark.parametrize("config", [VIT, LLAMA], ids=["vit", "llama"])
@@ -269,6 +298,12 @@ def test_a_huge_model_takes_seconds_and_no_memory(tmp_path):
             "divisible by tp_size=3 (sizes that work: 1 or 2); vit.layers.*.mlp.fc1, vit.layers.*.mlp.fc2: its "
             "width=32 is not divisible by tp_size=3 (sizes that work: 1, 2, 4, 8, 16 or 32)). Leave out --tp-size, or "
             "take another size.",
+        ),
+        (
+            VIT,
+            ["--enable-sequence-parallelism"],
+            "hybridpp: sequence parallelism divides sequences over the ranks that share layers: got tp_size=1. Use "
+            "tp_size=2 or more, or leave enable_sequence_parallelism out.",
         ),
         (
             VIT,
