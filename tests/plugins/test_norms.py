@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hybridpp.cluster import Loopback
 
 BATCH, NUM_MICROBATCHES = token_batch(4), 2
-MAX_NORM, LIMIT = 0.05, 0.01
+MAX_NORM, LIMIT, LOSS_SCALE = 0.05, 0.01, 2.0**8
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -25,14 +25,21 @@ def llama(tied):
 
 @functools.cache
 def in_one_process(tied, precision):
-    """torch's norm, the gradients clipped by value, and these by norm; of fp32 sums over micro-batches."""
-    model = llama(tied).to(DTYPES[precision])
+    """torch's norm, the gradients clipped by value, and these by norm; of fp32 sums over micro-batches.
+
+    It computes as a half-precision model does: rotary frequencies stay fp32, and fp16 goes backward with a loss scale,
+    without which small gradients would lose bits.
+    """
+    model, scale = llama(tied), LOSS_SCALE if precision == "fp16" else 1.0
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[precision])
     sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
     for n in range(NUM_MICROBATCHES):
         model.zero_grad()
-        model(**replica_part(BATCH, n, NUM_MICROBATCHES)).loss.backward()
+        loss = model(**replica_part(BATCH, n, NUM_MICROBATCHES)).loss
+        (loss * scale / NUM_MICROBATCHES).backward()
         for name, parameter in model.named_parameters():
-            sums[name] += parameter.grad.float() / NUM_MICROBATCHES
+            sums[name] += parameter.grad.float() / scale
     holders = {name: torch.nn.Parameter(value) for name, value in sums.items()}
     for name, holder in holders.items():
         holder.grad = sums[name].clone()
@@ -64,7 +71,7 @@ def test_norms_and_clipping_are_torchs_in_every_layout(tp_size, pp_size, dp_size
             num_microbatches=NUM_MICROBATCHES // dp_size,
             precision=precision,
             max_norm=MAX_NORM,
-            initial_scale=2.0**8,
+            initial_scale=LOSS_SCALE,
             tensor_parallel_plan=LLAMA,
         )
         mine = replica_part(BATCH, booster.plugin.layout.here.dp, dp_size)
@@ -79,8 +86,11 @@ def test_norms_and_clipping_are_torchs_in_every_layout(tp_size, pp_size, dp_size
     norms, *clipped = zip(*Loopback(tp_size * pp_size * dp_size).run(run), strict=True)
     norm, *expected = in_one_process(tied, precision)
     assert len(set(norms)) == 1, "the same number on every rank"
-    assert norms[0] == pytest.approx(norm, rel=1e-5 if precision == "fp32" else 5e-3)
+    assert norms[0] == pytest.approx(norm, rel=1e-5 if precision == "fp32" else 1e-3)
+    # Nothing is rounded otherwise, but where ranks share layers the sums of their parts, and where stages share a weight
+    # their parts of its gradient.
+    roundings = 2.0 if tp_size == 2 else 0.25 if tied and pp_size == 2 else 0.0
+    tolerance = 1e-6 + roundings * torch.finfo(DTYPES[precision]).eps
     for tensors, wanted in zip(clipped, expected, strict=True):
         whole = dict(itertools.chain.from_iterable(part.items() for part in tensors))
-        # In half precision every activation is rounded, and where ranks share layers, sums of parts.
-        assert distance(whole, wanted) < (1e-5 if precision == "fp32" else 5e-2)
+        assert distance(whole, wanted) < tolerance
