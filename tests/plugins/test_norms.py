@@ -87,8 +87,8 @@ def test_norms_and_clipping_are_torchs_in_every_layout(tp_size, pp_size, dp_size
     norm, *expected = in_one_process(tied, precision)
     assert len(set(norms)) == 1, "the same number on every rank"
     assert norms[0] == pytest.approx(norm, rel=1e-5 if precision == "fp32" else 1e-3)
-    # Nothing is rounded otherwise, but where ranks share layers the sums of their parts, and where stages share a weight
-    # their parts of its gradient.
+    # Nothing is rounded otherwise, but where ranks share layers the sums of parts, and where stages share a weight the
+    # parts of its gradient.
     roundings = 2.0 if tp_size == 2 else 0.25 if tied and pp_size == 2 else 0.0
     tolerance = 1e-6 + roundings * torch.finfo(DTYPES[precision]).eps
     for tensors, wanted in zip(clipped, expected, strict=True):

@@ -188,7 +188,7 @@ def test_the_norm_is_that_of_the_whole_models_gradient(precision, pp_size, dp_si
 
     norms = Loopback(pp_size * dp_size).run(run)
     assert len(set(norms)) == 1
-    assert norms[0] == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 2e-2)
+    assert norms[0] == pytest.approx(expected, rel={"fp32": 1e-5, "fp16": 1e-3, "bf16": 1e-2}[precision])
 
 
 @pytest.mark.parametrize("pp_size", [1, 2, 4])
