@@ -5,18 +5,19 @@
 One process, one thread. For each seed (of weights and batches), the mean loss of the last 50 steps against that of fp32
 from the same seed. "off by" are runs in fp32 whose first weights differ by so much, relatively: by fp32's rounding, and
 by bf16's. What those end away from fp32 is chance, and what half precision does within it is chance, too.
-"from logits" computes the loss in the criterion, in fp32; the others take the model's own.
+"torch.autocast" is a plain loop without this library: fp32 weights, norms, softmax and residuals.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
 from hybridpp import Booster, HybridParallelPlugin
@@ -29,8 +30,9 @@ class Run(NamedTuple):
 
     name: str
     precision: str
-    from_logits: bool = False
     off_by: float = 0.0
+    settings: Mapping[str, Any] = MappingProxyType({})
+    by_torch: bool = False
 
 
 RUNS = (
@@ -38,10 +40,13 @@ RUNS = (
     Run("fp32, off by 1e-7", "fp32", off_by=1e-7),
     Run("fp32, off by 2e-3", "fp32", off_by=2e-3),
     Run("bf16", "bf16"),
-    Run("bf16, from logits", "bf16", from_logits=True),
+    Run("bf16, losses in bf16", "bf16", settings={"fp32_losses": False}),
+    Run("bf16, norms in fp32", "bf16", settings={"fp32_modules": ["*norm*"]}),
+    Run("bf16 by torch.autocast", "bf16", by_torch=True),
     Run("fp16", "fp16"),
-    Run("fp16, from logits", "fp16", from_logits=True),
 )
+NUM_MICROBATCHES, KEYS = 2, ("pixel_values", "labels")
+Step = Callable[[dict[str, Tensor]], float]
 
 
 def batches(num_steps: int) -> list[dict[str, Tensor]]:
@@ -74,16 +79,12 @@ def own_loss(outputs: Any, inputs: Any) -> Tensor:
     return loss
 
 
-def loss_from_logits(outputs: Any, inputs: Any) -> Tensor:
-    """The same in fp32."""
-    return nn.functional.cross_entropy(outputs.logits, inputs["labels"])
-
-
 def start(run: Run, seed: int) -> tuple[Booster, Any, Any]:
     """A booster with the boosted model and optimizer."""
     model = vit(seed, run.off_by)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    plugin = HybridParallelPlugin(tp_size=1, pp_size=1, num_microbatches=2, precision=run.precision)
+    settings = {"num_microbatches": NUM_MICROBATCHES, "precision": run.precision, **run.settings}
+    plugin = HybridParallelPlugin(tp_size=1, pp_size=1, **settings)
     booster = Booster(plugin=plugin, device="cpu")
     model, optimizer, *_ = booster.boost(model, optimizer)
     return booster, model, optimizer
@@ -91,16 +92,44 @@ def start(run: Run, seed: int) -> tuple[Booster, Any, Any]:
 
 def train(run: Run, seed: int, data: list[dict[str, Tensor]]) -> tuple[float, float, int]:
     """Mean loss of the last 50 steps, median milliseconds of a step, skipped steps."""
-    booster, model, optimizer = start(run, seed)
-    criterion: Callable[[Any, Any], Tensor] = loss_from_logits if run.from_logits else own_loss
+    step, optimizer = plain(seed) if run.by_torch else ours(run, seed)
     losses, times = [], []
     for batch in data:
         began = time.perf_counter()
-        result = booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
-        optimizer.step()
+        losses.append(step(batch))
         times.append(time.perf_counter() - began)
-        losses.append(result["loss"].item())
-    return statistics.mean(losses[-50:]), statistics.median(times) * 1e3, optimizer.skipped_steps
+    return statistics.mean(losses[-50:]), statistics.median(times) * 1e3, getattr(optimizer, "skipped_steps", 0)
+
+
+def ours(run: Run, seed: int) -> tuple[Step, Any]:
+    """A step by this library, which gives the loss."""
+    booster, model, optimizer = start(run, seed)
+
+    def step(batch: dict[str, Tensor]) -> float:
+        loss = booster.execute_pipeline(iter([batch]), model, own_loss, optimizer)["loss"]
+        optimizer.step()
+        return float(loss)
+
+    return step, optimizer
+
+
+def plain(seed: int) -> tuple[Step, Any]:
+    """The same by torch alone, under bf16 autocast."""
+    model = vit(seed, 0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(batch: dict[str, Tensor]) -> float:
+        optimizer.zero_grad()
+        loss = 0.0
+        for pixels, labels in zip(*(batch[key].chunk(NUM_MICROBATCHES) for key in KEYS), strict=True):
+            with torch.autocast("cpu", torch.bfloat16):
+                part = model(pixel_values=pixels, labels=labels).loss / NUM_MICROBATCHES
+            part.backward()
+            loss += part.item()
+        optimizer.step()
+        return loss
+
+    return step, optimizer
 
 
 def main() -> None:

@@ -6,7 +6,16 @@ from hybridpp.cluster.dist_logger import disable_existing_loggers, get_dist_logg
 from hybridpp.cluster.grid import Axis, Coordinate, RankGrid
 from hybridpp.cluster.launch import launch, launch_from_torch
 from hybridpp.cluster.loopback import Loopback
-from hybridpp.cluster.seeds import microbatch_key, place_seed, preserved_random_state, seed_place, set_seed
+from hybridpp.cluster.seeds import (
+    RandomState,
+    microbatch_key,
+    place_seed,
+    preserved_random_state,
+    random_state,
+    seed_place,
+    set_random_state,
+    set_seed,
+)
 from hybridpp.cluster.world import Group, Work, World
 
 __all__ = [
@@ -15,6 +24,7 @@ __all__ = [
     "DistCoordinator",
     "Group",
     "Loopback",
+    "RandomState",
     "RankGrid",
     "Work",
     "World",
@@ -26,6 +36,8 @@ __all__ = [
     "microbatch_key",
     "place_seed",
     "preserved_random_state",
+    "random_state",
     "seed_place",
+    "set_random_state",
     "set_seed",
 ]

@@ -5,9 +5,11 @@ import random
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy
 import torch
+from torch import Tensor
 
 _MASK = 2**63 - 1
 # An odd constant with well-spread bits (2**64 divided by the golden ratio): neighbouring places get distant seeds.
@@ -40,14 +42,31 @@ def seed_place(key: int, place: int, device: torch.device) -> None:
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
 
 
+class RandomState(NamedTuple):
+    """Of torch's generators: the host's, and the device's where it is a CUDA device."""
+
+    cpu: Tensor
+    cuda: Tensor | None
+
+
+def random_state(device: torch.device) -> RandomState:
+    """The state of the generators that a model on ``device`` draws from; waits for nothing."""
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return RandomState(torch.default_generator.get_state(), cuda)
+
+
+def set_random_state(state: RandomState, device: torch.device) -> None:
+    """Bring the generators back to ``state``."""
+    torch.default_generator.set_state(state.cpu)
+    if state.cuda is not None:
+        torch.cuda.set_rng_state(state.cuda, device)
+
+
 @contextmanager
 def preserved_random_state(device: torch.device) -> Iterator[None]:
     """Leave the user's torch generators as they were found, whatever happens inside."""
-    cpu = torch.default_generator.get_state()
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    before = random_state(device)
     try:
         yield
     finally:
-        torch.default_generator.set_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
+        set_random_state(before, device)

@@ -17,7 +17,7 @@ from hybridpp.partition.blocks import dissect, finest_units
 from hybridpp.partition.calls import Trace
 from hybridpp.partition.cut import CutPoint, assign_stages, check_uncut, choose_cut, named_blocks
 from hybridpp.partition.dice import Dice, Recompute, Seen, inner_layers
-from hybridpp.partition.intercept import Interceptor
+from hybridpp.partition.intercept import Forward, Interceptor
 from hybridpp.partition.known_plans import KnownPlans, Plans
 from hybridpp.partition.measure import measure_seconds, unit_costs
 from hybridpp.partition.plan import Parts, StagePlan, owners, stage_plan, uses
@@ -26,6 +26,8 @@ from hybridpp.partition.stage_run import Placeholders, Replay, StageDone, StageR
 from hybridpp.partition.strip import Slot, parameter_names, shown, strip
 from hybridpp.partition.survey import Sample, survey_samples
 from hybridpp.partition.trace import Tracer
+
+CallRunner = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class StagedModel:
@@ -55,6 +57,7 @@ class StagedModel:
     Attributes:
         model: the model.
         owners: the stages that hold each parameter, by its name; the same on every rank.
+        around_call: runs calls of the whole model that the script makes itself; None: nothing is done about them.
 
     Raises:
         PartitionError: the model cannot be cut into ``num_stages``.
@@ -90,6 +93,7 @@ class StagedModel:
         self._blocks: tuple[str, ...] = ()
         self._running = False
         self._watch: Watcher | None = None
+        self.around_call: CallRunner | None = None
         self._leavings: list[Leavings] = []
         self._hollows: list[Slot] = []
         self._seen: dict[tuple[int, int], Seen] = {}
@@ -159,6 +163,11 @@ class StagedModel:
             )
         if not self._running:
             args, kwargs = self._cast(args), self._cast(kwargs)
+            if self._watch is not None:
+                with self._interceptor.active(functools.partial(_watched, self._watch)):
+                    return forward(*args, **kwargs)
+            if self.around_call is not None:
+                return self.around_call(forward, args, kwargs)
         return forward(*args, **kwargs)
 
     @contextmanager
@@ -315,6 +324,10 @@ class StagedModel:
             yield
         self._leavings = replay.leavings if replay else []
         self._restore_attributes()
+
+
+def _watched(watch: Watcher, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return watch(name, forward, *args, **kwargs)
 
 
 _WHOLE = {0: StagePlan()}

@@ -74,7 +74,7 @@ class Watch:
         self._began: dict[tuple[Place, nn.Module], int] = {}
         self._run_here: nn.Module | None = None
         self._bad: set[str] = set()
-        self._hooked: dict[int, weakref.ref[Tensor]] = {}
+        self._hooked: dict[int, tuple[weakref.ref[Tensor], str, int]] = {}
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -131,15 +131,26 @@ class Watch:
         for tensor in _tensors(output):
             if kind := _kind(tensor):
                 self._find(0, order, f"the output of {name!r} holds {kind}")
-            known = self._hooked.get(id(tensor))
-            if tensor.requires_grad and (known is None or known() is not tensor):
-                self._hooked[id(tensor)] = weakref.ref(tensor)
+            if tensor.requires_grad and self._hooked_at(tensor) is None:
+                self._hooked[id(tensor)] = weakref.ref(tensor), name, order
                 tensor.register_hook(functools.partial(self._came_back, name, order))  # type: ignore[no-untyped-call]  # torch
+
+    def _hooked_at(self, tensor: Tensor) -> tuple[str, int] | None:
+        if id(tensor) not in self._hooked:
+            return None
+        known, name, order = self._hooked[id(tensor)]
+        return (name, order) if known() is tensor else None
+
+    def came_back(self, output: Tensor, gradient: Tensor) -> None:
+        """Look at the gradient that came back to something that the model returned."""
+        name, order = self._hooked_at(output) or ("", _END)
+        self._came_back(name, order, gradient)
 
     def _came_back(self, name: str, order: int, gradient: Tensor) -> None:
         if kind := _kind(gradient, strict=True):
             # Half a place later than the module's own parameters: backward, what comes to a module comes first.
-            self._find(1, 2 * order + 1, f"the gradient of the output of {name!r} holds {kind}")
+            what = repr(name) if name else "the model"
+            self._find(1, 2 * order + 1, f"the gradient of the output of {what} holds {kind}")
 
     def start(self) -> None:
         """Before an action; the forward of another stage calls units that the last one ran, and gets placeholders."""

@@ -33,6 +33,7 @@ from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.examination import Examination
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer
+from hybridpp_plugins.own_calls import OwnCalls
 from hybridpp_plugins.planning import Planner
 from hybridpp_plugins.sample import NO_SAMPLES, Samples
 from hybridpp_plugins.settings import Settings
@@ -113,6 +114,10 @@ def boost(
             get_dist_logger().info(divided.weight_gradients.report(), ranks=[0])
     transport = Transport(layout.activations, layout.gradients, device)
     executor = Executor(staged, transport, device, divided.weight_gradients)
+    examination = Examination(staged, executor, buckets, layout, device)
+    if boosted is not None and settings.precision is Precision.FP16:
+        boosted.own_calls = OwnCalls(device, lambda: boosted.scaling.may_search, examination.examine_call)
+        staged.around_call = boosted.own_calls.run
     return Engine(
         staged=staged,
         layout=layout,
@@ -121,7 +126,7 @@ def boost(
         device=device,
         seed=seed,
         executor=executor,
-        examination=Examination(staged, executor, buckets, layout, device),
+        examination=examination,
         optimizer=boosted,
         buckets=buckets,
         masters=masters,

@@ -1,6 +1,6 @@
 """Run a step that went wrong once more, and say where its first inf or NaN stood."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -9,14 +9,22 @@ from hybridpp.checkpoint import gather_objects
 from hybridpp.cluster import preserved_random_state
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.partition import StagedModel
-from hybridpp.pipeline import Executor, RankProgram, Step, StepResult
+from hybridpp.pipeline import Executor, RankProgram, Step
 from hybridpp.precision import Finding, Place, Watch
 from hybridpp_plugins.closing import BadLoss
 from hybridpp_plugins.layout import Layout
+from hybridpp_plugins.own_calls import CannotRepeat, OwnCall
 
 # Formats in which a sum may overflow that fp32 holds.
 _NARROW = (torch.float16,)
 _NOTHING_FOUND = "none in a second run of the step, so it hangs on something that cannot be repeated"
+
+
+_FINITE_AGAIN = (
+    "the model's last call is finite in a second run: it stands in an earlier one, or hangs on something that cannot "
+    "be repeated"
+)
+_WHOLE_BATCH = Place(0, 0)
 
 
 class Examination:
@@ -56,7 +64,48 @@ class Examination:
             bad_loss: the loss that is to be explained; None: any gradient that is not finite.
         """
         watch = Watch(self._staged.model, self._staged.units, self._gradients(), self._where)
-        aside = self._buckets.set_aside() if self._buckets and step.training else nullcontext()
+
+        def run() -> None:
+            result = self._executor.run(program, step, watch)
+            losses = {n: result.losses[n].item() for n, has_loss in enumerate(result.has_loss) if has_loss}
+            watch.losses(losses, self._staged.num_stages - 1)
+
+        failure = self._again(run, watch, step.training)
+        here = watch.findings if bad_loss is None else self._about(bad_loss, watch.findings)
+        found, failure = self._told(here, failure)
+        if not found and failure:
+            return f"not found, because a second run of the step failed: {failure}"
+        return found or ("" if bad_loss else self._rounded_on_the_way()) or _NOTHING_FOUND
+
+    def examine_call(self, call: OwnCall | None) -> str:
+        """The same of a step by :meth:`hybridpp.Booster.backward`. Collective: all ranks.
+
+        Args:
+            call: the script's last one of the model; None: it made none.
+
+        Raises:
+            CannotRepeat: nothing was found, and why; on every rank alike.
+        """
+        watch = Watch(self._staged.model, self._staged.units, self._gradients(), lambda: _WHOLE_BATCH)
+
+        def run() -> None:
+            if call is None:
+                raise CannotRepeat("the loss was made of nothing that a call of the boosted model returned")
+            if not call.is_as_it_was:
+                raise CannotRepeat("the batch was written to since")
+            # The forward alone: what hooks of the model's change was changed before.
+            call.again(self._staged.model.forward, self._device, watch.came_back)
+            watch.end(_WHOLE_BATCH)
+
+        failure = self._again(run, watch, training=True)
+        found, failure = self._told(watch.findings, failure)
+        if not found:
+            raise CannotRepeat(failure or _FINITE_AGAIN)
+        return found
+
+    def _again(self, run: Callable[[], None], watch: Watch, training: bool) -> str:
+        """Run something with everything looked at, and leave nothing behind; gives the error that it ends with."""
+        aside = self._buckets.set_aside() if self._buckets and training else nullcontext()
         with (
             preserved_random_state(self._device),
             self._kept_buffers(),
@@ -64,22 +113,20 @@ class Examination:
             watch.hooks(),
             self._staged.watched(watch.unit),
         ):
-            result: StepResult | None = None
-            failure = ""
             try:
-                result = self._executor.run(program, step, watch)
+                run()
+            except CannotRepeat as reason:
+                return str(reason)
             except Exception as error:  # a criterion that cannot be called twice, say; other replicas wait below
-                failure = repr(error)
-        if result is not None:
-            losses = {n: result.losses[n].item() for n, has_loss in enumerate(result.has_loss) if has_loss}
-            watch.losses(losses, self._staged.num_stages - 1)
-        here = watch.findings if bad_loss is None else self._about(bad_loss, watch.findings)
-        rows = gather_objects(self._layout.control, [failure, list(min(here, default=()))])
-        if found := sorted((Finding(*row), rank) for rank, (_, row) in enumerate(rows) if row):
-            return f"{found[0][0]} on rank {found[0][1]}"
-        if failures := [f"{text} on rank {rank}" for rank, (text, _) in enumerate(rows) if text]:
-            return f"not found, because a second run of the step failed: {failures[0]}"
-        return _NOTHING_FOUND if bad_loss else self._rounded_on_the_way() or _NOTHING_FOUND
+                return repr(error)
+        return ""
+
+    def _told(self, findings: list[Finding], failure: str) -> tuple[str, str]:
+        """The first finding and the first failure of all ranks, in words; "" where there is none. Collective."""
+        rows = gather_objects(self._layout.control, [failure, list(min(findings, default=()))])
+        found = sorted((Finding(*row), rank) for rank, (_, row) in enumerate(rows) if row)
+        failures = [f"{text} on rank {rank}" for rank, (text, _) in enumerate(rows) if text]
+        return f"{found[0][0]} on rank {found[0][1]}" if found else "", failures[0] if failures else ""
 
     def _rounded_on_the_way(self) -> str:
         """What replicas have finite gradients of, whose sum in the format it is sent in is not; "" if nothing."""

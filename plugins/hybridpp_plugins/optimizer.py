@@ -15,6 +15,7 @@ from hybridpp.data_parallel import GradientBuckets
 from hybridpp.errors import ConfigError
 from hybridpp.precision import LossScale, MasterWeights
 from hybridpp_plugins.agreed_norm import AgreedNorm
+from hybridpp_plugins.own_calls import CannotRepeat, OwnCalls
 from hybridpp_plugins.scaling import Scaling
 from hybridpp_plugins.unfilled import Unfilled
 
@@ -30,6 +31,7 @@ class HybridOptimizer(Optimizer):
     Attributes:
         applied_steps: steps that were taken.
         unfilled: weights of the model that wait for ``load_model``.
+        own_calls: the script's calls of the model, if it makes any.
         again: what the model's forward runs in, for parts of it that activation checkpointing runs again.
         norm: how ranks put the gradient norm together.
         scaling: the loss scale, and the steps it skips.
@@ -48,6 +50,7 @@ class HybridOptimizer(Optimizer):
         # No call to the base class: groups and state are the wrapped optimizer's.
         self.applied_steps = 0
         self.unfilled = Unfilled(())
+        self.own_calls: OwnCalls | None = None
         self.again: Callable[[], AbstractContextManager[None]] = nullcontext
         self._optimizer = optimizer
         self._buckets = buckets
@@ -236,7 +239,7 @@ class HybridOptimizer(Optimizer):
         factor = 1.0 / self._held_scale
         if self._needs_norm:
             norm = self._agreed_norm()
-            if self._scales and self.scaling.step(norm):
+            if self._scales and self._is_skipped(norm):
                 self._buckets.consume()
                 return
             factor *= _clip_factor(norm, self._config.max_norm)
@@ -247,6 +250,17 @@ class HybridOptimizer(Optimizer):
         self._masters.to_working()
         self._buckets.consume()
         self.applied_steps += 1
+
+    def _is_skipped(self, norm: float) -> bool:
+        """The end of an fp16 step: whether to skip it. Collective: all ranks, with the same norm."""
+        if self.own_calls is not None:
+            if self.wants_report and self.scaling.is_by_hand:
+                try:
+                    self.scaling.found(self.own_calls.examine())
+                except CannotRepeat as reason:
+                    self.scaling.not_found(str(reason))
+            self.own_calls.forget()
+        return self.scaling.step(norm)
 
     @contextmanager
     def _lent_gradients(self) -> Iterator[None]:

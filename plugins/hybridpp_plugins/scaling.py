@@ -33,6 +33,7 @@ class Scaling:
         self._searched = False
         self._by_hand = False
         self._num_passes = 0
+        self._obstacle = ""
 
     def begin(self, by_hand: bool) -> None:
         """Before backward passes; ``by_hand``: the script runs them, so that they cannot be run again."""
@@ -43,7 +44,7 @@ class Scaling:
 
     def forget(self) -> None:
         """The gradients were given up."""
-        self._searched, self._by_hand, self._num_passes = False, False, 0
+        self._searched, self._by_hand, self._num_passes, self._obstacle = False, False, 0, ""
 
     def is_overflow(self, norm: float | None) -> bool:
         """Whether a step with gradients of that norm is skipped."""
@@ -52,6 +53,20 @@ class Scaling:
     def wants_search(self, norm: float | None) -> bool:
         """Whether the step is known to be skipped, and that will be told; the same on every rank."""
         return self.is_overflow(norm) and self._will_warn and not self._searched
+
+    @property
+    def may_search(self) -> bool:
+        """Whether an overflow in the step that begins will be told."""
+        return self._active and self._will_warn
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether the script ran backward passes of the gradients that are held."""
+        return self._by_hand
+
+    def not_found(self, reason: str) -> None:
+        """Take down why it is not known where an overflow came from."""
+        self._obstacle = reason
 
     def found(self, text: str) -> None:
         """Take down where an overflow came from."""
@@ -104,11 +119,8 @@ class Scaling:
         return f"in the gradient of {names[-1]!r}{more} on rank {rank}"
 
     def _why_not_searched(self) -> str:
-        if self._by_hand:
-            return (
-                "no more is known, because a step by booster.backward cannot be run again. Run this batch by "
-                "booster.execute_pipeline, and module and micro-batch are named"
-            )
         if not self._will_warn:
             return "no more was looked for: that is done at the 1st, 10th, 100th, … skipped step"
+        if self._obstacle:
+            return f"no more is known, because {self._obstacle}"
         return "no more was looked for: its gradients changed behind the backward pass"
