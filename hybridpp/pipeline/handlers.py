@@ -63,6 +63,7 @@ class Handlers:
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._notes: dict[Action, list[Note]] = {}
         self._last: Action | None = None
+        self._split: set[tuple[int, int | None]] = set()
 
     def by_kind(self) -> dict[Kind, Callable[[Action], None]]:
         """The handlers."""
@@ -80,7 +81,8 @@ class Handlers:
 
     def expect(self, program: Program) -> None:
         """Get ready for a program: find the action after which this rank's gradients are complete."""
-        self._weight_gradients.begin(splits=any(action.kind is Kind.INPUT_GRADIENT for action in program))
+        self._split = {(stage, place) for stage, kind, place in program if kind is Kind.INPUT_GRADIENT}
+        self._weight_gradients.begin(splits=bool(self._split))
         self._last = next((action for action in reversed(program) if action.kind in _ADDS_TO_GRADIENTS), None)
 
     def finish_send(self, action: Action) -> None:
@@ -120,7 +122,7 @@ class Handlers:
         args, kwargs = call_arguments(inputs)
         num_stored = sum(not graph.recomputes for graph in self._graphs.values())
         recompute = step.training and num_stored >= step.max_stored_microbatches
-        with self._weight_gradients.recorded() if step.training else nullcontext():
+        with self._weight_gradients.recorded((stage, place) in self._split) if step.training else nullcontext():
             key = step.keys[microbatch]
             tensors, outputs = self._stages.forward(plan, args, kwargs, arrival.values, key, recompute)
         loss = self._finish_forward(microbatch, outputs, inputs) if plan.is_last else None
@@ -181,12 +183,12 @@ class Handlers:
             return
         # In two parts, so that it is known when each gradient is complete, and its reduction can start.
         self._step.last_backward(None)
-        with self._weight_gradients.later() as notes:
+        with self._weight_gradients.later(splits=False) as notes:
             self._go_back(action)
         self._weight_gradients.add(notes, final=True)
 
     def _input_gradient(self, action: Action) -> None:
-        with self._weight_gradients.later() as notes:
+        with self._weight_gradients.later(splits=True) as notes:
             self._go_back(action)
         self._notes[action._replace(kind=Kind.WEIGHT_GRADIENT)] = notes
 

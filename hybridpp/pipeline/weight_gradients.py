@@ -42,16 +42,16 @@ class _Call:
 
     Attributes:
         names: its weight's, then its bias's if it has one.
-        is_apart: whether its weight's gradient is kept apart in the step that runs.
+        may_be_apart: whether its weight's gradient may be kept apart in the step that runs.
     """
 
-    __slots__ = ("is_apart", "layer", "module", "names", "owner")
+    __slots__ = ("layer", "may_be_apart", "module", "names", "owner")
 
     def __init__(self, layer: Layer, module: nn.Module, names: tuple[str, ...], owner: "WeightGradients"):
         self.layer, self.module, self.names, self.owner = layer, module, names, owner
-        self.is_apart = False
+        self.may_be_apart = False
 
-    def may_be_apart(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether its parameters are here, want gradients, and nobody looks at how those come to be."""
         parameters = self.module._parameters
         weight, bias = parameters.get("weight"), parameters.get("bias")
@@ -127,6 +127,7 @@ class WeightGradients:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._accumulated: Accumulated | None = None
         self._recording = False
+        self._splits = False
         self._calls: list[_Call] = []
         self._mode = _AS_EVER
         self._notes: list[Note] = []
@@ -174,12 +175,16 @@ class WeightGradients:
         """
         wanted = self._accumulated is not None
         for call in self._calls:
-            call.is_apart = wanted and (splits or call.layer.may_wait) and call.may_be_apart()
+            call.may_be_apart = wanted and (splits or call.layer.may_wait) and call.is_plain()
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Around a forward pass of training, so that its backward pass can leave weight gradients for later."""
-        self._recording = True
+    def recorded(self, splits: bool) -> Iterator[None]:
+        """Around a forward pass of training, so that its backward pass can leave weight gradients for later.
+
+        Args:
+            splits: whether the schedule does so for this one.
+        """
+        self._recording, self._splits = True, splits
         try:
             yield
         finally:
@@ -188,23 +193,27 @@ class WeightGradients:
     @contextmanager
     def at_once(self) -> Iterator[None]:
         """Around a backward pass that computes everything."""
-        with self._during(_AT_ONCE):
+        with self._during(_AT_ONCE, splits=False):
             yield
 
     @contextmanager
-    def later(self) -> Iterator[list[Note]]:
-        """Around a backward pass that leaves weight gradients to :meth:`add`, in the list that the block gets."""
+    def later(self, splits: bool) -> Iterator[list[Note]]:
+        """Around a backward pass that leaves weight gradients to :meth:`add`, in the list that the block gets.
+
+        Args:
+            splits: as for its forward, in :meth:`recorded`.
+        """
         notes: list[Note] = []
         self._notes = notes
-        with self._during(_LATER):
+        with self._during(_LATER, splits):
             yield notes
 
     @contextmanager
-    def _during(self, mode: _Mode) -> Iterator[None]:
+    def _during(self, mode: _Mode, splits: bool) -> Iterator[None]:
         self._mode, self._pass_id = mode, None
         try:
             # Activation checkpointing runs layers again in here, and must find them as they were.
-            with self.recorded():
+            with self.recorded(splits):
                 yield
             self.release()
         finally:
@@ -271,7 +280,7 @@ class WeightGradients:
             sums[name] = gradient
 
     def _run(self, call: _Call, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
-        if self._recording and call.is_apart and len(args) == 1 and not kwargs and _is_plain_input(args[0], call.layer):
+        if self._is_apart(call) and len(args) == 1 and not kwargs and _is_plain_input(args[0], call.layer):
             x, layer, parameters = args[0], call.layer, call.module._parameters
             weight, bias = parameters["weight"], parameters.get("bias")
             x = x if layer.prepare is None else layer.prepare(x)
@@ -285,6 +294,9 @@ class WeightGradients:
                 y = y.view(x.shape[:count] + y.shape[1:])
             return y if layer.finish is None else layer.finish(y)
         return forward(*args, **kwargs)
+
+    def _is_apart(self, call: _Call) -> bool:
+        return self._recording and call.may_be_apart and (self._splits or call.layer.may_wait)
 
 
 def _is_plain_input(x: Any, layer: Layer) -> bool:

@@ -11,8 +11,10 @@ from hybridpp.schedule.order import count_stages, result
 from hybridpp.schedule.slots import SplitBackward, run_slots
 
 
-def fill_weight_gradients(programs: Programs, limits: Sequence[int]) -> Programs:
-    """Programs with every backward in two: I where B was, and W as soon as its rank would idle without it.
+def fill_weight_gradients(
+    programs: Programs, limits: Sequence[int], num_whole: Sequence[int] | None = None
+) -> Programs:
+    """Programs with backwards in two: I where B was, and W as soon as its rank would idle without it.
 
     F and I keep their order. A W also goes ahead of a forward that would be one activation too many, so what a rank
     holds, from F until W, stays within its limit; the oldest goes first. Places are chosen as if F, I and W took
@@ -21,6 +23,7 @@ def fill_weight_gradients(programs: Programs, limits: Sequence[int]) -> Programs
     Args:
         programs: compute programs that :func:`~hybridpp.schedule.check_program` accepts.
         limits: the most activations to hold, for each rank.
+        num_whole: for each rank, of how many micro-batches, the first ones, the backward stays in one; None: of none.
 
     Raises:
         ScheduleError: the programs are no good, or a limit is below what a rank holds between its F and I anyway.
@@ -34,7 +37,8 @@ def fill_weight_gradients(programs: Programs, limits: Sequence[int]) -> Programs
                 f"holds {peak}. Use {peak} or more."
             )
     num_stages = count_stages(programs)
-    return run_slots([_Filler(program, num_stages, limit) for program, limit in zip(whole, limits, strict=True)])
+    split = [_split(program, count) for program, count in zip(whole, num_whole or [0] * len(whole), strict=True)]
+    return run_slots([_Filler(program, num_stages, limit) for program, limit in zip(split, limits, strict=True)])
 
 
 def _whole(program: Program) -> Program:
@@ -46,11 +50,16 @@ def _whole(program: Program) -> Program:
     )
 
 
+def _split(program: Program, num_whole: int) -> Program:
+    """The program with I in the place of the backwards of later micro-batches than the first ``num_whole``."""
+    return tuple(result(action) if (action.microbatch or 0) >= num_whole else action for action in program)
+
+
 class _Filler:
-    """Does a program's actions in order, of backwards the first part, and weight gradients in between."""
+    """Does a program's actions in order, and weight gradients in between."""
 
     def __init__(self, program: Program, num_stages: int, limit: int):
-        self._todo = deque(map(result, program))
+        self._todo = deque(program)
         self._held = SplitBackward(num_stages, limit)
 
     def choose(self, done: Set[Action]) -> Action | None:

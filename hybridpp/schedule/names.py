@@ -92,7 +92,7 @@ _ENTRIES = (
         place=looped,
         num_chunks=1,
         takes_chunks=False,
-        summary="zb-h1 that runs further ahead; holds twice as much, waits less",
+        summary="runs further ahead than zb-h1, splits only the end; holds twice as much",
     ),
     ScheduleEntry(
         name="interleaved-zb",

@@ -28,24 +28,27 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Programs:
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Programs:
-    """ZB-H2 (Qi et al. 2023, arXiv:2401.10241): like ZB-H1, but running ahead twice as far as 1F1B.
+    """After ZB-H2 (Qi et al. 2023, arXiv:2401.10241): running ahead twice as far as 1F1B, with few split backwards.
 
-    With 3 ranks and 4 micro-batches::
+    With 3 ranks and 6 micro-batches, where a backward in one takes two slots::
 
-        rank 0 | 0F0 0F1 0F2 0F3 .   0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3 .
-        rank 1 | .   1F0 1F1 1F2 1I0 1F3 1I1 1W0 1I2 1W1 1I3 1W2 1W3 .
-        rank 2 | .   .   2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2W0 2W1 2W2 2W3
+        rank 0 | 0F0 0F1 0F2 0F3 0F4 .   .   0B0 --- 0F5 0B1 --- 0B2 --- 0B3 --- 0B4 --- 0B5 ---
+        rank 1 | .   1F0 1F1 1F2 .   1B0 --- 1F3 1B1 --- 1F4 1I2 1F5 1I3 1I4 1W2 1I5 1W3 1W4 1W5
+        rank 2 | .   .   2F0 2B0 --- 2F1 2B1 --- 2F2 2I2 2F3 2I3 2F4 2I4 2F5 2I5 2W2 2W3 2W4 2W5
 
     A rank of ``p`` holds at most ``min(m, 2 p - 1)`` activations of the ``m`` micro-batches. With equal costs and
     messages that take no time it idles like ZB-H1; but where messages are slow, or micro-batches take unevenly long,
-    others no longer wait for each of them.
+    others no longer wait for each of them. While the pipeline is full, ranks are far enough ahead that nobody waits for
+    the whole backward of another. Only at the end do they, so the last ``2 (p - 1)`` micro-batches' are split (on the
+    first rank, for which nobody waits, none): one in two parts costs more than a whole one.
 
     Raises:
         ScheduleError: a count is below 1.
     """
     check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
     programs = tuple(row(rank, num_microbatches, warmup=2 * (num_ranks - 1 - rank)) for rank in range(num_ranks))
-    return fill_weight_gradients(programs, [2 * num_ranks - 1] * num_ranks)
+    num_whole = [num_microbatches] + [num_microbatches - 2 * (num_ranks - 1)] * (num_ranks - 1)
+    return fill_weight_gradients(programs, [2 * num_ranks - 1] * num_ranks, num_whole)
 
 
 def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Programs:

@@ -41,13 +41,13 @@ def separated(model, x, how, loss=lambda y: y.square().sum(), passes=2):
     weights.connect(sums)
     weights.begin(splits=True)
     for _ in range(passes):
-        with weights.recorded():
+        with weights.recorded(splits=how == "later"):
             value = loss(model(x))
         if how == "at once":
             with weights.at_once():
                 value.backward()
         else:
-            with weights.later() as notes:
+            with weights.later(splits=True) as notes:
                 value.backward()
             weights.add(notes, final=True)
             assert notes == []
@@ -185,9 +185,9 @@ def test_hooks_on_parameters_are_obeyed():
     weights.connect(sums := Sums(model))
     weights.begin(splits=True)
     for _ in range(2):
-        with weights.recorded():
+        with weights.recorded(splits=True):
             value = model(x).square().sum()
-        with weights.later() as notes:
+        with weights.later(splits=True) as notes:
             value.backward()
         weights.add(notes)
     torch.testing.assert_close(sums.gradients["0.weight"], 2 * expected["0.weight"])
@@ -216,9 +216,9 @@ def test_half_precision_adds_up_in_the_format_of_the_sum():
     weights = WeightGradients(model)
     weights.connect(sums := Sums(model, torch.float32))
     weights.begin(splits=True)
-    with weights.recorded():
+    with weights.recorded(splits=True):
         value = model(x).float().square().sum()
-    with weights.later() as notes:
+    with weights.later(splits=True) as notes:
         value.backward()
     weights.add(notes)
     expected = plain(model, x, lambda y: y.float().square().sum(), passes=1)
@@ -239,5 +239,5 @@ def test_outside_of_a_schedule_layers_run_as_ever():
     twin = copy.deepcopy(model)
     twin(x).sum().backward()
     weights.begin(splits=True)
-    with torch.autocast("cpu", torch.bfloat16), weights.recorded():
+    with torch.autocast("cpu", torch.bfloat16), weights.recorded(splits=True):
         assert model(x).dtype is torch.bfloat16

@@ -15,7 +15,7 @@ from hybridpp import HybridParallelPlugin, PipelineGradientCheckpointConfig
 from hybridpp.cluster import Loopback
 from hybridpp.errors import ConfigError, PartitionError
 
-NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "interleaved-zb", "zb-v")
+NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v")
 BATCHES = [image_batch(7), image_batch(4, seed=1)]
 
 

@@ -12,7 +12,7 @@ from hybridpp.cluster import Loopback
 from hybridpp.errors import ConfigError, ScheduleError
 from hybridpp.schedule import one_f_one_b, save_schedule, zb_h1
 
-NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "interleaved-zb", "zb-v")
+NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v")
 GOOD = {"tp_size": 1, "pp_size": 1, "precision": "fp32", "num_microbatches": 2}
 
 

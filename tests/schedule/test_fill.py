@@ -34,6 +34,13 @@ def test_a_weight_gradient_goes_ahead_of_a_forward_that_would_be_one_activation_
     """)
 
 
+def test_the_first_backwards_stay_whole_if_asked():
+    assert render(fill_weight_gradients(one_f_one_b(2, 3), limits=[2, 2], num_whole=[3, 1])) == dedent("""\
+        rank 0 | 0F0 0F1 0B0 0F2 0B1 0B2
+        rank 1 | 1F0 1B0 1F1 1I1 1W1 1F2 1I2 1W2
+    """)
+
+
 @pytest.mark.parametrize("spare", [0, 1, 3])
 def test_the_order_and_the_limits_are_kept_and_nothing_takes_longer(spare):
     for name, programs in every_schedule(ranks=(1, 2, 4), microbatches=(1, 4, 7), chunks=(1, 2)):

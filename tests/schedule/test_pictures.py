@@ -25,7 +25,7 @@ from hybridpp.schedule import (
         (one_f_one_b, (3, 4), render_grid),
         (interleaved, (2, 4, 2), render),
         (zb_h1, (3, 4), render_grid),
-        (zb_h2, (3, 4), render_grid),
+        (zb_h2, (3, 6), render_grid),
         (interleaved_zero_bubble, (2, 4, 2), render_grid),
         (zb_v, (3, 3), render_grid),
         (forward_only, ((0, 1, 1, 0), 3), render_grid),

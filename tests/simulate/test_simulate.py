@@ -178,7 +178,7 @@ def test_ranks_do_one_thing_at_a_time_in_order_and_after_what_it_needs(schedule,
 def test_running_further_ahead_hides_slow_messages():
     costs = Costs(num_stages=4, send_ms=0.5)
     waits = {name: simulate(make_schedule(name, 4, 16), costs).timeline.idle_share for name in ("zb-h1", "zb-h2")}
-    assert waits["zb-h2"] < 0.6 * waits["zb-h1"]
+    assert waits["zb-h2"] < 0.75 * waits["zb-h1"]
 
 
 def test_a_heavier_last_stage_costs_zero_bubble_v_most_of_what_it_gains():
