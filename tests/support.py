@@ -3,12 +3,15 @@
 import io
 import multiprocessing
 import os
+import runpy
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -175,9 +178,7 @@ def run_ranks(function: Callable[[], Any], num_ranks: int, timeout_s: float = 60
         RankFailed: with the traceback of the first rank that failed, or on a hang.
     """
     context = multiprocessing.get_context("fork")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     ranks = []
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
@@ -194,10 +195,7 @@ def run_ranks(function: Callable[[], Any], num_ranks: int, timeout_s: float = 60
 
 
 def _rank(function: Callable[[], Any], rank: int, num_ranks: int, port: int, pipe: Connection) -> None:
-    # A forked child hangs in OpenMP if the parent used it, unless it says first that it needs one thread.
-    torch.set_num_threads(1)
-    # Nor can a forked child use CUDA, where the parent did.
-    torch.cuda.is_available = lambda: False
+    _after_fork()
     try:
         launch(rank, num_ranks, "127.0.0.1", port, backend="gloo", timeout_s=30)
         buffer = io.BytesIO()
@@ -210,6 +208,20 @@ def _rank(function: Callable[[], Any], rank: int, num_ranks: int, port: int, pip
             torch.distributed.destroy_process_group()
 
 
+def _after_fork() -> None:
+    # A forked child hangs in OpenMP if the parent used it, unless it says first that it needs one thread.
+    torch.set_num_threads(1)
+    # Nor can a forked child use CUDA, where the parent did.
+    torch.cuda.is_available = lambda: False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 def _result(rank: int, pipe: Connection, timeout_s: float) -> Any:
     try:
         if not pipe.poll(timeout_s):
@@ -220,6 +232,50 @@ def _result(rank: int, pipe: Connection, timeout_s: float) -> Any:
     if not done:
         raise RankFailed(f"rank {rank} raised:\n{value}")
     return torch.load(io.BytesIO(value), weights_only=False)
+
+
+def run_script(
+    num_ranks: int, script: Path, *arguments: str, timeout_s: float = 100.0, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Run a script as :func:`torchrun` does, on ranks that are forked, for where their start is not the point.
+
+    A fork has imported what takes a new interpreter 6 s. A warning ends its rank, as it ends a test.
+    """
+    context = multiprocessing.get_context("fork")
+    job = os.environ | {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    command = [str(script), *arguments]
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        ranks = []
+        for rank in range(num_ranks):
+            environment = job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            files = (stdout.fileno(), stderr.fileno())
+            ranks.append(context.Process(target=_script, args=(command, environment, cwd, *files)))
+            ranks[-1].start()
+        try:
+            deadline = time.monotonic() + timeout_s
+            # The first that fails ends the job: the others may wait for it.
+            while (running := [rank for rank in ranks if rank.is_alive()]) and not any(rank.exitcode for rank in ranks):
+                if not wait([rank.sentinel for rank in running], deadline - time.monotonic()):
+                    raise RankFailed(f"{script} took longer than {timeout_s} s")
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+        for file in (stdout, stderr):
+            file.seek(0)
+        codes = {abs(process.exitcode or 0) for process in ranks}
+        return subprocess.CompletedProcess(command, max(codes), stdout.read(), stderr.read())
+
+
+def _script(command: list[str], environment: dict[str, str], cwd: Path, stdout: int, stderr: int) -> None:
+    _after_fork()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    sys.stdout, sys.stderr = open(stdout, "a", buffering=1), open(stderr, "a", buffering=1)  # noqa: SIM115
+    sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).parent))
+    runpy.run_path(command[0], run_name="__main__")
 
 
 def torchrun(

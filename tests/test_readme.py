@@ -7,7 +7,7 @@ import sys
 import tomllib
 
 import pytest
-from support import ROOT, torchrun
+from support import ROOT, run_script
 from transformers import ViTConfig, ViTForImageClassification
 
 from hybridpp import Booster
@@ -28,7 +28,7 @@ def test_the_training_script_runs_as_told_and_its_folder_loads(tmp_path):
     (script,) = blocks("README.md", "python")
     file = tmp_path / "my_training.py"
     file.write_text(script)
-    job = torchrun(4, file, cwd=tmp_path)
+    job = run_script(4, file, cwd=tmp_path)
     assert job.returncode == 0, job.stderr
     assert re.search(r"epoch 0: loss \d\.\d+\nepoch 1: loss \d\.\d+\n", job.stdout)
     assert ViTForImageClassification.from_pretrained(tmp_path / "outputs/my_vit").config.num_labels == 10

@@ -4,8 +4,7 @@ import importlib
 import re
 
 import pytest
-from sklearn.datasets import load_digits
-from support import ROOT, torchrun
+from support import ROOT, run_script, torchrun
 
 SCRIPT = ROOT / "examples/vit/train.py"
 
@@ -13,7 +12,7 @@ SCRIPT = ROOT / "examples/vit/train.py"
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
-    job = torchrun(4, SCRIPT, "--epochs", "2", "--max-samples", "300", "--output", str(folder))
+    job = torchrun(4, SCRIPT, "--epochs", "2", "--max-samples", "100", "--output", str(folder))
     assert job.returncode == 0, job.stderr
     return folder, job
 
@@ -38,6 +37,7 @@ def test_one_progress_bar_and_no_warnings(trained):
 
 def test_it_fine_tunes_the_saved_folder_on_a_folder_of_images_with_another_head_on_two_replicas(trained, tmp_path):
     from PIL.Image import fromarray
+    from sklearn.datasets import load_digits
 
     folder, _ = trained
     images = tmp_path / "images"
@@ -46,7 +46,7 @@ def test_it_fine_tunes_the_saved_folder_on_a_folder_of_images_with_another_head_
         parity = images / ("odd" if digit % 2 else "even")
         parity.mkdir(parents=True, exist_ok=True)
         fromarray((pixels * 255 / 16).astype("uint8")).save(parity / f"{number}.png")
-    job = torchrun(
+    job = run_script(
         2,
         SCRIPT,
         *("--model", str(folder), "--dataset", str(images), "--output", str(tmp_path / "tuned")),
@@ -80,8 +80,8 @@ def test_sizes_left_out_follow_the_number_of_processes(monkeypatch, tp_size, pp_
 
 
 def test_an_unknown_plugin_and_a_layout_that_does_not_fit_are_refused_with_one_clear_message(tmp_path):
-    job = torchrun(2, SCRIPT, "--plugin", "magic", "--max-samples", "20")
+    job = run_script(2, SCRIPT, "--plugin", "magic", "--max-samples", "20")
     assert job.returncode != 0
     assert "plugin is one of hybrid_parallel" in job.stderr
-    job = torchrun(1, SCRIPT, "--pp-size", "2", "--max-samples", "20")
+    job = run_script(1, SCRIPT, "--pp-size", "2", "--max-samples", "20")
     assert "world size must be a multiple of tp_size * pp_size: got world_size=1" in job.stderr

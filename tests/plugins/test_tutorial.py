@@ -1,10 +1,10 @@
 """The training loop that people bring along works with this library's imports."""
 
-from support import ROOT, torchrun
+from support import ROOT, run_script
 
 
 def test_the_tutorials_loop_learns_on_two_stages_and_two_replicas():
-    job = torchrun(4, ROOT / "tests/scripts/tutorial.py")
+    job = run_script(4, ROOT / "tests/scripts/tutorial.py")
     assert job.returncode == 0, job.stderr
     losses = [float(line) for line in job.stdout.split()]
     assert len(losses) == 12
