@@ -16,16 +16,17 @@ from hybridpp.partition.untouched import untouched
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def block_calls(model: nn.Module, blocks: Collection[str], sample: Call) -> dict[str, Call]:
+def block_calls(model: nn.Module, blocks: Collection[str], sample: Call, training: bool = False) -> dict[str, Call]:
     """What the first call of each block gets in a forward, by the block's name; none of the model's weights is needed.
 
-    The forward is traced, in evaluation mode. What glue makes of the inputs (masks, position numbers) is real; what
+    The forward is traced. What glue makes of the inputs (masks, position numbers) is real; what
     stems from units has made-up numbers: random ones, zeros where they are whole, ``True``.
 
     Args:
         model: also on the meta device; it is left as it was found.
         blocks: names of the modules; none of them holds another one.
         sample: positional and keyword arguments of one micro-batch, on the CPU.
+        training: in which mode the forward is traced.
     """
     calls: dict[str, Call] = {}
 
@@ -35,7 +36,7 @@ def block_calls(model: nn.Module, blocks: Collection[str], sample: Call) -> dict
             calls[name] = pytree.tree_map_only(Tensor, lambda leaf: _real(leaf, generator), (args, kwargs))
 
     with untouched(model):
-        model.eval()
+        model.train(training)
         finest = Interceptor(model, finest_units(model))
         interceptor = Interceptor(model, dissect(model, 1, tuple(blocks)).units)
         Tracer(model, interceptor, finest, torch.device("cpu")).trace(*sample, watch=note)

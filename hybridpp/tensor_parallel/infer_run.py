@@ -1,6 +1,7 @@
 """Run a block, or a rank's share of one, on made-up numbers, and keep what it gives."""
 
 import copy
+from itertools import product
 from typing import Any
 
 import torch
@@ -117,10 +118,16 @@ def made_up(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     A bias is zero when training begins, a gate may be closed: the numbers that a block has say little.
     """
-    try:
-        return Whole(*_made_up(block, args, kwargs, torch.float64))
-    except RuntimeError:  # there are kernels without double precision
-        return Whole(*_made_up(block, args, kwargs, torch.float32))
+    failure: Exception | None = None
+    # There are kernels without double precision, and forwards that run in training alone.
+    for training, dtype in product((False, True), (torch.float64, torch.float32)):
+        try:
+            made, call = _made_up(block, args, kwargs, dtype)
+            return Whole(made.train(training), call)
+        except Exception as error:  # whatever a block raises
+            failure = failure or error
+    assert failure is not None, "each try returned or raised"
+    raise failure
 
 
 def _made_up(
@@ -133,7 +140,7 @@ def _made_up(
     kept = [value for module in block.modules() for value in vars(module).values() if isinstance(value, Tensor)]
     copies |= {id(value): value.detach().clone() for value in kept}
     copies |= {id(held): _filled(held) for held in block.buffers() if held.is_meta}
-    made = copy.deepcopy(block, copies).to(dtype).eval()
+    made = copy.deepcopy(block, copies).to(dtype)
 
     def cast(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hybridpp.cluster import Group
+from hybridpp.cluster import Group, preserved_random_state
 from hybridpp.errors import ConfigError
 from hybridpp.partition import block_calls, dissect, is_cache, untouched
 from hybridpp.pipeline import call_arguments
@@ -42,7 +42,8 @@ def inferred_plan(model: nn.Module, find_samples: Callable[[], Samples], size: i
     blocks = dissect(model, 1).blocks
     with watched_tables(large_tables(model, blocks)) as uses:
         calls = calls_of_blocks(model, blocks, find_samples())
-    plan, ends = _with_styles(infer_plan(model, blocks, calls, size)), infer_ends(uses)
+    with preserved_random_state(torch.device("cpu")):
+        plan, ends = _with_styles(infer_plan(model, blocks, calls, size)), infer_ends(uses)
     plan = plan._replace(styles={**plan.styles, **ends.styles}, reasons={**plan.reasons, **ends.reasons})
     check_agreed(_sorted(plan), model, control)
     return plan
@@ -68,13 +69,23 @@ def check_agreed(found: object, model: nn.Module, control: Group) -> None:
 
 def calls_of_blocks(model: nn.Module, blocks: Sequence[str], samples: Samples) -> dict[str, SampleCall]:
     """What each block is called with on the first sample that the model runs on."""
-    calls_on = _traced if any(parameter.is_meta for parameter in model.parameters()) else _run
     *others, last = samples.batches
     with samples.explained(model):
         for batch in others:
             with suppress(Exception):  # whatever a model's forward raises
-                return _without_caches(calls_on(model, blocks, batch))
-        return _without_caches(calls_on(model, blocks, last))
+                return _without_caches(_calls_on(model, blocks, batch))
+        return _without_caches(_calls_on(model, blocks, last))
+
+
+def _calls_on(model: nn.Module, blocks: Sequence[str], batch: Any) -> dict[str, SampleCall]:
+    """In evaluation mode, in which nothing is dropped; in training, if the forward runs on the sample in that alone."""
+    calls_on = _traced if any(parameter.is_meta for parameter in model.parameters()) else _run
+    try:
+        return calls_on(model, blocks, batch, training=False)
+    except Exception:  # whatever a model's forward raises
+        with suppress(Exception):
+            return calls_on(model, blocks, batch, training=True)
+        raise
 
 
 def _without_caches(calls: dict[str, SampleCall]) -> dict[str, SampleCall]:
@@ -83,23 +94,41 @@ def _without_caches(calls: dict[str, SampleCall]) -> dict[str, SampleCall]:
     return without
 
 
-def _run(model: nn.Module, blocks: Sequence[str], batch: Any) -> dict[str, SampleCall]:
+def _run(model: nn.Module, blocks: Sequence[str], batch: Any, training: bool) -> dict[str, SampleCall]:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     batch = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device, copy=True), batch)
     args, kwargs = call_arguments(batch)
-    with untouched(model), _watched(model, blocks) as calls, torch.enable_grad():
+    with (
+        untouched(model),
+        _untouched_numbers(model, device),
+        _watched(model, blocks, training) as calls,
+        torch.enable_grad(),
+    ):
         model(*args, **kwargs)
     return calls
 
 
-def _traced(model: nn.Module, blocks: Sequence[str], batch: Any) -> dict[str, SampleCall]:
+def _traced(model: nn.Module, blocks: Sequence[str], batch: Any, training: bool) -> dict[str, SampleCall]:
     """Without weights; numbers that stem from them are made up."""
-    return block_calls(model, blocks, call_arguments(batch))
+    return block_calls(model, blocks, call_arguments(batch), training)
 
 
 @contextmanager
-def _watched(model: nn.Module, blocks: Sequence[str]) -> Iterator[dict[str, SampleCall]]:
-    """Inside, the first call of each block is noted; nothing is dropped out and no statistics move.
+def _untouched_numbers(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put back, afterwards, what buffers hold and where random numbers are."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        with preserved_random_state(device):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, numbers in before:
+                buffer.copy_(numbers)
+
+
+@contextmanager
+def _watched(model: nn.Module, blocks: Sequence[str], training: bool) -> Iterator[dict[str, SampleCall]]:
+    """Inside, the first call of each block is noted; nothing is dropped out and no statistics move, except in training.
 
     Glue keeps its graph, so that it is known which arguments want gradients; blocks, which would hold much, do not.
     """
@@ -121,7 +150,7 @@ def _watched(model: nn.Module, blocks: Sequence[str]) -> Iterator[dict[str, Samp
     found = [(name, model.get_submodule(name)) for name in blocks]
     hooks = [block.register_forward_pre_hook(noting(name), with_kwargs=True) for name, block in found]
     hooks += [block.register_forward_hook(leave) for _, block in found]
-    model.eval()
+    model.train(training)
     try:
         yield calls
     finally:

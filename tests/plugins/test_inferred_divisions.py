@@ -5,6 +5,8 @@ import functools
 import pytest
 import torch
 from divided_models import SIZES, deepseek, falcon, gpt_oss, mixtral, mpnet, t5, token_batch
+from hybridpp_plugins.inferring import inferred_plan
+from hybridpp_plugins.sample import Samples
 from support import assert_near, assert_same, boosted, model_loss, sgd, train, whole_over_tp
 from torch import nn
 from transformers import (
@@ -16,7 +18,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from hybridpp.cluster import Loopback
+from hybridpp.cluster import Loopback, current_world
 from hybridpp.tensor_parallel import placement_of
 
 MODELS = {f.__name__: f for f in (t5, falcon, mpnet, mixtral, deepseek, gpt_oss)}
@@ -260,3 +262,39 @@ def test_looking_at_a_model_changes_nothing_and_sees_what_is_trained():
     expected = train(Gated, batches, **options)
     assert expected["gradients"]["gate"].abs().max() > 1e-3
     assert_equal(train(Gated, batches, tp_size=2, **options), expected)
+
+
+class Strict(nn.Module):
+    """Runs in training alone, counts that, and draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        if not self.training:
+            raise NotImplementedError
+        self.count += 1
+        return x + self.down(self.up(x).tanh()) + 0 * torch.rand(())
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_a_model_that_runs_in_training_alone_is_looked_at_there(on_meta):
+    def run():
+        with torch.device("meta" if on_meta else "cpu"):
+            model = nn.Sequential(*(Strict() for _ in range(2)))
+        for block in model:
+            block.count = torch.zeros(())
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+        before = torch.get_rng_state()
+        plan = inferred_plan(model, lambda: Samples((x,)), 2, current_world().control())
+        assert torch.equal(torch.get_rng_state(), before)
+        assert [block.count.item() for block in model] == [0, 0]
+        return plan
+
+    plan, other = Loopback(2).run(run)
+    assert plan == other
+    assert plan.styles == {
+        f"{block}.{layer}": s for block in (0, 1) for layer, s in (("up", "column"), ("down", "row"))
+    }
