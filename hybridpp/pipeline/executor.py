@@ -1,5 +1,7 @@
 """Run a lowered schedule: one loop over the rank's actions."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -43,6 +45,7 @@ class Executor:
         transport: to the other ranks.
         device: where the micro-batches go.
         weight_gradients: of the model; None: it has none that can be told apart.
+        around: what to be in while a program runs.
 
     Attributes:
         where: the action under way, for whoever must report a rank that hangs; None between steps, and after an error
@@ -55,12 +58,14 @@ class Executor:
         transport: Transport,
         device: torch.device,
         weight_gradients: WeightGradients | None = None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self.where: Action | None = None
         self._stages = stages
         self._transport = transport
         self._device = device
         self._weight_gradients = weight_gradients or WeightGradients(nn.Module())
+        self._around = around
 
     def run(self, program: RankProgram, step: Step, recorder: Recorder | None = None) -> StepResult:
         """Do every action of ``program`` in order.
@@ -82,14 +87,15 @@ class Executor:
         handlers.expect(program.actions)
         handle = handlers.by_kind()
         try:
-            for action, done in zip(program.actions, program.sends_done, strict=True):
-                self.where = action
-                for sent in done:
-                    handlers.finish_send(sent)
-                recorder.start()
-                handle[action.kind](action)
-                recorder.end(action)
-            handlers.finish()
+            with self._around():
+                for action, done in zip(program.actions, program.sends_done, strict=True):
+                    self.where = action
+                    for sent in done:
+                        handlers.finish_send(sent)
+                    recorder.start()
+                    handle[action.kind](action)
+                    recorder.end(action)
+                handlers.finish()
         except BaseException as error:
             error.add_note(f"hybridpp: in action {self.where} (stage, kind, micro-batch)")
             raise

@@ -48,11 +48,14 @@ class Crossings:
 
     Attributes:
         meanwhile: called while gradients are being summed.
+        keeps_parts: whether what a divided head returns stays in parts until somebody needs it whole, also where no
+            gradients are wanted.
     """
 
     def __init__(self, group: Group):
         self.group = group
         self.meanwhile: Callable[[], None] = _nothing
+        self.keeps_parts = False
         self._copied: tuple[Tensor, int, Tensor] | None = None
         self._joined: tuple[Tensor, int, Tensor] | None = None
         self._places: tuple[int, int] | None = None
@@ -62,6 +65,15 @@ class Crossings:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Crossings":
         # Groups cannot be copied; a copy of the model runs on the same ranks.
         return self
+
+    @contextmanager
+    def in_parts(self) -> Iterator[None]:
+        """Inside, logits stay in parts: whatever is done to them is done on all ranks."""
+        before, self.keeps_parts = self.keeps_parts, True
+        try:
+            yield
+        finally:
+            self.keeps_parts = before
 
     def copy(self, x: Tensor) -> Tensor:
         """A whole activation, for a layer that divides it."""

@@ -118,7 +118,8 @@ class ColumnParallel(ShardedLayer):
 class GatheredColumnParallel(ShardedLayer):
     """From a whole input, the whole output, put together where somebody needs it whole (see :class:`LazyWhole`).
 
-    Collective: one all-reduce in the backward pass; of a whole bias, one all-gather there.
+    Collective: one all-reduce in the backward pass; of a whole bias, one all-gather there. Without gradients, not in
+    a step, one all-gather in the forward pass.
     """
 
     kind = Kind.GATHERED_COLUMN
@@ -141,7 +142,9 @@ class GatheredColumnParallel(ShardedLayer):
         return y if bias is None else y + take_own_part(bias, self.crossings.group, y.shape[-1])
 
     def finish(self, y: Tensor) -> Tensor:
-        if is_fake(y) or torch.compiler.is_compiling():
+        # Without gradients a script may look at the result on one rank alone; backward needs all of them anyway.
+        keeps_parts = self.crossings.keeps_parts or torch.is_grad_enabled()
+        if not keeps_parts or is_fake(y) or torch.compiler.is_compiling():
             return gather_from_ranks(y, self.crossings.group, self._width)
         return lazily_whole(y, self.crossings.group, y.dim() - 1, self._width)
 

@@ -113,7 +113,7 @@ def boost(
         if planner.splits_backward:
             get_dist_logger().info(divided.weight_gradients.report(), ranks=[0])
     transport = Transport(layout.activations, layout.gradients, device)
-    executor = Executor(staged, transport, device, divided.weight_gradients)
+    executor = Executor(staged, transport, device, divided.weight_gradients, divided.in_a_step)
     examination = Examination(staged, executor, buckets, layout, device)
     if boosted is not None and settings.precision is Precision.FP16:
         boosted.own_calls = OwnCalls(device, lambda: boosted.scaling.may_search, examination.examine_call)

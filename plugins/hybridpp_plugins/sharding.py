@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -39,11 +40,13 @@ class Divided(NamedTuple):
         weight_gradients: runs its layers.
         summed: parameters whose gradients are sums over all ranks that share layers, by name.
         between_stages: what of the values between stages travels; None: all of it.
+        in_a_step: what to be in while a schedule runs.
     """
 
     weight_gradients: WeightGradients
     summed: frozenset[str]
     between_stages: Parts | None = None
+    in_a_step: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def divide_model(
@@ -72,7 +75,7 @@ def divide_model(
     weight_gradients = WeightGradients(model, _joined(kinds, sharding))
     sharding.crossings.meanwhile = weight_gradients.release
     between = ShardsBetweenStages(sequences.blocks, tp) if sequences.blocks else None
-    return Divided(weight_gradients, sharding.summed | sequences.summed, between)
+    return Divided(weight_gradients, sharding.summed | sequences.summed, between, sharding.crossings.in_parts)
 
 
 def _left_whole(model: nn.Module, plan: Plan, sequences: SequencePlan) -> str:

@@ -174,15 +174,31 @@ def test_outputs_are_whole_and_plain(pp_size, training):
         torch.testing.assert_close(outputs.logits, expected.logits, atol=1e-5, rtol=1e-5)
 
 
-def test_a_model_that_is_called_by_itself_returns_logits_that_seem_whole():
+def test_logits_of_a_model_that_is_called_without_gradients_are_whole_on_every_rank():
     make_model, plan = MODELS["llama"]
     with torch.no_grad():
         expected = make_model()(**token_batch()).logits
 
     def rank():
-        _, model, _ = boosted(make_model(), sgd, token_batch(), tp_size=2, tensor_parallel_plan=plan)
+        booster, model, _ = boosted(make_model(), sgd, token_batch(), tp_size=2, tensor_parallel_plan=plan)
         with torch.no_grad():
             logits = model(**token_batch()).logits
+        # The others do not look at it: were it in parts, this one would wait for them.
+        return logits[:, -1].argmax(-1) if booster.plugin.layout.tp.rank == 1 else logits
+
+    logits, tokens = Loopback(2).run(rank)
+    assert type(logits) is torch.Tensor
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(tokens, expected[:, -1].argmax(-1))
+
+
+def test_logits_of_a_model_that_is_called_with_gradients_stay_in_parts():
+    make_model, plan = MODELS["llama"]
+    expected = make_model()(**token_batch()).logits
+
+    def rank():
+        _, model, _ = boosted(make_model(), sgd, token_batch(), tp_size=2, tensor_parallel_plan=plan)
+        logits = model(**token_batch()).logits
         assert isinstance(logits, LazyWhole)
         return logits[:, -1].argmax(-1), gathered(logits + 0)
 
