@@ -1,5 +1,6 @@
 """A tensor-parallel plan for a model that nobody has described: run it once, then try how its blocks can be divided."""
 
+import pickle
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from hybridpp.checkpoint import gather_objects
 from hybridpp.cluster import Group, preserved_random_state
 from hybridpp.errors import ConfigError
 from hybridpp.partition import block_calls, dissect, is_cache, untouched
@@ -32,21 +34,49 @@ SampleCall = tuple[tuple[Any, ...], dict[str, Any]]
 def inferred_plan(model: nn.Module, find_samples: Callable[[], Samples], size: int, control: Group) -> Plan:
     """What of the model's blocks can be divided, and why the rest cannot.
 
-    The model runs once, on a sample; on the meta device it is traced instead. One block of each kind gets memory.
+    The first rank finds out for all, so that a block of each kind gets memory on it alone. The model runs there, on a
+    sample; on the meta device it is traced instead.
 
-    Collective: all ranks; one small all-gather of host memory.
+    Collective: all ranks; two all-gathers of host memory.
 
     Raises:
-        ConfigError: the ranks came to different plans.
+        Exception: whatever the first rank's model or block raises, on every rank.
     """
-    blocks = dissect(model, 1).blocks
-    with watched_tables(large_tables(model, blocks)) as uses:
-        calls = calls_of_blocks(model, blocks, find_samples())
-    with preserved_random_state(torch.device("cpu")):
-        plan, ends = _with_styles(infer_plan(model, blocks, calls, size)), infer_ends(uses)
-    plan = plan._replace(styles={**plan.styles, **ends.styles}, reasons={**plan.reasons, **ends.reasons})
-    check_agreed(_sorted(plan), model, control)
-    return plan
+
+    def find() -> Plan:
+        blocks = dissect(model, 1).blocks
+        with watched_tables(large_tables(model, blocks)) as uses:
+            calls = calls_of_blocks(model, blocks, find_samples())
+        with preserved_random_state(torch.device("cpu")):
+            plan, ends = _with_styles(infer_plan(model, blocks, calls, size)), infer_ends(uses)
+        return plan._replace(styles={**plan.styles, **ends.styles}, reasons={**plan.reasons, **ends.reasons})
+
+    return _of_first_rank(find, control)
+
+
+def _of_first_rank(find: Callable[[], Plan], control: Group) -> Plan:
+    """What the first rank finds, or the error that it raises, on every rank. Collective: two all-gathers."""
+    error: Exception | None = None
+    message = b""
+    if control.rank == 0:
+        try:
+            message = pickle.dumps(find())
+        except Exception as raised:  # whatever a model raises; the others must not wait for it
+            error = raised
+            message = _pickled(raised)
+    found = pickle.loads(bytes.fromhex(gather_objects(control, message.hex())[0]))
+    if isinstance(found, Plan):
+        return found
+    raise error or found
+
+
+def _pickled(error: Exception) -> bytes:
+    try:
+        message = pickle.dumps(error)
+        pickle.loads(message)
+    except Exception:  # some errors take other arguments than they keep
+        message = pickle.dumps(ConfigError(f"on rank 0: {type(error).__name__}: {error}"))
+    return message
 
 
 def check_agreed(found: object, model: nn.Module, control: Group) -> None:
@@ -195,12 +225,3 @@ def _kind(style: str) -> Kind | None:
         return parse_style(style).kind
     except ConfigError:
         return None
-
-
-def _sorted(plan: Plan) -> list[Any]:
-    """All that a plan does, in one order."""
-    rest = plan.rest
-    groups = (plan.summed, rest.enters, rest.spreads, rest.sums, rest.first_only)
-    mappings = (plan.styles, rest.parts, rest.arguments, rest.results)
-    attributes = sorted((name, sorted(values.items())) for name, values in plan.attributes.items())
-    return [attributes, *map(sorted, groups), *(sorted(mapping.items(), key=str) for mapping in mappings)]

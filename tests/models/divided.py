@@ -11,12 +11,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from hybridpp_plugins import inferring, sharding
+from hybridpp_plugins import sharding
 from models.comparing import Expected, examine, failure
 from models.pool import Result, Study
 from models.zoo import Architecture, Specimen, criterion
 from support import boosted, gradients_of, sgd, whole_over_tp
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridpp.cluster import Loopback
 from hybridpp.partition import dissect
@@ -31,22 +31,15 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=[.':]|$)")
 
 @contextmanager
 def _noted() -> Iterator[list[Plan]]:
-    """Inside, the plans that were found; ranks of one process look for the same one only once."""
+    """Inside, the plans that were found."""
     plans: list[Plan] = []
-    known: dict[Any, Any] = {}
-    find, infer = sharding.inferred_plan, inferring.infer_plan
+    find = sharding.inferred_plan
 
     def noting(*args: Any) -> Plan:
         plans.append(find(*args))
         return plans[-1]
 
-    def once(model: nn.Module, blocks: Any, calls: Any, size: int, **options: Any) -> Any:
-        key = (tuple(blocks), size, *options.items())
-        if key not in known:
-            known[key] = infer(model, blocks, calls, size, **options)
-        return known[key]
-
-    with mock.patch.object(sharding, "inferred_plan", noting), mock.patch.object(inferring, "infer_plan", once):
+    with mock.patch.object(sharding, "inferred_plan", noting):
         yield plans
 
 

@@ -10,7 +10,6 @@ from support import assert_near, boosted, image_batch, model_loss, run_ranks, sg
 from torch import nn
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.errors import ConfigError
 from hybridpp.tensor_parallel import placement_of
 
 BATCHES = [image_batch(6, seed) for seed in range(3)]
@@ -311,13 +310,7 @@ def test_what_cannot_be_divided_stays_whole_and_is_named_once(caplog):
     )
 
 
-def test_ranks_that_find_different_plans_say_so():
-    def rank():
-        # Attention over another number of tokens is no other plan; a block that is not called is.
-        samples = {0: torch.randn(2, 8), 1: torch.randn(2, 3, 8)}
-        with pytest.raises(ConfigError, match="the ranks found different ways to divide Skipping: rank 1 differs"):
-            boosted(Skipping(), sgd, samples[current_world().rank], tp_size=2)
-
+def test_the_first_ranks_sample_decides_for_all():
     class Skipping(nn.Module):
         def __init__(self):
             super().__init__()
@@ -327,5 +320,27 @@ def test_ranks_that_find_different_plans_say_so():
 
         def forward(self, x):
             return self.blocks[0](x) if x.dim() == 2 else self.blocks[1](x)
+
+    def rank():
+        samples = {0: torch.randn(2, 8), 1: torch.randn(2, 3, 8)}
+        _, model, _ = boosted(Skipping(), sgd, samples[current_world().rank], tp_size=2)
+        return [len(block[0].weight) for block in model.blocks]
+
+    assert Loopback(2).run(rank) == [[8, 16], [8, 16]]
+
+
+def test_what_the_first_rank_meets_is_raised_on_all():
+    class Refusing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, x):
+            raise KeyError("no such thing")
+
+    def rank():
+        torch.manual_seed(0)
+        with pytest.raises(KeyError, match="no such thing"):
+            boosted(Refusing(), sgd, torch.randn(2, 8), tp_size=2)
 
     Loopback(2).run(rank)
