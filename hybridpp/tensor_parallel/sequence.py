@@ -9,12 +9,13 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hybridpp.errors import PartitionError
 from hybridpp.tensor_parallel.crossings import Crossings
-from hybridpp.tensor_parallel.sequence_collectives import shard_sequence
+from hybridpp.tensor_parallel.sequence_collectives import join_sequence, shard_sequence
 from hybridpp.tensor_parallel.sequence_lazy import lazily_joined, shard_of
 from hybridpp.tensor_parallel.shard import Sharding, is_linear
 
@@ -137,7 +138,9 @@ def _sharded(
     args, kwargs = _replaced(args, kwargs, block.hidden, shard)
     with crossings.on_shards(shard, length):
         output = forward(*args, **kwargs)
-    return _with_results(output, block.results, lambda own: lazily_joined(own, length, group))
+    # As for logits: without gradients a script may look at what a model returned on one rank alone.
+    join = lazily_joined if crossings.keeps_parts or torch.is_grad_enabled() else join_sequence
+    return _with_results(output, block.results, lambda own: join(own, length, group))
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], key: Key, name: str) -> Tensor:

@@ -5,7 +5,9 @@ from dataclasses import fields
 from itertools import islice, product
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from hybridpp.tensor_parallel.division import Division
 from hybridpp.tensor_parallel.infer import kind_of
@@ -120,9 +122,21 @@ def _within(key: Any, block: str) -> Any:
 
 def _find(block: nn.Module, call: SampleCall, plan: Plan, tp_size: int) -> _Found:
     try:
-        return _Search(made_up(block, *call), plan, tp_size).run()
+        return _Search(made_up(block, *_lively(call)), plan, tp_size).run()
     except Exception as error:  # the block's own, on numbers that it was not made for
         return _Found(reason=f"cannot be tried alone ({type(error).__name__}: {error})")
+
+
+def _lively(call: SampleCall) -> SampleCall:
+    """With hidden states that differ from place to place: a norm of nearly constant ones has no gradient to look at."""
+    leaves, tree = pytree.tree_flatten(call)
+    numbers = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if numbers:
+        hidden = leaves[numbers[0]]
+        made = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2))
+        leaves[numbers[0]] = made.to(hidden.device, hidden.dtype).requires_grad_(hidden.requires_grad)
+    lively: SampleCall = pytree.tree_unflatten(leaves, tree)
+    return lively
 
 
 class _Search:

@@ -1,11 +1,10 @@
 """A tensor-parallel plan for a model that nobody has described: run it once, then try how its blocks can be divided."""
 
 import pickle
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from hybridpp.tensor_parallel import (
 )
 from hybridpp_plugins.sample import Samples
 
+Found = TypeVar("Found")
 SampleCall = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -51,10 +51,10 @@ def inferred_plan(model: nn.Module, find_samples: Callable[[], Samples], size: i
             plan, ends = _with_styles(infer_plan(model, blocks, calls, size)), infer_ends(uses)
         return plan._replace(styles={**plan.styles, **ends.styles}, reasons={**plan.reasons, **ends.reasons})
 
-    return _of_first_rank(find, control)
+    return of_first_rank(find, control)
 
 
-def _of_first_rank(find: Callable[[], Plan], control: Group) -> Plan:
+def of_first_rank(find: Callable[[], Found], control: Group) -> Found:
     """What the first rank finds, or the error that it raises, on every rank. Collective: two all-gathers."""
     error: Exception | None = None
     message = b""
@@ -64,10 +64,10 @@ def _of_first_rank(find: Callable[[], Plan], control: Group) -> Plan:
         except Exception as raised:  # whatever a model raises; the others must not wait for it
             error = raised
             message = _pickled(raised)
-    found = pickle.loads(bytes.fromhex(gather_objects(control, message.hex())[0]))
-    if isinstance(found, Plan):
-        return found
-    raise error or found
+    found: Found | Exception = pickle.loads(bytes.fromhex(gather_objects(control, message.hex())[0]))
+    if isinstance(found, Exception):
+        raise error or found
+    return found
 
 
 def _pickled(error: Exception) -> bytes:
@@ -77,24 +77,6 @@ def _pickled(error: Exception) -> bytes:
     except Exception:  # some errors take other arguments than they keep
         message = pickle.dumps(ConfigError(f"on rank 0: {type(error).__name__}: {error}"))
     return message
-
-
-def check_agreed(found: object, model: nn.Module, control: Group) -> None:
-    """Make sure that all ranks found the same way to divide a model.
-
-    Collective: all ranks; one small all-gather of host memory.
-
-    Raises:
-        ConfigError: they did not.
-    """
-    digest = zlib.crc32(repr(found).encode())
-    rows = control.all_gather(torch.tensor([float(digest)], dtype=torch.float64))
-    others = [rank for rank, row in enumerate(rows) if float(row) != float(rows[0])]
-    if others:
-        raise ConfigError(
-            f"the ranks found different ways to divide {type(model).__name__}: rank {others[0]} differs from rank 0. "
-            "Give all of them the same sample, or name the layers in tensor_parallel_plan."
-        )
 
 
 def calls_of_blocks(model: nn.Module, blocks: Sequence[str], samples: Samples) -> dict[str, SampleCall]:

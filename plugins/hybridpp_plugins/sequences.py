@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
-from hybridpp.cluster import Group
+from hybridpp.cluster import Group, preserved_random_state
 from hybridpp.errors import ConfigError
 from hybridpp.partition import TensorSpec, dissect
 from hybridpp.tensor_parallel import (
@@ -17,7 +18,7 @@ from hybridpp.tensor_parallel import (
     shard_lengths,
     shard_of,
 )
-from hybridpp_plugins.inferring import calls_of_blocks, check_agreed
+from hybridpp_plugins.inferring import calls_of_blocks, of_first_rank
 from hybridpp_plugins.sample import Samples
 
 
@@ -26,16 +27,21 @@ def sequence_plan(
 ) -> SequencePlan:
     """How the model's blocks run on shards of sequences once the plan has divided their layers over ``size`` ranks.
 
-    The model runs once, on a sample; on the meta device it is traced instead.
+    The first rank finds out for all. The model runs there once, on a sample; on the meta device it is traced instead.
 
-    Collective: all ranks; one small all-gather of host memory.
+    Collective: all ranks; two all-gathers of host memory.
 
     Raises:
-        ConfigError: no block can, or the ranks came to different results.
+        ConfigError: no block can.
+        Exception: whatever the first rank's model raises, on every rank.
     """
-    blocks = dissect(model, 1).blocks
-    found = infer_sequence(model, blocks, calls_of_blocks(model, blocks, find_samples()), plan, size)
-    check_agreed((sorted(map(str, found.blocks.items())), sorted(found.summed)), model, control)
+
+    def find() -> SequencePlan:
+        blocks = dissect(model, 1).blocks
+        with preserved_random_state(torch.device("cpu")):
+            return infer_sequence(model, blocks, calls_of_blocks(model, blocks, find_samples()), plan, size)
+
+    found = of_first_rank(find, control)
     if not found.blocks:
         name, reason = next(iter(found.reasons.items()), ("", "it has no blocks"))
         raise ConfigError(

@@ -9,7 +9,7 @@ from sequence_models import SHARDS, Block, Net, assert_equal, images, sequences,
 from support import assert_same, boosted, model_loss, sgd, train
 from torch.utils.checkpoint import checkpoint
 
-from hybridpp.cluster import Loopback
+from hybridpp.cluster import Loopback, current_world
 from hybridpp.cluster.loopback import LoopbackGroup
 
 PLAN = {"*.up": "column", "*.down": "row"}
@@ -237,6 +237,18 @@ def test_backward_hooks_of_blocks_see_the_whole():
     expected = train(make, [sequences(5)], criterion=squares, num_microbatches=2)
     assert_equal(train(make, [sequences(5)], criterion=squares, **OPTIONS), expected)
     assert {(tuple(ours[1:]), tuple(theirs[1:])) for ours, theirs in shapes} == {((5, 8), (5, 8))}
+
+
+def test_one_rank_alone_may_look_at_what_a_model_returns_without_gradients():
+    def rank():
+        _, model, _ = boosted(vit(), sgd, images(2), tensor_parallel_plan=VIT, **SHARDS)
+        with torch.no_grad():
+            states = model(**images(2), output_hidden_states=True).hidden_states
+        return [float(state.sum()) for state in states] if current_world().rank == 0 else []
+
+    with torch.no_grad():
+        expected = vit()(**images(2), output_hidden_states=True).hidden_states
+    assert Loopback(2).run(rank) == [pytest.approx([float(state.sum()) for state in expected], rel=1e-4), []]
 
 
 def test_outputs_are_plain():

@@ -11,6 +11,7 @@ from support import (
     assert_near,
     assert_same,
     boosted,
+    gradients_of,
     image_batch,
     model_loss,
     run_ranks,
@@ -384,6 +385,30 @@ def test_whole_sequences_draw_the_same_mask_on_all_ranks():
     assert len(set(one)) == 2
 
 
+class Fading(Net):
+    """Its blocks are given nearly constant numbers, until ``scale`` has grown."""
+
+    def __init__(self, scale):
+        super().__init__(Block)
+        self.scale = nn.Parameter(torch.tensor(scale))
+
+    def forward(self, x):
+        return super().forward(x * self.scale + 1)
+
+
+def test_norms_whose_gradients_are_next_to_nothing_on_the_sample_are_summed():
+    def rank():
+        plan = DROPPING["tensor_parallel_plan"]
+        booster, model, optimizer = boosted(Fading(1e-9), sgd, SEQUENCES[0], tensor_parallel_plan=plan, **SHARDS)
+        model.scale.data.fill_(1.0)
+        booster.execute_pipeline(iter([SEQUENCES[0]]), model, squares, optimizer)
+        return gradients_of(booster, model)["blocks.0.norm.weight"]
+
+    expected = train(lambda: Fading(1.0), SEQUENCES[:1], criterion=squares)["gradients"]["blocks.0.norm.weight"]
+    for gradient in Loopback(2).run(rank):
+        torch.testing.assert_close(gradient, expected)
+
+
 def refused(error, text, run):
     with pytest.raises(error, match=re.escape(text)):
         Loopback(2).run(run)
@@ -464,10 +489,13 @@ def test_another_call_than_on_the_sample_says_so():
     refused(PartitionError, text, rank)
 
 
-def test_ranks_that_find_different_blocks_say_so():
+def test_the_first_rank_finds_the_blocks_for_all():
     def rank():
         sample = SEQUENCES[0] if current_world().rank == 0 else SEQUENCES[0][:, :1]
-        plan = {"*.up": "column", "*.down": "row"}
-        boosted(Net(Block), sgd, sample, tensor_parallel_plan=plan, **SHARDS)
+        booster, model, optimizer = boosted(
+            Net(Block), sgd, sample, tensor_parallel_plan=DROPPING["tensor_parallel_plan"], **SHARDS
+        )
+        return booster.execute_pipeline(iter([SEQUENCES[0]]), model, squares, optimizer)["loss"].item()
 
-    refused(ConfigError, "the ranks found different ways to divide Net: rank 1 differs from rank 0.", rank)
+    expected = train(lambda: Net(Block), SEQUENCES[:1], criterion=squares)["losses"][0][0]
+    assert Loopback(2).run(rank) == [pytest.approx(expected)] * 2
