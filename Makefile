@@ -7,7 +7,7 @@ NPROC ?= 4
 ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: vit test models models-pp models-tp gpu lint clean
+.PHONY: vit test models models-pp models-tp models-sp gpu lint clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,18 +21,21 @@ test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 # Examines every architecture that transformers registers and writes docs/models.md: models-pp cuts them into stages (40
-# minutes on 2 cores), models-tp lets ranks share their layers. What is in the folder MODELS is not examined again, so
+# minutes on 2 cores), models-tp lets ranks share their layers, models-sp their sequences, too. What is in the folder MODELS is not examined again, so
 # ARGS="--seconds 120" does it in pieces.
 MODELS ?= /tmp/hybridpp-models
 SWEEP = HF_HUB_OFFLINE=1 PYTHONPATH=.:plugins:tests $(BIN)/python tests/models/sweep.py --cache $(MODELS) \
 	--page docs/models.md
-models: models-pp models-tp
+models: models-pp models-tp models-sp
 
 models-pp: $(READY)
 	$(SWEEP) cuts $(ARGS)
 
 models-tp: $(READY)
 	$(SWEEP) layers $(ARGS)
+
+models-sp: $(READY)
+	$(SWEEP) sequences $(ARGS)
 
 # On a host with a CUDA device and torch installed; needs no set-up. Tests, then benchmarks.
 gpu:

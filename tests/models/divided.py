@@ -43,12 +43,13 @@ def _noted() -> Iterator[list[Plan]]:
         yield plans
 
 
-def divided_step(specimen: Specimen, tp_size: int) -> tuple[float, dict[str, Tensor], float, Plan]:
+def divided_step(specimen: Specimen, tp_size: int, **settings: Any) -> tuple[float, dict[str, Tensor], float, Plan]:
     """Loss, gradients put together, the share of the blocks' parameters that a rank holds, and the plan."""
 
     def run() -> tuple[float, dict[str, Tensor], dict[str, float]]:
         model = copy.deepcopy(specimen.model)
-        booster, model, optimizer = boosted(model, sgd, specimen.batch, tp_size=tp_size, num_microbatches=2)
+        options = {"tp_size": tp_size, "num_microbatches": 2, **settings}
+        booster, model, optimizer = boosted(model, sgd, specimen.batch, **options)
         loss = booster.execute_pipeline(iter([specimen.batch]), model, criterion, optimizer)["loss"].item()
         held = {name: float(p.numel()) for name, p in model.named_parameters()}
         return loss, whole_over_tp(booster, model, gradients_of(booster, model)), held
@@ -78,11 +79,11 @@ def differences(specimen: Specimen, expected: Expected, loss: float, found: Any)
     return sorted(off, reverse=True)
 
 
-def compare(specimen: Specimen, expected: Expected, tp_size: int) -> Result:
-    """What comes of sharing a model's layers: right, or what is wrong."""
+def compare(specimen: Specimen, expected: Expected, tp_size: int, **settings: Any) -> Result:
+    """What comes of sharing a model's layers, also with further settings of the plugin: right, or what is wrong."""
     start = time.process_time()
     try:
-        loss, gradients, share, plan = divided_step(specimen, tp_size)
+        loss, gradients, share, plan = divided_step(specimen, tp_size, **settings)
     except Exception as error:
         return failure(error)
     off = differences(specimen, expected, loss, gradients)

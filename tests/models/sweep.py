@@ -5,16 +5,22 @@ import json
 import math
 from pathlib import Path
 
-from models import cuts, divided, table, tp_table
+from models import cuts, divided, sequences, table, tp_table
 from models.pool import sweep
 from models.zoo import architectures
 
-PARTS = {"cuts": (cuts.study, table.part), "layers": (divided.study, tp_table.part)}
+PARTS = {
+    "cuts": (cuts.study, table.part),
+    "layers": (divided.study, tp_table.part),
+    "sequences": (sequences.study, sequences.part),
+}
+# Where the second and the third begin.
+_HEADINGS = {"layers": tp_table.HEADING, "sequences": sequences.HEADING}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=PARTS, help="of the page: models cut into stages, or ranks that share layers")
+    parser.add_argument("part", choices=PARTS, help="of the page: stages, shared layers, or shards of sequences")
     parser.add_argument("names", nargs="*", help="architectures; all without")
     parser.add_argument("--cache", type=Path, default=Path("/tmp/hybridpp-models"), help="folder of the results")
     parser.add_argument("--jobs", type=int, default=2)
@@ -40,8 +46,11 @@ def main() -> None:
 
 def with_part(page: str, name: str, text: str) -> str:
     """The page with one of its parts, which begin with headings of the first level, written anew."""
-    first, bar, second = page.partition(f"\n{tp_table.HEADING}\n")
-    parts = {"cuts": first, "layers": f"{bar}{second}".lstrip()} | {name: text}
+    parts = dict.fromkeys(PARTS, "")
+    for key in reversed(_HEADINGS):
+        page, bar, rest = page.partition(f"\n{_HEADINGS[key]}\n")
+        parts[key] = f"{bar}{rest}".lstrip()
+    parts |= {"cuts": page, name: text}
     return "\n".join(part for part in parts.values() if part)
 
 

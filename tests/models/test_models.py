@@ -4,7 +4,7 @@ import copy
 from pathlib import Path
 
 import pytest
-from models import divided
+from models import divided, sequences
 from models.cuts import compare
 from models.sweep import with_part
 from models.table import LAYOUTS, quick
@@ -74,6 +74,21 @@ def test_an_architecture_shares_its_layers_right(name):
     assert result["share"] <= AIM
 
 
+# Of several kinds: fused and shared heads, two streams, experts on whole sequences, biases by head; blocks that cannot.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [("bert", 0), ("clip", 0), ("deepseek_v3", 0), ("gemma2", 0), ("mpnet", 0), ("qwen3_next", 3), ("whisper", 0)],
+)
+def test_blocks_of_an_architecture_run_on_shards_of_sequences(name, others):
+    specimen = build(next(found for found in architectures() if found.name == name))
+    expected = plain_step(copy.deepcopy(specimen.model), specimen.batch, 2)
+    result = sequences.compare(specimen, expected)
+    assert result["right"], result["error"]
+    assert result["blocks"]
+    assert result["others"] == others
+
+
 def test_a_wrong_number_is_seen():
     specimen = build(next(found for found in architectures() if found.name == "distilbert"))
     loss, whole = plain_step(copy.deepcopy(specimen.model), specimen.batch, 2)
@@ -88,5 +103,9 @@ def test_each_sweep_writes_its_own_part_of_the_page():
     page = with_part("", "cuts", "# Cuts\n")
     page = with_part(page, "layers", f"{HEADING}\n\nold\n")
     page = with_part(page, "layers", f"{HEADING}\n\nnew\n")
+    page = with_part(page, "sequences", f"{sequences.HEADING}\n\nold\n")
+    page = with_part(page, "sequences", f"{sequences.HEADING}\n\nnew\n")
     page = with_part(page, "cuts", "# Cuts anew\n")
-    assert page == f"# Cuts anew\n\n{HEADING}\n\nnew\n"
+    assert page == f"# Cuts anew\n\n{HEADING}\n\nnew\n\n{sequences.HEADING}\n\nnew\n"
+    page = with_part(page, "layers", f"{HEADING}\n\nnewest\n")
+    assert page == f"# Cuts anew\n\n{HEADING}\n\nnewest\n\n{sequences.HEADING}\n\nnew\n"
