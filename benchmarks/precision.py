@@ -9,6 +9,7 @@ by bf16's. What those end away from fp32 is chance, and what half precision does
 """
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
-from hybridpp import Booster, HybridParallelPlugin
+from hybridpp import Booster, ConstantWarmupLR, CosineAnnealingWarmupLR, HybridParallelPlugin
 
 BATCH_SIZE = 32
 
@@ -47,6 +48,11 @@ RUNS = (
 )
 NUM_MICROBATCHES, KEYS = 2, ("pixel_values", "labels")
 Step = Callable[[dict[str, Tensor]], float]
+Schedule = Callable[[Any], Any]
+SCHEDULES: dict[str, Schedule] = {
+    "cosine": functools.partial(CosineAnnealingWarmupLR, warmup_steps=30),
+    "constant": ConstantWarmupLR,
+}
 
 
 def batches(num_steps: int) -> list[dict[str, Tensor]]:
@@ -79,20 +85,20 @@ def own_loss(outputs: Any, inputs: Any) -> Tensor:
     return loss
 
 
-def start(run: Run, seed: int) -> tuple[Booster, Any, Any]:
-    """A booster with the boosted model and optimizer."""
+def start(run: Run, seed: int, schedule: Schedule) -> tuple[Booster, Any, Any, Any]:
+    """A booster with the boosted model, optimizer and schedule of learning rates."""
     model = vit(seed, run.off_by)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     settings = {"num_microbatches": NUM_MICROBATCHES, "precision": run.precision, **run.settings}
     plugin = HybridParallelPlugin(tp_size=1, pp_size=1, **settings)
     booster = Booster(plugin=plugin, device="cpu")
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    return booster, model, optimizer
+    model, optimizer, _, _, lr_scheduler = booster.boost(model, optimizer, lr_scheduler=schedule(optimizer))
+    return booster, model, optimizer, lr_scheduler
 
 
-def train(run: Run, seed: int, data: list[dict[str, Tensor]]) -> tuple[float, float, int]:
+def train(run: Run, seed: int, data: list[dict[str, Tensor]], schedule: Schedule) -> tuple[float, float, int]:
     """Mean loss of the last 50 steps, median milliseconds of a step, skipped steps."""
-    step, optimizer = plain(seed) if run.by_torch else ours(run, seed)
+    step, optimizer = plain(seed, schedule) if run.by_torch else ours(run, seed, schedule)
     losses, times = [], []
     for batch in data:
         began = time.perf_counter()
@@ -101,22 +107,24 @@ def train(run: Run, seed: int, data: list[dict[str, Tensor]]) -> tuple[float, fl
     return statistics.mean(losses[-50:]), statistics.median(times) * 1e3, getattr(optimizer, "skipped_steps", 0)
 
 
-def ours(run: Run, seed: int) -> tuple[Step, Any]:
+def ours(run: Run, seed: int, schedule: Schedule) -> tuple[Step, Any]:
     """A step by this library, which gives the loss."""
-    booster, model, optimizer = start(run, seed)
+    booster, model, optimizer, lr_scheduler = start(run, seed, schedule)
 
     def step(batch: dict[str, Tensor]) -> float:
         loss = booster.execute_pipeline(iter([batch]), model, own_loss, optimizer)["loss"]
         optimizer.step()
+        lr_scheduler.step()
         return float(loss)
 
     return step, optimizer
 
 
-def plain(seed: int) -> tuple[Step, Any]:
+def plain(seed: int, schedule: Schedule) -> tuple[Step, Any]:
     """The same by torch alone, under bf16 autocast."""
     model = vit(seed, 0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    lr_scheduler = schedule(optimizer)
 
     def step(batch: dict[str, Tensor]) -> float:
         optimizer.zero_grad()
@@ -127,6 +135,7 @@ def plain(seed: int) -> tuple[Step, Any]:
             part.backward()
             loss += part.item()
         optimizer.step()
+        lr_scheduler.step()
         return loss
 
     return step, optimizer
@@ -136,9 +145,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="(default: %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="(default: %(default)s)")
+    parser.add_argument(
+        "--schedule",
+        choices=["cosine", "constant"],
+        default="cosine",
+        help="of learning rates: after a warm-up of 30 steps down to 0, as in the example, or 1e-3 throughout",
+    )
     parser.add_argument("--runs", nargs="+", default=[run.name for run in RUNS], help="(default: all)")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    schedule = functools.partial(SCHEDULES[args.schedule], total_steps=args.steps)
     runs = [run for run in RUNS if run.name in args.runs]
     off: dict[str, list[float]] = {run.name: [] for run in runs}
     print("| seed | run | loss, last 50 steps | against fp32 | skipped | step (ms) |\n|--:|---|--:|--:|--:|--:|")
@@ -147,7 +163,7 @@ def main() -> None:
         data = batches(args.steps)
         reference = None
         for run in runs:
-            loss, step_ms, skipped = train(run, seed, data)
+            loss, step_ms, skipped = train(run, seed, data, schedule)
             reference = reference or loss
             off[run.name].append(100 * (loss / reference - 1))
             print(
