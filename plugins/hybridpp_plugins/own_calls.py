@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from hybridpp.cluster import RandomState, random_state, set_random_state
 from hybridpp.tensor_parallel import LazyWhole
@@ -22,8 +21,8 @@ class OwnCall:
     Attributes:
         args: of the forward.
         kwargs: of the forward.
-        versions: of the tensors among them: whether the script has written to them since.
         random: the generators before it.
+        versions: of the tensors among the arguments: whether the script has written to them since.
         gradients: of the tensors that it returned, by their place; filled by the backward pass.
     """
 
@@ -37,8 +36,7 @@ class OwnCall:
         self.versions = self._versions()
 
     def _versions(self) -> list[int]:
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
-        return [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        return [tensor._version for tensor in _tensors((self.args, self.kwargs)) if not tensor.is_inference()]
 
     @property
     def is_as_it_was(self) -> bool:
@@ -106,8 +104,17 @@ class OwnCalls:
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """Those of a result, each once."""
-    return list({id(leaf): leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)}.values())
+    """Those in tuples, lists, dicts and Hugging Face outputs, each once."""
+    found, pending = {}, [output]
+    while pending:
+        leaf = pending.pop()
+        if isinstance(leaf, Tensor):
+            found[id(leaf)] = leaf
+        elif isinstance(leaf, dict):
+            pending.extend(leaf.values())
+        elif isinstance(leaf, list | tuple):
+            pending.extend(leaf)
+    return list(found.values())
 
 
 def _end(tensor: Tensor) -> Tensor:
