@@ -41,6 +41,7 @@ models-sp: $(READY)
 gpu:
 	PYTHONPATH=.:plugins $(PYTHON) -m pytest tests/gpu -rs $(ARGS)
 	PYTHONPATH=.:plugins $(PYTHON) benchmarks/gpu/vit_large.py
+	PYTHONPATH=.:plugins $(PYTHON) benchmarks/gpu/fp16.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

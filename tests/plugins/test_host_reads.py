@@ -82,6 +82,35 @@ def test_accumulating_calls_read_it_once_each():
     assert places(precision="fp16", calls=2) == [CLOSE * 2]
 
 
+@pytest.mark.parametrize(("precision", "max_norm"), [("fp16", 0.0), ("fp16", 1.0), ("bf16", 1.0)])
+def test_all_ranks_of_a_step_agree_in_two_messages(precision, max_norm):
+    """Before it on the batch, behind it on losses, norm and overflow; over tp, pp and dp alike."""
+
+    def run():
+        booster, model, optimizer = boosted(
+            tiny_vit(), sgd, image_batch(2), tp_size=2, pp_size=2, precision=precision, max_norm=max_norm
+        )
+        control, count = booster.plugin.layout.control, 0
+        gather = control.all_gather
+
+        def counted(tensor):
+            nonlocal count
+            count += 1
+            return gather(tensor)
+
+        control.all_gather = counted
+        counts = []
+        for _ in range(2):
+            count = 0
+            booster.execute_pipeline(iter([image_batch(2)]), model, model_loss, optimizer)
+            before = count
+            optimizer.step()
+            counts.append((before, count - before))
+        return counts
+
+    assert Loopback(8).run(run) == [[(2, 0)] * 2] * 8
+
+
 def test_a_read_is_noticed():
     with Reads() as reads:
         run = compile("def run(value): return value.item()", "/hybridpp/made_up.py", "exec")
