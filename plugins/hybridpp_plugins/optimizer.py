@@ -276,8 +276,11 @@ class HybridOptimizer(Optimizer):
                 target.grad = before[name]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; not needed after ``step``."""
+        """Forget the gradients, and as torch set ``parameter.grad`` to None; not needed after ``step``."""
         self._buckets.zero()
+        if set_to_none:
+            for target in self._targets.values():
+                target.grad = None
         self.scaling.forget()
         self._norm = None
 

@@ -12,6 +12,7 @@ from hybridpp.cluster import Loopback
 from hybridpp.errors import ConfigError
 
 HALF = ("fp16", "bf16")
+adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
 BATCH = image_batch(8)
 
 
@@ -79,6 +80,30 @@ def test_a_parameter_that_nothing_reached_has_no_gradient():
         assert list(optimizer.gradients()) == []
 
     Loopback(1).run(run)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_leaves_what_torchs_leaves(set_to_none):
+    """Between calls that add up, too: what came before it is forgotten."""
+
+    def run(forgets):
+        booster, model, optimizer = boosted(tiny_vit(), adamw, image_batch(2), pp_size=2)
+        if forgets:
+            booster.execute_pipeline(iter([image_batch(4, 1)]), model, model_loss, optimizer)
+            optimizer.zero_grad(set_to_none=set_to_none)
+            left = [parameter.grad for parameter in model.parameters()]
+            assert all(gradient is None if set_to_none else not gradient.any() for gradient in left)
+            before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            if set_to_none:
+                optimizer.step()
+            assert_same(model.state_dict(), before)
+        booster.execute_pipeline(iter([BATCH]), model, model_loss, optimizer)
+        optimizer.step()
+        return model.state_dict()
+
+    expected = Loopback(2).run(lambda: run(forgets=False))
+    for found, wanted in zip(Loopback(2).run(lambda: run(forgets=True)), expected, strict=True):
+        assert_same(found, wanted)
 
 
 @pytest.mark.parametrize("precision", HALF)
