@@ -31,6 +31,28 @@ class _Direct:
         self._work.wait()
 
 
+class _Exchanged:
+    """A sum over two ranks of host memory: each sends the other what it has.
+
+    gloo's own hands the work to a thread, which takes turns with the one that sends and receives: for the few hundred
+    kilobytes of an activation that is a third slower, most of it waking threads. Both ranks add the same two numbers.
+    """
+
+    def __init__(self, tensor: Tensor, process_group: dist.ProcessGroup, other: int):
+        self._tensor, self._received = tensor, torch.empty_like(tensor)
+        self._sent = _work(dist.isend(tensor, group=process_group, group_dst=other))
+        self._arrived = _work(dist.irecv(self._received, group=process_group, group_src=other))
+
+    def wait(self) -> None:
+        self._arrived.wait()
+        self._sent.wait()
+        self._tensor.add_(self._received)
+
+
+# Above it, a sum takes its time to copy, and should go on by itself.
+_EXCHANGED_BYTES = 2**21
+
+
 class TorchGroup:
     """A ``torch.distributed`` process group as a :class:`~hybridpp.cluster.world.Group`."""
 
@@ -48,6 +70,8 @@ class TorchGroup:
         if self._staged(tensor):
             host = tensor.cpu()
             return _Staged(_work(dist.all_reduce(host, group=self.process_group, async_op=True)), host, tensor)
+        if self._host_only and self.size == 2 and tensor.nbytes <= _EXCHANGED_BYTES and tensor.is_contiguous():
+            return _Exchanged(tensor, self.process_group, 1 - self.rank)
         return _Direct(_work(dist.all_reduce(tensor, group=self.process_group, async_op=True)))
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:

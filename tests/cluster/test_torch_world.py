@@ -13,6 +13,10 @@ def exercise():
     total = torch.tensor([1.0 + world.rank, 5.0])
     pair.all_reduce(total).wait()
     alone.all_reduce(torch.ones(1)).wait()
+    # Several under way at once, large and small.
+    summed = [torch.full((size,), size + world.rank / 4) for size in (3, 600_000, 5)]
+    for work in reversed([pair.all_reduce(tensor) for tensor in summed]):
+        work.wait()
     gathered = pair.all_gather(torch.tensor([world.rank], dtype=torch.float64))
     column = torch.arange(4.0).reshape(2, 2).t() + 10 * world.rank  # not contiguous
     along = [pair.all_gather_along(column, dim) for dim in (0, 1)]
@@ -29,6 +33,7 @@ def exercise():
         "groups": [(group.ranks, group.rank, group.size) for group in (alone, pair, world.control())],
         "none": world.split([[0]]) is None,
         "sum": total.tolist(),
+        "sums": [tensor.unique().tolist() for tensor in summed],
         "gathered": [part.tolist() for part in gathered],
         "along": [part.tolist() for part in along],
         "scattered": [(part.tolist(), part.is_contiguous()) for part in scattered],
@@ -63,6 +68,7 @@ def test_processes_and_in_process_ranks_communicate_alike():
         "groups": [((0,), 0, 1), ((0, 1), 0, 2), ((0, 1), 0, 2)],
         "none": False,
         "sum": [3.0, 10.0],
+        "sums": [[6.25], [1_200_000.25], [10.25]],
         "gathered": [[0.0], [1.0]],
         "along": [[[0, 2], [1, 3], [10, 12], [11, 13]], [[0, 2, 10, 12], [1, 3, 11, 13]]],
         "scattered": [([[10, 14]], True), ([[10], [12]], True)],
