@@ -72,8 +72,9 @@ def test_an_fp16_overflow_on_cuda_skips_the_step():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_a_step_waits_for_the_device_at_most_once(precision):
+    """The model computes its loss itself, so the watch for loss functions is in it."""
     booster, model, optimizer = boosted(
         tiny_vit(), sgd, image_batch(2), device="cuda", num_microbatches=2, precision=precision, max_norm=1.0
     )
@@ -89,6 +90,27 @@ def test_a_step_waits_for_the_device_at_most_once(precision):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len([wait for wait in waits if "synchroniz" in str(wait.message)]) <= 1
+
+
+def test_what_a_script_went_back_through_itself_is_run_again_on_cuda():
+    """With the device's random numbers: without them dropout would give other values."""
+    booster, model, optimizer = boosted(tiny_vit(dropout=0.5), sgd, image_batch(2), device="cuda", precision="fp16")
+    name, seen = "vit.layers.1.mlp.fc2", []
+
+    def overflow(module, args, output):
+        seen.append(output.detach().clone())
+        return output * math.inf
+
+    handle = model.get_submodule(name).register_forward_hook(overflow)
+    batch = {key: value.to("cuda") for key, value in image_batch(2).items()}
+    booster.backward(model(**batch).loss, optimizer)
+    before = torch.cuda.get_rng_state()
+    optimizer.step()
+    handle.remove()
+    assert optimizer.overflow_report == f"the output of {name!r} holds inf (stage 0, micro-batch 0) on rank 0"
+    first, again = seen
+    assert torch.equal(first, again)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "zb-v"])

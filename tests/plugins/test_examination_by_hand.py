@@ -106,6 +106,26 @@ def test_a_gradient_that_overflows_by_the_loss_scale_is_named_where_it_does():
     assert Loopback(1).run(run) == ["the gradient of the output of '1' holds inf (stage 0, micro-batch 0) on rank 0"]
 
 
+def test_the_second_run_draws_the_same_random_numbers():
+    def run():
+        booster, model, optimizer = boosted(tiny_vit(0.5), sgd, image_batch(1), precision="fp16")
+        seen = []
+
+        def overflow(module, args, output):
+            seen.append(output.detach().clone())
+            return output * math.inf
+
+        handle = model.vit.layers[1].mlp.fc2.register_forward_hook(overflow)
+        booster.backward(own_loss(model, BATCH), optimizer)
+        torch.rand(3)
+        optimizer.step()
+        handle.remove()
+        return seen
+
+    ((first, again),) = Loopback(1).run(run)
+    assert torch.equal(first, again)
+
+
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_ranks_agree_on_whose_it_was(tp_size, caplog):
     def run():
@@ -130,7 +150,7 @@ def test_ranks_agree_on_whose_it_was(tp_size, caplog):
     assert any(record.getMessage().endswith(text) for record in caplog.records)
 
 
-def test_logits_divided_by_vocabulary_stay_divided(monkeypatch):
+def test_logits_divided_by_vocabulary_stay_divided():
     """Looking out for the gradient of logits puts none together."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     plan = {"*.intermediate.dense": "column", "*.layer.?.output.dense": "row", "*.word_embeddings": "vocab"}
