@@ -85,10 +85,13 @@ class TorchGroup:
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         if self._host_only:
-            # gloo scatters no faster than it sums everywhere.
-            total = tensor.clone(memory_format=torch.contiguous_format)
-            self.all_reduce(total).wait()
-            return total.chunk(self.size, dim)[self.rank].contiguous()
+            # gloo's own takes twice the time: it sums everything everywhere first.
+            summands = torch.stack(tensor.chunk(self.size, dim)).cpu()
+            mine = torch.empty_like(summands)
+            # As bytes: it does not know every format.
+            source, target = (each.flatten().view(torch.uint8) for each in (summands, mine))
+            dist.all_to_all_single(target, source, group=self.process_group)
+            return mine.sum(0).to(tensor.device)
         parts = [part.contiguous() for part in tensor.chunk(self.size, dim)]
         mine = torch.empty_like(parts[self.rank])
         dist.reduce_scatter(mine, parts, group=self.process_group)

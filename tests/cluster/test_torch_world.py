@@ -5,6 +5,8 @@ from support import run_ranks
 
 from hybridpp.cluster import DistCoordinator, Loopback, current_world
 
+HALF = (torch.float16, torch.bfloat16)
+
 
 def exercise():
     """The same on every kind of world: everything that a group can do."""
@@ -21,6 +23,7 @@ def exercise():
     column = torch.arange(4.0).reshape(2, 2).t() + 10 * world.rank  # not contiguous
     along = [pair.all_gather_along(column, dim) for dim in (0, 1)]
     scattered = [pair.reduce_scatter(column, dim) for dim in (0, 1)]
+    half = [pair.reduce_scatter(torch.full((2, 1), 1.5 + world.rank, dtype=dtype), 0) for dtype in HALF]
     peer = 1 - pair.rank
     received = [torch.zeros(3, dtype=torch.bfloat16), torch.zeros(())]
     works = [pair.receive(tensor, peer) for tensor in received]
@@ -37,6 +40,7 @@ def exercise():
         "gathered": [part.tolist() for part in gathered],
         "along": [part.tolist() for part in along],
         "scattered": [(part.tolist(), part.is_contiguous()) for part in scattered],
+        "half": [(part.tolist(), part.dtype) for part in half],
         "unchanged": column.tolist(),
         "received": [tensor.tolist() for tensor in received],
         "control": [part.item() for part in world.control().all_gather(torch.tensor(world.rank))],
@@ -72,6 +76,7 @@ def test_processes_and_in_process_ranks_communicate_alike():
         "gathered": [[0.0], [1.0]],
         "along": [[[0, 2], [1, 3], [10, 12], [11, 13]], [[0, 2, 10, 12], [1, 3, 11, 13]]],
         "scattered": [([[10, 14]], True), ([[10], [12]], True)],
+        "half": [([[4.0]], dtype) for dtype in HALF],
         "unchanged": [[0, 2], [1, 3]],
         "received": [[1.0, 1.0, 1.0], 11.0],
         "control": [0, 1],
