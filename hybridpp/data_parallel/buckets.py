@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,7 @@ class GradientBuckets:
             that use it on different parts of an activation), their groups.
         communication_dtype: what gradients are rounded to on their way between replicas; None: as accumulated.
         visible: whether to show them as ``parameter.grad``.
+        alike: one of the groups in ``shared``, whose members hold the same parameters: they sum those in one message.
 
     Attributes:
         gradients: the sums, by name.
@@ -56,6 +58,7 @@ class GradientBuckets:
         shared: Mapping[str, Sequence[Group]] | None = None,
         communication_dtype: torch.dtype | None = None,
         visible: bool = True,
+        alike: Group | None = None,
     ):
         self._group = group
         self._parameters = dict(parameters)
@@ -64,6 +67,7 @@ class GradientBuckets:
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.views}
         self.gradients: dict[str, Tensor] = {name: self._bucket_of[name].views[name] for name in parameters}
         self._shared: list[tuple[str, Group, Tensor]] = []
+        self._alike = alike
         for name, groups in (shared or {}).items():
             for one in groups:
                 self.share(name, one, self.gradients[name])
@@ -211,10 +215,17 @@ class GradientBuckets:
             for bucket in self._buckets:
                 bucket.complete()
         self._in_last_backward = False
-        for name, group, view in self._shared:
-            _sum(view, group)
-            self._used.add(name)
+        for group, views in self._messages():
+            _sum(views, group)
+        self._used.update(name for name, _, _ in self._shared)
         self._state = _State.REDUCED
+
+    def _messages(self) -> Iterator[tuple[Group, list[Tensor]]]:
+        """What is summed at once, in order: a parameter's sums over several groups follow on each other."""
+        for (group, _), shared in groupby(self._shared, lambda one: (one[1], one[2].dtype)):
+            views = [view for _, _, view in shared]
+            for together in [views] if group is self._alike else [[view] for view in views]:
+                yield group, together
 
     @property
     def is_consumed(self) -> bool:
@@ -312,8 +323,11 @@ class GradientBuckets:
         self._state = _State.CONSUMED
 
 
-def _sum(view: Tensor, group: Group) -> None:
-    total = view.contiguous()
+def _sum(views: list[Tensor], group: Group) -> None:
+    if len(views) == 1 and views[0].is_contiguous():
+        group.all_reduce(views[0]).wait()
+        return
+    total = torch.cat([view.reshape(-1) for view in views])
     group.all_reduce(total).wait()
-    if total is not view:
-        view.copy_(total)
+    for view, part in zip(views, torch.split(total, [view.numel() for view in views]), strict=True):
+        view.copy_(part.view(view.shape))

@@ -251,6 +251,7 @@ def _training(
         shared,
         communication_dtype=dtype_of(settings.optimizer.communication_precision),
         visible=settings.precision is Precision.FP32,
+        alike=layout.tp,
     )
     if layout.tp.size > 1:
         share_copies(buckets, lies, layout)

@@ -54,6 +54,21 @@ def test_blocks_hand_on_shards(monkeypatch):
     assert calls == {"all_gather": 3 * 4 + 2, "reduce_scatter": 3 * 4, "all_reduce": 0}
 
 
+def test_gradients_of_norms_are_summed_in_one_message(monkeypatch):
+    sizes = []
+    all_reduce = LoopbackGroup.all_reduce
+
+    def noted(group, tensor):
+        if tensor.dim() == 1 and len(group.ranks) == 2:
+            sizes.append(tensor.numel())
+        return all_reduce(group, tensor)
+
+    monkeypatch.setattr(LoopbackGroup, "all_reduce", noted)
+    train(vit, [images(2)], tensor_parallel_plan=VIT, **SHARDS)
+    # Two ranks, two blocks, two norms of width 16 with a bias each.
+    assert sizes == [2 * 2 * 2 * 16] * 2
+
+
 def test_stages_hand_on_shards(monkeypatch):
     calls, messages = calls_of_step(monkeypatch, 4, tensor_parallel_plan=VIT, pp_size=2)
     assert calls == {"all_gather": 4 * 4 + 2, "reduce_scatter": 4 * 4, "all_reduce": 0}
