@@ -18,6 +18,7 @@ Attributes: TypeAlias = dict[tuple[str, str], int]
 _HEADS = re.compile(r"heads?$|^n_?heads?|^h$|heads_|_heads?_")
 _SIZES = re.compile(r"dim|size|width|scale|groups|per_head|idx|index|^layer|drop")
 _KEPT = re.compile(r"idx|index|_id$|^layer|max_|position|window|vocab|epoch|seed")
+_SHARED = re.compile(r"kv|key_value|query_groups")
 _MAX_NAMES = 6
 LIKELY = 6
 """How many of the choices are likely."""
@@ -38,7 +39,7 @@ def shared_heads(block: nn.Module, layers: dict[str, Layer], group: Group, tp_si
     for (name, key), value in _numbers(block, layers, group).items():
         if re.search(r"groups?$", key) and value % copies == 0:
             changed[name, key] = value // copies
-        elif re.search(r"kv|key_value|query_groups", key) and _is_head_count(key) and value * copies % tp_size == 0:
+        elif re.search(_SHARED, key) and _is_head_count(key) and value * copies % tp_size == 0:
             changed[name, key] = value * copies // tp_size
     return changed
 
@@ -119,16 +120,19 @@ def head_counts(found: Attributes) -> set[int]:
 def indivisible(block: nn.Module, layers: dict[str, Layer], group: Group, tp_size: int) -> str | None:
     """Which head count or width of a group the ranks do not divide, and sizes that would do; None where all are fine.
 
-    A configuration that a module holds tells of heads that need not be the group's, so widths come before it.
+    A configuration tells of heads in whatever module holds it, so it is asked only where one is called attention.
     """
     rows = [layers[name].num_inputs for name in group.rows]
-    heads = [
-        (f"{name}.{key}" if name else key, value)
-        for (name, key), value in _numbers(block, layers, group).items()
-        if _is_head_count(key.rpartition(".")[2]) and all(width % value == 0 for width in rows)
-    ]
-    own = [(where, value) for where, value in heads if ".config." not in f".{where}"]
-    for what, value in (*own, *(("its width", width) for width in rows), *heads):
-        if value % tp_size:
-            return f"{what}={value} is not divisible by tp_size={tp_size} (sizes that work: {fitting_sizes(value)})"
-    return None
+    for (name, key), value in _numbers(block, layers, group).items():
+        of_group = _is_head_count(key.rpartition(".")[2]) and all(width % value == 0 for width in rows)
+        told = "." not in key or re.search(
+            r"attn|attention", f"{name} {type(block.get_submodule(name)).__name__}", re.I
+        )
+        shared = re.search(_SHARED, key) and tp_size % value == 0
+        if of_group and told and not shared and value % tp_size:
+            return _not_divisible(f"{name}.{key}" if name else key, value, tp_size)
+    return next((_not_divisible("its width", width, tp_size) for width in rows if width % tp_size), None)
+
+
+def _not_divisible(what: str, value: int, tp_size: int) -> str:
+    return f"{what}={value} is not divisible by tp_size={tp_size} (sizes that work: {fitting_sizes(value)})"

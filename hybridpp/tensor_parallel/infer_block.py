@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, product
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -11,6 +11,7 @@ from torch import nn
 from hybridpp.tensor_parallel.division import Division
 from hybridpp.tensor_parallel.infer_attributes import (
     LIKELY,
+    Attributes,
     choices,
     head_counts,
     indivisible,
@@ -26,7 +27,7 @@ from hybridpp.tensor_parallel.infer_layouts import layouts_of
 from hybridpp.tensor_parallel.infer_run import copy_of, made_up
 from hybridpp.tensor_parallel.infer_tables import Sizes, row_heads, tables_of
 
-_MAX_TRIES = 120
+_MAX_TRIES = 160
 
 SampleCall: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a block's forward."""
@@ -149,26 +150,32 @@ class BlockSearch:
 
     def _tries(self, group: Group) -> Iterator[_Found]:
         """Divisions of a group: of every layout the likely attributes, then all others."""
-        layouts = list(layouts_of(self._block, self._layers, self._flow, group, self._tp_size))
+        ways = [
+            (styles, division, self._of_shared_heads(group, division))
+            for styles, division in layouts_of(self._block, self._layers, self._flow, group, self._tp_size)
+        ]
         width = max(self._layers[name].num_inputs for name in group.rows)
         found = settings(self._block, self._layers, group, self._tp_size)
         widths = {self._layers[name].num_outputs for name in group.columns}
         widths |= {self._layers[name].num_inputs for name in group.rows}
         likely = list(islice(choices(found, widths, self._tp_size), LIKELY))
-        for styles, division in layouts:
-            copies = max((c for part in division.parts.values() for c in part.copies), default=1)
-            shared = shared_heads(self._block, self._layers, group, self._tp_size, copies) if copies > 1 else {}
+        for styles, division, shared in ways:
             for attributes in likely:
                 yield _Found(styles, division | Division(attributes=attributes | shared))
         reads = frozenset[str | int]().union(*(self._flow.reads[name] for name in group.rows))
         heads = dict.fromkeys((*sorted(head_counts(found)), *sorted(row_heads(self._block, reads, width))))
-        for tables in tables_of(self._block, self._call, reads, Sizes(tuple(heads), width), self._tp_size):
-            for styles, division in layouts[:2]:
+        tables = list(tables_of(self._block, self._call, reads, Sizes(tuple(heads), width), self._tp_size))
+        for some in (ways[:2], [way for way in ways[2:] if way[2]]):
+            for table, (styles, division, shared) in product(tables, some):
                 for attributes in (*likely[:2], *likely[4:]):
-                    yield _Found(styles, division | Division(attributes=attributes) | tables)
-        for styles, division in layouts:
+                    yield _Found(styles, division | Division(attributes=attributes | shared) | table)
+        for styles, division, _ in ways:
             for attributes in islice(choices(found, widths, self._tp_size), LIKELY, None):
                 yield _Found(styles, division | Division(attributes=attributes))
+
+    def _of_shared_heads(self, group: Group, division: Division) -> Attributes:
+        copies = max((number for part in division.parts.values() for number in part.copies), default=1)
+        return shared_heads(self._block, self._layers, group, self._tp_size, copies) if copies > 1 else {}
 
 
 def summed_modules(block: nn.Module, summed: frozenset[str]) -> list[str]:

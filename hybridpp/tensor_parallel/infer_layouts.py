@@ -72,8 +72,10 @@ def _pieces(group: Group, layers: Mapping[str, Layer], tp_size: int) -> Iterator
     for copies in (number for number in range(2, tp_size + 1) if tp_size % number == 0):
         if three:
             yield plain | {largest: ((width, rest, rest), (1, copies, copies))}
-        if kinds[0] < largest:
-            yield plain | {outputs: ((outputs,), (copies,)) for outputs in kinds[:-1]}
+        # All that are smaller than the queries, or one alone: there may be a gate per head beside keys and values.
+        for shared in dict.fromkeys([tuple(kinds[:-1]), *((outputs,) for outputs in kinds[:-1])]):
+            if shared:
+                yield plain | {outputs: ((outputs,), (copies,)) for outputs in shared}
 
 
 def _column(widths: tuple[int, ...], copies: tuple[int, ...], tp_size: int) -> str:

@@ -133,6 +133,30 @@ def test_a_layer_whose_whole_output_is_normalised_stays_whole():
     )
 
 
+class Scaled(Attention):
+    """Beside shared heads of keys and values a scale and a gate per head of queries."""
+
+    def __init__(self) -> None:
+        super().__init__(kv_heads=2)
+        self.scales = nn.Parameter(torch.randn(HEADS))
+        self.gate = nn.Linear(WIDTH, HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.heads(self.q(x), self.num_heads) * self.scales[:, None, None]
+        k, v = self.heads(self.k(x), self.kv_heads), self.heads(self.v(x), self.kv_heads)
+        times = self.num_heads // self.kv_heads
+        y = functional.scaled_dot_product_attention(q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))
+        y = y * self.gate(x).sigmoid().transpose(1, 2)[..., None]
+        return self.o(y.transpose(1, 2).reshape(*x.shape[:2], self.num_heads * self.head_dim))
+
+
+def test_shared_heads_are_copied_beside_what_there_is_for_every_head():
+    found = infer(Block(attention=Scaled()), 4)
+    styles = {"q": "column", "k": "column:2", "v": "column:2", "gate": "column", "o": "row"}
+    assert found.plan.styles == {f"0.parts.attention.{name}": style for name, style in styles.items()}
+    assert found.division.parts["0.parts.attention.scales"] == Part(0, (HEADS,))
+
+
 def test_a_layer_that_feeds_the_result_stays_whole():
     found = infer(Block(one=nn.Linear(WIDTH, WIDTH)))
     assert not found.plan.styles
@@ -150,6 +174,7 @@ def test_heads_that_the_ranks_do_not_divide_are_named_with_sizes_that_work():
 def test_a_width_that_the_ranks_do_not_divide_is_named_and_not_the_heads_of_a_configuration():
     gated = Gated()
     gated.config = SimpleNamespace(num_attention_heads=6)
+    assert infer(Block(gated=gated), 4).plan.styles
     found = infer(Block(gated=gated), 5)
     assert set(found.plan.reasons.values()) == {
         "its width=24 is not divisible by tp_size=5 (sizes that work: 1, 2, 3, 4, 6, 8, 12 or 24)"
