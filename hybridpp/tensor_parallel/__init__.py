@@ -3,8 +3,8 @@
 from hybridpp.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from hybridpp.tensor_parallel.crossings import Crossings
 from hybridpp.tensor_parallel.division import Division, Part
-from hybridpp.tensor_parallel.infer import Inference, infer_plan
-from hybridpp.tensor_parallel.infer_ends import infer_ends, large_tables, watched_tables
+from hybridpp.tensor_parallel.inference.ends import infer_ends, large_tables, watched_tables
+from hybridpp.tensor_parallel.inference.model import Inference, infer_plan
 from hybridpp.tensor_parallel.layers import ShardedLayer
 from hybridpp.tensor_parallel.lazy_whole import LazyWhole, gathered
 from hybridpp.tensor_parallel.patterns import plan_from_patterns

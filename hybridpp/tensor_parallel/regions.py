@@ -13,8 +13,8 @@ from hybridpp.tensor_parallel.arguments import use_parts
 from hybridpp.tensor_parallel.collectives import sum_over_ranks
 from hybridpp.tensor_parallel.crossings import Crossings
 from hybridpp.tensor_parallel.division import Division, Part
-from hybridpp.tensor_parallel.infer_layers import layer_of
 from hybridpp.tensor_parallel.layers import ColumnParallel, RowParallel, ShardedLayer
+from hybridpp.tensor_parallel.linear import layer_of
 from hybridpp.tensor_parallel.placement import Placement
 
 

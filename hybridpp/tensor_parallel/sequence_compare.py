@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.tensor_parallel.division import Part
-from hybridpp.tensor_parallel.infer_compare import summed_gradients
-from hybridpp.tensor_parallel.infer_numbers import close
-from hybridpp.tensor_parallel.infer_run import Outcome, Whole, copy_of
+from hybridpp.tensor_parallel.inference.compare import summed_gradients
+from hybridpp.tensor_parallel.inference.numbers import close
+from hybridpp.tensor_parallel.inference.run import Outcome, Whole, copy_of
 from hybridpp.tensor_parallel.placement import Placement, placement_of
 from hybridpp.tensor_parallel.plan import Plan
 from hybridpp.tensor_parallel.sequence import CHECKPOINTING, SequenceBlock, run_on_shards

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hybridpp.tensor_parallel.infer_run import Whole, copy_of
+from hybridpp.tensor_parallel.inference.run import Whole, copy_of
 from hybridpp.tensor_parallel.sequence import Key
 from hybridpp.tensor_parallel.shard import is_linear
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hybridpp.tensor_parallel.division import Division
-from hybridpp.tensor_parallel.infer import kind_of
-from hybridpp.tensor_parallel.infer_block import SampleCall
-from hybridpp.tensor_parallel.infer_layers import layer_of
-from hybridpp.tensor_parallel.infer_run import Whole, made_up
+from hybridpp.tensor_parallel.inference.block import SampleCall
+from hybridpp.tensor_parallel.inference.model import kind_of
+from hybridpp.tensor_parallel.inference.run import Whole, made_up
+from hybridpp.tensor_parallel.linear import layer_of
 from hybridpp.tensor_parallel.plan import Kind, Plan, parse_style
 from hybridpp.tensor_parallel.regions import holders
 from hybridpp.tensor_parallel.sequence import Ends, Key, SequenceBlock

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from hybridpp.tensor_parallel.infer_flow import Flow
-from hybridpp.tensor_parallel.infer_layers import Layer
+from hybridpp.tensor_parallel.inference.flow import Flow
+from hybridpp.tensor_parallel.linear import Layer
 
 
 class Group(NamedTuple):

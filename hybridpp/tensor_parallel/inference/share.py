@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 from hybridpp.cluster import Group
 from hybridpp.tensor_parallel.collectives import copy_to_ranks, sum_over_ranks
 from hybridpp.tensor_parallel.division import Division, Part
-from hybridpp.tensor_parallel.infer_layers import layer_of
-from hybridpp.tensor_parallel.infer_run import copy_of
+from hybridpp.tensor_parallel.inference.run import copy_of
+from hybridpp.tensor_parallel.linear import layer_of
 
 
 def _part(tensor: Tensor, part: Part, group: Group) -> Tensor:

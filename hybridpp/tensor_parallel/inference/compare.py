@@ -8,9 +8,9 @@ from torch import Tensor
 
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.tensor_parallel.division import Division, Part
-from hybridpp.tensor_parallel.infer_division import divide
-from hybridpp.tensor_parallel.infer_numbers import Sketch, close, largest
-from hybridpp.tensor_parallel.infer_run import Outcome, Whole
+from hybridpp.tensor_parallel.inference.numbers import Sketch, close, largest
+from hybridpp.tensor_parallel.inference.run import Outcome, Whole
+from hybridpp.tensor_parallel.inference.share import divide
 
 
 class Agreement(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hybridpp.tensor_parallel.infer_layers import Layer
+from hybridpp.tensor_parallel.linear import Layer
 
 
 @dataclass

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from torch import nn
 
 from hybridpp.tensor_parallel.division import Division, Part
-from hybridpp.tensor_parallel.infer_layers import layer_of
-from hybridpp.tensor_parallel.infer_run import Call
+from hybridpp.tensor_parallel.inference.run import Call
+from hybridpp.tensor_parallel.linear import layer_of
 
 
 class Sizes(NamedTuple):

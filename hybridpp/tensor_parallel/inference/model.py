@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hybridpp.tensor_parallel.division import Division
-from hybridpp.tensor_parallel.infer_block import BlockPlan, BlockSearch, SampleCall, summed_modules
-from hybridpp.tensor_parallel.infer_own import differences
+from hybridpp.tensor_parallel.inference.block import BlockPlan, BlockSearch, SampleCall, summed_modules
+from hybridpp.tensor_parallel.inference.own_plan import differences
 from hybridpp.tensor_parallel.plan import Plan
 
 

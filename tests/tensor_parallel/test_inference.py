@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hybridpp.tensor_parallel.division import Part
-from hybridpp.tensor_parallel.infer import Inference, infer_plan
+from hybridpp.tensor_parallel.inference.model import Inference, infer_plan
 
 WIDTH, HEADS, HEAD = 16, 4, 4
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from hybridpp.tensor_parallel.division import Division
-from hybridpp.tensor_parallel.infer_attributes import (
+from hybridpp.tensor_parallel.inference.attributes import (
     LIKELY,
     Attributes,
     choices,
@@ -18,14 +18,14 @@ from hybridpp.tensor_parallel.infer_attributes import (
     settings,
     shared_heads,
 )
-from hybridpp.tensor_parallel.infer_compare import compare
-from hybridpp.tensor_parallel.infer_experts import divisions_of, expert_modules
-from hybridpp.tensor_parallel.infer_flow import flow_of
-from hybridpp.tensor_parallel.infer_groups import Group, groups_of
-from hybridpp.tensor_parallel.infer_layers import layers_of
-from hybridpp.tensor_parallel.infer_layouts import layouts_of
-from hybridpp.tensor_parallel.infer_run import copy_of, made_up
-from hybridpp.tensor_parallel.infer_tables import Sizes, row_heads, tables_of
+from hybridpp.tensor_parallel.inference.compare import compare
+from hybridpp.tensor_parallel.inference.experts import divisions_of, expert_modules
+from hybridpp.tensor_parallel.inference.flow import flow_of
+from hybridpp.tensor_parallel.inference.groups import Group, groups_of
+from hybridpp.tensor_parallel.inference.layouts import layouts_of
+from hybridpp.tensor_parallel.inference.run import copy_of, made_up
+from hybridpp.tensor_parallel.inference.tables import Sizes, row_heads, tables_of
+from hybridpp.tensor_parallel.linear import layers_of
 
 _MAX_TRIES = 160
 

@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 from torch import nn
 
-from hybridpp.tensor_parallel.infer_groups import Group
-from hybridpp.tensor_parallel.infer_layers import Layer
+from hybridpp.tensor_parallel.inference.groups import Group
+from hybridpp.tensor_parallel.linear import Layer
 from hybridpp.tensor_parallel.shard import fitting_sizes
 
 Attributes: TypeAlias = dict[tuple[str, str], int]

@@ -7,9 +7,9 @@ from typing import TypeAlias
 from torch import nn
 
 from hybridpp.tensor_parallel.division import Division, Part
-from hybridpp.tensor_parallel.infer_flow import Flow
-from hybridpp.tensor_parallel.infer_groups import Group
-from hybridpp.tensor_parallel.infer_layers import Layer
+from hybridpp.tensor_parallel.inference.flow import Flow
+from hybridpp.tensor_parallel.inference.groups import Group
+from hybridpp.tensor_parallel.linear import Layer
 
 _Pieces: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """The widths of what is fused in a layer, and how many ranks share a part of each."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from hybridpp.tensor_parallel.infer_numbers import Sketch, close, no_sketch, sketched_on_arrival
+from hybridpp.tensor_parallel.inference.numbers import Sketch, close, no_sketch, sketched_on_arrival
 
 
 class Call:
