@@ -6,7 +6,8 @@ Forward and backward of a ViT (12 layers of 6 heads, 65 tokens, fp32, batch of 4
 keys, values and the MLP's first layer are divided by columns, the layers behind them by rows. Every round runs each
 contestant once, in turn. What must be done is the layers' own work on a rank's part, with no communication (its numbers
 are wrong, its work is right), and the 48 all-reduces of activations that belong to it, one after the other on tensors
-that are there; both are measured like the rest.
+that are there; both are measured like the rest. Under sequence parallelism an all-gather and a reduce-scatter of half
+as much stand for each, two all-gathers more, and half of the norms', residuals' and dropouts' work.
 """
 
 import argparse
@@ -40,6 +41,7 @@ PLAN = {
 }
 PIPELINE, ALONE, DTENSOR = "hybridpp, `execute_pipeline`", "hybridpp, the divided model", "torch DTensor"
 ONE, LAYERS, COLLECTIVES = "one process", "the layers alone", "the collectives alone"
+SHARDS, OF_SHARDS = "hybridpp on shards, `execute_pipeline`", "the collectives of shards alone"
 
 
 def make_model(hidden: int) -> nn.Module:
@@ -56,9 +58,16 @@ def plain(model: nn.Module, batch: Batch) -> StepFunction:
     return step
 
 
-def pipeline(hidden: int, batch: Batch) -> StepFunction:
-    """``booster.execute_pipeline``."""
-    plugin = HybridParallelPlugin(tp_size=2, pp_size=1, num_microbatches=1, precision="fp32", tensor_parallel_plan=PLAN)
+def pipeline(hidden: int, batch: Batch, shards: bool = False) -> StepFunction:
+    """``booster.execute_pipeline``; with sequence parallelism or without."""
+    plugin = HybridParallelPlugin(
+        tp_size=2,
+        pp_size=1,
+        num_microbatches=1,
+        precision="fp32",
+        tensor_parallel_plan=PLAN,
+        enable_sequence_parallelism=shards,
+    )
     model = make_model(hidden)
     booster = Booster(plugin=plugin, device="cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -105,6 +114,21 @@ def collectives(hidden: int) -> StepFunction:
     return step
 
 
+def collectives_of_shards(hidden: int) -> StepFunction:
+    """What stands for each sum where sequences are divided, and nothing else."""
+    group = current_world().split([[0, 1]])
+    assert group is not None
+    shards = [torch.zeros(NUM_SAMPLES, (NUM_TOKENS + 1) // 2, hidden) for _ in range(NUM_COLLECTIVES)]
+    wholes = [torch.zeros(NUM_SAMPLES, NUM_TOKENS + 1, hidden) for _ in range(NUM_COLLECTIVES)]
+
+    def step() -> None:
+        for shard_, whole in zip(shards, wholes, strict=True):
+            group.all_gather(shard_)
+            group.reduce_scatter(whole, 1)
+
+    return step
+
+
 def contestants(hidden: int) -> dict[str, StepFunction]:
     """All of them; those that compute the model agree on its loss."""
     batch = make_batch(NUM_SAMPLES)
@@ -113,7 +137,14 @@ def contestants(hidden: int) -> dict[str, StepFunction]:
     assert max(losses.values()) - min(losses.values()) < 1e-5, losses
     steps = {name: plain(model, batch) for name, model in models.items()}
     bare = plain(without_collectives(hidden), batch)
-    return {PIPELINE: pipeline(hidden, batch), **steps, LAYERS: bare, COLLECTIVES: collectives(hidden)}
+    return {
+        PIPELINE: pipeline(hidden, batch),
+        SHARDS: pipeline(hidden, batch, shards=True),
+        **steps,
+        LAYERS: bare,
+        COLLECTIVES: collectives(hidden),
+        OF_SHARDS: collectives_of_shards(hidden),
+    }
 
 
 def measure(steps: dict[str, StepFunction], rounds: int) -> dict[str, list[float]]:
