@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils import _pytree as pytree
 
 _Forward = Callable[..., Any]
@@ -72,6 +72,7 @@ class Fp32Losses:
         self._known: set[Any] = set()
         self._callers: set[type] = set()
         self._in_glue = False
+        self._is_repeated = False
         self._everywhere = False
         self._unit: type | None = None
         # functools.partial and no closure, so that the model can still be copied.
@@ -82,6 +83,7 @@ class Fp32Losses:
     def _note(self) -> None:
         if self._unit is None:
             self._in_glue = True
+            self._is_repeated |= _in_checkpoint()
         else:
             self._callers.add(self._unit)
 
@@ -103,24 +105,26 @@ class Fp32Losses:
     def _run_unit(self, kind: type, forward: _Forward, /, *args: Any, **kwargs: Any) -> Any:
         wanted = self._everywhere or kind in self._callers
         is_on = _get_current_function_mode() is self._mode  # type: ignore[no-untyped-call]  # torch
-        if not wanted and not is_on:
-            return forward(*args, **kwargs)
+        if not wanted:
+            return self._run_outside(forward, *args, **kwargs) if is_on else forward(*args, **kwargs)
         before, self._unit = self._unit, kind
         try:
-            with self._switched(is_on, wanted):
+            with nullcontext() if is_on else self._mode:
                 return forward(*args, **kwargs)
         finally:
             self._unit = before
 
-    def _switched(self, is_on: bool, wanted: bool) -> AbstractContextManager[Any]:
-        if is_on is wanted:
-            return nullcontext()
-        return self._mode if wanted else _pop_mode_temporarily()
+    def _run_outside(self, forward: _Forward, /, *args: Any, **kwargs: Any) -> Any:
+        _pop_mode()  # type: ignore[no-untyped-call]  # torch
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _push_mode(self._mode)  # type: ignore[no-untyped-call]  # torch
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Wrap a backward pass: glue that activation checkpointing runs again computes losses as it did before."""
-        with self._mode if self._in_glue else nullcontext():
+        with self._mode if self._is_repeated else nullcontext():
             yield
 
 
@@ -137,6 +141,11 @@ class _LossMode(TorchFunctionMode):
             self._note()
             args, kwargs = pytree.tree_map_only(Tensor, _widened, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _in_checkpoint() -> bool:
+    """Whether what runs here may be run again in the backward pass: by torch's checkpoints of both kinds."""
+    return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _widened(tensor: Tensor) -> Tensor:

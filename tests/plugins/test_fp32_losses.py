@@ -183,12 +183,12 @@ def test_a_loss_that_comes_with_other_arguments_is_seen():
 
 
 @pytest.mark.parametrize("with_labels", [True, False])
-def test_units_run_outside_of_the_mode_once_it_is_known_that_they_call_no_loss(with_labels, monkeypatch):
+def test_units_and_backward_run_outside_of_the_mode_once_it_is_known_that_they_call_no_loss(with_labels, monkeypatch):
     batch = image_batch(2) if with_labels else {"pixel_values": image_batch(2)["pixel_values"]}
     calls = []
 
     def run():
-        _, model, _ = start(tiny_vit, batch)
+        booster, model, optimizer = start(tiny_vit, batch)
         counts = []
         seen = type(losses_of(model)._mode).__torch_function__
 
@@ -199,7 +199,9 @@ def test_units_run_outside_of_the_mode_once_it_is_known_that_they_call_no_loss(w
         monkeypatch.setattr(type(losses_of(model)._mode), "__torch_function__", counted)
         for _ in range(2):
             calls.clear()
-            model(**batch)
+            output = model(**batch)
+            if with_labels:
+                booster.backward(output.loss, optimizer)
             counts.append(len(calls))
         return counts
 
