@@ -25,6 +25,16 @@ def test_help_lists_the_commands_and_loads_no_torch():
     assert "tell how long a step would take, from what its stages cost" in " ".join(done.stdout.split())
 
 
+@pytest.mark.parametrize("arguments", [["schedule", "--compare"], ["simulate", "1f1b"]])
+def test_schedules_need_neither_torch_nor_what_is_optional(arguments):
+    code = (
+        "import sys; from hybridpp.cli import main\n"
+        f"assert main([*{arguments}, '--stages', '2', '--microbatches', '2']) == 0\n"
+        "assert not {'torch', 'matplotlib', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=30, check=True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -17,7 +17,6 @@ from transformers import (
     WhisperConfig,
 )
 
-from hybridpp.cli import main
 from hybridpp.cli.division import render_division
 from hybridpp.cli.meta_model import build
 from hybridpp.cluster import Loopback
@@ -32,32 +31,31 @@ LLAMA = LlamaConfig(
 
 
 @pytest.fixture
-def table(tmp_path, capsys):
+def command():
+    return "partition"
+
+
+@pytest.fixture
+def table(printed, tmp_path):
     """What the command prints for a configuration: its lines, and its cells by stage."""
 
     def run(config, *arguments):
         config.save_pretrained(tmp_path / "model")
-        assert main(["partition", "--model", str(tmp_path / "model"), *arguments]) == 0
-        printed = capsys.readouterr()
-        assert printed.err == ""
-        rows = [[cell.strip() for cell in line.split("|")] for line in printed.out.splitlines() if "|" in line]
-        return printed.out, {row[0]: row[1:] for row in rows[1:]}
+        text = printed("--model", str(tmp_path / "model"), *arguments)
+        rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if "|" in line]
+        return text, {row[0]: row[1:] for row in rows[1:]}
 
     return run
 
 
 @pytest.fixture
-def refusal(tmp_path, capsys):
-    """The line on stderr that the command ends with."""
+def refusal(refused, tmp_path):
+    """The line on stderr that the command ends with for a configuration."""
 
     def run(config, *arguments):
         if config is not None:
             config.save_pretrained(tmp_path / "model")
-        assert main(["partition", "--model", str(tmp_path / "model"), *arguments]) == 2
-        printed = capsys.readouterr()
-        assert printed.out == ""
-        assert printed.err.count("\n") == 1
-        return printed.err.rstrip("\n").replace(str(tmp_path), "TMP")
+        return refused("--model", str(tmp_path / "model"), *arguments).replace(str(tmp_path), "TMP")
 
     return run
 

@@ -1,45 +1,16 @@
 import re
-import subprocess
-import sys
-from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
-from hybridpp.cli import main
 from hybridpp.schedule import SCHEDULES, load_schedule, one_f_one_b
 
-ROOT = Path(__file__).parents[2]
 SIZES = ("--stages", "2", "--microbatches", "3")
 
 
 @pytest.fixture
-def printed(tmp_path, monkeypatch, capsys):
-    """What ``hybridpp schedule`` prints, run in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        assert main(["schedule", *arguments]) == 0
-        captured = capsys.readouterr()
-        assert captured.err == ""
-        return captured.out
-
-    return run
-
-
-@pytest.fixture
-def refused(tmp_path, monkeypatch, capsys):
-    """The line on stderr that ``hybridpp schedule`` ends with, run in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        assert main(["schedule", *arguments]) == 2
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert captured.err.count("\n") == 1
-        return captured.err.rstrip("\n")
-
-    return run
+def command():
+    return "schedule"
 
 
 def test_a_schedule_is_printed_by_time(printed):
@@ -167,12 +138,3 @@ def test_an_unknown_name_lists_the_known_ones(refused):
     line = refused("tea", *SIZES)
     assert line.startswith("hybridpp: ")
     assert all(name in line for name in SCHEDULES)
-
-
-def test_no_torch_is_loaded():
-    code = (
-        "import sys; from hybridpp.cli import main\n"
-        "assert main(['schedule', '--compare', '--stages', '2', '--microbatches', '2']) == 0\n"
-        "assert not {'torch', 'matplotlib', 'numpy'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=30, check=True)

@@ -1,7 +1,4 @@
 import json
-import subprocess
-import sys
-from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -10,37 +7,12 @@ from hybridpp.cli import main
 from hybridpp.schedule import one_f_one_b
 from hybridpp.simulate import Costs, simulate
 
-ROOT = Path(__file__).parents[2]
 SIZES = ("--stages", "4", "--microbatches", "8")
 
 
 @pytest.fixture
-def printed(tmp_path, monkeypatch, capsys):
-    """What ``hybridpp simulate`` prints, run in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        assert main(["simulate", *arguments]) == 0
-        captured = capsys.readouterr()
-        assert captured.err == ""
-        return captured.out
-
-    return run
-
-
-@pytest.fixture
-def refused(tmp_path, monkeypatch, capsys):
-    """The line on stderr that ``hybridpp simulate`` ends with, run in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        assert main(["simulate", *arguments]) == 2
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert captured.err.count("\n") == 1
-        return captured.err.rstrip("\n")
-
-    return run
+def command():
+    return "simulate"
 
 
 def test_the_table(printed):
@@ -144,12 +116,3 @@ def test_what_is_no_number_is_refused_by_its_flag(capsys):
         "hybridpp simulate: error: argument --forward-ms: "
         "'1,tea' is not a number, or one for each stage as in 1,1,1,1.5"
     )
-
-
-def test_no_torch_is_loaded():
-    code = (
-        "import sys; from hybridpp.cli import main\n"
-        "assert main(['simulate', '1f1b', '--stages', '2', '--microbatches', '2']) == 0\n"
-        "assert not {'torch', 'matplotlib', 'numpy'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=30, check=True)
