@@ -21,6 +21,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from hybridpp import Booster, HybridParallelPlugin, launch
 from hybridpp.cluster import Loopback
+from hybridpp.pipeline import plain, split_batch
 from hybridpp.tensor_parallel import placement_of
 
 ROOT = Path(__file__).parents[1]
@@ -90,6 +91,13 @@ def replica_part(batch: Any, replica: int, num_replicas: int) -> Any:
     return batch[replica * size // num_replicas : (replica + 1) * size // num_replicas]
 
 
+def first_microbatch(batch: Any, settings: dict[str, Any]) -> Any:
+    """Of a batch that is cut as ``settings`` say. A model that is boosted with it is not traced for another shape."""
+    size = settings.get("microbatch_size")
+    count = settings.get("num_microbatches", 1) if size is None else None
+    return split_batch(plain(batch), num_microbatches=count, microbatch_size=size).microbatches[0].inputs
+
+
 def train(
     make_model: Callable[[], nn.Module],
     batches: list[Any],
@@ -107,8 +115,8 @@ def train(
     pp_size, tp_size = settings.get("pp_size", 1), settings.get("tp_size", 1)
 
     def run() -> dict[str, Any]:
-        model = make_model()
-        booster, model, optimizer = boosted(model, make_optimizer, replica_part(batches[0], 0, dp_size), **settings)
+        sample = first_microbatch(replica_part(batches[0], 0, dp_size), settings)
+        booster, model, optimizer = boosted(make_model(), make_optimizer, sample, **settings)
         replica = booster.plugin.layout.here.dp
         data = iter([replica_part(batch, replica, dp_size) for batch in batches])
         losses, gradients = [], {}
