@@ -11,7 +11,7 @@ from models.table import cell, share
 HEADING = "# Which models' layers are shared right"
 AIM = 0.7
 # Of the share that a rank holds, to be counted.
-LIMITS = {2: (0.55, AIM, 0.95), 4: (0.3, 0.55, 0.95)}
+LIMITS = {2: (0.55, AIM, 0.95), 4: (0.3, 0.55, AIM, 0.95)}
 
 
 def part(results: list[Result]) -> str:
