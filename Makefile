@@ -21,8 +21,8 @@ test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 # Examines every architecture that transformers registers and writes docs/models.md: models-pp cuts them into stages (40
-# minutes on 2 cores), models-tp lets ranks share their layers, models-sp their sequences, too. What is in the folder MODELS is not examined again, so
-# ARGS="--seconds 120" does it in pieces.
+# minutes on 2 cores), models-tp lets ranks share their layers, models-sp their sequences, too. What is in the folder
+# MODELS is not examined again, so ARGS="--seconds 120" does it in pieces.
 MODELS ?= /tmp/hybridpp-models
 SWEEP = HF_HUB_OFFLINE=1 PYTHONPATH=.:plugins:tests $(BIN)/python tests/models/sweep.py --cache $(MODELS) \
 	--page docs/models.md
