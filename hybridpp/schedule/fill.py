@@ -26,9 +26,14 @@ def fill_weight_gradients(
         num_whole: for each rank, of how many micro-batches, the first ones, the backward stays in one; None: of none.
 
     Raises:
-        ScheduleError: the programs are no good, or a limit is below what a rank holds between its F and I anyway.
+        ScheduleError: the programs are no good, a limit is below what a rank holds between its F and I anyway, or there
+            is not one number per rank.
     """
     check_program(programs)
+    counts = [0] * len(programs) if num_whole is None else num_whole
+    for what, numbers in (("limits", limits), ("num_whole", counts)):
+        if len(numbers) != len(programs):
+            raise ScheduleError(f"{what} needs one number per rank: got {len(numbers)} for {len(programs)} ranks.")
     whole = tuple(_whole(program) for program in programs)
     for rank, (limit, peak) in enumerate(zip(limits, peak_activations(whole), strict=True)):
         if limit < peak:
@@ -37,7 +42,7 @@ def fill_weight_gradients(
                 f"holds {peak}. Use {peak} or more."
             )
     num_stages = count_stages(programs)
-    split = [_split(program, count) for program, count in zip(whole, num_whole or [0] * len(whole), strict=True)]
+    split = [_split(program, count) for program, count in zip(whole, counts, strict=True)]
     return run_slots([_Filler(program, num_stages, limit) for program, limit in zip(split, limits, strict=True)])
 
 

@@ -64,6 +64,12 @@ def test_a_limit_that_is_too_low():
         fill_weight_gradients(gpipe(2, 4), [3, 4])
 
 
+@pytest.mark.parametrize(("limits", "num_whole", "what"), [([2], None, "limits"), ([2, 2], [1], "num_whole")])
+def test_not_one_number_per_rank(limits, num_whole, what):
+    with pytest.raises(ScheduleError, match=re.escape(f"{what} needs one number per rank: got 1 for 2 ranks.")):
+        fill_weight_gradients(one_f_one_b(2, 3), limits, num_whole)
+
+
 def test_programs_that_do_not_run():
     programs = one_f_one_b(2, 3)
     with pytest.raises(ScheduleError, match=re.escape("1F0 is missing. Add it to rank 1.")):
