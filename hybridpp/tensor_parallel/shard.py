@@ -99,8 +99,11 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_lookup(module: nn.Module) -> bool:
-    """Whether a module is an embedding whose rows do not depend on each other."""
-    return isinstance(module, nn.Embedding) and not (module.max_norm or module.sparse or module.scale_grad_by_freq)
+    """Whether a module is an embedding whose rows do not depend on each other, and that holds nothing else."""
+    # A further parameter (T5Gemma2 puts one in the place of a row) would be masked and summed like the rows.
+    if not isinstance(module, nn.Embedding) or [name for name, _ in module.named_parameters()] != ["weight"]:
+        return False
+    return not (module.max_norm or module.sparse or module.scale_grad_by_freq)
 
 
 def _check_module(name: str, style: Style, module: nn.Module) -> None:
@@ -108,7 +111,7 @@ def _check_module(name: str, style: Style, module: nn.Module) -> None:
         return
     if style.kind is Kind.VOCAB:
         plain = is_lookup(module)
-        wanted = "an nn.Embedding without max_norm, sparse and scale_grad_by_freq"
+        wanted = "an nn.Embedding without max_norm, sparse, scale_grad_by_freq and parameters beside its weight"
     else:
         plain, wanted = is_linear(module), "an nn.Linear or transformers' Conv1D"
     if not plain:

@@ -294,8 +294,9 @@ def test_a_forward_that_branches_on_a_computed_value():
         (
             {"*.fc1": "vocab"},
             2,
-            "tensor-parallel style vocab needs an nn.Embedding without max_norm, sparse and scale_grad_by_freq: "
-            "'vit.layers.0.mlp.fc1' is Linear. Leave it out of tensor_parallel_plan, or name the layers in it.",
+            "tensor-parallel style vocab needs an nn.Embedding without max_norm, sparse, scale_grad_by_freq and "
+            "parameters beside its weight: 'vit.layers.0.mlp.fc1' is Linear. Leave it out of tensor_parallel_plan, or "
+            "name the layers in it.",
         ),
         (
             {"*.q_proj": "column"},
