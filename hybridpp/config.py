@@ -280,6 +280,8 @@ class PrecisionConfig:
             raise ConfigError(
                 f"fp32_modules is a list of patterns of module names or classes, like ['*norm*']: got {given!r}."
             )
+        if not isinstance(self.fp32_losses, bool):
+            raise ConfigError(f"fp32_losses is True or False: got {self.fp32_losses!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForMaskedLM
 
+from hybridpp import HybridParallelPlugin
 from hybridpp.cluster import Loopback
+from hybridpp.errors import ConfigError
 from hybridpp.precision.losses import LOSSES, Fp32Losses
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -246,3 +248,8 @@ def test_a_copy_of_a_boosted_model_computes_its_losses_in_fp32_too():
         return copy.deepcopy(model)(**image_batch(2)).loss.dtype
 
     assert Loopback(1).run(run) == [torch.float32]
+
+
+def test_a_word_is_no_switch():
+    with pytest.raises(ConfigError, match=r"^fp32_losses is True or False: got 'no'\.$"):
+        HybridParallelPlugin(tp_size=1, pp_size=1, num_microbatches=2, precision="fp16", fp32_losses="no")
