@@ -15,6 +15,8 @@ from transformers import (
     GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -145,6 +147,18 @@ def deepseek():
     sizes = SIZES | {"num_hidden_layers": 2, "num_key_value_heads": 4, "moe_intermediate_size": 16}
     config = DeepseekV3Config(**sizes, **heads, **experts, first_k_dense_replace=0, use_cache=False)
     return DeepseekV3ForCausalLM(config).train()
+
+
+def llama4():
+    """A router that returns two tensors, and experts whose outputs are the last dimension of their tensors."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size_mlp": 48}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1}
+    model = Llama4ForCausalLM(Llama4TextConfig(**sizes, **experts, pad_token_id=0, use_cache=False)).train()
+    for name, parameter in model.named_parameters():
+        if "experts" in name:  # empty or zero from the start
+            nn.init.normal_(parameter, std=0.2)
+    return model
 
 
 def gpt_oss():

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from divided_models import SIZES, deepseek, falcon, gpt_oss, mixtral, mpnet, t5, token_batch
+from divided_models import SIZES, deepseek, falcon, gpt_oss, llama4, mixtral, mpnet, t5, token_batch
 from hybridpp_plugins.inferring import inferred_plan
 from hybridpp_plugins.sample import Samples
 from support import assert_near, assert_same, boosted, model_loss, sgd, train, whole_over_tp
@@ -21,7 +21,7 @@ from transformers import (
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.tensor_parallel import placement_of
 
-MODELS = {f.__name__: f for f in (t5, falcon, mpnet, mixtral, deepseek, gpt_oss)}
+MODELS = {f.__name__: f for f in (t5, falcon, mpnet, mixtral, deepseek, gpt_oss, llama4)}
 BATCHES = [token_batch(seed=seed) for seed in range(2)]
 
 
@@ -97,7 +97,7 @@ def test_dropout_does_not_depend_on_stages_and_schedule():
 
 
 # What one rank of two has of the blocks' weights. Norms and routers are whole, and of deepseek the narrow layers.
-SHARES = {"t5": 0.53, "falcon": 0.55, "mpnet": 0.54, "mixtral": 0.52, "deepseek": 0.63, "gpt_oss": 0.55}
+SHARES = {"t5": 0.53, "falcon": 0.55, "mpnet": 0.54, "mixtral": 0.52, "deepseek": 0.63, "gpt_oss": 0.55, "llama4": 0.52}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -128,7 +128,7 @@ def test_blocks_are_halved_and_folders_are_whole(name, tmp_path, caplog):
     listed = " ".join(record.getMessage() for record in caplog.records)
     assert "experts" not in listed
     assert "relative_attention_bias" not in listed
-    assert ("tensor parallelism leaves parts" in listed) == (name == "deepseek")
+    assert ("tensor parallelism leaves parts" in listed) == (name in {"deepseek", "llama4"})
 
 
 def test_copied_parts_of_a_fused_layer_say_so():

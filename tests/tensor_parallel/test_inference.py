@@ -248,6 +248,31 @@ def test_experts_are_divided_inside_each():
     assert found.plan.reasons == {"0.router": "its output leaves the block"}
 
 
+class Chooser(nn.Linear):
+    """A router that is a linear layer itself, and returns two tensors."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # as transformers has it
+        scores = super().forward(x)
+        return scores.softmax(-1), scores
+
+
+class Routed(Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.shared = Chooser(WIDTH, 3), Gated()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, scores = self.router(x)
+        return x + self.experts(x, weights) + self.shared(x), scores
+
+
+def test_a_router_that_returns_two_tensors_stays_whole_beside_divided_experts():
+    found = infer(Routed())
+    shared = {"0.shared.gate": "column", "0.shared.up": "column", "0.shared.down": "row"}
+    assert found.plan.styles == {"0.experts": "experts", **shared}
+    assert found.plan.reasons == {"0.router": "returns something else than one tensor"}
+
+
 def test_equal_blocks_are_tried_once_and_the_model_stays_as_it_was(monkeypatch):
     model = nn.Sequential(*(Block(attention=Attention(), mlp=Gated()) for _ in range(3)))
     before = copy.deepcopy(model.state_dict())

@@ -68,10 +68,13 @@ class BlockSearch:
         self._block, self._call = self._whole.block, self._whole.call
         tensors = [x.detach().requires_grad_(x.requires_grad) for x in self._call.tensors]
         self._flow = flow_of(copy_of(self._block), self._layers, *self._call.arguments(tensors))
+        for name in self._flow.otherwise:
+            del self._layers[name]
 
     def run(self) -> BlockPlan:
         """The division with the most weights that gives the whole block's numbers."""
         groups, reasons = groups_of(self._flow, self._layers)
+        reasons |= dict.fromkeys(self._flow.otherwise, "returns something else than one tensor")
         found: list[tuple[Group, _Found]] = []
         taken: set[str] = set()
         for group in sorted(groups, key=self._likelihood, reverse=True):

@@ -18,10 +18,13 @@ class Flow:
     Attributes:
         reads: the sources of each layer's input; in the order in which the layers first ran.
         result: the sources of the activations that the block returns: its first result, and those of the same shape.
+        otherwise: layers that return anything else than one tensor (a router its scores and choices): of these nothing
+            is read.
     """
 
     reads: dict[str, frozenset[str | int]] = field(default_factory=dict)
     result: frozenset[str | int] = frozenset()
+    otherwise: set[str] = field(default_factory=set)
 
     def layers_read_by(self, name: str) -> set[str]:
         """The layers whose outputs a layer reads."""
@@ -43,7 +46,10 @@ def flow_of(block: nn.Module, layers: dict[str, Layer], args: tuple[Any, ...], k
     handles = []
 
     def cut(name: str) -> Any:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+            if not isinstance(output, Tensor):
+                flow.otherwise.add(name)
+                return output
             flow.reads[name] = flow.reads.get(name, frozenset()) | _sources(inputs, origins)
             leaf = output.detach().requires_grad_()
             origins[id(leaf)] = name
