@@ -23,6 +23,8 @@ from transformers import (
     MixtralForCausalLM,
     MPNetConfig,
     MPNetForMaskedLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     T5Config,
@@ -158,6 +160,17 @@ def llama4():
     for name, parameter in model.named_parameters():
         if "experts" in name:  # empty or zero from the start
             nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def olmo2():
+    """Queries and keys are normalised over the width of all heads; two heads of keys and values."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_hidden_layers": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+    model = Olmo2ForCausalLM(Olmo2Config(**sizes, use_cache=False)).train()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(parameter, 1.0, 0.2)
     return model
 
 

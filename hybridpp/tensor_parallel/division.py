@@ -60,6 +60,8 @@ class Division:
         arguments: what a rank takes of the arguments of a module, by its name and their number among the leaves.
         results: what a rank makes of the results of a module (attention probabilities of its heads); outside of it
             they are whole.
+        joins: modules between divided layers that are whole (a norm over the width of all heads): how what they are
+            given and what they return lies on the ranks, in the last dimension.
     """
 
     parts: Mapping[str, Part] = field(default_factory=dict)
@@ -70,6 +72,7 @@ class Division:
     attributes: Mapping[tuple[str, str], int] = field(default_factory=dict)
     arguments: Mapping[tuple[str, int], Part] = field(default_factory=dict)
     results: Mapping[tuple[str, int], Part] = field(default_factory=dict)
+    joins: Mapping[str, Part] = field(default_factory=dict)
 
     def __or__(self, other: "Division") -> "Division":
         """Both."""
@@ -82,6 +85,7 @@ class Division:
             {**self.attributes, **other.attributes},
             {**self.arguments, **other.arguments},
             {**self.results, **other.results},
+            {**self.joins, **other.joins},
         )
 
     def inside(self, prefix: str) -> "Division":
@@ -99,4 +103,5 @@ class Division:
             {(longer(name), key): value for (name, key), value in self.attributes.items()},
             {(longer(name), number): part for (name, number), part in self.arguments.items()},
             {(longer(name), number): part for (name, number), part in self.results.items()},
+            {longer(name): part for name, part in self.joins.items()},
         )

@@ -13,6 +13,7 @@ from hybridpp.tensor_parallel.arguments import use_parts
 from hybridpp.tensor_parallel.collectives import sum_over_ranks
 from hybridpp.tensor_parallel.crossings import Crossings
 from hybridpp.tensor_parallel.division import Division, Part
+from hybridpp.tensor_parallel.joined import run_on_whole
 from hybridpp.tensor_parallel.layers import ColumnParallel, RowParallel, ShardedLayer
 from hybridpp.tensor_parallel.linear import layer_of
 from hybridpp.tensor_parallel.placement import Placement
@@ -130,6 +131,8 @@ def apply_rest(model: nn.Module, rest: Division, crossings: Crossings) -> dict[n
             for parts in (rest.arguments, rest.results)
         )
         use_parts(model.get_submodule(name), arguments, results, crossings)
+    for name, part in rest.joins.items():
+        run_on_whole(model.get_submodule(name), part, crossings)
     return layers
 
 

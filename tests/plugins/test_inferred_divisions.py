@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from divided_models import SIZES, deepseek, falcon, gpt_oss, llama4, mixtral, mpnet, t5, token_batch
+from divided_models import SIZES, deepseek, falcon, gpt_oss, llama4, mixtral, mpnet, olmo2, t5, token_batch
 from hybridpp_plugins.inferring import inferred_plan
 from hybridpp_plugins.sample import Samples
 from support import assert_near, assert_same, boosted, model_loss, sgd, train, whole_over_tp
@@ -21,7 +21,7 @@ from transformers import (
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.tensor_parallel import placement_of
 
-MODELS = {f.__name__: f for f in (t5, falcon, mpnet, mixtral, deepseek, gpt_oss, llama4)}
+MODELS = {f.__name__: f for f in (t5, falcon, mpnet, mixtral, deepseek, gpt_oss, llama4, olmo2)}
 BATCHES = [token_batch(seed=seed) for seed in range(2)]
 
 
@@ -52,6 +52,8 @@ def test_models_train_as_in_one_process(name):
         ("t5", {"schedule": "zb-h1"}),
         ("falcon", {"schedule": "interleaved", "num_model_chunks": 2}),
         ("mpnet", {"schedule": "zb-v"}),
+        ("olmo2", {"schedule": "zb-h1"}),
+        ("olmo2", {"gradient_checkpoint_config": {"gradient_checkpointing_ratio": 1.0}}),
         ("mixtral", {"gradient_checkpoint_config": {"gradient_checkpointing_ratio": 1.0}}),
     ],
 )
@@ -60,8 +62,9 @@ def test_so_they_do_in_stages(name, options):
     assert_equal(run, one_process_of(name))
 
 
-def test_four_ranks_share_one_head_of_keys_and_values():
-    assert_equal(train(falcon, BATCHES, num_microbatches=2, tp_size=4), one_process_of("falcon"))
+@pytest.mark.parametrize("name", ["falcon", "olmo2"])
+def test_four_ranks_share_heads_of_keys_and_values(name):
+    assert_equal(train(MODELS[name], BATCHES, num_microbatches=2, tp_size=4), one_process_of(name))
 
 
 @pytest.mark.parametrize("name", ["falcon", "gpt_oss"])
@@ -97,7 +100,16 @@ def test_dropout_does_not_depend_on_stages_and_schedule():
 
 
 # What one rank of two has of the blocks' weights. Norms and routers are whole, and of deepseek the narrow layers.
-SHARES = {"t5": 0.53, "falcon": 0.55, "mpnet": 0.54, "mixtral": 0.52, "deepseek": 0.63, "gpt_oss": 0.55, "llama4": 0.52}
+SHARES = {
+    "t5": 0.53,
+    "falcon": 0.55,
+    "mpnet": 0.54,
+    "mixtral": 0.52,
+    "deepseek": 0.63,
+    "gpt_oss": 0.55,
+    "llama4": 0.52,
+    "olmo2": 0.52,
+}
 
 
 @pytest.mark.parametrize("name", MODELS)

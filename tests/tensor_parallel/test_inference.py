@@ -125,12 +125,33 @@ def test_gradients_of_norms_per_head_are_summed():
     assert found.summed == {"0.parts.attention.norm.weight", "0.parts.attention.norm.bias"}
 
 
-def test_a_layer_whose_whole_output_is_normalised_stays_whole():
-    found = infer(Block(attention=Attention(norm=WIDTH), mlp=Gated()))
-    assert set(found.plan.styles) == {"0.parts.mlp.gate", "0.parts.mlp.up", "0.parts.mlp.down"}
-    assert found.plan.reasons["0.parts.attention.q"] == (
-        "divided with parts.attention.k, parts.attention.o, parts.attention.v, the block gives other numbers"
-    )
+def test_a_norm_over_the_width_of_all_heads_is_given_all_of_it():
+    found = infer(Block(attention=Attention(norm=WIDTH)))
+    assert found.plan.styles["0.parts.attention.q"] == "column"
+    assert found.plan.styles["0.parts.attention.norm"] == "summed"
+    assert found.division.joins == {"0.parts.attention.norm": Part(-1, (WIDTH,))}
+    assert not found.plan.reasons
+
+
+class NormedKeys(Attention):
+    """Of two heads of keys and values, those of keys are normalised together."""
+
+    def __init__(self) -> None:
+        super().__init__(kv_heads=2)
+        self.k_norm = nn.LayerNorm(2 * HEAD)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k_norm(self.k(x)), self.v(x)
+        q, k, v = self.heads(q, self.num_heads), self.heads(k, self.kv_heads), self.heads(v, self.kv_heads)
+        times = self.num_heads // self.kv_heads
+        y = functional.scaled_dot_product_attention(q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))
+        return self.o(y.transpose(1, 2).reshape(*x.shape[:2], self.num_heads * self.head_dim))
+
+
+def test_a_norm_over_heads_that_ranks_share_is_given_each_once():
+    found = infer(Block(attention=NormedKeys()), 4)
+    assert found.plan.styles["0.parts.attention.k"] == "column:2"
+    assert found.division.joins == {"0.parts.attention.k_norm": Part(-1, (2 * HEAD,), (2,))}
 
 
 class Scaled(Attention):

@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from typing import Any, TypeAlias
 
 from torch import nn
 
-from hybridpp.tensor_parallel.division import Division
+from hybridpp.tensor_parallel.division import Division, Part
 from hybridpp.tensor_parallel.inference.attributes import (
     LIKELY,
     Attributes,
@@ -24,7 +24,7 @@ from hybridpp.tensor_parallel.inference.flow import flow_of
 from hybridpp.tensor_parallel.inference.groups import Group, groups_of
 from hybridpp.tensor_parallel.inference.layouts import layouts_of
 from hybridpp.tensor_parallel.inference.run import copy_of, made_up
-from hybridpp.tensor_parallel.inference.tables import Sizes, row_heads, tables_of
+from hybridpp.tensor_parallel.inference.tables import Sizes, joins_of, row_heads, tables_of
 from hybridpp.tensor_parallel.linear import layers_of
 
 _MAX_TRIES = 160
@@ -172,9 +172,19 @@ class BlockSearch:
             for table, (styles, division, shared) in product(tables, some):
                 for attributes in (*likely[:2], *likely[4:]):
                     yield _Found(styles, division | Division(attributes=attributes | shared) | table)
+        for styles, division, shared in ways:
+            joins = joins_of(self._block, reads, self._parts_by_width(group, division))
+            for attributes in likely if joins.joins else ():
+                yield _Found(styles, division | Division(attributes=attributes | shared) | joins)
         for styles, division, _ in ways:
             for attributes in islice(choices(found, widths, self._tp_size), LIKELY, None):
                 yield _Found(styles, division | Division(attributes=attributes))
+
+    def _parts_by_width(self, group: Group, division: Division) -> dict[int, Part]:
+        """How what a group's layers make and read lies on the ranks, in the last dimension."""
+        parts = {self._layers[name].num_inputs: Part(-1, (self._layers[name].num_inputs,)) for name in group.rows}
+        made = {self._layers[name].num_outputs: division.parts[f"{name}.weight"] for name in group.columns}
+        return parts | {width: replace(part, dim=-1) for width, part in made.items()}
 
     def _of_shared_heads(self, group: Group, division: Division) -> Attributes:
         copies = max((number for part in division.parts.values() for number in part.copies), default=1)

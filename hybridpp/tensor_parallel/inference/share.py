@@ -9,8 +9,10 @@ from torch.utils import _pytree as pytree
 
 from hybridpp.cluster import Group
 from hybridpp.tensor_parallel.collectives import copy_to_ranks, sum_over_ranks
+from hybridpp.tensor_parallel.crossings import Crossings
 from hybridpp.tensor_parallel.division import Division, Part
 from hybridpp.tensor_parallel.inference.run import copy_of
+from hybridpp.tensor_parallel.joined import run_on_whole
 from hybridpp.tensor_parallel.linear import layer_of
 
 
@@ -100,6 +102,8 @@ def _attach(block: nn.Module, division: Division, group: Group) -> None:
 
         return hook
 
+    for name, part in division.joins.items():
+        run_on_whole(block.get_submodule(name), part, Crossings(group))
     for name in division.enters:
         block.get_submodule(name).register_forward_pre_hook(enter, with_kwargs=True)
     for name in division.spreads:

@@ -1,6 +1,6 @@
 """What else a block indexes by head: tables of biases, sinks, temperatures, masks that come as arguments."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from torch import nn
@@ -93,3 +93,23 @@ def row_heads(block: nn.Module, reads: frozenset[str | int], width: int) -> set[
         if name in reads and layer_of(block.get_submodule(name.rpartition(".")[0])) is None
     ]
     return {size for table in tables for size in table.shape if 1 < size < width and width % size == 0}
+
+
+def joins_of(block: nn.Module, reads: frozenset[str | int], parts: Mapping[int, Part]) -> Division:
+    """The modules around a group of layers that hold a number per channel, as those that need all channels (norms).
+
+    Args:
+        block: whose layers the group is of.
+        reads: the sources of what the group's rows read.
+        parts: of the last dimension, by its width.
+    """
+    joins: dict[str, Part] = {}
+    for name, module in block.named_modules():
+        held = {f"{name}.{key}" if name else key: p for key, p in module._parameters.items() if p is not None}
+        widths = {
+            parameter.numel() if parameter.shape[-1:] == (parameter.numel(),) else 0 for parameter in held.values()
+        }
+        width = widths.pop() if len(widths) == 1 else 0
+        if width in parts and reads.issuperset(held) and not any(module.children()):
+            joins[name] = parts[width]
+    return Division(joins=joins)
