@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from tensor_parallel.test_collectives import on_ranks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -19,6 +18,10 @@ PARTS = {
     "fused": (2, Part(-1, (6, 2))),
     "shared by two": (4, Part(-1, (WIDTH,), (2,))),
 }
+
+
+def on_ranks(size, run):
+    return Loopback(size).run(lambda: run(current_world().split([list(range(size))])))
 
 
 class Gated(nn.Module):

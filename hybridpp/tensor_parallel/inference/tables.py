@@ -38,7 +38,7 @@ def tables_of(
     """
     heads = tuple(number for number in sizes.heads if number % tp_size == 0)
     by_head, by_channel = (_tables(block, reads, wanted, tp_size) for wanted in (heads, (*heads, sizes.width)))
-    arguments = list(_arguments(call, heads))
+    arguments = [*_arguments(call, heads), *_gates(call, reads, sizes.width)]
     seen = []
     for tables in (Division(), by_head, by_channel):
         for some in ({}, *arguments):
@@ -83,6 +83,17 @@ def _arguments(call: Call, heads: tuple[int, ...]) -> Iterator[dict[tuple[str, i
             if len(found[dim]) > 1:
                 for place, part in found[dim].items():
                     yield {place: part}
+
+
+def _gates(call: Call, reads: frozenset[str | int], width: int) -> Iterator[dict[tuple[str, int], Part]]:
+    """Arguments that what the rows read is made of, channel by channel (an embedding of each layer's own)."""
+    gates = {
+        ("", number): Part(tensor.dim() - 1, (width,))
+        for number, tensor in zip(call.numbers[1:], call.tensors[1:], strict=True)
+        if number in reads and tensor.dim() > 1 and tensor.shape[-1] == width
+    }
+    if gates:
+        yield gates
 
 
 def row_heads(block: nn.Module, reads: frozenset[str | int], width: int) -> set[int]:

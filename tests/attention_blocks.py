@@ -1,0 +1,65 @@
+"""Blocks that nobody has described, for which plans are to be found."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hybridpp.tensor_parallel.inference.model import Inference, infer_plan
+
+WIDTH, HEADS, HEAD = 16, 4, 4
+
+
+class Attention(nn.Module):
+    """Reshapes by the number of heads and the width, as most do."""
+
+    def __init__(self, num_heads: int = HEADS, kv_heads: int = HEADS, norm: int | None = None):
+        super().__init__()
+        self.num_heads, self.kv_heads, self.head_dim = num_heads, kv_heads, HEAD
+        self.q = nn.Linear(WIDTH, num_heads * HEAD)
+        self.k = nn.Linear(WIDTH, kv_heads * HEAD)
+        self.v = nn.Linear(WIDTH, kv_heads * HEAD)
+        self.o = nn.Linear(num_heads * HEAD, WIDTH)
+        self.norm_width, self.norm = norm, nn.LayerNorm(norm) if norm else None
+
+    def heads(self, x: Tensor, number: int) -> Tensor:
+        return x.view(*x.shape[:2], number, self.head_dim).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        q = self.heads(self.norm(q) if self.norm_width == WIDTH else q, self.num_heads)
+        q = self.norm(q) if self.norm_width == HEAD else q
+        k, v = self.heads(k, self.kv_heads), self.heads(v, self.kv_heads)
+        times = self.num_heads // self.kv_heads
+        y = functional.scaled_dot_product_attention(q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))
+        return self.o(y.transpose(1, 2).reshape(*x.shape[:2], self.num_heads * self.head_dim))
+
+
+class Gated(nn.Module):
+    """A multi-layer perceptron with a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Normalises and adds, around whatever it is given."""
+
+    def __init__(self, **parts: nn.Module):
+        super().__init__()
+        self.parts, self.norm = nn.ModuleDict(parts), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts.values():
+            x = x + part(self.norm(x))
+        return x
+
+
+def infer(block: nn.Module, tp_size: int = 2, *args: Tensor, **kwargs: Tensor) -> Inference:
+    torch.manual_seed(0)
+    model = nn.Sequential(block)
+    args = args or (torch.randn(3, 5, WIDTH),)
+    return infer_plan(model, ["0"], {"0": (args, kwargs)}, tp_size)
