@@ -28,6 +28,27 @@ class Scaled(Attention):
         return self.o(y.transpose(1, 2).reshape(*x.shape[:2], self.num_heads * self.head_dim))
 
 
+class Normed(Attention):
+    """Beside a scale for each of two heads a norm per head, of a size that might be a number of heads, too."""
+
+    def __init__(self) -> None:
+        super().__init__(num_heads=2, kv_heads=2)
+        self.head_dim = 8
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.scales, self.head_norm = nn.Parameter(torch.randn(2)), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.head_norm(self.heads(self.q(x), self.num_heads)) * self.scales[:, None, None]
+        k, v = self.heads(self.k(x), self.kv_heads), self.heads(self.v(x), self.kv_heads)
+        return self.o(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_of_what_might_be_numbers_of_heads_those_that_attributes_tell_are_tried_alone():
+    found = infer(Block(attention=Normed()))
+    assert found.division.parts["0.parts.attention.scales"] == Part(0, (2,))
+    assert found.plan.styles["0.parts.attention.head_norm"] == "summed"
+
+
 def test_shared_heads_are_copied_beside_what_there_is_for_every_head():
     found = infer(Block(attention=Scaled()), 4)
     styles = {"q": "column", "k": "column:2", "v": "column:2", "gate": "column", "o": "row"}
@@ -132,6 +153,42 @@ def test_convolutions_of_single_channels_are_divided_with_the_layers_around_them
     assert found.plan.styles == {"0.parts.mlp.up": "column", "0.parts.mlp.down": "row"}
     assert found.division.parts["0.parts.mlp.mix.weight"] == Part(0, (24,))
     assert found.plan.attributes == {"0.parts.mlp.mix": {"groups": 12, "in_channels": 12, "out_channels": 12}}
+
+
+class Linear(nn.Module):
+    """Attention without softmax, behind a convolution of the fused keys, queries and wider values; a decay per head."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.num_k_heads, self.num_v_heads, self.head_k_dim = HEADS, HEADS, 2
+        self.key_dim, self.value_dim, self.fused = HEADS * 2, HEADS * 8, fused
+        sizes = (2 * self.key_dim + self.value_dim,) if fused else (2 * self.key_dim, self.value_dim)
+        self.inputs = nn.ModuleList(nn.Linear(WIDTH, size) for size in sizes)
+        self.mix = nn.Conv1d(sum(sizes), sum(sizes), HEADS, padding=3, groups=sum(sizes))
+        self.decay, self.norm = nn.Parameter(torch.randn(HEADS)), nn.LayerNorm(8)
+        self.out = nn.Linear(self.value_dim, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = [layer(x) for layer in self.inputs]
+        if not self.fused:  # by head, queries and keys in turn
+            q, k = made[0].unflatten(-1, (self.num_k_heads, 2, self.head_k_dim)).unbind(-2)
+            made = [q.flatten(-2), k.flatten(-2), made[1]]
+        mixed = self.mix(torch.cat(made, -1).transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+        q, k, v = mixed.split([self.key_dim, self.key_dim, self.value_dim], -1)
+        q, k = (part.unflatten(-1, (self.num_k_heads, -1)) for part in (q, k))
+        scores = torch.einsum("bshd,bthd->bhst", q, k).tril() * self.decay[:, None, None]
+        y = torch.einsum("bhst,bthd->bshd", scores, v.unflatten(-1, (self.num_v_heads, -1)))
+        return x + self.out(self.norm(y).flatten(-2))
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["as in its layer", "of two layers"])
+def test_convolutions_of_fused_channels_are_divided_part_by_part(fused):
+    found = infer(Linear(fused))
+    assert len(found.plan.styles) == (3 if fused else 4)
+    assert found.plan.styles["0.norm"] == "summed"
+    assert found.division.parts["0.mix.weight"] == Part(0, (8, 8, 32))
+    assert found.division.parts["0.decay"] == Part(0, (HEADS,))
+    assert found.plan.attributes["0"] == {"num_k_heads": 2, "num_v_heads": 2, "key_dim": 4, "value_dim": 16}
 
 
 class Experts(nn.Module):

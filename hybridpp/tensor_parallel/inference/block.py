@@ -1,30 +1,21 @@
 """Find out how one block can be divided, by trying."""
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from itertools import islice, product
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeAlias
 
 from torch import nn
 
-from hybridpp.tensor_parallel.division import Division, Part
-from hybridpp.tensor_parallel.inference.attributes import (
-    LIKELY,
-    Attributes,
-    choices,
-    head_counts,
-    indivisible,
-    settings,
-    shared_heads,
-)
+from hybridpp.tensor_parallel.division import Division
+from hybridpp.tensor_parallel.inference.attributes import indivisible
 from hybridpp.tensor_parallel.inference.compare import compare
 from hybridpp.tensor_parallel.inference.experts import divisions_of, expert_modules
 from hybridpp.tensor_parallel.inference.flow import flow_of
 from hybridpp.tensor_parallel.inference.groups import Group, groups_of
-from hybridpp.tensor_parallel.inference.layouts import layouts_of
 from hybridpp.tensor_parallel.inference.run import copy_of, made_up
-from hybridpp.tensor_parallel.inference.tables import Sizes, joins_of, row_heads, tables_of
+from hybridpp.tensor_parallel.inference.tries import Found, Tries
 from hybridpp.tensor_parallel.linear import layers_of
 
 _MAX_TRIES = 160
@@ -50,13 +41,6 @@ class BlockPlan:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Found:
-    styles: dict[str, str]
-    division: Division
-    summed: frozenset[str] = frozenset()
-
-
 class BlockSearch:
     """Tries to divide one block; the block itself is left as it was."""
 
@@ -70,17 +54,18 @@ class BlockSearch:
         self._flow = flow_of(copy_of(self._block), self._layers, *self._call.arguments(tensors))
         for name in self._flow.otherwise:
             del self._layers[name]
+        self._tries = Tries(self._block, self._call, self._layers, self._flow, tp_size)
 
     def run(self) -> BlockPlan:
         """The division with the most weights that gives the whole block's numbers."""
         groups, reasons = groups_of(self._flow, self._layers)
         reasons |= dict.fromkeys(self._flow.otherwise, "returns something else than one tensor")
-        found: list[tuple[Group, _Found]] = []
+        found: list[tuple[Group, Found]] = []
         taken: set[str] = set()
         for group in sorted(groups, key=self._likelihood, reverse=True):
             if group.layers & taken:
                 continue
-            division = self._first_right(islice(self._tries(group), _MAX_TRIES))
+            division = self._first_right(islice(self._tries.of(group), _MAX_TRIES))
             if division is None:
                 for name in (*group.columns, *group.rows):
                     reasons.setdefault(name, self._reason(group, name))
@@ -89,7 +74,7 @@ class BlockSearch:
                 taken |= group.layers
         for name in expert_modules(self._block):
             tries = divisions_of(self._block, name, self._tp_size)
-            division = self._first_right(_Found({name: "experts"}, one) for one in tries)
+            division = self._first_right(Found({name: "experts"}, one) for one in tries)
             if division is None:
                 reasons[name] = "however its tensors are divided, the block gives other numbers"
             else:
@@ -99,7 +84,7 @@ class BlockSearch:
         self._add_idle(plan)
         return plan
 
-    def _together(self, found: list[tuple[Group, _Found]]) -> BlockPlan:
+    def _together(self, found: list[tuple[Group, Found]]) -> BlockPlan:
         if not found:
             return BlockPlan()
         (_, first), *others = found
@@ -144,51 +129,12 @@ class BlockSearch:
         number = indivisible(self._block, self._layers, group, self._tp_size)
         return number or f"divided with {_listed(group, name)}, the block gives other numbers"
 
-    def _first_right(self, tries: Iterable[_Found]) -> _Found | None:
+    def _first_right(self, tries: Iterable[Found]) -> Found | None:
         for found in tries:
             agreement = compare(self._whole, found.division, self._tp_size)
             if agreement is not None:
-                return _Found(found.styles, *agreement)
+                return Found(found.styles, *agreement)
         return None
-
-    def _tries(self, group: Group) -> Iterator[_Found]:
-        """Divisions of a group: of every layout the likely attributes, then all others."""
-        ways = [
-            (styles, division, self._of_shared_heads(group, division))
-            for styles, division in layouts_of(self._block, self._layers, self._flow, group, self._tp_size)
-        ]
-        width = max(self._layers[name].num_inputs for name in group.rows)
-        found = settings(self._block, self._layers, group, self._tp_size)
-        widths = {self._layers[name].num_outputs for name in group.columns}
-        widths |= {self._layers[name].num_inputs for name in group.rows}
-        likely = list(islice(choices(found, widths, self._tp_size), LIKELY))
-        for styles, division, shared in ways:
-            for attributes in likely:
-                yield _Found(styles, division | Division(attributes=attributes | shared))
-        reads = frozenset[str | int]().union(*(self._flow.reads[name] for name in group.rows))
-        heads = dict.fromkeys((*sorted(head_counts(found)), *sorted(row_heads(self._block, reads, width))))
-        tables = list(tables_of(self._block, self._call, reads, Sizes(tuple(heads), width), self._tp_size))
-        for some in (ways[:2], [way for way in ways[2:] if way[2]]):
-            for table, (styles, division, shared) in product(tables, some):
-                for attributes in (*likely[:2], *likely[4:]):
-                    yield _Found(styles, division | Division(attributes=attributes | shared) | table)
-        for styles, division, shared in ways:
-            joins = joins_of(self._block, reads, self._parts_by_width(group, division))
-            for attributes in likely if joins.joins else ():
-                yield _Found(styles, division | Division(attributes=attributes | shared) | joins)
-        for styles, division, _ in ways:
-            for attributes in islice(choices(found, widths, self._tp_size), LIKELY, None):
-                yield _Found(styles, division | Division(attributes=attributes))
-
-    def _parts_by_width(self, group: Group, division: Division) -> dict[int, Part]:
-        """How what a group's layers make and read lies on the ranks, in the last dimension."""
-        parts = {self._layers[name].num_inputs: Part(-1, (self._layers[name].num_inputs,)) for name in group.rows}
-        made = {self._layers[name].num_outputs: division.parts[f"{name}.weight"] for name in group.columns}
-        return parts | {width: replace(part, dim=-1) for width, part in made.items()}
-
-    def _of_shared_heads(self, group: Group, division: Division) -> Attributes:
-        copies = max((number for part in division.parts.values() for number in part.copies), default=1)
-        return shared_heads(self._block, self._layers, group, self._tp_size, copies) if copies > 1 else {}
 
 
 def summed_modules(block: nn.Module, summed: frozenset[str]) -> list[str]:

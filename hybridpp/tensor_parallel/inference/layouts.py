@@ -64,7 +64,7 @@ def _pieces(group: Group, layers: Mapping[str, Layer], tp_size: int) -> Iterator
     rest = (largest - width) // 2
     three = 2 * rest == largest - width > 0
     if three:
-        likely.append((width, rest, rest))
+        likely += [(width, rest, rest), (rest, rest, width)]
     order = [*likely, (largest,)] if largest > width else [(largest,), *likely]
     for widths in dict.fromkeys([*order, *fused]):
         yield plain | {largest: (widths, ())}

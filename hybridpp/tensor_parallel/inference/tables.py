@@ -14,12 +14,19 @@ class Sizes(NamedTuple):
     """What dimensions are compared with.
 
     Attributes:
-        heads: numbers of heads that there may be, the likeliest first.
+        told: numbers of heads that attributes tell.
+        heads: these, and others that there may be.
         width: of what the rows read.
     """
 
+    told: tuple[int, ...]
     heads: tuple[int, ...]
     width: int
+
+    def by_head(self, tp_size: int) -> Iterator[tuple[int, ...]]:
+        """Numbers of heads that can be divided: those that are told, then all."""
+        for heads in (self.told, self.heads):
+            yield tuple(number for number in heads if number % tp_size == 0)
 
 
 def tables_of(
@@ -36,31 +43,72 @@ def tables_of(
         sizes: of the group.
         tp_size: by how much they are divided.
     """
-    heads = tuple(number for number in sizes.heads if number % tp_size == 0)
-    by_head, by_channel = (_tables(block, reads, wanted, tp_size) for wanted in (heads, (*heads, sizes.width)))
-    arguments = [*_arguments(call, heads), *_gates(call, reads, sizes.width)]
-    seen = []
-    for tables in (Division(), by_head, by_channel):
+    heads = list(sizes.by_head(tp_size))
+    tables = [_tables(block, reads, {size: (size,) for size in some}, tp_size) for some in heads]
+    tables += [_tables(block, reads, {size: (size,) for size in (*some, sizes.width)}, tp_size) for some in heads]
+    arguments = [*_arguments(call, heads[-1]), *_gates(call, reads, sizes.width)]
+    seen = [Division()]
+    for table in (Division(), *tables):
         for some in ({}, *arguments):
-            division = tables | Division(arguments=some)
-            if division not in seen and division != Division():
+            division = table | Division(arguments=some)
+            if division not in seen:
                 seen.append(division)
                 yield division
 
 
-def _tables(block: nn.Module, reads: frozenset[str | int], sizes: tuple[int, ...], tp_size: int) -> Division:
+def tables_with(
+    block: nn.Module, reads: frozenset[str | int], fused: Mapping[int, tuple[int, ...]], sizes: Sizes, tp_size: int
+) -> Iterator[Division]:
+    """The tables around a group of layers by head and by channel, with some that are fused (:func:`fused_channels`)."""
+    for heads in dict.fromkeys(sizes.by_head(tp_size)):
+        yield _tables(block, reads, {**fused, **{size: (size,) for size in (*heads, sizes.width)}}, tp_size)
+
+
+def fused_channels(
+    block: nn.Module, reads: frozenset[str | int], width: int, division: Division
+) -> dict[int, tuple[int, ...]]:
+    """Of convolutions of each channel by itself, on more than what the rows read: widths of what is fused there.
+
+    That is what is fused in a layer of as many outputs, or else queries, keys and values, of which only the latter are
+    as wide as what the rows read.
+    """
+    known = {sum(part.widths): part.widths for part in division.parts.values()}
+    fused = {}
+    for name, module in block.named_modules():
+        channels = _single_channels(module)
+        if channels > width and f"{name}.weight" in reads:
+            rest = (channels - width) // 2
+            fused[channels] = known.get(channels, (rest, rest, width) if 2 * rest == channels - width else (channels,))
+    return fused
+
+
+def _single_channels(module: nn.Module) -> int:
+    """How many channels a convolution treats each by itself; 0 of any other module."""
+    if isinstance(module, nn.Conv1d | nn.Conv2d) and module.groups == module.in_channels == module.out_channels:
+        return module.groups
+    return 0
+
+
+def _tables(
+    block: nn.Module, reads: frozenset[str | int], wanted: Mapping[int, tuple[int, ...]], tp_size: int
+) -> Division:
+    """Everything with a dimension of a wanted size; of what is fused along it, the widths are wanted's."""
     parts: dict[str, Part] = {}
     attributes: dict[tuple[str, str], int] = {}
     for name, parameter in block.named_parameters():
         owner = name.rpartition(".")[0]
         module = block.get_submodule(owner)
-        dim = next((parameter.shape.index(size) for size in sizes if size in parameter.shape), None)
+        channels = _single_channels(module)
+        dims = parameter.shape[:1] if channels else parameter.shape
+        dim = next((dims.index(size) for size in wanted if size in dims), None)
         if name not in reads or layer_of(module) is not None or dim is None:
             continue
-        parts[name] = Part(dim, (parameter.shape[dim],))
-        if isinstance(module, nn.Conv1d | nn.Conv2d) and module.groups == module.in_channels == module.out_channels:
+        parts[name] = Part(dim, wanted[parameter.shape[dim]])
+        if channels:
             counts = ("groups", "in_channels", "out_channels")
-            attributes |= {(owner, key): module.groups // tp_size for key in counts}
+            attributes |= {(owner, key): channels // tp_size for key in counts}
+    if not all(part.divides(tp_size) for part in parts.values()):
+        return Division()
     return Division(parts=parts, attributes=attributes)
 
 
