@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -7,15 +9,38 @@ from hybridpp.partition.flops import flop_counter
 B, H, S, D = 2, 3, 5, 4  # batch, heads, sequence, head width
 
 
-def counted(function, *shapes):
+def counted(function, *shapes, device="cpu"):
     with FakeTensorMode(), flop_counter() as counter:
-        function(*(torch.empty(shape, dtype=torch.bfloat16) for shape in shapes))
+        function(*(torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes))
     return counter.get_total_flops()
 
 
 def test_attention_on_the_cpu_is_counted():
     shape = (B, H, S, D)
     assert counted(torch.nn.functional.scaled_dot_product_attention, shape, shape, shape) == 4 * B * H * S * S * D
+
+
+def test_attention_with_fewer_heads_of_keys_is_counted_as_with_all():
+    attention = functools.partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
+    assert counted(attention, (B, 2 * H, S, D), (B, H, S, D), (B, H, S, D)) == 4 * B * 2 * H * S * S * D
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("_scaled_dot_product_flash_attention", ()),
+        ("_scaled_dot_product_efficient_attention", (None, True)),
+        ("_scaled_dot_product_cudnn_attention", (None, True)),
+    ],
+)
+def test_attention_on_cuda_is_counted(name, arguments):
+    """Its kernels take fewer heads of keys, too."""
+
+    def attention(query, key, value):
+        return getattr(torch.ops.aten, name)(query, key, value, *arguments)
+
+    shapes = (B, 2 * H, S, D), (B, H, S, D), (B, H, S, D)
+    assert counted(attention, *shapes, device="cuda") == 4 * B * 2 * H * S * S * D
 
 
 @pytest.mark.parametrize(
