@@ -1,5 +1,6 @@
 """fp32 copies of half-precision weights, which the optimizer works on."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
@@ -46,7 +47,12 @@ class MasterWeights:
     @torch.no_grad()
     def to_working(self) -> None:
         """Round the masters into the weights that the model computes with."""
-        working: list[Tensor] = [self._working[name] for name in self.masters]
-        if working:
-            torch._foreach_copy_(working, list(self.masters.values()))
+        # One format at a time: given several, torch launches a kernel for every tensor (pytorch #173383).
+        pairs: defaultdict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+        for name, master in self.masters.items():
+            targets, sources = pairs[self._working[name].dtype]
+            targets.append(self._working[name])
+            sources.append(master)
+        for targets, sources in pairs.values():
+            torch._foreach_copy_(targets, sources)
         self._note_versions()

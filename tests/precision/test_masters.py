@@ -44,6 +44,27 @@ def test_masters_keep_what_the_working_weights_round(dtype):
         assert torch.equal(parameter, (before[name] + step).to(dtype))
 
 
+def test_weights_of_several_formats_are_rounded_one_format_at_a_time(monkeypatch):
+    """A model with modules in fp32; torch's CUDA kernel wants targets of one format."""
+    net = model()
+    weights = MasterWeights(dict(net.named_parameters()))
+    net[0].half()
+    formats, copy = [], torch._foreach_copy_
+
+    def noted(targets, sources):
+        formats.append({target.dtype for target in targets})
+        copy(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", noted)
+    with torch.no_grad():
+        for master in weights.masters.values():
+            master.add_(0.125)
+    weights.to_working()
+    assert formats == [{torch.float16}, {torch.float32}]
+    for name, parameter in net.named_parameters():
+        assert torch.equal(parameter, weights.masters[name].to(parameter.dtype))
+
+
 def test_no_masters_is_fine():
     weights = MasterWeights({})
     weights.to_working()
