@@ -151,10 +151,17 @@ def split_batch(
     if isinstance(batch, dict) and batch.get(TOTAL_KEY) is not None:
         total, shares = float(batch[TOTAL_KEY]), [1.0] * len(sizes)
     else:
-        items = [float(num_items(part)) for part in inputs] if num_items else [float(size) for size in sizes]
+        items = _numbers([num_items(part) for part in inputs]) if num_items else [float(size) for size in sizes]
         total = sum(items)
         shares = [count / total if total else 0.0 for count in items]
     return SplitBatch(tuple(map(Microbatch, inputs, sizes, shares)), total, batch)
+
+
+def _numbers(values: list[Any]) -> list[float]:
+    """As floats; tensors are read together, so that the host waits for their device once."""
+    if all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
+        values = torch.stack([value.detach().reshape(()) for value in values]).tolist()
+    return list(map(float, values))
 
 
 def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -26,7 +26,7 @@ class Report:
         status: ready, out of data, or failed.
         num_items: what the loss of its batch is a mean over.
         num_microbatches: parts of its batch.
-        digest: of its batch; equal on ranks that hold the same one.
+        digest: of its batch; equal on ranks that hold the same one. 0 where no two ranks must.
         training: 1 where gradients are wanted.
     """
 
@@ -58,7 +58,7 @@ def agree(
 
     Args:
         control: all ranks of the world.
-        pipelines: the ranks that must hold the same batch, group by group.
+        pipelines: the ranks that must hold the same batch, group by group; where each is one rank, none is looked at.
         training: whether this rank wants gradients.
         prepare: reads and splits this rank's batch.
 
@@ -75,7 +75,8 @@ def agree(
     failure: BaseException | None = None
     try:
         batch = prepare()
-        digest = float(_digest(batch.whole))
+        is_shared = any(len(ranks) > 1 for ranks in pipelines)
+        digest = float(_digest(batch.whole)) if is_shared else 0.0
         mine = Report(_READY, batch.num_items, float(len(batch.microbatches)), digest, float(training))
     except StopIteration as error:
         failure, mine = error, Report(_EXHAUSTED)
@@ -125,21 +126,34 @@ def _ranks(ranks: list[int] | tuple[int, ...]) -> str:
 
 
 def _digest(inputs: Any) -> int:
-    total = 0
+    texts, tensors = [], []
     for leaf in pytree.tree_leaves(inputs):
         if isinstance(leaf, Tensor):
-            total = zlib.crc32(f"{tuple(leaf.shape)} {leaf.dtype}".encode(), total)
-            total = zlib.crc32(_some_bytes(leaf), total)
+            texts.append(f"{tuple(leaf.shape)} {leaf.dtype}")
+            tensors.append(_some_bytes(leaf))
         else:
             # Other objects have no text of their own that all processes agree on.
-            text = repr(leaf) if isinstance(leaf, str | int | float | None) else type(leaf).__qualname__
-            total = zlib.crc32(text.encode(), total)
+            texts.append(repr(leaf) if isinstance(leaf, str | int | float | None) else type(leaf).__qualname__)
+    total = zlib.crc32(repr(texts).encode())
+    for tensor in _on_host(tensors):
+        total = zlib.crc32(tensor.numpy().tobytes(), total)
     return total
 
 
-def _some_bytes(tensor: Tensor) -> bytes:
+def _some_bytes(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     # Odd, so that it does not keep to some columns of a tensor whose rows are a power of two long.
     step = -(-flat.numel() // _MAX_COMPARED) | 1
     # numpy knows no bfloat16, so the numbers are read as bytes.
-    return flat[::step].contiguous().cpu().view(torch.uint8).numpy().tobytes()
+    return flat[::step].contiguous().view(torch.uint8)
+
+
+def _on_host(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors, of one dimension each, in host memory; the host waits for a device once, not for every tensor."""
+    moved = list(tensors)
+    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
+        places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
+        joined = torch.cat([tensors[place] for place in places]).cpu()
+        for place, part in zip(places, torch.split(joined, [len(tensors[place]) for place in places]), strict=True):
+            moved[place] = part
+    return moved

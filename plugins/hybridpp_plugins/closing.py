@@ -63,9 +63,15 @@ def close_step(
     if optimizer:
         optimizer.take_norms([row[2:] for row in rows])
     ends = [layout.rank_of(replica, last_place) for replica in range(layout.grid.dp_size)]
-    heads = {rank: rows[rank][:2].tolist() for rank in ends}
-    bad = next((BadLoss(value, int(place), rank) for rank, (value, place) in heads.items() if place >= 0), None)
-    return Closing(heads[ends[layout.here.dp]][0], bad)
+    losses_at = [_mean_loss_at(rows[rank]) for rank in ends]
+    bad = (BadLoss(value, place, rank) for rank, (value, place) in zip(ends, losses_at, strict=True) if place >= 0)
+    return Closing(losses_at[layout.here.dp][0], next(bad, None))
+
+
+def _mean_loss_at(row: Tensor) -> tuple[float, int]:
+    """What :func:`_mean_loss` gave on the rank whose message it is."""
+    value, place = row[:2].tolist()
+    return value, int(place)
 
 
 def _joined(losses: Tensor, parts: Tensor) -> Tensor:

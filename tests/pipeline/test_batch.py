@@ -3,9 +3,23 @@ from collections import UserDict, namedtuple
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from hybridpp.errors import DataError
 from hybridpp.pipeline import call_arguments, num_samples, plain, split_batch
+
+
+class HostReads(TorchFunctionMode):
+    """Notes what takes numbers from tensors to the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if (name := getattr(function, "__name__", "")) in {"item", "tolist", "__float__", "__int__", "__bool__", "cpu"}:
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
 
 
 def refused(text):
@@ -65,6 +79,14 @@ def test_a_batch_in_which_nothing_counts_has_no_shares():
     batch = split(torch.zeros(4), count=2, num_items=lambda inputs: 0)
     assert [microbatch.share for microbatch in batch.microbatches] == [0, 0]
     assert batch.num_items == 0
+
+
+def test_counts_in_tensors_are_read_together():
+    """Each read would wait for the device."""
+    with HostReads() as reads:
+        batch = split({"labels": torch.tensor([1, -100, 2])}, size=1, num_items=lambda x: (x["labels"] != -100).sum(0))
+    assert [microbatch.share for microbatch in batch.microbatches] == [0.5, 0, 0.5]
+    assert reads.names == ["tolist"]
 
 
 @pytest.mark.parametrize("total", [7, torch.tensor(7)])

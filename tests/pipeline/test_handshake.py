@@ -120,6 +120,38 @@ def test_batches_of_every_kind_are_compared(leaf):
     assert len({report.digest for _, reports in results for report in reports}) == 1
 
 
+class OnDevice(torch.Tensor):
+    """A tensor that is not in host memory, as far as anyone can tell; notes how often it is fetched."""
+
+    fetches = 0
+    is_cpu = False
+
+    def cpu(self):
+        OnDevice.fetches += 1
+        return self.as_subclass(torch.Tensor)
+
+
+def test_a_batch_on_a_device_is_fetched_at_once(monkeypatch):
+    monkeypatch.setattr(OnDevice, "fetches", 0)
+    leaves = torch.rand(4, 5000), torch.rand(4), torch.tensor(3)
+    away = [leaf.as_subclass(OnDevice) for leaf in leaves[:2]]
+    results = outcomes([batch_of(*leaves)] * 2 + [batch_of(*away, leaves[2])] * 2)
+    assert len({report.digest for _, reports in results for report in reports}) == 1
+    assert OnDevice.fetches == 2, "once on each of two ranks"
+
+
+def test_a_batch_that_no_other_rank_must_hold_is_not_looked_at():
+    """Meta tensors have nothing to look at."""
+
+    def run():
+        world = current_world()
+        return agree(world.control(), ((0,), (1,)), True, batch_of(torch.ones(4, device="meta")))
+
+    for batch, reports in Loopback(2).run(run):
+        assert batch.num_items == 4
+        assert [report.digest for report in reports] == [0, 0]
+
+
 def test_some_ranks_train_and_some_do_not():
     text = (
         "all ranks must train, or none: gradients are enabled on ranks 1, 2 only. "

@@ -13,9 +13,9 @@ from hybridpp.cluster import Loopback
 _READS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "cpu", "nonzero"}
 # These read batches, or messages of the control group: both are in host memory on every machine.
 _HOST_ONLY = {
-    "handshake.py:_some_bytes",
-    "handshake.py:<listcomp>",
-    "closing.py:<dictcomp>",
+    "handshake.py:agree",
+    "handshake.py:_digest",
+    "closing.py:_mean_loss_at",
     "agreed_norm.py:total",
     "agreed_norm.py:<genexpr>",
     "optimizer.py:<genexpr>",
@@ -32,7 +32,8 @@ class Reads(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__name__", "") in _READS:
             frame = sys._getframe(1)
-            while "/hybridpp" not in frame.f_code.co_filename:
+            # Since Python 3.12, list comprehensions have no frame.
+            while "/hybridpp" not in frame.f_code.co_filename or frame.f_code.co_name == "<listcomp>":
                 frame = frame.f_back
             place = f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"
             if place not in _HOST_ONLY:
