@@ -6,23 +6,102 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridpp.cluster.neighbours import Neighbours, Sum, added, connect
 from hybridpp.cluster.world import Work
 
+# Larger sums and gathers go through gloo, which divides them among the ranks, and goes on by itself.
+_MAX_EXCHANGED_BYTES = 2**21
 
-class _Staged:
-    """A communication on a host copy, for a backend that cannot reach device memory."""
 
-    def __init__(self, work: dist.Work, host: Tensor, device: Tensor | None):
-        self._work, self._host, self._device = work, host, device
+class TorchGroup:
+    """A ``torch.distributed`` process group as a :class:`~hybridpp.cluster.world.Group`.
 
-    def wait(self) -> None:
-        self._work.wait()
-        if self._device is not None:
-            self._device.copy_(self._host)
+    Where all ranks are on one host and its backend is gloo, messages and small collectives go through shared memory.
+
+    Collective: every rank of the group must make it.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup):
+        self.process_group = process_group
+        self.ranks = tuple(dist.get_process_group_ranks(process_group))
+        self.rank = dist.get_rank(process_group)
+        self.size = len(self.ranks)
+        self._host_only = dist.get_backend(process_group) == "gloo"
+        self._neighbours = connect(process_group) if self._host_only else None
+
+    def _staged(self, tensor: Tensor) -> bool:
+        return self._host_only and tensor.device.type != "cpu"
+
+    def _exchanging(self, num_bytes: int) -> Neighbours | None:
+        """Whom to exchange so much with; by what all ranks agree on alone: one that chose otherwise would hang."""
+        return self._neighbours if num_bytes * (self.size - 1) <= _MAX_EXCHANGED_BYTES else None
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        host = tensor.cpu() if self._staged(tensor) else tensor
+        neighbours = self._exchanging(host.nbytes)
+        work: Work
+        if neighbours is not None:
+            work = Sum(neighbours.exchange([host] * self.size, host.shape), host)
+        else:
+            work = _started(dist.all_reduce(host, group=self.process_group, async_op=True))
+        return work if host is tensor else _Staged(work, host, tensor)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        source = tensor.cpu() if self._staged(tensor) else tensor
+        neighbours = self._exchanging(source.nbytes)
+        if neighbours is not None:
+            parts = neighbours.exchange([source] * self.size, source.shape).wait()
+            # A copy of its own: who asked may write to either.
+            parts[self.rank] = source.clone()
+        else:
+            parts = [torch.empty_like(source) for _ in self.ranks]
+            dist.all_gather(parts, source, group=self.process_group)
+        return [part.to(tensor.device) for part in parts]
+
+    def all_gather_along(self, tensor: Tensor, dim: int) -> Tensor:
+        return torch.cat(self.all_gather(tensor.contiguous()), dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        parts = [part.contiguous() for part in tensor.chunk(self.size, dim)]
+        if not self._host_only:
+            mine = torch.empty_like(parts[self.rank])
+            dist.reduce_scatter(mine, parts, group=self.process_group)
+            return mine
+        parts = [part.cpu() for part in parts]
+        neighbours = self._exchanging(parts[0].nbytes)
+        if neighbours is not None:
+            summands = neighbours.exchange(parts, parts[0].shape).wait()
+        else:
+            # gloo's own takes twice the time: it sums everything everywhere first. As bytes: it does not know every
+            # format.
+            source = torch.stack(parts)
+            target = torch.empty_like(source)
+            to, of = (each.flatten().view(torch.uint8) for each in (target, source))
+            dist.all_to_all_single(to, of, group=self.process_group)
+            summands = list(target)
+        return added(summands).to(tensor.device)
+
+    def send(self, tensor: Tensor, peer: int) -> Work:
+        host = tensor.cpu() if self._staged(tensor) else tensor
+        if self._neighbours is not None:
+            return self._neighbours.link(peer).send(host)
+        work = _started(dist.isend(host, group=self.process_group, group_dst=peer))
+        return work if host is tensor else _Staged(work, host, None)
+
+    def receive(self, tensor: Tensor, peer: int) -> Work:
+        host = tensor
+        if self._staged(tensor):
+            # Pinned, so that the copy to the device need not be staged a second time by the driver.
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        if self._neighbours is not None:
+            work: Work = self._neighbours.link(peer).receive(host)
+        else:
+            work = _started(dist.irecv(host, group=self.process_group, group_src=peer))
+        return work if host is tensor else _Staged(work, host, tensor)
 
 
 class _Direct:
-    """A communication that uses the tensor itself."""
+    """A communication of torch."""
 
     def __init__(self, work: dist.Work):
         self._work = work
@@ -31,90 +110,21 @@ class _Direct:
         self._work.wait()
 
 
-class _Exchanged:
-    """A sum over two ranks of host memory: each sends the other what it has.
+class _Staged:
+    """A communication on a host copy, for a backend that cannot reach device memory."""
 
-    gloo's own all-reduce takes longer for the few hundred kilobytes of an activation. Both ranks add the same two
-    numbers.
-    """
-
-    def __init__(self, tensor: Tensor, process_group: dist.ProcessGroup, other: int):
-        self._tensor, self._received = tensor, torch.empty_like(tensor)
-        self._sent = _work(dist.isend(tensor, group=process_group, group_dst=other))
-        self._arrived = _work(dist.irecv(self._received, group=process_group, group_src=other))
+    def __init__(self, work: Work, host: Tensor, device: Tensor | None):
+        self._work, self._host, self._device = work, host, device
 
     def wait(self) -> None:
-        self._arrived.wait()
-        self._sent.wait()
-        self._tensor.add_(self._received)
+        self._work.wait()
+        if self._device is not None:
+            self._device.copy_(self._host)
 
 
-# Above it, a sum takes its time to copy, and should go on by itself.
-_EXCHANGED_BYTES = 2**21
-
-
-class TorchGroup:
-    """A ``torch.distributed`` process group as a :class:`~hybridpp.cluster.world.Group`."""
-
-    def __init__(self, process_group: dist.ProcessGroup):
-        self.process_group = process_group
-        self.ranks = tuple(dist.get_process_group_ranks(process_group))
-        self.rank = dist.get_rank(process_group)
-        self.size = len(self.ranks)
-        self._host_only = dist.get_backend(process_group) == "gloo"
-
-    def _staged(self, tensor: Tensor) -> bool:
-        return self._host_only and tensor.device.type != "cpu"
-
-    def all_reduce(self, tensor: Tensor) -> Work:
-        if self._staged(tensor):
-            host = tensor.cpu()
-            return _Staged(_work(dist.all_reduce(host, group=self.process_group, async_op=True)), host, tensor)
-        # By what the ranks agree on alone: one that chose otherwise would wait for ever.
-        if self._host_only and self.size == 2 and tensor.nbytes <= _EXCHANGED_BYTES:
-            return _Exchanged(tensor, self.process_group, 1 - self.rank)
-        return _Direct(_work(dist.all_reduce(tensor, group=self.process_group, async_op=True)))
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        source = tensor.cpu() if self._staged(tensor) else tensor
-        parts = [torch.empty_like(source) for _ in self.ranks]
-        dist.all_gather(parts, source, group=self.process_group)
-        return [part.to(tensor.device) for part in parts]
-
-    def all_gather_along(self, tensor: Tensor, dim: int) -> Tensor:
-        return torch.cat(self.all_gather(tensor.contiguous()), dim)
-
-    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        if self._host_only:
-            # gloo's own takes twice the time: it sums everything everywhere first.
-            summands = torch.stack(tensor.chunk(self.size, dim)).cpu()
-            mine = torch.empty_like(summands)
-            # As bytes: it does not know every format.
-            source, target = (each.flatten().view(torch.uint8) for each in (summands, mine))
-            dist.all_to_all_single(target, source, group=self.process_group)
-            return mine.sum(0).to(tensor.device)
-        parts = [part.contiguous() for part in tensor.chunk(self.size, dim)]
-        mine = torch.empty_like(parts[self.rank])
-        dist.reduce_scatter(mine, parts, group=self.process_group)
-        return mine
-
-    def send(self, tensor: Tensor, peer: int) -> Work:
-        if self._staged(tensor):
-            host = tensor.cpu()
-            return _Staged(_work(dist.isend(host, group=self.process_group, group_dst=peer)), host, None)
-        return _Direct(_work(dist.isend(tensor, group=self.process_group, group_dst=peer)))
-
-    def receive(self, tensor: Tensor, peer: int) -> Work:
-        if self._staged(tensor):
-            # Pinned, so that the copy to the device need not be staged a second time by the driver.
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            return _Staged(_work(dist.irecv(host, group=self.process_group, group_src=peer)), host, tensor)
-        return _Direct(_work(dist.irecv(tensor, group=self.process_group, group_src=peer)))
-
-
-def _work(work: dist.Work | None) -> dist.Work:
+def _started(work: dist.Work | None) -> Work:
     assert work is not None, "this rank is a member of the group it communicates in"
-    return work
+    return _Direct(work)
 
 
 class TorchWorld:
