@@ -7,7 +7,8 @@ import sys
 import tomllib
 
 import pytest
-from support import ROOT, run_script
+from processes import run_script
+from support import ROOT
 from transformers import ViTConfig, ViTForImageClassification
 
 from hybridpp import Booster

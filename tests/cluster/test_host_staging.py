@@ -1,7 +1,7 @@
 """Device memory over a backend that only knows host memory; the CPU plays the device."""
 
 import torch
-from support import run_ranks
+from processes import run_ranks
 
 from hybridpp.cluster import current_world
 

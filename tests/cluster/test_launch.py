@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from support import run_ranks
+from processes import run_ranks
 
 from hybridpp import DistCoordinator, launch, launch_from_torch
 from hybridpp.errors import ConfigError, LaunchError

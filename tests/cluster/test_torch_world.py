@@ -1,7 +1,7 @@
 import time
 
 import torch
-from support import run_ranks
+from processes import run_ranks
 
 from hybridpp.cluster import DistCoordinator, Loopback, current_world
 

@@ -4,7 +4,8 @@ import importlib
 import re
 
 import pytest
-from support import ROOT, run_script, torchrun
+from processes import run_script, torchrun
+from support import ROOT
 
 SCRIPT = ROOT / "examples/vit/train.py"
 

@@ -6,7 +6,8 @@ import warnings
 import pytest
 import torch
 from hybridpp_plugins.sample import find_samples
-from support import ROOT, assert_same, boosted, image_batch, model_loss, sgd, tiny_vit, torchrun, train
+from processes import torchrun
+from support import ROOT, assert_same, boosted, image_batch, model_loss, sgd, tiny_vit, train
 from torch.utils.data import DataLoader
 
 pytestmark = [

@@ -5,7 +5,8 @@ import functools
 import pytest
 import torch
 from divided_models import GPT2, LLAMA, SIZES, gpt2, llama, token_batch
-from support import assert_near, boosted, model_loss, run_ranks, sgd, train
+from processes import run_ranks
+from support import assert_near, boosted, model_loss, sgd, train
 from torch.nn import functional
 from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from divided_models import VIT, token_batch
+from spoiling import Through, spoilt
 from support import assert_same, boosted, image_batch, replica_part, sgd, tiny_vit
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM
@@ -13,21 +14,6 @@ from transformers import BertConfig, BertForMaskedLM
 from hybridpp.cluster import Loopback, current_world
 
 BATCH = image_batch(4)
-
-
-class Through(torch.autograd.Function):
-    """Puts a value into the gradient on its way back."""
-
-    @staticmethod
-    def forward(ctx, x, value):
-        ctx.value = value
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        spoilt = gradient.clone()
-        spoilt.view(-1)[0] = ctx.value
-        return spoilt, None
 
 
 def spoil_output(module, value):
@@ -40,7 +26,9 @@ def spoil_output(module, value):
 
 
 def spoil_input_gradient(module, value):
-    return module.register_forward_pre_hook(lambda module, args: (Through.apply(args[0], value), *args[1:]))
+    return module.register_forward_pre_hook(
+        lambda module, args: (Through.apply(args[0], lambda gradient: spoilt(gradient, value)), *args[1:])
+    )
 
 
 def spoil_parameter(parameter, value):

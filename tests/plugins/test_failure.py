@@ -2,7 +2,8 @@
 
 import time
 
-from support import ROOT, torchrun
+from processes import torchrun
+from support import ROOT
 
 
 def test_a_rank_that_raises_ends_the_job_within_30_seconds_with_its_traceback_first():

@@ -5,7 +5,8 @@ import torch
 from divided_models import SIZES, bloom, gpt2, mixtral, token_batch
 from hybridpp_plugins.inferring import inferred_plan
 from hybridpp_plugins.sample import find_samples
-from support import assert_near, boosted, image_batch, model_loss, run_ranks, sgd, tiny_vit, whole_over_tp
+from processes import run_ranks
+from support import assert_near, boosted, image_batch, model_loss, sgd, tiny_vit, whole_over_tp
 from torch import nn
 from transformers import (
     BertConfig,

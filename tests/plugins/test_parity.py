@@ -4,7 +4,8 @@ import functools
 
 import pytest
 import torch
-from support import assert_near, assert_same, image_batch, run_ranks, tiny_vit, train
+from processes import run_ranks
+from support import assert_near, assert_same, image_batch, tiny_vit, train
 
 NUM_STEPS = 5
 BATCHES = [image_batch(12, seed) for seed in range(NUM_STEPS)]

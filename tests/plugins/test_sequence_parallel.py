@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from divided_models import MODELS, VIT, falcon, mixtral, t5, token_batch
+from processes import run_ranks
 from sequence_models import SHARDS, Block, Net, assert_equal, images, sequences, squares, vit
 from support import (
     assert_near,
@@ -14,7 +15,6 @@ from support import (
     gradients_of,
     image_batch,
     model_loss,
-    run_ranks,
     sgd,
     tiny_vit,
     train,

@@ -6,7 +6,8 @@ import functools
 import pytest
 import torch
 from divided_models import MODELS, VIT, qwen3, token_batch
-from support import assert_near, boosted, image_batch, model_loss, run_ranks, sgd, tiny_vit, train, whole_over_tp
+from processes import run_ranks
+from support import assert_near, boosted, image_batch, model_loss, sgd, tiny_vit, train, whole_over_tp
 from torch import nn
 
 from hybridpp.cluster import Loopback, current_world

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from divided_models import token_batch
-from sequence_models import squares
+from sequence_models import Block, Net, squares
 from support import assert_near, assert_same, image_batch, train
 from torch import nn
 from torch.nn import functional
@@ -24,38 +24,13 @@ from transformers import (
 PLAN = {"*.up": "column", "*.down": "row"}
 
 
-class Block(nn.Module):
-    """A block that drops numbers of whole activations and, inside, of divided ones."""
-
-    def __init__(self, outside, inside):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.outside, self.inside = outside, inside
-
-    def forward(self, x):
-        inner = functional.dropout(self.up(x), self.inside, self.training)
-        return x + functional.dropout(self.down(inner), self.outside, self.training)
-
-
-class Net(nn.Module):
-    def __init__(self, outside, inside):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([Block(outside, inside) for _ in range(4)])
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 BATCHES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
 
 
 def run(outside, inside, **layout):
     plan = {} if layout.get("tp_size", 1) == 1 else {"tensor_parallel_plan": PLAN}
     options = {"criterion": squares, "num_microbatches": 2, **plan, **layout}
-    return train(lambda: Net(outside, inside), BATCHES, **options)
+    return train(lambda: Net(lambda: Block(outside, inside)), BATCHES, **options)
 
 
 def test_whole_activations_draw_the_mask_of_one_process():
@@ -91,13 +66,15 @@ def test_divided_activations_draw_masks_of_their_own():
             masks.append((self.up.weight.shape[0], (ones > 0).flatten().tolist()))
             return self.down(ones) + x
 
-    class Single(Net):
-        def __init__(self):
-            super().__init__(0.0, 0.0)
-            self.blocks = nn.ModuleList([Seen(0.0, 0.0)])
-
     masks = []
-    train(Single, BATCHES[:1], criterion=squares, tp_size=2, num_microbatches=1, tensor_parallel_plan=PLAN)
+    train(
+        lambda: Net(Seen, num_blocks=1),
+        BATCHES[:1],
+        criterion=squares,
+        tp_size=2,
+        num_microbatches=1,
+        tensor_parallel_plan=PLAN,
+    )
     (width, first), (_, second) = masks
     assert width == 8
     assert first != second
@@ -199,7 +176,7 @@ class Checkpointing(Block):
 def test_what_a_block_checkpoints_itself_draws_the_same_numbers_again(tp_size):
     def run_of(kind):
         def make():
-            model = Net(0.3, 0.3)
+            model = Net(lambda: Block(0.3, 0.3))
             for block in model.blocks:
                 block.__class__ = kind
             return model

@@ -1,6 +1,7 @@
 """The training loop that people bring along works with this library's imports."""
 
-from support import ROOT, run_script
+from processes import run_script
+from support import ROOT
 
 
 def test_the_tutorials_loop_learns_on_two_stages_and_two_replicas():

@@ -1,14 +1,11 @@
 """Collectives and the gradients that flow back through them, against the same sums in one process."""
 
 import torch
+from support import on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.tensor_parallel.collectives import copy_to_ranks, gather_from_ranks, sum_over_ranks
-
-
-def on_ranks(size, run):
-    return Loopback(size).run(lambda: run(current_world().split([list(range(size))])))
 
 
 def test_gradients_of_a_copied_activation_are_summed():

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from support import on_ranks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -18,10 +19,6 @@ PARTS = {
     "fused": (2, Part(-1, (6, 2))),
     "shared by two": (4, Part(-1, (WIDTH,), (2,))),
 }
-
-
-def on_ranks(size, run):
-    return Loopback(size).run(lambda: run(current_world().split([list(range(size))])))
 
 
 class Gated(nn.Module):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridpp.cluster import Loopback, current_world
@@ -20,10 +21,6 @@ CASES = [(4, 2), (5, 2), (7, 3), (65, 4), (2, 3)]  # places, ranks
 def whole(length, requires_grad=False):
     x = torch.randn(2, length, 3, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
     return x.requires_grad_(requires_grad)
-
-
-def on_ranks(size, run):
-    return Loopback(size).run(lambda: run(current_world().split([list(range(size))])))
 
 
 @pytest.mark.parametrize(("length", "size"), CASES)

@@ -1,0 +1,148 @@
+"""Ranks as processes: forked ones for functions and scripts, and torchrun as users call it."""
+
+import io
+import multiprocessing
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from support import ROOT
+
+from hybridpp import launch
+
+
+class RankFailed(Exception):
+    """A rank of :func:`run_ranks` raised, died or took too long."""
+
+
+def run_ranks(function: Callable[[], Any], num_ranks: int, timeout_s: float = 60.0) -> list[Any]:
+    """Call ``function`` on ranks that are forked gloo processes; the results, in rank order.
+
+    Raises:
+        RankFailed: with the traceback of the first rank that failed, or on a hang.
+    """
+    context = multiprocessing.get_context("fork")
+    port = _free_port()
+    ranks = []
+    for rank in range(num_ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(function, rank, num_ranks, port, theirs))
+        process.start()
+        theirs.close()
+        ranks.append((process, ours))
+    try:
+        return [_result(rank, pipe, timeout_s) for rank, (_, pipe) in enumerate(ranks)]
+    finally:
+        for process, _ in ranks:
+            process.kill()
+            process.join()
+
+
+def _rank(function: Callable[[], Any], rank: int, num_ranks: int, port: int, pipe: Connection) -> None:
+    _after_fork()
+    try:
+        launch(rank, num_ranks, "127.0.0.1", port, backend="gloo", timeout_s=30)
+        buffer = io.BytesIO()
+        torch.save(function(), buffer)
+        pipe.send((True, buffer.getvalue()))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _after_fork() -> None:
+    # A forked child hangs in OpenMP if the parent used it, unless it says first that it needs one thread.
+    torch.set_num_threads(1)
+    # Nor can a forked child use CUDA, where the parent did.
+    torch.cuda.is_available = lambda: False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _result(rank: int, pipe: Connection, timeout_s: float) -> Any:
+    try:
+        if not pipe.poll(timeout_s):
+            raise RankFailed(f"rank {rank} gave no result within {timeout_s} s")
+        done, value = pipe.recv()
+    except EOFError:
+        raise RankFailed(f"rank {rank} died") from None
+    if not done:
+        raise RankFailed(f"rank {rank} raised:\n{value}")
+    return torch.load(io.BytesIO(value), weights_only=False)
+
+
+def run_script(
+    num_ranks: int, script: Path, *arguments: str, timeout_s: float = 100.0, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Run a script as :func:`torchrun` does, on ranks that are forked, for where their start is not the point.
+
+    A fork has imported what takes a new interpreter 6 s. A warning ends its rank, as it ends a test.
+    """
+    context = multiprocessing.get_context("fork")
+    job = os.environ | {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    command = [str(script), *arguments]
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        ranks = []
+        for rank in range(num_ranks):
+            environment = job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            files = (stdout.fileno(), stderr.fileno())
+            ranks.append(context.Process(target=_script, args=(command, environment, cwd, *files)))
+            ranks[-1].start()
+        try:
+            deadline = time.monotonic() + timeout_s
+            # The first that fails ends the job: the others may wait for it.
+            while (running := [rank for rank in ranks if rank.is_alive()]) and not any(rank.exitcode for rank in ranks):
+                if not wait([rank.sentinel for rank in running], deadline - time.monotonic()):
+                    raise RankFailed(f"{script} took longer than {timeout_s} s")
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+        for file in (stdout, stderr):
+            file.seek(0)
+        codes = {abs(process.exitcode or 0) for process in ranks}
+        return subprocess.CompletedProcess(command, max(codes), stdout.read(), stderr.read())
+
+
+def _script(command: list[str], environment: dict[str, str], cwd: Path, stdout: int, stderr: int) -> None:
+    _after_fork()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    sys.stdout, sys.stderr = open(stdout, "a", buffering=1), open(stderr, "a", buffering=1)  # noqa: SIM115
+    sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).parent))
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def torchrun(
+    num_ranks: int, script: Path, *arguments: str, timeout_s: float = 100.0, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Run a script as users do, from a checkout that is not installed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "plugins", "tests"))
+    return subprocess.run(
+        [*command, str(script), *arguments],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=cwd,
+    )
