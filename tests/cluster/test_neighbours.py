@@ -4,7 +4,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from support import run_ranks
+from processes import run_ranks
 
 from hybridpp.cluster import current_world, neighbours
 
