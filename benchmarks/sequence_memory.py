@@ -16,7 +16,7 @@ import torch
 from tensor_parallel import PLAN as VIT
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from tp_memory import LLAMA, MIB, Batch, Live, llama, tokens
+from tp_memory import LLAMA, MIB, Batch, Case, Live, llama, tokens
 from vit import make_batch, make_vit
 
 from hybridpp import Booster, HybridParallelPlugin
@@ -102,13 +102,10 @@ def kept(
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    models: dict[str, tuple[Callable[[], nn.Module], Batch, dict[str, str] | None]] = {
+    words, make_llama = tokens(64, 2, 128), functools.partial(llama, 64, 256, 6)
+    models: dict[str, Case] = {
         "ViT, hidden 256, 6 layers, 4 x 65 tokens": (functools.partial(make_vit, 256, 6), make_batch(4), VIT),
-        "Llama, hidden 256, 6 layers, 2 x 128 tokens": (
-            functools.partial(llama, 64, 256, 6),
-            tokens(64, 2, 128),
-            BLOCKS,
-        ),
+        "Llama, hidden 256, 6 layers, 2 x 128 tokens": (make_llama, words, BLOCKS),
     }
     print("| model | tp | sequences | kept (MiB) | of one process | recomputing (MiB) | of one process |")
     print("|---|--:|---|--:|--:|--:|--:|", flush=True)

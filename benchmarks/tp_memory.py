@@ -47,6 +47,10 @@ GPT2 = {
 }
 Batch = dict[str, Tensor]
 Criterion = Callable[[Any, Any], Tensor]
+# What makes a model, a batch, and the plan by which it is divided.
+Case = tuple[Callable[[], nn.Module], Batch, dict[str, str] | None]
+# A parameter is one, too: what a function makes of its memory is a view.
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def llama(vocab: int, hidden: int, num_layers: int) -> LlamaForCausalLM:
@@ -128,7 +132,7 @@ class Live(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is Tensor}
+        known = {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) in _PLAIN}
         result = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
             if type(leaf) is Tensor and leaf.untyped_storage()._cdata not in known | self._known:
@@ -180,14 +184,11 @@ def peak(vocab: int, tp_size: int, criterion: Criterion) -> float:
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    models: dict[str, tuple[Callable[[], nn.Module], Batch, dict[str, str] | None]] = {
+    words = tokens(8000, 2, 32)
+    models: dict[str, Case] = {
         "ViT, hidden 384, 12 layers": (functools.partial(make_vit, 384), make_batch(2), None),
-        "GPT-2, hidden 256, 6 layers, vocabulary 8000": (gpt2, tokens(8000, 2, 32), GPT2),
-        "Llama, hidden 256, 6 layers, vocabulary 8000": (
-            functools.partial(llama, 8000, 256, 6),
-            tokens(8000, 2, 32),
-            LLAMA,
-        ),
+        "GPT-2, hidden 256, 6 layers, vocabulary 8000": (gpt2, words, GPT2),
+        "Llama, hidden 256, 6 layers, vocabulary 8000": (functools.partial(llama, 8000, 256, 6), words, LLAMA),
     }
     print("| model | tp | weights (MiB) | gradients | Adam's state | together | of one process | without filling |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|", flush=True)

@@ -54,11 +54,7 @@ def vocab_parallel_cross_entropy(
         ConfigError: ``reduction`` or ``label_smoothing`` is none of torch's.
         RuntimeError: a target is no class of the vocabulary (on a device: when it is waited for).
     """
-    if reduction not in get_args(Reduction) or not 0 <= label_smoothing <= 1:
-        raise ConfigError(
-            "cross-entropy takes a reduction of mean, sum or none and label_smoothing from 0 to 1: got "
-            f"reduction={reduction!r}, label_smoothing={label_smoothing}."
-        )
+    _check_options(reduction, label_smoothing)
     ignored = target == ignore_index
     # Unlike `if not …: raise`, this does not wait for a device.
     torch._assert_async(
@@ -74,6 +70,14 @@ def vocab_parallel_cross_entropy(
     elif reduction == "sum":
         losses = losses.sum()
     return losses.to(local_logits.dtype)
+
+
+def _check_options(reduction: str, label_smoothing: float) -> None:
+    if reduction not in get_args(Reduction) or not 0 <= label_smoothing <= 1:
+        raise ConfigError(
+            "cross-entropy takes a reduction of mean, sum or none and label_smoothing from 0 to 1: got "
+            f"reduction={reduction!r}, label_smoothing={label_smoothing}."
+        )
 
 
 class _Losses(torch.autograd.Function):
