@@ -2,14 +2,15 @@
 
 from argparse import ArgumentParser, Namespace
 from functools import partial
+from statistics import fmean, quantiles
 
 from hybridpp.cli.columns import table
 from hybridpp.cli.files import read, write
 from hybridpp.cli.numbers import per_stage
 from hybridpp.cli.plans import add_sizes, programs_of
 from hybridpp.errors import ConfigError
-from hybridpp.schedule import SCHEDULES, placement
-from hybridpp.simulate import Costs, Simulation, simulate
+from hybridpp.schedule import SCHEDULES, Programs, placement
+from hybridpp.simulate import Costs, Simulation, simulate, simulate_draws
 from hybridpp.timeline import Timeline, draw, save_trace
 
 _COSTS = {
@@ -18,6 +19,7 @@ _COSTS = {
     "weight_gradient_ms": "time of W, the second half of a backward (default: 1)",
     "backward_ms": "time of a whole backward (default: I and W together)",
     "send_ms": "time of a message between ranks (default: 0)",
+    "post_ms": "time that a rank itself spends on each message (default: 0)",
     "activation_bytes": "what a stage holds from its forward to its backward (default: not counted)",
     "weight_gradient_bytes": "what a stage holds from I to W (default: not counted)",
 }
@@ -47,6 +49,8 @@ def run(arguments: Namespace) -> str:
     measured = None if arguments.measured is None else Timeline.from_json(read(arguments.measured))
     simulation = simulate(programs, _costs(arguments, len(placement(programs)), measured))
     lines = [_table(simulation)]
+    if measured is not None:
+        lines += _expected(programs, measured)
     if arguments.draw is not None:
         timelines = {"measured": measured} if measured else {}
         lines.append(write(arguments.draw, partial(draw, {**timelines, arguments.schedule: simulation.timeline})))
@@ -67,6 +71,16 @@ def _costs(arguments: Namespace, num_stages: int, measured: Timeline | None) -> 
     if measured is not None:
         return Costs.from_timeline(measured, 1 + max((span.stage for span in measured.spans), default=0))
     return Costs(num_stages=num_stages, **given)
+
+
+def _expected(programs: Programs, measured: Timeline) -> list[str]:
+    """What steps whose actions scatter as the measured ones would take."""
+    kinds = {(span.stage, span.kind) for span in measured.spans}
+    if not all((action.stage, action.kind) in kinds for program in programs for action in program):
+        return []  # another schedule was measured: there is nothing to draw from
+    times = [draw_.timeline.makespan_ms for draw_ in simulate_draws(programs, measured)]
+    *_, most = quantiles(times, n=20)
+    return [f"with times that scatter as measured: {fmean(times):,.1f} ms; 95 % of steps take at most {most:,.1f}"]
 
 
 def _table(simulation: Simulation) -> str:

@@ -1,6 +1,6 @@
 """What a schedule would cost: how long a step takes, who idles, what is held. No torch, no processes."""
 
 from hybridpp.simulate.costs import Costs
-from hybridpp.simulate.simulate import Simulation, simulate
+from hybridpp.simulate.simulate import Simulation, simulate, simulate_draws
 
-__all__ = ["Costs", "Simulation", "simulate"]
+__all__ = ["Costs", "Simulation", "simulate", "simulate_draws"]

@@ -27,6 +27,7 @@ class Costs:
         backward_ms: time of B; None takes that of I and W together.
         send_ms: time from the end of an action until another rank has its result; a tuple has one for each of the
             ``num_stages - 1`` boundaries between stages, in both directions. Within a rank nothing is sent.
+        post_ms: time that a rank itself spends on each message that a stage sends to another rank or gets from one.
         activation_bytes: what a stage holds from F until B or I.
         weight_gradient_bytes: what a stage holds from I until W.
 
@@ -40,6 +41,7 @@ class Costs:
     weight_gradient_ms: PerStage = 1.0
     backward_ms: PerStage | None = None
     send_ms: PerStage = 0.0
+    post_ms: PerStage = 0.0
     activation_bytes: PerStage = 0.0
     weight_gradient_bytes: PerStage = 0.0
 
@@ -79,6 +81,10 @@ class Costs:
     def message_ms(self, stage: int, other: int) -> float:
         """Time of a message between two neighbouring stages on different ranks, in milliseconds."""
         return _at(self.send_ms, min(stage, other))
+
+    def posting_ms(self, stage: int) -> float:
+        """Time that a rank itself spends on a message to or from one of its stages, in milliseconds."""
+        return _at(self.post_ms, stage)
 
     def held_bytes(self, stage: int, kind: Kind) -> float:
         """By how much a stage's F, B, I or W changes what its rank holds once it has run, in bytes."""
@@ -122,7 +128,8 @@ class Costs:
 
         Where the run has whole backwards only, each half of a backward is taken to last half of it. A message takes
         the shortest time that was seen between the end of an action and the start of the one that needs its result on
-        another rank; that is too long where the receiver was never waiting.
+        another rank; that is too long where the receiver was never waiting. What a rank spends on a message is the
+        mean time of its sends and receives; a simulated run has no receives, and says nothing of it.
 
         Args:
             timeline: of any schedule of ``num_stages`` stages that trains.

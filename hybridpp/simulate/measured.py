@@ -1,11 +1,15 @@
 """What a measured run says about the costs of its stages."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from statistics import fmean
 
 from hybridpp.errors import ConfigError
 from hybridpp.schedule import Kind
 from hybridpp.timeline import Timeline, messages
+
+_RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
+_SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
 
 
 def measured_ms(timeline: Timeline, num_stages: int) -> dict[str, tuple[float, ...]]:
@@ -27,6 +31,7 @@ def measured_ms(timeline: Timeline, num_stages: int) -> dict[str, tuple[float, .
         "weight_gradient_ms": tuple(weight_ms for _, weight_ms in gradients),
         "backward_ms": tuple(means.get((stage, Kind.BACKWARD), sum(gradients[stage])) for stage in stages),
         "send_ms": _send_ms(timeline, num_stages),
+        "post_ms": tuple(_post_ms(taken, stage) for stage in stages),
     }
 
 
@@ -53,3 +58,10 @@ def _send_ms(timeline: Timeline, num_stages: int) -> tuple[float, ...]:
     for message in messages(timeline):
         gaps[min(message.maker.stage, message.taker.stage)].append(max(0.0, message.gap_ms))
     return tuple(min(gaps[stage], default=0.0) for stage in range(num_stages - 1))
+
+
+def _post_ms(taken: Mapping[tuple[int, str], list[float]], stage: int) -> float:
+    """The mean time of a stage's sends and receives, as measured. Simulated sends are messages under way."""
+    received = [time for kind in _RECEIVES for time in taken.get((stage, kind), ())]
+    sent = [time for kind in _SENDS for time in taken.get((stage, kind), ())]
+    return fmean([*received, *sent]) if received else 0.0

@@ -1,6 +1,8 @@
 """Run a schedule on the clock of its costs."""
 
-from collections.abc import Iterator
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -35,23 +37,65 @@ def simulate(programs: Programs, costs: Costs) -> Simulation:
     """The step that these programs (of compute actions, before lowering) make at these costs.
 
     A rank runs its actions in order. An action starts when its rank is free and what it needs is there. Messages take
-    their time without holding up the ranks or each other.
+    their time without holding up the ranks or each other, but for the time that a rank itself spends on each.
 
     Raises:
         ScheduleError: the programs are incomplete or deadlock.
         ConfigError: the costs are those of another number of stages.
     """
+    _check(programs, costs)
+    return _simulated(programs, costs, lambda action: costs.compute_ms(action.stage, action.kind))
+
+
+def simulate_draws(programs: Programs, measured: Timeline, num_draws: int = 100, seed: int = 0) -> list[Simulation]:
+    """Steps in which every action takes as long as some action of its stage and kind took in a measured run.
+
+    Times scatter, and where ranks wait for each other the slower one counts, so a step takes longer than one in which
+    every action takes its mean time. The mean of these is what to expect, and they scatter as steps do.
+
+    Args:
+        programs: of compute actions, before lowering.
+        measured: one step or more, of a schedule that has the same stages and kinds of actions.
+        num_draws: how many steps.
+        seed: of the draws.
+
+    Raises:
+        ScheduleError: the programs are incomplete or deadlock.
+        ConfigError: the run has no action of a stage and kind that the programs have.
+    """
+    costs = Costs.from_timeline(measured, len(placement(programs)))
+    _check(programs, costs)
+    seen: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+    for span in measured.spans:
+        seen[span.stage, span.kind].append(span.duration_ms)
+    for action in (action for program in programs for action in program):
+        if not seen[action.stage, action.kind]:
+            raise ConfigError(
+                f"the measured run has no {action.kind} of stage {action.stage}, which the programs have. Measure the "
+                "same schedule, or simulate with Costs.from_timeline: there, B and I with W stand for each other."
+            )
+    generator = random.Random(seed)
+    return [
+        _simulated(programs, costs, lambda action: generator.choice(seen[action.stage, action.kind]))
+        for _ in range(num_draws)
+    ]
+
+
+def _check(programs: Programs, costs: Costs) -> None:
     check_program(programs)
     num_stages = len(placement(programs))
     if costs.num_stages != num_stages:
         raise ConfigError(
             f"the schedule has {num_stages} stages, the costs are for {costs.num_stages}. Give costs for each stage."
         )
+
+
+def _simulated(programs: Programs, costs: Costs, compute_ms: Callable[[Action], float]) -> Simulation:
     peak_bytes = tuple(_peak_bytes(program, costs) for program in programs)
-    return Simulation(Timeline(tuple(_spans(programs, costs))), peak_activations(programs), peak_bytes)
+    return Simulation(Timeline(tuple(_spans(programs, costs, compute_ms))), peak_activations(programs), peak_bytes)
 
 
-def _spans(programs: Programs, costs: Costs) -> Iterator[Span]:
+def _spans(programs: Programs, costs: Costs, compute_ms: Callable[[Action], float]) -> Iterator[Span]:
     rank_of = placement(programs)
     free_ms = [0.0] * len(programs)
     made_ms: dict[Action, float] = {}
@@ -62,14 +106,18 @@ def _spans(programs: Programs, costs: Costs) -> Iterator[Span]:
     for rank, place in walk(programs):
         action = programs[rank][place]
         stage, kind, microbatch = action
-        arrivals = (made_ms[need] + message_ms(need.stage, stage) for need in needs(action, len(rank_of)))
-        start_ms = max(free_ms[rank], *arrivals, 0.0)
-        end_ms = start_ms + costs.compute_ms(stage, kind)
+        needed = needs(action, len(rank_of))
+        num_received = sum(rank_of[need.stage] != rank for need in needed)
+        arrivals = (made_ms[need] + message_ms(need.stage, stage) for need in needed)
+        start_ms = max(free_ms[rank] + num_received * costs.posting_ms(stage), *arrivals, 0.0)
+        end_ms = start_ms + compute_ms(action)
         free_ms[rank] = made_ms[result(action)] = end_ms
         yield Span(rank, stage, kind, microbatch, start_ms, end_ms)
         step, message = _SENDS.get(kind, (0, kind))
-        if 0 <= stage + step < len(rank_of) and (transfer_ms := message_ms(stage, stage + step)) > 0:
-            yield Span(rank, stage, message, microbatch, end_ms, end_ms + transfer_ms)
+        if 0 <= stage + step < len(rank_of) and rank_of[stage + step] != rank:
+            free_ms[rank] += costs.posting_ms(stage)
+            if (transfer_ms := message_ms(stage, stage + step)) > 0:
+                yield Span(rank, stage, message, microbatch, end_ms, end_ms + transfer_ms)
 
 
 # Who takes a result, counted from the stage that makes it, and how the message is called.

@@ -51,6 +51,14 @@ def test_costs_come_from_a_file(printed, tmp_path):
     assert f"step: {makespan_ms:.1f} ms" in printed("1f1b", *SIZES, "--costs", "costs.json")
 
 
+def test_a_measured_run_of_the_same_schedule_says_how_steps_scatter(printed, tmp_path):
+    run = simulate(one_f_one_b(4, 8), Costs(num_stages=4, forward_ms=3.0, backward_ms=8.0))
+    (tmp_path / "run.json").write_text(run.timeline.to_json())
+    text = printed("1f1b", *SIZES, "--measured", "run.json")
+    assert text.endswith("with times that scatter as measured: 121.0 ms; 95 % of steps take at most 121.0\n")
+    assert "scatter" not in printed("zb-h1", *SIZES, "--measured", "run.json")
+
+
 def test_a_measured_run_gives_the_costs_of_another_schedule_and_is_drawn_above_it(printed, tmp_path):
     costs = Costs(num_stages=4, forward_ms=3.0, backward_ms=8.0)
     (tmp_path / "run.json").write_text(simulate(one_f_one_b(4, 8), costs).timeline.to_json())

@@ -43,7 +43,8 @@ def test_json_may_leave_out_what_has_a_default():
 
 
 FIELDS = (
-    "forward_ms, input_gradient_ms, weight_gradient_ms, backward_ms, send_ms, activation_bytes, weight_gradient_bytes"
+    "forward_ms, input_gradient_ms, weight_gradient_ms, backward_ms, send_ms, post_ms, activation_bytes, "
+    "weight_gradient_bytes"
 )
 
 
@@ -95,6 +96,17 @@ def test_the_mean_stands_for_all_microbatches():
     spans = [Span(0, 0, "F", number, *pair) for number, pair in enumerate(times)]
     costs = Costs.from_timeline(Timeline((*spans, Span(0, 0, "B", 0, 12.0, 16.0))), num_stages=1)
     assert (costs.forward_ms, costs.backward_ms, costs.send_ms) == ((4.0,), (4.0,), ())
+
+
+def test_what_a_rank_spends_on_messages_is_measured_where_there_are_receives():
+    spans = [Span(0, 0, "F", 0, 0.0, 2.0), Span(0, 0, "B", 0, 9.0, 12.0)]
+    spans += [Span(1, 1, "F", 0, 3.0, 5.0), Span(1, 1, "B", 0, 5.0, 8.0)]
+    sends = [Span(0, 0, "SEND_F", 0, 2.0, 2.5), Span(1, 1, "SEND_B", 0, 8.0, 8.5)]
+    assert Costs.from_timeline(Timeline((*spans, *sends)), num_stages=2).post_ms == (0.0, 0.0)
+    receives = [Span(0, 0, "RECV_B", 0, 2.5, 2.75), Span(1, 1, "RECV_F", 0, 0.0, 0.1)]
+    costs = Costs.from_timeline(Timeline((*spans, *sends, *receives)), num_stages=2)
+    assert costs.post_ms == pytest.approx((0.375, 0.3))
+    assert costs.posting_ms(1) == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(("kinds", "missing"), [("B", "forward"), ("F", "backward"), ("FI", "backward")])

@@ -1,6 +1,8 @@
+import random
 import re
 import time
 from itertools import pairwise
+from statistics import fmean
 from textwrap import dedent
 
 import pytest
@@ -17,7 +19,8 @@ from hybridpp.schedule import (
     render_grid,
 )
 from hybridpp.schedule.order import needs, result
-from hybridpp.simulate import Costs, simulate
+from hybridpp.simulate import Costs, simulate, simulate_draws
+from hybridpp.timeline import Span, Timeline
 
 # Two ranks whose backwards are in two parts: the gradient goes on before the weights are looked at.
 SPLIT = "0F0 0F1 0I0 0I1 0W0 0W1 | 1F0 1I0 1F1 1I1 1W0 1W1"
@@ -86,6 +89,12 @@ def test_a_message_takes_its_time_and_holds_nobody_up():
         (1, "1SEND_B0", 5.0, 6.0),
         (1, "1SEND_B1", 8.0, 9.0),
     ]
+
+
+def test_what_a_rank_spends_on_messages_holds_it_up():
+    # A send behind what another rank needs, a receive before what needs another rank's.
+    timeline = simulate(one_f_one_b(2, 2), Costs(num_stages=2, post_ms=1.0)).timeline
+    assert picture(timeline) == "0.1..0B..1B\n.00B..11B..\n"
 
 
 def test_each_boundary_may_have_a_message_time_of_its_own_and_a_rank_sends_itself_nothing():
@@ -205,3 +214,49 @@ def test_costs_of_another_number_of_stages_are_refused():
     message = "the schedule has 2 stages, the costs are for 3. Give costs for each stage."
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         simulate(one_f_one_b(2, 2), Costs(num_stages=3))
+
+
+def scattered(num_steps, seed=0):
+    """Steps of 1F1B on two ranks in which a forward takes 1 or 3 ms."""
+    generator = random.Random(seed)
+    spans = []
+    for _ in range(num_steps):
+        for stage in (0, 1):
+            spans.append(Span(stage, stage, "F", 0, 0.0, generator.choice([1.0, 3.0])))
+            spans.append(Span(stage, stage, "B", 0, 0.0, 4.0))
+    return Timeline(tuple(spans))
+
+
+def test_steps_whose_times_scatter_take_longer_than_their_means_say():
+    plan, run = one_f_one_b(2, 8), scattered(50)
+    of_means_ms = simulate(plan, Costs.from_timeline(run, 2)).timeline.makespan_ms
+    draws = [draw.timeline.makespan_ms for draw in simulate_draws(plan, run, num_draws=200)]
+    # Of the two forwards that run at once the longer one counts: 2.5 ms on average, not 2.
+    assert of_means_ms == pytest.approx(9 * 6, abs=1)
+    assert fmean(draws) == pytest.approx(of_means_ms + 7 * 0.5, abs=1.5)
+    assert min(draws) < of_means_ms < max(draws)
+
+
+def test_draws_are_the_same_for_a_seed_and_have_only_times_that_were_seen():
+    plan, run = one_f_one_b(2, 4), scattered(5)
+    first, again, other = (simulate_draws(plan, run, 3, seed=seed) for seed in (1, 1, 2))
+    assert first == again != other
+    seen = {span.duration_ms for draw in first for span in draw.timeline.spans if span.kind == "F"}
+    assert seen == {1.0, 3.0}
+
+
+def test_times_that_do_not_scatter_give_the_simulation_of_their_costs():
+    costs = Costs(num_stages=2, forward_ms=(1.0, 2.0), backward_ms=(2.0, 3.5))
+    run = simulate(one_f_one_b(2, 4), costs)
+    drawn = simulate_draws(one_f_one_b(2, 4), run.timeline, num_draws=1)
+    assert drawn[0].timeline.makespan_ms == pytest.approx(run.timeline.makespan_ms)
+    assert drawn[0].peak_activations == run.peak_activations
+
+
+def test_a_run_of_other_kinds_of_actions_has_nothing_to_draw():
+    message = (
+        "the measured run has no I of stage 0, which the programs have. Measure the same schedule, or simulate with "
+        "Costs.from_timeline: there, B and I with W stand for each other."
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        simulate_draws(make_schedule("zb-h1", 2, 4), scattered(1))
