@@ -191,6 +191,29 @@ def test_convolutions_of_fused_channels_are_divided_part_by_part(fused):
     assert found.plan.attributes["0"] == {"num_k_heads": 2, "num_v_heads": 2, "key_dim": 4, "value_dim": 16}
 
 
+class Rotated(nn.Module):
+    """Attention whose places are learnt outside of the block, and are the same for all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        q, k, v = (layer(x).view(*x.shape[:2], self.num_heads, HEAD) for layer in (self.q, self.k, self.v))
+        q, k = (part * places[:, None] for part in (q, k))
+        y = functional.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)))
+        return x + self.o(y.transpose(1, 2).flatten(2))
+
+
+def test_gradients_of_an_argument_that_divided_activations_meet_are_summed():
+    found = infer(Rotated(), 2, torch.randn(3, 5, WIDTH), torch.randn(5, HEAD, requires_grad=True))
+    assert len(found.plan.styles) == 4
+    (part,) = found.division.arguments.values()
+    for places in (5, 7):
+        assert part.index(1, 2, places).tolist() == list(range(places)), "each rank has all of it"
+
+
 class Experts(nn.Module):
     """Three experts in two tensors, and how much each counts."""
 

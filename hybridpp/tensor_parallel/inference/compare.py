@@ -29,8 +29,15 @@ class Agreement(NamedTuple):
 def compare(whole: Whole, division: Division, tp_size: int) -> Agreement | None:
     """Whether a division gives the whole block's results and gradients; None where it does not."""
     ranks = _run(whole, division, tp_size)
-    if ranks is None or ranks[0].gradients:
-        return _agreement(whole, division, ranks)
+    if ranks is None:
+        return None
+    if ranks[0].gradients:
+        found = _agreement(whole, division, ranks)
+        arguments = _summed_arguments(whole, ranks) if found is None else {}
+        if not arguments:
+            return found
+        more = division | Division(arguments=arguments | dict(division.arguments))
+        return _agreement(whole, more, _run(whole, more, tp_size))
     for results in _partial(whole, ranks[0], tp_size):
         more = division | Division(results=results)
         found = _agreement(whole, more, _run(whole, more, tp_size))
@@ -49,6 +56,29 @@ def _run(whole: Whole, division: Division, tp_size: int) -> list[Outcome] | None
         return Loopback(tp_size).run(run)
     except Exception:
         return None  # whatever a wrong guess makes of a block
+
+
+def _summed_arguments(whole: Whole, ranks: list[Outcome]) -> dict[tuple[str, int], Part]:
+    """Arguments that every rank reads whole on its part of activations, so that their gradients are sums of the ranks'.
+
+    As parts of which each rank has all, whatever their size will be.
+    """
+    expected = whole.outcome.gradients
+    scale = _scale(whole.outcome)
+    everything = Part(0, (1,), (len(ranks),), repeated=True)
+    found: dict[tuple[str, int], Part] = {}
+    for place, number in enumerate(whole.call.numbers):
+        if place not in expected or not whole.call.tensors[place].dim():
+            continue
+        own = [rank.gradients[place] for rank in ranks]
+        alike = all(_same(one, expected[place], scale) for one in own)
+        if not alike and _same(_sum(own), expected[place], scale):
+            found["", number] = everything
+    return found
+
+
+def _scale(expected: Outcome) -> float:
+    return max((largest(numbers) for whole in expected.gradients.values() for numbers in whole), default=0.0)
 
 
 def _partial(whole: Whole, rank: Outcome, tp_size: int) -> Iterator[dict[tuple[str, int], Part]]:
@@ -91,7 +121,7 @@ def summed_gradients(
         parts: of the parameters that are divided, by name.
         first_only: parameters of which only the first rank's gradient counts.
     """
-    scale = max((largest(numbers) for whole in expected.gradients.values() for numbers in whole), default=0.0)
+    scale = _scale(expected)
     summed = set()
     for name, whole in expected.gradients.items():
         found = [rank.gradients[name] for rank in ranks]
