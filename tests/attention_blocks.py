@@ -34,6 +34,22 @@ class Attention(nn.Module):
         return self.o(y.transpose(1, 2).reshape(*x.shape[:2], self.num_heads * self.head_dim))
 
 
+class Shaped(nn.Module):
+    """Attention that takes the width of its heads from what it is given, as vision transformers often do."""
+
+    def __init__(self, width: int = WIDTH, dropout: float = 0.0):
+        super().__init__()
+        self.num_heads, self.dropout = HEADS, dropout
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        mixed = self.qkv(x).reshape(batch, length, 3, self.num_heads, width // self.num_heads)
+        q, k, v = mixed.permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
 class Gated(nn.Module):
     """A multi-layer perceptron with a gate."""
 
@@ -48,9 +64,9 @@ class Gated(nn.Module):
 class Block(nn.Module):
     """Normalises and adds, around whatever it is given."""
 
-    def __init__(self, **parts: nn.Module):
+    def __init__(self, width: int = WIDTH, **parts: nn.Module):
         super().__init__()
-        self.parts, self.norm = nn.ModuleDict(parts), nn.LayerNorm(WIDTH)
+        self.parts, self.norm = nn.ModuleDict(parts), nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
         for part in self.parts.values():

@@ -62,6 +62,8 @@ class Division:
             they are whole.
         joins: modules between divided layers that are whole (a norm over the width of all heads): how what they are
             given and what they return lies on the ranks, in the last dimension.
+        narrows: widths of arguments of modules, by name and number among the leaves, which these are to see as wide as
+            a rank's part, because they compute with the shapes; layers inside see them whole.
     """
 
     parts: Mapping[str, Part] = field(default_factory=dict)
@@ -73,6 +75,14 @@ class Division:
     arguments: Mapping[tuple[str, int], Part] = field(default_factory=dict)
     results: Mapping[tuple[str, int], Part] = field(default_factory=dict)
     joins: Mapping[str, Part] = field(default_factory=dict)
+    narrows: Mapping[tuple[str, int], int] = field(default_factory=dict)
+
+    def narrow_modules(self) -> dict[str, dict[int, int]]:
+        """``narrows`` by module."""
+        found: dict[str, dict[int, int]] = {}
+        for (name, number), width in self.narrows.items():
+            found.setdefault(name, {})[number] = width
+        return found
 
     def __or__(self, other: "Division") -> "Division":
         """Both."""
@@ -86,6 +96,7 @@ class Division:
             {**self.arguments, **other.arguments},
             {**self.results, **other.results},
             {**self.joins, **other.joins},
+            {**self.narrows, **other.narrows},
         )
 
     def inside(self, prefix: str) -> "Division":
@@ -104,4 +115,5 @@ class Division:
             {(longer(name), number): part for (name, number), part in self.arguments.items()},
             {(longer(name), number): part for (name, number), part in self.results.items()},
             {longer(name): part for name, part in self.joins.items()},
+            {(longer(name), number): width for (name, number), width in self.narrows.items()},
         )

@@ -16,6 +16,7 @@ from hybridpp.tensor_parallel.division import Division, Part
 from hybridpp.tensor_parallel.joined import run_on_whole
 from hybridpp.tensor_parallel.layers import ColumnParallel, RowParallel, ShardedLayer
 from hybridpp.tensor_parallel.linear import layer_of
+from hybridpp.tensor_parallel.narrowed import run_narrowed
 from hybridpp.tensor_parallel.placement import Placement
 
 
@@ -133,6 +134,8 @@ def apply_rest(model: nn.Module, rest: Division, crossings: Crossings) -> dict[n
         use_parts(model.get_submodule(name), arguments, results, crossings)
     for name, part in rest.joins.items():
         run_on_whole(model.get_submodule(name), part, crossings)
+    for name, widths in rest.narrow_modules().items():
+        run_narrowed(model.get_submodule(name), widths, crossings.group.size)
     return layers
 
 

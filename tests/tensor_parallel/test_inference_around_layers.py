@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_blocks import HEAD, HEADS, WIDTH, Attention, Block, Gated, infer
+from attention_blocks import HEAD, HEADS, WIDTH, Attention, Block, Gated, Shaped, infer
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -189,6 +189,15 @@ def test_convolutions_of_fused_channels_are_divided_part_by_part(fused):
     assert found.division.parts["0.mix.weight"] == Part(0, (8, 8, 32))
     assert found.division.parts["0.decay"] == Part(0, (HEADS,))
     assert found.plan.attributes["0"] == {"num_k_heads": 2, "num_v_heads": 2, "key_dim": 4, "value_dim": 16}
+
+
+def test_a_module_that_computes_with_the_width_it_is_given_is_given_that_of_a_part():
+    found = infer(Block(attention=Shaped()))
+    assert found.plan.styles == {
+        "0.parts.attention.qkv": "fused_column:concatenated:3",
+        "0.parts.attention.out": "row",
+    }
+    assert found.division.narrows == {("0.parts.attention", 0): WIDTH}
 
 
 class Rotated(nn.Module):

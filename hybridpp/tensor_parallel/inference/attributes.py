@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from hybridpp.tensor_parallel.inference.groups import Group
+from hybridpp.tensor_parallel.inference.groups import Group, common_module
 from hybridpp.tensor_parallel.linear import Layer
 from hybridpp.tensor_parallel.shard import fitting_sizes
 
@@ -66,12 +66,10 @@ def _is_head_count(key: str) -> bool:
 
 def _scope(block: nn.Module, layers: dict[str, Layer], group: Group) -> list[str]:
     """Modules that may work on what the group makes: on the way to its layers, and with no others inside."""
+    top = common_module(group.layers)
     paths = [name.split(".")[:-1] for name in group.layers]
-    shared = 0
-    while all(len(path) > shared and path[shared] == paths[0][shared] for path in paths):
-        shared += 1
-    top = ".".join(paths[0][:shared])
-    ways = {".".join(path[:depth]) for path in paths for depth in range(shared, len(path) + 1)}
+    ways = {".".join(path[:depth]) for path in paths for depth in range(len(path) + 1)}
+    ways = {name for name in ways if _inside(name, top)}
     others = set(layers) - group.layers
     return [
         name

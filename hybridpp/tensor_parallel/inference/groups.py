@@ -1,6 +1,6 @@
 """Which layers of a block may be divided together: some make an activation by its parts, others sum over it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from hybridpp.tensor_parallel.inference.flow import Flow
@@ -22,6 +22,15 @@ class Group(NamedTuple):
     def layers(self) -> frozenset[str]:
         """All of them."""
         return frozenset((*self.columns, *self.rows))
+
+
+def common_module(names: Iterable[str]) -> str:
+    """The name of the smallest module that holds all of these; empty for the block itself."""
+    paths = [name.split(".")[:-1] for name in names]
+    shared = 0
+    while all(len(path) > shared and path[shared] == paths[0][shared] for path in paths):
+        shared += 1
+    return ".".join(paths[0][:shared])
 
 
 def groups_of(flow: Flow, layers: dict[str, Layer]) -> tuple[list[Group], dict[str, str]]:

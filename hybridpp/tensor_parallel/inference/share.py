@@ -14,6 +14,7 @@ from hybridpp.tensor_parallel.division import Division, Part
 from hybridpp.tensor_parallel.inference.run import copy_of
 from hybridpp.tensor_parallel.joined import run_on_whole
 from hybridpp.tensor_parallel.linear import layer_of
+from hybridpp.tensor_parallel.narrowed import run_narrowed
 
 
 def _part(tensor: Tensor, part: Part, group: Group) -> Tensor:
@@ -102,6 +103,8 @@ def _attach(block: nn.Module, division: Division, group: Group) -> None:
 
         return hook
 
+    for name, widths in division.narrow_modules().items():
+        run_narrowed(block.get_submodule(name), widths, group.size)
     for name, part in division.joins.items():
         run_on_whole(block.get_submodule(name), part, Crossings(group))
     for name in division.enters:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, product
 
+import torch
 from torch import nn
 
 from hybridpp.tensor_parallel.division import Division, Part
@@ -16,9 +17,9 @@ from hybridpp.tensor_parallel.inference.attributes import (
     shared_heads,
 )
 from hybridpp.tensor_parallel.inference.flow import Flow
-from hybridpp.tensor_parallel.inference.groups import Group
+from hybridpp.tensor_parallel.inference.groups import Group, common_module
 from hybridpp.tensor_parallel.inference.layouts import layouts_of
-from hybridpp.tensor_parallel.inference.run import Call
+from hybridpp.tensor_parallel.inference.run import Call, copy_of
 from hybridpp.tensor_parallel.inference.tables import (
     Sizes,
     fused_channels,
@@ -28,6 +29,10 @@ from hybridpp.tensor_parallel.inference.tables import (
     tables_with,
 )
 from hybridpp.tensor_parallel.linear import Layer
+from hybridpp.tensor_parallel.narrowed import arguments_of_layers
+
+# How many layouts are tried so: nearly all such modules have one of the first.
+_NARROWED = 4
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,9 @@ class Tries:
         likely = list(islice(choices(found, widths, self._tp_size), LIKELY))
         for way in ways:
             yield from way.with_attributes(likely)
+        narrow = self._narrowed(group)
+        for way in ways[:_NARROWED] if narrow.narrows else ():
+            yield from way.with_attributes((*likely[:2], *likely[4:]), narrow)
         yield from self._around(group, ways, found, widths)
         for way in ways:
             yield from replace(way, shared={}).with_attributes(
@@ -120,6 +128,18 @@ class Tries:
             joins = joins_of(block, reads, self._parts_by_width(group, way.division))
             if joins.joins:
                 yield from way.with_attributes(likely, joins)
+
+    def _narrowed(self, group: Group) -> Division:
+        """For a module that takes the width of its heads from what it is given: that, as narrow as a rank's part."""
+        name = common_module(group.columns)
+        if not name:
+            return Division()
+        block, call = copy_of(self._block), self._call
+        with torch.no_grad():
+            found = arguments_of_layers(block, name, group.columns, lambda: call.run(block, [*call.tensors]))
+        return Division(
+            narrows={(name, number): width for number, width in found.items() if width % self._tp_size == 0}
+        )
 
     def _parts_by_width(self, group: Group, division: Division) -> dict[int, Part]:
         """How what a group's layers make and read lies on the ranks, in the last dimension."""
