@@ -9,6 +9,7 @@ from hybridpp.partition.marks import annotate_split_points, set_execution_sequen
 from hybridpp.partition.plan import Parts, StagePlan
 from hybridpp.partition.samples import make_samples
 from hybridpp.partition.staged_model import StagedModel
+from hybridpp.partition.staging import Staging
 from hybridpp.partition.strip import parameter_names
 from hybridpp.partition.structure import is_cache
 from hybridpp.partition.trace import Tracer
@@ -21,6 +22,7 @@ __all__ = [
     "StagePlan",
     "StageSummary",
     "StagedModel",
+    "Staging",
     "TensorSpec",
     "Trace",
     "Tracer",

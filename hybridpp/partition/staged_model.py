@@ -1,8 +1,8 @@
 """A model of which this rank runs a stage, or several."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hybridpp.config import PartitionConfig, PipelineGradientCheckpointConfig
 from hybridpp.errors import PartitionError
 from hybridpp.partition.attributes import Leavings
 from hybridpp.partition.blocks import dissect, finest_units
@@ -20,9 +19,10 @@ from hybridpp.partition.dice import Dice, Recompute, Seen, inner_layers
 from hybridpp.partition.intercept import Forward, Interceptor
 from hybridpp.partition.known_plans import KnownPlans, Plans
 from hybridpp.partition.measure import measure_seconds, unit_costs
-from hybridpp.partition.plan import Parts, StagePlan, owners, stage_plan, uses
+from hybridpp.partition.plan import StagePlan, owners, stage_plan, uses
 from hybridpp.partition.recompute import Recomputable, blocks_by_stage, recomputed_blocks
 from hybridpp.partition.stage_run import Placeholders, Replay, StageDone, StageRun, Watcher
+from hybridpp.partition.staging import Staging
 from hybridpp.partition.strip import Slot, parameter_names, shown, strip
 from hybridpp.partition.survey import Sample, survey_samples
 from hybridpp.partition.trace import Tracer
@@ -46,13 +46,7 @@ class StagedModel:
         device: where it computes.
         samples: positional and keyword arguments of micro-batches; the model is cut by the first one that its forward
             runs on. With one stage they are not needed.
-        compute_dtype: floating-point inputs are cast to this; None leaves them alone.
-        dtypes: of the model's tensors that will be cast, by ``id``.
-        config: where to cut.
-        recomputation: which blocks are run again in the backward pass; None: none.
-        agree: gives every rank of the pipeline the first one's numbers (for ``balance="time"``).
-        again: what the model's forward runs in, for parts of it that activation checkpointing runs again.
-        parts: what of the values between stages travels; None: all of it.
+        staging: how it is cut, and what its stages run in.
 
     Attributes:
         model: the model.
@@ -71,18 +65,10 @@ class StagedModel:
         *,
         device: torch.device,
         samples: Sequence[Sample],
-        compute_dtype: torch.dtype | None = None,
-        dtypes: Mapping[int, torch.dtype] | None = None,
-        config: PartitionConfig | None = None,
-        recomputation: PipelineGradientCheckpointConfig | None = None,
-        agree: Callable[[list[float]], list[float]] = list,
-        again: Callable[[], AbstractContextManager[None]] = nullcontext,
-        parts: Parts | None = None,
+        staging: Staging | None = None,
     ):
         self.model = model
-        self._again = again
-        self._parts = parts
-        self._compute_dtype = compute_dtype
+        self._staging = staging = staging or Staging()
         self.stages = tuple(stages)
         self.num_stages = num_stages
         self._device = device
@@ -98,35 +84,30 @@ class StagedModel:
         self._hollows: list[Slot] = []
         self._seen: dict[tuple[int, int], Seen] = {}
         self._replays: dict[tuple[int, int], Replay] = {}
-        config = config or PartitionConfig()
         # The finer one first, so that it is the inner one where a module is both.
         self._dice = Interceptor(model, finest_units(model))
         self._dice_inside = Interceptor(model, inner_layers(model, self._dice.units))
         self.owners: dict[str, tuple[int, ...]] = dict.fromkeys(parameter_names(model), (0,))
         if num_stages > 1:
-            trace = self._choose_cut(samples, config, dtypes or {}, agree)
+            trace = self._choose_cut(samples)
             at = assign_stages(trace, self._cut)
             blocks = blocks_by_stage(trace.calls, at, self._blocks, num_stages)
             self.owners = owners(trace, at, tuple(self.owners))
-            self._hollows = strip(model, self.owners, self.stages, self._foreign_units(trace, at), device, dtypes or {})
+            foreign = self._foreign_units(trace, at)
+            self._hollows = strip(model, self.owners, self.stages, foreign, device, staging.dtypes)
         else:
-            check_uncut(config)
+            check_uncut(staging.partition)
             anatomy = dissect(model, 1)
             self._interceptor, blocks = Interceptor(model, anatomy.units), [list(anatomy.blocks)]
         self._recomputable = [
             Recomputable({name: model.get_submodule(name) for name in names})
-            for names in recomputed_blocks(recomputation, blocks)
+            for names in recomputed_blocks(staging.recomputation, blocks)
         ]
         model.forward = functools.partial(self._guarded, model.forward)
 
-    def _choose_cut(
-        self,
-        samples: Sequence[Sample],
-        config: PartitionConfig,
-        dtypes: Mapping[int, torch.dtype],
-        agree: Callable[[list[float]], list[float]],
-    ) -> Trace:
+    def _choose_cut(self, samples: Sequence[Sample]) -> Trace:
         model, device = self.model, self._device
+        config, dtypes = self._staging.partition, self._staging.dtypes
         sample, found = survey_samples(
             model,
             self.num_stages,
@@ -142,7 +123,7 @@ class StagedModel:
 
         def seconds() -> list[float]:
             # One rank's clock decides, or the ranks would cut in different places.
-            return agree(measure_seconds(model, found.interceptor, sample, device, dtypes))
+            return self._staging.agree(measure_seconds(model, found.interceptor, sample, device, dtypes))
 
         costs = unit_costs(model, found.trace, config.balance, seconds)
         self._cut = choose_cut(model, found.trace, found.anatomy.blocks, self.num_stages, config, costs)
@@ -181,7 +162,7 @@ class StagedModel:
 
     def _cast(self, tree: Any) -> Any:
         """Floating-point inputs in the format the model computes in; None leaves them alone."""
-        dtype = self._compute_dtype
+        dtype = self._staging.compute_dtype
         if dtype is None:
             return tree
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
@@ -202,7 +183,7 @@ class StagedModel:
                 trace = tracer.trace(*self._prepare(args, kwargs))
             stages = assign_stages(trace, self._cut)
             self._check_ownership(trace, stages)
-            return {mine: stage_plan(trace, stages, mine, self._parts) for mine in self.stages}
+            return {mine: stage_plan(trace, stages, mine, self._staging.parts) for mine in self.stages}
 
         return self._plans.find(args, kwargs, self.model.training, make)
 
@@ -233,7 +214,7 @@ class StagedModel:
         self, plan: StagePlan, received: Sequence[Tensor], dice: Dice, recomputable: Recomputable
     ) -> StageRun:
         modules = self._interceptor.modules
-        run = StageRun(plan, received, self._placeholders, dice, recomputable, modules, self._parts)
+        run = StageRun(plan, received, self._placeholders, dice, recomputable, modules, self._staging.parts)
         run.watch = self._watch
         return run
 
@@ -316,7 +297,7 @@ class StagedModel:
         replay = self._replays.pop((stage, key), None)
         recompute = Recompute(self._seen.pop((stage, key), None), key, self._device)
         with (
-            self._again(),
+            self._staging.again(),
             self._dice.active(recompute),
             self._dice_inside.active(recompute.layer),
             self._interceptor.active(replay) if replay else nullcontext(),

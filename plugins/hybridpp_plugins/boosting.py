@@ -14,7 +14,7 @@ from hybridpp.cluster import get_dist_logger
 from hybridpp.config import Precision
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.errors import ConfigError
-from hybridpp.partition import Parts, StagedModel, finest_units
+from hybridpp.partition import Parts, StagedModel, Staging, finest_units
 from hybridpp.pipeline import Executor, Transport, call_arguments
 from hybridpp.plugin import Boosted
 from hybridpp.precision import (
@@ -48,6 +48,40 @@ from hybridpp_plugins.sharding import (
 from hybridpp_plugins.unfilled import Unfilled
 
 
+class _Before(NamedTuple):
+    """What a model was before anything was done to it.
+
+    Attributes:
+        names: of the parameters, by ``id``; the first one where there are several.
+        aliases: the others, each with the first.
+        dtypes: of everything in the state.
+        model_dtype: of the first floating-point parameter.
+        unfilled: what has no numbers yet.
+        buffer_names: persistent buffers.
+    """
+
+    names: dict[int, str]
+    aliases: dict[str, str]
+    dtypes: dict[str, torch.dtype]
+    model_dtype: torch.dtype | None
+    unfilled: Unfilled
+    buffer_names: frozenset[str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "_Before":
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        all_names = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        state = {name: leaf for name, leaf in model.state_dict(keep_vars=True).items() if isinstance(leaf, Tensor)}
+        return cls(
+            names=names,
+            aliases={alias: name for alias, name in all_names.items() if alias != name},
+            dtypes={name: tensor.dtype for name, tensor in state.items()},
+            model_dtype=next((p.dtype for p in model.parameters() if p.is_floating_point()), None),
+            unfilled=Unfilled(all_names.get(name, name) for name, leaf in state.items() if leaf.is_meta),
+            buffer_names=frozenset(state) - frozenset(all_names),
+        )
+
+
 class _Working(NamedTuple):
     """What the model computes in: all but some modules of it, and its losses."""
 
@@ -72,41 +106,26 @@ def boost(
     """Bring the parts into the layout, in place; ``index`` tells one job's models apart. Collective: all ranks."""
     model, optimizer = parts.model, parts.optimizer
     seed = torch.initial_seed() + index
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    aliases = {
-        alias: names[id(parameter)]
-        for alias, parameter in model.named_parameters(remove_duplicate=False)
-        if alias != names[id(parameter)]
-    }
-    state = {name: leaf for name, leaf in model.state_dict(keep_vars=True).items() if isinstance(leaf, Tensor)}
-    dtypes = {name: tensor.dtype for name, tensor in state.items()}
-    model_dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
+    before = _Before.of(model)
     half = dtype_of(settings.precision)
     formats = module_formats(model, settings.formats.fp32_modules, half)
     if optimizer is not None:
-        _check_optimizer(optimizer, names)
+        _check_optimizer(optimizer, before.names)
     _check_same_weights(model, seed, layout)
-    unfilled = Unfilled(aliases.get(name, name) for name, leaf in state.items() if leaf.is_meta)
     derive_buffers(model)
-    placement = planner.placement
     divided = divide_model(model, settings.parallel, layout, find_samples)
     keep_formats(model, formats, half)
-    samples = find_samples() if len(placement) > 1 else NO_SAMPLES
+    samples = find_samples() if len(planner.placement) > 1 else NO_SAMPLES
     losses = Fp32Losses(model, finest_units(model)) if half and settings.formats.fp32_losses else None
     working = _Working(working_dtype(model, settings.precision), formats, losses)
-    staged = _cut(model, placement, settings, layout, device, working, samples, divided.between_stages)
-    # As model.to, but leaves alone what has no numbers yet: it gets its memory last, in its final format.
-    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]  # torch
-    masters = _masters(model, settings.precision)
-    cast(model, working.dtype, formats)
-    unfilled.watch(model)
-    allocate(model, masters.masters.values(), device)
+    staged = _cut(model, planner.placement, settings, layout, device, working, samples, divided.between_stages)
+    masters = _place(model, settings.precision, working, device, before.unfilled)
     buckets, boosted = None, None
     if optimizer is not None:
-        _repoint(optimizer, names, dict(model.named_parameters()), masters, layout.tp.rank)
-        holders = {name: tuple(sorted({placement[s] for s in stages})) for name, stages in staged.owners.items()}
+        _repoint(optimizer, before.names, dict(model.named_parameters()), masters, layout.tp.rank)
+        holders = {n: tuple(sorted({planner.placement[s] for s in stages})) for n, stages in staged.owners.items()}
         buckets, boosted = _training(optimizer, model, divided, holders, masters, settings, layout)
-        boosted.unfilled = unfilled
+        boosted.unfilled = before.unfilled
         if losses:
             boosted.again = losses.again
         divided.weight_gradients.connect(buckets)
@@ -130,12 +149,12 @@ def boost(
         optimizer=boosted,
         buckets=buckets,
         masters=masters,
-        dtypes=dtypes,
-        model_dtype=model_dtype,
+        dtypes=before.dtypes,
+        model_dtype=before.model_dtype,
         formats=formats,
-        unfilled=unfilled,
-        aliases=aliases,
-        buffer_names=frozenset(state) - frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)),
+        unfilled=before.unfilled,
+        aliases=before.aliases,
+        buffer_names=before.buffer_names,
     )
 
 
@@ -149,21 +168,19 @@ def _cut(
     samples: Samples,
     parts: Parts | None,
 ) -> StagedModel:
+    staging = Staging(
+        compute_dtype=working.dtype,
+        dtypes=casts(model, working.dtype, working.formats),
+        partition=settings.partition,
+        recomputation=settings.pipeline.recomputation,
+        agree=lambda seconds: list(gather_objects(layout.control, seconds)[0]),
+        again=working.losses.again if working.losses else nullcontext,
+        parts=parts,
+    )
+    mine = [stage for stage, rank in enumerate(placement) if rank == layout.here.pp]
+    calls = [call_arguments(batch) for batch in samples.batches]
     with samples.explained(model):
-        return StagedModel(
-            model,
-            len(placement),
-            [stage for stage, rank in enumerate(placement) if rank == layout.here.pp],
-            device=device,
-            samples=[call_arguments(batch) for batch in samples.batches],
-            compute_dtype=working.dtype,
-            dtypes=casts(model, working.dtype, working.formats),
-            config=settings.partition,
-            recomputation=settings.pipeline.recomputation,
-            agree=lambda seconds: list(gather_objects(layout.control, seconds)[0]),
-            again=working.losses.again if working.losses else nullcontext,
-            parts=parts,
-        )
+        return StagedModel(model, len(placement), mine, device=device, samples=calls, staging=staging)
 
 
 def _check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
@@ -197,6 +214,19 @@ def _check_same_weights(model: nn.Module, seed: int, layout: Layout) -> None:
             f"all ranks must boost the same model with the same weights and seed: rank {others[0]} differs from rank "
             "0. Call launch_from_torch(seed=...) before building the model, or load the same weights everywhere."
         )
+
+
+def _place(
+    model: nn.Module, precision: Precision, working: _Working, device: torch.device, unfilled: Unfilled
+) -> MasterWeights:
+    """Bring the model to its device and into its formats; the masters of its weights."""
+    # As model.to, but leaves alone what has no numbers yet: it gets its memory last, in its final format.
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]  # torch
+    masters = _masters(model, precision)
+    cast(model, working.dtype, working.formats)
+    unfilled.watch(model)
+    allocate(model, masters.masters.values(), device)
+    return masters
 
 
 def _masters(model: nn.Module, precision: Precision) -> MasterWeights:
