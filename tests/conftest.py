@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -10,5 +11,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 def pytest_collection_finish() -> None:
     """What was imported stays until the end; a tenth of the time went into looking for garbage among it."""
+    if "torch" in sys.modules:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        # With no device, CUDA builds of torch 2.11 keep a pointer to what belongs to the thread that enters the first
+        # fake mode, and crash once that has ended (pytorch #178950). In-process ranks are threads; this one stays.
+        with FakeTensorMode():
+            pass
     gc.collect()
     gc.freeze()
