@@ -7,7 +7,7 @@ NPROC ?= 4
 ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: vit test models models-pp models-tp models-sp gpu lint clean
+.PHONY: vit test models models-pp models-tp models-sp gpu gpu-test gpu-fp16 gpu-launches gpu-memory lint clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,11 +37,25 @@ models-tp: $(READY)
 models-sp: $(READY)
 	$(SWEEP) sequences $(ARGS)
 
-# On a host with a CUDA device and torch installed; needs no set-up. Tests, then benchmarks.
+# On a host with a CUDA device and torch, transformers and pytest; needs no set-up. A test that fails does not keep the
+# benchmarks from running. Other hosts have other packages: what those warn of is shown, and is no error.
+ON_GPU = HF_HUB_OFFLINE=1 PYTHONPATH=.:plugins $(PYTHON)
 gpu:
-	PYTHONPATH=.:plugins $(PYTHON) -m pytest tests/gpu -rs $(ARGS)
-	PYTHONPATH=.:plugins $(PYTHON) benchmarks/gpu/vit_large.py
-	PYTHONPATH=.:plugins $(PYTHON) benchmarks/gpu/fp16.py
+	$(MAKE) --keep-going gpu-test gpu-fp16 gpu-launches gpu-memory
+
+gpu-test:
+	$(ON_GPU) -m pytest tests/gpu -rs -W default $(ARGS)
+
+gpu-fp16:
+	$(ON_GPU) benchmarks/gpu/fp16.py
+
+gpu-launches:
+	$(ON_GPU) benchmarks/gpu/launches.py
+
+gpu-memory:
+	$(ON_GPU) benchmarks/gpu/memory.py
+	$(ON_GPU) -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/gpu/memory.py \
+		--schedules 1f1b zb-h1 zb-v
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Five steps on ranks that share one CUDA device; prints the mean losses. Run under torchrun by a test."""
+"""Five steps in each precision, on ranks that share one CUDA device; prints the mean losses. Run under torchrun."""
 
 import argparse
 
@@ -9,24 +9,27 @@ from hybridpp import Booster, DistCoordinator, HybridParallelPlugin, launch_from
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--pp-size", type=int)
-parser.add_argument("--precision")
+parser.add_argument("--tp-size", type=int, default=1)
+parser.add_argument("--precisions", nargs="+")
 parser.add_argument("--schedule", default="1f1b")
 parser.add_argument("--device", default="cuda")
 args = parser.parse_args()
 
 launch_from_torch()
+# cuDNN would round fp32 to TF32.
+torch.backends.cudnn.allow_tf32 = False
 coordinator = DistCoordinator()
-plugin = HybridParallelPlugin(
-    tp_size=1, pp_size=args.pp_size, num_microbatches=2, precision=args.precision, schedule=args.schedule
-)
-booster = Booster(plugin=plugin, device=args.device)
-model = tiny_vit()
-model, optimizer, *_ = booster.boost(model, sgd(model.parameters()), sample=image_batch(2))
-data = iter([replica_part(image_batch(8, seed), plugin.layout.here.dp, plugin.dp_size) for seed in range(5)])
-losses = []
-for _ in range(5):
-    loss = booster.execute_pipeline(data, model, model_loss, optimizer)["loss"]
-    optimizer.step()
-    losses.append(torch.cat(plugin.layout.control.all_gather(loss.cpu().reshape(1))).mean().item())
-coordinator.print_on_master(" ".join(map(str, losses)))
+for precision in args.precisions:
+    settings = {"num_microbatches": 2, "precision": precision, "schedule": args.schedule}
+    plugin = HybridParallelPlugin(tp_size=args.tp_size, pp_size=args.pp_size, **settings)
+    booster = Booster(plugin=plugin, device=args.device)
+    model = tiny_vit()
+    model, optimizer, *_ = booster.boost(model, sgd(model.parameters()), sample=image_batch(2))
+    data = iter([replica_part(image_batch(8, seed), plugin.layout.here.dp, plugin.dp_size) for seed in range(5)])
+    losses = []
+    for _ in range(5):
+        loss = booster.execute_pipeline(data, model, model_loss, optimizer)["loss"]
+        optimizer.step()
+        losses.append(torch.cat(plugin.layout.control.all_gather(loss.cpu().reshape(1))).mean().item())
+    coordinator.print_on_master(" ".join([precision, *map(str, losses)]))
 coordinator.destroy()
