@@ -42,7 +42,7 @@ RUNS = (
     Run("fp32, off by 2e-3", "fp32", off_by=2e-3),
     Run("bf16", "bf16"),
     Run("bf16, losses in bf16", "bf16", settings={"fp32_losses": False}),
-    Run("bf16, norms in fp32", "bf16", settings={"fp32_modules": ["*norm*"]}),
+    Run("bf16, norms in bf16", "bf16", settings={"fp32_norms": False}),
     Run("bf16 by torch.autocast", "bf16", by_torch=True),
     Run("fp16", "fp16"),
 )

@@ -262,14 +262,17 @@ class PrecisionConfig:
     """What computes in fp32 although the precision is fp16 or bf16.
 
     Attributes:
-        fp32_modules: patterns of modules' names or classes, in which ``*`` stands for anything: ``["*norm*"]``. Behind
-            ``!``, modules that are in half precision after all: ``["*norm*", "!*.q_norm"]``, or ``["!BatchNorm2d"]``
-            against the rule. The last one that matches counts.
+        fp32_modules: patterns of modules' names or classes, in which ``*`` stands for anything: ``["*.router"]``.
+            Behind ``!``, modules that are in half precision after all: ``["*.mlp", "!*.mlp.fc2"]``, or
+            ``["!LayerNorm"]`` against a rule. The last one that matches counts.
+        fp32_norms: whether norms hold fp32 weights and compute in fp32; else in half precision, but for batch
+            normalisation.
         fp32_losses: whether torch's loss functions compute in fp32 where the model's own forward calls them; else in
             the format of what it hands to them.
     """
 
     fp32_modules: Sequence[str] = ()
+    fp32_norms: bool = True
     fp32_losses: bool = True
 
     def __post_init__(self) -> None:
@@ -278,10 +281,11 @@ class PrecisionConfig:
             isinstance(given, Sequence) and all(isinstance(pattern, str) and pattern.strip("!") for pattern in given)
         ):
             raise ConfigError(
-                f"fp32_modules is a list of patterns of module names or classes, like ['*norm*']: got {given!r}."
+                f"fp32_modules is a list of patterns of module names or classes, like ['*.router']: got {given!r}."
             )
-        if not isinstance(self.fp32_losses, bool):
-            raise ConfigError(f"fp32_losses is True or False: got {self.fp32_losses!r}.")
+        for name, value in (("fp32_norms", self.fp32_norms), ("fp32_losses", self.fp32_losses)):
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name} is True or False: got {value!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,18 @@ def tiny_vit(dropout: float = 0.0, num_layers: int = 4, seed: int = 0) -> ViTFor
     return ViTForImageClassification(config).train()
 
 
+def in_half(model: nn.Module, dtype: torch.dtype) -> Any:
+    """The model with its parameters in half precision, but for its norms, in plain torch."""
+    for module in model.modules():
+        if not type(module).__name__.endswith("Norm"):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
+            continue
+        module.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+        module.register_forward_hook(lambda _, args, output: output.to(dtype))
+    return model
+
+
 def image_batch(num_samples: int, seed: int = 0) -> dict[str, Tensor]:
     """Random images with labels."""
     generator = torch.Generator().manual_seed(seed)

@@ -15,7 +15,7 @@ from hybridpp.cli.table import Share, render
 from hybridpp.config import ParallelConfig, PartitionConfig, Precision
 from hybridpp.errors import ConfigError, HybridppError
 from hybridpp.partition import StageSummary, describe_cut, make_samples
-from hybridpp.precision import casts, working_dtype
+from hybridpp.precision import casts, dtype_of, keep_formats, module_formats, norms, working_dtype
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -47,20 +47,29 @@ def run(arguments: Namespace) -> str:
     )
     config = load_config(arguments.model)
     model = build(config, arguments.task)
-    stages = _describe(model, arguments, partition)
+    division = divide(model, parallel) if arguments.tp_size > 1 else None
+    casted = _casted(model, Precision(arguments.precision))
+    stages = _describe(model, arguments, partition, casted)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     first = f"{type(model).__name__}, {_chosen_by(partition)}\n\n"
-    if arguments.tp_size == 1:
+    if division is None:
         return first + render(stages, num_parameters, arguments.batch_size)
-    division = divide(model, parallel)
-    shares = _shares(model, Precision(arguments.precision), division.shapes)
+    shares = _shares(model, casted, division.shapes)
     cut = render(stages, num_parameters, arguments.batch_size, shares)
     return f"{first}{cut}\n\n{render_division(model, division, arguments.tp_size)}"
 
 
-def _shares(model: nn.Module, precision: Precision, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Share]:
+def _casted(model: nn.Module, precision: Precision) -> dict[int, torch.dtype]:
+    """The formats of the tensors that change; the model's modules cast to theirs from here on."""
+    formats = module_formats(model, (), dtype_of(precision), norms(model))
+    keep_formats(model, formats, dtype_of(precision))
+    return casts(model, working_dtype(model, precision), formats)
+
+
+def _shares(
+    model: nn.Module, casted: Mapping[int, torch.dtype], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Share]:
     """What a rank holds of each parameter."""
-    casted = casts(model, working_dtype(model, precision))
     shares = {}
     for name, parameter in model.named_parameters():
         num_elements = math.prod(shapes[name])
@@ -72,9 +81,10 @@ class _DoesNotRun(ConfigError):
     """The model's forward raises on the inputs made for it."""
 
 
-def _describe(model: nn.Module, arguments: Namespace, partition: PartitionConfig) -> tuple[StageSummary, ...]:
+def _describe(
+    model: nn.Module, arguments: Namespace, partition: PartitionConfig, casted: Mapping[int, torch.dtype]
+) -> tuple[StageSummary, ...]:
     dtype = working_dtype(model, Precision(arguments.precision))
-    casted = casts(model, dtype)
 
     def described_with(sample: dict[str, Tensor]) -> tuple[StageSummary, ...]:
         try:

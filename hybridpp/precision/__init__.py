@@ -5,6 +5,7 @@ from hybridpp.precision.formats import Formats, keep_formats, module_formats
 from hybridpp.precision.loss_scale import LossScale, after_step
 from hybridpp.precision.losses import Fp32Losses
 from hybridpp.precision.masters import MasterWeights
+from hybridpp.precision.norms import norms
 from hybridpp.precision.watch import Finding, Place, Watch
 
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "dtype_of",
     "keep_formats",
     "module_formats",
+    "norms",
     "working_dtype",
 ]

@@ -10,7 +10,7 @@ from hybridpp.config import Precision
 from hybridpp.precision.formats import Formats
 
 _HALF = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
-# torch's kernels for these compute means and variances in fp32, whatever the input.
+# torch's kernels for these compute means and variances in fp32, whatever the input, and on the CPU not all gradients.
 _REDUCES_IN_FP32 = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -35,10 +35,10 @@ def casts(
 ) -> dict[int, torch.dtype]:
     """The tensors of a model that change for a ``working_dtype``, by ``id``, with their new dtype.
 
-    Half precision leaves as they are: complex tensors; buffers that are no part of the state, which are derived
-    constants (rotary frequencies) that models use in the precision they were made in; and batch normalisation, whose
-    running statistics would stop moving and whose kernels take half-precision inputs beside fp32 weights. ``formats``
-    say otherwise of a module, and come first.
+    Half precision leaves as they are: complex tensors; and buffers that are no part of the state, which are derived
+    constants (rotary frequencies) that models use in the precision they were made in. Batch normalisation is in fp32:
+    its running statistics would stop moving, and its kernels take half-precision inputs beside fp32 weights.
+    ``formats`` say otherwise of a module, and come first. What is in fp32 becomes it, whatever it was made in.
     """
     if dtype is None:
         return {}
@@ -47,15 +47,12 @@ def casts(
         return {id(tensor): dtype for tensor in tensors if tensor.dtype in _HALF.values()}
     changed: dict[int, torch.dtype] = {}
     for module in model.modules():
-        by_rule = torch.float32 if isinstance(module, _BatchNorm) else dtype
-        if formats.get(module, by_rule) is not dtype:
-            continue
-        for parameter in module.parameters(recurse=False):
-            if parameter.is_floating_point():
-                changed[id(parameter)] = dtype
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
-                changed[id(buffer)] = dtype
+        target = formats.get(module, torch.float32 if isinstance(module, _BatchNorm) else dtype)
+        derived = module._non_persistent_buffers_set
+        buffers = [buffer for name, buffer in module.named_buffers(recurse=False) if name not in derived]
+        for tensor in (*module.parameters(recurse=False), *buffers):
+            if tensor.is_floating_point() and tensor.dtype is not target:
+                changed[id(tensor)] = target
     return changed
 
 
@@ -80,7 +77,7 @@ def describe(model: nn.Module, formats: Formats = MappingProxyType({}), fp32_los
             name = type(module).__name__
             weights = "/".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in held}))
             half_norm = isinstance(module, _REDUCES_IN_FP32) and held[0].dtype in _HALF.values()
-            key = (name, weights, "float32 inside, rounded behind" if half_norm else weights)
+            key = (name, weights, f"{weights}, mean and variance float32" if half_norm else weights)
             rows[key] = rows.get(key, 0) + 1
         elif module in formats and not any(module.children()):
             key = (type(module).__name__, "", str(formats[module]).removeprefix("torch."))

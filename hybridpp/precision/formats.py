@@ -1,9 +1,9 @@
-"""Modules that compute in fp32 where the rest is in half precision, by patterns of the user."""
+"""Modules that compute in fp32 where the rest is in half precision: norms, and others by patterns of the user."""
 
 import difflib
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,20 +13,24 @@ from torch.utils import _pytree as pytree
 
 from hybridpp.errors import ConfigError
 
-# The format of each module that a pattern, or one for a module around it, says something about.
+# The format of norms, and of each module that a pattern, or one for a module around it, says something about.
 Formats = Mapping[nn.Module, torch.dtype]
 
 
-def module_formats(model: nn.Module, patterns: Sequence[str], half: torch.dtype | None) -> Formats:
-    """The format of every module that a pattern matches, and of all modules inside.
+def module_formats(
+    model: nn.Module, patterns: Sequence[str], half: torch.dtype | None, in_fp32: Collection[nn.Module] = ()
+) -> Formats:
+    """The format of every module that a pattern matches, and of all modules inside; fp32 for those of ``in_fp32``.
 
     A pattern is a module's name or class, in which ``*`` stands for anything, dots too; behind ``!`` it puts modules
-    into half precision. The last pattern that matches a module counts, then what counts for the module around it.
+    into half precision. The last pattern that matches a module counts, then what counts for the module around it, then
+    ``in_fp32``.
 
     Args:
         model: whole; it is itself never matched.
         patterns: of the user.
         half: the format of the rest; None: nothing is in half precision, so there is nothing to say.
+        in_fp32: modules that are in fp32 where no pattern says otherwise.
 
     Raises:
         ConfigError: a pattern matches nothing, or a weight or module would be in two formats.
@@ -38,10 +42,11 @@ def module_formats(model: nn.Module, patterns: Sequence[str], half: torch.dtype 
     """
     _check_matches(model, patterns)
     formats: dict[nn.Module, torch.dtype] = {}
-    if half is None or not patterns:
+    if half is None:
         return formats
     seen: dict[nn.Module, tuple[str, torch.dtype | None]] = {}
-    for name, module, format in _walk(model, "", patterns, half, None):
+    for name, module, told in _walk(model, "", patterns, half, None):
+        format = torch.float32 if told is None and module in in_fp32 else told
         other, before = seen.setdefault(module, (name, format))
         if before is not format:
             raise ConfigError(_in_two_formats(other, name))
@@ -106,7 +111,8 @@ def keep_formats(model: nn.Module, formats: Formats, half: torch.dtype | None) -
     """Have modules cast what they are given to their format, and what they return to that of what is around them.
 
     Only the instance attribute ``forward`` is set, where the format changes. Cast are floating-point tensors in tuples,
-    lists, dicts and Hugging Face outputs; float64 and complex ones stay as they are.
+    lists, dicts and Hugging Face outputs; float64 and complex ones stay as they are. A module without weights that is
+    given nothing of the format around returns what it makes: it only follows what it is given.
     """
     if half is None:
         return
@@ -118,15 +124,34 @@ def keep_formats(model: nn.Module, formats: Formats, half: torch.dtype | None) -
                 borders.setdefault(module, outside)
     for module, outside in borders.items():
         # functools.partial and no closure, so that the model can still be copied.
-        module.forward = functools.partial(_run_in, formats[module], outside, module.forward)
+        holds = any(tensor.is_floating_point() for tensor in (*module.parameters(), *module.buffers()))
+        run = _run_in if holds else _follow
+        module.forward = functools.partial(run, formats[module], outside, module.forward)
+
+
+def _follow(
+    inside: torch.dtype, outside: torch.dtype, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    leaves = pytree.tree_leaves((args, kwargs))
+    if any(isinstance(leaf, Tensor) and leaf.dtype is outside for leaf in leaves):
+        return _run_in(inside, outside, forward, *args, **kwargs)
+    return forward(*args, **kwargs)
 
 
 def _run_in(
     inside: torch.dtype, outside: torch.dtype, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
+    if not kwargs and len(args) == 1:  # a norm, say: there are many, and a walk through containers takes its time
+        return _cast(forward(_cast(args[0], outside, inside)), inside, outside)
     args, kwargs = _cast((args, kwargs), outside, inside)
     return _cast(forward(*args, **kwargs), inside, outside)
 
 
 def _cast(tree: Any, before: torch.dtype, after: torch.dtype) -> Any:
-    return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(after) if leaf.dtype is before else leaf, tree)
+    if isinstance(tree, Tensor):
+        return _converted(before, after, tree)
+    return pytree.tree_map_only(Tensor, functools.partial(_converted, before, after), tree)
+
+
+def _converted(before: torch.dtype, after: torch.dtype, leaf: Tensor) -> Tensor:
+    return leaf.to(after) if leaf.dtype is before else leaf

@@ -26,6 +26,7 @@ from hybridpp.precision import (
     dtype_of,
     keep_formats,
     module_formats,
+    norms,
     working_dtype,
 )
 from hybridpp_plugins.agreed_norm import AgreedNorm
@@ -108,7 +109,8 @@ def boost(
     seed = torch.initial_seed() + index
     before = _Before.of(model)
     half = dtype_of(settings.precision)
-    formats = module_formats(model, settings.formats.fp32_modules, half)
+    in_fp32 = norms(model) if settings.formats.fp32_norms else set()
+    formats = module_formats(model, settings.formats.fp32_modules, half, in_fp32)
     if optimizer is not None:
         _check_optimizer(optimizer, before.names)
     _check_same_weights(model, seed, layout)

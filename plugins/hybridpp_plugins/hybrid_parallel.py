@@ -56,7 +56,7 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, DividesLayers
             exactly one; ``schedule``, also spelled ``pp_style``; ``num_model_chunks``;
             ``gradient_checkpoint_config``),
             :class:`~hybridpp.config.OptimizerConfig` (``max_norm``, ``ddp_bucket_cap_mb``),
-            :class:`~hybridpp.config.PrecisionConfig` (``fp32_modules``, ``fp32_losses``),
+            :class:`~hybridpp.config.PrecisionConfig` (``fp32_modules``, ``fp32_norms``, ``fp32_losses``),
             :class:`~hybridpp.config.LossScaleConfig` (``initial_scale``, ``growth_interval``, …),
             :class:`~hybridpp.config.ParallelConfig` (``tensor_parallel_plan``, ``zero_stage``) and
             :class:`~hybridpp.config.PartitionConfig` (``layers_per_stage``, ``split_points``, ``balance``). A name that

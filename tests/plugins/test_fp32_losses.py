@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from divided_models import SIZES, token_batch
-from support import assert_near, assert_same, boosted, image_batch, sgd, tiny_vit, train
+from support import assert_near, assert_same, boosted, image_batch, in_half, sgd, tiny_vit, train
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -39,7 +39,7 @@ def test_a_models_own_loss_is_that_of_its_logits_in_fp32(precision, layout):
 
 def whole(make_model, batch, dtype):
     """Loss in fp32 and gradients of half a model in one process and plain torch."""
-    model = make_model().to(dtype)
+    model = in_half(make_model(), dtype)
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     loss = functional.cross_entropy(model(**inputs).logits.flatten(0, -2).float(), batch["labels"].flatten())
     loss.backward()

@@ -143,8 +143,8 @@ def test_in_fp32_there_is_nothing_to_keep():
             "Near: input_layernorm",
         ),
         (["lm_head"], "fp32_modules puts only one of 'model.embed_tokens' and 'lm_head' in fp32, which share weights."),
-        ("*norm*", "fp32_modules is a list of patterns of module names or classes, like ['*norm*']: got '*norm*'."),
-        (["!"], "fp32_modules is a list of patterns of module names or classes, like ['*norm*']: got ['!']."),
+        ("*norm*", "fp32_modules is a list of patterns of module names or classes, like ['*.router']: got '*norm*'."),
+        (["!"], "fp32_modules is a list of patterns of module names or classes, like ['*.router']: got ['!']."),
     ],
 )
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

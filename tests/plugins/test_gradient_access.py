@@ -5,7 +5,18 @@ import re
 
 import pytest
 import torch
-from support import assert_near, assert_same, boosted, image_batch, model_loss, replica_part, sgd, tiny_vit, train
+from support import (
+    assert_near,
+    assert_same,
+    boosted,
+    image_batch,
+    in_half,
+    model_loss,
+    replica_part,
+    sgd,
+    tiny_vit,
+    train,
+)
 
 from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.cluster import Loopback
@@ -22,7 +33,8 @@ LOSS_SCALE = 256.0
 
 def whole_gradients(precision="fp32", num_parts=1):
     """Of plain torch in one process: half-precision gradients of each part of the batch, from an fp32 loss."""
-    model, scale = tiny_vit().to(DTYPES[precision]), LOSS_SCALE if precision == "fp16" else 1.0
+    scale = LOSS_SCALE if precision == "fp16" else 1.0
+    model = tiny_vit() if precision == "fp32" else in_half(tiny_vit(), DTYPES[precision])
     sums = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
     for part in (replica_part(BATCH, n, num_parts) for n in range(num_parts)):
         logits = model(part["pixel_values"].to(DTYPES[precision])).logits

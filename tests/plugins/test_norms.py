@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from divided_models import LLAMA, SIZES, token_batch
-from support import boosted, model_loss, replica_part, sgd, whole_over_tp
+from support import boosted, in_half, model_loss, replica_part, sgd, whole_over_tp
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridpp.cluster import Loopback
@@ -31,8 +31,8 @@ def in_one_process(tied, precision):
     without which small gradients would lose bits.
     """
     model, scale = llama(tied), LOSS_SCALE if precision == "fp16" else 1.0
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(DTYPES[precision])
+    if precision != "fp32":
+        in_half(model, DTYPES[precision])
     sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
     for n in range(NUM_MICROBATCHES):
         model.zero_grad()

@@ -16,9 +16,9 @@ def test_a_description_says_what_computes_in_which_format():
 
     assert Loopback(1).run(run)[0] == dedent("""\
         module                              | weights  | computes in
-        ------------------------------------+----------+-------------------------------
+        ------------------------------------+----------+-----------------
         1 BatchNorm1d                       | float32  | float32
-        1 LayerNorm                         | bfloat16 | float32 inside, rounded behind
+        1 LayerNorm                         | float32  | float32
         2 Linear                            | bfloat16 | bfloat16
         loss functions in the model         |          | float32 or wider
         criterion, gradient sums, optimizer |          | float32 or wider""")
