@@ -32,6 +32,25 @@ class Precision(StrEnum):
 _DTYPE_NAMES = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16"}
 
 
+def require_switches(**values: Any) -> None:
+    """Refuse what is neither True nor False.
+
+    Raises:
+        ConfigError: text such as ``"no"`` would count as True, and 0 as False.
+    """
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} is True or False: got {name}={value!r}. Pass one of these, no word or number.")
+
+
+class _Settings:
+    """What all settings have in common: each field that is a switch is checked to be one."""
+
+    def __post_init__(self) -> None:
+        known: Any = self
+        require_switches(**{each.name: getattr(self, each.name) for each in fields(known) if each.type is bool})
+
+
 def _require_positive(owner: str, **values: float) -> None:
     for name, value in values.items():
         if value <= 0:
@@ -39,7 +58,7 @@ def _require_positive(owner: str, **values: float) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(_Settings):
     """How many ranks share one replica of the model.
 
     Attributes:
@@ -61,6 +80,7 @@ class ParallelConfig:
     sequence_parallelism_mode: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, value in (("tp_size", self.tp_size), ("pp_size", self.pp_size)):
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is a whole number of ranks, at least 1: got {name}={value!r}.")
@@ -110,7 +130,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartitionConfig:
+class PartitionConfig(_Settings):
     """Where the model is cut into stages.
 
     Attributes:
@@ -125,6 +145,7 @@ class PartitionConfig:
     balance: str = "flops"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.split_points is not None and not isinstance(self.split_points, Mapping):
             raise ConfigError(
                 f"split_points is a dict of module names and 'before' or 'after': got {self.split_points!r}."
@@ -148,7 +169,7 @@ class PartitionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineGradientCheckpointConfig:
+class PipelineGradientCheckpointConfig(_Settings):
     """Which activations are not kept for the backward pass, but computed again there.
 
     Of a stage's blocks the first ones are recomputed. Results do not change, dropout included; only time and memory do.
@@ -170,6 +191,7 @@ class PipelineGradientCheckpointConfig:
     max_stored_microbatches: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         ratio, counts, stored = self._values()
         if ratio is not None and counts is not None:
             raise ConfigError(
@@ -208,7 +230,7 @@ def _is_count(value: Any) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineConfig:
+class PipelineConfig(_Settings):
     """How a batch is split, in which order its micro-batches run, and what is kept of them.
 
     Attributes:
@@ -228,6 +250,7 @@ class PipelineConfig:
     gradient_checkpoint_config: PipelineGradientCheckpointConfig | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.num_microbatches is None) == (self.microbatch_size is None):
             raise ConfigError(
                 "give exactly one of num_microbatches and microbatch_size: "
@@ -258,7 +281,7 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
+class PrecisionConfig(_Settings):
     """What computes in fp32 although the precision is fp16 or bf16.
 
     Attributes:
@@ -276,6 +299,7 @@ class PrecisionConfig:
     fp32_losses: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         given: Any = self.fp32_modules
         if isinstance(given, str) or not (
             isinstance(given, Sequence) and all(isinstance(pattern, str) and pattern.strip("!") for pattern in given)
@@ -283,13 +307,10 @@ class PrecisionConfig:
             raise ConfigError(
                 f"fp32_modules is a list of patterns of module names or classes, like ['*.router']: got {given!r}."
             )
-        for name, value in (("fp32_norms", self.fp32_norms), ("fp32_losses", self.fp32_losses)):
-            if not isinstance(value, bool):
-                raise ConfigError(f"{name} is True or False: got {value!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossScaleConfig:
+class LossScaleConfig(_Settings):
     """How the fp16 loss scale starts and moves; unused in fp32 and bf16.
 
     Attributes:
@@ -311,6 +332,7 @@ class LossScaleConfig:
     max_scale: float = 2.0**32
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require_positive(
             "loss scaling",
             initial_scale=self.initial_scale,
@@ -331,7 +353,7 @@ class LossScaleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(_Settings):
     """What happens to gradients between the backward pass and the weights.
 
     Attributes:
@@ -359,6 +381,7 @@ class OptimizerConfig:
         return Precision(name)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _ = self.communication_precision
         if self.max_norm < 0:
             raise ConfigError(f"max_norm is a gradient norm, or 0 for no clipping: got max_norm={self.max_norm}.")

@@ -1,8 +1,9 @@
 import re
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields, is_dataclass
 
 import pytest
 
+from hybridpp import config as settings_module
 from hybridpp.config import (
     LossScaleConfig,
     OptimizerConfig,
@@ -11,6 +12,7 @@ from hybridpp.config import (
     PipelineConfig,
     PipelineGradientCheckpointConfig,
     Precision,
+    require_switches,
 )
 from hybridpp.errors import ConfigError
 
@@ -206,3 +208,32 @@ def test_how_many_blocks_are_recomputed(settings, counts):
     config = PipelineGradientCheckpointConfig(**settings)
     assert [config.num_recomputed(stage, 7) for stage in range(2)] == counts
     assert PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.29).num_recomputed(0, 100) == 29
+
+
+NEEDED = {ParallelConfig: {"tp_size": 2, "pp_size": 1}, PipelineConfig: {"num_microbatches": 1}}
+SWITCHES = [
+    (cls, field.name)
+    for cls in vars(settings_module).values()
+    if is_dataclass(cls)
+    for field in fields(cls)
+    if isinstance(field.default, bool)
+]
+
+
+def test_there_are_switches():
+    assert {name for _, name in SWITCHES} >= {"enable_sequence_parallelism", "fp32_norms", "fp32_losses"}
+
+
+@pytest.mark.parametrize("value", ["yes", "False", "", 1, 0, None, [True]])
+@pytest.mark.parametrize(("cls", "name"), SWITCHES)
+def test_a_switch_is_true_or_false(cls, name, value):
+    with refused(f"{name} is True or False: got {name}={value!r}. Pass one of these, no word or number."):
+        cls(**NEEDED.get(cls, {}), **{name: value})
+    for right in (True, False):
+        assert getattr(cls(**NEEDED.get(cls, {}), **{name: right}), name) is right
+
+
+def test_switches_are_checked_in_order():
+    require_switches(first=True, second=False)
+    with refused("second is True or False: got second='no'. Pass one of these, no word or number."):
+        require_switches(first=True, second="no", third="no")

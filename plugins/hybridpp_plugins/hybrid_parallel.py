@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from hybridpp.cluster import RankGrid, current_world, preserved_random_state
-from hybridpp.config import ParallelConfig
+from hybridpp.config import ParallelConfig, require_switches
 from hybridpp.data_parallel import ShardedBatchSampler
 from hybridpp.errors import ConfigError
 from hybridpp.pipeline import StageManager
@@ -145,9 +145,10 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, DividesLayers
             options: further arguments of ``torch.utils.data.DataLoader``.
 
         Raises:
-            ConfigError: ``batch_size`` is below 1.
+            ConfigError: ``batch_size`` is below 1, or a switch is neither True nor False.
             DataError: the dataset is empty, or too small for one step.
         """
+        require_switches(shuffle=shuffle, drop_last=drop_last, pin_memory=pin_memory)
         sampler = ShardedBatchSampler(
             num_samples=len(dataset),  # type: ignore[arg-type]  # Dataset declares no length
             batch_size=batch_size,

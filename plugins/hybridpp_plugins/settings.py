@@ -11,11 +11,12 @@ from hybridpp.config import (
     PipelineConfig,
     Precision,
     PrecisionConfig,
+    require_switches,
 )
 from hybridpp.errors import ConfigError
 from hybridpp.tensor_parallel import parse_style
 
-# Names that scripts of this kind pass as hints; every value gives what it asks for.
+# Switches that scripts of this kind pass as hints; both values give what they ask for.
 _HINTS = {"find_unused_parameters", "static_graph", "gradient_as_bucket_view", "overlap_p2p", "overlap_communication"}
 
 # Names that scripts of this kind pass, with the value that asks for nothing.
@@ -61,6 +62,8 @@ def sort_settings(precision: str, enable_all_optimization: bool, options: dict[s
         ConfigError: a value is wrong, or a name is unknown or asks for something that is not built.
     """
     rest = dict(options)
+    switches = {name: rest[name] for name in rest if name in _HINTS or isinstance(_NOT_BUILT.get(name), bool)}
+    require_switches(enable_all_optimization=enable_all_optimization, **switches)
     if "num_layers_per_stage" in rest:  # the same setting by the name that scripts have
         rest.setdefault("layers_per_stage", rest.pop("num_layers_per_stage"))
     if "pp_style" in rest:

@@ -65,6 +65,32 @@ def test_wrong_settings_are_refused_by_name(settings, text):
     everyone_raises(2, lambda: HybridParallelPlugin(**{**GOOD, **settings}), ConfigError, text)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "enable_all_optimization",
+        "enable_sequence_parallelism",
+        "fp32_norms",
+        "fp32_losses",
+        "find_unused_parameters",
+        "overlap_communication",
+        "cpu_offload",
+        "parallel_output",
+    ],
+)
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_what_stands_for_true_or_false_is_refused(name, value):
+    text = f"{name} is True or False: got {name}={value!r}. Pass one of these, no word or number."
+    everyone_raises(2, lambda: HybridParallelPlugin(**{**GOOD, name: value}), ConfigError, text)
+
+
+@pytest.mark.parametrize("name", ["shuffle", "drop_last", "pin_memory"])
+def test_switches_of_a_dataloader_are_true_or_false(name):
+    plugin = HybridParallelPlugin(**GOOD)
+    with pytest.raises(ConfigError, match=f"^{name} is True or False: got {name}='no'"):
+        plugin.prepare_dataloader([0, 1], batch_size=1, **{name: "no"})
+
+
 def test_settings_that_ask_for_nothing_are_accepted():
     plugin = HybridParallelPlugin(**GOOD, pp_style="1f1b", num_model_chunks=1, cpu_offload=False, zero_stage=0)
     assert plugin.pp_size == 1

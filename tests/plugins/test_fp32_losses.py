@@ -251,5 +251,5 @@ def test_a_copy_of_a_boosted_model_computes_its_losses_in_fp32_too():
 
 
 def test_a_word_is_no_switch():
-    with pytest.raises(ConfigError, match=r"^fp32_losses is True or False: got 'no'\.$"):
+    with pytest.raises(ConfigError, match=r"^fp32_losses is True or False: got fp32_losses='no'\."):
         HybridParallelPlugin(tp_size=1, pp_size=1, num_microbatches=2, precision="fp16", fp32_losses="no")
