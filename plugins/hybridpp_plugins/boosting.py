@@ -137,7 +137,7 @@ def boost(
     executor = Executor(staged, transport, device, divided.weight_gradients, divided.in_a_step)
     examination = Examination(staged, executor, buckets, layout, device)
     if boosted is not None and settings.precision is Precision.FP16:
-        boosted.own_calls = OwnCalls(device, lambda: boosted.scaling.may_search, examination.examine_call)
+        boosted.own_calls = OwnCalls(device, lambda: boosted.scaling.may_search, examination.examine_calls)
         staged.around_call = boosted.own_calls.run
     return Engine(
         staged=staged,

@@ -13,18 +13,17 @@ from hybridpp.pipeline import Executor, RankProgram, Step
 from hybridpp.precision import Finding, Place, Watch
 from hybridpp_plugins.closing import BadLoss
 from hybridpp_plugins.layout import Layout
-from hybridpp_plugins.own_calls import CannotRepeat, OwnCall
+from hybridpp_plugins.own_calls import MAX_BYTES, CannotRepeat, KeptCalls, OwnCall
 
 # Formats in which a sum may overflow that fp32 holds.
 _NARROW = (torch.float16,)
 _NOTHING_FOUND = "none in a second run of the step, so it hangs on something that cannot be repeated"
 
 
-_FINITE_AGAIN = (
-    "the model's last call is finite in a second run: it stands in an earlier one, or hangs on something that cannot "
-    "be repeated"
-)
+_FINITE_AGAIN = "all that can be run again is finite then, so it hangs on something that cannot be repeated"
 _WHOLE_BATCH = Place(0, 0)
+# More than the places of a call.
+_CALL = 2**34
 
 
 class Examination:
@@ -77,31 +76,45 @@ class Examination:
             return f"not found, because a second run of the step failed: {failure}"
         return found or ("" if bad_loss else self._rounded_on_the_way()) or _NOTHING_FOUND
 
-    def examine_call(self, call: OwnCall | None) -> str:
+    def examine_calls(self, kept: KeptCalls) -> str:
         """The same of a step by :meth:`hybridpp.Booster.backward`. Collective: all ranks.
 
-        Args:
-            call: the script's last one of the model; None: it made none.
+        Each call that is kept is run again. The first finding is by the order in which the calls were made in forwards,
+        and by that in which gradients came back in backwards.
 
         Raises:
             CannotRepeat: nothing was found, and why; on every rank alike.
         """
+        # Those of ranks that share layers run together: of all, as many as each of them kept.
+        counts = gather_objects(self._layout.control, len(kept.calls))
+        calls = kept.last(min(counts[rank] for rank in self._layout.pipelines[self._layout.here.dp]))
+        findings: list[Finding] = []
+        failures = [] if calls else ["the loss was made of nothing that a call of the boosted model returned"]
+        if calls and (num_gone := len(kept.numbers) - len(calls)):
+            gone = "one is" if num_gone == 1 else f"{num_gone} are"
+            failures.append(f"of {len(kept.numbers)} calls, {gone} not kept, for which there are {MAX_BYTES >> 20} MiB")
+        for arrival, call in enumerate(calls):
+            found, failure = self._run_again(call, kept.name(call))
+            findings += [_of_call(finding, call, arrival, kept.name(call)) for finding in found]
+            failures += [failure] if failure else []
+        first, failure = self._told(findings, "; ".join(failures))
+        if not first:
+            raise CannotRepeat(failure or _FINITE_AGAIN)
+        return f"{first}, as far as can be seen: {failure}" if failure else first
+
+    def _run_again(self, call: OwnCall, name: str) -> tuple[list[Finding], str]:
+        """What is found in one call, and the error that it ends with."""
         watch = Watch(self._staged.model, self._staged.units, self._gradients(), lambda: _WHOLE_BATCH)
 
         def run() -> None:
-            if call is None:
-                raise CannotRepeat("the loss was made of nothing that a call of the boosted model returned")
             if not call.is_as_it_was:
-                raise CannotRepeat("the batch was written to since")
+                raise CannotRepeat(f"the batch{' of' if name else ''}{name} was written to since")
             # The forward alone: what hooks of the model's change was changed before.
             call.again(self._staged.model.forward, self._device, watch.came_back)
             watch.end(_WHOLE_BATCH)
 
         failure = self._again(run, watch, training=True)
-        found, failure = self._told(watch.findings, failure)
-        if not found:
-            raise CannotRepeat(failure or _FINITE_AGAIN)
-        return found
+        return watch.findings, failure
 
     def _again(self, run: Callable[[], None], watch: Watch, training: bool) -> str:
         """Run something with everything looked at, and leave nothing behind; gives the error that it ends with."""
@@ -165,3 +178,9 @@ class Examination:
             with torch.no_grad():
                 for buffer, before in kept:
                     buffer.copy_(before)
+
+
+def _of_call(finding: Finding, call: OwnCall, arrival: int, name: str) -> Finding:
+    """Behind those of the calls before it: forwards as they were made, backwards as gradients came back."""
+    before = arrival if finding.backward else call.number
+    return finding._replace(order=finding.order + before * _CALL, what=f"{finding.what}{' in' if name else ''}{name}")

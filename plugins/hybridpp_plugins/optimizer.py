@@ -256,7 +256,7 @@ class HybridOptimizer(Optimizer):
         if self.own_calls is not None:
             if self.wants_report and self.scaling.is_by_hand:
                 try:
-                    self.scaling.found(self.own_calls.examine())
+                    self.scaling.found(self.own_calls.examine(), by_hand=True)
                 except CannotRepeat as reason:
                     self.scaling.not_found(str(reason))
             self.own_calls.forget()
@@ -282,6 +282,8 @@ class HybridOptimizer(Optimizer):
             for target in self._targets.values():
                 target.grad = None
         self.scaling.forget()
+        if self.own_calls is not None:
+            self.own_calls.forget()
         self._norm = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

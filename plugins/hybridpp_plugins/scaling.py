@@ -31,20 +31,20 @@ class Scaling:
         self._norm = norm
         self._buckets = buckets
         self._searched = False
-        self._by_hand = False
         self._num_passes = 0
+        self._num_by_hand = 0
         self._obstacle = ""
 
     def begin(self, by_hand: bool) -> None:
         """Before backward passes; ``by_hand``: the script runs them, so that they cannot be run again."""
         if self._buckets.is_consumed:
             self.forget()
-        self._by_hand |= by_hand
         self._num_passes += 1
+        self._num_by_hand += by_hand
 
     def forget(self) -> None:
         """The gradients were given up."""
-        self._searched, self._by_hand, self._num_passes, self._obstacle = False, False, 0, ""
+        self._searched, self._num_passes, self._num_by_hand, self._obstacle = False, 0, 0, ""
 
     def is_overflow(self, norm: float | None) -> bool:
         """Whether a step with gradients of that norm is skipped."""
@@ -62,15 +62,18 @@ class Scaling:
     @property
     def is_by_hand(self) -> bool:
         """Whether the script ran backward passes of the gradients that are held."""
-        return self._by_hand
+        return self._num_by_hand > 0
 
     def not_found(self, reason: str) -> None:
         """Take down why it is not known where an overflow came from."""
         self._obstacle = reason
 
-    def found(self, text: str) -> None:
-        """Take down where an overflow came from."""
-        if self._num_passes > 1:
+    def found(self, text: str, by_hand: bool = False) -> None:
+        """Take down where an overflow came from; ``by_hand``: of all calls by the script, else of the last call."""
+        if by_hand and (num_others := self._num_passes - self._num_by_hand):
+            calls = f"{num_others} call{'s' if num_others > 1 else ''}"
+            text = f"{text} (not looked for in {calls} of execute_pipeline that add up with these)"
+        elif not by_hand and self._num_passes > 1:
             text = f"{text} (looked for in the last of {self._num_passes} calls whose gradients add up)"
         self.report, self._searched = text, True
 

@@ -2,12 +2,14 @@
 
 import logging
 import math
+import re
 
 import pytest
 import torch
 from divided_models import VIT, token_batch
+from hybridpp_plugins import own_calls
 from spoiling import Through, spoilt
-from support import assert_same, boosted, image_batch, replica_part, sgd, tiny_vit
+from support import assert_same, boosted, image_batch, model_loss, replica_part, sgd, tiny_vit
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
@@ -190,8 +192,8 @@ def test_what_cannot_be_found_is_said_and_the_parameter_named():
 
     head = "in the gradient of 'classifier.bias' on rank 0; no more "
     assert Loopback(1).run(run)[0] == [
-        f"{head}is known, because the model's last call is finite in a second run: it stands in an earlier one, or "
-        "hangs on something that cannot be repeated",
+        f"{head}is known, because all that can be run again is finite then, so it hangs on something that cannot be "
+        "repeated",
         f"{head}is known, because the batch was written to since on rank 0",
         f"{head}is known, because the loss was made of nothing that a call of the boosted model returned on rank 0",
         f"{head}was looked for: that is done at the 1st, 10th, 100th, … skipped step",
@@ -219,6 +221,140 @@ def test_looking_changes_nothing_and_nothing_is_kept_behind_a_step():
             return dict(optimizer.gradients())
 
         assert_same(overflow(True), overflow(False))
-        assert optimizer.own_calls._last is None
+        assert not optimizer.own_calls._kept
 
     Loopback(1).run(run)
+
+
+class OnlyIn:
+    """A hook that spoils one call of several, by what it is given; so that a second run is spoilt as well."""
+
+    def __init__(self, batch, spoil_backward):
+        self.mark = batch["pixel_values"].half().double().sum()
+        self.spoil_backward = spoil_backward
+
+    def on(self, model):
+        self.bad = False
+        model.vit.embeddings.register_forward_pre_hook(self.look)
+        model.vit.layers[1].mlp.fc1.register_forward_hook(self.spoil)
+
+    def look(self, module, args):
+        self.bad = bool(args[0].double().sum() == self.mark)
+
+    def spoil(self, module, args, output):
+        if not self.bad:
+            return output
+        return (
+            Through.apply(output, lambda gradient: spoilt(gradient, math.inf))
+            if self.spoil_backward
+            else output * math.inf
+        )
+
+
+SEVERAL = [image_batch(4, seed=seed) for seed in range(3)]
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["a backward each", "one of the sum"])
+@pytest.mark.parametrize("spoil_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("bad", "tp_size"), [(0, 1), (1, 1), (2, 1), (1, 2)])
+def test_of_several_calls_the_one_that_overflowed_is_named(bad, tp_size, spoil_backward, at_once):
+    def run():
+        settings = {"tp_size": tp_size, "precision": "fp16", "tensor_parallel_plan": VIT}
+        booster, model, optimizer = boosted(tiny_vit(0.1), sgd, image_batch(1), **settings)
+        OnlyIn(SEVERAL[bad], spoil_backward).on(model)
+        losses = [own_loss(model, batch) for batch in SEVERAL] if at_once else []
+        for loss in [sum(losses)] if at_once else (own_loss(model, batch) for batch in SEVERAL):
+            booster.backward(loss, optimizer)
+        with torch.no_grad():
+            model(**BATCH)
+        optimizer.step()
+        return optimizer.overflow_report
+
+    # A gradient that overflows at a layer's output is seen at what was put in its place by a hook, which is next to it.
+    gradient = r"the gradient of (the output of 'vit\.layers\.1\.(mlp\.fc1|layernorm_after)'|parameter \S+)"
+    what = gradient if spoil_backward else r"the output of 'vit\.layers\.1\.mlp\.fc1'"
+    for text in Loopback(tp_size).run(run):
+        assert re.fullmatch(
+            rf"{what} holds (inf|NaN) in call {bad + 1} of 3 \(stage 0, micro-batch 0\) on rank 0", text
+        )
+
+
+def test_calls_beyond_what_may_be_kept_are_let_go(monkeypatch):
+    def run(bad, room):
+        monkeypatch.setattr(own_calls, "MAX_BYTES", room)
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(1), precision="fp16")
+        OnlyIn(SEVERAL[bad], False).on(model)
+        for batch in SEVERAL:
+            booster.backward(own_loss(model, batch), optimizer)
+        sizes = [call.size for call in optimizer.own_calls._kept]
+        optimizer.step()
+        return sizes, optimizer.overflow_report
+
+    def runs():
+        sizes, _ = run(0, 2**30)
+        return sizes, *(run(bad, room) for bad, room in [(2, 2 * sizes[0]), (0, 2 * sizes[0]), (0, 0)])
+
+    sizes, (kept, text), (_, unknown), (alone, _) = Loopback(1).run(runs)[0]
+    assert (len(sizes), len(kept), len(alone)) == (3, 2, 1)
+    assert sizes[0] > sum(value.nbytes for value in BATCH.values()) // 2
+    place = "the output of 'vit.layers.1.mlp.fc1' holds inf in call 3 of 3 (stage 0, micro-batch 0) on rank 0"
+    assert text.startswith(f"{place}, as far as can be seen: of 3 calls, one is not kept, for which there are ")
+    assert "no more is known, because of 3 calls, one is not kept" in unknown
+
+
+def test_a_call_that_cannot_be_repeated_is_told_beside_what_another_gives():
+    def run():
+        batches = [{k: v.half() if v.is_floating_point() else v.clone() for k, v in batch.items()} for batch in SEVERAL]
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(1), precision="fp16")
+        OnlyIn(SEVERAL[1], False).on(model)
+        for batch in batches:
+            booster.backward(own_loss(model, batch), optimizer)
+        batches[0]["pixel_values"].zero_()
+        optimizer.step()
+        return optimizer.overflow_report
+
+    (text,) = Loopback(1).run(run)
+    assert text.endswith(
+        "in call 2 of 3 (stage 0, micro-batch 0) on rank 0, as far as can be seen: the batch of call 1 of 3 was "
+        "written to since on rank 0"
+    )
+
+
+def test_calls_of_execute_pipeline_beside_those_of_the_script_are_told():
+    def run():
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(1), precision="fp16")
+        OnlyIn(SEVERAL[1], False).on(model)
+        booster.execute_pipeline(iter([SEVERAL[0]]), model, model_loss, optimizer)
+        booster.backward(own_loss(model, SEVERAL[1]), optimizer)
+        optimizer.step()
+        return optimizer.overflow_report
+
+    (text,) = Loopback(1).run(run)
+    assert text.endswith("(not looked for in 1 call of execute_pipeline that add up with these)")
+
+
+def test_calls_before_zero_grad_count_no_more():
+    def run():
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(1), precision="fp16")
+        OnlyIn(SEVERAL[0], False).on(model)
+        booster.backward(own_loss(model, SEVERAL[0]), optimizer)
+        optimizer.zero_grad()
+        booster.backward(own_loss(model, SEVERAL[1]), optimizer)
+        optimizer.step()
+        return optimizer.skipped_steps, optimizer.own_calls._kept
+
+    assert Loopback(1).run(run) == [(0, [])]
+
+
+def test_calls_made_before_zero_grad_whose_gradients_come_back_behind_it_count():
+    def run():
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(1), precision="fp16")
+        OnlyIn(SEVERAL[1], False).on(model)
+        first = own_loss(model, SEVERAL[0])
+        optimizer.zero_grad()
+        booster.backward(first + own_loss(model, SEVERAL[1]), optimizer)
+        optimizer.step()
+        return optimizer.overflow_report
+
+    (text,) = Loopback(1).run(run)
+    assert text == "the output of 'vit.layers.1.mlp.fc1' holds inf in call 2 of 2 (stage 0, micro-batch 0) on rank 0"
