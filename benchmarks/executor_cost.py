@@ -99,7 +99,7 @@ def make_step(num_microbatches: int) -> Step:
         criterion=lambda outputs, inputs: outputs.sum(),
         training=True,
         keep_outputs=False,
-        last_backward=lambda pending: None,
+        last_backward=lambda pending: False,
         reduce_gradients=lambda: None,
     )
 

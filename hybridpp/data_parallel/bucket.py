@@ -36,6 +36,18 @@ class Bucket:
         self.missing: set[str] = set()
         self.work: Work | None = None
         self._sent = self.flat
+        self._version_of_zeros = self.flat._version
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether nothing was written since :meth:`zero`; what ``.data`` does escapes it."""
+        return self.flat._version == self._version_of_zeros
+
+    def zero(self) -> None:
+        """Forget the gradients."""
+        if not self.is_zero:
+            self.flat.zero_()
+            self._version_of_zeros = self.flat._version
 
     def send_off(self, group: Group, used: Collection[str], dtype: torch.dtype | None) -> None:
         """Start to sum the buffer over a group, rounded to ``dtype`` on the way; ``used``: whom this rank reached."""

@@ -106,7 +106,8 @@ class GradientBuckets:
             view = self.gradients[name]
             if self._shows(name) and parameter.grad is not view:
                 # Set to None from outside (module.zero_grad()) or never set: either way it counts as zero.
-                view.zero_()
+                if not self._bucket_of[name].is_zero:
+                    view.zero_()
                 parameter.grad = view
         if self._state is _State.REDUCED:
             self._keep_one_copy()
@@ -119,19 +120,22 @@ class GradientBuckets:
         """Before more is added to sums: the next reduction must count them once."""
         if self._group.rank != 0:
             for bucket in self._buckets:
-                bucket.flat.zero_()
+                bucket.zero()
         for _, group, view in self._shared:
             if group.rank != 0:
                 view.zero_()
 
-    def last_backward(self, pending: Collection[str] | None = None) -> None:
+    def last_backward(self, pending: Collection[str] | None = None) -> bool:
         """Say that what follows completes the gradients: full buckets are sent off in it.
 
         Args:
             pending: the parameters that still get something; None: all may.
+
+        Returns:
+            Whether there is anybody to send them to.
         """
         if not self._sync or self._group.size == 1:
-            return
+            return False
         for bucket in self._buckets:
             bucket.missing = set(bucket.views) if pending is None else set(bucket.views).intersection(pending)
         self._postponed.clear()
@@ -139,6 +143,7 @@ class GradientBuckets:
         self._num_launched = 0
         self._in_last_backward = True
         self._launch(only_full=True)
+        return True
 
     def postpone(self, names: Iterable[str]) -> None:
         """Say that the running backward pass leaves parts of these gradients, which come from outside."""
@@ -312,7 +317,7 @@ class GradientBuckets:
     def zero(self) -> None:
         """Forget all gradients."""
         for bucket in self._buckets:
-            bucket.flat.zero_()
+            bucket.zero()
         self._used.clear()
         self._settled.clear()
         self._state = _State.LOCAL

@@ -177,12 +177,11 @@ class Handlers:
         self._arriving[action._replace(kind=Kind.BACKWARD)] = receipt
 
     def _backward(self, action: Action) -> None:
-        if action != self._last:
+        if action != self._last or not self._step.last_backward(None):
             with self._weight_gradients.at_once():
                 self._go_back(action)
             return
         # In two parts, so that it is known when each gradient is complete, and its reduction can start.
-        self._step.last_backward(None)
         with self._weight_gradients.later(splits=False) as notes:
             self._go_back(action)
         self._weight_gradients.add(notes, final=True)

@@ -24,7 +24,7 @@ class Step:
         training: whether to run backward.
         keep_outputs: whether the last stage keeps the model's outputs.
         last_backward: called before the rank's last action that adds to gradients, with the parameters that get
-            something in it; None: all may.
+            something in it; None: all may. Returns whether it matters when each gradient is complete.
         reduce_gradients: called after it.
         max_stored_microbatches: how many micro-batches' activations the rank keeps whole, one for each of its stages
             counted as one; those beyond may be recomputed.
@@ -36,7 +36,7 @@ class Step:
     criterion: Criterion | None
     training: bool
     keep_outputs: bool
-    last_backward: Callable[[Collection[str] | None], None]
+    last_backward: Callable[[Collection[str] | None], bool]
     reduce_gradients: Callable[[], None]
     max_stored_microbatches: int = 0
 

@@ -1,7 +1,7 @@
 """One boosted model: runs its steps."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -219,8 +219,8 @@ class Engine:
             criterion=criterion,
             training=training,
             keep_outputs=keep_outputs,
-            last_backward=self.buckets.last_backward if self.buckets else _nothing,
-            reduce_gradients=self.buckets.launch if self.buckets else _nothing,
+            last_backward=self.buckets.last_backward if self.buckets else lambda pending: False,
+            reduce_gradients=self.buckets.launch if self.buckets else lambda: None,
             max_stored_microbatches=(recomputation.max_stored_microbatches or 0) if recomputation else 0,
         )
 
@@ -241,7 +241,3 @@ class Engine:
         if early and early.wants_report:
             early.scaling.found(self.examination.examine(program, task))
         return torch.tensor(closing.loss, dtype=torch.float32).to(self.device, non_blocking=True)
-
-
-def _nothing(pending: Collection[str] | None = None) -> None:
-    return

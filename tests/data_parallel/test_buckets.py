@@ -188,6 +188,25 @@ def test_the_models_own_zero_grad_counts(reset):
     assert_equal(buckets, plain(1, [2]))
 
 
+def test_zeros_are_written_once():
+    model = make_model()
+    buckets = make_buckets(model)
+    accumulate(buckets, model, [0])
+    model.zero_grad()
+    buckets.zero()
+    version = buckets.version
+    buckets.zero()
+    buckets.begin()
+    assert buckets.version == version
+    assert all(parameter.grad is buckets.gradients[name] for name, parameter in model.named_parameters())
+    # What the script writes itself, and then drops, is forgotten like any other gradient.
+    for parameter in model.parameters():
+        parameter.grad.add_(1.0)
+        parameter.grad = None
+    accumulate(buckets, model, [1])
+    assert_equal(buckets, plain(1, [1]))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_gradients_add_up_in_fp32(dtype):
     parameter = nn.Parameter(torch.zeros(3, dtype=dtype))

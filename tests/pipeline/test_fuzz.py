@@ -152,7 +152,7 @@ def on_rank(program, num_stages, num_microbatches, training):
         criterion=lambda outputs, inputs: outputs.sum(),
         training=training,
         keep_outputs=True,
-        last_backward=lambda names: None,
+        last_backward=lambda names: False,
         reduce_gradients=lambda: None,
     )
     executor = Executor(stages, Transport(*lanes, world.device), world.device, stages.weight_gradients)
