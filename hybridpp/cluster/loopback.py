@@ -185,6 +185,7 @@ class LoopbackGroup:
     """Ranks of a :class:`Loopback` that communicate through shared memory."""
 
     process_group = None
+    overlaps = True
 
     def __init__(self, loopback: Loopback, key: tuple[Any, tuple[int, ...]], rank: int):
         self.ranks = key[1]

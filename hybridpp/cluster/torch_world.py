@@ -28,6 +28,7 @@ class TorchGroup:
         self.size = len(self.ranks)
         self._host_only = dist.get_backend(process_group) == "gloo"
         self._neighbours = connect(process_group) if self._host_only else None
+        self.overlaps = self._neighbours is None
 
     def _staged(self, tensor: Tensor) -> bool:
         return self._host_only and tensor.device.type != "cpu"

@@ -28,6 +28,7 @@ class Group(Protocol):
         rank: this process's place among them.
         size: how many they are.
         process_group: the ``torch.distributed`` group, where there is one.
+        overlaps: whether a sum of activations goes on by itself while the rank computes; not where the rank carries it.
     """
 
     @property
@@ -38,6 +39,8 @@ class Group(Protocol):
     def size(self) -> int: ...
     @property
     def process_group(self) -> dist.ProcessGroup | None: ...
+    @property
+    def overlaps(self) -> bool: ...
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start to replace ``tensor`` by the sum over the group. Collective."""

@@ -125,7 +125,8 @@ def _join(kind: Layer, part: ShardedLayer) -> Layer:
         prepare=part.enter,
         finish=part.finish,
         arrive=part.whole_gradient,
-        may_wait=part.kind in (Kind.COLUMN, Kind.GATHERED_COLUMN),
+        # Two autograd functions for one are worth it where they hide something.
+        may_wait=part.kind in (Kind.COLUMN, Kind.GATHERED_COLUMN) and part.crossings.group.overlaps,
     )
 
 
