@@ -58,12 +58,12 @@ def plain(model: nn.Module, batch: Batch) -> StepFunction:
     return step
 
 
-def pipeline(hidden: int, batch: Batch, shards: bool = False) -> StepFunction:
+def pipeline(hidden: int, batch: Batch, shards: bool = False, num_microbatches: int = 1) -> StepFunction:
     """``booster.execute_pipeline``; with sequence parallelism or without."""
     plugin = HybridParallelPlugin(
         tp_size=2,
         pp_size=1,
-        num_microbatches=1,
+        num_microbatches=num_microbatches,
         precision="fp32",
         tensor_parallel_plan=PLAN,
         enable_sequence_parallelism=shards,

@@ -16,7 +16,7 @@ from hybridpp.cluster.seeds import (
     set_random_state,
     set_seed,
 )
-from hybridpp.cluster.world import Group, Work, World
+from hybridpp.cluster.world import Group, Pending, Work, World
 
 __all__ = [
     "Axis",
@@ -24,6 +24,7 @@ __all__ = [
     "DistCoordinator",
     "Group",
     "Loopback",
+    "Pending",
     "RandomState",
     "RankGrid",
     "Work",

@@ -9,12 +9,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from hybridpp.cluster.world import Work, override
+from hybridpp.cluster.world import Pending, Work, override
 from hybridpp.errors import DeadlockError
 
 T = TypeVar("T")
@@ -162,6 +162,23 @@ class _Pending:
         self._baton.wait_until(*self._arguments)
 
 
+class _Result(Generic[T]):
+    """What is there once a communication is over."""
+
+    def __init__(self, work: Work, finish: Callable[[], T]):
+        self._work, self._finish = work, finish
+
+    def wait(self) -> T:
+        self._work.wait()
+        return self._finish()
+
+
+def _sum(parts: list[Tensor]) -> None:
+    total = torch.stack([part.detach() for part in parts]).sum(0)
+    for part in parts:
+        part.detach().copy_(total)
+
+
 class _Mailbox:
     """Messages from one rank to another, matched with receives in order."""
 
@@ -213,25 +230,25 @@ class LoopbackGroup:
         return parts, _Pending(self._baton, self._world_rank, lambda: len(parts) == self.size, what)
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        def finish(parts: list[Tensor]) -> None:
-            total = torch.stack([part.detach() for part in parts]).sum(0)
-            for part in parts:
-                part.detach().copy_(total)
-
-        return self._collect("all_reduce", tensor, finish)[1]
+        return self._collect("all_reduce", tensor, _sum)[1]
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return self.start_all_gather(tensor).wait()
+
+    def start_all_gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
         parts, pending = self._collect("all_gather", tensor.detach().clone(), lambda parts: None)
-        pending.wait()
-        return [parts[member].clone() for member in range(self.size)]
+        return _Result(pending, lambda: [parts[member].clone() for member in range(self.size)])
 
     def all_gather_along(self, tensor: Tensor, dim: int) -> Tensor:
         return torch.cat(self.all_gather(tensor), dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        return self.start_reduce_scatter(tensor, dim).wait()
+
+    def start_reduce_scatter(self, tensor: Tensor, dim: int) -> Pending[Tensor]:
         total = tensor.detach().clone()
-        self.all_reduce(total).wait()
-        return total.chunk(self.size, dim)[self.rank].contiguous()
+        pending = self._collect("reduce_scatter", total, _sum)[1]
+        return _Result(pending, lambda: total.chunk(self.size, dim)[self.rank].contiguous())
 
     def _mailbox(self, source: int, target: int) -> _Mailbox:
         box: _Mailbox = self._shared.setdefault((self._key, source, target), _Mailbox())

@@ -1,13 +1,17 @@
 """The world of ``torch.distributed``: NCCL for device memory, gloo for host memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridpp.cluster.neighbours import Neighbours, Sum, added, connect
-from hybridpp.cluster.world import Work
+from hybridpp.cluster.world import Pending, Work
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 # Larger sums and gathers go through gloo, which divides them among the ranks, and goes on by itself.
 _MAX_EXCHANGED_BYTES = 2**21
@@ -48,39 +52,47 @@ class TorchGroup:
         return work if host is tensor else _Staged(work, host, tensor)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return self.start_all_gather(tensor).wait()
+
+    def start_all_gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
         source = tensor.cpu() if self._staged(tensor) else tensor
         neighbours = self._exchanging(source.nbytes)
+
+        def gathered(parts: list[Tensor]) -> list[Tensor]:
+            if neighbours is not None:
+                # A copy of its own: who asked may write to either.
+                parts[self.rank] = source.clone()
+            return [part.to(tensor.device) for part in parts]
+
         if neighbours is not None:
-            parts = neighbours.exchange([source] * self.size, source.shape).wait()
-            # A copy of its own: who asked may write to either.
-            parts[self.rank] = source.clone()
-        else:
-            parts = [torch.empty_like(source) for _ in self.ranks]
-            dist.all_gather(parts, source, group=self.process_group)
-        return [part.to(tensor.device) for part in parts]
+            return _Then(neighbours.exchange([source] * self.size, source.shape), gathered)
+        parts = [torch.empty_like(source) for _ in self.ranks]
+        work = _started(dist.all_gather(parts, source, group=self.process_group, async_op=True))
+        return _Then(_Giving(work, parts), gathered)
 
     def all_gather_along(self, tensor: Tensor, dim: int) -> Tensor:
         return torch.cat(self.all_gather(tensor.contiguous()), dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        return self.start_reduce_scatter(tensor, dim).wait()
+
+    def start_reduce_scatter(self, tensor: Tensor, dim: int) -> Pending[Tensor]:
         parts = [part.contiguous() for part in tensor.chunk(self.size, dim)]
         if not self._host_only:
             mine = torch.empty_like(parts[self.rank])
-            dist.reduce_scatter(mine, parts, group=self.process_group)
-            return mine
+            work = _started(dist.reduce_scatter(mine, parts, group=self.process_group, async_op=True))
+            # With the parts, which are read until then.
+            return _Then(_Giving(work, (mine, parts)), lambda both: both[0])
         parts = [part.cpu() for part in parts]
         neighbours = self._exchanging(parts[0].nbytes)
         if neighbours is not None:
-            summands = neighbours.exchange(parts, parts[0].shape).wait()
-        else:
-            # gloo's own takes twice the time: it sums everything everywhere first. As bytes: it does not know every
-            # format.
-            source = torch.stack(parts)
-            target = torch.empty_like(source)
-            to, of = (each.flatten().view(torch.uint8) for each in (target, source))
-            dist.all_to_all_single(to, of, group=self.process_group)
-            summands = list(target)
-        return added(summands).to(tensor.device)
+            return _Then(neighbours.exchange(parts, parts[0].shape), lambda summands: added(summands).to(tensor.device))
+        # gloo's own takes twice the time: it sums everything everywhere first. As bytes: it does not know every format.
+        source = torch.stack(parts)
+        target = torch.empty_like(source)
+        to, of = (each.flatten().view(torch.uint8) for each in (target, source))
+        work = _started(dist.all_to_all_single(to, of, group=self.process_group, async_op=True))
+        return _Then(_Giving(work, list(target)), lambda summands: added(summands).to(tensor.device))
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         host = tensor.cpu() if self._staged(tensor) else tensor
@@ -121,6 +133,27 @@ class _Staged:
         self._work.wait()
         if self._device is not None:
             self._device.copy_(self._host)
+
+
+class _Giving(Generic[T]):
+    """A communication, and what it fills."""
+
+    def __init__(self, work: Work, given: T):
+        self._work, self._given = work, given
+
+    def wait(self) -> T:
+        self._work.wait()
+        return self._given
+
+
+class _Then(Generic[T, R]):
+    """What is made of what a communication gives."""
+
+    def __init__(self, pending: Pending[T], function: Callable[[T], R]):
+        self._pending, self._function = pending, function
+
+    def wait(self) -> R:
+        return self._function(self._pending.wait())
 
 
 def _started(work: dist.Work | None) -> Work:

@@ -6,11 +6,13 @@ Everything above this file speaks to a ``World`` and its ``Group``s. ``torch.dis
 
 from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T_co = TypeVar("T_co", covariant=True)
 
 
 class Work(Protocol):
@@ -18,6 +20,13 @@ class Work(Protocol):
 
     def wait(self) -> None:
         """Return when the tensor it was started with may be read and written again."""
+
+
+class Pending(Protocol[T_co]):
+    """A communication under way that gives something."""
+
+    def wait(self) -> T_co:
+        """What it gives; asked for once. What it was started with may be written again."""
 
 
 class Group(Protocol):
@@ -53,6 +62,12 @@ class Group(Protocol):
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """This member's part of the group's sum, in ``size`` equal parts along ``dim``. Collective."""
+
+    def start_all_gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
+        """Start :meth:`all_gather`. Collective."""
+
+    def start_reduce_scatter(self, tensor: Tensor, dim: int) -> Pending[Tensor]:
+        """Start :meth:`reduce_scatter`. Collective."""
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Start to send a contiguous tensor to the member ``peer`` (its place in the group)."""

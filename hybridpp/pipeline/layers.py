@@ -5,13 +5,26 @@ computes for the module's own forward.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 Gradients = tuple[Tensor, Tensor | None]
+
+
+class Kept(Protocol):
+    """How to have a layer's input again of which less is kept."""
+
+    def expect(self) -> None:
+        """It will be asked for, once per backward pass."""
+
+    def start(self, part: Tensor, /) -> None:
+        """Begin to make it of what is kept."""
+
+    def take(self) -> Tensor:
+        """It; :meth:`start` was called before."""
 
 
 class Layer(NamedTuple):
@@ -25,6 +38,9 @@ class Layer(NamedTuple):
         any_dims: whether more will do too: all but the last ones then number samples.
         prepare: what ``x`` goes through before, gradient and all; None: nothing.
         finish: what the output goes through behind, gradient and all; None: nothing.
+        keep: ``(x, later)`` gives what is kept of ``x`` for the weight's gradient, which may have to wait for a W
+            action, and how to have ``x`` again; None: ``x`` itself is kept. Gradients of ``x`` and what ``arrive`` does
+            are then computed of what is kept.
         arrive: ``(dy, x)`` gives what ``dy`` becomes before the gradients above are computed of it; None: ``dy``.
         may_wait: whether the weight's gradient is better computed a little later, while what ``prepare`` does with the
             gradient of ``x`` is under way (see ``WeightGradients.release``).
@@ -37,6 +53,7 @@ class Layer(NamedTuple):
     any_dims: bool = True
     prepare: Callable[[Tensor], Tensor] | None = None
     finish: Callable[[Tensor], Tensor] | None = None
+    keep: Callable[[Tensor, bool], tuple[Tensor, Kept] | None] | None = None
     arrive: Callable[[Tensor, Tensor], Tensor] | None = None
     may_wait: bool = False
 

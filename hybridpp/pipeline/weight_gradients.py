@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from hybridpp.pipeline.layers import Layer, layer_of
+from hybridpp.pipeline.layers import Kept, Layer, layer_of
 
 
 class Accumulated(Protocol):
@@ -59,11 +59,28 @@ class _Call:
 
 
 class Note(NamedTuple):
-    """What the gradients of a layer's weights are made of, for one of its calls."""
+    """What the gradients of a layer's weights are made of, for one of its calls.
+
+    Attributes:
+        call: of the layer.
+        dy: the gradient of its output.
+        x: its input, or what is kept of that.
+        kept: how to have the input; None: ``x`` is it.
+    """
 
     call: _Call
     dy: Tensor
     x: Tensor
+    kept: Kept | None
+
+    def start(self) -> None:
+        """Begin to get the input."""
+        if self.kept is not None:
+            self.kept.start(self.x)
+
+    def input(self) -> Tensor:
+        """The layer's input; :meth:`start` was called before."""
+        return self.x if self.kept is None else self.kept.take()
 
 
 class _Mode(Enum):
@@ -84,7 +101,8 @@ class _Separated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.call = call
-        ctx.save_for_backward(x, weight)
+        saved, ctx.kept = call.owner.keep(call.layer, x)
+        ctx.save_for_backward(saved, weight)
         output = call.layer.forward(call.module, x, weight, bias)
         # Autograd refuses to let a view be written to that was made in here (`embeddings += positions` does that). This
         # is the same memory, but no view to autograd; nobody else holds its base.
@@ -95,12 +113,13 @@ class _Separated(torch.autograd.Function):
         call: _Call = ctx.call
         layer, module = call.layer, call.module
         x, weight = ctx.saved_tensors
-        if layer.arrive is not None:
-            dy = layer.arrive(dy, x)
-        dx = layer.input_gradient(module, dy, x, weight) if ctx.needs_input_grad[1] else None
-        if call.owner.takes(call, dy, x, layer.may_wait and dx is not None):
+        note = Note(call, dy if layer.arrive is None else layer.arrive(dy, x), x, ctx.kept)
+        call.owner.before(note)
+        dx = layer.input_gradient(module, note.dy, x, weight) if ctx.needs_input_grad[1] else None
+        if call.owner.takes(note, layer.may_wait and dx is not None):
             return None, dx, None, None
-        return None, dx, *layer.weight_gradients(module, dy, x, weight, ctx.needs_input_grad[3])
+        note.start()
+        return None, dx, *layer.weight_gradients(module, note.dy, note.input(), weight, ctx.needs_input_grad[3])
 
 
 def _separated(call: _Call, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -224,7 +243,20 @@ class WeightGradients:
         notes, self._waiting = self._waiting, []
         self.add(notes)
 
-    def takes(self, call: _Call, dy: Tensor, x: Tensor, may_wait: bool) -> bool:
+    def keep(self, layer: Layer, x: Tensor) -> tuple[Tensor, Kept | None]:
+        """What to save of a layer's input, and how to have all of it again; None: it is all of it."""
+        found = None if layer.keep is None else layer.keep(x, self._splits)
+        if found is None:
+            return x, None
+        found[1].expect()
+        return found
+
+    def before(self, note: Note) -> None:
+        """Before a layer's input gradient is computed: its weight's may follow soon."""
+        if self._mode is not _LATER:
+            note.start()
+
+    def takes(self, note: Note, may_wait: bool) -> bool:
         """Remember what the gradients of a layer's weights are made of; False if autograd shall compute them."""
         mode = self._mode
         # Gradients of gradients are autograd's.
@@ -237,10 +269,10 @@ class WeightGradients:
         if pass_id != self._pass_id or self._accumulated is None:
             return False
         if mode is _AT_ONCE:
-            self._waiting.append(Note(call, dy, x))
+            self._waiting.append(note)
         else:
-            self._notes.append(Note(call, dy, x))
-            self._accumulated.postpone(call.names)
+            self._notes.append(note)
+            self._accumulated.postpone(note.call.names)
         return True
 
     def add(self, notes: list[Note], final: bool = False) -> None:
@@ -257,11 +289,15 @@ class WeightGradients:
         sums: dict[str, Tensor] = {}
         notes.reverse()
         with torch.no_grad():
+            notes[-1].start()
             while notes:
-                call, dy, x = notes.pop()
-                layer, module = call.layer, call.module
+                note = notes.pop()
+                if notes:
+                    # While this one is computed.
+                    notes[-1].start()
+                call, layer, module = note.call, note.call.layer, note.call.module
                 weight: Any = module._parameters["weight"]
-                gradients = layer.weight_gradients(module, dy, x, weight, len(call.names) > 1)
+                gradients = layer.weight_gradients(module, note.dy, note.input(), weight, len(call.names) > 1)
                 for name, gradient in zip(call.names, gradients, strict=False):
                     assert gradient is not None
                     left[name] -= 1

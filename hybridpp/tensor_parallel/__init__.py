@@ -13,6 +13,7 @@ from hybridpp.tensor_parallel.plan import Kind, Layout, Plan, Style, parse_style
 from hybridpp.tensor_parallel.sequence import SequenceBlock, run_on_shards
 from hybridpp.tensor_parallel.sequence_collectives import shard_lengths
 from hybridpp.tensor_parallel.sequence_infer import SequencePlan, infer_sequence
+from hybridpp.tensor_parallel.sequence_kept import KeptShard, is_checkpointed
 from hybridpp.tensor_parallel.sequence_lazy import lazily_joined, shard_of
 from hybridpp.tensor_parallel.shard import Sharding, fitting_sizes, shard
 
@@ -20,6 +21,7 @@ __all__ = [
     "Crossings",
     "Division",
     "Inference",
+    "KeptShard",
     "Kind",
     "Layout",
     "LazyWhole",
@@ -36,6 +38,7 @@ __all__ = [
     "infer_ends",
     "infer_plan",
     "infer_sequence",
+    "is_checkpointed",
     "large_tables",
     "lazily_joined",
     "parse_style",

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from hybridpp.cluster import Group
 from hybridpp.errors import PartitionError
-from hybridpp.tensor_parallel.collectives import copy_to_ranks
+from hybridpp.tensor_parallel.collectives import copy_to_ranks, is_fake
 from hybridpp.tensor_parallel.sequence_collectives import copy_sequence, join_sequence, shard_lengths
+from hybridpp.tensor_parallel.sequence_kept import KeptShard, Rejoined
 
 
 def _nothing() -> None:
@@ -58,6 +59,7 @@ class Crossings:
         self.keeps_parts = False
         self._copied: tuple[Tensor, int, Tensor] | None = None
         self._joined: tuple[Tensor, int, Tensor] | None = None
+        self._rejoined: tuple[Tensor, Tensor, Rejoined] | None = None
         self._places: tuple[int, int] | None = None
         self._on_wholes = False
         self._before: _Before | None = None
@@ -84,9 +86,27 @@ class Crossings:
         return self._copied[2]
 
     def _copy(self, x: Tensor) -> Tensor:
-        if self._joined is not None and self._joined[0] is x and self._joined[1] == x._version:
-            return copy_sequence(self._joined[2], x, self.group, self._while_summing)
-        return copy_to_ranks(x, self.group, self._while_summing)
+        self._rejoined = None
+        if self._joined is None or self._joined[0] is not x or self._joined[1] != x._version:
+            return copy_to_ranks(x, self.group, self._while_summing)
+        shard = self._joined[2]
+        copied = copy_sequence(shard, x, self.group, self._while_summing)
+        if not is_fake(x):
+            self._rejoined = (copied, shard, Rejoined(x.shape[1], self.group))
+        return copied
+
+    def keep(self, x: Tensor) -> tuple[Tensor, KeptShard] | None:
+        """What a layer may keep of its input for the backward pass: the shard, and how to join it; None: all of it.
+
+        Args:
+            x: what :meth:`copy` gave, or a view of all of it.
+        """
+        if self._rejoined is None:
+            return None
+        copied, shard, rejoined = self._rejoined
+        if x.untyped_storage()._cdata != copied.untyped_storage()._cdata or x.numel() != copied.numel():
+            return None
+        return shard, KeptShard(rejoined, x.shape)
 
     def join(self, shard: Tensor) -> Tensor:
         """The whole activation that a shard is part of, inside of :meth:`on_shards`.
@@ -177,7 +197,7 @@ class Crossings:
 
     def leave(self) -> None:
         """From here on random numbers are for whole activations again, or shards; what was copied is let go of."""
-        self._copied = self._joined = None
+        self._copied = self._joined = self._rejoined = None
         if self._places is not None:
             return
         before, self._before = self._before, None

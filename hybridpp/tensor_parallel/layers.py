@@ -5,7 +5,7 @@ Every kind is ``leave(own forward(enter(x)))``, so any linear layer or embedding
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from hybridpp.tensor_parallel.crossings import Crossings
 from hybridpp.tensor_parallel.lazy_whole import lazily_whole
 from hybridpp.tensor_parallel.plan import Kind
 from hybridpp.tensor_parallel.sequence_collectives import joined_shards, sum_sequence
+from hybridpp.tensor_parallel.sequence_kept import KeptShard, is_kept_by_others, saved_as_shard
 
 
 class ShardedLayer:
@@ -42,9 +43,15 @@ class ShardedLayer:
         module.forward = functools.partial(self._run)
 
     def _run(self, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
-        with self._without_bias():
-            y = self._forward(self.local_input(self.enter(x)), *args, **kwargs)
+        entered = self.enter(x)
+        with self._without_bias(), self._keeping(entered):
+            y = self._forward(self.local_input(entered), *args, **kwargs)
         return self.finish(self.leave(y, x, self.module._parameters.get("bias")))
+
+    def _keeping(self, x: Tensor) -> AbstractContextManager[None]:
+        """Inside, autograd saves as little as can be of an input."""
+        kept = self.keep(x)
+        return nullcontext() if kept is None or is_kept_by_others() else saved_as_shard(x, *kept)
 
     @contextmanager
     def _without_bias(self) -> Iterator[None]:
@@ -70,6 +77,10 @@ class ShardedLayer:
     def enter(self, x: Tensor) -> Tensor:
         """The input, with whatever its gradient needs."""
         return x
+
+    def keep(self, x: Tensor) -> tuple[Tensor, KeptShard] | None:
+        """What may be kept of an input that was entered, and how to have all of it again; None: all of it is."""
+        return None
 
     def local_input(self, x: Tensor) -> Tensor:
         """What the layer's own forward is given for an input."""
@@ -99,10 +110,14 @@ class ShardedLayer:
 class ColumnParallel(ShardedLayer):
     """From a whole input, this rank's part of the output.
 
-    Collective: one all-reduce in the backward pass; from shards, an all-gather forwards and a reduce-scatter backwards.
+    Collective: one all-reduce in the backward pass; from shards, an all-gather forwards, and backwards a reduce-scatter
+    and another all-gather: of the input only the shard is kept. Layers that read the same share all of them.
     """
 
     kind = Kind.COLUMN
+
+    def keep(self, x: Tensor) -> tuple[Tensor, KeptShard] | None:
+        return self.crossings.keep(x)
 
     def enter(self, x: Tensor) -> Tensor:
         if not self.from_shards:

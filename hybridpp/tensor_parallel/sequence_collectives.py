@@ -5,14 +5,26 @@ ones. On the wire all are as long as the longest. Tensors of a trace are fake, a
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybridpp.cluster import Group
+from hybridpp.cluster import Group, Pending
 from hybridpp.tensor_parallel.collectives import is_fake
+
+T = TypeVar("T")
+
+
+class _Then(Generic[T]):
+    """What becomes of what a communication gives."""
+
+    def __init__(self, pending: Pending[T], function: Callable[[T], Tensor]):
+        self._pending, self._function = pending, function
+
+    def wait(self) -> Tensor:
+        return self._function(self._pending.wait())
 
 
 def shard_lengths(length: int, size: int) -> list[int]:
@@ -36,22 +48,40 @@ def joined_shards(shard: Tensor, length: int, group: Group) -> Tensor:
     """All ranks' shards, one behind the other: ``[B, S, ...]``. Collective: one all-gather."""
     if is_fake(shard):
         return shard.new_empty((shard.shape[0], length, *shard.shape[2:]))
+    return start_joining(shard, length, group).wait()
+
+
+def start_joining(shard: Tensor, length: int, group: Group) -> Pending[Tensor]:
+    """Start :func:`joined_shards`, of a shard that is not fake. Collective: one all-gather."""
     lengths = shard_lengths(length, group.size)
-    parts = group.all_gather(_filled(shard, lengths[0]))
-    return torch.cat([part.narrow(1, 0, own) for part, own in zip(parts, lengths, strict=True)], 1)
+
+    def join(parts: list[Tensor]) -> Tensor:
+        return torch.cat([part.narrow(1, 0, own) for part, own in zip(parts, lengths, strict=True)], 1)
+
+    return _Then(group.start_all_gather(_filled(shard, lengths[0])), join)
 
 
-def summed_shard(summand: Tensor, group: Group) -> Tensor:
-    """This rank's shard of the sum of what the ranks hold, ``[B, S, ...]`` each. Collective: one reduce-scatter."""
+def summed_shard(summand: Tensor, group: Group, meanwhile: Callable[[], None] | None = None) -> Tensor:
+    """This rank's shard of the sum of what the ranks hold, ``[B, S, ...]`` each.
+
+    Args:
+        summand: what this rank holds.
+        group: the ranks.
+        meanwhile: called while it is being summed.
+
+    Collective: one reduce-scatter.
+    """
     lengths = shard_lengths(summand.shape[1], group.size)
     own = lengths[group.rank]
     if is_fake(summand):
         return summand.new_empty((summand.shape[0], own, *summand.shape[2:]))
     if lengths[0] != lengths[-1]:
         summand = torch.cat([_filled(part, lengths[0]) for part in torch.split(summand, lengths, 1)], 1)
-    part = group.reduce_scatter(summand, 1).narrow(1, 0, own)
+    pending = group.start_reduce_scatter(summand, 1)
+    if meanwhile is not None:
+        meanwhile()
     # No view: what a function of autograd's own returns may be written to afterwards (`hidden_states += residual`).
-    return part.clone(memory_format=torch.contiguous_format)
+    return pending.wait().narrow(1, 0, own).clone(memory_format=torch.contiguous_format)
 
 
 def _filled(shard: Tensor, length: int) -> Tensor:
@@ -90,9 +120,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        own = summed_shard(dy, ctx.group)
-        ctx.meanwhile()
-        return own, None, None, None
+        return summed_shard(dy, ctx.group, ctx.meanwhile), None, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -134,7 +162,7 @@ def copy_sequence(shard: Tensor, whole: Tensor, group: Group, meanwhile: Callabl
         shard: what the gradient goes back to: its part of the ranks' sum.
         whole: what :func:`join_sequence` made of it.
         group: the ranks.
-        meanwhile: called when the gradient is there.
+        meanwhile: called while the gradient is being summed.
 
     Collective: one reduce-scatter over ``group`` in the backward pass; every member must run it.
     """

@@ -14,12 +14,14 @@ from hybridpp.data_parallel import GradientBuckets
 from hybridpp.partition import Parts
 from hybridpp.pipeline import Gradients, Layer, WeightGradients, layer_of
 from hybridpp.tensor_parallel import (
+    KeptShard,
     Kind,
     Placement,
     Plan,
     SequencePlan,
     ShardedLayer,
     Sharding,
+    is_checkpointed,
     placement_of,
     plan_from_patterns,
     run_on_shards,
@@ -115,6 +117,10 @@ def _join(kind: Layer, part: ShardedLayer) -> Layer:
             bias_gradient = part.bias_gradient(dy.reshape(-1, dy.shape[-1]).sum(0))
         return gradient, bias_gradient
 
+    def keep(x: Tensor, later: bool) -> tuple[Tensor, KeptShard] | None:
+        # What is computed again just before it is used may as well be whole, unless it waits for a W then.
+        return None if is_checkpointed() and not later else part.keep(x)
+
     return Layer(
         forward,
         input_gradient,
@@ -124,6 +130,7 @@ def _join(kind: Layer, part: ShardedLayer) -> Layer:
         kind.any_dims and not part.to_shards,
         prepare=part.enter,
         finish=part.finish,
+        keep=keep if part.kind is Kind.COLUMN else None,
         arrive=part.whole_gradient,
         # Two autograd functions for one are worth it where they hide something.
         may_wait=part.kind in (Kind.COLUMN, Kind.GATHERED_COLUMN) and part.crossings.group.overlaps,

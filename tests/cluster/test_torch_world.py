@@ -24,6 +24,9 @@ def exercise():
     along = [pair.all_gather_along(column, dim) for dim in (0, 1)]
     scattered = [pair.reduce_scatter(column, dim) for dim in (0, 1)]
     half = [pair.reduce_scatter(torch.full((2, 1), 1.5 + world.rank, dtype=dtype), 0) for dtype in HALF]
+    parts = torch.arange(4.0) + 10 * world.rank
+    started = [pair.start_reduce_scatter(parts, 0), pair.start_all_gather(parts), pair.start_reduce_scatter(parts, 0)]
+    results = [torch.stack(started.pop(1).wait()).tolist(), *(pending.wait().tolist() for pending in started)]
     peer = 1 - pair.rank
     received = [torch.zeros(3, dtype=torch.bfloat16), torch.zeros(())]
     works = [pair.receive(tensor, peer) for tensor in received]
@@ -40,6 +43,7 @@ def exercise():
         "gathered": [part.tolist() for part in gathered],
         "along": [part.tolist() for part in along],
         "scattered": [(part.tolist(), part.is_contiguous()) for part in scattered],
+        "started": results,
         "half": [(part.tolist(), part.dtype) for part in half],
         "unchanged": column.tolist(),
         "received": [tensor.tolist() for tensor in received],
@@ -76,6 +80,7 @@ def test_processes_and_in_process_ranks_communicate_alike():
         "gathered": [[0.0], [1.0]],
         "along": [[[0, 2], [1, 3], [10, 12], [11, 13]], [[0, 2, 10, 12], [1, 3, 11, 13]]],
         "scattered": [([[10, 14]], True), ([[10], [12]], True)],
+        "started": [[[0, 1, 2, 3], [10, 11, 12, 13]], [10, 12], [10, 12]],
         "half": [([[4.0]], dtype) for dtype in HALF],
         "unchanged": [[0, 2], [1, 3]],
         "received": [[1.0, 1.0, 1.0], 11.0],

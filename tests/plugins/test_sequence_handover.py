@@ -18,7 +18,7 @@ OPTIONS = {"num_microbatches": 2, "tensor_parallel_plan": PLAN, **SHARDS}
 
 def calls_of_step(monkeypatch, num_layers, **layout):
     """How often activations go through collectives in a step of one micro-batch; and the shapes of messages."""
-    counts, messages = dict.fromkeys(["all_gather", "reduce_scatter", "all_reduce"], 0), []
+    counts, messages = dict.fromkeys(["start_all_gather", "start_reduce_scatter", "all_reduce"], 0), []
 
     def counted(name, own):
         def call(group, tensor, *others):
@@ -43,15 +43,29 @@ def calls_of_step(monkeypatch, num_layers, **layout):
         booster.execute_pipeline(iter([images(2)]), model, model_loss, optimizer)
 
     Loopback(2 * layout.get("pp_size", 1)).run(rank)
-    counts["all_reduce"] -= counts["reduce_scatter"]  # in-process ranks' is made of one
     assert not any(count % 2 for count in counts.values())
-    return {name: count // 2 for name, count in counts.items()}, messages
+    return {name.removeprefix("start_"): count // 2 for name, count in counts.items()}, messages
 
 
-def test_blocks_hand_on_shards(monkeypatch):
-    calls, _ = calls_of_step(monkeypatch, 3, tensor_parallel_plan=VIT)
-    # Each block: two of each, forwards and backwards; one all-gather behind the last and, backwards, before the first.
-    assert calls == {"all_gather": 3 * 4 + 2, "reduce_scatter": 3 * 4, "all_reduce": 0}
+def calls_of_blocks(num_blocks):
+    """Of a step without recomputation.
+
+    Each block: two of each, forwards and backwards, and there two all-gathers of what column layers read: queries, keys
+    and values share one. One more behind the last block and, backwards, before the first.
+    """
+    return {"all_gather": num_blocks * 6 + 2, "reduce_scatter": num_blocks * 4, "all_reduce": 0}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_blocks_hand_on_shards(schedule, monkeypatch):
+    calls, _ = calls_of_step(monkeypatch, 3, tensor_parallel_plan=VIT, schedule=schedule)
+    assert calls == calls_of_blocks(3)
+
+
+def test_what_is_run_again_is_not_joined_once_more(monkeypatch):
+    calls, _ = calls_of_step(monkeypatch, 3, tensor_parallel_plan=VIT, gradient_checkpoint_config={})
+    # Each block, forwards, again and backwards.
+    assert calls["all_gather"] == 3 * (2 + 2 + 2) + 2
 
 
 def test_gradients_of_norms_are_summed_in_one_message(monkeypatch):
@@ -71,7 +85,7 @@ def test_gradients_of_norms_are_summed_in_one_message(monkeypatch):
 
 def test_stages_hand_on_shards(monkeypatch):
     calls, messages = calls_of_step(monkeypatch, 4, tensor_parallel_plan=VIT, pp_size=2)
-    assert calls == {"all_gather": 4 * 4 + 2, "reduce_scatter": 4 * 4, "all_reduce": 0}
+    assert calls == calls_of_blocks(4)
     assert sorted(messages) == [(2, 32, 16)] * 2 + [(2, 33, 16)] * 2
 
 
@@ -82,7 +96,7 @@ MIXED = [["*norm*"], ["vit.layers.1", "!vit.layers.1.mlp.fc1"], ["*.o_proj", "*.
 def test_formats_that_change_between_and_in_blocks_keep_shards(fp32_modules, monkeypatch):
     layout = {"tensor_parallel_plan": VIT, "precision": "bf16", "fp32_modules": fp32_modules}
     calls, messages = calls_of_step(monkeypatch, 4, pp_size=2, **layout)
-    assert calls == {"all_gather": 4 * 4 + 2, "reduce_scatter": 4 * 4, "all_reduce": 0}
+    assert calls == calls_of_blocks(4)
     assert sorted(messages) == [(2, 32, 16)] * 2 + [(2, 33, 16)] * 2
 
 
