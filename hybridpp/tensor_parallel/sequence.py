@@ -111,7 +111,12 @@ def _on_wholes(
         args, kwargs = _replaced(args, kwargs, key, crossings.join(_argument(args, kwargs, key, name)))
     with crossings.on_wholes():
         output = forward(*args, **kwargs)
-    own = _with_results(output, ends.results, lambda whole: shard_sequence(whole, crossings.group))
+
+    def shard(whole: Tensor) -> Tensor:
+        own = shard_sequence(crossings.with_places(whole, is_shard=False), crossings.group)
+        return own.flatten(0, 1) if whole.dim() == 2 else own
+
+    own = _with_results(output, ends.results, shard)
     for leaf in pytree.tree_leaves(own)[:1]:
         crossings.again(leaf)
     return own

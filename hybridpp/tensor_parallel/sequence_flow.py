@@ -18,11 +18,13 @@ class SequenceFlow(NamedTuple):
         reads: what of each module's arguments is made of them and has their batch and sequence; of a linear layer also
             ``[B * S, H]``.
         results: which leaves of what it returns do.
+        flat: which leaves are ``[B * S, H]``, of modules that are no linear layers.
     """
 
     hidden: Key | None
     reads: dict[str, dict[Key, Tensor]]
     results: dict[str, tuple[int, ...]]
+    flat: dict[str, tuple[int, ...]]
 
 
 def sequence_flow(whole: Whole, place: int) -> SequenceFlow:
@@ -30,13 +32,17 @@ def sequence_flow(whole: Whole, place: int) -> SequenceFlow:
     block, call = copy_of(whole.block).requires_grad_(False), whole.call
     tensors = [x.detach().requires_grad_(number == place).clone() for number, x in enumerate(call.tensors)]
     batch, length = tensors[place].shape[:2]
-    flow = SequenceFlow(next((key for key, x in keyed(*call.arguments(tensors)) if x is tensors[place]), None), {}, {})
+    flow = SequenceFlow(
+        next((key for key, x in keyed(*call.arguments(tensors)) if x is tensors[place]), None), {}, {}, {}
+    )
+
+    def is_flat(x: Any) -> bool:
+        return isinstance(x, Tensor) and x.requires_grad and x.dim() == 2 and len(x) == batch * length
 
     def is_some(x: Any, module: nn.Module) -> bool:
         if not isinstance(x, Tensor) or not x.requires_grad:
             return False
-        flat = x.dim() == 2 and len(x) == batch * length and is_linear(module)
-        return flat or (x.dim() == 3 and x.shape[:2] == (batch, length))
+        return (is_flat(x) and is_linear(module)) or (x.dim() == 3 and x.shape[:2] == (batch, length))
 
     def before(name: str) -> Any:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -46,8 +52,9 @@ def sequence_flow(whole: Whole, place: int) -> SequenceFlow:
 
     def behind(name: str) -> Any:
         def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            leaves = enumerate(pytree.tree_leaves(output))
+            leaves = list(enumerate(pytree.tree_leaves(output)))
             flow.results.setdefault(name, tuple(number for number, x in leaves if is_some(x, module)))
+            flow.flat.setdefault(name, tuple(number for number, x in leaves if is_flat(x) and not is_linear(module)))
 
         return note
 

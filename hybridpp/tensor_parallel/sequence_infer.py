@@ -176,7 +176,10 @@ class _Search:
         return obstacle_in_training(self._whole, shape[1])
 
     def _tries(self) -> Iterator[SequenceBlock]:
-        """Joined as near to the column layers as can be, then further out; then with whole sequences for all others."""
+        """Joined as near to the column layers as can be, then further out.
+
+        Then with whole sequences for all others; then for one of those modules that hold row layers.
+        """
         assert self._place is not None, "looked at before"
         flow = sequence_flow(self._whole, self._place)
         if flow.hidden is None:
@@ -186,13 +189,15 @@ class _Search:
             if around is None:
                 self._why = f"{name or 'it'!r} may look at all places at once, and is given no hidden states alone"
                 return
+        # Where experts are given the samples routed to them, there are no places to be put in shards.
+        needed |= {row: self._around(row, flow) for row in self._rows if not flow.results.get(row)}
         shape = self._whole.call.tensors[self._place].shape
         leaves = self._whole.outcome.results.items()
         results = tuple(n for n, x in leaves if x.dim() == 3 and x.shape[:2] == shape[:2])
         others = self._idle(flow)
-        for more in ([], others) if others else ([],):
+        for more in ([], *([others] if others else []), *([name] for name in self._around_rows(flow))):
             outermost = {name for name in (*needed.values(), *more) if name is not None}
-            wholes = {name: Ends(tuple(flow.reads[name]), flow.results[name]) for name in sorted(outermost)}
+            wholes = {name: Ends(tuple(flow.reads[name]), _leaves(flow, name)) for name in sorted(outermost)}
             rows = tuple(name for name in self._rows if not _is_in(name, wholes))
             for places in product(*self._chains(flow, wholes)) if rows else ():
                 yield SequenceBlock(flow.hidden, results, dict(places), rows, wholes)
@@ -210,7 +215,18 @@ class _Search:
 
     def _around(self, name: str, flow: SequenceFlow) -> str | None:
         """The smallest module around this one that is given hidden states and returns some."""
-        return next((n for n in _outwards([name]) if flow.reads.get(n) and flow.results.get(n)), None)
+        return next((n for n in _outwards([name]) if flow.reads.get(n) and _leaves(flow, n)), None)
+
+    def _around_rows(self, flow: SequenceFlow) -> list[str]:
+        """Modules with hidden states that add to what they were given behind a row layer: whole, it would not fit."""
+        return [
+            name
+            for name, results in flow.results.items()
+            if results
+            and flow.reads[name]
+            and name not in self._rows
+            and any(_is_in(row, [name]) for row in self._rows)
+        ]
 
     def _idle(self, flow: SequenceFlow) -> list[str]:
         """The largest modules with hidden states and weights, none of them divided: attention that is left whole."""
@@ -227,6 +243,11 @@ class _Search:
             ):
                 found.append(name)
         return [name for name in found if not _is_in(name, [other for other in found if other != name])]
+
+
+def _leaves(flow: SequenceFlow, name: str) -> tuple[int, ...]:
+    """Which leaves of what a module returns are made of hidden states, place by place."""
+    return tuple(sorted((*flow.results.get(name, ()), *flow.flat.get(name, ()))))
 
 
 def _of_all_places(block: nn.Module) -> list[str]:

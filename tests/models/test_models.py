@@ -78,7 +78,18 @@ def test_an_architecture_shares_its_layers_right(name):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "others"),
-    [("bert", 0), ("clip", 0), ("deepseek_v3", 0), ("gemma2", 0), ("mpnet", 0), ("qwen3_next", 3), ("whisper", 0)],
+    [
+        ("albert", 0),
+        ("bert", 0),
+        ("clip", 0),
+        ("deepseek_v3", 0),
+        ("gemma2", 0),
+        ("llama4_text", 0),
+        ("mpnet", 0),
+        ("qwen3_next", 3),
+        ("switch_transformers", 0),
+        ("whisper", 0),
+    ],
 )
 def test_blocks_of_an_architecture_run_on_shards_of_sequences(name, others):
     specimen = build(next(found for found in architectures() if found.name == name))

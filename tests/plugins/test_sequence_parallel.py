@@ -365,6 +365,77 @@ def test_modules_that_need_whole_sequences_have_them_between_shards():
     assert {3, 2} <= set(seen)
 
 
+class Routed(nn.Module):
+    """Two experts, who are given places of all samples in one list."""
+
+    def __init__(self, flat):
+        super().__init__()
+        self.ups, self.downs = (nn.ModuleList([nn.Linear(*sizes) for _ in range(2)]) for sizes in ((8, 16), (16, 8)))
+        self.flat = flat
+
+    def forward(self, x):
+        rows = x.reshape(-1, 8)
+        output = torch.zeros_like(rows)
+        for number in range(2):
+            mine = (rows[:, 0] > 0) == bool(number)
+            output[mine] = self.downs[number](functional.relu(self.ups[number](rows[mine])))
+        return output if self.flat else output.view(x.shape)
+
+
+class Experts(Block):
+    def __init__(self, flat):
+        super().__init__()
+        self.experts, self.behind = Routed(flat), nn.LayerNorm(8)
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + self.behind(self.experts(x).view(x.shape))
+
+
+class Enclosed(nn.Module):
+    """Views what its layer makes by the shape of its input, and adds to that input itself, as ALBERT's attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        inner = self.up(x).view(*x.shape[:-1], -1, 4).flatten(2)
+        return self.norm(x + self.down(functional.relu(inner + inner.mean(1, keepdim=True))))
+
+
+class Enclosing(Block):
+    def __init__(self):
+        super().__init__()
+        self.enclosed, self.behind = Enclosed(), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return super().forward(self.behind(self.enclosed(x)))
+
+
+ROUTED = {"*.ups.*": "column", "*.downs.*": "row"}
+
+
+@pytest.mark.parametrize(
+    ("make_block", "more"),
+    [(functools.partial(Experts, False), ROUTED), (functools.partial(Experts, True), ROUTED), (Enclosing, {})],
+)
+def test_modules_whose_row_layers_give_no_shards_run_on_whole_sequences(make_block, more):
+    seen = []
+
+    def make():
+        model = Net(make_block, 2)
+        for block in model.blocks:
+            block.behind.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+        return model
+
+    expected = train(make, SEQUENCES, criterion=squares, num_microbatches=2)
+    del seen[:]
+    plan = DROPPING["tensor_parallel_plan"] | more
+    assert_equal(train(make, SEQUENCES, **DROPPING | {"tensor_parallel_plan": plan}, **SHARDS), expected)
+    assert {3, 2} <= set(seen)
+
+
 def test_whole_sequences_draw_the_same_mask_on_all_ranks():
     def make():
         model = Net(Averaged, 1)
