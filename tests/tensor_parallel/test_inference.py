@@ -133,6 +133,23 @@ def test_equal_blocks_are_tried_once_and_the_model_stays_as_it_was(monkeypatch):
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
 
+class Recurrent(Gated):
+    """Leaves what it made on itself."""
+
+    state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.state = y if self.state is None else y + self.state
+        return self.state
+
+
+def test_a_block_that_keeps_a_state_begins_every_try_with_the_same():
+    block = Block(mlp=Recurrent())
+    assert len(infer(block).plan.styles) == 3
+    assert block.parts["mlp"].state is None
+
+
 def test_weights_need_no_memory():
     with torch.device("meta"):
         block = Block(attention=Attention(), mlp=Gated())

@@ -104,7 +104,8 @@ class Whole:
     def __init__(self, block: nn.Module, call: Call):
         self.block = block
         self.call = call
-        self.outcome = Outcome(block, call)
+        # Of a copy: what a run leaves on the block (a state that goes on to the next) is part of a graph.
+        self.outcome = Outcome(copy_of(block), call)
 
 
 def copy_of(block: nn.Module) -> nn.Module:
