@@ -67,9 +67,8 @@ class _Way:
     def with_attributes(self, some: Iterable[Attributes], more: Division | None = None) -> Iterator[Found]:
         """One try for each choice of attributes, with ``more`` besides."""
         for attributes in some:
-            yield Found(
-                self.styles, self.division | Division(attributes=attributes | self.shared) | (more or Division())
-            )
+            division = self.division | Division(attributes=attributes | self.shared)
+            yield Found(self.styles, division | more if more else division)
 
 
 class Tries:
@@ -136,7 +135,9 @@ class Tries:
             return Division()
         block, call = copy_of(self._block), self._call
         with torch.no_grad():
-            found = arguments_of_layers(block, name, group.columns, lambda: call.run(block, [*call.tensors]))
+            # Copies: a block may write to what it is given.
+            own = [tensor.clone() for tensor in call.tensors]
+            found = arguments_of_layers(block, name, group.columns, lambda: call.run(block, own))
         return Division(
             narrows={(name, number): width for number, width in found.items() if width % self._tp_size == 0}
         )
