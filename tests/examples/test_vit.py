@@ -4,7 +4,9 @@ import importlib
 import re
 
 import pytest
+from PIL.Image import fromarray
 from processes import run_script, torchrun
+from sklearn.datasets import load_digits
 from support import ROOT
 
 SCRIPT = ROOT / "examples/vit/train.py"
@@ -13,7 +15,27 @@ SCRIPT = ROOT / "examples/vit/train.py"
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
-    job = torchrun(4, SCRIPT, "--epochs", "2", "--max-samples", "100", "--output", str(folder))
+    # Forked: four interpreters would take 20 s to start. The other job starts as users start theirs.
+    job = run_script(4, SCRIPT, "--epochs", "2", "--max-samples", "100", "--output", str(folder))
+    assert job.returncode == 0, job.stderr
+    return folder, job
+
+
+@pytest.fixture(scope="module")
+def tuned(trained, tmp_path_factory):
+    """On a folder of images, with another head, on two replicas."""
+    images, folder = tmp_path_factory.mktemp("images"), tmp_path_factory.mktemp("tuned")
+    digits = load_digits()
+    for number, (pixels, digit) in enumerate(zip(digits.images[:120], digits.target[:120], strict=True)):
+        parity = images / ("odd" if digit % 2 else "even")
+        parity.mkdir(exist_ok=True)
+        fromarray((pixels * 255 / 16).astype("uint8")).save(parity / f"{number}.png")
+    job = torchrun(
+        2,
+        SCRIPT,
+        *("--model", str(trained[0]), "--dataset", str(images), "--output", str(folder)),
+        *("--epochs", "1", "--microbatch-size", "5", "--batch-size", "12", "--precision", "bf16", "--pp-size", "1"),
+    )
     assert job.returncode == 0, job.stderr
     return folder, job
 
@@ -26,37 +48,22 @@ def test_it_trains_on_two_stages_of_two_ranks_and_reloads_with_the_same_accuracy
     assert {"config.json", "model.safetensors", "preprocessor_config.json"} <= {file.name for file in folder.iterdir()}
 
 
-def test_one_progress_bar_and_no_warnings(trained):
-    _, job = trained
+@pytest.mark.parametrize(("name", "num_epochs"), [("trained", 2), ("tuned", 1)])
+def test_one_progress_bar_and_no_warnings(request, name, num_epochs):
+    _, job = request.getfixturevalue(name)
     assert "loss=" in job.stderr
-    for epoch in (1, 2):
+    for epoch in range(1, num_epochs + 1):
         assert job.stderr.count(f"Epoch [{epoch}]:   0%") == 1
         assert f"Epoch [{epoch}]: 100%" in job.stderr
     assert "Warning" not in job.stderr
     assert "WARNING" not in job.stderr
 
 
-def test_it_fine_tunes_the_saved_folder_on_a_folder_of_images_with_another_head_on_two_replicas(trained, tmp_path):
-    from PIL.Image import fromarray
-    from sklearn.datasets import load_digits
-
-    folder, _ = trained
-    images = tmp_path / "images"
-    digits = load_digits()
-    for number, (pixels, digit) in enumerate(zip(digits.images[:120], digits.target[:120], strict=True)):
-        parity = images / ("odd" if digit % 2 else "even")
-        parity.mkdir(parents=True, exist_ok=True)
-        fromarray((pixels * 255 / 16).astype("uint8")).save(parity / f"{number}.png")
-    job = run_script(
-        2,
-        SCRIPT,
-        *("--model", str(folder), "--dataset", str(images), "--output", str(tmp_path / "tuned")),
-        *("--epochs", "1", "--microbatch-size", "5", "--batch-size", "12", "--precision", "bf16", "--pp-size", "1"),
-    )
-    assert job.returncode == 0, job.stderr
+def test_it_fine_tunes_the_saved_folder_on_a_folder_of_images_with_another_head_on_two_replicas(tuned):
+    folder, job = tuned
     assert "2 classes" in job.stdout
     assert "Layout: tp=1 x pp=1 x dp=2, bf16" in job.stdout
-    assert '"even"' in (tmp_path / "tuned/config.json").read_text()
+    assert '"even"' in (folder / "config.json").read_text()
 
 
 @pytest.mark.parametrize(
