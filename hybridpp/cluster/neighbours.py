@@ -1,6 +1,7 @@
 """Ranks of one group on one host: their links, and the collectives made of messages over them."""
 
 import os
+import platform
 import secrets
 import socket
 from collections.abc import Sequence
@@ -115,7 +116,8 @@ def connect(process_group: dist.ProcessGroup) -> Neighbours | None:
 
 def _listen() -> socket.socket | None:
     """A socket that only processes of this host see, and that leaves no file; None where there is no such thing."""
-    if not hasattr(os, "memfd_create"):
+    # See _Counts for the processor.
+    if not hasattr(os, "memfd_create") or platform.machine() != "x86_64":
         return None
     try:
         listener = socket.socket(socket.AF_UNIX)

@@ -60,15 +60,15 @@ def test_memory_is_used_again_for_messages_of_like_size(ends):
     left, right = ends
     for size in (5000, 6000, 8000) * 10:
         carried(left, right, torch.zeros(size // 4))
-    assert [piece.size for piece in left._mine] == [8192]
+    assert [piece.size for piece in left._pieces] == [8192]
     for _ in range(3):
         left.send(torch.zeros(2000))
-    assert len(left._mine) == 3
+    assert len(left._pieces) == 3
     for _ in range(3):
         right.receive(torch.empty(2000)).wait()
     for _ in range(10):
         carried(left, right, torch.zeros(2000))
-    assert len(left._mine) == 3
+    assert len(left._pieces) == 3
 
 
 def test_a_message_is_sent_when_it_was_asked_for(ends):
@@ -78,6 +78,40 @@ def test_a_message_is_sent_when_it_was_asked_for(ends):
     first.wait()
     with pytest.raises(PeerError, match=r"^rank 1 said nothing for 0 s\. It hangs, or does something else: all ranks"):
         second.wait()
+
+
+def test_a_rank_may_run_far_ahead_of_one_that_reads_at_last(ends):
+    left, right = ends
+    for number in range(200):
+        left.send(torch.tensor(float(number)))
+    received = torch.empty(200)
+    for part in received:
+        right.receive(part).wait()
+    assert received.tolist() == list(range(200))
+    assert len(left._pieces) == 200
+
+
+def test_a_peer_that_never_reads_is_named(ends):
+    left, _ = ends
+
+    def run_ahead():
+        for _ in range(5000):
+            left.send(torch.empty(1))
+
+    with pytest.raises(PeerError, match=r"^rank 1 said nothing for 0 s\."):
+        run_ahead()
+
+
+def test_who_asked_and_ended_has_asked():
+    left, right = socket.socketpair()
+    link, peer = Link(left, "rank 1", 5.0), Link(right, "rank 0", 5.0)
+    sendings = [link.send(torch.zeros(1)) for _ in range(2)]
+    peer.receive(torch.zeros(1)).wait()
+    right.close()
+    sendings[0].wait()
+    with pytest.raises(PeerError, match=r"^rank 1 is gone"):
+        sendings[1].wait()
+    left.close()
 
 
 def test_a_message_of_another_size_is_named_on_the_rank_that_gets_it(ends):
