@@ -1,5 +1,7 @@
 """A job in which the last rank alone raises in the middle of a step; run under torchrun by a test."""
 
+import time
+
 from support import image_batch, model_loss, tiny_vit
 from torch.optim import SGD
 
@@ -15,6 +17,7 @@ model, optimizer, *_ = booster.boost(model, SGD(model.parameters(), lr=0.1), sam
 
 def criterion(outputs, inputs):
     if coordinator.rank == coordinator.world_size - 1:
+        print("raises at", time.monotonic(), flush=True)
         raise RuntimeError("the criterion broke")
     return model_loss(outputs, inputs)
 
