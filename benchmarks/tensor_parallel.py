@@ -7,7 +7,8 @@ keys, values and the MLP's first layer are divided by columns, the layers behind
 contestant once, in turn. What must be done is the layers' own work on a rank's part, with no communication (its numbers
 are wrong, its work is right), and the 48 all-reduces of activations that belong to it, one after the other on tensors
 that are there; both are measured like the rest. Under sequence parallelism an all-gather and a reduce-scatter of half
-as much stand for each, two all-gathers more, and half of the norms', residuals' and dropouts' work.
+as much stand for each, another two all-gathers per layer join again what is kept in shards, two more are at the ends,
+and the work of norms, residuals and dropouts is halved.
 """
 
 import argparse
@@ -122,9 +123,11 @@ def collectives_of_shards(hidden: int) -> StepFunction:
     wholes = [torch.zeros(NUM_SAMPLES, NUM_TOKENS + 1, hidden) for _ in range(NUM_COLLECTIVES)]
 
     def step() -> None:
-        for shard_, whole in zip(shards, wholes, strict=True):
+        for number, (shard_, whole) in enumerate(zip(shards, wholes, strict=True)):
             group.all_gather(shard_)
             group.reduce_scatter(whole, 1)
+            if number % 2:
+                group.all_gather(shard_)
 
     return step
 
