@@ -6,7 +6,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -34,35 +34,27 @@ def summed_on_shards(whole: Whole, plan: Plan, sequence: SequenceBlock, tp_size:
         tp_size: over how many ranks.
     """
 
-    def run() -> tuple[Outcome, dict[str, Placement | None], dict[tuple[str, str], Tensor]]:
+    def run() -> tuple[Outcome, dict[str, Placement | None]]:
         group = current_world().split([range(tp_size)])
         assert group is not None
         block = copy_of(whole.block)
         run_on_shards(block, "", sequence, shard(block, plan, group))
         outcome = Outcome(block, whole.call, whole.outcome)
-        return outcome, {name: placement_of(held) for name, held in block.named_parameters()}, _left(block)
+        return outcome, {name: placement_of(held) for name, held in block.named_parameters()}
 
     try:
         ranks = Loopback(tp_size).run(run)
     except Exception:
         return None  # whatever a wrong guess makes of a block
-    expected, left = whole.outcome, _left(whole.block)
-    same = all(close(one.results[n], x) for one, _, _ in ranks for n, x in expected.results.items())
-    same = same and all(key in own and close(own[key], x) for _, _, own in ranks for key, x in left.items())
-    if not same or not all(one.gradients for one, _, _ in ranks):
+    expected = whole.outcome
+    same = all(close(one.results[n], x) for one, _ in ranks for n, x in expected.results.items())
+    same = same and all(
+        key in one.left and close(one.left[key], x) for one, _ in ranks for key, x in expected.left.items()
+    )
+    if not same or not all(one.gradients for one, _ in ranks):
         return None
     parts = {name: Part(lie.dim, lie.parts, lie.copies) for name, lie in ranks[0][1].items() if lie is not None}
-    return summed_gradients(expected, [one for one, _, _ in ranks], parts)
-
-
-def _left(block: nn.Module) -> dict[tuple[str, str], Tensor]:
-    """What a run has left on modules: a loss to be added, say."""
-    return {
-        (name, key): value.detach()
-        for name, module in block.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, Tensor) and value.is_floating_point()
-    }
+    return summed_gradients(expected, [one for one, _ in ranks], parts)
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch

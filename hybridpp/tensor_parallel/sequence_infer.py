@@ -196,8 +196,8 @@ class _Search:
         results = tuple(n for n, x in leaves if x.dim() == 3 and x.shape[:2] == shape[:2])
         others = self._idle(flow)
         for more in ([], *([others] if others else []), *([name] for name in self._around_rows(flow))):
-            outermost = {name for name in (*needed.values(), *more) if name is not None}
-            wholes = {name: Ends(tuple(flow.reads[name]), _leaves(flow, name)) for name in sorted(outermost)}
+            outermost = _outermost(name for name in (*needed.values(), *more) if name is not None)
+            wholes = {name: Ends(tuple(flow.reads[name]), _leaves(flow, name)) for name in outermost}
             rows = tuple(name for name in self._rows if not _is_in(name, wholes))
             for places in product(*self._chains(flow, wholes)) if rows else ():
                 yield SequenceBlock(flow.hidden, results, dict(places), rows, wholes)
@@ -242,7 +242,7 @@ class _Search:
                 and any(map(_has_matrix, module.modules()))
             ):
                 found.append(name)
-        return [name for name in found if not _is_in(name, [other for other in found if other != name])]
+        return _outermost(found)
 
 
 def _leaves(flow: SequenceFlow, name: str) -> tuple[int, ...]:
@@ -266,6 +266,12 @@ def _of_all_places(block: nn.Module) -> list[str]:
 
 def _has_matrix(module: nn.Module) -> bool:
     return any(sum(size > 1 for size in held.shape) > 1 for held in module.parameters(recurse=False))
+
+
+def _outermost(names: Iterable[str]) -> list[str]:
+    """Those that are in none of the others."""
+    different = sorted(set(names))
+    return [name for name in different if not _is_in(name, [other for other in different if other != name])]
 
 
 def _is_in(name: str, modules: Iterable[str]) -> bool:

@@ -279,12 +279,12 @@ def test_blocks_are_halved_where_nothing_is_said(name):
 
 
 class Mixing(nn.Module):
-    """Blocks whose middle is normalised over its whole width: no rank can do that alone."""
+    """Blocks whose middle is compared over its whole width: no rank can do that alone."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        parts = (nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8))
+        parts = (nn.Linear(8, 16), nn.Softmax(-1), nn.Linear(16, 8))
         self.blocks = nn.ModuleList([nn.Sequential(*copy.deepcopy(parts)) for _ in range(2)])
 
     def forward(self, x):

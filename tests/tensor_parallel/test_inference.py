@@ -150,6 +150,21 @@ def test_a_block_that_keeps_a_state_begins_every_try_with_the_same():
     assert block.parts["mlp"].state is None
 
 
+class Penalised(Gated):
+    """Leaves a loss on itself, made of what each rank would have a part of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = torch.relu(self.up(x))
+        self.penalty = inner.square().mean()
+        return self.down(torch.sigmoid(self.gate(x)) * inner)
+
+
+def test_a_block_that_leaves_a_loss_of_divided_activations_stays_whole():
+    found = infer(Block(mlp=Penalised()))
+    assert not found.plan.styles
+    assert any("other numbers" in reason for reason in found.plan.reasons.values())
+
+
 def test_weights_need_no_memory():
     with torch.device("meta"):
         block = Block(attention=Attention(), mlp=Gated())

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, product
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -62,10 +62,11 @@ class BlockSearch:
         reasons |= dict.fromkeys(self._flow.otherwise, "returns something else than one tensor")
         found: list[tuple[Group, Found]] = []
         taken: set[str] = set()
-        for group in sorted(groups, key=self._likelihood, reverse=True):
+        likeliest_first = sorted(groups, key=self._likelihood, reverse=True)
+        for tries_of, group in product((self._tries.of, self._tries.with_joins), likeliest_first):
             if group.layers & taken:
                 continue
-            division = self._first_right(islice(self._tries.of(group), _MAX_TRIES))
+            division = self._first_right(islice(tries_of(group), _MAX_TRIES))
             if division is None:
                 for name in (*group.columns, *group.rows):
                     reasons.setdefault(name, self._reason(group, name))

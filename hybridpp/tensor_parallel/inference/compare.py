@@ -100,11 +100,21 @@ def _partial(whole: Whole, rank: Outcome, tp_size: int) -> Iterator[dict[tuple[s
         }
 
 
+def _leaves_alike(rank: Outcome, expected: Outcome) -> bool:
+    """Whether what is left on modules is the whole block's; a state may be a part, a loss has one number anyway."""
+    return all(
+        key in rank.left and (rank.left[key].shape != x.shape or close(rank.left[key], x))
+        for key, x in expected.left.items()
+    )
+
+
 def _agreement(whole: Whole, division: Division, ranks: list[Outcome] | None) -> Agreement | None:
     expected = whole.outcome
     if ranks is None or not all(
         close(rank.results[number], result) for rank in ranks for number, result in expected.results.items()
     ):
+        return None
+    if not all(_leaves_alike(rank, expected) for rank in ranks):
         return None
     summed = summed_gradients(expected, ranks, division.parts, division.first_only)
     return None if summed is None else Agreement(division, summed)

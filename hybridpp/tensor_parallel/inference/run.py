@@ -63,6 +63,7 @@ class Outcome:
 
     Attributes:
         results: the floating-point tensors that it returns, by their number among the leaves.
+        left: the floating-point tensors that are left on its modules, by module and attribute: a loss to be added, say.
         gradients: sketches of them, by parameter name, or by number of the argument; none where a result has not the
             whole one's shape.
 
@@ -75,6 +76,7 @@ class Outcome:
         output = pytree.tree_leaves(call.run(block, [leaf.clone() for leaf in leaves]))
         results = {n: x for n, x in enumerate(output) if isinstance(x, Tensor) and x.is_floating_point()}
         self.results: dict[int, Tensor] = {number: result.detach() for number, result in results.items()}
+        self.left = _left_on(block)
         self.gradients: dict[str | int, Sketch] = {}
         if whole is not None:
             unlike = {n for n, result in whole.results.items() if results[n].shape != result.shape}
@@ -106,6 +108,15 @@ class Whole:
         self.call = call
         # Of a copy: what a run leaves on the block (a state that goes on to the next) is part of a graph.
         self.outcome = Outcome(copy_of(block), call)
+
+
+def _left_on(block: nn.Module) -> dict[tuple[str, str], Tensor]:
+    return {
+        (name, key): value.detach()
+        for name, module in block.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
 
 
 def copy_of(block: nn.Module) -> nn.Module:

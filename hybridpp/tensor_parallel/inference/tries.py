@@ -87,14 +87,9 @@ class Tries:
 
     def of(self, group: Group) -> Iterator[Found]:
         """Divisions of a group: of every layout the likely attributes, then what is around it, then all others."""
-        ways = [
-            _Way(styles, division, self._of_shared_heads(group, division))
-            for styles, division in layouts_of(self._block, self._layers, self._flow, group, self._tp_size)
-        ]
+        ways = self._ways(group)
         found = settings(self._block, self._layers, group, self._tp_size)
-        widths = {self._layers[name].num_outputs for name in group.columns}
-        widths |= {self._layers[name].num_inputs for name in group.rows}
-        likely = list(islice(choices(found, widths, self._tp_size), LIKELY))
+        widths, likely = self._widths(group), self._likely(group)
         for way in ways:
             yield from way.with_attributes(likely)
         narrow = self._narrowed(group)
@@ -109,7 +104,7 @@ class Tries:
     def _around(self, group: Group, ways: list[_Way], found: Attributes, widths: set[int]) -> Iterator[Found]:
         """With fused channels, with tables and arguments, with modules that need all channels."""
         block, tp_size = self._block, self._tp_size
-        likely = list(islice(choices(found, widths, tp_size), LIKELY))
+        likely = self._likely(group)
         reads = frozenset[str | int]().union(*(self._flow.reads[name] for name in group.rows))
         width = max(self._layers[name].num_inputs for name in group.rows)
         told = tuple(sorted(head_counts(found)))
@@ -123,10 +118,33 @@ class Tries:
         for some in (ways[:2], [way for way in ways[2:] if way.shared]):
             for table, way in product(every, some):
                 yield from way.with_attributes((*likely[:2], *likely[4:]), table)
-        for way in ways:
-            joins = joins_of(block, reads, self._parts_by_width(group, way.division))
+
+    def with_joins(self, group: Group) -> Iterator[Found]:
+        """Divisions in which a module between a group's layers is given the ranks' parts put together.
+
+        To be tried when no group has another: what is put together is communicated, and the group may have taken
+        layers from one that is divided without.
+        """
+        reads = frozenset[str | int]().union(*(self._flow.reads[name] for name in group.rows))
+        likely = self._likely(group)
+        for way in self._ways(group):
+            joins = joins_of(self._block, reads, self._parts_by_width(group, way.division))
             if joins.joins:
                 yield from way.with_attributes(likely, joins)
+
+    def _ways(self, group: Group) -> list[_Way]:
+        return [
+            _Way(styles, division, self._of_shared_heads(group, division))
+            for styles, division in layouts_of(self._block, self._layers, self._flow, group, self._tp_size)
+        ]
+
+    def _widths(self, group: Group) -> set[int]:
+        widths = {self._layers[name].num_outputs for name in group.columns}
+        return widths | {self._layers[name].num_inputs for name in group.rows}
+
+    def _likely(self, group: Group) -> list[Attributes]:
+        found = settings(self._block, self._layers, group, self._tp_size)
+        return list(islice(choices(found, self._widths(group), self._tp_size), LIKELY))
 
     def _narrowed(self, group: Group) -> Division:
         """For a module that takes the width of its heads from what it is given: that, as narrow as a rank's part."""
