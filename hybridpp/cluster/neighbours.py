@@ -1,5 +1,6 @@
 """Ranks of one group on one host: their links, and the collectives made of messages over them."""
 
+import logging
 import os
 import platform
 import secrets
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridpp.cluster.shared_memory import Link, Receiving
+
+_LOGGER = logging.getLogger("hybridpp")
 
 # Every pair has a connection of its own; beyond, there are more of them than a process should have open.
 _MAX_RANKS = 16
@@ -104,6 +107,8 @@ def connect(process_group: dist.ProcessGroup) -> Neighbours | None:
     got_through: list[bool] = [False] * len(ranks)
     dist.all_gather_object(got_through, listener is not None and None not in called, process_group)
     if listener is None or not all(got_through):
+        # Not the logger that tells ranks: that needs this file.
+        _LOGGER.debug("ranks %s share no memory (one x86 host with Linux is wanted): they use gloo", ranks)
         return None
     answered = _answer(listener, token, len(ranks) - rank - 1, timeout_s)
     sockets = [*called, None, *(answered[peer] for peer in range(rank + 1, len(ranks)))]

@@ -36,7 +36,10 @@ def test_three_ranks_sum_to_the_same_bits():
 def _without(monkeypatch_on: int, name: str):
     if dist.get_rank() == monkeypatch_on:
         setattr(neighbours, name, lambda *args: None)
+    told = []
+    neighbours._LOGGER.debug = lambda message, ranks: told.append(message % (ranks,))
     group = current_world().split([[0, 1]])
+    assert told == ["ranks [0, 1] share no memory (one x86 host with Linux is wanted): they use gloo"]
     total, received = torch.tensor([group.rank + 1.0]), torch.zeros(2)
     group.all_reduce(total).wait()
     works = [group.receive(received, 1 - group.rank), group.send(torch.full((2,), float(group.rank)), 1 - group.rank)]
