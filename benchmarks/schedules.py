@@ -3,13 +3,19 @@
     OMP_NUM_THREADS=1 PYTHONPATH=.:plugins torchrun --standalone --nproc-per-node 2 benchmarks/schedules.py
 
 Forward and backward of a ViT (12 layers, 65 tokens, fp32, micro-batches of 4), gloo, one thread per rank. Every round
-runs each contestant once, in turn, and one process alone; medians over the rounds. Efficiency is the time of one
-process over (ranks x the pipeline's time), of the medians and of the lower quartiles. The last row is the most that any
-schedule can reach: each rank does the whole work, all at once.
+runs each contestant once, and one process alone, in an order drawn anew; medians over the rounds. Efficiency is the
+time of one process over (ranks x the pipeline's time), of the medians and of the lower quartiles. The last row is the
+most that any schedule can reach: each rank does the whole work, all at once.
+
+Where in memory a model happens to lie makes up to 5 % of its speed, for as long as it lives. So everything is built
+several times, and the second table, this library against torch's schedule of the same name round by round, has that
+scatter in its quartiles.
 """
 
 import argparse
+import gc
 import os
+import random
 import statistics
 import time
 import warnings
@@ -24,7 +30,13 @@ from hybridpp import launch_from_torch
 MICROBATCH = 4
 OURS = ("1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v")
 ALONE, AT_ONCE = "one process", "one process on each rank"
-TORCHS = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+# Ours of the same name.
+TORCHS = {
+    "1F1B": "1f1b",
+    "Interleaved1F1B": "interleaved",
+    "InterleavedZeroBubble": "interleaved-zb",
+    "ZBVZeroBubble": "zb-v",
+}
 
 
 def contestants(hidden: int, num_microbatches: int, names: list[str]) -> dict[str, StepFunction]:
@@ -41,15 +53,15 @@ def contestants(hidden: int, num_microbatches: int, names: list[str]) -> dict[st
     return {name: makers[name]() for name in chosen}
 
 
-def measure(steps: dict[str, StepFunction], rounds: int) -> dict[str, list[float]]:
+def measure(steps: dict[str, StepFunction], rounds: int, order: random.Random) -> dict[str, list[float]]:
     """Seconds of every step, by contestant; the first round is left out."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds + 1):
-        for name, step in steps.items():
+        for name in order.sample(list(steps), len(steps)):
             dist.barrier()
             start = time.perf_counter()
             if name != ALONE or dist.get_rank() == 0:
-                step()
+                steps[name]()
             dist.barrier()
             seconds[name].append(time.perf_counter() - start)
     return {name: times[1:] for name, times in seconds.items()}
@@ -59,7 +71,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[192, 384])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=5, help="with each of what is built")
+    parser.add_argument("--builds", type=int, default=4, help="how often everything is built anew")
     parser.add_argument("--only", nargs="+", default=[], help="contestants whose name contains one of these")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -67,11 +80,18 @@ def main() -> None:
     launch_from_torch(seed=0)
     for hidden in args.hidden:
         for num_microbatches in args.microbatches:
-            seconds = measure(contestants(hidden, num_microbatches, args.only), args.rounds)
+            seconds: dict[str, list[float]] = {}
+            for build in range(args.builds):
+                steps = contestants(hidden, num_microbatches, args.only)
+                for name, times in measure(steps, args.rounds, random.Random(build)).items():
+                    seconds.setdefault(name, []).extend(times)
+                del steps
+                gc.collect()
             if dist.get_rank() == 0:
                 print(f"\nhidden {hidden}, {num_microbatches} micro-batches, load {os.getloadavg()[0]:.1f}\n")
                 print("| | median (ms) | efficiency | of the fastest quarters |\n|---|--:|--:|--:|", flush=True)
                 _table(seconds)
+                _against_torch(seconds)
     dist.destroy_process_group()
 
 
@@ -84,6 +104,15 @@ def _table(seconds: dict[str, list[float]]) -> None:
         shares = [when(alone) / when(times) / num_ranks for when in (statistics.median, _fast)]
         row = f"{shares[0]:.3f} | {shares[1]:.3f}" if times is not alone else " | "
         print(f"| {name} | {statistics.median(times) * 1e3:.1f} | {row} |", flush=True)
+
+
+def _against_torch(seconds: dict[str, list[float]]) -> None:
+    print("\n| torch's time over ours | median | quartiles |\n|---|--:|--:|", flush=True)
+    for torchs, ours in TORCHS.items():
+        pair = [seconds.get(name) for name in (f"torch {torchs}", f"hybridpp {ours}")]
+        if pair[0] and pair[1]:
+            low, middle, high = statistics.quantiles((a / b for a, b in zip(pair[0], pair[1], strict=True)), n=4)
+            print(f"| {ours} | {middle:.3f} | {low:.3f} to {high:.3f} |", flush=True)
 
 
 def _fast(times: list[float]) -> float:

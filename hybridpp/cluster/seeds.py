@@ -3,7 +3,7 @@
 import hashlib
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -34,12 +34,28 @@ def place_seed(key: int, place: int) -> int:
     return (key + place * _STRIDE) & _MASK
 
 
+def place_seeder(key: int, device: torch.device) -> Callable[[int], None]:
+    """What sets the default generators for a place of the model's forward, given the place; made to be called often."""
+    set_host = torch.default_generator.manual_seed
+    if device.type != "cuda":
+
+        def seed(place: int) -> None:
+            set_host((key + place * _STRIDE) & _MASK)
+
+        return seed
+    set_device = torch.cuda.default_generators[device.index or 0].manual_seed
+
+    def seed_both(place: int) -> None:
+        number = (key + place * _STRIDE) & _MASK
+        set_host(number)
+        set_device(number)
+
+    return seed_both
+
+
 def seed_place(key: int, place: int, device: torch.device) -> None:
     """Set the default generators for one place of the model's forward."""
-    seed = place_seed(key, place)
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+    place_seeder(key, device)(place)
 
 
 class RandomState(NamedTuple):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hybridpp.cluster import Group
 from hybridpp.data_parallel.bucket import Bucket, chunks
+from hybridpp.data_parallel.hook import GradientHook
 from hybridpp.errors import ConfigError
 
 _UNKNOWN_BACKWARD = (
@@ -74,15 +75,15 @@ class GradientBuckets:
         self.communication_dtype = communication_dtype
         self.visible = visible
         self._used: set[str] = set()
-        # What autograd adds to by itself, in place, until something else begins.
-        self._settled: dict[str, Tensor] = {}
+        # What autograd adds to by itself, in place, until something else begins: their hooks are off, which cost more
+        # than adding to a small gradient.
+        self._settled: set[str] = set()
         self._postponed: set[str] = set()
         self._state = _State.CONSUMED
         self._sync = True
         self._in_last_backward = False
         self._num_launched = 0
-        for name, parameter in self._parameters.items():
-            parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]  # torch
+        self._hooks = {name: GradientHook(parameter, self._hook(name)) for name, parameter in self._parameters.items()}
 
     def share(self, name: str, group: Group, view: Tensor) -> None:
         """Say that all members of a group hold a summand of a gradient, or of the part of it that ``view`` is."""
@@ -99,7 +100,7 @@ class GradientBuckets:
 
     def begin(self) -> None:
         """Get ready for backward passes."""
-        self._settled.clear()
+        self._unsettle()
         if self._state is _State.CONSUMED:
             self.zero()
         for name, parameter in self._parameters.items():
@@ -139,7 +140,7 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.missing = set(bucket.views) if pending is None else set(bucket.views).intersection(pending)
         self._postponed.clear()
-        self._settled.clear()
+        self._unsettle()
         self._num_launched = 0
         self._in_last_backward = True
         self._launch(only_full=True)
@@ -164,30 +165,48 @@ class GradientBuckets:
     def _hook(self, name: str):  # type: ignore[no-untyped-def]  # torch does not type its hooks
         # Weak: Python's garbage collector does not see through torch's hooks, so one that held the buckets would keep
         # them and the whole model for ever.
-        weak, settled = weakref.ref(self), self._settled
+        weak = weakref.ref(self)
 
         def hook(parameter: Tensor) -> None:
-            # Unless autograd put another tensor there, as a backward pass with create_graph does.
-            if parameter.grad is not settled.get(name, settled) and (buckets := weak()) is not None:
+            if (buckets := weak()) is not None:
                 buckets._add(name, parameter)
 
         return hook
+
+    def _settle(self, name: str) -> None:
+        self._settled.add(name)
+        self._hooks[name].off()
+
+    def _unsettle(self) -> None:
+        """Look at every gradient again."""
+        for name in self._settled:
+            self._hooks[name].on()
+            # A backward pass with create_graph puts another tensor there, with the sum so far in it.
+            self._take_in(name, self._parameters[name])
+        self._settled.clear()
+
+    def _take_in(self, name: str, parameter: Tensor) -> None:
+        """Have a gradient in its view, if autograd put another tensor there."""
+        view, gradient = self.gradients[name], parameter.grad
+        if gradient is None or gradient is view:
+            return
+        # With create_graph it has a graph.
+        gradient = gradient.detach()
+        if self._shows(name):
+            view.copy_(gradient)
+            parameter.grad = view
+        else:
+            view.add_(gradient)
+            parameter.grad = None
 
     def _add(self, name: str, parameter: Tensor) -> None:
         view, bucket = self.gradients[name], self._bucket_of[name]
         if self._state is _State.CONSUMED:
             raise ConfigError(_UNKNOWN_BACKWARD)
         self._used.add(name)
-        gradient = parameter.grad
-        if gradient is not None and gradient is not view:
-            if self._shows(name):
-                view.copy_(gradient)
-                parameter.grad = view
-            else:
-                view.add_(gradient)
-                parameter.grad = None
-        elif not self._in_last_backward:
-            self._settled[name] = view
+        self._take_in(name, parameter)
+        if parameter.grad is view and not self._in_last_backward:
+            self._settle(name)
         if self._in_last_backward and name not in self._postponed:
             if bucket.work is not None:
                 raise ConfigError(
@@ -211,6 +230,7 @@ class GradientBuckets:
 
         Collective: all replicas of this stage, and all ranks that share a parameter; not inside ``no_sync``.
         """
+        self._unsettle()
         if not self._sync or self._state is not _State.LOCAL:
             return
         if self._group.size > 1:
@@ -283,7 +303,6 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.abandon()
         self.zero()
-        self._settled.clear()
         self._state = _State.CONSUMED
 
     @contextmanager
@@ -292,6 +311,7 @@ class GradientBuckets:
 
         The sums wait in host memory.
         """
+        self._unsettle()
         host = [bucket.flat.to("cpu", copy=True) for bucket in self._buckets]
         used, state = set(self._used), self._state
         try:
@@ -299,6 +319,7 @@ class GradientBuckets:
                 self.zero()
                 yield
         finally:
+            self._unsettle()
             self._used, self._state, self._in_last_backward = used, state, False
             for bucket, flat in zip(self._buckets, host, strict=True):
                 bucket.flat.copy_(flat)
@@ -316,15 +337,15 @@ class GradientBuckets:
 
     def zero(self) -> None:
         """Forget all gradients."""
+        self._unsettle()
         for bucket in self._buckets:
             bucket.zero()
         self._used.clear()
-        self._settled.clear()
         self._state = _State.LOCAL
 
     def consume(self) -> None:
         """Mark the gradients as used: they stay readable until the next backward pass, which starts from zero."""
-        self._settled.clear()
+        self._unsettle()
         self._state = _State.CONSUMED
 
 

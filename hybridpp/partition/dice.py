@@ -8,14 +8,18 @@ divided activations, which lie between two of them, does not matter behind.
 
 import hashlib
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from hybridpp.cluster import place_seed, seed_place
+from hybridpp.cluster import place_seed, place_seeder
 from hybridpp.partition.intercept import Forward
+
+# Looked up for every layer that runs.
+_is_compiling = torch.compiler.is_compiling
+_host_seed = torch.default_generator.initial_seed
 
 
 @lru_cache(maxsize=65536)
@@ -43,15 +47,16 @@ class Seen(NamedTuple):
 
     Attributes:
         units: which call of a unit it was (0 for the first), by its name and the place before it.
-        layers: the place of a linear layer's call, by its name and the seed before it.
+        layers: of each call of a linear layer its name, the seed before it, and its place.
     """
 
     units: dict[tuple[str, int], int]
-    layers: dict[tuple[str, int], int]
+    layers: list[tuple[str, int, int]]
 
 
 class Dice:
-    """The unit handler, over the finest units, of one micro-batch's forward; and :meth:`layer`, over what is in them.
+    """The unit handler, over the finest units, of one micro-batch's forward; and :meth:`before_layer`, over what is in
+    them.
 
     Args:
         key: of the micro-batch.
@@ -62,9 +67,8 @@ class Dice:
     """
 
     def __init__(self, key: int, device: torch.device):
-        self.seen = Seen({}, {})
-        self._key = key
-        self._device = device
+        self.seen = Seen({}, [])
+        self._seed = place_seeder(key, device)
         self._occurrences: dict[str, int] = {}
         self._layer_calls: dict[str, int] = {}
         self._inside = False
@@ -72,7 +76,7 @@ class Dice:
 
     def _move(self, place: int) -> None:
         self._last = place
-        seed_place(self._key, place, self._device)
+        self._seed(place)
 
     def _enter(self, name: str) -> int:
         occurrence = self._occurrences.get(name, 0)
@@ -93,16 +97,16 @@ class Dice:
             self._inside = False
             self._move(_place(name, occurrence, True))
 
-    def layer(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The handler of linear layers: each call inside a unit is a place of its own."""
-        if self._inside and not torch.compiler.is_compiling():
-            occurrence = self._layer_calls.get(name, 0)
-            self._layer_calls[name] = occurrence + 1
-            # Counted from the unit's call, since others may run elsewhere.
-            place = self._last + _place(name, occurrence, False)
-            self.seen.layers[name, torch.default_generator.initial_seed()] = place
-            seed_place(self._key, place, self._device)
-        return forward(*args, **kwargs)
+    def before_layer(self, name: str) -> None:
+        """The listener to linear layers: each call inside a unit is a place of its own."""
+        if not self._inside or _is_compiling():
+            return
+        occurrence = self._layer_calls.get(name, 0)
+        self._layer_calls[name] = occurrence + 1
+        # Counted from the unit's call, since others may run elsewhere.
+        place = self._last + _place(name, occurrence, False)
+        self.seen.layers.append((name, _host_seed(), place))
+        self._seed(place)
 
     def skip(self, names: Iterable[str]) -> None:
         """Go past units that run elsewhere."""
@@ -119,27 +123,34 @@ class Recompute:
     """
 
     def __init__(self, seen: Seen | None, key: int, device: torch.device):
-        units, self._layers = seen or Seen({}, {})
-        self._seen = {(name, place_seed(key, place)): occurrence for (name, place), occurrence in units.items()}
+        self._seen = seen or Seen({}, [])
         self._key = key
-        self._device = device
+        self._seed = place_seeder(key, device)
         self._inside = False
+
+    # Most backward passes run nothing again.
+    @cached_property
+    def _units(self) -> dict[tuple[str, int], int]:
+        return {(name, place_seed(self._key, place)): call for (name, place), call in self._seen.units.items()}
+
+    @cached_property
+    def _layers(self) -> dict[tuple[str, int], int]:
+        return {(name, seed): place for name, seed, place in self._seen.layers}
 
     def __call__(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inside:
             return forward(*args, **kwargs)
-        occurrence = self._seen.get((name, torch.default_generator.initial_seed()), 0)
-        seed_place(self._key, _place(name, occurrence, False), self._device)
+        occurrence = self._units.get((name, _host_seed()), 0)
+        self._seed(_place(name, occurrence, False))
         self._inside = True
         try:
             return forward(*args, **kwargs)
         finally:
             self._inside = False
-            seed_place(self._key, _place(name, occurrence, True), self._device)
+            self._seed(_place(name, occurrence, True))
 
-    def layer(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The handler of linear layers: as in the forward."""
-        place = self._layers.get((name, torch.default_generator.initial_seed()))
+    def before_layer(self, name: str) -> None:
+        """The listener to linear layers: as in the forward."""
+        place = self._layers.get((name, _host_seed()))
         if place is not None:
-            seed_place(self._key, place, self._device)
-        return forward(*args, **kwargs)
+            self._seed(place)

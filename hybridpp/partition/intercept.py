@@ -41,11 +41,12 @@ class Interceptor:
             module.forward = functools.partial(self._call, name, module.forward)
 
     def _call(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-        if self._handler is None:
+        handler = self._handler
+        if handler is None:
             return forward(*args, **kwargs)
-        if name in self._hooks:
+        if self._hooks and name in self._hooks:
             forward = functools.partial(_hooked, self.modules[name], self._hooks[name], forward)
-        return self._handler(name, forward, args, kwargs)
+        return handler(name, forward, args, kwargs)
 
     @contextmanager
     def active(self, handler: UnitHandler) -> Iterator[None]:
@@ -75,6 +76,35 @@ class Interceptor:
                 self.modules[name]._backward_hooks = hooks.backward
                 self.modules[name]._backward_pre_hooks = hooks.before
             self._hooks = {}
+
+
+class Announcer:
+    """Tells whoever listens, if anybody does, which module of a model runs next: less than an interceptor, and faster.
+
+    Args:
+        names: of the modules; as in :class:`Interceptor`, only their instance attribute ``forward`` is set.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str]):
+        self._listener: Callable[[str], None] | None = None
+        for name in names:
+            module = model.get_submodule(name)
+            module.forward = functools.partial(self._call, name, module.forward)
+
+    def _call(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        if self._listener is not None:
+            self._listener(name)
+        return forward(*args, **kwargs)
+
+    @contextmanager
+    def active(self, listener: Callable[[str], None]) -> Iterator[None]:
+        """Tell ``listener`` before every call inside the block."""
+        previous = self._listener
+        self._listener = listener
+        try:
+            yield
+        finally:
+            self._listener = previous
 
 
 class _Hooks(NamedTuple):

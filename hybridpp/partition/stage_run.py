@@ -108,15 +108,16 @@ class StageRun:
         place = self._next
         self._next += 1
         call = self._expect(place, name)
-        seed = torch.default_generator.initial_seed()
         forward = self._recomputable.wrapped(name, forward)
         if self.watch is not None:
             forward = functools.partial(self.watch, name, forward)
+        if call is None or not call.checkpointed:
+            return self._run(call, place, forward, (args, kwargs))
+        seed = torch.default_generator.initial_seed()
         try:
             return self._run(call, place, forward, (args, kwargs))
         finally:
-            if call is not None and call.checkpointed:
-                self.again[name, seed] = _Again(place, torch.default_generator.initial_seed())
+            self.again[name, seed] = _Again(place, torch.default_generator.initial_seed())
 
     def _run(self, call: UnitCall | None, place: int, forward: Forward, inputs: _Inputs) -> Any:
         if call is not None and not self.is_own(place):

@@ -16,7 +16,7 @@ from hybridpp.partition.blocks import dissect, finest_units
 from hybridpp.partition.calls import Trace
 from hybridpp.partition.cut import CutPoint, assign_stages, check_uncut, choose_cut, named_blocks
 from hybridpp.partition.dice import Dice, Recompute, Seen, inner_layers
-from hybridpp.partition.intercept import Forward, Interceptor
+from hybridpp.partition.intercept import Announcer, Forward, Interceptor
 from hybridpp.partition.known_plans import KnownPlans, Plans
 from hybridpp.partition.measure import measure_seconds, unit_costs
 from hybridpp.partition.plan import StagePlan, owners, stage_plan, uses
@@ -86,7 +86,7 @@ class StagedModel:
         self._replays: dict[tuple[int, int], Replay] = {}
         # The finer one first, so that it is the inner one where a module is both.
         self._dice = Interceptor(model, finest_units(model))
-        self._dice_inside = Interceptor(model, inner_layers(model, self._dice.units))
+        self._dice_inside = Announcer(model, inner_layers(model, self._dice.units))
         self.owners: dict[str, tuple[int, ...]] = dict.fromkeys(parameter_names(model), (0,))
         if num_stages > 1:
             trace = self._choose_cut(samples)
@@ -253,7 +253,7 @@ class StagedModel:
                 self._interceptor.hooks_inside(),
                 self._interceptor.active(run),
                 self._dice.active(dice),
-                self._dice_inside.active(dice.layer),
+                self._dice_inside.active(dice.before_layer),
             ):
                 args, kwargs = self._cast(args), self._cast(kwargs)
                 # A context of its own: leaving by an exception must not leave context variables set behind.
@@ -299,7 +299,7 @@ class StagedModel:
         with (
             self._staging.again(),
             self._dice.active(recompute),
-            self._dice_inside.active(recompute.layer),
+            self._dice_inside.active(recompute.before_layer),
             self._interceptor.active(replay) if replay else nullcontext(),
         ):
             yield

@@ -316,7 +316,8 @@ class WeightGradients:
             sums[name] = gradient
 
     def _run(self, call: _Call, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
-        if self._is_apart(call) and len(args) == 1 and not kwargs and _is_plain_input(args[0], call.layer):
+        is_apart = self._recording and call.may_be_apart and (self._splits or call.layer.may_wait)
+        if is_apart and len(args) == 1 and not kwargs and _is_plain_input(args[0], call.layer):
             x, layer, parameters = args[0], call.layer, call.module._parameters
             weight, bias = parameters["weight"], parameters.get("bias")
             x = x if layer.prepare is None else layer.prepare(x)
@@ -330,9 +331,6 @@ class WeightGradients:
                 y = y.view(x.shape[:count] + y.shape[1:])
             return y if layer.finish is None else layer.finish(y)
         return forward(*args, **kwargs)
-
-    def _is_apart(self, call: _Call) -> bool:
-        return self._recording and call.may_be_apart and (self._splits or call.layer.may_wait)
 
 
 def _is_plain_input(x: Any, layer: Layer) -> bool:

@@ -372,6 +372,24 @@ def test_a_model_is_freed_with_its_buckets():
     assert alive() is None
 
 
+def test_hooks_are_off_once_autograd_adds_in_place_and_on_again_behind_the_last_backward():
+    model = make_model()
+    buckets = make_buckets(model)
+    hooks = [parameter._post_accumulate_grad_hooks for parameter in model.parameters()]
+    numbers = [[len(one) for one in hooks]]
+    buckets.begin()
+    for number in range(2):
+        loss(model, 0, number).backward()
+        numbers.append([len(one) for one in hooks])
+    buckets.finish()
+    numbers.append([len(one) for one in hooks])
+    count = len(hooks)
+    assert numbers == [[1] * count, [0] * count, [0] * count, [1] * count]
+    buckets.consume()
+    with pytest.raises(ConfigError, match="does not know of"):
+        loss(model, 0, 0).backward()
+
+
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 def test_a_pass_that_replaces_gradients_is_added_too():
     model = make_model()
@@ -380,5 +398,6 @@ def test_a_pass_that_replaces_gradients_is_added_too():
     for number in range(3):
         # Autograd adds into a new tensor then, instead of in place.
         loss(model, 0, number).backward(create_graph=number == 1)
+    buckets.finish()
     for name, gradient in plain(1, range(3)).items():
         torch.testing.assert_close(buckets.gradients[name], gradient)
