@@ -111,4 +111,4 @@ def _examine(folder: Path, architecture: Architecture) -> Iterator[Result]:
 
 def study(folder: Path) -> Study:
     """Of architectures whose layers are shared; ``folder`` keeps what was built."""
-    return Study(partial(_examine, folder), tuple(f"tp{size}" for size in SIZES), 60)
+    return Study(partial(_examine, folder), tuple(f"tp{size}" for size in SIZES), 200)

@@ -54,7 +54,8 @@ class Study(NamedTuple):
 def _work(pipe: Connection, study: Study, architecture: Architecture, log: Path) -> None:
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_GIB << 30, MEMORY_GIB << 30))
-    resource.setrlimit(resource.RLIMIT_CPU, (study.seconds, study.seconds))
+    # At the hard limit the kernel kills without saying that it was this.
+    resource.setrlimit(resource.RLIMIT_CPU, (study.seconds, study.seconds + 10))
     result: Result = {"builds": False}
     with log.open("a") as out:
         os.dup2(out.fileno(), 1)

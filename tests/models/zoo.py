@@ -36,7 +36,7 @@ _TASKS = (
     "SEQUENCE_CLASSIFICATION",
     "",
 )
-MAX_MIB, MAX_SECONDS = 100, 10.0
+MAX_MIB, MAX_SECONDS = 100, 20.0
 
 
 class DoesNotBuild(Exception):
