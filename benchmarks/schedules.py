@@ -1,6 +1,6 @@
 """How close each schedule comes to twice the speed on two ranks, side by side with what else one could use.
 
-    OMP_NUM_THREADS=1 PYTHONPATH=.:plugins torchrun --standalone --nproc-per-node 2 benchmarks/schedules.py
+    OMP_NUM_THREADS=1 PYTHONPATH=.:plugins python benchmarks/schedules.py
 
 Forward and backward of a ViT (12 layers, 65 tokens, fp32, micro-batches of 4), gloo, one thread per rank. Every round
 runs each contestant once, and one process alone, in an order drawn anew; medians over the rounds. Efficiency is the
@@ -8,17 +8,22 @@ time of one process over (ranks x the pipeline's time), of the medians and of th
 most that any schedule can reach: each rank does the whole work, all at once.
 
 Where in memory a model happens to lie makes up to 5 % of its speed, for as long as it lives. So everything is built
-several times, and the second table, this library against torch's schedule of the same name round by round, has that
-scatter in its quartiles.
+several times, each time in new processes (a gloo group has a thread that wakes a hundred times per second, also when
+its contestant is gone), and the second table, this library against torch's schedule of the same name round by round,
+has that scatter in its quartiles.
 """
 
 import argparse
-import gc
+import json
 import os
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,7 +32,7 @@ from vit import make_batch
 
 from hybridpp import launch_from_torch
 
-MICROBATCH = 4
+MICROBATCH, NUM_RANKS = 4, 2
 OURS = ("1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v")
 ALONE, AT_ONCE = "one process", "one process on each rank"
 # Ours of the same name.
@@ -74,24 +79,59 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="with each of what is built")
     parser.add_argument("--builds", type=int, default=4, help="how often everything is built anew")
     parser.add_argument("--only", nargs="+", default=[], help="contestants whose name contains one of these")
+    parser.add_argument("--build", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--to", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.to is not None:
+        run_build(args)
+        return
+    for hidden in args.hidden:
+        for num_microbatches in args.microbatches:
+            seconds = builds(hidden, num_microbatches, args)
+            print(f"\nhidden {hidden}, {num_microbatches} micro-batches, load {os.getloadavg()[0]:.1f}\n")
+            print("| | median (ms) | efficiency | of the fastest quarters |\n|---|--:|--:|--:|")
+            _table(seconds)
+            _against_torch(seconds)
+
+
+def builds(hidden: int, num_microbatches: int, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of every step of all builds, by contestant."""
+    seconds: dict[str, list[float]] = {}
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(NUM_RANKS),
+        __file__,
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        to = Path(folder, "seconds.json")
+        for build in range(args.builds):
+            given = {
+                "hidden": hidden,
+                "microbatches": num_microbatches,
+                "rounds": args.rounds,
+                "build": build,
+                "to": to,
+            }
+            options = [part for name, value in given.items() for part in (f"--{name}", str(value))]
+            subprocess.run([*launcher, *options, *(["--only", *args.only] if args.only else [])], check=True)
+            for name, times in json.loads(to.read_text()).items():
+                seconds.setdefault(name, []).extend(times)
+    return seconds
+
+
+def run_build(args: argparse.Namespace) -> None:
+    """What each rank does; rank 0 writes down the seconds."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     launch_from_torch(seed=0)
-    for hidden in args.hidden:
-        for num_microbatches in args.microbatches:
-            seconds: dict[str, list[float]] = {}
-            for build in range(args.builds):
-                steps = contestants(hidden, num_microbatches, args.only)
-                for name, times in measure(steps, args.rounds, random.Random(build)).items():
-                    seconds.setdefault(name, []).extend(times)
-                del steps
-                gc.collect()
-            if dist.get_rank() == 0:
-                print(f"\nhidden {hidden}, {num_microbatches} micro-batches, load {os.getloadavg()[0]:.1f}\n")
-                print("| | median (ms) | efficiency | of the fastest quarters |\n|---|--:|--:|--:|", flush=True)
-                _table(seconds)
-                _against_torch(seconds)
+    steps = contestants(*args.hidden, *args.microbatches, args.only)
+    seconds = measure(steps, args.rounds, random.Random(args.build))
+    if dist.get_rank() == 0:
+        args.to.write_text(json.dumps(seconds))
     dist.destroy_process_group()
 
 
@@ -99,7 +139,7 @@ def _table(seconds: dict[str, list[float]]) -> None:
     alone = seconds[ALONE]
     for name, times in seconds.items():
         # On each rank the whole work is done, so what is left of 1 is what busy ranks take from each other.
-        num_ranks = 1 if name == AT_ONCE else dist.get_world_size()
+        num_ranks = 1 if name == AT_ONCE else NUM_RANKS
         # The fastest quarter tells more of the contestants than of what else the machine does.
         shares = [when(alone) / when(times) / num_ranks for when in (statistics.median, _fast)]
         row = f"{shares[0]:.3f} | {shares[1]:.3f}" if times is not alone else " | "

@@ -36,6 +36,7 @@ def place_seed(key: int, place: int) -> int:
 
 def place_seeder(key: int, device: torch.device) -> Callable[[int], None]:
     """What sets the default generators for a place of the model's forward, given the place; made to be called often."""
+    # place_seed is written out here: a call of it takes as long as the rest.
     set_host = torch.default_generator.manual_seed
     if device.type != "cuda":
 
