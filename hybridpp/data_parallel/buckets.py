@@ -1,6 +1,5 @@
 """Gradients in flat buffers, reduced over the replicas while the last backward still runs."""
 
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -10,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.cluster import Group
-from hybridpp.data_parallel.bucket import Bucket, chunks
-from hybridpp.data_parallel.hook import GradientHook
+from hybridpp.data_parallel.sums import GradientSums
 from hybridpp.errors import ConfigError
 
 _UNKNOWN_BACKWARD = (
@@ -46,7 +44,7 @@ class GradientBuckets:
         alike: one of the groups in ``shared``, whose members hold the same parameters: they sum those in one message.
 
     Attributes:
-        gradients: the sums, by name.
+        parameters: as given.
         visible: as given.
         communication_dtype: as given.
     """
@@ -61,29 +59,28 @@ class GradientBuckets:
         visible: bool = True,
         alike: Group | None = None,
     ):
+        self.parameters = parameters
         self._group = group
-        self._parameters = dict(parameters)
-        # Backward meets the last parameters first: their bucket is full first.
-        self._buckets = [Bucket(chunk) for chunk in chunks(dict(reversed(list(parameters.items()))), capacity_mib)]
-        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.views}
-        self.gradients: dict[str, Tensor] = {name: self._bucket_of[name].views[name] for name in parameters}
+        self._sums = GradientSums(parameters, capacity_mib, visible, self._arrived)
+        self._buckets = self._sums.buckets
         self._shared: list[tuple[str, Group, Tensor]] = []
         self._alike = alike
         for name, groups in (shared or {}).items():
             for one in groups:
-                self.share(name, one, self.gradients[name])
+                self.share(name, one, self._sums.views[name])
         self.communication_dtype = communication_dtype
         self.visible = visible
         self._used: set[str] = set()
-        # What autograd adds to by itself, in place, until something else begins: their hooks are off, which cost more
-        # than adding to a small gradient.
-        self._settled: set[str] = set()
         self._postponed: set[str] = set()
         self._state = _State.CONSUMED
         self._sync = True
         self._in_last_backward = False
         self._num_launched = 0
-        self._hooks = {name: GradientHook(parameter, self._hook(name)) for name, parameter in self._parameters.items()}
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """The sums, by name."""
+        return self._sums.read()
 
     def share(self, name: str, group: Group, view: Tensor) -> None:
         """Say that all members of a group hold a summand of a gradient, or of the part of it that ``view`` is."""
@@ -100,28 +97,18 @@ class GradientBuckets:
 
     def begin(self) -> None:
         """Get ready for backward passes."""
-        self._unsettle()
         if self._state is _State.CONSUMED:
             self.zero()
-        for name, parameter in self._parameters.items():
-            view = self.gradients[name]
-            if self._shows(name) and parameter.grad is not view:
-                # Set to None from outside (module.zero_grad()) or never set: either way it counts as zero.
-                if not self._bucket_of[name].is_zero:
-                    view.zero_()
-                parameter.grad = view
         if self._state is _State.REDUCED:
             self._keep_one_copy()
+        self._sums.begin()
         self._state = _State.LOCAL
-
-    def _shows(self, name: str) -> bool:
-        return self.visible and self._parameters[name].dtype == self.gradients[name].dtype
 
     def _keep_one_copy(self) -> None:
         """Before more is added to sums: the next reduction must count them once."""
+        self._sums.read()
         if self._group.rank != 0:
-            for bucket in self._buckets:
-                bucket.zero()
+            self._sums.forget()
         for _, group, view in self._shared:
             if group.rank != 0:
                 view.zero_()
@@ -140,7 +127,7 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.missing = set(bucket.views) if pending is None else set(bucket.views).intersection(pending)
         self._postponed.clear()
-        self._unsettle()
+        self._sums.look_again()
         self._num_launched = 0
         self._in_last_backward = True
         self._launch(only_full=True)
@@ -151,63 +138,30 @@ class GradientBuckets:
         self._postponed.update(names)
 
     def reached(self, names: Iterable[str]) -> None:
-        """Say that parts of these gradients are added to their sums from outside."""
+        """Say that :meth:`add` follows for these."""
         if self._state is _State.CONSUMED:
             raise ConfigError(_UNKNOWN_BACKWARD)
         self._used.update(names)
 
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add a part that does not come from autograd."""
+        self._sums.add(name, gradient)
+
     def completed(self, name: str) -> None:
-        """Say that what was added to this gradient from outside was the last part of the step."""
+        """Say that what :meth:`add` was given last was the last part of the step."""
         if self._in_last_backward:
-            self._bucket_of[name].missing.discard(name)
+            self._sums.bucket_of[name].missing.discard(name)
             self._launch(only_full=True)
 
-    def _hook(self, name: str):  # type: ignore[no-untyped-def]  # torch does not type its hooks
-        # Weak: Python's garbage collector does not see through torch's hooks, so one that held the buckets would keep
-        # them and the whole model for ever.
-        weak = weakref.ref(self)
-
-        def hook(parameter: Tensor) -> None:
-            if (buckets := weak()) is not None:
-                buckets._add(name, parameter)
-
-        return hook
-
-    def _settle(self, name: str) -> None:
-        self._settled.add(name)
-        self._hooks[name].off()
-
-    def _unsettle(self) -> None:
-        """Look at every gradient again."""
-        for name in self._settled:
-            self._hooks[name].on()
-            # A backward pass with create_graph puts another tensor there, with the sum so far in it.
-            self._take_in(name, self._parameters[name])
-        self._settled.clear()
-
-    def _take_in(self, name: str, parameter: Tensor) -> None:
-        """Have a gradient in its view, if autograd put another tensor there."""
-        view, gradient = self.gradients[name], parameter.grad
-        if gradient is None or gradient is view:
-            return
-        # With create_graph it has a graph.
-        gradient = gradient.detach()
-        if self._shows(name):
-            view.copy_(gradient)
-            parameter.grad = view
-        else:
-            view.add_(gradient)
-            parameter.grad = None
-
-    def _add(self, name: str, parameter: Tensor) -> None:
-        view, bucket = self.gradients[name], self._bucket_of[name]
+    def _arrived(self, name: str) -> bool:
+        """A part came from autograd; whether the next ones of this gradient make no difference."""
         if self._state is _State.CONSUMED:
             raise ConfigError(_UNKNOWN_BACKWARD)
         self._used.add(name)
-        self._take_in(name, parameter)
-        if parameter.grad is view and not self._in_last_backward:
-            self._settle(name)
-        if self._in_last_backward and name not in self._postponed:
+        if not self._in_last_backward:
+            return True
+        if name not in self._postponed:
+            bucket = self._sums.bucket_of[name]
             if bucket.work is not None:
                 raise ConfigError(
                     f"the gradient of {name!r} came in several parts in one backward pass, after it was sent off. "
@@ -216,12 +170,14 @@ class GradientBuckets:
                 )
             bucket.missing.discard(name)
             self._launch(only_full=True)
+        return False
 
     def _launch(self, only_full: bool) -> None:
         """Start reductions, always in the order of the buckets, so that all replicas start the same."""
         for bucket in self._buckets[self._num_launched :]:
             if only_full and bucket.missing:
                 return
+            self._sums.read([bucket])
             bucket.send_off(self._group, self._used, self.communication_dtype)
             self._num_launched += 1
 
@@ -230,7 +186,8 @@ class GradientBuckets:
 
         Collective: all replicas of this stage, and all ranks that share a parameter; not inside ``no_sync``.
         """
-        self._unsettle()
+        self._sums.look_again()
+        self._sums.read()
         if not self._sync or self._state is not _State.LOCAL:
             return
         if self._group.size > 1:
@@ -274,7 +231,7 @@ class GradientBuckets:
 
     def unused(self) -> list[str]:
         """Parameters whose gradients no backward pass has reached on any replica."""
-        unused = [name for name in self.gradients if name not in self._used]
+        unused = [name for name in self.parameters if name not in self._used]
         if self._group.size > 1 and unused:
             flags = [flag for bucket in self._buckets for flag in zip(bucket.views, bucket.flags.tolist(), strict=True)]
             reached = {name for name, flag in flags if flag}
@@ -285,24 +242,18 @@ class GradientBuckets:
         """Take over gradients that were set or cleared from outside between backward and step."""
         if self._state is _State.CONSUMED:
             return
-        for name, parameter in self._parameters.items():
-            view = self.gradients[name]
-            if not self._shows(name) or parameter.grad is view:
-                continue
-            if parameter.grad is None:
-                view.zero_()
-                self._used.discard(name)
-            else:
-                view.copy_(parameter.grad)
+        for name, is_set in self._sums.adopt().items():
+            if is_set:
                 self._used.add(name)
-            parameter.grad = view
+            else:
+                self._used.discard(name)
 
     def discard(self) -> None:
         """After an error in the middle of a step: forget what was added up, and whatever was under way."""
         self._in_last_backward = False
         for bucket in self._buckets:
             bucket.abandon()
-        self.zero()
+        self.zero(set_to_none=False)
         self._state = _State.CONSUMED
 
     @contextmanager
@@ -311,15 +262,18 @@ class GradientBuckets:
 
         The sums wait in host memory.
         """
-        self._unsettle()
+        self._sums.look_again()
+        self._sums.read()
         host = [bucket.flat.to("cpu", copy=True) for bucket in self._buckets]
         used, state = set(self._used), self._state
         try:
             with self.no_sync():
-                self.zero()
+                # In full, for whoever looks at them before anything comes.
+                self.zero(set_to_none=False)
                 yield
         finally:
-            self._unsettle()
+            self._sums.look_again()
+            self._sums.read()
             self._used, self._state, self._in_last_backward = used, state, False
             for bucket, flat in zip(self._buckets, host, strict=True):
                 bucket.flat.copy_(flat)
@@ -327,25 +281,27 @@ class GradientBuckets:
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
         if factor != 1.0:
+            self._sums.read()
             for bucket in self._buckets:
                 bucket.flat.mul_(factor)
 
     def clamp(self, limit: float) -> None:
         """Bring every element into ``[-limit, limit]``."""
+        self._sums.read()
         for bucket in self._buckets:
             bucket.flat.clamp_(-limit, limit)
 
-    def zero(self) -> None:
-        """Forget all gradients."""
-        self._unsettle()
-        for bucket in self._buckets:
-            bucket.zero()
+    def zero(self, set_to_none: bool = True) -> None:
+        """Forget all gradients; where they are shown, ``parameter.grad`` is None then, or zeros."""
+        self._sums.forget()
+        if not set_to_none:
+            self._sums.read()
         self._used.clear()
         self._state = _State.LOCAL
 
     def consume(self) -> None:
         """Mark the gradients as used: they stay readable until the next backward pass, which starts from zero."""
-        self._unsettle()
+        self._sums.look_again()
         self._state = _State.CONSUMED
 
 

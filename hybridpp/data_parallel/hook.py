@@ -25,10 +25,11 @@ class GradientHook:
 
     def on(self) -> None:
         """Call it again, before the hooks that others have registered."""
-        others = dict(self._hooks)
+        others = dict(self._hooks) if self._hooks else None
         self._hooks.clear()
         self._hooks[self._id] = self._hook
-        self._hooks.update(others)
+        if others:
+            self._hooks.update(others)
 
     def off(self) -> None:
         """Call it no more until it is turned on."""

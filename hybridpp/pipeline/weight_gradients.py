@@ -23,15 +23,14 @@ from hybridpp.pipeline.layers import Kept, Layer, layer_of
 class Accumulated(Protocol):
     """Where gradients add up."""
 
-    @property
-    def gradients(self) -> Mapping[str, Tensor]:
-        """The sums so far, by the parameter's name."""
-
     def postpone(self, names: Iterable[str]) -> None:
         """Parts of these gradients follow after the pass that goes back to the input."""
 
     def reached(self, names: Iterable[str]) -> None:
-        """Parts are added to these."""
+        """Parts will be added to these."""
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add a part to the sum of the parameter ``name``."""
 
     def completed(self, name: str) -> None:
         """The last part of this step was added."""
@@ -311,7 +310,7 @@ class WeightGradients:
             gradient = sums.pop(name).add_(gradient)
         if is_last:
             assert self._accumulated is not None
-            self._accumulated.gradients[name].add_(gradient)
+            self._accumulated.add(name, gradient)
         else:
             sums[name] = gradient
 

@@ -277,10 +277,7 @@ class HybridOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and as torch set ``parameter.grad`` to None; not needed after ``step``."""
-        self._buckets.zero()
-        if set_to_none:
-            for target in self._targets.values():
-                target.grad = None
+        self._buckets.zero(set_to_none)
         self.scaling.forget()
         if self.own_calls is not None:
             self.own_calls.forget()

@@ -194,17 +194,60 @@ def test_zeros_are_written_once():
     accumulate(buckets, model, [0])
     model.zero_grad()
     buckets.zero()
-    version = buckets.version
+    gradients, version = buckets.gradients, buckets.version
     buckets.zero()
     buckets.begin()
     assert buckets.version == version
-    assert all(parameter.grad is buckets.gradients[name] for name, parameter in model.named_parameters())
+    assert all(parameter.grad is gradients[name] for name, parameter in model.named_parameters())
     # What the script writes itself, and then drops, is forgotten like any other gradient.
     for parameter in model.parameters():
         parameter.grad.add_(1.0)
         parameter.grad = None
     accumulate(buckets, model, [1])
     assert_equal(buckets, plain(1, [1]))
+
+
+def test_a_sum_starts_as_a_copy_of_its_first_part():
+    model = make_model()
+    buckets = make_buckets(model)
+    accumulate(buckets, model, [0])
+    buckets.consume()
+    for gradient in buckets.gradients.values():
+        gradient.fill_(torch.nan)  # what is left there does not count, whether zeros were written over it or not
+    version = buckets.version
+    buckets.begin()
+    assert buckets.version == version
+    assert all(parameter.grad is None for parameter in model.parameters())
+    loss(model, 0, 1).backward()
+    buckets.add("0.weight", torch.ones(5, 4))
+    assert all(parameter.grad is buckets.gradients[name] for name, parameter in model.named_parameters())
+    expected = plain(1, [1])
+    assert_equal(buckets, expected | {"0.weight": expected["0.weight"] + 1})
+
+
+def test_a_sum_may_start_with_what_does_not_come_from_autograd():
+    model = make_model()
+    buckets = make_buckets(model)
+    accumulate(buckets, model, [0])
+    buckets.consume()
+    buckets.begin()
+    buckets.add("0.weight", torch.ones(5, 4))
+    assert model[0].weight.grad is not None
+    accumulate(buckets, model, [1])
+    expected = plain(1, [1])
+    assert_equal(buckets, expected | {"0.weight": expected["0.weight"] + 1})
+
+
+def test_zeros_are_there_for_whoever_asks_for_them():
+    model = make_model()
+    buckets = make_buckets(model)
+    accumulate(buckets, model, [0])
+    buckets.zero(set_to_none=False)
+    assert all(not parameter.grad.any() for parameter in model.parameters())
+    accumulate(buckets, model, [0])
+    buckets.zero()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(not gradient.any() for gradient in buckets.gradients.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -29,6 +29,9 @@ class Sums:
     def reached(self, names):
         self.log.extend(("reached", name) for name in names)
 
+    def add(self, name, gradient):
+        self.gradients[name].add_(gradient)
+
     def completed(self, name):
         self.log.append(("completed", name))
 
