@@ -1,6 +1,7 @@
 """What a trace writes down: every unit call of one forward."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,10 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+
+
+# What was returned, and nothing of the rest (see ``UnitCall.tree``).
+_ONE_TENSOR = pytree.tree_structure((0, [], {}, {}))
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,12 @@ class UnitCall:
     checkpointed: bool = False
     flops: int = 0
     inner: tuple[str, ...] = ()
+
+    @cached_property
+    def is_simple(self) -> bool:
+        """Whether all that it did for others was to return one tensor of its own, as most blocks do."""
+        one = self.tree == _ONE_TENSOR and len(self.leaves) == 1 and isinstance(self.leaves[0], TensorSpec)
+        return one and not self.arguments
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """From a trace and a place to cut: who owns what, and which values travel between stages."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from torch import Tensor
@@ -46,17 +47,33 @@ class StagePlan:
     outgoing_specs: tuple[TensorSpec, ...] = ()
     in_parts: frozenset[Value] = frozenset()
 
-    @property
+    # Asked for by every micro-batch.
+    @cached_property
     def is_last(self) -> bool:
         """Whether the forward runs to its end here."""
         return self.last_local is None
 
-    @property
+    @cached_property
     def last_local(self) -> int | None:
         """The call after which this stage leaves the forward; None where it runs to its end."""
         if not self.calls or self.stage == self.stages[-1]:
             return None
         return len(self.stages) - 1 - self.stages[::-1].index(self.stage)
+
+    @cached_property
+    def leaving(self) -> frozenset[Value]:
+        """The values of ``outgoing``."""
+        return frozenset(self.outgoing)
+
+    @cached_property
+    def observed(self) -> frozenset[int]:
+        """The calls that make them."""
+        return frozenset(value.call for value in self.outgoing)
+
+    @cached_property
+    def own_units(self) -> frozenset[str]:
+        """The units that this stage calls."""
+        return frozenset(call.name for call, at in zip(self.calls, self.stages, strict=True) if at == self.stage)
 
 
 def uses(trace: Trace, stages: tuple[int, ...]) -> dict[str, set[int]]:

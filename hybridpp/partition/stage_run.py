@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hybridpp.cluster import seed_place
 from hybridpp.errors import PartitionError
 from hybridpp.partition.attributes import Key, Leavings
 from hybridpp.partition.calls import Same, TensorSpec, UnitCall
@@ -47,7 +46,7 @@ class Placeholders:
         return self._scalars[spec.dtype].expand(spec.shape)
 
 
-class _Again(NamedTuple):
+class Again(NamedTuple):
     """A unit call that activation checkpointing may repeat: its place, and the random seed behind it."""
 
     place: int
@@ -90,14 +89,10 @@ class StageRun:
         self._dice = dice
         self._recomputable = recomputable
         self._modules = modules
-        self._last_local = plan.last_local
-        self._outgoing = set(plan.outgoing)
-        self._sources = {value.call for value in plan.outgoing}
-        self._own = {call.name for place, call in enumerate(plan.calls) if self.is_own(place)}
         self._next = 0
         self._inside = False
         self.leavings: list[Leavings] = []
-        self.again: dict[tuple[str, int], _Again] = {}
+        self.again: dict[tuple[str, int], Again] = {}
         self.watch: Watcher | None = None
         if parts is not None:
             self._take_parts(parts)
@@ -117,27 +112,30 @@ class StageRun:
         try:
             return self._run(call, place, forward, (args, kwargs))
         finally:
-            self.again[name, seed] = _Again(place, torch.default_generator.initial_seed())
+            self.again[name, seed] = Again(place, torch.default_generator.initial_seed())
 
     def _run(self, call: UnitCall | None, place: int, forward: Forward, inputs: _Inputs) -> Any:
         if call is not None and not self.is_own(place):
             self._dice.skip(call.inner)
             return self.foreign(place, inputs)
-        if call is None or place not in self._sources:
+        if call is None or place not in self._plan.observed:
             output = self._local(forward, *inputs)
         else:
             output = self._observed(call, place, forward, inputs)
-        if call is not None and place == self._last_local:
+        if call is not None and place == self._plan.last_local:
             raise StageDone
         return output
 
     def _observed(self, call: UnitCall, place: int, forward: Forward, inputs: _Inputs) -> Any:
         """Run an own unit of whose result something must travel on."""
         # Before it runs: it may write to the containers it is given.
-        arguments = tensors_in(inputs)
+        arguments = [] if call.is_simple else tensors_in(inputs)
         given = Given(inputs if call.changed or call.refers else ())
         leavings = self._leavings_of(call)
         output = self._local(forward, *inputs)
+        if call.is_simple and isinstance(output, Tensor):
+            self._keep_leaf(call, Value(place, 0), output)
+            return output
         returned = given.refer(output) if call.refers else output
         left = leavings.now() if leavings else ({}, {})
         self._keep(call, place, (returned, given.changes(call.changed), *left), arguments)
@@ -173,6 +171,8 @@ class StageRun:
     def foreign(self, place: int, inputs: _Inputs) -> Any:
         """What a unit of another stage returns; it is not run."""
         call = self._plan.calls[place]
+        if call.is_simple:
+            return self._stand_in(call, Value(place, 0), [])
         arguments = tensors_in(inputs)
         leaves: list[Any] = []
         for number, spec in enumerate(call.leaves):
@@ -181,7 +181,7 @@ class StageRun:
         output, changes, left, added = pytree.tree_unflatten(leaves[: call.tree.num_leaves], call.tree)
         leavings = self._leavings_of(call)
         if leavings is not None:
-            leavings.repeat(left if call.name not in self._own else self._arrived(left), added)
+            leavings.repeat(left if call.name not in self._plan.own_units else self._arrived(left), added)
             self.leavings.append(leavings)
         if call.changed or call.refers:
             given = Given(inputs)
@@ -215,25 +215,27 @@ class StageRun:
             leaves = flatten(output[:1])[0]
         leaves = [*leaves, *[None] * call.tree.num_leaves][: call.tree.num_leaves]
         leaves += [arguments[call.arguments[number]] for number in range(call.tree.num_leaves, len(call.leaves))]
-        for number, spec in enumerate(call.leaves):
+        for number in range(len(call.leaves)):
             value = Value(place, number)
-            if value not in self._outgoing:
-                continue
-            leaf = leaves[number] if number < len(leaves) else None
-            if not isinstance(leaf, Tensor) or tuple(leaf.shape) != spec.shape or leaf.dtype != spec.dtype:
-                got = f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
-                raise PartitionError(
-                    f"unit {call.name!r} returned {got} where its trace had {spec.dtype} {spec.shape}: its result "
-                    "depends on values. Put the cut elsewhere, or use pp_size=1."
-                )
-            if self._parts is not None and value in self._plan.in_parts:
-                part = self._parts.part(leaf)
-                # Units behind it on this stage may write to theirs.
-                self._leaving[value] = part if place == self._last_local else part.clone()
-                continue
-            # A subclass of Tensor may stand for something else than memory of its own; what travels is plain.
-            is_own = number not in call.written and type(leaf) is Tensor
-            self._values[value] = leaf if is_own else leaf.clone()
+            if value in self._plan.leaving:
+                self._keep_leaf(call, value, leaves[number] if number < len(leaves) else None)
+
+    def _keep_leaf(self, call: UnitCall, value: Value, leaf: Any) -> None:
+        spec = call.leaves[value.leaf]
+        if not isinstance(leaf, Tensor) or leaf.shape != spec.shape or leaf.dtype != spec.dtype:
+            got = f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise PartitionError(
+                f"unit {call.name!r} returned {got} where its trace had {spec.dtype} {spec.shape}: its result "
+                "depends on values. Put the cut elsewhere, or use pp_size=1."
+            )
+        if self._parts is not None and value in self._plan.in_parts:
+            part = self._parts.part(leaf)
+            # Units behind it on this stage may write to theirs.
+            self._leaving[value] = part if value.call == self._plan.last_local else part.clone()
+            return
+        # A subclass of Tensor may stand for something else than memory of its own; what travels is plain.
+        is_own = value.leaf not in call.written and type(leaf) is Tensor
+        self._values[value] = leaf if is_own else leaf.clone()
 
     def outgoing(self) -> list[Tensor]:
         """The values for the next stage, own ones and those that pass through."""
@@ -244,41 +246,5 @@ class StageRun:
         for value in self._plan.in_parts & self._values.keys():
             part = self._values[value]
             self._values[value] = parts.whole(part, self._plan.calls[value.call].leaves[value.leaf])
-            if value in self._outgoing:
+            if value in self._plan.leaving:
                 self._leaving[value] = part.clone()
-
-
-class Replay:
-    """The unit handler of a stage's backward pass, for what activation checkpointing runs again.
-
-    Units of other stages may be among that: they return what they did in the forward. Checkpointing has put the
-    random generators back to where they stood before, and from that follows which call of a unit it is.
-
-    Args:
-        again: what the stage's forward noted.
-        run: of the same stage and micro-batch, not run itself.
-        device: where it computes.
-    """
-
-    def __init__(self, again: Mapping[tuple[str, int], _Again], run: StageRun, device: torch.device):
-        self._again = again
-        self._run = run
-        self.leavings = run.leavings
-        self._device = device
-        self._inside = False
-
-    def __call__(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = self._find(name)
-        if found is not None and not self._inside and not self._run.is_own(found.place):
-            output = self._run.foreign(found.place, (args, kwargs))
-            seed_place(found.seed_behind, 0, self._device)
-            return output
-        before, self._inside = self._inside, True
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            self._inside = before
-
-    def _find(self, name: str) -> _Again | None:
-        calls = [again for (unit, _), again in self._again.items() if unit == name]
-        return calls[0] if len(calls) == 1 else self._again.get((name, torch.default_generator.initial_seed()))

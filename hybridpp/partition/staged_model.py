@@ -21,7 +21,8 @@ from hybridpp.partition.known_plans import KnownPlans, Plans
 from hybridpp.partition.measure import measure_seconds, unit_costs
 from hybridpp.partition.plan import StagePlan, owners, stage_plan, uses
 from hybridpp.partition.recompute import Recomputable, blocks_by_stage, recomputed_blocks
-from hybridpp.partition.stage_run import Placeholders, Replay, StageDone, StageRun, Watcher
+from hybridpp.partition.replay import Replay
+from hybridpp.partition.stage_run import Placeholders, StageDone, StageRun, Watcher
 from hybridpp.partition.staging import Staging
 from hybridpp.partition.strip import Slot, parameter_names, shown, strip
 from hybridpp.partition.survey import Sample, survey_samples
