@@ -46,6 +46,7 @@ from hybridpp_plugins.sharding import (
     placements,
     share_copies,
 )
+from hybridpp_plugins.trainable import Trainable
 from hybridpp_plugins.unfilled import Unfilled
 
 
@@ -150,6 +151,7 @@ def boost(
         examination=examination,
         optimizer=boosted,
         buckets=buckets,
+        trainable=Trainable(buckets.parameters if buckets else {}),
         masters=masters,
         dtypes=before.dtypes,
         model_dtype=before.model_dtype,

@@ -36,6 +36,7 @@ from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.planning import Planner
 from hybridpp_plugins.recording import Recording
+from hybridpp_plugins.trainable import Trainable
 from hybridpp_plugins.unfilled import Unfilled
 
 _FIRST_EVALUATION = 2**62
@@ -57,6 +58,7 @@ class Engine:
         optimizer: the boosted optimizer, if there is one.
         buckets: the gradients.
         masters: fp32 masters; empty in fp32.
+        trainable: what ``optimizer`` knows.
         dtypes: the dtype that each tensor of the state had before boost.
         model_dtype: the model's own, for its config.
         formats: modules that compute in another format than the rest.
@@ -78,6 +80,7 @@ class Engine:
     examination: Examination
     optimizer: HybridOptimizer | None
     buckets: GradientBuckets | None
+    trainable: Trainable
     masters: MasterWeights
     dtypes: Mapping[str, torch.dtype]
     model_dtype: torch.dtype | None
@@ -119,16 +122,6 @@ class Engine:
                 "under torch.no_grad()."
             )
 
-    def _check_trainable(self) -> None:
-        """Refuse parameters that were frozen at boost and are not any more: no optimizer of ours knows them."""
-        known = self.buckets.gradients if self.buckets else {}
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and name not in known:
-                raise ConfigError(
-                    f"{name} was frozen when the model was boosted and requires a gradient now. "
-                    "Unfreeze it before booster.boost; freezing later is fine."
-                )
-
     def step(
         self, data_iter: Iterator[Any], criterion: Criterion | None, return_loss: bool, return_outputs: bool
     ) -> dict[str, Any]:
@@ -138,7 +131,7 @@ class Engine:
 
         def prepare() -> SplitBatch:
             if training:
-                self._check_trainable()
+                self.trainable.check(self.model)
             return split_batch(
                 read_batch(data_iter),
                 num_microbatches=self.pipeline.num_microbatches,

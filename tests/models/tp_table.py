@@ -10,12 +10,12 @@ from models.table import cell, share
 
 HEADING = "# Which models' layers are shared right"
 AIM = 0.7
-# Of the share that a rank holds, to be counted.
 # Of a process that dies no more is known than what was found out by hand.
 _EXPLAINED = {
     "nystromformer": "plain PyTorch dies, too, in the backward pass of a convolution of one channel with a kernel of "
     "65 on 16 places, which is what a rank has of this tiny model at tp=4",
 }
+# Of the share that a rank holds, to be counted.
 LIMITS = {2: (0.55, AIM, 0.95), 4: (0.3, 0.55, AIM, 0.95)}
 
 

@@ -386,8 +386,13 @@ def step_in_no_sync(booster, model, optimizer):
         optimizer.step()
 
 
-def unfreeze(booster, model, optimizer):
+def add(booster, model, optimizer):
     model.late = nn.Parameter(torch.ones(1))
+    booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
+
+
+def replace(booster, model, optimizer):
+    model.classifier.bias = nn.Parameter(torch.ones_like(model.classifier.bias))
     booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
 
 
@@ -398,11 +403,25 @@ def unfreeze(booster, model, optimizer):
         (lambda b, m, o: o.add_param_group({"params": []}), "parameter groups are added before booster.boost."),
         (lambda b, m, o: copy.deepcopy(o), "a boosted optimizer cannot be copied or pickled."),
         (step_in_no_sync, "step inside no_sync would let the replicas drift apart."),
-        (unfreeze, "late was frozen when the model was boosted and requires a gradient now."),
+        (add, "late was frozen when the model was boosted, or not there, and requires a gradient now."),
+        (replace, "classifier.bias is another parameter than the one that was boosted:"),
     ],
 )
 def test_what_would_go_wrong_later_is_refused(act, text):
     assert text in refusal(act)
+
+
+def test_what_was_frozen_at_boost_is_not_trained_later():
+    def run():
+        model = tiny_vit()
+        model.classifier.bias.requires_grad_(False)
+        booster, model, optimizer = boosted(model, sgd, image_batch(2))
+        booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
+        model.classifier.bias.requires_grad_()
+        with pytest.raises(ConfigError, match=r"^classifier\.bias was frozen when the model was boosted, or not there"):
+            booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
+
+    Loopback(1).run(run)
 
 
 def test_hooks_of_the_optimizer_run():
