@@ -19,6 +19,7 @@ from hybridpp.pipeline.transport import Receipt, Sent, Transport
 from hybridpp.pipeline.weight_gradients import Note, WeightGradients
 from hybridpp.schedule import Action, Kind, Program
 
+_HALF = (torch.float16, torch.bfloat16)
 _ADDS_TO_GRADIENTS = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
 
 
@@ -139,7 +140,9 @@ class Handlers:
 
     def _finish_forward(self, microbatch: int, outputs: Any, inputs: Any) -> Tensor | None:
         """The end of the forward, on the last stage: keep loss and outputs; the loss to go back from."""
-        outputs = pytree.tree_map_only(Tensor, _widened, outputs)
+        # Putting a model's output together again takes longer than looking at it.
+        if any(isinstance(leaf, Tensor) and leaf.dtype in _HALF for leaf in pytree.tree_leaves(outputs)):
+            outputs = pytree.tree_map_only(Tensor, _widened, outputs)
         loss = None
         if self._step.criterion is not None:
             loss = self._loss(microbatch, outputs, inputs)
@@ -235,4 +238,4 @@ class Handlers:
 
 def _widened(tensor: Tensor) -> Tensor:
     """Half-precision outputs in fp32, so that losses are computed in it."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    return tensor.float() if tensor.dtype in _HALF else tensor
