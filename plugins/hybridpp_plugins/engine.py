@@ -1,7 +1,7 @@
 """One boosted model: runs its steps."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,7 @@ from hybridpp.pipeline import (
 from hybridpp.plugin import Criterion
 from hybridpp.precision import Formats, MasterWeights
 from hybridpp.tensor_parallel import gathered
+from hybridpp_plugins.before import Before
 from hybridpp_plugins.closing import close_step
 from hybridpp_plugins.examination import Examination
 from hybridpp_plugins.layout import Layout
@@ -37,7 +38,6 @@ from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.planning import Planner
 from hybridpp_plugins.recording import Recording
 from hybridpp_plugins.trainable import Trainable
-from hybridpp_plugins.unfilled import Unfilled
 
 _FIRST_EVALUATION = 2**62
 
@@ -59,12 +59,8 @@ class Engine:
         buckets: the gradients.
         masters: fp32 masters; empty in fp32.
         trainable: what ``optimizer`` knows.
-        dtypes: the dtype that each tensor of the state had before boost.
-        model_dtype: the model's own, for its config.
+        before: what the model was before boost.
         formats: modules that compute in another format than the rest.
-        unfilled: weights that wait for ``load_model``.
-        aliases: further names of tied parameters, each with the first name.
-        buffer_names: persistent buffers of the whole model.
         num_steps: training steps run so far.
         num_evaluations: evaluations run so far.
         recording: takes down when actions run, if someone wants to know.
@@ -82,12 +78,8 @@ class Engine:
     buckets: GradientBuckets | None
     trainable: Trainable
     masters: MasterWeights
-    dtypes: Mapping[str, torch.dtype]
-    model_dtype: torch.dtype | None
+    before: Before
     formats: Formats
-    unfilled: Unfilled
-    aliases: Mapping[str, str]
-    buffer_names: frozenset[str]
     num_steps: int = 0
     num_evaluations: int = 0
     recording: Recording | None = None
@@ -107,7 +99,7 @@ class Engine:
 
     def check_call(self, criterion: Criterion | None, optimizer: Optimizer | None, return_loss: bool) -> None:
         """Refuse arguments of ``execute_pipeline`` that do not fit together, before anything is communicated."""
-        self.unfilled.check()
+        self.before.unfilled.check()
         training = torch.is_grad_enabled()
         if optimizer is not None and optimizer is not self.optimizer:
             raise ConfigError("execute_pipeline takes the optimizer that booster.boost returned for this model.")

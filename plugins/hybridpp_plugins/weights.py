@@ -14,19 +14,21 @@ from hybridpp_plugins.sharding import placements, whole_tensors
 
 def save_weights(engine: Engine, path: Path, max_shard_size: str) -> None:
     """Gather the weights of one replica on rank 0 and write them. Collective: all ranks."""
-    engine.unfilled.check()
+    engine.before.unfilled.check()
     control = engine.layout.control
     sources = engine.layout.pipelines[0]
     tensors: dict[str, Tensor] = {}
     if control.rank in sources:
-        mine = ((name, tensor.to(engine.dtypes.get(name, tensor.dtype))) for name, tensor in _full_precision(engine))
+        mine = (
+            (name, tensor.to(engine.before.dtypes.get(name, tensor.dtype))) for name, tensor in _full_precision(engine)
+        )
         tensors = whole_tensors(mine, placements(engine.model), engine.layout.tp)
     whole = gather_tensors(control, sources, tensors)
     failure: Exception | None = None
     if control.rank == 0:
-        state = whole | {alias: whole[name] for alias, name in engine.aliases.items() if name in whole}
+        state = whole | {alias: whole[name] for alias, name in engine.before.aliases.items() if name in whole}
         try:
-            write_folder(engine.model, state, path, engine.model_dtype, max_shard_size)
+            write_folder(engine.model, state, path, engine.before.model_dtype, max_shard_size)
         except Exception as error:
             failure = error
     _agree(engine, failure, "writing the model")
@@ -38,7 +40,7 @@ def _full_precision(engine: Engine) -> list[tuple[str, Tensor]]:
     return [
         (name, masters[name].detach() if name in masters else tensor)
         for name, tensor in state.items()
-        if name not in engine.aliases and isinstance(tensor, Tensor)
+        if name not in engine.before.aliases and isinstance(tensor, Tensor)
     ]
 
 
@@ -55,13 +57,13 @@ def load_weights(engine: Engine, path: Path, strict: bool) -> None:
     except Exception as error:
         failure = error
     _agree(engine, failure, "reading the weights")
-    engine.unfilled.fill(found)
+    engine.before.unfilled.fill(found)
 
 
 def _places(engine: Engine, contents: Contents) -> dict[str, str]:
     """The names in the folder of the whole model's weights. A tied one may be there under any of its names."""
-    names = {name: name for name in (*engine.staged.owners, *engine.buffer_names) if name in contents.shapes}
-    for alias, name in engine.aliases.items():
+    names = {name: name for name in (*engine.staged.owners, *engine.before.buffer_names) if name in contents.shapes}
+    for alias, name in engine.before.aliases.items():
         if alias in contents.shapes:
             names.setdefault(name, alias)
     return names
@@ -75,9 +77,9 @@ def _check(
     targets = {
         name: tensor
         for name, tensor in engine.model.state_dict().items()
-        if name not in engine.aliases and isinstance(tensor, Tensor)
+        if name not in engine.before.aliases and isinstance(tensor, Tensor)
     }
-    known = {*engine.staged.owners, *engine.aliases, *engine.buffer_names}
+    known = {*engine.staged.owners, *engine.before.aliases, *engine.before.buffer_names}
     missing = sorted(name for name in targets if name not in places)
     unexpected = sorted(name for name in contents.shapes if name not in known)
     if strict and (missing or unexpected):
