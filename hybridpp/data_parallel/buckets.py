@@ -293,9 +293,7 @@ class GradientBuckets:
 
     def zero(self, set_to_none: bool = True) -> None:
         """Forget all gradients; where they are shown, ``parameter.grad`` is None then, or zeros."""
-        self._sums.forget()
-        if not set_to_none:
-            self._sums.read()
+        self._sums.forget(set_to_none)
         self._used.clear()
         self._state = _State.LOCAL
 

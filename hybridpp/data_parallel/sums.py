@@ -57,12 +57,15 @@ class GradientSums:
         hook = partial(_hook, weakref.ref(self))
         self._hooks = {name: GradientHook(one, partial(hook, name)) for name, one in parameters.items()}
 
-    def forget(self) -> None:
-        """Start from zero."""
+    def forget(self, set_to_none: bool = True) -> None:
+        """Start from zero; where sums are shown, ``parameter.grad`` is None then, or zeros."""
         self.look_again()
         for bucket in self.buckets:
             if not bucket.is_zero:
                 self._stale.update(bucket.views)
+        if not set_to_none:
+            self.read()
+            return
         for parameter in self._shown.values():
             parameter.grad = None
 
