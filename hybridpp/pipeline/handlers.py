@@ -13,10 +13,11 @@ from hybridpp.errors import ConfigError, ScheduleError
 from hybridpp.pipeline.batch import call_arguments
 from hybridpp.pipeline.boundary import Arrival, Departure
 from hybridpp.pipeline.recorder import Recorder
+from hybridpp.pipeline.separated import Note
 from hybridpp.pipeline.stage import Stage
 from hybridpp.pipeline.step import Step, StepResult
 from hybridpp.pipeline.transport import Receipt, Sent, Transport
-from hybridpp.pipeline.weight_gradients import Note, WeightGradients
+from hybridpp.pipeline.weight_gradients import WeightGradients
 from hybridpp.schedule import Action, Kind, Program
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from hybridpp.pipeline.layers import Kept, Layer, layer_of
+from hybridpp.pipeline.separated import Call, Note, separated
 
 
 class Accumulated(Protocol):
@@ -36,52 +37,6 @@ class Accumulated(Protocol):
         """The last part of this step was added."""
 
 
-class _Call:
-    """A layer of the model.
-
-    Attributes:
-        names: its weight's, then its bias's if it has one.
-        may_be_apart: whether its weight's gradient may be kept apart in the step that runs.
-    """
-
-    __slots__ = ("layer", "may_be_apart", "module", "names", "owner")
-
-    def __init__(self, layer: Layer, module: nn.Module, names: tuple[str, ...], owner: "WeightGradients"):
-        self.layer, self.module, self.names, self.owner = layer, module, names, owner
-        self.may_be_apart = False
-
-    def is_plain(self) -> bool:
-        """Whether its parameters are here, want gradients, and nobody looks at how those come to be."""
-        parameters = self.module._parameters
-        weight, bias = parameters.get("weight"), parameters.get("bias")
-        return weight is not None and _is_plain(weight) and (bias is None or _is_plain(bias))
-
-
-class Note(NamedTuple):
-    """What the gradients of a layer's weights are made of, for one of its calls.
-
-    Attributes:
-        call: of the layer.
-        dy: the gradient of its output.
-        x: its input, or what is kept of that.
-        kept: how to have the input; None: ``x`` is it.
-    """
-
-    call: _Call
-    dy: Tensor
-    x: Tensor
-    kept: Kept | None
-
-    def start(self) -> None:
-        """Begin to get the input."""
-        if self.kept is not None:
-            self.kept.start(self.x)
-
-    def input(self) -> Tensor:
-        """The layer's input; :meth:`start` was called before."""
-        return self.x if self.kept is None else self.kept.take()
-
-
 class _Mode(Enum):
     AS_EVER = auto()
     AT_ONCE = auto()
@@ -90,44 +45,6 @@ class _Mode(Enum):
 
 # Looked up for every layer that runs.
 _AS_EVER, _AT_ONCE, _LATER = _Mode
-
-_unsafe_view = torch.ops.aten._unsafe_view.default
-
-
-class _Separated(torch.autograd.Function):
-    """A layer's forward; its backward gives the weights' gradients to the owner, if that takes them."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.call = call
-        saved, ctx.kept = call.owner.keep(call.layer, x)
-        ctx.save_for_backward(saved, weight)
-        output = call.layer.forward(call.module, x, weight, bias)
-        # Autograd refuses to let a view be written to that was made in here (`embeddings += positions` does that). This
-        # is the same memory, but no view to autograd; nobody else holds its base.
-        return _unsafe_view(output, output.shape) if output._is_view() else output
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
-        call: _Call = ctx.call
-        layer, module = call.layer, call.module
-        x, weight = ctx.saved_tensors
-        note = Note(call, dy if layer.arrive is None else layer.arrive(dy, x), x, ctx.kept)
-        call.owner.before(note)
-        dx = layer.input_gradient(module, note.dy, x, weight) if ctx.needs_input_grad[1] else None
-        if call.owner.takes(note, layer.may_wait and dx is not None):
-            return None, dx, None, None
-        note.start()
-        return None, dx, *layer.weight_gradients(module, note.dy, note.input(), weight, ctx.needs_input_grad[3])
-
-
-def _separated(call: _Call, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    if torch._C._are_functorch_transforms_active():
-        output: Tensor = _Separated.apply(call, x, weight, bias)  # type: ignore[no-untyped-call]  # torch
-        return output
-    # What `apply` comes to without functorch: it costs more Python there than all of this file.
-    direct: Tensor = super(torch.autograd.Function, _Separated).apply(call, x, weight, bias)  # type: ignore[no-untyped-call]
-    return direct
 
 
 class WeightGradients:
@@ -146,7 +63,7 @@ class WeightGradients:
         self._accumulated: Accumulated | None = None
         self._recording = False
         self._splits = False
-        self._calls: list[_Call] = []
+        self._calls: list[Call] = []
         self._mode = _AS_EVER
         self._notes: list[Note] = []
         self._waiting: list[Note] = []
@@ -159,7 +76,7 @@ class WeightGradients:
                 self._others[type(module).__name__] += any(p.requires_grad for p in module.parameters(recurse=False))
                 continue
             parameters = (module._parameters["weight"], module._parameters.get("bias"))
-            call = _Call(layer, module, tuple(names[id(p)] for p in parameters if p is not None), self)
+            call = Call(layer, module, tuple(names[id(p)] for p in parameters if p is not None), self)
             self._calls.append(call)
             separable.update(call.names)
             # functools.partial and no closure, so that the model can still be copied.
@@ -314,19 +231,19 @@ class WeightGradients:
         else:
             sums[name] = gradient
 
-    def _run(self, call: _Call, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
+    def _run(self, call: Call, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
         is_apart = self._recording and call.may_be_apart and (self._splits or call.layer.may_wait)
         if is_apart and len(args) == 1 and not kwargs and _is_plain_input(args[0], call.layer):
             x, layer, parameters = args[0], call.layer, call.module._parameters
             weight, bias = parameters["weight"], parameters.get("bias")
             x = x if layer.prepare is None else layer.prepare(x)
             if layer.input_dims == x.dim() or not x.is_contiguous():
-                y = _separated(call, x, weight, bias)
+                y = separated(call, x, weight, bias)
             else:
                 # As a list of samples and back: what a function of its own returns should not be a view (see
-                # _Separated).
+                # Separated).
                 count = x.dim() - layer.input_dims + 1
-                y = _separated(call, x.flatten(0, count - 1), weight, bias)
+                y = separated(call, x.flatten(0, count - 1), weight, bias)
                 y = y.view(x.shape[:count] + y.shape[1:])
             return y if layer.finish is None else layer.finish(y)
         return forward(*args, **kwargs)
@@ -339,13 +256,4 @@ def _is_plain_input(x: Any, layer: Layer) -> bool:
         and torch.is_grad_enabled()
         and not torch._C._is_any_autocast_enabled()
         and not torch.compiler.is_compiling()
-    )
-
-
-def _is_plain(parameter: Tensor) -> bool:
-    return (
-        parameter.requires_grad
-        and not parameter._backward_hooks
-        # One is hybridpp's own.
-        and len(parameter._post_accumulate_grad_hooks or ()) <= 1
     )
