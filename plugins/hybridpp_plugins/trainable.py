@@ -31,8 +31,8 @@ class Trainable:
                 continue
             if name in self._parameters:
                 raise ConfigError(
-                    f"{name} is another parameter than the one that was boosted: the optimizer would go on with that. "
-                    "Change weights in place, under torch.no_grad(), or replace them before booster.boost."
+                    f"{name} was replaced by another parameter after booster.boost: the optimizer still has the old "
+                    "one. Change weights in place, under torch.no_grad(), or replace them before."
                 )
             raise ConfigError(
                 f"{name} was frozen when the model was boosted, or not there, and requires a gradient now. "
