@@ -153,7 +153,8 @@ class GradientSums:
 
     def _part_came(self, name: str) -> None:
         self._take_in(name)
-        if self._arrived(name) and name in self._shown:
+        # Not where another hook has taken the gradient away.
+        if self._arrived(name) and self._parameters[name].grad is self.views[name]:
             self._settled.add(name)
             self._hooks[name].off()
 

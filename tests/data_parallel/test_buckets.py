@@ -207,35 +207,47 @@ def test_zeros_are_written_once():
     assert_equal(buckets, plain(1, [1]))
 
 
-def test_a_sum_starts_as_a_copy_of_its_first_part():
+@pytest.mark.parametrize("outside_first", [False, True])
+def test_a_sum_starts_as_a_copy_of_its_first_part_wherever_that_comes_from(outside_first):
     model = make_model()
     buckets = make_buckets(model)
     accumulate(buckets, model, [0])
     buckets.consume()
     for gradient in buckets.gradients.values():
-        gradient.fill_(torch.nan)  # what is left there does not count, whether zeros were written over it or not
+        gradient.fill_(torch.nan)  # what is left there does not count
     version = buckets.version
     buckets.begin()
-    assert buckets.version == version
+    assert buckets.version == version  # and no zeros were written over it
     assert all(parameter.grad is None for parameter in model.parameters())
-    loss(model, 0, 1).backward()
-    buckets.add("0.weight", torch.ones(5, 4))
+    parts = [lambda: loss(model, 0, 1).backward(), lambda: buckets.add("0.weight", torch.ones(5, 4))]
+    for part in reversed(parts) if outside_first else parts:
+        part()
+        assert model[0].weight.grad is not None
     assert all(parameter.grad is buckets.gradients[name] for name, parameter in model.named_parameters())
     expected = plain(1, [1])
     assert_equal(buckets, expected | {"0.weight": expected["0.weight"] + 1})
 
 
-def test_a_sum_may_start_with_what_does_not_come_from_autograd():
+def test_a_gradient_that_another_hook_takes_away_is_looked_at_each_time():
     model = make_model()
+    taken = []
+
+    def take(parameter):
+        if not taken:
+            taken.append(parameter.grad)
+            parameter.grad = None
+
+    model[0].weight.register_post_accumulate_grad_hook(take)
     buckets = make_buckets(model)
     accumulate(buckets, model, [0])
     buckets.consume()
+    taken.clear()
     buckets.begin()
-    buckets.add("0.weight", torch.ones(5, 4))
-    assert model[0].weight.grad is not None
-    accumulate(buckets, model, [1])
-    expected = plain(1, [1])
-    assert_equal(buckets, expected | {"0.weight": expected["0.weight"] + 1})
+    for number in (1, 2):
+        loss(model, 0, number).backward()
+        assert model[0].weight.grad is (None if number == 1 else buckets._sums.views["0.weight"])
+    buckets.finish()
+    assert_equal(buckets, plain(1, [1, 2]) | {"0.weight": plain(1, [2])["0.weight"]})
 
 
 def test_zeros_are_there_for_whoever_asks_for_them():
