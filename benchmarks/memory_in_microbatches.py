@@ -3,7 +3,9 @@
     OMP_NUM_THREADS=1 PYTHONPATH=.:plugins python benchmarks/memory_in_microbatches.py
 
 Two gloo ranks train a small GPT-2 (token ids in, so that the batch itself is next to nothing) on micro-batches of 2.
-Each row is a process group of its own: peak resident memory of each rank, after the launch and over a few steps.
+Each row is a process group of its own: peak resident memory of each rank, from the launch on. Every row runs the same
+number of micro-batches, in more or fewer steps: the allocator's free lists go up and down by chance from one to the
+next, so that the maximum over more of them is higher, whatever a step holds.
 """
 
 import argparse
@@ -20,6 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hybridpp import Booster, HybridParallelPlugin
 
 MICROBATCH, LENGTH = 2, 128
+TOTAL_MICROBATCHES = 768
 
 
 def train(rank: int, num_ranks: int, rendezvous: str, schedule: str, num_microbatches: int, queue: Any) -> None:
@@ -48,9 +51,10 @@ def train(rank: int, num_ranks: int, rendezvous: str, schedule: str, num_microba
     booster = Booster(plugin=plugin)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     boosted = booster.boost(model, optimizer, lambda outputs, inputs: outputs.loss, sample=batch)
-    for _ in range(3):
+    for _ in range(max(1, TOTAL_MICROBATCHES // num_microbatches)):
         booster.execute_pipeline(iter([batch]), boosted.model, boosted.criterion, boosted.optimizer)
         boosted.optimizer.step()
+        boosted.optimizer.zero_grad()
     queue.put((rank, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
     dist.destroy_process_group()
 
