@@ -35,6 +35,7 @@ Watch: TypeAlias = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
 
 _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 _REENTRANT = CheckpointFunction.forward.__code__
+_OPERATION = TaintMode.__torch_function__.__code__
 _CANNOT_RUN_ON_FAKES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
@@ -131,12 +132,15 @@ class Tracer:
 
 
 def _locals(error: BaseException) -> list[dict[str, Any]]:
-    """The local variables of every function that an exception left, but the one that caught it."""
+    """The local variables of every function that an exception left, but the one that caught it.
+
+    Inside an operation, its arguments are the last: what torch does with them there also holds all that it ever cached.
+    """
     frames = []
     step = error.__traceback__
     while step is not None:
         frames.append(dict(step.tb_frame.f_locals))
-        step = step.tb_next
+        step = step.tb_next if step.tb_frame.f_code is not _OPERATION else None
     return frames[1:]
 
 

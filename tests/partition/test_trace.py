@@ -1,10 +1,12 @@
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
-from hard_models import Blocks, IdentitySkip, LongSkip, Repeated, WritingBlock, WritingUnit, WrittenOutput
+from hard_models import Blocks, IdentitySkip, LongSkip, LookingLoss, Repeated, WritingBlock, WritingUnit, WrittenOutput
 from support import image_batch, tiny_vit
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridpp.errors import PartitionError
 from hybridpp.partition import Tracer, dissect
@@ -247,3 +249,20 @@ def test_glue_that_looks_at_values_is_refused():
     text = "the forward of Branching branches on a computed value after unit 'blocks.0' ("
     with pytest.raises(PartitionError, match=f"^{re.escape(text)}.*Move that branch into a block, or use pp_size=1"):
         trace(Branching(), torch.ones(2, 4))
+
+
+def test_what_torch_caches_is_not_searched_where_glue_looks_at_values(monkeypatch):
+    """It grows with all that was ever traced: late in a long run, a trace took seconds."""
+    searched = []
+
+    @dataclass(init=False)
+    class Cached:
+        value: int
+
+        def __getattr__(self, name):
+            searched.append(name)
+            raise AttributeError(name)
+
+    monkeypatch.setitem(FakeTensorMode.cache, "some other operation", Cached())
+    assert Value(0, 0) in trace(LookingLoss(), torch.ones(2, 4)).result_sources
+    assert not searched
