@@ -114,8 +114,13 @@ class Loopback:
         baton.start()
         for thread in threads:
             thread.join()
-        if baton.failure is not None:
-            raise baton.failure
+        failure, baton.failure = baton.failure, None
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                # It holds all that the ranks had: whoever keeps one of their groups would keep that, too.
+                del failure
         return results
 
 

@@ -1,4 +1,6 @@
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -161,6 +163,23 @@ def test_an_error_on_one_rank_ends_the_run_with_it(failing):
     # Ranks that had begun cleaned up after themselves; the others never began.
     assert set(ended) == ({0} if failing == 0 else {0, 1, 2})
     assert loopback.run(lambda: current_world().rank) == [0, 1, 2]
+
+
+def test_of_a_run_that_failed_nothing_is_kept_by_what_has_its_groups():
+    """As a node of autograd's graph has: what it holds is not seen by the search for garbage."""
+    groups, tensors = [], []
+
+    def run():
+        groups.append(current_world().split([[0, 1]]))
+        tensor = torch.ones(1)
+        tensors.append(weakref.ref(tensor))
+        raise ValueError(f"no use for {tensor}")
+
+    with pytest.raises(ValueError, match="no use"):
+        Loopback(2).run(run)
+    gc.collect()
+    assert groups
+    assert tensors[0]() is None
 
 
 def test_ranks_take_turns_in_the_same_order_every_time_and_switch_only_where_one_waits():
