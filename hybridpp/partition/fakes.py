@@ -32,12 +32,12 @@ class Fakes:
         mode = self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
         fakes: dict[int, Tensor] = {}
-        for tensor in (*model.parameters(), *model.buffers()):
-            dtype = dtypes.get(id(tensor), tensor.dtype)
-            with mode:
+        with mode:
+            for tensor in (*model.parameters(), *model.buffers()):
+                dtype = dtypes.get(id(tensor), tensor.dtype)
                 fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            fakes[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+                is_parameter = isinstance(tensor, nn.Parameter)
+                fakes[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
         self.names = {id(fakes[id(parameter)]): name for name, parameter in model.named_parameters()}
         self.parameters = [fakes[id(parameter)] for parameter in model.parameters()]
         self.buffers = [fakes[id(buffer)] for buffer in model.buffers()]
