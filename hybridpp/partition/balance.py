@@ -28,7 +28,7 @@ def balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
             f"a pipeline stage needs at least one block: got {len(costs)} blocks, for {num_stages} "
             f"stages (pp_size x num_model_chunks). Use {len(costs)} or fewer."
         )
-    sums = [0.0]
+    sums: list[float] = [0]
     for cost in costs:
         sums.append(sums[-1] + cost)
 

@@ -41,7 +41,8 @@ def unit_costs(
         return lambda call: measured()[id(call)]
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     counts_flops = balance == "flops"
-    return lambda call: float(counts_flops and call.flops) + sum(sizes[name] for name in call.parameters)
+    # Whole numbers: else rounding decides between equally good cuts, and Python's versions sum floats differently.
+    return lambda call: (call.flops if counts_flops else 0) + sum(sizes[name] for name in call.parameters)
 
 
 class _Stopwatch:

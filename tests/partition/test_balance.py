@@ -49,6 +49,11 @@ def test_balanced(costs, num_stages, expected):
     assert stage_costs(costs, counts) == stage_costs(costs, expected)
 
 
+def test_rounding_does_not_choose_between_equally_good_cuts():
+    """The squares of these are beyond what a float holds exactly."""
+    assert balance([3_585_150_118_155] * 39, 7) == balance([1] * 39, 7) == (5, 5, 5, 6, 6, 6, 6)
+
+
 def test_many_blocks_are_quick():
     assert sum(balance(list(range(1, 129)), 16)) == 128
 
