@@ -7,7 +7,7 @@ NPROC ?= 4
 ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: vit test models models-pp models-tp models-sp gpu gpu-test gpu-fp16 gpu-launches gpu-memory lint clean
+.PHONY: vit test models models-pp models-tp models-sp models-others others gpu gpu-test gpu-fp16 gpu-launches gpu-memory lint clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +36,19 @@ models-tp: $(READY)
 
 models-sp: $(READY)
 	$(SWEEP) sequences $(ARGS)
+
+# The same for models of other libraries: 12 MB to download, and an hour on 2 cores. Their tests run wherever they are
+# installed, so `make others test` runs them, too. Torchvision, which timm wants for files of images, is left out: one
+# that is for another build of torch keeps transformers from being imported.
+models-others: others
+	$(SWEEP) others $(ARGS)
+
+others: $(VENV)/.others
+
+$(VENV)/.others: $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[others]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps timm
+	touch $@
 
 # On a host with a CUDA device and torch, transformers and pytest; needs no set-up. A test that fails does not keep the
 # benchmarks from running. Other hosts have other packages: what those warn of is shown, and is no error.

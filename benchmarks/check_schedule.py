@@ -1,4 +1,4 @@
-"""How long schedules take to be made, checked, lowered and searched for finished sends.
+"""The time to make, check and lower schedules, and to find their completed sends.
 
 python benchmarks/check_schedule.py [--ranks 8] [--microbatches 64]
 """
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from hybridpp.schedule import SCHEDULES, check_program, lower, make_schedule, sends_done
+from hybridpp.schedule import SCHEDULES, check_program, completed_sends, lower, make_schedule
 
 Result = TypeVar("Result")
 
@@ -35,7 +35,7 @@ def main() -> None:
         make_ms, programs = timed(lambda name=name: make_schedule(name, options.ranks, options.microbatches))
         check_ms, _ = timed(lambda programs=programs: check_program(programs))
         lower_ms, lowered = timed(lambda programs=programs: lower(programs))
-        sends_ms, _ = timed(lambda lowered=lowered: sends_done(lowered))
+        sends_ms, _ = timed(lambda lowered=lowered: completed_sends(lowered))
         num_actions = sum(map(len, programs))
         print(f"{name:<15} {num_actions:>8} {make_ms:>8.1f} {check_ms:>8.1f} {lower_ms:>8.1f} {sends_ms:>8.1f}")
 

@@ -1,9 +1,9 @@
-"""What an action costs besides computing and communicating.
+"""The overhead of an action, without computation and communication.
 
     OMP_NUM_THREADS=1 PYTHONPATH=.:plugins python benchmarks/executor_cost.py
 
-One rank of a pipeline of two runs a schedule on a stage that hands its input on, over a transport that carries nothing.
-What autograd itself takes for that stage, called without an executor, is measured in the same rounds and subtracted.
+One rank of a pipeline of two runs a schedule on a stage that returns its input, over a transport that sends nothing.
+Autograd's own time for that stage, called without an executor, is measured in the same rounds and subtracted.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpp.pipeline import Executor, Lanes, Microbatch, RankProgram, Step, Transport, rank_programs
+from hybridpp.pipeline import Executor, Microbatch, P2PGroups, PipelineStep, RankProgram, Transport, rank_programs
 from hybridpp.schedule import make_schedule
 
 CPU = torch.device("cpu")
@@ -62,15 +62,15 @@ class HandsOn:
 
     def forward(
         self, plan: Plan, args: Any, kwargs: Any, received: Any, key: int, recompute: bool
-    ) -> tuple[list[Tensor], Any]:
+    ) -> tuple[list[Tensor], Any, Any]:
         x = received[0] if received else args[0]
-        return ([], x) if plan.is_last else ([x], None)
+        return ([], x, None) if plan.is_last else ([x], None, None)
 
-    def recomputing(self, stage: int, key: int) -> Any:
+    def recomputing(self, context: Any) -> Any:
         return nullcontext()
 
 
-def run(executor: Executor, program: RankProgram, step: Step) -> float:
+def run(executor: Executor, program: RankProgram, step: PipelineStep) -> float:
     """Microseconds per action."""
     start = time.perf_counter()
     executor.run(program, step)
@@ -90,16 +90,16 @@ def autograd_alone(num_microbatches: int, is_last: bool, num_actions: int) -> fl
     return (time.perf_counter() - start) / num_actions * 1e6
 
 
-def make_step(num_microbatches: int) -> Step:
+def make_step(num_microbatches: int) -> PipelineStep:
     x = torch.zeros(1, requires_grad=True)
-    return Step(
+    return PipelineStep(
         microbatches=[Microbatch(x, 1, 1.0) for _ in range(num_microbatches)],
         loss_weights=[1.0] * num_microbatches,
         keys=list(range(num_microbatches)),
         criterion=lambda outputs, inputs: outputs.sum(),
         training=True,
         keep_outputs=False,
-        last_backward=lambda pending: False,
+        begin_last_backward=lambda pending: False,
         reduce_gradients=lambda: None,
     )
 
@@ -116,7 +116,7 @@ def main() -> None:
         programs = rank_programs(make_schedule(name, 2, args.microbatches))
         for rank, program in enumerate(programs):
             lane = Nowhere(rank)
-            transport = Transport(Lanes(lane, lane), Lanes(lane, lane), CPU)
+            transport = Transport(P2PGroups(lane, lane), P2PGroups(lane, lane), CPU)
             executor = Executor(HandsOn(len(program.placement)), transport, CPU)
             step = make_step(args.microbatches)
             size = len(program.actions)

@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 PYTHONPATH=.:plugins python benchmarks/memory_in_microbatches.py
 
 Two gloo ranks train a small GPT-2 (token ids in, so that the batch itself is next to nothing) on micro-batches of 2.
-Each row is a process group of its own: peak resident memory of each rank, from the launch on. Every row runs the same
-number of micro-batches, in more or fewer steps: the allocator's free lists go up and down by chance from one to the
-next, so that the maximum over more of them is higher, whatever a step holds.
+Each row is a separate process group: peak resident memory of each rank, since the launch. Every row runs the same
+number of micro-batches, in more or fewer steps: the size of the allocator's free lists varies randomly from
+micro-batch to micro-batch, so the maximum over more of them is higher, whatever a step holds.
 """
 
 import argparse

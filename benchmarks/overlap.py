@@ -1,11 +1,11 @@
-"""What it is worth to compute weight gradients while activations' gradients are being summed, and to keep shards.
+"""The benefit of computing weight gradients while input gradients are all-reduced, and of saving shards of inputs.
 
     OMP_NUM_THREADS=1 PYTHONPATH=.:plugins torchrun --standalone --nproc-per-node 2 benchmarks/overlap.py
 
 The ViT of ``tensor_parallel.py`` in ``execute_pipeline``, tp=2 over gloo, four micro-batches of 4. Every round runs
-each contestant once, in turn. "Put off" leaves column layers' weight gradients until their input's is being summed,
-also where ranks of one host carry sums themselves. "Keeping wholes" keeps the joined inputs of column layers until the
-backward pass. The numbers are the same.
+each variant once, in turn. "Put off" computes column layers' weight gradients while their input's gradient is
+all-reduced, also where ranks of one host run the all-reduce themselves. "Keeping wholes" saves the gathered inputs of
+column layers for the backward pass. All variants compute the same numbers.
 """
 
 import argparse
@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contestants import StepFunction
+from baselines import StepFunction
 from tensor_parallel import NUM_SAMPLES, lower_quartile, measure, pipeline
 from torch import Tensor
 from vit import make_batch
 
 from hybridpp import launch_from_torch
 from hybridpp.cluster.torch_world import TorchGroup
-from hybridpp.tensor_parallel import Crossings
+from hybridpp.tensor_parallel import TensorParallelContext
 
 NUM_MICROBATCHES = 4
 
@@ -47,22 +47,22 @@ def put_off() -> Iterator[None]:
 
 def keeping_wholes(step: StepFunction) -> StepFunction:
     """The same step, in which column layers keep their joined inputs."""
-    own = Crossings.keep
+    own = TensorParallelContext.saved_shard_of
 
-    def nothing(crossings: Crossings, x: Tensor) -> None:
+    def nothing(context: TensorParallelContext, x: Tensor) -> None:
         return None
 
     def run() -> None:
-        Crossings.keep = nothing  # type: ignore[method-assign]
+        TensorParallelContext.saved_shard_of = nothing  # type: ignore[method-assign]
         try:
             step()
         finally:
-            Crossings.keep = own  # type: ignore[method-assign]
+            TensorParallelContext.saved_shard_of = own  # type: ignore[method-assign]
 
     return run
 
 
-def contestants(hidden: int) -> dict[str, StepFunction]:
+def variants(hidden: int) -> dict[str, StepFunction]:
     batch = make_batch(NUM_SAMPLES * NUM_MICROBATCHES)
     whole, shards = (pipeline(hidden, batch, shards, NUM_MICROBATCHES) for shards in (False, True))
     with put_off():
@@ -85,7 +85,7 @@ def main() -> None:
     torch.set_num_threads(1)
     launch_from_torch(seed=0)
     for hidden in args.hidden:
-        quartiles = {name: lower_quartile(times) for name, times in measure(contestants(hidden), args.rounds).items()}
+        quartiles = {name: lower_quartile(times) for name, times in measure(variants(hidden), args.rounds).items()}
         if dist.get_rank() == 0:
             print(f"\nhidden {hidden}, {args.rounds} rounds, load {os.getloadavg()[0]:.1f}\n")
             print("| | lower quartile (ms) | of the first |\n|---|--:|--:|")

@@ -1,10 +1,10 @@
-"""How far half precision ends from fp32: 300 steps of a small ViT on scikit-learn's digits.
+"""The difference between half precision and fp32 after 300 steps of a small ViT on scikit-learn's digits.
 
     PYTHONPATH=.:plugins python benchmarks/precision.py --seeds 0 1 2 3
 
 One process, one thread. For each seed (of weights and batches), the mean loss of the last 50 steps against that of fp32
-from the same seed. "off by" are runs in fp32 whose first weights differ by so much, relatively: by fp32's rounding, and
-by bf16's. What those end away from fp32 is chance, and what half precision does within it is chance, too.
+from the same seed. "off by" are runs in fp32 whose initial weights differ by that relative amount: by fp32's rounding,
+and by bf16's. Their difference from fp32 is random, and so is a difference of half precision within that range.
 "torch.autocast" is a plain loop without this library: fp32 weights, norms, softmax and residuals.
 """
 
@@ -21,7 +21,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
-from hybridpp import Booster, ConstantWarmupLR, CosineAnnealingWarmupLR, HybridParallelPlugin
+from hybridpp import Booster, HybridParallelPlugin
+from hybridpp.optim import ConstantWarmupLR, CosineAnnealingWarmupLR
 
 BATCH_SIZE = 32
 
@@ -47,7 +48,7 @@ RUNS = (
     Run("fp16", "fp16"),
 )
 NUM_MICROBATCHES, KEYS = 2, ("pixel_values", "labels")
-Step = Callable[[dict[str, Tensor]], float]
+PipelineStep = Callable[[dict[str, Tensor]], float]
 Schedule = Callable[[Any], Any]
 SCHEDULES: dict[str, Schedule] = {
     "cosine": functools.partial(CosineAnnealingWarmupLR, warmup_steps=30),
@@ -107,7 +108,7 @@ def train(run: Run, seed: int, data: list[dict[str, Tensor]], schedule: Schedule
     return statistics.mean(losses[-50:]), statistics.median(times) * 1e3, getattr(optimizer, "skipped_steps", 0)
 
 
-def ours(run: Run, seed: int, schedule: Schedule) -> tuple[Step, Any]:
+def ours(run: Run, seed: int, schedule: Schedule) -> tuple[PipelineStep, Any]:
     """A step by this library, which gives the loss."""
     booster, model, optimizer, lr_scheduler = start(run, seed, schedule)
 
@@ -120,7 +121,7 @@ def ours(run: Run, seed: int, schedule: Schedule) -> tuple[Step, Any]:
     return step, optimizer
 
 
-def plain(seed: int, schedule: Schedule) -> tuple[Step, Any]:
+def plain(seed: int, schedule: Schedule) -> tuple[PipelineStep, Any]:
     """The same by torch alone, under bf16 autocast."""
     model = vit(seed, 0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

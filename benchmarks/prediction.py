@@ -1,10 +1,11 @@
-"""How well a simulation, fed with the times of a recorded run, foretells how long a step takes.
+"""The accuracy of a simulation that predicts step times from the action times of a recorded run.
 
     OMP_NUM_THREADS=1 PYTHONPATH=.:plugins torchrun --standalone --nproc-per-node 2 benchmarks/prediction.py
 
-For each schedule, steps of a ViT's training are recorded. Every second one is foretold from the two beside it, in two
-ways: by a step in which every action takes its mean time, and by the mean of 100 in which each takes a time that was
-measured, drawn at random. Medians over the steps, because a busy host makes some of them take twice their time.
+For each schedule, steps of a ViT's training are recorded. Every second step is predicted from its two neighbours, in
+two
+ways: by a step in which every action takes its mean time, and by the mean of 100 steps in which each action takes a
+random measured time. Medians over the steps, because on a busy host some take twice the time.
 """
 
 import argparse

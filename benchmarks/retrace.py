@@ -1,4 +1,4 @@
-"""How long a new kind of input takes to be traced, and a known one to be looked up.
+"""The time to trace a new kind of input, and to look up a known one.
 
     PYTHONPATH=.:plugins python benchmarks/retrace.py
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
+from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.partition import StagedModel
 
 Inputs = dict[str, Tensor]
@@ -57,7 +58,7 @@ def main() -> None:
     for name, make in (("ViT-L/16, 24 layers", vit_large), ("Llama, 32 layers", llama_32)):
         model, inputs = make()
         start = time.perf_counter()
-        staged = StagedModel(model, 4, [1], device=torch.device("cpu"), samples=[((), inputs(0))])
+        staged = StagedModel(ModuleAdapter(model), 4, [1], device=torch.device("cpu"), samples=[((), inputs(0))])
         boost = (time.perf_counter() - start) * 1e3
         batches = [inputs(step) for step in range(1, args.repeats + 1)]
         new = [milliseconds(staged, batch) for batch in batches]

@@ -1,16 +1,16 @@
-"""How close each schedule comes to twice the speed on two ranks, side by side with what else one could use.
+"""The efficiency of each schedule on two ranks, compared with other implementations.
 
     OMP_NUM_THREADS=1 PYTHONPATH=.:plugins python benchmarks/schedules.py
 
 Forward and backward of a ViT (12 layers, 65 tokens, fp32, micro-batches of 4), gloo, one thread per rank. Every round
-runs each contestant once, and one process alone, in an order drawn anew; medians over the rounds. Efficiency is the
-time of one process over (ranks x the pipeline's time), of the medians and of the lower quartiles. The last row is the
-most that any schedule can reach: each rank does the whole work, all at once.
+runs each variant once, and one process alone, in a new random order; medians over the rounds. Efficiency is the time of
+one process over (ranks x the pipeline's time), of the medians and of the lower quartiles. The last row is the upper
+limit of any schedule: each rank does all the work at once.
 
-Where in memory a model happens to lie makes up to 5 % of its speed, for as long as it lives. So everything is built
-several times, each time in new processes (a gloo group has a thread that wakes a hundred times per second, also when
-its contestant is gone), and the second table, this library against torch's schedule of the same name round by round,
-has that scatter in its quartiles.
+A model's position in memory changes its speed by up to 5 %, for as long as it exists. So everything is built several
+times, each time in new processes (a gloo group has a thread that wakes a hundred times per second, even if its variant
+no longer exists), and the second table, this library against torch's schedule of the same name round by round, has that
+variation in its quartiles.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from contestants import StepFunction, bare_loop, hybridpp, one_process, torch_pipelining
+from baselines import StepFunction, bare_loop, hybridpp, one_process, torch_pipelining
 from vit import make_batch
 
 from hybridpp import launch_from_torch
@@ -44,7 +44,7 @@ TORCHS = {
 }
 
 
-def contestants(hidden: int, num_microbatches: int, names: list[str]) -> dict[str, StepFunction]:
+def variants(hidden: int, num_microbatches: int, names: list[str]) -> dict[str, StepFunction]:
     """Those whose name contains one of ``names``; all without."""
     batch = make_batch(MICROBATCH * num_microbatches)
     makers = {f"hybridpp {name}": lambda name=name: hybridpp(hidden, batch, num_microbatches, name) for name in OURS}
@@ -59,7 +59,7 @@ def contestants(hidden: int, num_microbatches: int, names: list[str]) -> dict[st
 
 
 def measure(steps: dict[str, StepFunction], rounds: int, order: random.Random) -> dict[str, list[float]]:
-    """Seconds of every step, by contestant; the first round is left out."""
+    """Seconds of every step, by variant; the first round is left out."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds + 1):
         for name in order.sample(list(steps), len(steps)):
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8])
     parser.add_argument("--rounds", type=int, default=5, help="with each of what is built")
     parser.add_argument("--builds", type=int, default=4, help="how often everything is built anew")
-    parser.add_argument("--only", nargs="+", default=[], help="contestants whose name contains one of these")
+    parser.add_argument("--only", nargs="+", default=[], help="variants whose name contains one of these")
     parser.add_argument("--build", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--to", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def builds(hidden: int, num_microbatches: int, args: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of every step of all builds, by contestant."""
+    """Seconds of every step of all builds, by variant."""
     seconds: dict[str, list[float]] = {}
     launcher = [
         sys.executable,
@@ -128,7 +128,7 @@ def run_build(args: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     launch_from_torch(seed=0)
-    steps = contestants(*args.hidden, *args.microbatches, args.only)
+    steps = variants(*args.hidden, *args.microbatches, args.only)
     seconds = measure(steps, args.rounds, random.Random(args.build))
     if dist.get_rank() == 0:
         args.to.write_text(json.dumps(seconds))
@@ -140,7 +140,7 @@ def _table(seconds: dict[str, list[float]]) -> None:
     for name, times in seconds.items():
         # On each rank the whole work is done, so what is left of 1 is what busy ranks take from each other.
         num_ranks = 1 if name == AT_ONCE else NUM_RANKS
-        # The fastest quarter tells more of the contestants than of what else the machine does.
+        # The fastest quarter tells more of the variants than of what else the machine does.
         shares = [when(alone) / when(times) / num_ranks for when in (statistics.median, _fast)]
         row = f"{shares[0]:.3f} | {shares[1]:.3f}" if times is not alone else " | "
         print(f"| {name} | {statistics.median(times) * 1e3:.1f} | {row} |", flush=True)

@@ -1,10 +1,10 @@
-"""What a rank keeps of a forward for its backward pass, with and without sequence parallelism.
+"""The memory that a rank saves in a forward for its backward pass, with and without sequence parallelism.
 
     OMP_NUM_THREADS=1 PYTHONPATH=.:plugins python benchmarks/sequence_memory.py
 
-Ranks of one process; of the rank that has most, in fp32 and training mode, without dropout. Kept: every storage that
-autograd saves (``saved_tensors_hooks``), once, but for weights. With recomputation, what the forward has allocated and
-is still there when the loss is computed, which is mostly the inputs of the blocks.
+Ranks of one process; the rank with the most memory, in fp32 and training mode, without dropout. Counted is every
+storage that autograd saves (``saved_tensors_hooks``), once, except weights. With recomputation, it is what the forward
+has allocated and still holds when the loss is computed, which is mostly the inputs of the blocks.
 """
 
 import functools

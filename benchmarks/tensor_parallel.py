@@ -1,14 +1,14 @@
-"""What it costs to divide layers over two ranks, side by side with torch's DTensor and with no more than must be done.
+"""The cost of sharding layers over two ranks, compared with torch's DTensor and with the necessary work alone.
 
     OMP_NUM_THREADS=1 PYTHONPATH=.:plugins torchrun --standalone --nproc-per-node 2 benchmarks/tensor_parallel.py
 
 Forward and backward of a ViT (12 layers of 6 heads, 65 tokens, fp32, batch of 4), gloo, one thread per rank. Queries,
-keys, values and the MLP's first layer are divided by columns, the layers behind them by rows. Every round runs each
-contestant once, in turn. What must be done is the layers' own work on a rank's part, with no communication (its numbers
-are wrong, its work is right), and the 48 all-reduces of activations that belong to it, one after the other on tensors
-that are there; both are measured like the rest. Under sequence parallelism an all-gather and a reduce-scatter of half
-as much stand for each, another two all-gathers per layer join again what is kept in shards, two more are at the ends,
-and the work of norms, residuals and dropouts is halved.
+keys, values and the MLP's first layer are sharded by columns, the layers after them by rows. Every round runs each
+variant once, in turn. The necessary work is the layers' computation on a rank's shard, without communication (with
+wrong results), and the 48 all-reduces of activations that belong to it, one after the other on existing tensors; both
+are measured like the rest. Under sequence parallelism an all-gather and a reduce-scatter of half the size replace each
+all-reduce, two more all-gathers per layer gather the saved shards, two more are at the ends, and the work of norms,
+residuals and dropouts is halved.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from contestants import Batch, StepFunction
+from baselines import Batch, StepFunction
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -27,6 +27,7 @@ from vit import make_batch, make_vit
 
 from hybridpp import Booster, HybridParallelPlugin, launch_from_torch
 from hybridpp.cluster import current_world
+from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.tensor_parallel import plan_from_patterns, shard
 
 NUM_SAMPLES, NUM_LAYERS, NUM_HEADS, NUM_TOKENS = 4, 12, 6, 65
@@ -85,7 +86,7 @@ def divided(hidden: int) -> nn.Module:
     """The model with this library's layers."""
     model, group = make_model(hidden), current_world().split([[0, 1]])
     assert group is not None
-    shard(model, plan_from_patterns(model, PLAN, 2), group)
+    shard(ModuleAdapter(model), plan_from_patterns(model, PLAN, 2).spec, group)
     return model
 
 
@@ -132,7 +133,7 @@ def collectives_of_shards(hidden: int) -> StepFunction:
     return step
 
 
-def contestants(hidden: int) -> dict[str, StepFunction]:
+def variants(hidden: int) -> dict[str, StepFunction]:
     """All of them; those that compute the model agree on its loss."""
     batch = make_batch(NUM_SAMPLES)
     models = {ALONE: divided(hidden), DTENSOR: dtensor(hidden), ONE: make_model(hidden)}
@@ -151,7 +152,7 @@ def contestants(hidden: int) -> dict[str, StepFunction]:
 
 
 def measure(steps: dict[str, StepFunction], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every step, by contestant; the first two rounds are left out."""
+    """Seconds of every step, by variant; the first two rounds are left out."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds + 2):
         for name, step in steps.items():
@@ -165,12 +166,12 @@ def measure(steps: dict[str, StepFunction], rounds: int) -> dict[str, list[float
 
 
 def lower_quartile(times: list[float]) -> float:
-    """Tells more of the contestants than of what else the machine does."""
+    """Tells more of the variants than of what else the machine does."""
     return statistics.quantiles(times, n=4)[0]
 
 
 def table(seconds: dict[str, list[float]]) -> str:
-    """All contestants, and how this library stands to them."""
+    """All variants, and how this library stands to them."""
     rows = {name: [statistics.median(times), lower_quartile(times)] for name, times in seconds.items()}
     rows["layers + collectives"] = [sum(both) for both in zip(rows[LAYERS], rows[COLLECTIVES], strict=True)]
     lines = [
@@ -192,7 +193,7 @@ def main() -> None:
     torch.set_num_threads(1)
     launch_from_torch(seed=0)
     for hidden in args.hidden:
-        seconds = measure(contestants(hidden), args.rounds)
+        seconds = measure(variants(hidden), args.rounds)
         if dist.get_rank() == 0:
             print(
                 f"\nhidden {hidden}, {args.rounds} rounds, load {os.getloadavg()[0]:.1f}\n\n{table(seconds)}",

@@ -1,11 +1,11 @@
-"""What a rank holds where layers are divided over ranks: weights, gradients, optimizer state; and logits in a step.
+"""The memory of a tensor-parallel rank: weights, gradients, optimizer state; and logits in a step.
 
     OMP_NUM_THREADS=1 PYTHONPATH=.:plugins python benchmarks/tp_memory.py
 
-Ranks of one process. The first table counts the bytes of the boosted objects after a step of Adam (fp32), of the rank
-that has most, and what they would come to without any filling or copies: the divided parameters' share by the number
-of ranks, and all of the others. The second one follows every tensor that a step allocates, while it lives: Llama with a
-large vocabulary and next to no layers, so that the peak is the logits', the loss's and their gradients'.
+Ranks of one process. The first table counts the bytes of the boosted objects after a step of Adam (fp32), on the rank
+with the most memory, and the minimum without padding and copies: sharded parameters divided by the number of ranks, and
+all others. The second table follows every tensor that a step allocates during its lifetime: Llama with a large
+vocabulary and very few layers, so that logits, loss and their gradients make the peak.
 """
 
 import functools
@@ -24,7 +24,7 @@ from vit import make_batch, make_vit
 
 from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.cluster import Loopback
-from hybridpp.tensor_parallel import gathered, placement_of
+from hybridpp.tensor_parallel import gathered, sharding_of
 
 MIB = 2**20
 LLAMA = {
@@ -117,7 +117,7 @@ def held(make_model: Callable[[], nn.Module], batch: Batch, tp_size: int, plan: 
         assert len(gradients) == len(weights)
         optimizer.step()
         state = [leaf for leaf in pytree.tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor) and leaf.dim()]
-        divided = [weight for weight in weights if placement_of(weight) is not None]
+        divided = [weight for weight in weights if sharding_of(weight) is not None]
         return [sum(tensor.nbytes for tensor in tensors) / MIB for tensors in (weights, gradients, state, divided)]
 
     return [max(column) for column in zip(*Loopback(tp_size).run(rank), strict=True)]

@@ -1,4 +1,4 @@
-"""The model that the speed benchmarks share, whole and cut by hand."""
+"""The model of the speed benchmarks, complete and cut by hand."""
 
 import torch
 from torch import Tensor, nn

@@ -15,95 +15,89 @@ if TYPE_CHECKING:
         disable_existing_loggers,
         get_dist_logger,
         launch,
+        launch_from_openmpi,
+        launch_from_slurm,
         launch_from_torch,
     )
     from hybridpp.config import PipelineGradientCheckpointConfig
-    from hybridpp.optim import (
-        ConstantWarmupLR,
-        CosineAnnealingLR,
-        CosineAnnealingWarmupLR,
-        ExponentialLR,
-        ExponentialWarmupLR,
-        FlatAnnealingLR,
-        FlatAnnealingWarmupLR,
-        HybridAdam,
-        LambdaLR,
-        LinearWarmupLR,
-        MultiplicativeLR,
-        MultiStepLR,
-        MultiStepWarmupLR,
-        OneCycleLR,
-        PolynomialLR,
-        PolynomialWarmupLR,
-        StepLR,
-    )
+    from hybridpp.optim import ConstantWarmupLR as ConstantWarmupLR
+    from hybridpp.optim import CosineAnnealingLR as CosineAnnealingLR
+    from hybridpp.optim import CosineAnnealingWarmupLR as CosineAnnealingWarmupLR
+    from hybridpp.optim import ExponentialLR as ExponentialLR
+    from hybridpp.optim import ExponentialWarmupLR as ExponentialWarmupLR
+    from hybridpp.optim import FlatAnnealingLR as FlatAnnealingLR
+    from hybridpp.optim import FlatAnnealingWarmupLR as FlatAnnealingWarmupLR
+    from hybridpp.optim import HybridAdam
+    from hybridpp.optim import LambdaLR as LambdaLR
+    from hybridpp.optim import LinearWarmupLR as LinearWarmupLR
+    from hybridpp.optim import MultiplicativeLR as MultiplicativeLR
+    from hybridpp.optim import MultiStepLR as MultiStepLR
+    from hybridpp.optim import MultiStepWarmupLR as MultiStepWarmupLR
+    from hybridpp.optim import OneCycleLR as OneCycleLR
+    from hybridpp.optim import PolynomialLR as PolynomialLR
+    from hybridpp.optim import PolynomialWarmupLR as PolynomialWarmupLR
+    from hybridpp.optim import StepLR as StepLR
+    from hybridpp.plugin import Plugin
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
-_HOME = {
+__all__ = [
+    "Booster",
+    "DistCoordinator",
+    "HybridAdam",
+    "HybridParallelPlugin",
+    "PipelineGradientCheckpointConfig",
+    "Plugin",
+    "disable_existing_loggers",
+    "get_dist_logger",
+    "launch",
+    "launch_from_openmpi",
+    "launch_from_slurm",
+    "launch_from_torch",
+]
+
+# The module of every name: of the public ones, then of those that are public in hybridpp.optim and were so here.
+_MODULE_OF = {
     "Booster": "hybridpp.booster",
+    "DistCoordinator": "hybridpp.cluster",
+    "HybridAdam": "hybridpp.optim",
+    "HybridParallelPlugin": "hybridpp_plugins",
+    "PipelineGradientCheckpointConfig": "hybridpp.config",
+    "Plugin": "hybridpp.plugin",
+    "disable_existing_loggers": "hybridpp.cluster",
+    "get_dist_logger": "hybridpp.cluster",
+    "launch": "hybridpp.cluster",
+    "launch_from_openmpi": "hybridpp.cluster",
+    "launch_from_slurm": "hybridpp.cluster",
+    "launch_from_torch": "hybridpp.cluster",
     "ConstantWarmupLR": "hybridpp.optim",
     "CosineAnnealingLR": "hybridpp.optim",
     "CosineAnnealingWarmupLR": "hybridpp.optim",
-    "DistCoordinator": "hybridpp.cluster",
     "ExponentialLR": "hybridpp.optim",
     "ExponentialWarmupLR": "hybridpp.optim",
     "FlatAnnealingLR": "hybridpp.optim",
     "FlatAnnealingWarmupLR": "hybridpp.optim",
-    "HybridAdam": "hybridpp.optim",
-    "HybridParallelPlugin": "hybridpp_plugins",
     "LambdaLR": "hybridpp.optim",
     "LinearWarmupLR": "hybridpp.optim",
     "MultiStepLR": "hybridpp.optim",
     "MultiStepWarmupLR": "hybridpp.optim",
     "MultiplicativeLR": "hybridpp.optim",
     "OneCycleLR": "hybridpp.optim",
-    "PipelineGradientCheckpointConfig": "hybridpp.config",
     "PolynomialLR": "hybridpp.optim",
     "PolynomialWarmupLR": "hybridpp.optim",
     "StepLR": "hybridpp.optim",
-    "disable_existing_loggers": "hybridpp.cluster",
-    "get_dist_logger": "hybridpp.cluster",
-    "launch": "hybridpp.cluster",
-    "launch_from_torch": "hybridpp.cluster",
 }
 
-__all__ = [
-    "Booster",
-    "ConstantWarmupLR",
-    "CosineAnnealingLR",
-    "CosineAnnealingWarmupLR",
-    "DistCoordinator",
-    "ExponentialLR",
-    "ExponentialWarmupLR",
-    "FlatAnnealingLR",
-    "FlatAnnealingWarmupLR",
-    "HybridAdam",
-    "HybridParallelPlugin",
-    "LambdaLR",
-    "LinearWarmupLR",
-    "MultiStepLR",
-    "MultiStepWarmupLR",
-    "MultiplicativeLR",
-    "OneCycleLR",
-    "PipelineGradientCheckpointConfig",
-    "PolynomialLR",
-    "PolynomialWarmupLR",
-    "StepLR",
-    "disable_existing_loggers",
-    "get_dist_logger",
-    "launch",
-    "launch_from_torch",
-]
+# Type checkers read the imports above; with this function they would accept any name.
+if not TYPE_CHECKING:
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'hybridpp' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'hybridpp' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -1,9 +1,9 @@
-"""The front door: boost what you have, run a step."""
+"""The class that training scripts use: boost a model and an optimizer, then run steps."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,15 +11,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from hybridpp.config import Precision
+from hybridpp.config import require_bools
 from hybridpp.errors import ConfigError, NotBuiltError
-from hybridpp.plugin import Boosted, Criterion, Plugin, RecordsTimelines, RunsPipeline, SavesModels
-from hybridpp.registry import plugin_class
+from hybridpp.plugin import Boosted, Criterion, Plugin, RecordsTimelines, RunsPipeline, SavesModels, UnboostsModels
+from hybridpp.saving import check_save_arguments
 
-# What scripts of this kind call, and what to do as long as it is not built.
-_NOT_BUILT = {
-    "save_optimizer": "Save optimizer.state_dict() on every rank, and load it in the same layout.",
-    "load_optimizer": "Load each rank's own optimizer.state_dict(), in the layout that saved it.",
+# Methods that other libraries' boosters have and this one does not, each with what to do instead.
+_UNSUPPORTED = {
+    "save_optimizer": "Call save_model, and save optimizer.state_dict() on every rank, each to its own file.",
+    "load_optimizer": "Call optimizer.load_state_dict() on every rank with that rank's state, in the layout that "
+    "saved it.",
     "save_lr_scheduler": "Save lr_scheduler.state_dict().",
     "load_lr_scheduler": "Call lr_scheduler.load_state_dict().",
     "enable_lora": "Wrap the model with the peft library before boost.",
@@ -30,35 +31,35 @@ class Booster:
     """Turns an ordinary training script into a parallel one.
 
     Args:
-        plugin: how to train: a plugin, or the name of one; None trains whole replicas (``HybridParallelPlugin`` with
-            one stage).
-        mixed_precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``, where ``plugin`` is None or a name; a plugin object has
-            its own ``precision``.
-        device: where to compute, say ``"cpu"``; None takes the CUDA device of this rank where there is one.
+        plugin: a plugin, or the name of one (``Plugin.from_name`` accepts settings as well). None:
+            ``HybridParallelPlugin()``, which trains a complete replica on every rank.
+        mixed_precision: ``"fp32"``, ``"fp16"`` or ``"bf16"``, if ``plugin`` is None or a name. None: the plugin's
+            default. A plugin object has its own ``precision``.
+        device: where to compute, for example ``"cpu"``. None: this rank's CUDA device if it has one, else the CPU.
 
     Raises:
-        ConfigError: the plugin or the precision is unknown, or the precision is given twice.
+        ConfigError: the plugin or the precision is unknown, the precision is given twice, or the named plugin has no
+            precision.
     """
 
     def __init__(
         self,
         plugin: Plugin | str | None = None,
-        mixed_precision: str | None = None,
+        mixed_precision: Literal["fp32", "fp16", "bf16"] | None = None,
         device: str | torch.device | None = None,
     ):
         if isinstance(plugin, Plugin):
             if mixed_precision is not None:
                 raise ConfigError(
-                    f"precision belongs to the plugin: got mixed_precision={mixed_precision!r} beside "
-                    f"{type(plugin).__name__}. Pass precision={mixed_precision!r} to it."
+                    f"precision is a setting of the plugin: got mixed_precision={mixed_precision!r} and a "
+                    f"{type(plugin).__name__}. Pass precision={mixed_precision!r} to the plugin."
                 )
         elif plugin is None or isinstance(plugin, str):
-            precision = Precision.parse(mixed_precision or "fp32")
-            options: dict[str, Any] = {"tp_size": 1, "pp_size": 1, "num_microbatches": 1, "precision": precision}
-            plugin = plugin_class(plugin or "hybrid_parallel")(**options)
+            settings = {} if mixed_precision is None else {"precision": mixed_precision}
+            plugin = Plugin.from_name(plugin or "hybrid_parallel", **settings)
         else:
             raise ConfigError(
-                f"plugin is a Plugin, the name of one, or None: got {type(plugin).__name__}. "
+                f"plugin must be a Plugin, a plugin's name, or None: got {type(plugin).__name__}. "
                 "Pass HybridParallelPlugin(...)."
             )
         self.plugin: Plugin = plugin
@@ -74,29 +75,29 @@ class Booster:
         *,
         sample: Any = None,
     ) -> Boosted:
-        """Prepare the parts of a run; call it once, with the whole model and an optimizer on all its parameters.
+        """Prepare a model and its optimizer for training. Call it once, with the complete model.
 
-        The model keeps its class and its names, but holds only what this rank owns afterwards; the optimizer is
-        re-pointed to that and keeps every group's settings.
+        The model keeps its class and its names. After the call it holds only this rank's parameters. The optimizer
+        works on these and keeps the settings of every parameter group.
 
-        Collective: all ranks, with the same model and weights.
+        Collective: all ranks of the world, with the same model and weights.
 
         Args:
-            model: any module, with the same weights on every rank; or built on the meta device, to be filled by
-                :meth:`load_model` before anything else.
-            optimizer: any ``torch.optim`` optimizer.
-            criterion: ``criterion(outputs, inputs)`` -> scalar; returned as it is.
-            dataloader: returned as it is; a sample of its dataset shows how the model is called.
-            lr_scheduler: made on ``optimizer``; afterwards it stands still at skipped steps.
-            sample: a small batch like those to come; needed only to cut a model whose dataloader is not given, and from
-                whose configuration none can be made.
+            model: any module, with the same weights on every rank; or a module on the meta device, whose weights and
+                buffers are then all set by :meth:`load_model`, or by the script, before the first step.
+            optimizer: any ``torch.optim`` optimizer over all parameters to train.
+            criterion: ``criterion(outputs, inputs)`` -> scalar; returned unchanged.
+            dataloader: returned unchanged. One sample of its dataset shows how the model is called.
+            lr_scheduler: made on ``optimizer``. The returned one does not advance at skipped steps.
+            sample: a small batch like the training batches. Needed only if the model is cut into stages or sharded,
+                ``dataloader`` is not given, and no batch can be made from the model's configuration.
 
         Returns:
-            The five, in this order, as a named tuple.
+            The five parts, in the order of the arguments, as a named tuple.
 
         Raises:
             ConfigError: the parts do not fit together.
-            PartitionError: the model cannot be cut into the stages asked for.
+            PartitionError: the model cannot be cut into this number of stages.
         """
         return self.plugin.configure(
             Boosted(model, optimizer, criterion, dataloader, lr_scheduler), device=self._device, sample=sample
@@ -111,55 +112,64 @@ class Booster:
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
-        """Take one batch and run it: forward, loss and, where gradients are enabled, backward.
+        """Run one batch: forward, loss and, if gradients are enabled, backward.
 
         Collective: every rank of the world.
 
         Args:
-            data_iter: gives this replica's batch: a dict (``model(**batch)``), a tuple or list (``model(*batch)``) or
-                a tensor. It is split along dimension 0; any size and shape will do, another one at every call too.
+            data_iter: yields this replica's batch: a dict (``model(**batch)``), a tuple or list (``model(*batch)``) or
+                a tensor. Entries that are no arguments of the forward go to the criterion only. The batch is split
+                along dimension 0, or along the plugin's ``batch_dims``. Batch size and shapes may change at every
+                call.
             model: the boosted model.
-            criterion: ``criterion(outputs, inputs)`` gives the mean loss of a micro-batch as a scalar tensor. It may
-                have a method ``num_items(inputs)`` that says what the mean is taken over (say, tokens that count);
-                without, it is the samples. Needed unless ``return_loss`` is false and gradients are disabled.
-            optimizer: the boosted optimizer; needed where gradients are enabled.
+            criterion: ``criterion(outputs, inputs)`` returns the mean loss of a micro-batch as a scalar tensor.
+                ``criterion(outputs)`` works too, and so does a loss of torch's, whose target is the last entry of a
+                tuple, or the one entry of a dict that is no argument of the forward. A method ``num_items(inputs)``
+                returns the number of items that the mean is over (for example tokens that are not padding); without
+                it, items are samples. An attribute ``reduction = "sum"`` declares a sum over samples instead of a
+                mean. May be None only if ``return_loss`` is False and gradients are disabled.
+            optimizer: the boosted optimizer; required if gradients are enabled.
             return_loss: whether to compute the loss.
             return_outputs: whether to keep the model's outputs.
 
         Returns:
-            ``loss``: on every rank, a detached fp32 scalar, the mean over this replica's batch (None if not asked
-            for). ``outputs``: on the last stage, what the model returned, merged over the micro-batches; else None.
+            ``loss``: on every rank, a detached fp32 scalar, the mean (or sum) over this replica's batch; None if
+            ``return_loss`` is False. ``outputs``: on the ranks of the last stage, the model's output, merged over the
+            micro-batches; None on other ranks and if ``return_outputs`` is False.
 
         Raises:
-            ConfigError: the arguments do not fit together.
-            DataError: the batch cannot be split, or the ranks of a pipeline hold different ones.
-            NonFiniteLossError: a micro-batch's loss is NaN or infinite.
+            ConfigError: the arguments do not fit together, or the criterion returns a sum without declaring it.
+            DataError: the batch cannot be split, the model cannot be called with it, or the ranks of a pipeline hold
+                different batches.
+            NonFiniteLossError: in training, a micro-batch's loss is NaN or infinite. Evaluation returns such a loss.
+            UnequalRanksError: ranks that share layers (``tp_size`` > 1) computed different losses.
             StopIteration: every rank is out of data.
         """
         if not isinstance(self.plugin, RunsPipeline):
             raise ConfigError(
-                f"{type(self.plugin).__name__} runs no pipeline. Use HybridParallelPlugin; it takes pp_size=1 too."
+                f"{type(self.plugin).__name__} runs no pipeline. Use HybridParallelPlugin, with pp_size=1 or more."
             )
         return self.plugin.execute_pipeline(
             data_iter, model, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
         )
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
-        """Backward pass of a loss that you computed by calling the model yourself; for one stage.
+        """Backward pass of a loss that the script computed by calling the model; requires ``pp_size=1``.
 
-        The gradient is the mean over the replicas' losses. Collective: all replicas.
+        The gradient is the mean over the replicas' losses. Collective: every rank of the world, unless inside
+        :meth:`no_sync`.
         """
         self.plugin.backward(loss, optimizer)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
-        """A context in which gradients add up on each replica without being reduced; the next step outside does it."""
+        """A context in which each replica accumulates gradients locally; the next step outside reduces them."""
         return self.plugin.no_sync(model, optimizer)
 
     def record_timeline(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """A context that takes down when each action of the steps inside it ran, on every rank of the pipeline.
+        """A context that records when each action of the steps inside it ran, on every rank of the pipeline.
 
-        Behind the block, ``recording.timeline`` is a :class:`hybridpp.timeline.Timeline`, which can be drawn, traced
-        and simulated. Clocks of several hosts are aligned to about a message's time.
+        After the block, ``recording.timeline`` is a :class:`hybridpp.timeline.Timeline`, which can be drawn, traced
+        and simulated. Clocks of several hosts are aligned to within about one message latency.
 
         Collective: every rank of the world, at the start and at the end of the block.
 
@@ -172,38 +182,102 @@ class Booster:
             raise ConfigError(f"{type(self.plugin).__name__} records no timelines. Use HybridParallelPlugin.")
         return self.plugin.record_timeline(model)
 
-    def save_model(self, model: nn.Module, path: str | Path, shard: bool = True, size_per_shard: int = 1024) -> None:
-        """Write the whole model to a folder that Hugging Face's ``from_pretrained`` reads.
+    def save_model(
+        self,
+        model: nn.Module,
+        path: str | Path,
+        shard: bool = True,
+        size_per_shard: int = 1024,
+        *,
+        use_safetensors: bool | None = None,
+        prefix: str | None = None,
+        gather_dtensor: bool = True,
+        use_async: bool = False,
+    ) -> None:
+        """Write the complete model to a folder that Hugging Face's ``from_pretrained`` reads, or to one file.
 
-        Weights are written in the dtype that the model had before ``boost``: trained ones from their fp32 masters,
-        frozen ones as the precision rounded them. Collective: all ranks; rank 0 writes.
+        Weights are written in the dtype that they had before ``boost``: trained weights from their fp32 masters,
+        frozen weights as the precision rounded them. Collective: every rank of the world; rank 0 writes.
+
+        New files are written next to existing weights and then replace them, so the disk must hold both. If the job is
+        killed during the save, or the disk is full, a load finds either the old or the new weights, never a mixture;
+        the next save removes incomplete files. Other files in the folder are kept.
 
         Args:
-            model: the boosted model.
-            path: a folder; made if it does not exist.
-            shard: whether to write several files, of at most
-            size_per_shard: MB (10**6 bytes) each.
-        """
-        self._saver().save_model(model, Path(path), shard=shard, size_per_shard_mb=size_per_shard)
-
-    def load_model(self, model: nn.Module, path: str | Path, strict: bool = True) -> None:
-        """Read weights from such a folder into the boosted model. Collective: all ranks.
-
-        Each rank reads the tensors that it owns. Beside them, its memory holds at most one file of the folder, mapped.
-
-        Args:
-            model: the boosted model.
-            path: a folder with safetensors files.
-            strict: whether missing and unexpected names are an error.
+            model: the boosted model; or every rank's copy of it, or its ``torch.optim.swa_utils.AveragedModel``.
+            path: a folder, created if it does not exist. A path that ends in ``.safetensors``, ``.pt``, ``.pth`` or
+                ``.bin`` and is not a folder becomes one file with the complete model's ``state_dict()``.
+            shard: whether to split the weights in a folder into several files.
+            size_per_shard: the maximum size of such a file, in MB (10**6 bytes).
+            use_safetensors: None derives the format from the path; a folder holds safetensors files.
+            prefix, gather_dtensor, use_async: accepted for compatibility, at their defaults only.
 
         Raises:
-            CheckpointError: the folder holds no weights, or they do not fit the model.
+            CheckpointError: the path cannot be written to; raised on every rank.
+            ConfigError: an argument is not supported, or the arguments do not fit together.
         """
+        check_save_arguments(
+            Path(path),
+            shard=shard,
+            size_per_shard=size_per_shard,
+            use_safetensors=use_safetensors,
+            prefix=prefix,
+            gather_dtensor=gather_dtensor,
+            use_async=use_async,
+        )
+        self._saver().save_model(model, Path(path), shard=shard, size_per_shard_mb=size_per_shard)
+
+    def load_model(
+        self, model: nn.Module, path: str | Path, strict: bool = True, *, low_cpu_mem_mode: bool = True
+    ) -> None:
+        """Read weights from such a folder or file into the boosted model. Collective: every rank of the world.
+
+        Each rank reads only the tensors that it owns. In addition to these, it maps one file of the folder at a time.
+
+        Args:
+            model: the boosted model.
+            path: a folder with safetensors files; or one file with a state dict under the model's own names, written
+                by safetensors or by ``torch.save`` (read with ``weights_only=True``, so it cannot run code).
+            strict: whether missing and unexpected names are an error.
+            low_cpu_mem_mode: accepted for compatibility, as True only: each rank reads only what it owns.
+
+        Raises:
+            ConfigError: an argument has the wrong type or is not supported.
+            CheckpointError: there are no weights, they are corrupt or do not fit the model, or the folder holds two
+                models of which one is out of date; raised on every rank.
+        """
+        require_bools(strict=strict, low_cpu_mem_mode=low_cpu_mem_mode)
+        if not low_cpu_mem_mode:
+            raise ConfigError(
+                "low_cpu_mem_mode=False is not supported: each rank reads only what it owns, file by file. Leave it "
+                "out."
+            )
         self._saver().load_model(model, Path(path), strict=strict)
 
+    def unboost(self, model: nn.Module) -> nn.Module:
+        """Take everything off a boosted model again: no wrapped forward, no hook and no attribute of ours is left.
+
+        Its weights are those that the optimizer works on, in the dtype that they had before :meth:`boost`; gradients
+        are forgotten. The optimizer that was given to ``boost`` (``optimizer.unwrap()``) works on the model's
+        parameters again, with its state; the boosted one is used no more. Nothing is communicated.
+
+        Args:
+            model: the boosted model, which every rank holds all of (``tp_size=1``, ``pp_size=1``).
+
+        Returns:
+            The same model; it can be boosted again.
+
+        Raises:
+            ConfigError: ranks hold parts of the model, or the script has replaced a ``forward`` or an attribute since.
+        """
+        if not isinstance(self.plugin, UnboostsModels):
+            raise ConfigError(f"{type(self.plugin).__name__} cannot unboost models. Save the model and load it anew.")
+        self.plugin.unboost(model)
+        return model
+
     def __getattr__(self, name: str) -> Any:
-        if name in _NOT_BUILT:
-            raise NotBuiltError(f"booster.{name} is not built yet. {_NOT_BUILT[name]}")
+        if name in _UNSUPPORTED:
+            raise NotBuiltError(f"booster.{name} is not supported yet. {_UNSUPPORTED[name]}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _saver(self) -> SavesModels:

@@ -1,4 +1,4 @@
-"""What hybridpp raises: every error says the rule, the values and the way out."""
+"""The exceptions of hybridpp: a message states the rule, the values that break it and what to do."""
 
 
 class HybridppError(Exception):
@@ -10,7 +10,7 @@ class ConfigError(HybridppError, ValueError):
 
 
 class LaunchError(HybridppError, RuntimeError):
-    """The processes of the job could not be brought together."""
+    """The processes of the job could not connect to each other."""
 
 
 class ScheduleError(HybridppError, ValueError):
@@ -18,7 +18,7 @@ class ScheduleError(HybridppError, ValueError):
 
 
 class PartitionError(HybridppError, RuntimeError):
-    """A model that cannot be cut into the stages asked for."""
+    """A model that cannot be cut into the requested stages."""
 
 
 class DataError(HybridppError, ValueError):
@@ -26,19 +26,35 @@ class DataError(HybridppError, ValueError):
 
 
 class PeerError(HybridppError, RuntimeError):
-    """Another rank failed; its own message says why."""
+    """Another rank failed; the message on that rank says why."""
+
+
+class ClosedError(HybridppError, RuntimeError):
+    """A plugin was used after ``close()``."""
+
+
+class ResourceError(HybridppError, RuntimeError):
+    """The host is out of a resource: shared memory, file descriptors."""
 
 
 class NonFiniteLossError(HybridppError, RuntimeError):
-    """The criterion gave NaN or infinity."""
+    """The criterion returned NaN or infinity."""
+
+
+class NonFiniteGradientError(HybridppError, RuntimeError):
+    """A gradient is NaN or infinite; no weight was changed."""
+
+
+class UnequalRanksError(HybridppError, RuntimeError):
+    """Ranks that must compute the same result got different ones."""
 
 
 class DeadlockError(HybridppError, RuntimeError):
-    """Every rank waits for another one."""
+    """Every rank waits for another rank."""
 
 
 class NotBuiltError(HybridppError, AttributeError):
-    """Something that scripts of this kind use and hybridpp does not offer yet."""
+    """A feature of similar libraries that hybridpp does not support yet."""
 
 
 class CheckpointError(HybridppError, RuntimeError):

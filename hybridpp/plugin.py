@@ -1,10 +1,20 @@
-"""What a plugin is: the one place where the parts of a training run are joined."""
+"""What a plugin is: the object that decides how :class:`hybridpp.Booster` trains.
 
+To write one, subclass :class:`Plugin` and override the hooks that change. Further capabilities are base classes of
+their own, which the booster checks with ``isinstance``: :class:`RunsPipeline` (``execute_pipeline``),
+:class:`SavesModels` (``save_model``, ``load_model``), :class:`RecordsTimelines` (``record_timeline``) and
+:class:`PreviewsTensorParallel` (``hybridpp partition --tp-size``). plugins/README.md has a complete one.
+
+The booster passes on what the script gave, and checks only what is the same for every plugin. A plugin checks the rest,
+on every rank alike and before a collective, and raises subclasses of :class:`hybridpp.errors.HybridppError`.
+"""
+
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +23,41 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from hybridpp.config import ParallelConfig
+from hybridpp.errors import ConfigError
+from hybridpp.registry import load_plugin
 
-Criterion = Callable[[Any, Any], Tensor]
+
+class Criterion(Protocol):
+    """A callable that returns the loss of one micro-batch as a scalar tensor with a graph.
+
+    Three forms are understood: ``criterion(outputs, inputs)``, where ``outputs`` is what the model returned and
+    ``inputs`` the micro-batch as the dataloader gave it; ``criterion(outputs)``; and torch's losses
+    (``nn.CrossEntropyLoss()``, ``F.mse_loss``), whose target is the last entry of a tuple, or the one entry of a dict
+    that the model's forward does not take.
+
+    The loss is a mean over the samples of the micro-batch. Two attributes change that:
+
+    - ``num_items(inputs)`` returns what the mean is taken over, such as the number of tokens that count; an int, or a
+      tensor with one element. Micro-batches and replicas are weighted by it.
+    - ``reduction = "sum"``: the loss is a sum over the samples.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
 
 class Boosted(NamedTuple):
-    """What :meth:`hybridpp.Booster.boost` returns; unpacks in this order."""
+    """The five parts of a run: what :meth:`Plugin.configure` is given, and what it and ``Booster.boost`` return.
+
+    It unpacks in this order, and ``parts._replace(model=...)`` is a copy with another part.
+
+    Attributes:
+        model: the script's module. A plugin may return another one; ``HybridParallelPlugin`` returns the same object.
+        optimizer: made on all parameters of ``model``. Whatever a plugin returns has ``step``, ``zero_grad``,
+            ``state_dict`` and ``param_groups``; None where the script gave none.
+        criterion: as the script gave it, or None.
+        dataloader: as the script gave it, or None; usually from :meth:`Plugin.prepare_dataloader`.
+        lr_scheduler: made on ``optimizer``; or None.
+    """
 
     model: nn.Module
     optimizer: Optimizer | None = None
@@ -28,27 +67,112 @@ class Boosted(NamedTuple):
 
 
 class Plugin:
-    """A way to train. Every hook has a harmless default; a plugin overrides what it changes."""
+    """A way to train. Each hook has a default that trains on one device, without changing anything.
+
+    A plugin may be used by several boosters and for several models. Its ``__init__`` takes its settings; by name
+    (:meth:`from_name`, ``Booster(plugin="name")``) it is called with the keywords that were given, and with none at all
+    where none were.
+
+    Example:
+        >>> class FrozenBias(Plugin):
+        ...     def configure(self, parts, *, device=None, sample=None):
+        ...         for name, parameter in parts.model.named_parameters():
+        ...             parameter.requires_grad_(not name.endswith("bias"))
+        ...         return parts
+        >>> parts = FrozenBias().configure(Boosted(nn.Linear(2, 2)))
+        >>> [parameter.requires_grad for parameter in parts.model.parameters()]
+        [True, False]
+    """
+
+    @staticmethod
+    def from_name(name: str, **settings: Any) -> "Plugin":
+        """A new plugin of the class that is registered as ``name``.
+
+        Args:
+            name: ``"hybrid_parallel"``, or an entry point of the group ``hybridpp.plugins`` of an installed package.
+            settings: what the class is constructed with; a plugin without arguments takes none.
+
+        Raises:
+            ConfigError: there is no plugin of that name, or it does not take these settings.
+
+        Example:
+            >>> Plugin.from_name("hybrid_parallel", num_microbatches=4).pp_size
+            1
+        """
+        found = plugin_class(name)
+        parameters = inspect.signature(found).parameters.values()
+        try:
+            inspect.signature(found).bind(**settings)
+        except TypeError as error:
+            known = ", ".join(parameter.name for parameter in parameters) or "none"
+            raise ConfigError(
+                f"plugin {name!r} cannot be made of these settings: {error}. It takes: {known}."
+            ) from error
+        return found(**settings)
 
     def configure(self, parts: Boosted, *, device: torch.device | None = None, sample: Any = None) -> Boosted:
-        """Prepare the parts of a run for training; see :meth:`hybridpp.Booster.boost`."""
+        """Prepare the parts of a run for training; ``Booster.boost`` returns the result.
+
+        Collective where the plugin communicates: every rank calls it, with the same model and weights.
+
+        Args:
+            parts: as the script gave them.
+            device: where to compute; None: the plugin chooses.
+            sample: a small batch like those to come, or None.
+
+        Returns:
+            The parts to train with. By default the same ones.
+        """
         return parts
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
-        """Add the gradient of ``loss``."""
+        """Add the gradient of a loss that the script computed by calling the boosted model.
+
+        Args:
+            loss: scalar, with a graph.
+            optimizer: the one that :meth:`configure` returned; a loss scale belongs to it.
+        """
         loss.backward()  # type: ignore[no-untyped-call]  # torch does not type it
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
-        """A context in which gradients only add up on each replica."""
+        """A context in which gradients accumulate on each replica without being reduced.
+
+        The first backward pass after it reduces them. By default there is nothing to reduce.
+        """
         return nullcontext()
 
     def prepare_dataloader(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> DataLoader[Any]:
-        """A dataloader over this replica's part of the dataset."""
+        """A dataloader over this replica's share of the dataset. The script calls it, before ``boost``.
+
+        Args:
+            dataset: the complete dataset, the same on every rank.
+            batch_size: samples per replica and step.
+            options: further arguments of ``torch.utils.data.DataLoader``.
+        """
         return DataLoader(dataset, batch_size, **options)
+
+    def close(self) -> None:
+        """Give back what the plugin holds of the process, such as process groups. The script calls it.
+
+        Collective where the plugin communicates: every rank calls it. A second call does nothing. By default there is
+        nothing to give back.
+        """
+
+
+def plugin_class(name: str) -> type[Plugin]:
+    """The class of the plugin that is registered as ``name``.
+
+    Raises:
+        ConfigError: there is none of that name, or it is no plugin.
+    """
+    found = load_plugin(name)
+    if not (isinstance(found, type) and issubclass(found, Plugin)):
+        raise ConfigError(f"plugin {name!r} must be a subclass of hybridpp.plugin.Plugin: got {found!r}.")
+    return found
 
 
 class RunsPipeline(ABC):
-    """A plugin whose model runs through a schedule."""
+    """A plugin that splits a batch into micro-batches and runs them: ``Booster.execute_pipeline`` needs it."""
 
     @abstractmethod
     def execute_pipeline(
@@ -61,68 +185,119 @@ class RunsPipeline(ABC):
         return_loss: bool,
         return_outputs: bool,
     ) -> dict[str, Any]:
-        """Run one step; see :meth:`hybridpp.Booster.execute_pipeline`."""
+        """Take one batch of ``data_iter`` and run forward, loss and, where gradients are enabled, backward.
+
+        Collective: every rank of the world. The arguments, the result and the errors are those of
+        :meth:`hybridpp.Booster.execute_pipeline`; none has a default here, since the booster gives them all.
+
+        Returns:
+            ``{"loss": ..., "outputs": ...}``: a detached fp32 scalar on every rank (None unless ``return_loss``), and
+            on the last stage the outputs of the complete batch (None elsewhere, or unless ``return_outputs``).
+        """
 
 
 class RecordsTimelines(ABC):
-    """A plugin that can say when each rank did what."""
+    """A plugin that can say when each rank did what: ``Booster.record_timeline`` needs it."""
 
     @abstractmethod
     def record_timeline(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """See :meth:`hybridpp.Booster.record_timeline`."""
+        """A context whose value has ``timeline``, a :class:`hybridpp.timeline.Timeline`, after the block has ended.
+
+        Collective: every rank of the world, at the start and at the end of the block.
+        """
 
 
-class BlockOnShards(NamedTuple):
-    """Where the shards of sequences that a block runs on are put together and taken apart; names are inside the block.
+class SequenceParallelBlock(NamedTuple):
+    """Where a block that runs on shards of sequences gathers and scatters them. Names are relative to the block.
 
     Attributes:
-        joined: the modules that are given whole sequences, and make divided activations of them.
-        scattered: the layers behind which what the ranks made is summed, and each keeps its shard of it.
-        wholes: modules that every rank runs on whole sequences.
+        gathered: modules whose input is gathered, and whose output is divided by layer.
+        scattered: layers whose output is summed over the ranks, of which each keeps its shard (a reduce-scatter).
+        replicated: modules that every rank runs on complete sequences.
     """
 
-    joined: tuple[str, ...]
+    gathered: tuple[str, ...]
     scattered: tuple[str, ...]
-    wholes: tuple[str, ...]
+    replicated: tuple[str, ...]
 
 
-class LayerDivision(NamedTuple):
-    """How the layers of a model are divided over ranks.
+class TensorParallelPreview(NamedTuple):
+    """How the layers of a model are divided over ranks. Keys are names of modules, but for ``shapes``.
 
     Attributes:
-        styles: what becomes of divided modules, by name; of what no style tells, only shapes are there.
-        reasons: why a module stays whole, where one could expect it to be divided; by name.
-        shapes: of what each rank holds of every parameter, by name.
-        on_shards: the blocks that run on shards of sequences, by name.
-        on_wholes: why other blocks do not, by name.
+        styles: the style of every divided module; a module that no style describes has only its shapes.
+        reasons: why a module stays replicated that one could expect to be divided.
+        shapes: shape of what a rank holds of every parameter, by the parameter's name.
+        sequence_parallel: blocks that run on shards of sequences.
+        sequence_replicated: why other blocks do not.
+        differences: layers that the model's own plan (transformers' ``_tp_plan``) divides in another way, in words.
     """
 
     styles: Mapping[str, str]
     reasons: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
-    on_shards: Mapping[str, BlockOnShards] = {}
-    on_wholes: Mapping[str, str] = {}
+    sequence_parallel: Mapping[str, SequenceParallelBlock] = {}
+    sequence_replicated: Mapping[str, str] = {}
+    differences: tuple[str, ...] = ()
 
 
-class DividesLayers(ABC):
-    """A plugin that divides layers over ranks, and can say beforehand how."""
+class PreviewsTensorParallel(ABC):
+    """A plugin that divides layers over ranks: the command ``hybridpp partition --tp-size`` needs it."""
 
     @classmethod
     @abstractmethod
-    def preview_division(cls, model: nn.Module, config: ParallelConfig) -> LayerDivision:
-        """How a model, also on the meta device, would be divided over ``tp_size`` ranks; it is left as it was.
+    def preview_tensor_parallel(cls, model: nn.Module, config: ParallelConfig) -> TensorParallelPreview:
+        """How ``boost`` would divide a model; the model does not change.
 
-        Of the settings, those count that say something about ranks that share layers.
+        Args:
+            model: with weights, or on the meta device.
+            config: ``tp_size`` and the settings of tensor and sequence parallelism count; ``pp_size`` does not.
         """
 
 
 class SavesModels(ABC):
-    """A plugin that writes and reads the weights of its models."""
+    """A plugin that writes and reads weights: ``Booster.save_model`` and ``load_model`` need it."""
 
     @abstractmethod
     def save_model(self, model: nn.Module, path: Path, *, shard: bool, size_per_shard_mb: int) -> None:
-        """Write a folder of weights; see :meth:`hybridpp.Booster.save_model`."""
+        """Write the complete model. Collective: every rank of the world; one of them writes.
+
+        The booster has checked the arguments.
+
+        Args:
+            model: the boosted model, or a copy of it.
+            path: a folder in Hugging Face's format, or one file, by its suffix (``.safetensors``, ``.pt``, …).
+            shard: whether a folder may hold several files.
+            size_per_shard_mb: size limit of each, in MB (10**6 bytes).
+
+        Raises:
+            CheckpointError: nothing can be written; on every rank.
+        """
 
     @abstractmethod
     def load_model(self, model: nn.Module, path: Path, *, strict: bool) -> None:
-        """Read a folder of weights; see :meth:`hybridpp.Booster.load_model`."""
+        """Read what :meth:`save_model`, or ``save_pretrained`` of transformers, wrote. Collective: every rank.
+
+        Args:
+            model: the boosted model.
+            path: a folder or a file.
+            strict: whether missing and unexpected names are an error.
+
+        Raises:
+            CheckpointError: the weights are missing or broken, or do not fit the model; on every rank.
+        """
+
+
+class UnboostsModels(ABC):
+    """A plugin that can take everything off its models again."""
+
+    @abstractmethod
+    def unboost(self, model: nn.Module) -> None:
+        """Let a model be as before boost, but for what it learned; see :meth:`hybridpp.Booster.unboost`.
+
+        Args:
+            model: the boosted model; nothing is left on it of what ``configure`` put there.
+
+        Raises:
+            ConfigError: something cannot be taken off; then nothing is.
+        """

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hybridpp.tensor_parallel.inference.model import Inference, infer_plan
+from hybridpp.plan_search.model_search import infer_plan
+from hybridpp.tensor_parallel import Plan
 
 WIDTH, HEADS, HEAD = 16, 4, 4
 
@@ -74,7 +75,7 @@ class Block(nn.Module):
         return x
 
 
-def infer(block: nn.Module, tp_size: int = 2, *args: Tensor, **kwargs: Tensor) -> Inference:
+def infer(block: nn.Module, tp_size: int = 2, *args: Tensor, **kwargs: Tensor) -> Plan:
     torch.manual_seed(0)
     model = nn.Sequential(block)
     args = args or (torch.randn(3, 5, WIDTH),)

@@ -113,7 +113,7 @@ MODELS = {
     "llama-tied": (llama, LLAMA),
     "llama": (functools.partial(llama, tied=False), LLAMA | {"lm_head": "gathered_column"}),
     "llama-one-kv-head": (functools.partial(llama, num_kv_heads=1), LLAMA),
-    "qwen3": (qwen3, LLAMA | {"*.q_norm": "summed", "*.k_norm": "summed"}),
+    "qwen3": (qwen3, LLAMA | {"*.q_norm": "partial_grad", "*.k_norm": "partial_grad"}),
     "gpt2": (gpt2, GPT2),
     "bloom": (bloom, {"*.dense_h_to_4h": "column", "*.dense_4h_to_h": "row"}),
 }

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -133,10 +133,16 @@ def _script(command: list[str], environment: dict[str, str], cwd: Path, stdout: 
 
 
 def torchrun(
-    num_ranks: int, script: Path, *arguments: str, timeout_s: float = 100.0, cwd: Path = ROOT
+    num_ranks: int,
+    script: Path,
+    *arguments: str,
+    timeout_s: float = 100.0,
+    cwd: Path = ROOT,
+    launcher: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script as users do, from a checkout that is not installed."""
+    """Run a script as users do, from a checkout that is not installed; ``launcher`` is what torchrun is told."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command += launcher
     path = os.pathsep.join(str(ROOT / folder) for folder in (".", "plugins", "tests"))
     return subprocess.run(
         [*command, str(script), *arguments],

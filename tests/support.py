@@ -10,8 +10,8 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.cluster import Group, Loopback, current_world
-from hybridpp.pipeline import plain, split_batch
-from hybridpp.tensor_parallel import placement_of
+from hybridpp.pipeline import split_batch, to_plain_containers
+from hybridpp.tensor_parallel import sharding_of
 
 ROOT = Path(__file__).parents[1]
 IMAGE, NUM_LABELS = 8, 5
@@ -86,7 +86,9 @@ def replica_part(batch: Any, replica: int, num_replicas: int) -> Any:
     """One replica's contiguous part of a batch."""
     if isinstance(batch, dict):
         return {name: replica_part(value, replica, num_replicas) for name, value in batch.items()}
-    if not isinstance(batch, Tensor | list | tuple) or (isinstance(batch, Tensor) and batch.dim() == 0):
+    if isinstance(batch, tuple):
+        return tuple(replica_part(value, replica, num_replicas) for value in batch)
+    if not isinstance(batch, Tensor | list) or (isinstance(batch, Tensor) and batch.dim() == 0):
         return batch
     size = len(batch)
     return batch[replica * size // num_replicas : (replica + 1) * size // num_replicas]
@@ -96,7 +98,12 @@ def first_microbatch(batch: Any, settings: dict[str, Any]) -> Any:
     """Of a batch that is cut as ``settings`` say. A model that is boosted with it is not traced for another shape."""
     size = settings.get("microbatch_size")
     count = settings.get("num_microbatches", 1) if size is None else None
-    return split_batch(plain(batch), num_microbatches=count, microbatch_size=size).microbatches[0].inputs
+    dims = settings.get("batch_dims", 0)
+    return (
+        split_batch(to_plain_containers(batch), num_microbatches=count, microbatch_size=size, dims=dims)
+        .microbatches[0]
+        .inputs
+    )
 
 
 def train(
@@ -164,7 +171,7 @@ def whole_over_tp(booster: Booster, model: nn.Module, tensors: dict[str, Tensor]
     tp = booster.plugin.layout.tp
     whole = {}
     for name, tensor in tensors.items():
-        parts, placement = tp.all_gather(tensor), placement_of(model.get_parameter(name))
+        parts, placement = tp.all_gather(tensor), sharding_of(model.get_parameter(name))
         whole[name] = parts[0] if placement is None else placement.join(parts)
         if placement is None:
             assert all(torch.equal(part, tensor) for part in parts), f"{name} differs between ranks that share layers"

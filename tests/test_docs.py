@@ -1,16 +1,20 @@
-"""Every example of docs/cutting.md cuts a model where it says."""
+"""Every example of docs/cutting.md cuts a model where it says; every page's links lead somewhere."""
+
+import re
 
 import pytest
 import torch
 from support import ROOT, image_batch
 from test_readme import blocks
 
+import hybridpp
 from hybridpp import Booster
 from hybridpp.cluster import Loopback
 
 SHARED, *EXAMPLES = blocks("docs/cutting.md", "python")
+PAGES = [str(page.relative_to(ROOT)) for folder in (".", "docs", "plugins") for page in (ROOT / folder).glob("*.md")]
 # The last block of the first of two stages.
-ENDS = ["vit.layers.1", "vit.layers.0", "vit.layers.2", "layer1", "layer1", None]
+ENDS = ["vit.layers.1", "vit.layers.1", "vit.layers.0", "vit.layers.2", "layer1", "layer1", None]
 
 
 @pytest.mark.parametrize(("example", "end"), list(zip(EXAMPLES, ENDS, strict=True)))
@@ -37,6 +41,39 @@ def test_the_example_cuts_where_it_says(example, end):
         following = end[:-1] + str(int(end[-1]) + 1)
         assert found
         assert not any(part.startswith(following) for part in first)
+
+
+def anchors(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_and_headings(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text())
+    for link in links:
+        if link.startswith("http"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / file if file else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_python_files_that_are_named_exist(page):
+    known = [f"/{file.relative_to(ROOT)}" for file in ROOT.glob("*/**/*.py")]
+    # One training step is a walk through files, which a test of its own checks.
+    text = re.sub(r"^## One training step.*?(?=^## )", "", (ROOT / page).read_text(), flags=re.M | re.S)
+    named = set(re.findall(r"`([\w/]+\.py)\b", text)) - {"my_training.py"}
+    assert sorted(name for name in named if not any(file.endswith(f"/{name}") for file in known)) == []
+
+
+def test_changelog_package_and_project_name_one_version():
+    (project,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    newest, *_ = re.findall(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest == project == hybridpp.__version__
 
 
 def test_the_command_it_names_exists():

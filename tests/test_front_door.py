@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import hybridpp
+import hybridpp.optim
 
 ROOT = Path(__file__).parents[1]
 WITH_EXAMPLES = [
@@ -25,7 +26,7 @@ def test_loads_no_torch(module):
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("name", hybridpp.__all__)
+@pytest.mark.parametrize("name", hybridpp._MODULE_OF)
 def test_public_names_resolve_and_have_a_docstring(name):
     value = getattr(hybridpp, name)
     assert value.__name__ == name
@@ -33,9 +34,21 @@ def test_public_names_resolve_and_have_a_docstring(name):
     assert value.__dict__["__doc__"] if isinstance(value, type) else value.__doc__
 
 
-def test_all_public_names_are_listed():
-    assert list(hybridpp.__all__) == sorted(hybridpp._HOME)
-    assert set(hybridpp.__all__) <= set(dir(hybridpp))
+def test_the_top_level_is_about_a_dozen_names():
+    assert hybridpp.__all__ == sorted(hybridpp.__all__)
+    assert len(hybridpp.__all__) <= 13
+    assert [name for name in dir(hybridpp) if not name.startswith("__")] == hybridpp.__all__
+    assert "__version__" in dir(hybridpp)
+    assert set(hybridpp.__all__) <= set(hybridpp._MODULE_OF)
+
+
+def test_learning_rate_schedules_are_exported_from_optim():
+    moved = [name for name in hybridpp._MODULE_OF if name not in hybridpp.__all__]
+    assert len(moved) == 16
+    assert all(name.endswith("LR") for name in moved)
+    assert set(moved) < set(hybridpp.optim.__all__)
+    # Scripts that import them from the top level get the same classes.
+    assert all(getattr(hybridpp, name) is getattr(hybridpp.optim, name) for name in moved)
 
 
 def test_unknown_name():

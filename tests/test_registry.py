@@ -9,8 +9,8 @@ from torch import nn
 
 from hybridpp import Booster, HybridParallelPlugin, registry
 from hybridpp.errors import ConfigError
-from hybridpp.plugin import Boosted, Plugin
-from hybridpp.registry import plugin_class, plugin_names
+from hybridpp.plugin import Boosted, Plugin, plugin_class
+from hybridpp.registry import plugin_names
 
 
 def refused(text):
@@ -19,6 +19,13 @@ def refused(text):
 
 class Theirs(Plugin):
     """A third party's plugin."""
+
+
+class Configurable(Plugin):
+    """A third party's plugin with settings of its own."""
+
+    def __init__(self, stage: int, precision: str = "bf16"):
+        self.stage, self.precision = stage, precision
 
 
 class NoPlugin:
@@ -38,7 +45,7 @@ def entry_points(monkeypatch):
         )
 
     package = ModuleType("their_package")
-    vars(package).update(Theirs=Theirs, NoPlugin=NoPlugin, an_instance=Theirs())
+    vars(package).update(Theirs=Theirs, Configurable=Configurable, NoPlugin=NoPlugin, an_instance=Theirs())
     monkeypatch.setitem(sys.modules, "their_package", package)
     declare()
     return declare
@@ -64,6 +71,43 @@ def test_an_unknown_plugin_lists_the_valid_ones(entry_points):
         plugin_class("hybrid")
     with refused(text):
         Booster(plugin="hybrid")
+    with refused(text):
+        Plugin.from_name("hybrid", tp_size=2)
+
+
+def test_a_plugin_without_arguments_is_made_by_name(entry_points):
+    entry_points(theirs="their_package:Theirs")
+    assert type(Plugin.from_name("theirs")) is Theirs
+    assert type(Booster(plugin="theirs").plugin) is Theirs
+
+
+def test_a_plugin_made_by_name_is_given_the_settings(entry_points):
+    entry_points(configurable="their_package:Configurable")
+    made = Plugin.from_name("configurable", stage=2)
+    assert (type(made), made.stage, made.precision) == (Configurable, 2, "bf16")
+    ours = Plugin.from_name("hybrid_parallel", num_microbatches=4, precision="bf16")
+    assert isinstance(ours, HybridParallelPlugin)
+    assert (ours.precision, ours.settings.pipeline.num_microbatches) == ("bf16", 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "text"),
+    [
+        ("theirs", {"tp_size": 1}, "got an unexpected keyword argument 'tp_size'. It takes: none."),
+        ("configurable", {"stages": 1}, "missing a required argument: 'stage'. It takes: stage, precision."),
+        ("configurable", {"stage": 1, "zero": 1}, "got an unexpected keyword argument 'zero'. It takes: stage, prec"),
+    ],
+)
+def test_settings_that_a_plugin_does_not_take_are_refused(entry_points, name, settings, text):
+    entry_points(theirs="their_package:Theirs", configurable="their_package:Configurable")
+    with pytest.raises(ConfigError, match=f"^plugin '{name}' cannot be made of these settings: {re.escape(text)}"):
+        Plugin.from_name(name, **settings)
+
+
+def test_a_booster_gives_a_precision_only_to_a_plugin_that_takes_one(entry_points):
+    entry_points(theirs="their_package:Theirs")
+    with pytest.raises(ConfigError, match=r"unexpected keyword argument 'precision'\. It takes: none\.$"):
+        Booster(plugin="theirs", mixed_precision="bf16")
 
 
 @pytest.mark.parametrize("attribute", ["NoPlugin", "an_instance"])
@@ -78,19 +122,20 @@ def test_an_entry_point_that_is_no_plugin_class(entry_points, attribute):
 @pytest.mark.parametrize("plugin", [NoPlugin(), Theirs, 3])
 def test_a_booster_takes_plugins_only(plugin):
     name = type(plugin).__name__
-    with refused(f"plugin is a Plugin, the name of one, or None: got {name}. Pass HybridParallelPlugin(...)."):
+    with refused(f"plugin must be a Plugin, a plugin's name, or None: got {name}. Pass HybridParallelPlugin(...)."):
         Booster(plugin=plugin)
 
 
 @pytest.mark.parametrize("plugin", [None, "hybrid_parallel"])
 def test_a_booster_refuses_an_unknown_precision(plugin):
-    with refused("precision is one of fp32, fp16, bf16: got 'fp8'."):
+    with refused("precision must be one of fp32, fp16, bf16: got 'fp8'."):
         Booster(plugin=plugin, mixed_precision="fp8")
 
 
 def test_a_booster_refuses_a_precision_beside_a_plugin():
     with refused(
-        "precision belongs to the plugin: got mixed_precision='bf16' beside Theirs. Pass precision='bf16' to it."
+        "precision is a setting of the plugin: got mixed_precision='bf16' and a Theirs. Pass precision='bf16' to the "
+        "plugin."
     ):
         Booster(plugin=Theirs(), mixed_precision="bf16")
 
@@ -122,7 +167,7 @@ def test_a_plugin_that_overrides_nothing_changes_nothing():
 
 def test_what_a_plugin_cannot_do_is_said_by_name(tmp_path):
     booster = Booster(plugin=Theirs())
-    with refused("Theirs runs no pipeline. Use HybridParallelPlugin; it takes pp_size=1 too."):
+    with refused("Theirs runs no pipeline. Use HybridParallelPlugin, with pp_size=1 or more."):
         booster.execute_pipeline(iter([]), nn.Linear(1, 1), None)
     text = "Theirs cannot save models. Use torch.save on the model's state."
     with refused(text):

@@ -15,13 +15,13 @@ import time
 import warnings
 
 import torch
-from loops import SIZES, Job, Step, by_hand, with_amp, with_hybridpp
+from loops import SIZES, Job, PipelineStep, by_hand, with_amp, with_hybridpp
 
 CONTESTANTS = {"hybridpp": with_hybridpp, "torch.amp": with_amp, "fp16 by hand": by_hand}
 WARM_UP = 2
 
 
-def milliseconds(step: Step, num_steps: int, on_cuda: bool) -> float:
+def milliseconds(step: PipelineStep, num_steps: int, on_cuda: bool) -> float:
     """Of one of several steps, the work of the device included."""
     if on_cuda:
         torch.cuda.synchronize()
@@ -33,7 +33,7 @@ def milliseconds(step: Step, num_steps: int, on_cuda: bool) -> float:
     return 1e3 * (time.perf_counter() - start) / num_steps
 
 
-def host_waits(step: Step) -> int:
+def host_waits(step: PipelineStep) -> int:
     """How often the host waits for the device in a step, as far as torch sees it."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -64,7 +64,7 @@ def peak_mib(name: str, job: Job) -> float:
 
 
 def compare(job: Job, num_rounds: int, num_steps: int) -> None:
-    """A row for each contestant."""
+    """A row for each variant."""
     on_cuda = job.device == "cuda"
     peaks = {name: f"{peak_mib(name, job):.0f}" if on_cuda else "" for name in CONTESTANTS}
     if on_cuda:
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128, help="(default: %(default)s)")
     parser.add_argument("--microbatches", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=10, help="(default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=4, help="of a contestant's turn (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="of a variant's turn (default: %(default)s)")
     args = parser.parse_args()
     titles = " | ".join(f"{other} / this" for other in list(CONTESTANTS)[1:])
     print(f"| ViT | | step (ms) | {titles} | peak (MiB) | host waits |\n|---|---|--:|--:|--:|--:|--:|")

@@ -8,7 +8,7 @@
 import argparse
 from collections import defaultdict
 
-from loops import SIZES, Hybridpp, Job, Step, by_hand
+from loops import SIZES, Hybridpp, Job, PipelineStep, by_hand
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hybridpp.schedule import Action
@@ -39,7 +39,7 @@ class Marks:
         return []
 
 
-def launches(step: Step, device: str) -> dict[str, list[int]]:
+def launches(step: PipelineStep, device: str) -> dict[str, list[int]]:
     """Kernels that a step starts, by kind of action; under "step", what is outside of all actions."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     with profile(activities=activities, acc_events=True) as profiler:

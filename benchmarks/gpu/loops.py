@@ -10,7 +10,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from hybridpp import Booster, HybridParallelPlugin
 
-Step = Callable[[], None]
+PipelineStep = Callable[[], None]
 LR, MAX_NORM = 1e-4, 1.0
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "image_size": 32},
@@ -71,7 +71,7 @@ class Hybridpp:
         model: the model.
     """
 
-    step: Step
+    step: PipelineStep
     booster: Booster
     model: nn.Module
 
@@ -93,12 +93,12 @@ class Hybridpp:
         return cls(step, booster, boosted.model)
 
 
-def with_hybridpp(job: Job) -> Step:
+def with_hybridpp(job: Job) -> PipelineStep:
     """This library."""
     return Hybridpp.create(job, job.device).step
 
 
-def with_amp(job: Job) -> Step:
+def with_amp(job: Job) -> PipelineStep:
     """Torch's recipe: fp32 weights under autocast, a gradient scaler, accumulation, clipping, fused AdamW."""
     model = job.model().to(job.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
@@ -119,7 +119,7 @@ def with_amp(job: Job) -> Step:
     return step
 
 
-def by_hand(job: Job, mark: Callable[[str], None] = _unmarked) -> Step:
+def by_hand(job: Job, mark: Callable[[str], None] = _unmarked) -> PipelineStep:
     """fp16 weights, fp32 masters and gradients, a loss scale, accumulation, clipping, fused AdamW.
 
     ``mark`` is called at the start of a forward or backward pass with "start" and behind it with "F" or "B".

@@ -25,12 +25,15 @@ from tqdm import tqdm
 
 from hybridpp import (
     Booster,
-    CosineAnnealingWarmupLR,
     DistCoordinator,
     HybridAdam,
+    Plugin,
     launch_from_torch,
 )
-from hybridpp.registry import plugin_class
+from hybridpp.optim import CosineAnnealingWarmupLR
+from hybridpp.timeline import draw
+
+NUM_RECORDED_STEPS = 20
 
 
 def train(args: Namespace, coordinator: DistCoordinator) -> None:
@@ -61,6 +64,8 @@ def train(args: Namespace, coordinator: DistCoordinator) -> None:
         score = evaluate(model, criterion, held_out_loader, booster)
         coordinator.print_on_master(f"Epoch [{epoch + 1}]: held-out accuracy {score}")
 
+    if args.timeline:
+        draw_step(args.timeline, model, optimizer, criterion, dataloader, booster, coordinator)
     booster.save_model(model, args.output, shard=True)
     if coordinator.is_master():
         processor.save_pretrained(args.output)
@@ -95,6 +100,30 @@ def train_epoch(
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
 
 
+def draw_step(
+    path: str,
+    model: nn.Module,
+    optimizer: Optimizer,
+    criterion: Callable[[Any, Any], Tensor],
+    dataloader: DataLoader[Any],
+    booster: Booster,
+    coordinator: DistCoordinator,
+) -> None:
+    """Run some more steps without updating the weights, and draw the fastest: the one that other work disturbed least.
+
+    Collective: every rank must call it.
+    """
+    model.train()
+    timelines = []
+    for _, batch in zip(range(NUM_RECORDED_STEPS), dataloader, strict=False):
+        with booster.record_timeline(model) as recording:
+            booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
+        optimizer.zero_grad()
+        timelines.append(recording.timeline)
+    if coordinator.is_master():
+        draw(min(timelines, key=lambda timeline: timeline.makespan_ms), path)
+
+
 def model_loss(outputs: Any, inputs: Any) -> Tensor:
     """The loss of one micro-batch: transformers' models compute it themselves when they are given labels."""
     loss: Tensor = outputs.loss
@@ -104,7 +133,8 @@ def model_loss(outputs: Any, inputs: Any) -> Tensor:
 def make_plugin(args: Namespace, world_size: int) -> Any:
     """The layout that the flags ask for; the rest of the ranks hold replicas."""
     tp_size, pp_size = choose_sizes(args.tp_size, args.pp_size, world_size)
-    return plugin_class(args.plugin)(
+    return Plugin.from_name(
+        args.plugin,
         tp_size=tp_size,
         pp_size=pp_size,
         num_microbatches=args.num_microbatches,

@@ -1,16 +1,15 @@
-"""Weights on disk, and models that wait for theirs."""
+"""Weights on disk, and models on the meta device."""
 
-from hybridpp.checkpoint.folder import open_folder, write_folder
-from hybridpp.checkpoint.gather import gather_objects, gather_tensors
+from hybridpp.checkpoint.folder import SaveTarget, open_folder
+from hybridpp.checkpoint.gather import gather_tensors
 from hybridpp.checkpoint.meta import allocate, derive_buffers
-from hybridpp.checkpoint.read import Contents
+from hybridpp.checkpoint.read import CheckpointContents
 
 __all__ = [
-    "Contents",
+    "CheckpointContents",
+    "SaveTarget",
     "allocate",
     "derive_buffers",
-    "gather_objects",
     "gather_tensors",
     "open_folder",
-    "write_folder",
 ]

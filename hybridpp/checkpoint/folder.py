@@ -1,6 +1,9 @@
-"""Folders of weights as Hugging Face libraries write and read them."""
+"""Save and open folders of weights in Hugging Face's layout, and single files in torch's."""
 
 import copy
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -8,36 +11,104 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hybridpp.checkpoint.atomic_replace import replace_weights
 from hybridpp.checkpoint.pretrained import open_pretrained
-from hybridpp.checkpoint.read import Contents, open_plain
+from hybridpp.checkpoint.read import CheckpointContents, open_plain
+from hybridpp.checkpoint.single_file import open_file, stage_file, without_aliases, write_file
+from hybridpp.checkpoint.staging_folder import remove_leftovers, stage
 from hybridpp.errors import CheckpointError
+from hybridpp.saving import is_file_name
+
+_ADAPTER = "adapter_config.json"
 
 
-def write_folder(
-    model: nn.Module, state: dict[str, Tensor], path: Path, dtype: torch.dtype | None, max_shard_size: str
-) -> None:
-    """Write a model's whole state; a Hugging Face model with its config, so that ``from_pretrained`` reads it.
+class SaveTarget:
+    """Where a model is to be saved: a folder, or one file if the path ends as one (``.safetensors``, ``.pt``, …).
+
+    Existing weights are kept until everything new is written next to them, so there must be room for both.
 
     Args:
-        model: says which class and config; its own numbers are not read.
-        state: every parameter and persistent buffer, by name.
-        path: the folder; made if it does not exist.
-        dtype: of the floating-point tensors in ``state``, for the config.
-        max_shard_size: size of a file, like ``"1024MB"``.
+        path: created if it does not exist.
+        model: gives class and config; its weights are not read.
 
     Raises:
-        CheckpointError: ``path`` is a file.
+        CheckpointError: the path is not writable.
     """
-    if path.exists() and not path.is_dir():
-        raise CheckpointError(f"a model is saved to a folder: {path} is a file. Give another path.")
-    path.mkdir(parents=True, exist_ok=True)
-    if isinstance(model, PreTrainedModel):
-        # transformers writes the names that older versions and the hub know, and reads dtype and ties off a model: a
-        # shell of the whole model, without memory, stands in for the one that holds only a stage.
-        shell = _shell(model, dtype)
-        shell.save_pretrained(path, state_dict=state, max_shard_size=max_shard_size)
-    else:
-        save_torch_state_dict(state, path, max_shard_size=max_shard_size)
+
+    def __init__(self, path: Path, model: nn.Module):
+        self._path = path
+        self._model = model
+        with _errors_explained(path):
+            self._is_file = is_file_name(path) and not path.is_dir()
+            self._check()
+            self._staged = stage_file(path) if self._is_file else stage(path)
+
+    def _check(self) -> None:
+        if self._path.exists() and not self._path.is_dir() and not self._is_file:
+            raise CheckpointError(
+                f"a model is saved to a folder: {self._path} is a file. Pass another path, or one that ends with "
+                ".safetensors or .pt, for a single file."
+            )
+        if isinstance(self._model, PreTrainedModel) and (self._path / _ADAPTER).is_file():
+            raise CheckpointError(
+                f"{self._path} holds an adapter ({_ADAPTER}), which from_pretrained would apply to the saved model. "
+                "Pass another path, or move the adapter away."
+            )
+
+    def write(self, state: dict[str, Tensor], dtype: torch.dtype | None, max_shard_size: str) -> None:
+        """Write a model's complete state; a Hugging Face model with its config, so that ``from_pretrained`` reads it.
+
+        Args:
+            state: every parameter and persistent buffer, by name.
+            dtype: of the floating-point tensors in ``state``, for the config.
+            max_shard_size: size of a file in a folder, like ``"1024MB"``.
+
+        Raises:
+            CheckpointError: something cannot be written. A load finds either the old weights or the new ones, complete.
+        """
+        with _errors_explained(self._path):
+            if self._is_file:
+                write_file(state, self._staged, self._path)
+                return
+            try:
+                self._stage_folder(state, dtype, max_shard_size)
+                replace_weights(self._staged, self._path)
+            except Exception:
+                with suppress(OSError):  # the first error is more informative
+                    remove_leftovers(self._path)
+                raise
+
+    def discard(self) -> None:
+        """Remove staged files: nothing will be written."""
+        with suppress(OSError):
+            if self._is_file:
+                self._staged.unlink()
+            else:
+                shutil.rmtree(self._staged)
+
+    def _stage_folder(self, state: dict[str, Tensor], dtype: torch.dtype | None, max_shard_size: str) -> None:
+        if isinstance(self._model, PreTrainedModel):
+            # transformers writes the names that older versions and the hub know, and takes dtype and ties from a model:
+            # the complete model on the meta device replaces the one that holds only a stage.
+            shell = _shell(self._model, dtype)
+            shell.save_pretrained(self._staged, state_dict=state, max_shard_size=max_shard_size)
+        else:
+            # Tensors that share memory would be written under one name only.
+            save_torch_state_dict(without_aliases(state), self._staged, max_shard_size=max_shard_size)
+
+
+@contextmanager
+def _errors_explained(path: Path) -> Iterator[None]:
+    """Turn errors of the file system into ones with advice."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # transformers, safetensors and torch.save have no error in common
+        raise CheckpointError(
+            f"{path} cannot be written: {type(error).__name__}: {error}. Free disk space, check permissions, or pass "
+            "another path. A load finds either the old weights or the new ones, complete."
+        ) from error
 
 
 def _shell(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
@@ -50,12 +121,17 @@ def _shell(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel
     return shell
 
 
-def open_folder(model: nn.Module, path: Path, strict: bool) -> Contents:
-    """What a folder holds for a model. No weight is read before :attr:`Contents.read` is called.
+def open_folder(model: nn.Module, path: Path, strict: bool) -> CheckpointContents:
+    """Open a folder or a single file for a model. Weights are read by :attr:`CheckpointContents.read` only.
 
     Raises:
         CheckpointError: there are no weights, or, if ``strict``, names are missing or unexpected.
     """
-    if not path.is_dir():
-        raise CheckpointError(f"there is no folder {path}. Give the folder that save_model wrote.")
-    return open_pretrained(model, path, strict) if isinstance(model, PreTrainedModel) else open_plain(path)
+    try:
+        if path.is_file():
+            return open_file(path)
+        if not path.is_dir():
+            raise CheckpointError(f"there is no folder or file {path}. Pass the folder that save_model wrote.")
+        return open_pretrained(model, path, strict) if isinstance(model, PreTrainedModel) else open_plain(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Check permissions, or pass another path.") from error

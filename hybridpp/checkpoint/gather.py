@@ -1,23 +1,11 @@
 """Bring what the ranks own together on rank 0, one tensor at a time."""
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridpp.cluster import Group
-
-
-def gather_objects(group: Group, value: Any) -> list[Any]:
-    """Every member's ``value`` (anything JSON can hold), in the group's order. Collective: all of ``group``."""
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = [int(length) for length in group.all_gather(torch.tensor([data.numel()]))]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: data.numel()] = data
-    rows = group.all_gather(padded)
-    return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+from hybridpp.cluster import Group, gather_objects
 
 
 def gather_tensors(control: Group, sources: Sequence[int], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Models on the meta device: memory for what a file will fill, and what no file holds."""
+"""Models on the meta device: allocate memory, and compute buffers that no file holds."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -9,12 +9,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybridpp.errors import ConfigError
+from hybridpp.nn.snapshot import Replacements
+from hybridpp.nn.torch_private import (
+    buffers_of,
+    forget_flat_weights,
+    parameters_of,
+    remake_flat_weights,
+    transient_buffers_of,
+    version_of,
+)
 
 
 def allocate(model: nn.Module, others: Iterable[Tensor], device: torch.device) -> None:
-    """Give a model's tensors on the meta device, and others, memory on ``device``, not yet written to.
+    """Allocate uninitialised memory on ``device`` for a model's tensors on the meta device, and for others.
 
-    They stay the same objects, so that ties between modules and an optimizer's groups hold.
+    They stay the same objects, so that tied weights and an optimizer's groups remain valid.
     """
     waiting = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *others) if tensor.is_meta}
     recurrent = [
@@ -23,11 +32,11 @@ def allocate(model: nn.Module, others: Iterable[Tensor], device: torch.device) -
         if isinstance(module, nn.RNNBase) and any(id(parameter) in waiting for parameter in module.parameters())
     ]
     for module in recurrent:
-        module._flat_weight_refs = []  # weak references forbid to change a tensor (see RNNBase._apply)
+        forget_flat_weights(module)
     for tensor in waiting.values():
         _become(tensor, torch.empty_like(tensor, device=device, requires_grad=False))
     for module in recurrent:
-        module._init_flat_weights()
+        remake_flat_weights(module)
 
 
 def _become(tensor: Tensor, value: Tensor) -> None:
@@ -37,22 +46,21 @@ def _become(tensor: Tensor, value: Tensor) -> None:
 
 
 def derive_buffers(model: nn.Module) -> None:
-    """Compute the buffers on the meta device that are no part of the state (rotary frequencies, position numbers).
+    """Compute the non-persistent buffers on the meta device (rotary frequencies, position numbers).
 
-    No file holds them. What a module does to reset itself makes them anew: ``_init_weights`` of the Hugging Face model
-    that it belongs to, which ``from_pretrained`` relies on too, or a ``reset_parameters`` of its own. All else in the
-    model is left as it is.
+    No file holds them. They are computed by the module's own initialisation: ``_init_weights`` of its Hugging Face
+    model, which ``from_pretrained`` uses, too, or its ``reset_parameters``. Nothing else in the model changes.
 
     Raises:
-        ConfigError: a buffer is not made by either, or a tensor on the meta device is no buffer or parameter.
+        ConfigError: neither computes a buffer, or a tensor on the meta device is no buffer or parameter.
     """
     modules = dict(model.named_modules())
     _check_attributes(modules)
     waiting = [
         (path, key, buffer)
         for path, module in modules.items()
-        for key, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_meta and key in module._non_persistent_buffers_set
+        for key, buffer in buffers_of(module).items()
+        if buffer is not None and buffer.is_meta and key in transient_buffers_of(module)
     ]
     if waiting:
         with _all_on_meta(model), torch.no_grad():
@@ -61,17 +69,17 @@ def derive_buffers(model: nn.Module) -> None:
 
 
 def _derive(buffer: Tensor, path: str, key: str, holders: list[nn.Module]) -> None:
-    buffers = holders[0]._buffers
+    buffers = buffers_of(holders[0])
     if buffer.is_meta:  # else it is in several places, and this was the first
         _become(buffer, torch.empty_like(buffer, device="cpu"))
-    version = buffer._version
+    version = version_of(buffer)
     for place, holder in enumerate(holders):
         _reset(holder, next((above for above in holders[place:] if isinstance(above, PreTrainedModel)), None))
         # Written to, or replaced by another one.
-        if buffer._version != version or (buffers.get(key) is not buffer and not _is_meta(buffers.get(key))):
+        if version_of(buffer) != version or (buffers.get(key) is not buffer and not _is_meta(buffers.get(key))):
             return
     raise ConfigError(
-        f"buffer {f'{path}.{key}'.lstrip('.')} is on the meta device, is no part of the state dict and is not made by "
+        f"buffer {f'{path}.{key}'.lstrip('.')} is on the meta device, is not in the state dict and is not computed by "
         f"a reset_parameters() of {type(holders[0]).__name__}. Write one, or build the model under accelerate's "
         "init_empty_weights(), which puts only parameters on the meta device."
     )
@@ -89,7 +97,7 @@ def _reset(module: nn.Module, owner: PreTrainedModel | None) -> None:
 
 
 def _upwards(path: str) -> Iterator[str]:
-    """A module's path, its parent's, and so on up to the root's."""
+    """A module's path, its parent's, and so on to the root's."""
     while path:
         yield path
         path = path.rpartition(".")[0]
@@ -99,7 +107,7 @@ def _upwards(path: str) -> Iterator[str]:
 def _check_attributes(modules: dict[str, nn.Module]) -> None:
     for path, module in modules.items():
         for key, value in vars(module).items():
-            held = any(value is buffer for buffer in module._buffers.values())
+            held = any(value is buffer for buffer in buffers_of(module).values())
             if isinstance(value, Tensor) and value.is_meta and not held:
                 raise ConfigError(
                     f"{f'{path}.{key}'.lstrip('.')} is a tensor on the meta device that is no parameter and no buffer, "
@@ -111,17 +119,15 @@ def _check_attributes(modules: dict[str, nn.Module]) -> None:
 @contextmanager
 def _all_on_meta(model: nn.Module) -> Iterator[None]:
     """Inside, parameters and buffers that have numbers now are out of reach of those who would reset them."""
-    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    replaced = Replacements()
     try:
         for module in model.modules():
-            homes: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for home in homes:
-                for key, tensor in home.items():
-                    if tensor is not None and not tensor.is_meta:
-                        before.append((home, key, tensor))
-                        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-                        home[key] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
+            homes: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
+            held = [(home, *item) for home in homes for item in home.items()]
+            for home, key, tensor in held:
+                if tensor is not None and not tensor.is_meta:
+                    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+                    replaced.put(home, key, nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty)
         yield
     finally:
-        for home, key, tensor in before:
-            home[key] = tensor
+        replaced.restore()

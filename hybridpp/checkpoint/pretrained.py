@@ -1,8 +1,8 @@
-"""Hugging Face folders: transformers says what is where under which name, and only what is asked for is read.
+"""Hugging Face folders: names and conversions are transformers'; only the requested tensors are read.
 
-Folders on the hub have the names of older versions, and some layouts too (experts one by one that a model holds
-stacked). transformers converts them while it loads. It is let load once with every tensor on the meta device, which
-reads no weight and tells what fits; its conversion is then run for the tensors asked for.
+Folders on the hub have names, and some layouts, of older versions (separate experts that a model holds stacked).
+transformers converts them while it loads. Here it loads once on the meta device, which reads no weight and reports
+which names match; its conversions are then run for the requested tensors only.
 """
 
 import copy
@@ -17,18 +17,19 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from hybridpp.checkpoint.read import Contents, InMemory, Place, Stored, find_tensors, open_tensors, shapes_of
+from hybridpp.checkpoint.find_tensors import TensorLocation, find_tensors
+from hybridpp.checkpoint.read import CheckpointContents, InMemory, StoredTensor, open_tensors, shapes_of
 from hybridpp.errors import CheckpointError
 
 
 @dataclass
 class _Conversion:
-    """Tensors of a folder that make tensors of a model, not just under another name.
+    """A conversion of a folder's tensors to a model's tensors, beyond renaming.
 
     Attributes:
-        name: of the first one made.
-        rule: of transformers; used up by a run, so run on copies.
-        sources: what goes in, each with the pattern of the rule that it matched, in the order that the rule expects.
+        name: name of the first result.
+        rule: transformers' rule; a run consumes it, so copies are run.
+        sources: the inputs, each with the pattern of the rule that it matched, in the order that the rule expects.
     """
 
     name: str
@@ -44,36 +45,36 @@ class _Conversion:
 
 
 @dataclass
-class _Recipes:
-    """Where the tensors of a model come from: each is on disk as it is, or made by a conversion."""
+class _TensorSources:
+    """Sources of a model's tensors: each is on disk, or the result of a conversion."""
 
-    direct: dict[str, Place]
-    conversions: list[tuple[_Conversion, dict[str, Place], frozenset[str]]]
-    """Each with its sources and what it makes."""
+    direct: dict[str, TensorLocation]
+    conversions: list[tuple[_Conversion, dict[str, TensorLocation], frozenset[str]]]
+    """Each with its sources and results."""
 
     @property
     def names(self) -> set[str]:
         return {*self.direct, *(name for _, _, made in self.conversions for name in made)}
 
-    def read(self, shell: PreTrainedModel, names: Collection[str]) -> Iterator[tuple[str, Stored]]:
+    def read(self, shell: PreTrainedModel, names: Collection[str]) -> Iterator[tuple[str, StoredTensor]]:
         yield from open_tensors({name: self.direct[name] for name in names if name in self.direct})
         for conversion, sources, made in self.conversions:
             if made.isdisjoint(names):
                 continue
-            tensors = {key: stored.whole() for key, stored in open_tensors(sources)}
+            tensors = {key: stored.full() for key, stored in open_tensors(sources)}
             for name, tensor in conversion.run(shell, tensors).items():
                 if name in names:
                     yield name, InMemory(tensor)
 
 
-def open_pretrained(model: PreTrainedModel, path: Path, strict: bool) -> Contents:
-    """A folder that ``from_pretrained`` of the model's class reads.
+def open_pretrained(model: PreTrainedModel, path: Path, strict: bool) -> CheckpointContents:
+    """Open a folder that ``from_pretrained`` of the model's class can read.
 
     Raises:
-        CheckpointError: it does not; a file is broken; or, if ``strict``, names are missing or unexpected.
+        CheckpointError: it cannot; a file is broken; or, if ``strict``, names are missing or unexpected.
     """
-    places = find_tensors(path)
-    shapes_of(places)  # a broken file is named here
+    locations = find_tensors(path, from_pretrained=True)
+    shapes_of(locations)  # raises an error that names a broken file
     shell, info = _load(model, path, device_map="meta")
     if strict and (info["missing_keys"] or info["unexpected_keys"]):
         raise CheckpointError(
@@ -81,27 +82,28 @@ def open_pretrained(model: PreTrainedModel, path: Path, strict: bool) -> Content
             f"unexpected {sorted(info['unexpected_keys'])}. Use strict=False to load what fits."
         )
     state = {name: leaf for name, leaf in shell.state_dict(keep_vars=True).items() if isinstance(leaf, Tensor)}
-    recipes = _recipes(shell, places)
-    known = recipes.names
+    sources = _recipes(shell, locations)
+    known = sources.names
     # A tied weight is on disk under one of its names.
     under = {id(state[name]): name for name in state if name in known}
     found = {name: name if name in known else under.get(id(leaf)) for name, leaf in state.items()}
     shapes = {name: tuple(leaf.shape) for name, leaf in state.items() if name not in info["missing_keys"]}
 
-    def read(names: Collection[str]) -> Iterator[tuple[str, Stored]]:
+    def read(names: Collection[str]) -> Iterator[tuple[str, StoredTensor]]:
         asked: dict[str, list[str]] = {}
         others: list[str] = []
         for name in names:
             source = found[name]
             (others if source is None else asked.setdefault(source, [])).append(name)
-        for source, stored in recipes.read(shell, asked):
+        for source, stored in sources.read(shell, asked):
             yield from ((name, stored) for name in asked[source])
         if others:
-            # Not from safetensors files, or computed (sinusoids): transformers knows how, but for the whole model.
+            # Not from safetensors files, or computed (sinusoids): only transformers' load of the complete model has
+            # them.
             whole = _load(model, path)[0].state_dict()
             yield from ((name, InMemory(whole[name])) for name in others)
 
-    return Contents(shapes, read)
+    return CheckpointContents(shapes, read)
 
 
 def _load(model: PreTrainedModel, path: Path, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -109,42 +111,45 @@ def _load(model: PreTrainedModel, path: Path, **options: Any) -> tuple[PreTraine
         loaded: Any = type(model).from_pretrained(
             path, output_loading_info=True, ignore_mismatched_sizes=False, **options
         )
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path} does not hold weights for {type(model).__name__}: {error}") from error
+    except Exception as error:  # of a missing file, a broken one, a pickle, a config that is no JSON, …
+        raise CheckpointError(
+            f"{path} does not hold weights for {type(model).__name__}: {type(error).__name__}: {error}. Pass a folder "
+            "that save_model or save_pretrained wrote for this model."
+        ) from error
     return loaded[0], loaded[1]
 
 
-def _recipes(shell: PreTrainedModel, places: Mapping[str, Place]) -> _Recipes:
-    """Sort a folder's tensors by what they make, as ``convert_and_load_state_dict_in_model`` of transformers does."""
+def _recipes(shell: PreTrainedModel, locations: Mapping[str, TensorLocation]) -> _TensorSources:
+    """Sort a folder's tensors by their results, as transformers' ``convert_and_load_state_dict_in_model`` does."""
     state = shell.state_dict()
     mapping = get_model_conversion_mapping(shell)
     renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
     rules = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     prefix = shell.base_model_prefix
-    direct: dict[str, Place] = {}
+    direct: dict[str, TensorLocation] = {}
     conversions: dict[str, _Conversion] = {}
-    for key in sorted(places, key=dot_natural_key):
+    for key in sorted(locations, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], prefix, state)
         if name not in state:
             continue
         if pattern is None:
-            direct.setdefault(name, places[key])
+            direct.setdefault(name, locations[key])
         else:
             conversion = conversions.setdefault(name, _Conversion(name, rules[pattern]))
             conversion.sources.append((key, pattern))
-    return _Recipes(direct, list(_with_results(shell, conversions.values(), places)))
+    return _TensorSources(direct, list(_with_results(shell, conversions.values(), locations)))
 
 
 def _with_results(
-    shell: PreTrainedModel, conversions: Iterable[_Conversion], places: Mapping[str, Place]
-) -> Iterator[tuple[_Conversion, dict[str, Place], frozenset[str]]]:
-    """Each conversion with what it makes, found out by running it on the meta device."""
+    shell: PreTrainedModel, conversions: Iterable[_Conversion], locations: Mapping[str, TensorLocation]
+) -> Iterator[tuple[_Conversion, dict[str, TensorLocation], frozenset[str]]]:
+    """Each conversion with the names of its results, determined by running it on the meta device."""
     conversions = list(conversions)
-    shapes = shapes_of({key: places[key] for conversion in conversions for key, _ in conversion.sources})
+    shapes = shapes_of({key: locations[key] for conversion in conversions for key, _ in conversion.sources})
     for conversion in conversions:
-        sources = {key: places[key] for key, _ in conversion.sources}
+        sources = {key: locations[key] for key, _ in conversion.sources}
         empty = {key: torch.empty(shapes[key], device="meta") for key in sources}
         yield conversion, sources, frozenset(conversion.run(shell, empty))

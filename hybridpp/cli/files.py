@@ -1,4 +1,4 @@
-"""Files that a command reads and writes, with one line where that fails."""
+"""Files that a command reads and writes; failures become one-line errors."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,13 +9,13 @@ from hybridpp.errors import ConfigError
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Within it, a failure to read the file is a :class:`~hybridpp.errors.ConfigError`."""
+    """Turn failures to read the file into :class:`~hybridpp.errors.ConfigError`."""
     try:
         yield
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}.") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} cannot be read: it is no text.") from error
+        raise ConfigError(f"{path} cannot be read: it is not a text file.") from error
 
 
 def read(path: str) -> str:
@@ -29,7 +29,7 @@ def read(path: str) -> str:
 
 
 def write(path: str, save: Callable[[str], None]) -> str:
-    """Let ``save`` write the file; the line that says so.
+    """Write a file by ``save``; returns the line to print.
 
     Raises:
         ConfigError: it cannot be written.

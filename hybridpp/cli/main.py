@@ -1,4 +1,4 @@
-"""Choose the subcommand, run it, print what it says."""
+"""Choose the subcommand, run it, print its output."""
 
 import importlib
 import sys
@@ -8,17 +8,17 @@ from typing import NamedTuple, Protocol, cast
 
 from hybridpp.errors import HybridppError
 
-_FAILED = 2  # as argparse, for arguments that it refuses
+_FAILED = 2  # as argparse does for invalid arguments
 
 
 class Command(Protocol):
-    """What the module of a subcommand has."""
+    """The interface of a subcommand's module."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Declare its flags."""
+        """Declare the flags."""
 
     def run(self, arguments: Namespace) -> str:
-        """Do it; what is to be printed."""
+        """Run the command; returns the text to print."""
 
 
 class _Entry(NamedTuple):
@@ -26,16 +26,16 @@ class _Entry(NamedTuple):
     help: str
 
 
-# A module is loaded when its command is chosen: `hybridpp --help` needs no torch.
+# A module is imported when its command is chosen, so `hybridpp --help` needs no torch.
 _COMMANDS = {
     "partition": _Entry("hybridpp.cli.partition", "show how a model would be cut into pipeline stages"),
     "schedule": _Entry("hybridpp.cli.schedule", "print, draw, check and compare pipeline schedules"),
-    "simulate": _Entry("hybridpp.cli.simulate", "tell how long a step would take, from what its stages cost"),
+    "simulate": _Entry("hybridpp.cli.simulate", "simulate the time of a step from the costs of its stages"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``hybridpp`` with these arguments (None: those of the process); the exit code."""
+    """Run ``hybridpp`` with these arguments (None: those of the process); returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = ArgumentParser(prog="hybridpp", description="Hybrid-parallel training for PyTorch.")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)

@@ -1,4 +1,4 @@
-"""A Hugging Face model built from its configuration alone, without memory for its weights."""
+"""A Hugging Face model on the meta device, built from its configuration."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,22 +15,22 @@ Factory: TypeAlias = Callable[[PreTrainedConfig], nn.Module]
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    """The configuration of a model: a folder with a ``config.json``, or a model's name on the Hugging Face hub.
+    """Read the configuration of a model, given a folder with a ``config.json`` or a name on the Hugging Face hub.
 
     Raises:
-        ConfigError: there is none, or transformers does not know such models.
+        ConfigError: there is none, or transformers cannot read it.
     """
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ConfigError(f"{name} has no config.json. Give the folder that save_pretrained wrote.")
+        raise ConfigError(f"{name} has no config.json. Pass a folder that save_pretrained wrote.")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except OSError as error:
         raise ConfigError(
-            f"no model {name!r}: there is no such folder, and the Hugging Face hub does not give one of that name. "
-            "Check the name, or the connection."
+            f"no model {name!r}: neither a folder nor a model on the Hugging Face hub has that name. Check the name "
+            "and the connection."
         ) from error
-    except Exception as error:  # of many kinds: unknown model types, settings that contradict each other
+    except Exception as error:  # of many types: unknown model types, inconsistent settings
         raise ConfigError(f"transformers cannot read the configuration of {name!r}: {_first_line(error)}") from error
     return config
 
@@ -39,9 +39,9 @@ def build(config: PreTrainedConfig, task: str | None = None) -> nn.Module:
     """The model on the meta device, in evaluation mode.
 
     Args:
-        config: of the model.
-        task: the ending of one of transformers' ``AutoModelFor...`` classes; None takes the class that the
-            configuration names, or the bare model where it names none.
+        config: configuration of the model.
+        task: suffix of one of transformers' ``AutoModelFor...`` classes; None: the class that the configuration names,
+            or the base model if it names none.
 
     Raises:
         ConfigError: there is no such class, or it cannot be built from this configuration.
@@ -51,7 +51,7 @@ def build(config: PreTrainedConfig, task: str | None = None) -> nn.Module:
         with torch.device("meta"):
             model = factory(config)
         if isinstance(model, PreTrainedModel) and model._can_set_experts_implementation():
-            # The one that fakes can run in every format; others compute for real there.
+            # The implementation that fake tensors support in every format.
             model.set_experts_implementation("batched_mm")
     except Exception as error:  # whatever a model's constructor raises
         raise ConfigError(f"no model can be built from this {type(config).__name__}: {_first_line(error)}") from error
@@ -72,7 +72,7 @@ def _auto_class(task: str) -> Factory:
     prefix = "AutoModelFor"
     tasks = sorted(name.removeprefix(prefix) for name in dir(transformers) if name.startswith(prefix))
     if task not in tasks:
-        raise ConfigError(f"--task is one of {', '.join(tasks)}: got {task!r}.")
+        raise ConfigError(f"--task must be one of {', '.join(tasks)}: got {task!r}.")
     return cast(Factory, getattr(transformers, prefix + task).from_config)
 
 

@@ -1,4 +1,4 @@
-"""``hybridpp partition``: how a model would be cut, and its layers divided, from its configuration alone."""
+"""``hybridpp partition``: how a model would be cut, and its layers sharded, from its configuration alone."""
 
 import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -8,26 +8,40 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
-from hybridpp.cli.division import divide, render_division
+from hybridpp.cli.argtypes import positive
+from hybridpp.cli.cut_table import RankShare, render_cut
 from hybridpp.cli.meta_model import build, load_config
-from hybridpp.cli.numbers import positive
-from hybridpp.cli.table import Share, render
+from hybridpp.cli.sharding_report import preview_sharding, render_sharding
 from hybridpp.config import ParallelConfig, PartitionConfig, Precision
 from hybridpp.errors import ConfigError, HybridppError
-from hybridpp.partition import StageSummary, describe_cut, make_samples
-from hybridpp.precision import casts, dtype_of, keep_formats, module_formats, norms, working_dtype
+from hybridpp.module_adapter import ModuleAdapter
+from hybridpp.partition import MemoryBudget, StageSummary, TrainingStateSpec, describe_cut, make_samples
+from hybridpp.precision import (
+    dtype_changes,
+    find_module_dtypes,
+    norm_modules,
+    torch_dtype,
+    working_dtype,
+    wrap_dtype_boundaries,
+)
+
+# Adam's states per weight.
+_ADAMS = 2
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
     parser.add_argument("--model", required=True, help="folder with a config.json, or name on the Hugging Face hub")
     parser.add_argument("--pp-size", type=positive, required=True, help="number of pipeline stages")
-    parser.add_argument("--tp-size", type=positive, default=1, help="ranks that share a stage's layers (default: 1)")
+    parser.add_argument("--tp-size", type=positive, default=1, help="tensor-parallel ranks (default: 1)")
     parser.add_argument(
-        "--enable-sequence-parallelism", action="store_true", help="those ranks have a shard of the sequences each"
+        "--enable-sequence-parallelism", action="store_true", help="shard sequences over the tensor-parallel ranks"
     )
     parser.add_argument("--task", help="CausalLM, ImageClassification, ...; default: the class in config.json")
-    parser.add_argument("--balance", choices=("flops", "parameters"), default="flops", help="what stages share evenly")
+    parser.add_argument(
+        "--balance", choices=("flops", "parameters"), default="flops", help="what is balanced over the stages"
+    )
+    parser.add_argument("--memory-limit", metavar="SIZE", help="for a rank's parameters in training, as 16GiB")
     parser.add_argument("--layers-per-stage", type=_counts, metavar="N,N,...", help="blocks of each stage")
     parser.add_argument("--split-points", type=_points, metavar="NAME:SIDE,...", help="SIDE is before or after")
     parser.add_argument("--precision", choices=tuple(map(str, Precision)), default="fp16", help="default: fp16")
@@ -36,9 +50,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> str:
-    """The table."""
+    """Returns the table."""
     partition = PartitionConfig(
-        layers_per_stage=arguments.layers_per_stage, split_points=arguments.split_points, balance=arguments.balance
+        layers_per_stage=arguments.layers_per_stage,
+        split_points=arguments.split_points,
+        balance=arguments.balance,
+        memory_limit=arguments.memory_limit,
     )
     parallel = ParallelConfig(
         tp_size=arguments.tp_size,
@@ -47,54 +64,75 @@ def run(arguments: Namespace) -> str:
     )
     config = load_config(arguments.model)
     model = build(config, arguments.task)
-    division = divide(model, parallel) if arguments.tp_size > 1 else None
+    division = preview_sharding(model, parallel) if arguments.tp_size > 1 else None
     casted = _casted(model, Precision(arguments.precision))
-    stages = _describe(model, arguments, partition, casted)
+    held = _held(model, casted, arguments, partition, division.shapes if division else {})
+    stages = _describe(model, arguments, partition, casted, held)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     first = f"{type(model).__name__}, {_chosen_by(partition)}\n\n"
     if division is None:
-        return first + render(stages, num_parameters, arguments.batch_size)
+        return first + render_cut(stages, num_parameters, arguments.batch_size)
     shares = _shares(model, casted, division.shapes)
-    cut = render(stages, num_parameters, arguments.batch_size, shares)
-    return f"{first}{cut}\n\n{render_division(model, division, arguments.tp_size)}"
+    cut = render_cut(stages, num_parameters, arguments.batch_size, shares)
+    return f"{first}{cut}\n\n{render_sharding(model, division, arguments.tp_size)}"
 
 
 def _casted(model: nn.Module, precision: Precision) -> dict[int, torch.dtype]:
-    """The formats of the tensors that change; the model's modules cast to theirs from here on."""
-    formats = module_formats(model, (), dtype_of(precision), norms(model))
-    keep_formats(model, formats, dtype_of(precision))
-    return casts(model, working_dtype(model, precision), formats)
+    """Put dtype boundaries on the model's modules; returns the dtypes of the tensors that are cast, by ``id``."""
+    module_dtypes = find_module_dtypes(model, (), torch_dtype(precision), norm_modules(model))
+    wrap_dtype_boundaries(ModuleAdapter(model), module_dtypes, torch_dtype(precision))
+    return dtype_changes(model, working_dtype(model, precision), module_dtypes)
 
 
 def _shares(
     model: nn.Module, casted: Mapping[int, torch.dtype], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Share]:
-    """What a rank holds of each parameter."""
+) -> dict[str, RankShare]:
+    """A rank's share of each parameter."""
     shares = {}
     for name, parameter in model.named_parameters():
         num_elements = math.prod(shapes[name])
-        shares[name] = Share(num_elements, num_elements * casted.get(id(parameter), parameter.dtype).itemsize)
+        shares[name] = RankShare(num_elements, num_elements * casted.get(id(parameter), parameter.dtype).itemsize)
     return shares
 
 
+def _held(
+    model: nn.Module,
+    casted: Mapping[int, torch.dtype],
+    arguments: Namespace,
+    partition: PartitionConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> MemoryBudget:
+    """Memory that a rank needs for each parameter that it holds, trained with Adam."""
+    state_spec = TrainingStateSpec(_ADAMS, Precision(arguments.precision) is not Precision.FP32)
+    sizes = {}
+    for name, parameter in model.named_parameters():
+        dtype = casted.get(id(parameter), parameter.dtype)
+        sizes[name] = state_spec.bytes_of(parameter, dtype, math.prod(shapes.get(name, parameter.shape)))
+    return MemoryBudget(sizes=sizes, ranks=range(arguments.pp_size), limit=partition.limit_bytes)
+
+
 class _DoesNotRun(ConfigError):
-    """The model's forward raises on the inputs made for it."""
+    """The model's forward raises on the generated inputs."""
 
 
 def _describe(
-    model: nn.Module, arguments: Namespace, partition: PartitionConfig, casted: Mapping[int, torch.dtype]
+    model: nn.Module,
+    arguments: Namespace,
+    partition: PartitionConfig,
+    casted: Mapping[int, torch.dtype],
+    held: MemoryBudget,
 ) -> tuple[StageSummary, ...]:
     dtype = working_dtype(model, Precision(arguments.precision))
 
     def described_with(sample: dict[str, Tensor]) -> tuple[StageSummary, ...]:
         try:
-            return describe_cut(model, arguments.pp_size, ((), sample), partition, casted)
+            return describe_cut(model, arguments.pp_size, ((), sample), partition, casted, held)
         except HybridppError:
             raise
         except Exception as error:  # whatever a model's forward raises
             shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sample.items())
             raise _DoesNotRun(
-                f"{type(model).__name__} does not run on the inputs that were made from its configuration, {shapes}: "
+                f"{type(model).__name__} does not run on the inputs generated from its configuration, {shapes}: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
@@ -107,7 +145,7 @@ def _describe(
 
 def _chosen_by(partition: PartitionConfig) -> str:
     if partition.layers_per_stage is not None or partition.split_points is not None:
-        return "cut as told"
+        return "cut as requested"
     return f"balanced by {partition.balance}"
 
 

@@ -3,13 +3,12 @@
 from argparse import ArgumentParser, Namespace
 from functools import partial
 
-from hybridpp.cli.columns import table
 from hybridpp.cli.files import write
-from hybridpp.cli.plans import add_sizes, load_plan, programs_of, sizes
+from hybridpp.cli.schedule_source import add_sizes, load_plan, programs_of, sizes
 from hybridpp.errors import ConfigError
 from hybridpp.schedule import (
     SCHEDULES,
-    Kind,
+    ActionKind,
     Programs,
     lower,
     make_schedule,
@@ -19,6 +18,7 @@ from hybridpp.schedule import (
     save_schedule,
 )
 from hybridpp.simulate import Costs, simulate
+from hybridpp.text_table import text_table
 from hybridpp.timeline import Timeline, draw
 
 _UNITS = "F, I and W take one slot each, B two, messages none"
@@ -37,7 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> str:
-    """The grid, the table, or what was found."""
+    """Returns the grid, the table, or the result of the check."""
     writes = arguments.draw is not None or arguments.save is not None
     match arguments.words:
         case [] if arguments.compare and not writes:
@@ -47,8 +47,8 @@ def run(arguments: Namespace) -> str:
         case [text] if not arguments.compare and text != "check":
             return _show(text, arguments)
     raise ConfigError(
-        "one thing is shown. Write hybridpp schedule NAME or hybridpp schedule FILE, which --draw and --save go with, "
-        "hybridpp schedule check FILE, or hybridpp schedule --compare."
+        "these arguments do not go together. Use hybridpp schedule NAME or hybridpp schedule FILE, with or without "
+        "--draw and --save, hybridpp schedule check FILE, or hybridpp schedule --compare."
     )
 
 
@@ -77,18 +77,18 @@ def summary(programs: Programs) -> str:
 
 
 def compare(num_ranks: int, num_microbatches: int, num_chunks: int | None) -> str:
-    """A line per schedule, and what its columns say."""
+    """A table with a line per schedule, and a legend."""
     rows = []
     for name, entry in SCHEDULES.items():
         programs = make_schedule(name, num_ranks, num_microbatches, num_chunks if entry.takes_chunks else None)
         rows.append((name, *_facts(programs, num_microbatches)))
     lines = [
-        table(("schedule", "ranks", "stages", "idle", "activations", "messages"), rows),
+        text_table(("schedule", "ranks", "stages", "idle", "activations", "messages"), rows),
         "",
         *(f"{entry.name}: {entry.summary}" for entry in SCHEDULES.values()),
         "",
         f"idle: share of the ranks' time; {_UNITS}",
-        "activations: the most that a rank holds, in micro-batches of 1/ranks of the model",
+        "activations: the largest number that a rank holds, in micro-batches of 1/ranks of the model",
         "messages: between ranks, per micro-batch",
     ]
     return "\n".join(lines)
@@ -96,7 +96,7 @@ def compare(num_ranks: int, num_microbatches: int, num_chunks: int | None) -> st
 
 def _facts(programs: Programs, num_microbatches: int) -> tuple[str, ...]:
     num_ranks, num_stages = len(programs), len(placement(programs))
-    sends = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+    sends = (ActionKind.SEND_ACTIVATION, ActionKind.SEND_GRADIENT)
     num_messages = sum(action.kind in sends for program in lower(programs) for action in program)
     return (
         f"{num_ranks}",

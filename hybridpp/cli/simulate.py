@@ -1,33 +1,33 @@
-"""``hybridpp simulate``: how long a step would take, from what its stages cost."""
+"""``hybridpp simulate``: the time of a step, from the costs of its stages."""
 
 from argparse import ArgumentParser, Namespace
 from functools import partial
 from statistics import fmean, quantiles
 
-from hybridpp.cli.columns import table
+from hybridpp.cli.argtypes import per_stage
 from hybridpp.cli.files import read, write
-from hybridpp.cli.numbers import per_stage
-from hybridpp.cli.plans import add_sizes, programs_of
+from hybridpp.cli.schedule_source import add_sizes, programs_of
 from hybridpp.errors import ConfigError
 from hybridpp.schedule import SCHEDULES, Programs, placement
 from hybridpp.simulate import Costs, Simulation, simulate, simulate_draws
+from hybridpp.text_table import text_table
 from hybridpp.timeline import Timeline, draw, save_trace
 
 _COSTS = {
     "forward_ms": "time of a stage's forward (default: 1)",
     "input_gradient_ms": "time of I, the first half of a backward (default: 1)",
     "weight_gradient_ms": "time of W, the second half of a backward (default: 1)",
-    "backward_ms": "time of a whole backward (default: I and W together)",
+    "backward_ms": "time of an unsplit backward (default: I and W together)",
     "send_ms": "time of a message between ranks (default: 0)",
     "post_ms": "time that a rank itself spends on each message (default: 0)",
-    "activation_bytes": "what a stage holds from its forward to its backward (default: not counted)",
-    "weight_gradient_bytes": "what a stage holds from I to W (default: not counted)",
+    "activation_bytes": "memory of a stage from its forward to its backward (default: not counted)",
+    "weight_gradient_bytes": "memory of a stage from I to W (default: not counted)",
 }
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
-    parser.epilog = "Times are milliseconds of one micro-batch. X is one number for all stages; X,X,... one for each."
+    parser.epilog = "Times are milliseconds per micro-batch. X is one number for all stages; X,X,... is one per stage."
     parser.add_argument(
         "schedule", metavar="NAME | FILE", help=f"one of {', '.join(SCHEDULES)}; or a .csv or .json file"
     )
@@ -44,7 +44,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> str:
-    """A line per rank, and the step's time."""
+    """Returns a line per rank, and the step's time."""
     programs = programs_of(arguments.schedule, arguments)
     measured = None if arguments.measured is None else Timeline.from_json(read(arguments.measured))
     simulation = simulate(programs, _costs(arguments, len(placement(programs)), measured))
@@ -65,7 +65,7 @@ def _costs(arguments: Namespace, num_stages: int, measured: Timeline | None) -> 
         flag for flag, used in (("--costs", arguments.costs), ("--measured", measured), ("the times", given)) if used
     ]
     if len(sources) > 1:
-        raise ConfigError(f"costs come from one place: got {' and '.join(sources)}. Leave one out.")
+        raise ConfigError(f"costs need one source: got {' and '.join(sources)}. Remove one.")
     if arguments.costs is not None:
         return Costs.from_json(read(arguments.costs))
     if measured is not None:
@@ -74,13 +74,13 @@ def _costs(arguments: Namespace, num_stages: int, measured: Timeline | None) -> 
 
 
 def _expected(programs: Programs, measured: Timeline) -> list[str]:
-    """What steps whose actions scatter as the measured ones would take."""
+    """The expected time of steps whose actions vary as measured, if the programs have the measured actions."""
     kinds = {(span.stage, span.kind) for span in measured.spans}
     if not all((action.stage, action.kind) in kinds for program in programs for action in program):
-        return []  # another schedule was measured: there is nothing to draw from
+        return []  # another schedule was measured, so there are no times to draw from
     times = [draw_.timeline.makespan_ms for draw_ in simulate_draws(programs, measured)]
     *_, most = quantiles(times, n=20)
-    return [f"with times that scatter as measured: {fmean(times):,.1f} ms; 95 % of steps take at most {most:,.1f}"]
+    return [f"with times that vary as measured: {fmean(times):,.1f} ms; 95 % of steps take at most {most:,.1f}"]
 
 
 def _table(simulation: Simulation) -> str:
@@ -99,4 +99,4 @@ def _table(simulation: Simulation) -> str:
         titles.append("MiB held")
         rows = [[*row, f"{held / 2**20:,.1f}"] for row, held in zip(rows, simulation.peak_bytes, strict=True)]
     step = f"step: {timeline.makespan_ms:,.1f} ms, {100 * simulation.idle_share:.1f} % idle"
-    return f"{table(titles, rows)}\n\n{step}"
+    return f"{text_table(titles, rows)}\n\n{step}"

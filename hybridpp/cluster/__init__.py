@@ -3,19 +3,26 @@
 from hybridpp.cluster.coordinator import DistCoordinator
 from hybridpp.cluster.current import current_world
 from hybridpp.cluster.dist_logger import disable_existing_loggers, get_dist_logger
+from hybridpp.cluster.gather_objects import gather_objects
 from hybridpp.cluster.grid import Axis, Coordinate, RankGrid
-from hybridpp.cluster.launch import launch, launch_from_torch
+from hybridpp.cluster.launch import (
+    check_joined,
+    launch,
+    launch_from_openmpi,
+    launch_from_slurm,
+    launch_from_torch,
+)
 from hybridpp.cluster.loopback import Loopback
 from hybridpp.cluster.seeds import (
     RandomState,
     microbatch_key,
-    place_seed,
-    place_seeder,
     preserved_random_state,
     random_state,
-    seed_place,
+    seed_stream,
     set_random_state,
     set_seed,
+    stream_seed,
+    stream_seeder,
 )
 from hybridpp.cluster.world import Group, Pending, Work, World
 
@@ -30,17 +37,21 @@ __all__ = [
     "RankGrid",
     "Work",
     "World",
+    "check_joined",
     "current_world",
     "disable_existing_loggers",
+    "gather_objects",
     "get_dist_logger",
     "launch",
+    "launch_from_openmpi",
+    "launch_from_slurm",
     "launch_from_torch",
     "microbatch_key",
-    "place_seed",
-    "place_seeder",
     "preserved_random_state",
     "random_state",
-    "seed_place",
+    "seed_stream",
     "set_random_state",
     "set_seed",
+    "stream_seed",
+    "stream_seeder",
 ]

@@ -1,4 +1,4 @@
-"""Who speaks, who goes first: small helpers for scripts that run on every rank."""
+"""Helpers for scripts that run on every rank: act on one rank only, or on one rank first."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -9,13 +9,15 @@ import torch
 import torch.distributed as dist
 
 from hybridpp.cluster.current import current_world
+from hybridpp.cluster.launch import check_joined
+from hybridpp.cluster.torch_world import leave_job
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class DistCoordinator:
-    """This rank's place in the job, and ways to act on some ranks only.
+    """This rank's position in the job, and ways to act on some ranks only.
 
     Without a job, it is rank 0 of 1.
 
@@ -24,6 +26,9 @@ class DistCoordinator:
         world_size: number of processes.
         local_rank: this process among those of its host.
 
+    Raises:
+        LaunchError: torchrun or mpirun started this process as one of several, and it has not joined them.
+
     Example:
         >>> coordinator = DistCoordinator()
         >>> coordinator.print_on_master(f"training on {coordinator.world_size} ranks")
@@ -31,6 +36,7 @@ class DistCoordinator:
     """
 
     def __init__(self) -> None:
+        check_joined()
         world = current_world()
         self.rank = world.rank
         self.world_size = world.size
@@ -46,7 +52,7 @@ class DistCoordinator:
         return self.local_rank == 0
 
     def print_on_master(self, message: object) -> None:
-        """Print on rank 0, say nothing on the others."""
+        """Print on rank 0 only."""
         if self.is_master():
             print(message, flush=True)  # noqa: T201
 
@@ -55,7 +61,7 @@ class DistCoordinator:
     @overload
     def on_master_only(self) -> Callable[[Callable[P, T]], Callable[P, T | None]]: ...
     def on_master_only(self, function: Callable[P, T] | None = None) -> Any:
-        """Decorate a function to do its work on rank 0 and return None on the others; with or without brackets."""
+        """Decorate a function to run on rank 0 only and return None on the others; with or without parentheses."""
         if function is None:
             return self.on_master_only
 
@@ -67,7 +73,7 @@ class DistCoordinator:
 
     @contextmanager
     def priority_execution(self, executor_rank: int = 0) -> Iterator[None]:
-        """Run the block on ``executor_rank`` first, then on all others (say, to fill a cache).
+        """Run the block on ``executor_rank`` first, then on all others (for example to fill a cache).
 
         Collective: every rank must enter it.
         """
@@ -80,13 +86,13 @@ class DistCoordinator:
                 self.block_all()
 
     def block_all(self) -> None:
-        """Wait until every rank is here. Collective: all ranks."""
-        if dist.is_initialized():
-            dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
-        else:
-            self._world.control().all_gather(torch.zeros(1))
+        """Host barrier over all ranks; pending device work is not waited for. Collective: all ranks."""
+        self._world.control().all_gather(torch.zeros(1))
 
     def destroy(self) -> None:
-        """Leave the job; a process that ends without it may abort in a backend's threads."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        """Leave the job, and release the threads, descriptors and memory of every group.
+
+        A process that ends without it may abort in a backend's threads. Every rank calls it, when its last
+        communication is over. Plugins cannot be used afterwards; another job can be launched.
+        """
+        leave_job()

@@ -1,15 +1,18 @@
-"""The world that this code runs in."""
+"""The current world."""
 
 import torch.distributed as dist
 
+from hybridpp.cluster.launch import shared_memory_wanted
 from hybridpp.cluster.loopback import Loopback, LoopbackWorld
-from hybridpp.cluster.torch_world import TorchWorld
+from hybridpp.cluster.torch_world import job_world
 from hybridpp.cluster.world import World, override
 
 
 def current_world() -> World:
-    """The in-process world where one is running, else the job of ``torch.distributed``, else one rank alone."""
+    """The in-process world if one is running, else the job of ``torch.distributed``, else a world of one rank."""
     world = override.get()
     if world is not None:
         return world
-    return TorchWorld() if dist.is_initialized() else LoopbackWorld(Loopback(1), 0)
+    if dist.is_initialized():
+        return job_world(shared_memory_wanted())
+    return LoopbackWorld(Loopback(1), 0)

@@ -1,40 +1,89 @@
-"""Logging that says which rank speaks, and lets only some of them."""
+"""Logging with the rank in each message, optionally on some ranks only."""
 
 import logging
+import sys
 from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 from hybridpp.cluster.current import current_world
 
 
+class _StandardError(logging.Handler):
+    """Writes to the current standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+        except Exception:
+            self.handleError(record)
+
+
+_HANDLER = _StandardError()
+_HANDLER.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+
+
 class DistLogger(logging.LoggerAdapter[logging.Logger]):
-    """A standard logger whose methods also take ``ranks=[0]``: the ranks that speak; all of them by default."""
+    """A standard logger whose methods also take ``ranks=[0]``, the ranks that log; all by default.
+
+    As long as nobody has configured ``logging``, messages from INFO on go to standard error; afterwards, where and
+    whether they go is for that configuration to say.
+    """
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         return f"[rank {current_world().rank}] {msg}", kwargs
 
+    def isEnabledFor(self, level: int) -> bool:
+        """Whether a message of this level is shown."""
+        return self._speaker().isEnabledFor(level)
+
     def log(  # type: ignore[override]  # `ranks` comes on top
         self, level: int, msg: object, *args: object, ranks: Iterable[int] | None = None, **kwargs: Any
     ) -> None:
-        """Log on the given ranks (all, if None)."""
-        if ranks is None or current_world().rank in ranks:
-            # One level more: the record names the caller's line, not this one.
-            super().log(level, msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
+        """Log on the given ranks (None: all)."""
+        speaker = self._speaker()
+        if speaker.isEnabledFor(level) and (ranks is None or current_world().rank in ranks):
+            text, kwargs = self.process(msg, kwargs)  # type: ignore[assignment]  # a dict it is
+            # One level more, so that the record names the caller's line.
+            speaker.log(level, text, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
+
+    def _speaker(self) -> logging.Logger:
+        """The logger itself; or, where it would tell nobody, one of its name that no configuration knows."""
+        if self.logger.hasHandlers():
+            return self.logger
+        speaker = logging.Logger(self.logger.name, _own_level(self.logger))
+        speaker.addHandler(_HANDLER)
+        return speaker
+
+
+def _own_level(logger: logging.Logger) -> int:
+    """The level that is set on a logger or its parents; INFO if there is none."""
+    above: logging.Logger | None = logger
+    while above is not None and above is not logging.root:
+        if above.level:
+            return above.level
+        above = above.parent
+    return logging.INFO if logging.root.level == logging.WARNING else logging.root.level
 
 
 def get_dist_logger(name: str = "hybridpp") -> DistLogger:
-    """The logger called ``name``; it shows messages once the script configures ``logging`` (``basicConfig``)."""
+    """The logger called ``name``; it shows messages from INFO on, or what the script's own ``logging`` says."""
     return DistLogger(logging.getLogger(name))
 
 
 def disable_existing_loggers(include: list[str] | None = None, exclude: list[str] | None = None) -> None:
-    """Raise other loggers' level to WARNING, so that a log holds what the script and hybridpp say.
+    """Raise other loggers' level to WARNING, so that a log holds the messages of the script and of hybridpp.
+
+    Those that say no more than that already, of themselves or by the logger above them, are left as they are.
 
     Args:
         include: the loggers to quiet; None means every one that exists.
         exclude: loggers, with those below them, to leave alone; None means hybridpp's own.
     """
     spared = ["hybridpp"] if exclude is None else exclude
-    for name in list(logging.root.manager.loggerDict) if include is None else include:
-        if not any(name == other or name.startswith(f"{other}.") for other in spared):
-            logging.getLogger(name).setLevel(logging.WARNING)
+    # From the top down. A level that a logger has anyway is not written to it: transformers compares what is written
+    # (`logger.level`), and tells of a tensor parallelism of its own at every load if that is WARNING.
+    for name in sorted(logging.root.manager.loggerDict if include is None else include):
+        logger = logging.getLogger(name)
+        is_spared = any(name == other or name.startswith(f"{other}.") for other in spared)
+        if not is_spared and logger.getEffectiveLevel() < logging.WARNING:
+            logger.setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Which rank sits where: dp, pp and tp coordinates, by arithmetic alone."""
+"""The rank grid: dp, pp and tp coordinates by arithmetic."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -7,7 +7,7 @@ Axis = Literal["dp", "pp", "tp"]
 
 
 class Coordinate(NamedTuple):
-    """A rank's place on each axis."""
+    """A rank's position on each axis."""
 
     dp: int
     pp: int
@@ -16,7 +16,7 @@ class Coordinate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankGrid:
-    """Ranks laid out with dp outermost and tp innermost, so that the ranks that talk most are neighbours.
+    """Ranks with dp as the outermost and tp as the innermost axis, so that ranks that communicate most are adjacent.
 
     Example:
         >>> RankGrid(dp_size=2, pp_size=2, tp_size=1).groups("pp")
@@ -29,7 +29,7 @@ class RankGrid:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Number of ranks."""
         return self.dp_size * self.pp_size * self.tp_size
 
     def rank(self, at: Coordinate) -> int:
@@ -43,7 +43,7 @@ class RankGrid:
         return Coordinate(dp, pp, tp)
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
-        """The ranks that differ on ``axis`` alone, group by group, each in order along the axis."""
+        """The groups of ranks that differ only on ``axis``, each in order along the axis."""
         lines: dict[Coordinate, list[int]] = {}
         for rank in range(self.world_size):
             lines.setdefault(self.coordinate(rank)._replace(**{axis: 0}), []).append(rank)

@@ -1,30 +1,29 @@
 """Ranks inside one process, for tests and single-process runs.
 
-Each rank is a thread, but only the one that holds the baton runs; it passes the baton on where it waits for another
-rank. So runs are deterministic, torch's per-process random generator serves one rank at a time and stands for each
-where that rank left it, and a deadlock is seen as soon as every rank waits.
+Each rank is a thread, but only one runs at a time, until it waits for another rank. So runs are deterministic, torch's
+per-process random generator is saved and restored per rank, and a deadlock is detected as soon as every rank waits.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from hybridpp.cluster.world import Pending, Work, override
+from hybridpp.cluster.world import Group, Pending, Work, check_real, override
 from hybridpp.errors import DeadlockError
 
 T = TypeVar("T")
 
 
 class _Aborted(BaseException):
-    """Ends a rank whose peer has failed; never leaves :meth:`Loopback.run`."""
+    """Ends a rank whose peer has failed; it does not leave :meth:`Loopback.run`."""
 
 
-class _Baton:
+class _TurnTaking:
     """Lets one thread of ``size`` run at a time."""
 
     def __init__(self, size: int):
@@ -41,7 +40,7 @@ class _Baton:
         self._turns[rank].acquire()
 
     def post(self) -> None:
-        """Something was sent that a waiting rank may need."""
+        """Record that something was sent that a waiting rank may need."""
         self._posted += 1
 
     def _pass_on(self, rank: int) -> None:
@@ -57,7 +56,7 @@ class _Baton:
             if all(self._waiting.get(other, (-1,))[0] == self._posted for other in self._alive):
                 places = "; ".join(f"rank {other} waits for {self._waiting[other][1]}" for other in sorted(self._alive))
                 raise DeadlockError(f"every rank waits for another: {places}.")
-            # Each rank has a generator of its own, as it would in a process of its own.
+            # Each rank has its own generator state, as in separate processes.
             generator = torch.default_generator.get_state()
             self._pass_on(rank)
             self.acquire(rank)
@@ -81,7 +80,7 @@ class Loopback:
 
     def __init__(self, size: int):
         self.size = size
-        self._baton = _Baton(size)
+        self._turns = _TurnTaking(size)
         self._shared: dict[Any, Any] = {}
 
     def run(self, function: Callable[[], T]) -> list[T]:
@@ -90,36 +89,36 @@ class Loopback:
         Raises:
             Exception: the first that any rank raised; the other ranks are ended.
         """
-        baton = self._baton = _Baton(self.size)
+        turns = self._turns = _TurnTaking(self.size)
         self._shared = {}
         results: list[Any] = [None] * self.size
 
         def work(rank: int) -> None:
-            baton.acquire(rank)
+            turns.acquire(rank)
             try:
                 override.set(LoopbackWorld(self, rank))
-                if baton.failure is None:
+                if turns.failure is None:
                     results[rank] = function()
             except _Aborted:
                 results[rank] = None
             except BaseException as error:
-                baton.failure = baton.failure or error
+                turns.failure = turns.failure or error
             finally:
-                baton.leave(rank)
+                turns.leave(rank)
 
         contexts = [copy_context() for _ in range(self.size)]
         threads = [threading.Thread(target=contexts[rank].run, args=(work, rank)) for rank in range(self.size)]
         for thread in threads:
             thread.start()
-        baton.start()
+        turns.start()
         for thread in threads:
             thread.join()
-        failure, baton.failure = baton.failure, None
+        failure, turns.failure = turns.failure, None
         if failure is not None:
             try:
                 raise failure
             finally:
-                # It holds all that the ranks had: whoever keeps one of their groups would keep that, too.
+                # The error refers to the ranks' objects, which references to their groups would keep alive.
                 del failure
         return results
 
@@ -135,12 +134,18 @@ class LoopbackWorld:
         self._num_splits = 0
         self._control: LoopbackGroup | None = None
 
-    def split(self, groups: Sequence[Sequence[int]]) -> "LoopbackGroup | None":
+    def split(self, groups: Sequence[Sequence[int]], name: str = "") -> "LoopbackGroup | None":
         self._num_splits += 1
         for ranks in groups:
             if self.rank in ranks:
                 return LoopbackGroup(self._loopback, (self._num_splits, tuple(sorted(ranks))), self.rank)
         return None
+
+    def release_unused(self) -> None:
+        """Groups in one process take nothing."""
+
+    def release(self, groups: Iterable[Group]) -> None:
+        """Groups in one process take nothing."""
 
     def control(self) -> "LoopbackGroup":
         # One object, because a group numbers its collectives.
@@ -150,25 +155,25 @@ class LoopbackWorld:
 
 
 class _Done:
-    """A communication that has already happened."""
+    """A completed communication."""
 
     def wait(self) -> None:
         return
 
 
 class _Pending:
-    """A communication that is over once ``ready`` says so."""
+    """A communication that is complete when ``ready`` returns True."""
 
-    def __init__(self, baton: _Baton, rank: int, ready: Callable[[], bool], what: str):
+    def __init__(self, turns: _TurnTaking, rank: int, ready: Callable[[], bool], what: str):
         self._arguments = (rank, ready, what)
-        self._baton = baton
+        self._turns = turns
 
     def wait(self) -> None:
-        self._baton.wait_until(*self._arguments)
+        self._turns.wait_until(*self._arguments)
 
 
 class _Result(Generic[T]):
-    """What is there once a communication is over."""
+    """The result of a pending communication."""
 
     def __init__(self, work: Work, finish: Callable[[], T]):
         self._work, self._finish = work, finish
@@ -195,7 +200,7 @@ class _Mailbox:
         while self.messages and self.receives:
             target, done = self.receives.popleft()
             message = self.messages.popleft()
-            # copy_ would broadcast and cast what a real backend mistakes for something else.
+            # copy_ would broadcast and cast, where a real backend would misinterpret the data.
             assert (message.shape, message.dtype) == (target.shape, target.dtype), (
                 f"sent {message.dtype} {tuple(message.shape)}, expected {target.dtype} {tuple(target.shape)}"
             )
@@ -215,24 +220,25 @@ class LoopbackGroup:
         self.size = len(self.ranks)
         self._world_rank = rank
         self._key = key
-        self._baton = loopback._baton
+        self._turns = loopback._turns
         self._shared = loopback._shared
         self._num_collectives: dict[str, int] = {}
 
     def _collect(
         self, kind: str, tensor: Tensor, finish: Callable[[list[Tensor]], None]
     ) -> tuple[dict[int, Tensor], _Pending]:
-        """Hand in this rank's tensor; the last rank to come calls ``finish`` on all of them, in rank order."""
+        """Submit this rank's tensor; the last rank calls ``finish`` on all of them, in rank order."""
+        check_real(tensor)
         turn = self._num_collectives[kind] = self._num_collectives.get(kind, 0) + 1
         key = (self._key, kind, turn)
         parts: dict[int, Tensor] = self._shared.setdefault(key, {})
         parts[self.rank] = tensor
-        self._baton.post()
+        self._turns.post()
         if len(parts) == self.size:
             finish([parts[member] for member in range(self.size)])
             del self._shared[key]
         what = f"{kind} number {turn} of ranks {self.ranks}"
-        return parts, _Pending(self._baton, self._world_rank, lambda: len(parts) == self.size, what)
+        return parts, _Pending(self._turns, self._world_rank, lambda: len(parts) == self.size, what)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         return self._collect("all_reduce", tensor, _sum)[1]
@@ -260,16 +266,18 @@ class LoopbackGroup:
         return box
 
     def send(self, tensor: Tensor, peer: int) -> Work:
+        check_real(tensor)
         box = self._mailbox(self.rank, peer)
         box.messages.append(tensor.detach().clone())
         box.match()
-        self._baton.post()
+        self._turns.post()
         return _Done()
 
     def receive(self, tensor: Tensor, peer: int) -> Work:
+        check_real(tensor)
         box = self._mailbox(peer, self.rank)
         done: list[bool] = []
         box.receives.append((tensor.detach(), done))
         box.match()
         what = f"a message from rank {self.ranks[peer]}"
-        return _Pending(self._baton, self._world_rank, lambda: bool(done), what)
+        return _Pending(self._turns, self._world_rank, lambda: bool(done), what)

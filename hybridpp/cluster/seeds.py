@@ -1,4 +1,4 @@
-"""Random numbers that depend on what is computed, not on where."""
+"""Random seeds that depend on what is computed, not on the rank."""
 
 import hashlib
 import random
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _MASK = 2**63 - 1
-# An odd constant with well-spread bits (2**64 divided by the golden ratio): neighbouring places get distant seeds.
+# An odd constant with well-spread bits (2**64 divided by the golden ratio): adjacent stream ids get distant seeds.
 _STRIDE = 0x9E3779B97F4A7C15
 
 
@@ -24,56 +24,56 @@ def set_seed(seed: int) -> None:
 
 
 def microbatch_key(seed: int, step: int, microbatch: int) -> int:
-    """One number for a micro-batch of a training run; ``microbatch`` counts over all replicas of a step."""
+    """The key of a micro-batch of a training run; ``microbatch`` counts over all replicas of a step."""
     digest = hashlib.blake2b(struct.pack("<QQQ", seed % 2**64, step, microbatch), digest_size=8).digest()
     return int.from_bytes(digest, "little") & _MASK
 
 
-def place_seed(key: int, place: int) -> int:
-    """The seed for one place of the model's forward (see ``microbatch_key``)."""
-    return (key + place * _STRIDE) & _MASK
+def stream_seed(key: int, stream: int) -> int:
+    """The seed of an RNG stream of the model's forward (see ``microbatch_key``)."""
+    return (key + stream * _STRIDE) & _MASK
 
 
-def place_seeder(key: int, device: torch.device) -> Callable[[int], None]:
-    """What sets the default generators for a place of the model's forward, given the place; made to be called often."""
-    # place_seed is written out here: a call of it takes as long as the rest.
+def stream_seeder(key: int, device: torch.device) -> Callable[[int], None]:
+    """A function that sets the default generators for an RNG stream, given its id; cheap enough for every layer."""
+    # stream_seed is inlined: a call would take as long as the rest.
     set_host = torch.default_generator.manual_seed
     if device.type != "cuda":
 
-        def seed(place: int) -> None:
-            set_host((key + place * _STRIDE) & _MASK)
+        def seed(stream: int) -> None:
+            set_host((key + stream * _STRIDE) & _MASK)
 
         return seed
     set_device = torch.cuda.default_generators[device.index or 0].manual_seed
 
-    def seed_both(place: int) -> None:
-        number = (key + place * _STRIDE) & _MASK
+    def seed_both(stream: int) -> None:
+        number = (key + stream * _STRIDE) & _MASK
         set_host(number)
         set_device(number)
 
     return seed_both
 
 
-def seed_place(key: int, place: int, device: torch.device) -> None:
-    """Set the default generators for one place of the model's forward."""
-    place_seeder(key, device)(place)
+def seed_stream(key: int, stream: int, device: torch.device) -> None:
+    """Set the default generators for one RNG stream."""
+    stream_seeder(key, device)(stream)
 
 
 class RandomState(NamedTuple):
-    """Of torch's generators: the host's, and the device's where it is a CUDA device."""
+    """State of torch's generators: the host's, and the device's if it is a CUDA device."""
 
     cpu: Tensor
     cuda: Tensor | None
 
 
 def random_state(device: torch.device) -> RandomState:
-    """The state of the generators that a model on ``device`` draws from; waits for nothing."""
+    """The state of the generators that a model on ``device`` draws from; does not synchronise."""
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return RandomState(torch.default_generator.get_state(), cuda)
 
 
 def set_random_state(state: RandomState, device: torch.device) -> None:
-    """Bring the generators back to ``state``."""
+    """Restore the generators to ``state``."""
     torch.default_generator.set_state(state.cpu)
     if state.cuda is not None:
         torch.cuda.set_rng_state(state.cuda, device)
@@ -81,7 +81,7 @@ def set_random_state(state: RandomState, device: torch.device) -> None:
 
 @contextmanager
 def preserved_random_state(device: torch.device) -> Iterator[None]:
-    """Leave the user's torch generators as they were found, whatever happens inside."""
+    """Restore the user's torch generators after the block."""
     before = random_state(device)
     try:
         yield

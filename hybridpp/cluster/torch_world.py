@@ -1,192 +1,258 @@
-"""The world of ``torch.distributed``: NCCL for device memory, gloo for host memory."""
+"""The world of ``torch.distributed``, and the groups that its ranks share."""
 
-from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+import gc
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from copy import copy
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridpp.cluster.neighbours import Neighbours, Sum, added, connect
-from hybridpp.cluster.world import Pending, Work
+from hybridpp.cluster.exit_reports import ExitReports
+from hybridpp.cluster.rendezvous import FIRST_NOTICE_S, LOGGER, list_ranks
+from hybridpp.cluster.torch_group import TorchGroup
+from hybridpp.cluster.world import Group
+from hybridpp.errors import LaunchError, PeerError
+from hybridpp.nn.torch_private import HashStore, default_store, timeout_of
 
-T = TypeVar("T")
-R = TypeVar("R")
-
-# Larger sums and gathers go through gloo, which divides them among the ranks, and goes on by itself.
-_MAX_EXCHANGED_BYTES = 2**21
-
-
-class TorchGroup:
-    """A ``torch.distributed`` process group as a :class:`~hybridpp.cluster.world.Group`.
-
-    Where all ranks are on one host and its backend is gloo, messages and small collectives go through shared memory.
-
-    Collective: every rank of the group must make it.
-    """
-
-    def __init__(self, process_group: dist.ProcessGroup):
-        self.process_group = process_group
-        self.ranks = tuple(dist.get_process_group_ranks(process_group))
-        self.rank = dist.get_rank(process_group)
-        self.size = len(self.ranks)
-        self._host_only = dist.get_backend(process_group) == "gloo"
-        self._neighbours = connect(process_group) if self._host_only else None
-        self.overlaps = self._neighbours is None
-
-    def _staged(self, tensor: Tensor) -> bool:
-        return self._host_only and tensor.device.type != "cpu"
-
-    def _exchanging(self, num_bytes: int) -> Neighbours | None:
-        """Whom to exchange so much with; by what all ranks agree on alone: one that chose otherwise would hang."""
-        return self._neighbours if num_bytes * (self.size - 1) <= _MAX_EXCHANGED_BYTES else None
-
-    def all_reduce(self, tensor: Tensor) -> Work:
-        host = tensor.cpu() if self._staged(tensor) else tensor
-        neighbours = self._exchanging(host.nbytes)
-        work: Work
-        if neighbours is not None:
-            work = Sum(neighbours.exchange([host] * self.size, host.shape), host)
-        else:
-            work = _started(dist.all_reduce(host, group=self.process_group, async_op=True))
-        return work if host is tensor else _Staged(work, host, tensor)
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        return self.start_all_gather(tensor).wait()
-
-    def start_all_gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
-        source = tensor.cpu() if self._staged(tensor) else tensor
-        neighbours = self._exchanging(source.nbytes)
-
-        def gathered(parts: list[Tensor]) -> list[Tensor]:
-            if neighbours is not None:
-                # A copy of its own: who asked may write to either.
-                parts[self.rank] = source.clone()
-            return [part.to(tensor.device) for part in parts]
-
-        if neighbours is not None:
-            return _Then(neighbours.exchange([source] * self.size, source.shape), gathered)
-        parts = [torch.empty_like(source) for _ in self.ranks]
-        work = _started(dist.all_gather(parts, source, group=self.process_group, async_op=True))
-        return _Then(_Giving(work, parts), gathered)
-
-    def all_gather_along(self, tensor: Tensor, dim: int) -> Tensor:
-        return torch.cat(self.all_gather(tensor.contiguous()), dim)
-
-    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        return self.start_reduce_scatter(tensor, dim).wait()
-
-    def start_reduce_scatter(self, tensor: Tensor, dim: int) -> Pending[Tensor]:
-        parts = [part.contiguous() for part in tensor.chunk(self.size, dim)]
-        if not self._host_only:
-            mine = torch.empty_like(parts[self.rank])
-            work = _started(dist.reduce_scatter(mine, parts, group=self.process_group, async_op=True))
-            # With the parts, which are read until then.
-            return _Then(_Giving(work, (mine, parts)), lambda both: both[0])
-        parts = [part.cpu() for part in parts]
-        neighbours = self._exchanging(parts[0].nbytes)
-        if neighbours is not None:
-            return _Then(neighbours.exchange(parts, parts[0].shape), lambda summands: added(summands).to(tensor.device))
-        # gloo's own takes twice the time: it sums everything everywhere first. As bytes: it does not know every format.
-        source = torch.stack(parts)
-        target = torch.empty_like(source)
-        to, of = (each.flatten().view(torch.uint8) for each in (target, source))
-        work = _started(dist.all_to_all_single(to, of, group=self.process_group, async_op=True))
-        return _Then(_Giving(work, list(target)), lambda summands: added(summands).to(tensor.device))
-
-    def send(self, tensor: Tensor, peer: int) -> Work:
-        host = tensor.cpu() if self._staged(tensor) else tensor
-        if self._neighbours is not None:
-            return self._neighbours.link(peer).send(host)
-        work = _started(dist.isend(host, group=self.process_group, group_dst=peer))
-        return work if host is tensor else _Staged(work, host, None)
-
-    def receive(self, tensor: Tensor, peer: int) -> Work:
-        host = tensor
-        if self._staged(tensor):
-            # Pinned, so that the copy to the device need not be staged a second time by the driver.
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        if self._neighbours is not None:
-            work: Work = self._neighbours.link(peer).receive(host)
-        else:
-            work = _started(dist.irecv(host, group=self.process_group, group_src=peer))
-        return work if host is tensor else _Staged(work, host, tensor)
-
-
-class _Direct:
-    """A communication of torch."""
-
-    def __init__(self, work: dist.Work):
-        self._work = work
-
-    def wait(self) -> None:
-        self._work.wait()
-
-
-class _Staged:
-    """A communication on a host copy, for a backend that cannot reach device memory."""
-
-    def __init__(self, work: Work, host: Tensor, device: Tensor | None):
-        self._work, self._host, self._device = work, host, device
-
-    def wait(self) -> None:
-        self._work.wait()
-        if self._device is not None:
-            self._device.copy_(self._host)
-
-
-class _Giving(Generic[T]):
-    """A communication, and what it fills."""
-
-    def __init__(self, work: Work, given: T):
-        self._work, self._given = work, given
-
-    def wait(self) -> T:
-        self._work.wait()
-        return self._given
-
-
-class _Then(Generic[T, R]):
-    """What is made of what a communication gives."""
-
-    def __init__(self, pending: Pending[T], function: Callable[[T], R]):
-        self._pending, self._function = pending, function
-
-    def wait(self) -> R:
-        return self._function(self._pending.wait())
-
-
-def _started(work: dist.Work | None) -> Work:
-    assert work is not None, "this rank is a member of the group it communicates in"
-    return _Direct(work)
+_Key = tuple[str, tuple[tuple[int, ...], ...]]
+_MAKING = "to make groups with it. Every rank must make the same plugins, and boost the same models"
 
 
 class TorchWorld:
-    """Every rank of the initialised default process group."""
+    """Every rank of the initialised default process group.
 
-    def __init__(self) -> None:
+    A group takes threads, descriptors and, on devices, memory; so equal groups are shared.
+
+    Args:
+        shared_memory: as in :class:`~hybridpp.cluster.torch_group.TorchGroup`, for all groups.
+
+    Attributes:
+        process_group: the default group.
+        exit_reports: how ranks ended.
+        stop_exit_report: called when this rank leaves.
+    """
+
+    def __init__(self, shared_memory: bool = True) -> None:
+        whole = dist.group.WORLD
+        assert whole is not None, "the default group is initialised"
+        self.process_group: dist.ProcessGroup | None = whole
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        self._timeout = timeout_of(whole)
+        self._store = default_store()
+        self.exit_reports = ExitReports(self._store, self.rank)
+        self.stop_exit_report: Callable[[], None] = lambda: None
+        self._shared_memory = shared_memory
         self._control: TorchGroup | None = None
+        self._alone: TorchGroup | None = None
+        # In order of creation, the same on all ranks; None: this rank is in none of the lists.
+        self._groups: dict[_Key, TorchGroup | None] = {}
+        self._users: dict[_Key, WeakSet[TorchGroup]] = {}
+        self._num_made = self._num_meetings = 0
 
     @property
     def device(self) -> torch.device:
-        """The current CUDA device where there is one, else the CPU."""
+        """The current CUDA device if there is one, else the CPU."""
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
-    def split(self, groups: Sequence[Sequence[int]]) -> TorchGroup | None:
-        """The group that this rank is in. Collective: all ranks of the world, with the same lists."""
-        mine = None
-        for ranks in groups:
-            process_group = dist.new_group(list(ranks))
-            if self.rank in ranks:
-                mine = TorchGroup(process_group)
-        return mine
+    def split(self, groups: Sequence[Sequence[int]], name: str = "") -> TorchGroup | None:
+        """See :meth:`hybridpp.cluster.world.World.split`."""
+        if self.process_group is None:
+            raise LaunchError("this job was left: destroy() was called. Launch again, and make a new plugin.")
+        lists = tuple(tuple(sorted(ranks)) for ranks in groups)
+        if all(len(ranks) == 1 for ranks in lists):
+            return self._single() if (self.rank,) in lists else None
+        key = (name, lists)
+        rows = self._meet(self._started(key))
+        if key in self._groups and not _are_alike(rows, lists):
+            self._close(key)
+        if key not in self._groups:
+            self._groups[key] = self._make(lists, name)
+            self._users[key] = WeakSet()
+            self._num_made += 1
+        group = self._groups[key]
+        if group is None:
+            return None
+        # A copy per user; weak references to the copies show whether the group is still used.
+        shared = copy(group)
+        self._users[key].add(shared)
+        return shared
+
+    def release_unused(self) -> None:
+        """See :meth:`hybridpp.cluster.world.World.release_unused`."""
+        num_made, self._num_made = self._num_made, 0
+        if num_made not in (0, len(self._groups)):
+            # A model and its engine know each other, so that only the collector finds that nobody needs them.
+            gc.collect()
+            self._close_unused(_MAKING)
+
+    def release(self, groups: Iterable[Group]) -> None:
+        """See :meth:`hybridpp.cluster.world.World.release`."""
+        if self.process_group is None:
+            return
+        for group in groups:
+            for users in self._users.values():
+                if group in users and isinstance(group, TorchGroup):
+                    users.discard(group)
+                    group.detach()
+        self._close_unused("to close a plugin with it. Every rank must call plugin.close()")
+
+    def _close_unused(self, what: str) -> None:
+        keys = list(self._groups)
+        used = self._meet(torch.tensor([len(self._users[key]) for key in keys], dtype=torch.int64), what)
+        for place, key in enumerate(keys):
+            if not any(row[place] for row in used):
+                self._close(key)
 
     def control(self) -> TorchGroup:
         """All ranks over gloo, whatever the backend of the data. Collective at the first call."""
         if self._control is None:
-            whole = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-            assert whole is not None, "the default group is initialised"
-            self._control = TorchGroup(whole)
+            # Before the collective below: the store may end with the first rank that leaves.
+            self._single()
+            whole = self.process_group
+            if whole is None or dist.get_backend() != "gloo":
+                whole = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._control = self._group(whole, "all ranks")
         return self._control
+
+    def leave(self) -> None:
+        """Leave the job, and release all resources of its groups in this process."""
+        self.exit_reports.report_success()
+        self.stop_exit_report()
+        for key in list(self._groups):
+            self._close(key)
+        for group in (self._control, self._alone):
+            if group is not None:
+                group.release()
+        # Plugins that still exist keep this object alive.
+        self.process_group = None
+        self._store = self.exit_reports.store = HashStore()
+        dist.destroy_process_group()
+
+    def _group(self, process_group: dist.ProcessGroup, name: str) -> TorchGroup:
+        return TorchGroup(process_group, self._shared_memory, name, self.exit_reports.exit_reason)
+
+    def _single(self) -> TorchGroup:
+        """The group of this rank alone; one such group serves all, because it sends nothing."""
+        if self._alone is None:
+            ranks = [self.rank]
+            self._alone = self._group(
+                dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True), "this rank alone"
+            )
+        return self._alone
+
+    def _make(self, lists: Sequence[Sequence[int]], name: str) -> TorchGroup | None:
+        mine = None
+        for ranks in lists:
+            process_group = dist.new_group(list(ranks), timeout=self._timeout)
+            if self.rank in ranks:
+                mine = self._group(process_group, name)
+        return mine
+
+    def _close(self, key: _Key) -> None:
+        group, users = self._groups.pop(key), self._users.pop(key)
+        if group is None:
+            return
+        process_group = group.process_group
+        for each in (group, *users):
+            each.release()
+        dist.destroy_process_group(process_group)
+
+    def _started(self, key: _Key) -> Tensor:
+        """Counts of what this rank started in an existing group, for :func:`_are_alike`."""
+        longest = max(map(len, key[1]))
+        row = torch.zeros(1 + 2 * longest, dtype=torch.int64)
+        group = self._groups.get(key)
+        if group is not None:
+            collectives, sends, receives = group.started
+            row[0] = collectives
+            row[1 : 1 + group.size] = torch.tensor(sends)
+            row[1 + longest : 1 + longest + group.size] = torch.tensor(receives)
+        return row
+
+    def _meet(self, row: Tensor, what: str = _MAKING) -> list[Tensor]:
+        """All-gather a row of every rank before groups change; reports which ranks are missing, and for what."""
+        self._num_meetings += 1
+        with self._reporting_missing(f"hybridpp meeting {self._num_meetings}", what):
+            return self.control().all_gather(row)
+
+    @contextmanager
+    def _reporting_missing(self, round_name: str, what: str) -> Iterator[None]:
+        """Log from time to time which ranks are missing; the first waiting rank logs."""
+        over = threading.Event()
+        # If the store ended with the rank that hosts it, the ranks' messages report that.
+        with suppress(RuntimeError):
+            self._store.set(f"{round_name} {self.rank}", "")
+
+        def missing() -> list[int]:
+            with suppress(RuntimeError):
+                return [rank for rank in range(self.size) if not self._store.check([f"{round_name} {rank}"])]
+            return []
+
+        def tell() -> None:
+            waited_s, pause_s = 0.0, FIRST_NOTICE_S
+            while not over.wait(pause_s):
+                waited_s += pause_s
+                pause_s = waited_s
+                absent = missing()
+                if absent and min(set(range(self.size)) - set(absent)) == self.rank:
+                    LOGGER.warning(
+                        "[rank %d] has waited %.0f s for %s %s.", self.rank, waited_s, list_ranks(absent), what
+                    )
+
+        teller = threading.Thread(target=tell, daemon=True)
+        teller.start()
+        try:
+            yield
+        except PeerError as error:
+            if absent := missing():
+                error.add_note(f"hybridpp: rank {self.rank} waited for {list_ranks(absent)} {what}.")
+            raise
+        finally:
+            over.set()
+            teller.join()
+
+
+def _are_alike(rows: Sequence[Tensor], lists: Sequence[Sequence[int]]) -> bool:
+    """Whether every message of a group was sent and received, and every collective called by all of it.
+
+    An error may have ended a step halfway; what was under way would arrive in the next.
+
+    Args:
+        rows: of every rank: how many collectives it started, sends to and receives from each member.
+        lists: of the members.
+    """
+    longest = max(map(len, lists))
+    for ranks in lists:
+        if len({int(rows[rank][0]) for rank in ranks}) > 1:
+            return False
+        sent = torch.stack([rows[rank][1 : 1 + len(ranks)] for rank in ranks])
+        received = torch.stack([rows[rank][1 + longest : 1 + longest + len(ranks)] for rank in ranks])
+        if not torch.equal(sent, received.t()):
+            return False
+    return True
+
+
+_job: TorchWorld | None = None
+
+
+def job_world(shared_memory: bool) -> TorchWorld:
+    """The world of this process's job: a single object, like the default group of ``torch.distributed``."""
+    global _job
+    if _job is None or _job.process_group is not dist.group.WORLD:
+        _job = TorchWorld(shared_memory)
+    return _job
+
+
+def leave_job() -> None:
+    """Leave the job, if the process is in one; it may join another afterwards."""
+    global _job
+    job, _job = _job, None
+    if job is not None and job.process_group is dist.group.WORLD:
+        job.leave()
+    elif dist.is_initialized():
+        dist.destroy_process_group()

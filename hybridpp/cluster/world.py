@@ -1,10 +1,10 @@
-"""The ranks of a job and the collectives they call, behind one small interface.
+"""Interface of the ranks of a job and of their collectives.
 
-Everything above this file speaks to a ``World`` and its ``Group``s. ``torch.distributed`` is one implementation
-(``torch_world.py``), ranks that take turns inside one process are the other (``loopback.py``).
+All other code uses a ``World`` and its ``Group``s. One implementation is ``torch.distributed`` (``torch_world.py``),
+the other is ranks that take turns inside one process (``loopback.py``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from typing import Protocol, TypeVar
 
@@ -12,32 +12,49 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridpp.errors import PartitionError
+from hybridpp.nn.torch_private import has_no_data
+
 T_co = TypeVar("T_co", covariant=True)
 
 
+def check_real(tensor: Tensor) -> None:
+    """Refuse to communicate a tensor without data: a fake tensor, or one on the meta device.
+
+    Raises:
+        PartitionError: it has no data; a backend would read from address 0.
+    """
+    if has_no_data(tensor):
+        raise PartitionError(
+            f"a tensor without data cannot be communicated: got a {type(tensor).__name__} of shape "
+            f"{tuple(tensor.shape)}, as used while a model is traced. Communicate outside of the model's forward, or "
+            "skip it there for such tensors."
+        )
+
+
 class Work(Protocol):
-    """A communication under way."""
+    """A pending communication."""
 
     def wait(self) -> None:
-        """Return when the tensor it was started with may be read and written again."""
+        """Wait until the tensor that it was started with may be read and written again."""
 
 
 class Pending(Protocol[T_co]):
-    """A communication under way that gives something."""
+    """A pending communication with a result."""
 
     def wait(self) -> T_co:
-        """What it gives; asked for once. What it was started with may be written again."""
+        """Wait for the result; call it once. The inputs may be written again afterwards."""
 
 
 class Group(Protocol):
-    """Ranks that communicate with each other; collectives must be called by all of them, in the same order.
+    """A process group; collectives must be called by all members, in the same order.
 
     Attributes:
         ranks: the members' ranks in the world.
-        rank: this process's place among them.
-        size: how many they are.
-        process_group: the ``torch.distributed`` group, where there is one.
-        overlaps: whether a sum of activations goes on by itself while the rank computes; not where the rank carries it.
+        rank: this process's rank in the group.
+        size: number of members.
+        process_group: the ``torch.distributed`` group; None if there is none.
+        overlaps: whether an all-reduce of activations proceeds while the rank computes; it does not in shared memory.
     """
 
     @property
@@ -52,16 +69,17 @@ class Group(Protocol):
     def overlaps(self) -> bool: ...
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        """Start to replace ``tensor`` by the sum over the group. Collective."""
+        """Start an all-reduce (sum) of ``tensor`` in place. Collective."""
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every member's ``tensor``, in the group's order; all of one shape and dtype. Collective."""
 
     def all_gather_along(self, tensor: Tensor, dim: int) -> Tensor:
-        """Every member's ``tensor`` side by side along ``dim``, in the group's order; all of one shape. Collective."""
+        """Every member's ``tensor`` concatenated along ``dim``, in the group's order; all of one shape. Collective."""
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        """This member's part of the group's sum, in ``size`` equal parts along ``dim``. Collective."""
+        """This member's shard of the sum over the group, which is split into ``size`` equal parts along ``dim``.
+        Collective."""
 
     def start_all_gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
         """Start :meth:`all_gather`. Collective."""
@@ -70,10 +88,10 @@ class Group(Protocol):
         """Start :meth:`reduce_scatter`. Collective."""
 
     def send(self, tensor: Tensor, peer: int) -> Work:
-        """Start to send a contiguous tensor to the member ``peer`` (its place in the group)."""
+        """Start to send a contiguous tensor to the member ``peer`` (its rank in the group)."""
 
     def receive(self, tensor: Tensor, peer: int) -> Work:
-        """Start to fill a contiguous tensor with what the member ``peer`` sends; in the order of its sends."""
+        """Start to receive from the member ``peer`` into a contiguous tensor; in the order of the sends."""
 
 
 class World(Protocol):
@@ -92,16 +110,31 @@ class World(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def split(self, groups: Sequence[Sequence[int]]) -> Group | None:
-        """The group that this rank is in, out of disjoint lists of ranks; None where it is in none.
+    def split(self, groups: Sequence[Sequence[int]], name: str = "") -> Group | None:
+        """The group of this rank, given disjoint lists of ranks; None if it is in none of them.
 
-        Members are numbered by rank, whatever the order of the list (as ``torch.distributed`` does it).
+        Members are numbered by rank, whatever the order of the list (as in ``torch.distributed``). A second call with
+        the same lists and name may return a group that shares its messages with the first: independent communication
+        needs two names.
 
         Collective: every rank of the world must call it, with the same lists.
+
+        Args:
+            groups: lists of ranks.
+            name: name of the groups in errors.
+        """
+
+    def release_unused(self) -> None:
+        """Give back what groups take that nothing on any rank refers to. Collective: every rank of the world."""
+
+    def release(self, groups: Iterable[Group]) -> None:
+        """Close groups that :meth:`split` returned to one caller; whoever split the same lists keeps them.
+
+        Using one of ``groups`` afterwards is an error. Collective: every rank of the world, each with its own groups.
         """
 
     def control(self) -> Group:
-        """All ranks, for small host tensors; never waits for a device. Collective at the first call."""
+        """The group of all ranks for small host tensors; never waits for a device. Collective at the first call."""
 
 
 override: ContextVar[World | None] = ContextVar("hybridpp_world", default=None)

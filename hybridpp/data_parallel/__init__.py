@@ -1,6 +1,21 @@
-"""Replicas: disjoint data, one gradient."""
+"""Data parallelism: disjoint data per replica, one gradient for all."""
 
 from hybridpp.data_parallel.buckets import GradientBuckets
+from hybridpp.data_parallel.iterable_dataset import ShardedIterableDataset
+from hybridpp.data_parallel.reducer import GradientReducer
+from hybridpp.data_parallel.running_statistics import BufferWriteDetector, RunningStatistics
 from hybridpp.data_parallel.sampler import ShardedBatchSampler
+from hybridpp.data_parallel.seeding import SeededCollate, SeededDataset
+from hybridpp.data_parallel.update_target import UpdateTarget
 
-__all__ = ["GradientBuckets", "ShardedBatchSampler"]
+__all__ = [
+    "BufferWriteDetector",
+    "GradientBuckets",
+    "GradientReducer",
+    "RunningStatistics",
+    "SeededCollate",
+    "SeededDataset",
+    "ShardedBatchSampler",
+    "ShardedIterableDataset",
+    "UpdateTarget",
+]

@@ -1,4 +1,4 @@
-"""One flat buffer of gradients, and its way through a reduction."""
+"""A flat buffer of gradients, and its all-reduce."""
 
 from collections.abc import Collection, Iterator
 
@@ -12,14 +12,14 @@ _ALIGNMENT = 16
 
 
 class Bucket:
-    """Some parameters' gradients side by side in one buffer.
+    """Some parameters' gradients in one contiguous buffer.
 
     Attributes:
-        flat: the buffer; behind the gradients one flag per parameter, reduced in the same message: who reached it.
-        flags: those.
-        views: each parameter's part, by name.
-        missing: parameters whose gradients are not complete yet.
-        work: the reduction under way.
+        flat: the buffer: the gradients, then one flag per parameter, which says whether a backward pass reached it.
+        flags: the flags; they are reduced in the same message.
+        views: each parameter's gradient, by name.
+        pending: parameters whose gradients are not complete yet.
+        work: the running reduction; None: there is none.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter]):
@@ -33,39 +33,38 @@ class Bucket:
             name: self.flat.as_strided(parameter.size(), _strides(parameter), start)
             for (name, parameter), start in zip(parameters.items(), starts, strict=False)
         }
-        self.missing: set[str] = set()
+        self.pending: set[str] = set()
         self.work: Work | None = None
         self._sent = self.flat
-        self._version_of_zeros = self.flat._version
 
-    @property
-    def is_zero(self) -> bool:
-        """Whether nothing was written since :meth:`zero`; what ``.data`` does escapes it."""
-        return self.flat._version == self._version_of_zeros
+    def sample(self, count: int) -> Tensor:
+        """A copy of about ``count`` evenly spaced elements of the gradients and the zero padding between them."""
+        size = self.flat.numel() - self.flags.numel()
+        return self.flat[: size : max(1, size // count)].clone()
 
-    def zero(self) -> None:
-        """Forget the gradients."""
-        if not self.is_zero:
-            self.flat.zero_()
-            self._version_of_zeros = self.flat._version
+    def launch_reduce(self, group: Group, used: Collection[str], dtype: torch.dtype | None) -> None:
+        """Start to all-reduce the buffer, rounded to ``dtype``, over a group. Collective: the group.
 
-    def send_off(self, group: Group, used: Collection[str], dtype: torch.dtype | None) -> None:
-        """Start to sum the buffer over a group, rounded to ``dtype`` on the way; ``used``: whom this rank reached."""
+        Args:
+            group: the replicas.
+            used: parameters that a backward pass on this rank has reached.
+            dtype: of the message; None: the buffer's dtype.
+        """
         flags = torch.tensor([float(name in used) for name in self.views], dtype=self.flat.dtype)
         self.flags.copy_(flags, non_blocking=True)
         self._sent = self.flat if dtype is None else self.flat.to(dtype)
         self.work = group.all_reduce(self._sent)
 
-    def complete(self) -> None:
-        """Have the sum in the buffer."""
+    def wait(self) -> None:
+        """Wait for the reduction, and copy the sum into the buffer."""
         assert self.work is not None
         self.work.wait()
         if self._sent is not self.flat:
             self.flat.copy_(self._sent)
-        self.abandon()
+        self.cancel()
 
-    def abandon(self) -> None:
-        """Forget a reduction."""
+    def cancel(self) -> None:
+        """Forget the running reduction."""
         self.work, self._sent = None, self.flat
 
 
@@ -74,12 +73,12 @@ def _accumulation_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """The parameter's own strides where it fills its memory (fused optimizers demand it), else contiguous ones."""
+    """The parameter's strides if it is dense (fused optimizers require equal strides), else contiguous strides."""
     return torch.empty_like(parameter, device="meta").stride()
 
 
-def chunks(parameters: dict[str, nn.Parameter], capacity_mib: float) -> Iterator[dict[str, nn.Parameter]]:
-    """Consecutive parameters of one kind, up to the capacity."""
+def split_into_buckets(parameters: dict[str, nn.Parameter], capacity_mib: float) -> Iterator[dict[str, nn.Parameter]]:
+    """Consecutive parameters of one dtype and device, up to the capacity."""
     chunk: dict[str, nn.Parameter] = {}
     size = 0
     kind = None

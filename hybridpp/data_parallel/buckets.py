@@ -1,21 +1,29 @@
-"""Gradients in flat buffers, reduced over the replicas while the last backward still runs."""
+"""Gradients in flat buckets, reduced over the replicas during the last backward pass."""
 
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
-from itertools import groupby
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from hybridpp.cluster import Group
-from hybridpp.data_parallel.sums import GradientSums
+from hybridpp.data_parallel.accumulator import GradientAccumulator
+from hybridpp.data_parallel.bucket_all_reduce import BucketAllReduce
+from hybridpp.data_parallel.gradient_hook import GradientHook
+from hybridpp.data_parallel.shared_gradients import SharedGradients, Summand
 from hybridpp.errors import ConfigError
+from hybridpp.nn.torch_private import version_of
 
 _UNKNOWN_BACKWARD = (
-    "a backward pass that hybridpp does not know of reached a boosted model's parameters: its gradients would not be "
-    "scaled or reduced. Call booster.backward(loss, optimizer) or booster.execute_pipeline."
+    "a backward pass outside of hybridpp reached a boosted model's parameters: its gradients would not be scaled or "
+    "reduced. Call booster.backward(loss, optimizer) or booster.execute_pipeline."
 )
+
+# Maximum number of sampled buckets, and of sampled elements in each.
+_MAX_SAMPLES = 16
 
 
 class _State(Enum):
@@ -25,27 +33,28 @@ class _State(Enum):
 
 
 class GradientBuckets:
-    """Owns the gradients of a rank's parameters: accumulates them over micro-batches and calls, and reduces them.
+    """Accumulates the gradients of a rank's parameters over micro-batches and calls, and reduces them.
 
-    Accumulation is in fp32 (float64 for float64 parameters). While gradients are wanted, ``parameter.grad`` is a view
-    into the buckets, if they are ``visible`` and the dtypes agree; otherwise it is None.
+    Accumulation is in fp32 (float64 for float64 parameters). Between backward and step, ``parameter.grad`` is a view
+    into the buckets if ``exposes_grad`` and the dtypes agree; otherwise it is None.
 
-    The rule for every precision: backward passes add up until ``consume`` (an optimizer step) is called; the next one
-    then starts from zero. Gradients are summed over the replicas; what makes them a mean is the weight of the losses.
+    In every precision, backward passes add up until ``consume`` (an optimizer step); the next one starts from zero.
+    Gradients are summed over the replicas; the weights of the losses make the sum a mean.
 
     Args:
         parameters: this rank's trainable parameters, by name, in the order of the forward.
         group: the replicas.
-        capacity_mib: size of a bucket.
-        shared: for a parameter of which several ranks hold a summand of the gradient (stages that share it, ranks
-            that use it on different parts of an activation), their groups.
-        communication_dtype: what gradients are rounded to on their way between replicas; None: as accumulated.
-        visible: whether to show them as ``parameter.grad``.
-        alike: one of the groups in ``shared``, whose members hold the same parameters: they sum those in one message.
+        capacity_mib: size of a bucket, in MiB.
+        shared: by parameter, the groups whose members hold a summand of its gradient each (stages that share the
+            parameter, ranks that apply it to different shards of an activation).
+        communication_dtype: dtype of the messages between replicas; None: the accumulation dtype.
+        exposes_grad: whether ``parameter.grad`` shows the gradients.
+        coalesced_group: one of the groups in ``shared`` whose members hold the same parameters: all its sums go in one
+            message.
 
     Attributes:
         parameters: as given.
-        visible: as given.
+        exposes_grad: as given.
         communication_dtype: as given.
     """
 
@@ -56,158 +65,147 @@ class GradientBuckets:
         capacity_mib: float,
         shared: Mapping[str, Sequence[Group]] | None = None,
         communication_dtype: torch.dtype | None = None,
-        visible: bool = True,
-        alike: Group | None = None,
+        exposes_grad: bool = True,
+        coalesced_group: Group | None = None,
     ):
         self.parameters = parameters
         self._group = group
-        self._sums = GradientSums(parameters, capacity_mib, visible, self._arrived)
-        self._buckets = self._sums.buckets
-        self._shared: list[tuple[str, Group, Tensor]] = []
-        self._alike = alike
+        self._accumulator = GradientAccumulator(parameters, capacity_mib, exposes_grad)
+        self._buckets = self._accumulator.buckets
+        self._shared = SharedGradients(coalesced_group)
         for name, groups in (shared or {}).items():
             for one in groups:
-                self.share(name, one, self._sums.views[name])
+                self.add_shared(name, one, self._accumulator.views[name])
         self.communication_dtype = communication_dtype
-        self.visible = visible
+        self.exposes_grad = exposes_grad
         self._used: set[str] = set()
-        self._postponed: set[str] = set()
+        self._all_reduce: BucketAllReduce | None = None
+        if group.size > 1:
+            self._all_reduce = BucketAllReduce(self._accumulator, group, communication_dtype, self._used)
         self._state = _State.CONSUMED
         self._sync = True
-        self._in_last_backward = False
-        self._num_launched = 0
+        # Weak: Python's garbage collector does not traverse torch's hooks, so a strong reference to the gradients would
+        # keep them and the model alive for ever.
+        hook = partial(_hook, weakref.ref(self))
+        self._hooks = {name: GradientHook(one, partial(hook, name)) for name, one in parameters.items()}
+        # Parameters whose hooks are disabled while autograd adds to the bucket in place: a hook costs more than adding
+        # to a small gradient.
+        self._unhooked: set[str] = set()
 
     @property
     def gradients(self) -> dict[str, Tensor]:
         """The sums, by name."""
-        return self._sums.read()
+        return self._accumulator.zero_stale()
 
-    def share(self, name: str, group: Group, view: Tensor) -> None:
-        """Say that all members of a group hold a summand of a gradient, or of the part of it that ``view`` is."""
-        self._shared.append((name, group, view))
+    def add_shared(self, name: str, group: Group, view: Tensor) -> None:
+        """Add a group whose members hold a summand each of a gradient, or of the part of it that ``view`` is."""
+        self._shared.summands.append(Summand(name, group, view))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only add up inside; the first backward outside, or ``finish``, reduces it all."""
+        """A context in which gradients are only accumulated; the first backward after it, or ``finish_grad_sync``,
+        reduces them.
+        """
         previous, self._sync = self._sync, False
         try:
             yield
         finally:
             self._sync = previous
 
+    def release(self, name: str) -> None:
+        """Let a parameter go: neither a hook nor a gradient is left on it."""
+        self._unhooked.discard(name)
+        self._hooks[name].remove()
+        self.parameters[name].grad = None
+
     def begin(self) -> None:
         """Get ready for backward passes."""
         if self._state is _State.CONSUMED:
             self.zero()
+        self._enable_hooks()
         if self._state is _State.REDUCED:
             self._keep_one_copy()
-        self._sums.begin()
+        self._accumulator.begin()
         self._state = _State.LOCAL
 
-    def _keep_one_copy(self) -> None:
-        """Before more is added to sums: the next reduction must count them once."""
-        self._sums.read()
-        if self._group.rank != 0:
-            self._sums.forget()
-        for _, group, view in self._shared:
-            if group.rank != 0:
-                view.zero_()
+    def _enable_hooks(self) -> None:
+        """Enable all hooks."""
+        for name in self._unhooked:
+            self._hooks[name].enable()
+            # A backward pass with create_graph replaces the view by a tensor that holds the sum.
+            self._accumulator.move_to_view(name)
+        self._unhooked.clear()
 
-    def last_backward(self, pending: Collection[str] | None = None) -> bool:
-        """Say that what follows completes the gradients: full buckets are sent off in it.
+    def _keep_one_copy(self) -> None:
+        """Clear reduced sums on all ranks but one, so that the next reduction counts them once."""
+        self._accumulator.zero_stale()
+        if self._group.rank != 0:
+            self._accumulator.reset()
+        self._shared.keep_one_copy()
+
+    def begin_last_backward(self, pending: Collection[str] | None = None) -> bool:
+        """Prepare for the backward pass that completes the gradients: each complete bucket is reduced in it.
 
         Args:
-            pending: the parameters that still get something; None: all may.
+            pending: the parameters that the pass may add to; None: all.
 
         Returns:
-            Whether there is anybody to send them to.
+            Whether gradients are reduced over replicas.
         """
-        if not self._sync or self._group.size == 1:
+        if not self._sync or self._all_reduce is None:
             return False
-        for bucket in self._buckets:
-            bucket.missing = set(bucket.views) if pending is None else set(bucket.views).intersection(pending)
-        self._postponed.clear()
-        self._sums.look_again()
-        self._num_launched = 0
-        self._in_last_backward = True
-        self._launch(only_full=True)
+        self._enable_hooks()
+        self._all_reduce.begin(pending)
         return True
 
-    def postpone(self, names: Iterable[str]) -> None:
-        """Say that the running backward pass leaves parts of these gradients, which come from outside."""
-        self._postponed.update(names)
+    def defer(self, names: Iterable[str]) -> None:
+        """Note that the running backward pass does not complete these gradients: :meth:`add` follows."""
+        if self._all_reduce is not None:
+            self._all_reduce.defer(names)
 
-    def reached(self, names: Iterable[str]) -> None:
-        """Say that :meth:`add` follows for these."""
+    def mark_reached(self, names: Iterable[str]) -> None:
+        """Note that :meth:`add` follows for these parameters."""
         if self._state is _State.CONSUMED:
             raise ConfigError(_UNKNOWN_BACKWARD)
         self._used.update(names)
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add a part that does not come from autograd."""
-        self._sums.add(name, gradient)
+        """Add to a gradient outside of autograd."""
+        self._accumulator.add(name, gradient)
 
-    def completed(self, name: str) -> None:
-        """Say that what :meth:`add` was given last was the last part of the step."""
-        if self._in_last_backward:
-            self._sums.bucket_of[name].missing.discard(name)
-            self._launch(only_full=True)
+    def mark_complete(self, name: str) -> None:
+        """Note that the last :meth:`add` of the step for this parameter is done."""
+        if self._all_reduce is not None:
+            self._all_reduce.complete(name)
 
-    def _arrived(self, name: str) -> bool:
-        """A part came from autograd; whether the next ones of this gradient make no difference."""
+    def _on_gradient(self, name: str) -> None:
+        """Autograd has added to a gradient."""
+        self._accumulator.move_to_view(name)
         if self._state is _State.CONSUMED:
             raise ConfigError(_UNKNOWN_BACKWARD)
         self._used.add(name)
-        if not self._in_last_backward:
-            return True
-        if name not in self._postponed:
-            bucket = self._sums.bucket_of[name]
-            if bucket.work is not None:
-                raise ConfigError(
-                    f"the gradient of {name!r} came in several parts in one backward pass, after it was sent off. "
-                    "Reentrant activation checkpointing does that to a module that is called twice: checkpoint "
-                    "with use_reentrant=False."
-                )
-            bucket.missing.discard(name)
-            self._launch(only_full=True)
-        return False
+        if self._all_reduce is not None and self._all_reduce.arrived(name):
+            return
+        # Further additions need no hook, unless another hook has replaced the gradient.
+        if self.parameters[name].grad is self._accumulator.views[name]:
+            self._unhooked.add(name)
+            self._hooks[name].disable()
 
-    def _launch(self, only_full: bool) -> None:
-        """Start reductions, always in the order of the buckets, so that all replicas start the same."""
-        for bucket in self._buckets[self._num_launched :]:
-            if only_full and bucket.missing:
-                return
-            self._sums.read([bucket])
-            bucket.send_off(self._group, self._used, self.communication_dtype)
-            self._num_launched += 1
-
-    def finish(self) -> None:
-        """Complete the sums over replicas, then over ranks that hold summands of a gradient.
+    def finish_grad_sync(self) -> None:
+        """Finish the sums over replicas, then over the groups of shared parameters.
 
         Collective: all replicas of this stage, and all ranks that share a parameter; not inside ``no_sync``.
         """
-        self._sums.look_again()
-        self._sums.read()
+        self._enable_hooks()
+        self._accumulator.zero_stale()
         if not self._sync or self._state is not _State.LOCAL:
             return
-        if self._group.size > 1:
-            if not self._in_last_backward:
-                self._num_launched = 0
-            self._launch(only_full=False)
-            for bucket in self._buckets:
-                bucket.complete()
-        self._in_last_backward = False
-        for group, views in self._messages():
-            _sum(views, group)
-        self._used.update(name for name, _, _ in self._shared)
+        if self._all_reduce is not None:
+            self._all_reduce.finish()
+        if self._shared.summands:
+            self._shared.sum()
+            self._used.update(one.name for one in self._shared.summands)
         self._state = _State.REDUCED
-
-    def _messages(self) -> Iterator[tuple[Group, list[Tensor]]]:
-        """What is summed at once, in order: a parameter's sums over several groups follow on each other."""
-        for (group, _), shared in groupby(self._shared, lambda one: (one[1], one[2].dtype)):
-            views = [view for _, _, view in shared]
-            for together in [views] if group is self._alike else [[view] for view in views]:
-                yield group, together
 
     @property
     def is_consumed(self) -> bool:
@@ -215,99 +213,105 @@ class GradientBuckets:
         return self._state is _State.CONSUMED
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether a backward pass has reached a parameter here since the last ``consume`` or ``zero``."""
+        return bool(self._used) and not self.is_consumed
+
+    @property
     def version(self) -> tuple[int, ...]:
-        """Another one after each change of the gradients, also through ``parameter.grad``; ``.data`` escapes it."""
-        return tuple(bucket.flat._version for bucket in self._buckets)
+        """Changes with every change of the gradients, also through ``parameter.grad``, but not through ``.data``."""
+        return tuple(version_of(bucket.flat) for bucket in self._buckets)
+
+    def sample(self) -> list[Tensor]:
+        """Copies of some elements of the gradients, at fixed positions in a few buckets."""
+        chosen = self._buckets[:: -(-len(self._buckets) // _MAX_SAMPLES) or 1]
+        return [bucket.sample(_MAX_SAMPLES) for bucket in chosen]
 
     @property
     def is_syncing(self) -> bool:
         """Whether gradients are reduced: not inside ``no_sync``."""
         return self._sync
 
-    def launch(self) -> None:
-        """Send off what is left after the last backward. Collective: all replicas of this stage."""
-        if self._in_last_backward:
-            self._launch(only_full=False)
+    def launch_remaining(self) -> None:
+        """Start the remaining reductions after the last backward pass. Collective: all replicas of this stage."""
+        if self._all_reduce is not None:
+            self._all_reduce.launch_remaining()
 
-    def unused(self) -> list[str]:
+    def unused_parameters(self) -> list[str]:
         """Parameters whose gradients no backward pass has reached on any replica."""
         unused = [name for name in self.parameters if name not in self._used]
-        if self._group.size > 1 and unused:
-            flags = [flag for bucket in self._buckets for flag in zip(bucket.views, bucket.flags.tolist(), strict=True)]
-            reached = {name for name, flag in flags if flag}
+        if self._all_reduce is not None and unused:
+            reached = self._all_reduce.reached_anywhere()
             unused = [name for name in unused if name not in reached]
         return unused
 
-    def adopt(self) -> None:
-        """Take over gradients that were set or cleared from outside between backward and step."""
+    def sync_from_grad(self) -> None:
+        """Take over gradients that the script set or cleared in ``parameter.grad`` between backward and step."""
         if self._state is _State.CONSUMED:
             return
-        for name, is_set in self._sums.adopt().items():
+        for name, is_set in self._accumulator.sync_from_grad().items():
             if is_set:
                 self._used.add(name)
             else:
                 self._used.discard(name)
 
-    def discard(self) -> None:
-        """After an error in the middle of a step: forget what was added up, and whatever was under way."""
-        self._in_last_backward = False
-        for bucket in self._buckets:
-            bucket.abandon()
+    def abort(self) -> None:
+        """After an error in a step: drop its gradients and running reductions."""
+        if self._all_reduce is not None:
+            self._all_reduce.cancel()
         self.zero(set_to_none=False)
         self._state = _State.CONSUMED
 
     @contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Inside, gradients add up from zero and are not reduced; behind, everything is as it was before.
+    def stash(self) -> Iterator[None]:
+        """A context in which gradients accumulate from zero and are not reduced; after it, they are as before.
 
-        The sums wait in host memory.
+        The sums are kept in host memory meanwhile.
         """
-        self._sums.look_again()
-        self._sums.read()
+        self._enable_hooks()
+        self._accumulator.zero_stale()
         host = [bucket.flat.to("cpu", copy=True) for bucket in self._buckets]
         used, state = set(self._used), self._state
         try:
             with self.no_sync():
-                # In full, for whoever looks at them before anything comes.
+                # Zeros, as the caller may read gradients before the first backward pass.
                 self.zero(set_to_none=False)
                 yield
         finally:
-            self._sums.look_again()
-            self._sums.read()
-            self._used, self._state, self._in_last_backward = used, state, False
+            self._enable_hooks()
+            self._accumulator.zero_stale()
+            self._used.clear()
+            self._used.update(used)
+            self._state = state
             for bucket, flat in zip(self._buckets, host, strict=True):
                 bucket.flat.copy_(flat)
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
         if factor != 1.0:
-            self._sums.read()
+            self._accumulator.zero_stale()
             for bucket in self._buckets:
                 bucket.flat.mul_(factor)
 
     def clamp(self, limit: float) -> None:
         """Bring every element into ``[-limit, limit]``."""
-        self._sums.read()
+        self._accumulator.zero_stale()
         for bucket in self._buckets:
             bucket.flat.clamp_(-limit, limit)
 
     def zero(self, set_to_none: bool = True) -> None:
-        """Forget all gradients; where they are shown, ``parameter.grad`` is None then, or zeros."""
-        self._sums.forget(set_to_none)
+        """Drop all gradients; exposed ``parameter.grad`` become None, or zeros unless ``set_to_none``."""
+        self._enable_hooks()
+        self._accumulator.reset(set_to_none)
         self._used.clear()
         self._state = _State.LOCAL
 
     def consume(self) -> None:
         """Mark the gradients as used: they stay readable until the next backward pass, which starts from zero."""
-        self._sums.look_again()
+        self._enable_hooks()
         self._state = _State.CONSUMED
 
 
-def _sum(views: list[Tensor], group: Group) -> None:
-    if len(views) == 1 and views[0].is_contiguous():
-        group.all_reduce(views[0]).wait()
-        return
-    total = torch.cat([view.reshape(-1) for view in views])
-    group.all_reduce(total).wait()
-    for view, part in zip(views, torch.split(total, [view.numel() for view in views]), strict=True):
-        view.copy_(part.view(view.shape))
+def _hook(weak: "weakref.ref[GradientBuckets]", name: str, parameter: Tensor) -> None:
+    if (buckets := weak()) is not None:
+        buckets._on_gradient(name)

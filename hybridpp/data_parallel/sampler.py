@@ -1,18 +1,22 @@
-"""Batches for data parallelism: every replica takes its part of the same global batch."""
+"""Batches for data parallelism: every replica takes its slice of the same global batch."""
 
 import hashlib
 from collections.abc import Iterator
 from itertools import cycle, islice
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from hybridpp.data_parallel.seeding import EpochIndices
 from hybridpp.errors import ConfigError, DataError
+
+Item = TypeVar("Item")
 
 
 class ShardedBatchSampler(Sampler[list[int]]):
-    """One replica's batches of sample indices; side by side, the replicas' batches are those of one big run.
+    """One replica's batches of sample indices; together, the replicas' batches are those of one large replica.
 
     Global batch ``k`` is ``order[k*B*R : (k+1)*B*R]`` of the epoch's order, and replica ``r`` takes the ``r``-th
     contiguous slice of it. So R replicas with batch size B see, step by step, the samples of one replica with batch
@@ -23,12 +27,12 @@ class ShardedBatchSampler(Sampler[list[int]]):
         replica 1 | 2 3   | 6 7   | 9
 
     An incomplete last global batch is divided as evenly as possible, larger slices first: sizes differ by at most one,
-    and nothing is repeated or left out. Only if it holds fewer samples than there are replicas, it is filled up with
-    the epoch's first samples to one per replica, because every replica must take part in every step. Where slices
-    differ in size, weight each replica's mean loss by its number of samples.
+    and no sample is repeated or skipped. Only if it holds fewer samples than there are replicas, the epoch's first
+    samples fill it up to one per replica, because every replica must take part in every step. If slices differ in size,
+    weight each replica's mean loss by its number of samples.
 
     Pass it as ``batch_sampler`` to a ``DataLoader``. Each pass over it is the next epoch: 0, 1, 2 and so on. A pass
-    counts when its first batch is drawn (a DataLoader with workers makes an iterator that it never uses).
+    starts when its first batch is drawn (a DataLoader with workers makes an iterator that it never uses).
 
     Args:
         num_samples: length of the dataset.
@@ -37,7 +41,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         replica: r, which replica this is.
         shuffle: draw a new order for each epoch, from ``seed`` and the epoch only; else the order of the dataset.
         seed: must be the same on every replica.
-        drop_last: leave an incomplete last global batch out.
+        drop_last: whether to skip an incomplete last global batch.
 
     Raises:
         ConfigError: ``batch_size`` or ``num_replicas`` is below 1, or ``replica`` is not one of ``num_replicas``.
@@ -55,7 +59,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         seed: int = 1024,
         drop_last: bool = False,
     ) -> None:
-        _check_sizes(batch_size, num_replicas, replica)
+        check_sizes(batch_size, num_replicas, replica)
         _check_dataset(num_samples, batch_size, num_replicas, drop_last)
         self.num_samples = num_samples
         self.batch_size = batch_size
@@ -68,11 +72,11 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next pass; during a pass, the one after it."""
+        """The epoch of the next pass; during a pass, that of the pass after it."""
         return self._next_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass this epoch; the passes after it count on from there.
+        """Set the epoch of the next pass; later passes count up from there.
 
         Raises:
             ConfigError: ``epoch`` is negative.
@@ -87,6 +91,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         return num_full if self.drop_last or num_left == 0 else num_full + 1
 
     def __iter__(self) -> Iterator[list[int]]:
+        """Batches of indices, with their epoch."""
         epoch = self._next_epoch
         self._next_epoch = epoch + 1
         order = self._order(epoch)
@@ -95,7 +100,8 @@ class ShardedBatchSampler(Sampler[list[int]]):
             global_batch: list[int] = order[step * global_size : (step + 1) * global_size].tolist()
             num_missing = max(0, self.num_replicas - len(global_batch))
             first_samples: list[int] = order[:num_missing].tolist()
-            yield self._slice(global_batch + list(islice(cycle(first_samples), num_missing)))
+            filled = global_batch + list(islice(cycle(first_samples), num_missing))
+            yield EpochIndices(replica_slice(filled, self.num_replicas, self.replica), epoch)
 
     def _order(self, epoch: int) -> Tensor:
         if not self.shuffle:
@@ -105,13 +111,20 @@ class ShardedBatchSampler(Sampler[list[int]]):
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         return torch.randperm(self.num_samples, generator=generator)
 
-    def _slice(self, global_batch: list[int]) -> list[int]:
-        size, num_larger = divmod(len(global_batch), self.num_replicas)
-        start = self.replica * size + min(self.replica, num_larger)
-        return global_batch[start : start + size + (self.replica < num_larger)]
+
+def replica_slice(global_batch: list[Item], num_replicas: int, replica: int) -> list[Item]:
+    """One replica's contiguous slice of a global batch; the sizes of the slices differ by at most one."""
+    size, num_larger = divmod(len(global_batch), num_replicas)
+    start = replica * size + min(replica, num_larger)
+    return global_batch[start : start + size + (replica < num_larger)]
 
 
-def _check_sizes(batch_size: int, num_replicas: int, replica: int) -> None:
+def check_sizes(batch_size: int, num_replicas: int, replica: int) -> None:
+    """Check the sizes of a sharded batch.
+
+    Raises:
+        ConfigError: see :class:`ShardedBatchSampler`.
+    """
     if batch_size < 1:
         raise ConfigError(
             f"batch_size must be at least 1: got batch_size={batch_size}. "
@@ -131,8 +144,7 @@ def _check_sizes(batch_size: int, num_replicas: int, replica: int) -> None:
 def _check_dataset(num_samples: int, batch_size: int, num_replicas: int, drop_last: bool) -> None:
     if num_samples < 1:
         raise DataError(
-            f"dataset must hold at least 1 sample: got num_samples={num_samples}. "
-            f"Check the path, the split and the filters it was made with."
+            f"dataset must hold at least 1 sample: got num_samples={num_samples}. Check its path, split and filters."
         )
     if drop_last and num_samples < batch_size * num_replicas:
         raise DataError(

@@ -1,7 +1,8 @@
 """Optimizers, learning-rate schedules and the gradient norm."""
 
-from hybridpp.optim.gradient_norm import norms, total_norm
+from hybridpp.optim.gradient_norm import GlobalGradNorm, gradient_norms, total_norm
 from hybridpp.optim.hybrid_adam import HybridAdam
+from hybridpp.optim.locality import Locality, LocalityUnknown, find_localities
 from hybridpp.optim.lr_schedulers import (
     ConstantWarmupLR,
     CosineAnnealingWarmupLR,
@@ -31,9 +32,12 @@ __all__ = [
     "ExponentialWarmupLR",
     "FlatAnnealingLR",
     "FlatAnnealingWarmupLR",
+    "GlobalGradNorm",
     "HybridAdam",
     "LambdaLR",
     "LinearWarmupLR",
+    "Locality",
+    "LocalityUnknown",
     "MultiStepLR",
     "MultiStepWarmupLR",
     "MultiplicativeLR",
@@ -41,6 +45,7 @@ __all__ = [
     "PolynomialLR",
     "PolynomialWarmupLR",
     "StepLR",
-    "norms",
+    "find_localities",
+    "gradient_norms",
     "total_norm",
 ]

@@ -13,7 +13,7 @@ _FUSED_DEVICE_TYPES = frozenset({"cpu", "cuda", "mps", "xpu"})
 
 
 class AdamOptions(TypedDict, total=False):
-    """What :class:`HybridAdam` hands on to ``torch.optim.Adam`` as it is."""
+    """Options that :class:`HybridAdam` passes on to ``torch.optim.Adam``."""
 
     amsgrad: bool
     maximize: bool
@@ -24,12 +24,12 @@ class AdamOptions(TypedDict, total=False):
 
 
 class HybridAdam(Adam):
-    """``torch.optim.AdamW`` (or ``Adam``) that runs fused wherever torch has the kernel; no compiler is needed.
+    """``torch.optim.AdamW`` (or ``Adam``) that uses torch's fused kernel where there is one; it needs no compiler.
 
-    A parameter group runs fused if all its parameters are floating-point tensors on a CPU, CUDA, MPS or XPU device
-    when the group is added. Other groups run the way torch chooses, which is foreach on accelerators. Parameters may be
-    moved between those devices, or change their dtype, up to the first step. Moments have the parameter's dtype, as
-    always in torch: half-precision training needs fp32 master weights, which the plugins bring.
+    A parameter group is fused if all its parameters are floating-point tensors on a CPU, CUDA, MPS or XPU device when
+    the group is added. For other groups torch chooses the implementation, which is foreach on accelerators. Parameters
+    may move between those devices, or change their dtype, until the first step. Moments have the parameter's dtype, as
+    always in torch: half-precision training needs fp32 master weights, which the plugin keeps.
 
     Args:
         params: parameters, named parameters or parameter groups, as for every torch optimizer.
@@ -38,14 +38,14 @@ class HybridAdam(Adam):
         eps: added to the denominator.
         weight_decay: decay coefficient.
         adamw_mode: True decays the weights themselves (AdamW), False adds the decay to the gradient (Adam).
-        bias_correction: must be True; taken because scripts pass it.
-        nvme_offload_fraction: must be 0.0; taken because scripts pass it.
-        nvme_offload_dir: must be None; taken because scripts pass it.
+        bias_correction: accepted for compatibility, as True only.
+        nvme_offload_fraction: accepted for compatibility, as 0.0 only.
+        nvme_offload_dir: accepted for compatibility, as None only.
         **options: ``amsgrad``, ``maximize``, ``capturable``, ``differentiable``, ``foreach`` and ``fused`` of
-            ``torch.optim.Adam``. ``foreach`` or ``fused`` given here or in a group is obeyed.
+            ``torch.optim.Adam``. ``foreach`` or ``fused``, given here or in a group, overrides the choice above.
 
     Raises:
-        ConfigError: ``bias_correction=False`` or NVMe offload is asked for, or an option is unknown.
+        ConfigError: ``bias_correction=False`` or NVMe offload is requested, or an option is unknown.
         ValueError: torch refuses a value, such as a negative ``lr``.
 
     Example:
@@ -56,7 +56,7 @@ class HybridAdam(Adam):
         self,
         params: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]],
         lr: float | Tensor = 1e-3,
-        *,  # people write the rest in two orders, torch's and Colossal-AI's: positions would be misread
+        *,  # torch and Colossal-AI order the rest differently, so positions would be ambiguous
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -111,7 +111,7 @@ def _can_fuse(param: Tensor) -> bool:
 
 
 def _is_dense(param: Tensor) -> bool:
-    """Whether the elements fill one block of memory without gaps or overlap, in whatever order of dimensions."""
+    """Whether the elements fill one block of memory without gaps or overlap, in any order of dimensions."""
     expected_stride = 1
     for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
         if size == 1:

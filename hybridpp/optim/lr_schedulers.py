@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from hybridpp.errors import ConfigError
-from hybridpp.optim.factors import Cosine, Exponential, FlatCosine, Linear, MultiStep, Polynomial, Warmup
+from hybridpp.optim.lr_factors import Cosine, Exponential, FlatCosine, Linear, MultiStep, Polynomial, Warmup
 
 
 class _WarmupLR(LambdaLR):
@@ -15,9 +15,9 @@ class _WarmupLR(LambdaLR):
 
     Args:
         optimizer: its groups may have different learning rates.
-        make: a factor, from its learning rate at the end as a part of the base rate.
+        make: makes a factor, from the final learning rate as a fraction of the base learning rate.
         total_steps, warmup_steps: to check.
-        end_lr: the rate at the end, by the name it has in the schedule.
+        end_lr: name and value of the argument that sets the final learning rate.
         last_epoch: index of the last step done.
     """
 
@@ -49,7 +49,7 @@ class CosineAnnealingWarmupLR(_WarmupLR):
         w <= s < t   eta_min + (lr - eta_min) * (1 + cos(pi * (s - w) / (t - w))) / 2
         s >= t       eta_min
 
-    Like torch's schedulers, ``load_state_dict`` brings back the saved schedule, ``total_steps`` included. To resume on
+    Like torch's schedulers, ``load_state_dict`` restores the saved schedule, ``total_steps`` included. To resume on
     a longer one, build the scheduler with the new ``total_steps`` and ``last_epoch`` instead of loading its state.
 
     Args:
@@ -57,7 +57,7 @@ class CosineAnnealingWarmupLR(_WarmupLR):
         total_steps: number of scheduler steps to the end of the decay, warm-up included.
         warmup_steps: steps below the base learning rate; 0 for none, ``total_steps`` for warm-up only.
         eta_min: learning rate at the end, absolute, the same for every group.
-        last_epoch: index of the last step done, to resume without a state dict; -1 starts afresh.
+        last_epoch: index of the last step done, to resume without a state dict; -1 starts at the first step.
 
     Raises:
         ConfigError: ``total_steps`` is below 1, ``warmup_steps`` is not between 0 and ``total_steps``, or ``eta_min``
@@ -80,14 +80,14 @@ class LinearWarmupLR(_WarmupLR):
         w <= s < t   lr * (t - s) / (t - w)
         s >= t       0
 
-    Like torch's schedulers, ``load_state_dict`` brings back the saved schedule, ``total_steps`` included. To resume on
+    Like torch's schedulers, ``load_state_dict`` restores the saved schedule, ``total_steps`` included. To resume on
     a longer one, build the scheduler with the new ``total_steps`` and ``last_epoch`` instead of loading its state.
 
     Args:
         optimizer: its groups may have different learning rates.
         total_steps: number of scheduler steps to the end of the decay, warm-up included.
         warmup_steps: steps below the base learning rate; 0 for none, ``total_steps`` for warm-up only.
-        last_epoch: index of the last step done, to resume without a state dict; -1 starts afresh.
+        last_epoch: index of the last step done, to resume without a state dict; -1 starts at the first step.
 
     Raises:
         ConfigError: ``total_steps`` is below 1, or ``warmup_steps`` is not between 0 and ``total_steps``.
@@ -110,7 +110,7 @@ class PolynomialWarmupLR(_WarmupLR):
         warmup_steps: steps below the base learning rate.
         end_lr: learning rate at the end, absolute, the same for every group.
         power: 1 is a straight line.
-        last_epoch: index of the last step done, to resume without a state dict; -1 starts afresh.
+        last_epoch: index of the last step done, to resume without a state dict; -1 starts at the first step.
 
     Raises:
         ConfigError: the steps are impossible, or ``end_lr`` is not between 0 and every group's learning rate.
@@ -145,9 +145,9 @@ class FlatAnnealingWarmupLR(_WarmupLR):
         optimizer: its groups may have different learning rates.
         total_steps: number of scheduler steps to the end of the decay, warm-up included.
         warmup_steps: steps below the base learning rate.
-        pct_start: the plateau's part of the steps behind the warm-up, 0 to 1 (not in percent, whatever the name says).
+        pct_start: the plateau's fraction of the steps after the warm-up, 0 to 1 (a fraction, despite the name).
         eta_min: learning rate at the end, absolute, the same for every group.
-        last_epoch: index of the last step done, to resume without a state dict; -1 starts afresh.
+        last_epoch: index of the last step done, to resume without a state dict; -1 starts at the first step.
 
     Raises:
         ConfigError: the steps are impossible, ``pct_start`` is not between 0 and 1, or ``eta_min`` not between 0 and
@@ -164,7 +164,10 @@ class FlatAnnealingWarmupLR(_WarmupLR):
         last_epoch: int = -1,
     ) -> None:
         if not 0.0 <= pct_start <= 1.0:
-            raise ConfigError(f"pct_start is a part of the steps, 0 to 1: got pct_start={pct_start}. Use 0.72, say.")
+            raise ConfigError(
+                f"pct_start must be a fraction of the steps, from 0 to 1: got pct_start={pct_start}. Use, for example, "
+                "0.72."
+            )
         num_flat = int((total_steps - warmup_steps) * pct_start)
         make = partial(FlatCosine, total_steps, warmup_steps, num_flat=num_flat)
         super().__init__(optimizer, _ending(make), total_steps, warmup_steps, ("eta_min", eta_min), last_epoch)
@@ -186,7 +189,7 @@ class MultiStepWarmupLR(_WarmupLR):
         warmup_steps: steps below the base learning rate.
         milestones: scheduler steps, counted from the start of the schedule; those in the warm-up take effect after it.
         gamma: factor at each milestone.
-        last_epoch: index of the last step done, to resume without a state dict; -1 starts afresh.
+        last_epoch: index of the last step done, to resume without a state dict; -1 starts at the first step.
 
     Raises:
         ConfigError: the steps are impossible.
@@ -212,8 +215,8 @@ class ExponentialWarmupLR(_WarmupLR):
         optimizer: its groups may have different learning rates.
         total_steps: number of scheduler steps; only checked against the warm-up.
         warmup_steps: steps below the base learning rate.
-        gamma: factor at each step behind the warm-up.
-        last_epoch: index of the last step done, to resume without a state dict; -1 starts afresh.
+        gamma: factor at each step after the warm-up.
+        last_epoch: index of the last step done, to resume without a state dict; -1 starts at the first step.
 
     Raises:
         ConfigError: the steps are impossible.
@@ -227,13 +230,13 @@ class ExponentialWarmupLR(_WarmupLR):
 
 
 class ConstantWarmupLR(_WarmupLR):
-    """Linear warm-up to each group's own learning rate, which then stays.
+    """Linear warm-up to each group's own learning rate, which then stays constant.
 
     Args:
         optimizer: its groups may have different learning rates.
         total_steps: number of scheduler steps; only checked against the warm-up.
         warmup_steps: steps below the base learning rate; 0: the rate never changes.
-        last_epoch: index of the last step done, to resume without a state dict; -1 starts afresh.
+        last_epoch: index of the last step done, to resume without a state dict; -1 starts at the first step.
 
     Raises:
         ConfigError: the steps are impossible.
@@ -245,16 +248,16 @@ class ConstantWarmupLR(_WarmupLR):
 
 
 def _ending(make: Callable[..., Warmup]) -> Callable[[float], Warmup]:
-    """``make``, given where the factor ends."""
+    """``make`` as a function of the final factor."""
     return lambda end: make(end=end)
 
 
 def check_steps(total_steps: int, warmup_steps: int = 0) -> None:
-    """Refuse numbers of steps that no schedule can have."""
+    """Check the numbers of steps of a schedule."""
     if total_steps < 1:
         raise ConfigError(
             f"total_steps must be at least 1: got total_steps={total_steps}. "
-            f"Use the number of optimizer steps of the whole run: num_epochs * len(dataloader)."
+            f"Use the number of optimizer steps of the run: num_epochs * len(dataloader)."
         )
     if not 0 <= warmup_steps <= total_steps:
         raise ConfigError(

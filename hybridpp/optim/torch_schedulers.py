@@ -1,6 +1,6 @@
-"""torch's learning-rate schedules under the signatures that Colossal-AI gave them: the number of steps comes second.
+"""torch's learning-rate schedules with Colossal-AI's signatures: ``total_steps`` is the second argument.
 
-They are torch's classes: what they compute, save and load is torch's.
+The classes derive from torch's, which compute, save and load.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ Factor = Callable[[int], float]
 
 
 class CosineAnnealingLR(lr_scheduler.CosineAnnealingLR):
-    """Half a cosine from each group's learning rate down to ``eta_min`` in ``total_steps`` steps; then up again.
+    """Half a cosine from each group's learning rate down to ``eta_min`` in ``total_steps`` steps, then up again.
 
     Raises:
         ConfigError: ``total_steps`` is below 1.
@@ -26,7 +26,7 @@ class CosineAnnealingLR(lr_scheduler.CosineAnnealingLR):
 
 
 class StepLR(lr_scheduler.StepLR):
-    """Times ``gamma`` every ``step_size`` steps; ``total_steps`` is only checked.
+    """Multiplies the learning rate by ``gamma`` every ``step_size`` steps; ``total_steps`` is only checked.
 
     Raises:
         ConfigError: ``total_steps`` is below 1.
@@ -40,7 +40,7 @@ class StepLR(lr_scheduler.StepLR):
 
 
 class MultiStepLR(lr_scheduler.MultiStepLR):
-    """Times ``gamma`` at each of the ``milestones``; ``total_steps`` is only checked.
+    """Multiplies the learning rate by ``gamma`` at each of the ``milestones``; ``total_steps`` is only checked.
 
     Raises:
         ConfigError: ``total_steps`` is below 1.
@@ -59,7 +59,7 @@ class MultiStepLR(lr_scheduler.MultiStepLR):
 
 
 class ExponentialLR(lr_scheduler.ExponentialLR):
-    """Times ``gamma`` at every step; ``total_steps`` is only checked.
+    """Multiplies the learning rate by ``gamma`` at every step; ``total_steps`` is only checked.
 
     Raises:
         ConfigError: ``total_steps`` is below 1.
@@ -85,7 +85,7 @@ class LambdaLR(lr_scheduler.LambdaLR):
 
 
 class MultiplicativeLR(lr_scheduler.MultiplicativeLR):
-    """The last learning rate times ``lr_lambda(step)``; ``total_steps`` is only checked.
+    """Multiplies the learning rate by ``lr_lambda(step)`` at every step; ``total_steps`` is only checked.
 
     Raises:
         ConfigError: ``total_steps`` is below 1.
@@ -99,7 +99,7 @@ class MultiplicativeLR(lr_scheduler.MultiplicativeLR):
 
 
 class OneCycleOptions(TypedDict, total=False):
-    """What :class:`OneCycleLR` hands on to torch's as it is."""
+    """Options that :class:`OneCycleLR` passes on to torch's."""
 
     anneal_strategy: Literal["cos", "linear"]
     cycle_momentum: bool
@@ -112,12 +112,12 @@ class OneCycleOptions(TypedDict, total=False):
 
 
 class OneCycleLR(lr_scheduler.OneCycleLR):
-    """Up to each group's learning rate and down to nearly nothing, the momentum the other way (arXiv:1708.07120).
+    """Up to each group's learning rate, then down to almost 0, with the momentum inverted (arXiv:1708.07120).
 
     Args:
-        optimizer: its groups' learning rates are the highest ones.
-        total_steps: of the cycle; torch refuses steps beyond.
-        pct_start: the part of them that goes up.
+        optimizer: its groups' learning rates are the maxima.
+        total_steps: length of the cycle; torch raises at later steps.
+        pct_start: the fraction of the steps in which the rate rises.
         **options: torch's ``anneal_strategy``, ``cycle_momentum``, ``base_momentum``, ``max_momentum``,
             ``div_factor``, ``final_div_factor``, ``three_phase`` and ``last_epoch``.
 

@@ -1,26 +1,27 @@
-"""What the blocks of a model are called with, where the model has no weights that it could run with."""
+"""Arguments of a model's blocks, for models whose weights are not loaded."""
 
 from collections.abc import Collection
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
-from hybridpp.partition.blocks import dissect, finest_units
+from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
+from hybridpp.nn.snapshot import preserved_modules
+from hybridpp.nn.torch_private import FakeTensor, pytree
+from hybridpp.partition.blocks import find_units, finest_units
+from hybridpp.partition.calls import CallArguments
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.trace import Tracer
-from hybridpp.partition.untouched import untouched
-
-Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def block_calls(model: nn.Module, blocks: Collection[str], sample: Call, training: bool = False) -> dict[str, Call]:
-    """What the first call of each block gets in a forward, by the block's name; none of the model's weights is needed.
+def block_calls(
+    model: nn.Module, blocks: Collection[str], sample: CallArguments, training: bool = False
+) -> dict[str, CallArguments]:
+    """The arguments of each block's first call in a forward, by the block's name, without using the model's weights.
 
-    The forward is traced. What glue makes of the inputs (masks, position numbers) is real; what
-    stems from units has made-up numbers: random ones, zeros where they are whole, ``True``.
+    The forward is traced. What container code makes of the inputs (masks, position numbers) is real; what stems from
+    units has placeholder values: random floats, zero integers, ``True``.
 
     Args:
         model: also on the meta device; it is left as it was found.
@@ -28,17 +29,18 @@ def block_calls(model: nn.Module, blocks: Collection[str], sample: Call, trainin
         sample: positional and keyword arguments of one micro-batch, on the CPU.
         training: in which mode the forward is traced.
     """
-    calls: dict[str, Call] = {}
+    calls: dict[str, CallArguments] = {}
 
     def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name in blocks and name not in calls:
             generator = torch.Generator().manual_seed(0)
             calls[name] = pytree.tree_map_only(Tensor, lambda leaf: _real(leaf, generator), (args, kwargs))
 
-    with untouched(model):
+    with preserved_modules(model):
         model.train(training)
-        finest = Interceptor(model, finest_units(model))
-        interceptor = Interceptor(model, dissect(model, 1, tuple(blocks)).units)
+        adapter = ModuleAdapter(model)
+        finest = Interceptor(adapter, AdapterLayer.UNIT_RNG, finest_units(model))
+        interceptor = Interceptor(adapter, AdapterLayer.STAGE, find_units(model, 1, tuple(blocks)).units)
         Tracer(model, interceptor, finest, torch.device("cpu")).trace(*sample, watch=note)
     return calls
 

@@ -1,32 +1,36 @@
-"""What a trace writes down: every unit call of one forward."""
+"""The records of a trace: every unit call of one forward."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch.utils import _pytree as pytree
 
-from hybridpp.partition.attributes import Key
+from hybridpp.nn.torch_private import pytree
+from hybridpp.partition.module_outputs import AttributeKey
+from hybridpp.partition.resets import AttributeReset
 from hybridpp.partition.taint import Source
+
+CallArguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of one call, of the model or of a unit."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is known of a tensor before it is computed."""
+    """Metadata of a tensor before it is computed."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
 
 
-# What was returned, and nothing of the rest (see ``UnitCall.tree``).
+# The returned value only, without the other parts of ``UnitCall.tree``.
 _ONE_TENSOR = pytree.tree_structure((0, [], {}, {}))
 
 
 @dataclass(frozen=True)
 class Same:
-    """A leaf that is the very tensor that another leaf is."""
+    """A leaf that is the same tensor object as another leaf."""
 
     leaf: int
 
@@ -36,22 +40,24 @@ class UnitCall:
     """One call of a unit.
 
     Attributes:
-        name: the unit.
-        occurrence: how often it had been called before in this forward.
-        sources: what its arguments stem from.
+        name: name of the unit.
+        occurrence: number of its earlier calls in this forward.
+        sources: sources of its arguments.
         parameters: names of the parameters it holds.
-        tree: structure of what it returned, of the changes to containers, and of what it left on its modules.
-        leaves: per leaf of it a :class:`TensorSpec`, :class:`Same`, or the leaf itself where it is no tensor; behind
-            them, the arguments that it wrote to in place without returning them.
-        arguments: which leaves are an argument itself (returned or written to): the argument's place, by leaf.
+        tree: structure of its result, of the changes to containers, and of the attributes it set on its modules.
+        leaves: for each leaf of ``tree`` a :class:`TensorSpec`, :class:`Same`, or the leaf itself if it is no tensor;
+            after them, the arguments that it wrote to in place without returning them.
+        arguments: leaves that are an argument itself (returned or written to): the argument's position, by leaf.
         written: leaves that are written to in place after they were returned.
-        changed: the containers (lists, dicts, objects) among its arguments that it put something else into, by place.
-        refers: whether containers among its arguments are part of what it returned, or put into others.
-        left: the attributes of its modules that it set to tensors.
-        added: the lists and dicts among the attributes of its modules that it added tensors to.
-        checkpointed: whether glue calls it inside activation checkpointing, so that it is called in backward again.
-        flops: floating-point operations of its forward; 0 where they were not counted.
-        inner: the finest units that it called, in order; itself where there is none inside it.
+        changed: positions of the containers (lists, dicts, objects) among its arguments whose contents it changed.
+        uses_refs: whether containers among its arguments are part of its result, or were put into others.
+        assigned: the attributes of its modules that it set to tensors.
+        appended: the lists and dicts among the attributes of its modules to which it added tensors.
+        checkpointed: whether container code calls it inside activation checkpointing, so that it is called in backward
+            again.
+        flops: floating-point operations of its forward; 0 if not counted.
+        inner: the finest units that it called, in order; the unit itself if there are none inside it.
+        others: other units that it called (a position table that is passed to every block).
     """
 
     name: str
@@ -63,23 +69,25 @@ class UnitCall:
     arguments: dict[int, int] = field(default_factory=dict)
     written: frozenset[int] = frozenset()
     changed: tuple[int, ...] = ()
-    refers: bool = False
-    left: tuple[Key, ...] = ()
-    added: tuple[Key, ...] = ()
+    uses_refs: bool = False
+    assigned: tuple[AttributeKey, ...] = ()
+    appended: tuple[AttributeKey, ...] = ()
     checkpointed: bool = False
     flops: int = 0
     inner: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
     @cached_property
     def is_simple(self) -> bool:
-        """Whether all that it did for others was to return one tensor of its own, as most blocks do."""
+        """Whether its only effect was to return one new tensor, as for most blocks."""
         one = self.tree == _ONE_TENSOR and len(self.leaves) == 1 and isinstance(self.leaves[0], TensorSpec)
         return one and not self.arguments
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Every unit call of one forward, and what the result stems from."""
+    """Every unit call of one forward, the sources of the result, and the attributes that are reset after each cut."""
 
     calls: tuple[UnitCall, ...]
     result_sources: frozenset[Source]
+    resets: tuple[tuple[AttributeReset, ...], ...] = ()

@@ -1,4 +1,4 @@
-"""Choose where a model is cut: by balance, or where the user says."""
+"""Choose where a model is cut: by balance, or as the user requests."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import permutations
@@ -10,8 +10,22 @@ from hybridpp.config import PartitionConfig
 from hybridpp.errors import PartitionError
 from hybridpp.partition.balance import balance
 from hybridpp.partition.calls import Trace, UnitCall
+from hybridpp.partition.memory import BudgetedCutSearch, MemoryBudget, Segments
+from hybridpp.partition.plan import names_by_stage
 
-Costs = Callable[[UnitCall], float]
+UnitCost = Callable[[UnitCall], float]
+
+
+class CutCriteria(NamedTuple):
+    """Criteria by which cuts are compared.
+
+    Attributes:
+        costs: of a unit call, in any unit.
+        held: memory of the stages and its limit; None: no limit.
+    """
+
+    costs: UnitCost
+    held: MemoryBudget | None = None
 
 
 class CutPoint(NamedTuple):
@@ -22,24 +36,42 @@ class CutPoint(NamedTuple):
 
 
 def choose_cut(
-    model: nn.Module, trace: Trace, blocks: Sequence[str], num_stages: int, config: PartitionConfig, costs: Costs
+    model: nn.Module,
+    trace: Trace,
+    blocks: Sequence[str],
+    num_stages: int,
+    config: PartitionConfig,
+    criteria: CutCriteria,
 ) -> tuple[CutPoint, ...]:
     """The cut points of ``num_stages`` stages.
 
-    They are, in this order: the counts of ``config.layers_per_stage``; the names of ``config.split_points``; the split
-    points and stage numbers set on modules (see ``marks.py``); else whatever makes the most expensive stage cheapest.
+    In order of precedence: the counts of ``config.layers_per_stage``; the names of ``config.split_points``; the split
+    points and stage numbers set on modules (see ``annotations.py``); else the cut that minimises the cost of the most
+    expensive stage.
 
     Args:
-        model: with the marks.
+        model: the model, with its annotations.
         trace: of the forward.
         blocks: names of the units that a balanced cut may follow.
         num_stages: number of stages.
-        config: what the user says.
-        costs: of a unit call, in any unit.
+        config: the user's settings.
+        criteria: unit costs, and what a rank may hold.
 
     Raises:
-        PartitionError: the cut that is asked for does not give ``num_stages`` stages, or does not follow the forward.
+        PartitionError: the requested cut does not give ``num_stages`` stages, does not follow the forward, or exceeds
+            the memory limit of a rank.
     """
+    requested = _requested_cut(model, trace, blocks, num_stages, config)
+    if requested is None:
+        return _balanced(model, trace, blocks, num_stages, criteria)
+    if criteria.held is not None:
+        criteria.held.check(names_by_stage(trace, assign_stages(trace, requested), tuple(criteria.held.sizes)))
+    return requested
+
+
+def _requested_cut(
+    model: nn.Module, trace: Trace, blocks: Sequence[str], num_stages: int, config: PartitionConfig
+) -> tuple[CutPoint, ...] | None:
     if config.layers_per_stage is not None:
         return _by_counts(trace, blocks, num_stages, config.layers_per_stage)
     points = config.split_points or split_points_of(model)
@@ -53,29 +85,34 @@ def choose_cut(
         return _by_names(trace, num_stages, points)
     if stages:
         return _by_stage_numbers(trace, num_stages, stages)
-    return _balanced(model, trace, blocks, num_stages, costs)
+    return None
+
+
+def is_requested(model: nn.Module, config: PartitionConfig) -> bool:
+    """Whether the user requests a cut."""
+    return bool(config.layers_per_stage or config.split_points or split_points_of(model) or stage_numbers_of(model))
 
 
 def split_points_of(model: nn.Module) -> dict[str, str]:
-    """Modules on which ``annotate_split_points`` left a mark: ``"before"`` or ``"after"``, by name."""
+    """Split points set by ``annotate_split_points``: ``"before"`` or ``"after"``, by module name."""
     return {name: module.split_point for name, module in model.named_modules() if _has(module, "split_point")}
 
 
 def stage_numbers_of(model: nn.Module) -> dict[str, int]:
-    """Modules whose attribute ``pipeline_stage`` is set: the stage, by name. It holds for the modules inside as well.
+    """The stages set by the attribute ``pipeline_stage``, by module name; they apply to the modules inside, too.
 
     Raises:
-        PartitionError: a mark is no whole number.
+        PartitionError: a stage is not an integer.
     """
     marked = {n: module.pipeline_stage for n, module in model.named_modules() if n and _has(module, "pipeline_stage")}
     for name, stage in marked.items():
         if not isinstance(stage, int):
-            raise PartitionError(f"pipeline_stage is the number of a stage, from 0: got {stage!r} on {name!r}.")
+            raise PartitionError(f"pipeline_stage must be the number of a stage, from 0: got {stage!r} on {name!r}.")
     return marked
 
 
 def _on_one_stage(model: nn.Module, marked: Mapping[str, int]) -> list[str]:
-    """The outermost marked modules that hold no mark of another stage; lists have no forward, so they do not count."""
+    """The outermost annotated modules with one stage; lists are excluded, because they have no forward."""
     whole = [
         name
         for name in marked
@@ -90,12 +127,12 @@ def _within(inner: str, outer: str) -> bool:
 
 
 def _has(module: nn.Module, attribute: str) -> bool:
-    # Not hasattr: a property of the class that is called the same is nobody's mark.
+    # Not hasattr: a property of the class with this name is no annotation.
     return vars(module).get(attribute) is not None
 
 
-def check_uncut(config: PartitionConfig) -> None:
-    """Refuse settings that ask for a cut where there is one stage.
+def check_single_stage(config: PartitionConfig) -> None:
+    """Refuse settings that request a cut if there is one stage.
 
     Raises:
         PartitionError: they do.
@@ -104,8 +141,9 @@ def check_uncut(config: PartitionConfig) -> None:
     if config.split_points or num_stages > 1:
         asked = f"split_points={dict(config.split_points)}" if config.split_points else ""
         raise PartitionError(
-            f"one stage is not cut: got {asked or f'layers_per_stage={list(config.layers_per_stage or [])}'} with "
-            "pp_size=1. Leave it out, or raise pp_size."
+            "one stage is not cut: got "
+            f"{asked or f'layers_per_stage={list(config.layers_per_stage or [])}'} with pp_size=1. Leave it out, or "
+            "raise pp_size."
         )
 
 
@@ -125,7 +163,7 @@ def _after(trace: Trace, place: int) -> CutPoint:
 
 
 def _balanced(
-    model: nn.Module, trace: Trace, blocks: Sequence[str], num_stages: int, costs: Costs
+    model: nn.Module, trace: Trace, blocks: Sequence[str], num_stages: int, criteria: CutCriteria
 ) -> tuple[CutPoint, ...]:
     """What runs before a block counts to it, what runs after the last one to the last."""
     ends = _ends(trace, blocks)
@@ -144,11 +182,15 @@ def _balanced(
     sums = []
     start = 0
     for end in ends:
-        sums.append(sum(map(costs, trace.calls[start : end + 1])))
+        sums.append(sum(map(criteria.costs, trace.calls[start : end + 1])))
         start = end + 1
     if sums:
-        sums[-1] += sum(map(costs, trace.calls[start:]))
-    return _at_counts(trace, ends, balance(sums, num_stages))
+        sums[-1] += sum(map(criteria.costs, trace.calls[start:]))
+    held = criteria.held
+    if held is None or held.limit is None:
+        return _at_counts(trace, ends, balance(sums, num_stages))
+    segments = Segments(trace, ends, tuple(held.sizes))
+    return _at_counts(trace, ends, BudgetedCutSearch(sums, segments, held).find())
 
 
 def _at_counts(trace: Trace, ends: list[int], counts: Sequence[int]) -> tuple[CutPoint, ...]:
@@ -171,7 +213,7 @@ def _by_names(trace: Trace, num_stages: int, points: Mapping[str, str]) -> tuple
     for inner, outer in permutations(points, 2):
         if _within(inner, outer):
             raise PartitionError(
-                f"a module and a part of it cannot both be split points: got {outer!r} and {inner!r}. Leave one out."
+                f"a module and a module inside it cannot both be split points: got {outer!r} and {inner!r}. Remove one."
             )
     for name, side in points.items():
         called = [place for place, call in enumerate(trace.calls) if call.name == name]
@@ -179,11 +221,11 @@ def _by_names(trace: Trace, num_stages: int, points: Mapping[str, str]) -> tuple
             raise PartitionError(f"the forward does not call {name!r}, so it cannot be cut there. Name another module.")
         place = called[0] - 1 if side == "before" else called[-1]
         if not 0 <= place < len(trace.calls) - 1:
-            raise PartitionError(f"nothing runs {side} {name!r}, so a cut there leaves a stage empty. Leave it out.")
+            raise PartitionError(f"nothing runs {side} {name!r}, so a cut there leaves a stage empty. Remove it.")
         places.append(place)
     if len(set(places)) != num_stages - 1:
         raise PartitionError(
-            f"split points make one stage more than there are points: got {len(set(places))} different ones "
+            f"split points give one stage more than there are points: got {len(set(places))} different ones "
             f"({', '.join(f'{side} {name}' for name, side in points.items())}), {num_stages} stages. "
             f"Give {num_stages - 1}, or use pp_size={len(set(places)) + 1}."
         )
@@ -205,8 +247,8 @@ def _by_stage_numbers(trace: Trace, num_stages: int, numbers: Mapping[str, int])
         stage = numbers[max(around, key=len)]
         if stage < latest:
             raise PartitionError(
-                f"pipeline_stage must not fall along the forward: {call.name!r} has {stage} and runs after a module "
-                f"of stage {latest}. Give it {latest} or more."
+                f"pipeline_stage must not decrease along the forward: {call.name!r} has {stage} and runs after a "
+                f"module of stage {latest}. Set it to {latest} or more."
             )
         latest = stage
         last_of[stage] = place

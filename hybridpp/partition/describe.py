@@ -1,36 +1,36 @@
-"""What each stage of a cut would hold, compute and send, without a number being allocated."""
+"""What each stage of a cut would hold, compute and send, without allocating memory."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from hybridpp.config import PartitionConfig
+from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
+from hybridpp.nn.snapshot import preserved_modules
 from hybridpp.partition.blocks import finest_units
-from hybridpp.partition.calls import TensorSpec, Trace
-from hybridpp.partition.cut import assign_stages, choose_cut, named_blocks
+from hybridpp.partition.calls import CallArguments, TensorSpec, Trace
+from hybridpp.partition.cut import CutCriteria, assign_stages, choose_cut, named_blocks
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.measure import measure_seconds, unit_costs
+from hybridpp.partition.memory import MemoryBudget
 from hybridpp.partition.plan import owners, stage_plan
-from hybridpp.partition.survey import survey
-from hybridpp.partition.untouched import untouched
-
-Sample = tuple[tuple[Any, ...], dict[str, Any]]
+from hybridpp.partition.traced_units import find_traced_units
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageSummary:
-    """One stage of a model that is cut.
+    """Summary of one stage of a cut.
 
     Attributes:
-        stage: which one.
+        stage: number of the stage.
         calls: names of the units that it runs, in order; one that is called again occurs again.
         parameters: elements of each parameter that it holds, by name; a tied one has its first name.
         flops: floating-point operations of its forward, for the sample.
         sent: the tensors that it sends to the next stage, for the sample.
+        state_bytes: bytes of its parameters in training, if a budget was given.
     """
 
     stage: int
@@ -38,6 +38,7 @@ class StageSummary:
     parameters: Mapping[str, int]
     flops: int
     sent: tuple[TensorSpec, ...]
+    state_bytes: int = 0
 
     @property
     def num_parameters(self) -> int:
@@ -53,9 +54,10 @@ class StageSummary:
 def describe_cut(
     model: nn.Module,
     num_stages: int,
-    sample: Sample,
+    sample: CallArguments,
     config: PartitionConfig | None = None,
     dtypes: Mapping[int, torch.dtype] | None = None,
+    held: MemoryBudget | None = None,
 ) -> tuple[StageSummary, ...]:
     """The stages that ``model`` would be cut into; it is left as it was found.
 
@@ -65,14 +67,15 @@ def describe_cut(
         sample: positional and keyword arguments of one micro-batch, on the CPU.
         config: where to cut.
         dtypes: of the model's tensors that would be cast, by ``id``.
+        held: memory of parameters on a rank, and its limit; None: no limit.
 
     Raises:
-        PartitionError: the model cannot be cut so.
+        PartitionError: the model cannot be cut as requested.
     """
     config = config or PartitionConfig()
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    with untouched(model):
-        trace, stages = _cut(model, num_stages, sample, config, dtypes or {})
+    with preserved_modules(model):
+        trace, stages = _cut(model, num_stages, sample, config, dtypes or {}, held)
     holders = owners(trace, stages, tuple(sizes))
     return tuple(
         StageSummary(
@@ -81,25 +84,34 @@ def describe_cut(
             parameters={name: size for name, size in sizes.items() if stage in holders[name]},
             flops=sum(call.flops for call, at in zip(trace.calls, stages, strict=True) if at == stage),
             sent=stage_plan(trace, stages, stage).outgoing_specs,
+            state_bytes=sum(held.sizes[name] for name in sizes if stage in holders[name]) if held else 0,
         )
         for stage in range(num_stages)
     )
 
 
 def _cut(
-    model: nn.Module, num_stages: int, sample: Sample, config: PartitionConfig, dtypes: Mapping[int, torch.dtype]
+    model: nn.Module,
+    num_stages: int,
+    sample: CallArguments,
+    config: PartitionConfig,
+    dtypes: Mapping[int, torch.dtype],
+    held: MemoryBudget | None,
 ) -> tuple[Trace, tuple[int, ...]]:
     cpu = torch.device("cpu")
     named = named_blocks(model, config)
-    finest = Interceptor(model, finest_units(model))
-    found = survey(model, num_stages, sample, finest, named=named, device=cpu, dtypes=dtypes, count_flops=True)
+    adapter = ModuleAdapter(model)
+    finest = Interceptor(adapter, AdapterLayer.UNIT_RNG, finest_units(model))
+    found = find_traced_units(
+        adapter, num_stages, sample, finest, named=named, device=cpu, dtypes=dtypes, count_flops=True
+    )
     trace = found.trace
 
     def seconds() -> list[float]:
         return measure_seconds(model, found.interceptor, sample, cpu, dtypes)
 
     costs = unit_costs(model, trace, config.balance, seconds)
-    cut = choose_cut(model, trace, found.anatomy.blocks, num_stages, config, costs)
+    cut = choose_cut(model, trace, found.units.blocks, num_stages, config, CutCriteria(costs, held))
     return trace, assign_stages(trace, cut)
 
 

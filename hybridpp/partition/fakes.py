@@ -1,4 +1,4 @@
-"""A model without its numbers, for tracing: fake tensors take the place of its parameters and buffers for a while."""
+"""Fake tensors that replace a model's parameters and buffers during a trace."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -7,18 +7,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hybridpp.nn.snapshot import preserved_modules
+from hybridpp.nn.torch_private import FAKE_TENSOR_LOG, FakeTensorMode, buffers_of, parameters_of
 
 
 class Fakes:
-    """A fake for every parameter and buffer of a model: nothing is allocated, and nothing made of them is real.
+    """A fake for every parameter and buffer of a model; nothing is allocated.
 
     The model itself is traced, not a copy: whatever was done to the instance (a patched forward, hooks) counts. It may
     be stripped of tensors later; the fakes still know all of them.
 
     Args:
         model: on any device, also the meta device.
-        device: where the fakes pretend to be.
+        device: device of the fakes.
         dtypes: of the fakes that stand for tensors which will be cast, by the tensor's ``id``.
 
     Attributes:
@@ -30,7 +32,7 @@ class Fakes:
 
     def __init__(self, model: nn.Module, device: torch.device, dtypes: Mapping[int, torch.dtype]):
         mode = self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._device = device
+        self._model, self._device = model, device
         fakes: dict[int, Tensor] = {}
         with mode:
             for tensor in (*model.parameters(), *model.buffers()):
@@ -45,34 +47,25 @@ class Fakes:
         self._slots: list[tuple[nn.Module, str, Tensor]] = [
             (module, key, fakes[id(tensor)])
             for module in model.modules()
-            for key, tensor in (*module._parameters.items(), *module._buffers.items())
+            for key, tensor in (*parameters_of(module).items(), *buffers_of(module).items())
             if tensor is not None
         ]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model holds the fakes; afterwards what it held before."""
-        self._renew()
-        before = []
-        try:
+        """Inside, the model holds the fakes; afterwards all that its modules held before."""
+        with preserved_modules(self._model):
             for module, key, fake in self._slots:
-                place = _place(module, key)
-                before.append((module, place, key, place[key]))
-                # What was stripped must be found among the parameters and buffers again.
-                home: dict[str, Any] = module._parameters if isinstance(fake, nn.Parameter) else module._buffers
-                if place is not home:
-                    del place[key]
+                # What was pruned must be found among the parameters and buffers again. Anew, also what is there: all of
+                # a module's tensors come in the order they were registered in.
+                del _place(module, key)[key]
+                home: dict[str, Any] = parameters_of(module) if isinstance(fake, nn.Parameter) else buffers_of(module)
                 home[key] = fake
             yield
-        finally:
-            for module, place, key, tensor in before:
-                for other in (module._parameters, module._buffers):
-                    if other is not place:
-                        other.pop(key, None)
-                place[key] = tensor
 
-    def _renew(self) -> None:
-        """Follow buffers that the forward has replaced since: tables that grow with the inputs."""
+    def renew(self) -> None:
+        """Update the fakes of buffers that the forward has replaced, such as tables that grow with the inputs."""
+        is_new = False
         for number, (module, key, fake) in enumerate(self._slots):
             buffer = _place(module, key)[key]
             known = self.originals.get(id(fake))
@@ -80,25 +73,43 @@ class Fakes:
                 continue
             if buffer.shape != fake.shape:
                 with self._mode:
-                    renewed = torch.empty_strided(buffer.size(), buffer.stride(), dtype=fake.dtype, device=self._device)
-                self._slots[number] = (module, key, renewed)
-                self.buffers.append(renewed)
-                fake = renewed
+                    fake = torch.empty_strided(buffer.size(), buffer.stride(), dtype=fake.dtype, device=self._device)
+                self._slots[number] = (module, key, fake)
+                is_new = True
             self.originals[id(fake)] = buffer
+        if is_new:
+            # Drop fakes that are no longer used.
+            self.buffers = list({id(fake): fake for _, _, fake in self._slots if id(fake) in self.originals}.values())
+            self.originals = {id(fake): self.originals[id(fake)] for fake in self.buffers}
+
+
+# The entries (of 1 to 2 KB) of a process that torch's cache of what operations do to fakes may grow to.
+_MAX_CACHED = 8192
+
+
+def bound_cache() -> None:
+    """Empty torch's global cache for fakes if it has grown large: it keeps an entry for every shape."""
+    if len(FakeTensorMode.cache) > _MAX_CACHED:
+        FakeTensorMode.cache_clear()
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, torch does not log what fakes cannot do: it raises too, and the trace has a way around."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
+    """Suppress torch's log of what fakes do not support: it also raises, and the trace has a fallback."""
+    log = FAKE_TENSOR_LOG
+
+    # One of its own for each: in-process ranks take turns in here, and do not leave in the order they came.
+    def nothing(record: logging.LogRecord) -> bool:
+        return False
+
+    log.addFilter(nothing)
     try:
         yield
     finally:
-        log.disabled = before
+        log.removeFilter(nothing)
 
 
 def _place(module: nn.Module, key: str) -> dict[str, Any]:
     """Where a tensor of a module is kept: what was stripped is a plain attribute."""
-    places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
+    places: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module), module.__dict__)
     return next(place for place in places if key in place)

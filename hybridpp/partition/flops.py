@@ -4,23 +4,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-_ATTENTION = (
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-    torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_efficient_attention,
-    torch.ops.aten._scaled_dot_product_cudnn_attention,
-)
+from hybridpp.nn.torch_private import ATTENTION_OPS, GROUPED_MM
 
 
 def flop_counter() -> FlopCounterMode:
-    """A counter that also counts what torch's own leaves out: attention on the CPU, and experts' products.
+    """A counter that also covers what torch's counter omits: attention on the CPU, and grouped matrix products.
 
     Torch's count for attention (2.11) refuses fewer heads of keys than of queries, so all attention is counted here.
     """
-    counts = dict.fromkeys(_ATTENTION, _attention_flops) | {torch.ops.aten._grouped_mm: _grouped_flops}
+    counts = dict.fromkeys(ATTENTION_OPS, _attention_flops) | {GROUPED_MM: _grouped_flops}
     return FlopCounterMode(display=False, custom_mapping=counts)
 
 

@@ -1,4 +1,4 @@
-"""What a unit call costs."""
+"""Costs of unit calls."""
 
 import functools
 import time
@@ -12,9 +12,10 @@ from torch.func import functional_call
 
 from hybridpp.cluster import preserved_random_state
 from hybridpp.errors import PartitionError
+from hybridpp.module_adapter import Forward
+from hybridpp.nn.snapshot import preserved_modules
 from hybridpp.partition.calls import Trace, UnitCall
-from hybridpp.partition.intercept import Forward, Interceptor
-from hybridpp.partition.untouched import untouched
+from hybridpp.partition.intercept import Interceptor
 
 _NUM_RUNS = 3
 
@@ -22,11 +23,11 @@ _NUM_RUNS = 3
 def unit_costs(
     model: nn.Module, trace: Trace, balance: str, seconds: Callable[[], Sequence[float]]
 ) -> Callable[[UnitCall], float]:
-    """What is to be shared out evenly over the stages, of each call of the trace.
+    """The cost of each call of the trace, which is balanced over the stages.
 
     Args:
-        model: whole.
-        trace: with FLOPs where ``balance`` is ``"flops"``.
+        model: the complete model.
+        trace: with FLOPs if ``balance`` is ``"flops"``.
         balance: ``"flops"`` of the forward, with parameters where there are none (an embedding); ``"parameters"``; or
             ``"time"``.
         seconds: measures the calls, in the trace's order; called for ``"time"`` only, when the first cost is asked for.
@@ -35,7 +36,7 @@ def unit_costs(
 
         @functools.cache
         def measured() -> dict[int, float]:
-            # Only when a cost is asked for: where the user says where to cut, nothing needs to be timed.
+            # Only when a cost is needed: if the user requests a cut, nothing is timed.
             return {id(call): value for call, value in zip(trace.calls, seconds(), strict=True)}
 
         return lambda call: measured()[id(call)]
@@ -77,19 +78,19 @@ def measure_seconds(
     device: torch.device,
     dtypes: Mapping[int, torch.dtype],
 ) -> list[float]:
-    """Seconds of each unit call of the model's forward, the least of some runs.
+    """Seconds of each unit call of the model's forward, the minimum of several runs.
 
     The model is left as it was found, wherever its tensors are.
 
     Args:
-        model: whole; on ``device`` there must be room for all of it.
+        model: the complete model; it must fit on ``device``.
         interceptor: of its units.
         sample: positional and keyword arguments, on ``device``.
         device: to measure.
         dtypes: of tensors that will be cast, by ``id``.
 
     Raises:
-        PartitionError: the model has no numbers yet.
+        PartitionError: the model is on the meta device.
     """
     named = (*model.named_parameters(), *model.named_buffers())
     if any(tensor.is_meta for _, tensor in named):
@@ -102,7 +103,7 @@ def measure_seconds(
         tensors = {name: leaf.to(device, dtypes.get(id(leaf), leaf.dtype)) for name, leaf in named}
         tensors |= {name: tensors[name].clone() for name, _ in model.named_buffers()}
         with (
-            untouched(model),
+            preserved_modules(model),
             preserved_random_state(device),
             interceptor.active(stopwatch),
             torch.no_grad(),

@@ -1,4 +1,4 @@
-"""From a trace and a place to cut: who owns what, and which values travel between stages."""
+"""Ownership of parameters, and the values sent between stages, derived from a trace and a cut."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,35 +7,37 @@ from typing import Protocol
 from torch import Tensor
 
 from hybridpp.partition.calls import TensorSpec, Trace, UnitCall
+from hybridpp.partition.resets import AttributeReset
 from hybridpp.partition.taint import Value
 
 
-class Parts(Protocol):
-    """Of some values, several ranks that run the same stage hold one part each, and only that travels."""
+class BoundarySharding(Protocol):
+    """Sharding of values between stages over the ranks that run the same stage; each rank sends only its shard."""
 
-    def spec(self, name: str, leaf: int, whole: TensorSpec) -> TensorSpec | None:
-        """This rank's part of a leaf that the unit ``name`` returns; None: it travels whole."""
+    def shard_spec(self, name: str, leaf: int, full: TensorSpec) -> TensorSpec | None:
+        """Spec of this rank's shard of a leaf that the unit ``name`` returns; None: it is sent unsharded."""
 
-    def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of such a value."""
+    def shard(self, full: Tensor) -> Tensor:
+        """This rank's shard of such a value."""
 
-    def whole(self, part: Tensor, spec: TensorSpec) -> Tensor:
-        """The value, as glue and units see it, that is described by ``spec``."""
+    def unshard(self, shard: Tensor, spec: TensorSpec) -> Tensor:
+        """The value described by ``spec``, as container code and units use it."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What one stage does for inputs of one signature.
+    """The work of one stage for inputs of one signature.
 
     Attributes:
         stage: which stage.
-        calls: every unit call of the whole forward; empty for a model that is not cut.
+        calls: every unit call of the complete forward; empty for a model that is not cut.
         stages: the stage of each call.
-        incoming: the values that arrive from the previous stage, in the order they travel in.
-        outgoing: the values that leave for the next stage, in the order they travel in.
+        incoming: the values received from the previous stage, in the order of the messages.
+        outgoing: the values sent to the next stage, in the order of the messages.
         incoming_specs: shapes and dtypes of ``incoming``.
         outgoing_specs: shapes and dtypes of ``outgoing``.
-        in_parts: those of both of which only this rank's part travels; the specs are of that.
+        sharded: the values of both of which only this rank's shard is sent; their specs are of the shard.
+        resets: the attributes that the forward resets after this stage has left it.
     """
 
     stage: int = 0
@@ -45,29 +47,30 @@ class StagePlan:
     outgoing: tuple[Value, ...] = ()
     incoming_specs: tuple[TensorSpec, ...] = ()
     outgoing_specs: tuple[TensorSpec, ...] = ()
-    in_parts: frozenset[Value] = frozenset()
+    sharded: frozenset[Value] = frozenset()
+    resets: tuple[AttributeReset, ...] = ()
 
     # Asked for by every micro-batch.
     @cached_property
     def is_last(self) -> bool:
-        """Whether the forward runs to its end here."""
+        """Whether the forward runs to its end on this stage."""
         return self.last_local is None
 
     @cached_property
     def last_local(self) -> int | None:
-        """The call after which this stage leaves the forward; None where it runs to its end."""
+        """The call after which this stage leaves the forward; None if it runs to its end."""
         if not self.calls or self.stage == self.stages[-1]:
             return None
         return len(self.stages) - 1 - self.stages[::-1].index(self.stage)
 
     @cached_property
-    def leaving(self) -> frozenset[Value]:
-        """The values of ``outgoing``."""
+    def outgoing_set(self) -> frozenset[Value]:
+        """``outgoing`` as a set."""
         return frozenset(self.outgoing)
 
     @cached_property
-    def observed(self) -> frozenset[int]:
-        """The calls that make them."""
+    def calls_with_outgoing(self) -> frozenset[int]:
+        """The calls that produce outgoing values."""
         return frozenset(value.call for value in self.outgoing)
 
     @cached_property
@@ -77,7 +80,7 @@ class StagePlan:
 
 
 def uses(trace: Trace, stages: tuple[int, ...]) -> dict[str, set[int]]:
-    """The stages that need each parameter; ownership follows use, not the order of registration."""
+    """The stages that use each parameter; ownership follows use, not the order of registration."""
     needed: dict[str, set[int]] = {}
     for call, stage in zip(trace.calls, stages, strict=True):
         for name in (*call.parameters, *(source for source in call.sources if isinstance(source, str))):
@@ -89,19 +92,27 @@ def uses(trace: Trace, stages: tuple[int, ...]) -> dict[str, set[int]]:
 
 
 def owners(trace: Trace, stages: tuple[int, ...], parameter_names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    """The stages that hold each parameter, in order; one that nothing uses belongs to stage 0."""
+    """The stages that hold each parameter, in order; unused parameters belong to stage 0."""
     needed = uses(trace, stages)
     return {name: tuple(sorted(needed.get(name, {0}))) for name in parameter_names}
 
 
-def stage_plan(trace: Trace, stages: tuple[int, ...], stage: int, parts: Parts | None = None) -> StagePlan:
+def names_by_stage(trace: Trace, stages: tuple[int, ...], parameter_names: tuple[str, ...]) -> list[set[str]]:
+    """The parameters that each stage holds."""
+    held = owners(trace, stages, parameter_names)
+    return [{name for name, at in held.items() if stage in at} for stage in range(max(stages, default=0) + 1)]
+
+
+def stage_plan(
+    trace: Trace, stages: tuple[int, ...], stage: int, sharding: BoundarySharding | None = None
+) -> StagePlan:
     """What ``stage`` receives, runs and sends. Every rank derives its neighbours' tables from the same trace.
 
     Args:
         trace: of the forward.
         stages: of each call.
-        stage: which one.
-        parts: what of the values between stages travels; None: all of it.
+        stage: number of the stage.
+        sharding: of the values between stages; None: they are sent unsharded.
     """
     last_use: dict[Value, int] = {}
     for sources, at in (
@@ -113,28 +124,29 @@ def stage_plan(trace: Trace, stages: tuple[int, ...], stage: int, parts: Parts |
                 last_use[source] = max(at, last_use.get(source, 0))
 
     def crossing(boundary: int) -> tuple[Value, ...]:
-        """Values made before ``boundary`` (a stage) and needed in it or behind it."""
+        """Values produced before the stage ``boundary`` and used in it or after it."""
         return tuple(sorted(value for value, used in last_use.items() if stages[value.call] < boundary <= used))
 
     def specs(values: tuple[Value, ...]) -> tuple[TensorSpec, ...]:
-        return tuple(in_parts.get(value) or trace.calls[value.call].leaves[value.leaf] for value in values)
+        return tuple(sharded.get(value) or trace.calls[value.call].leaves[value.leaf] for value in values)
 
     incoming = crossing(stage)
     outgoing = crossing(stage + 1)
-    in_parts = _in_parts(trace, {*incoming, *outgoing}, parts) if parts else {}
+    sharded = _sharded_values(trace, {*incoming, *outgoing}, sharding) if sharding else {}
     shapes = specs(incoming), specs(outgoing)
-    return StagePlan(stage, trace.calls, stages, incoming, outgoing, *shapes, frozenset(in_parts))
+    resets = trace.resets[stage] if stage < len(trace.resets) else ()
+    return StagePlan(stage, trace.calls, stages, incoming, outgoing, *shapes, frozenset(sharded), resets)
 
 
-def _in_parts(trace: Trace, values: set[Value], parts: Parts) -> dict[Value, TensorSpec]:
-    """The values of which a part travels, with what that is."""
+def _sharded_values(trace: Trace, values: set[Value], sharding: BoundarySharding) -> dict[Value, TensorSpec]:
+    """The values of which only a shard is sent, with the shard's spec."""
     found = {}
     for value in values:
         call = trace.calls[value.call]
-        # What is written to later, or was an argument, is known by its memory.
+        # Values that are written to later, or are arguments, need their own memory.
         if value.leaf in call.written or value.leaf in call.arguments:
             continue
-        spec = parts.spec(call.name, value.leaf, call.leaves[value.leaf])
+        spec = sharding.shard_spec(call.name, value.leaf, call.leaves[value.leaf])
         if spec is not None:
             found[value] = spec
     return found

@@ -1,22 +1,22 @@
-"""Activation checkpointing: blocks that keep their inputs only, and are run again when their backward pass comes."""
+"""Activation checkpointing: blocks that store only their inputs and are recomputed in the backward pass."""
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hybridpp.config import PipelineGradientCheckpointConfig
 from hybridpp.errors import PartitionError
-from hybridpp.partition.belongings import Belongings
+from hybridpp.module_adapter import AdapterLayer, Forward, ModuleAdapter
+from hybridpp.nn.checkpointing import in_checkpoint
+from hybridpp.nn.snapshot import Snapshot
+from hybridpp.nn.torch_private import version_or_none
 from hybridpp.partition.calls import UnitCall
-from hybridpp.partition.intercept import Forward
-from hybridpp.partition.structure import Given, tensors_in
-from hybridpp.partition.trace import in_checkpoint
-from hybridpp.partition.untouched import untouched
+from hybridpp.partition.compiled import is_compiled
+from hybridpp.partition.containers import ContainerSnapshot, tensors_in
+from hybridpp.partition.unit_state import UnitStateRecorder
 
 
 def blocks_by_stage(
@@ -33,7 +33,7 @@ def blocks_by_stage(
 def recomputed_blocks(
     config: PipelineGradientCheckpointConfig | None, blocks: Sequence[Sequence[str]]
 ) -> tuple[tuple[str, ...], ...]:
-    """Which blocks of each stage are run again: the first ones.
+    """The blocks of each stage that are recomputed: the first ones.
 
     Raises:
         PartitionError: a stage has fewer blocks than ``num_ckpt_layers_per_stage`` says.
@@ -45,73 +45,89 @@ def recomputed_blocks(
         count = config.num_recomputed(stage, len(names))
         if count > len(names):
             raise PartitionError(
-                f"num_ckpt_layers_per_stage asks stage {stage} to recompute {count} blocks, and it has {len(names)}. "
-                f"The stages have {', '.join(str(len(stage_blocks)) for stage_blocks in blocks)}."
+                f"num_ckpt_layers_per_stage requests {count} recomputed blocks of stage {stage}, which has "
+                f"{len(names)}. The stages have {', '.join(str(len(stage_blocks)) for stage_blocks in blocks)}."
             )
         chosen.append(tuple(names[:count]))
     return tuple(chosen)
 
 
 class Recomputable:
-    """Runs some units so that of their forward only the inputs are kept.
+    """Runs some units so that of their forward only the inputs are kept, while a stage is active that wants it.
 
     What comes again in the backward pass finds everything as it was: lists, dicts and objects among the inputs (a
-    key-value cache), and buffers are copies, so that running statistics move once.
+    key-value cache), and what the unit keeps on itself. Buffers are copies, so that running statistics move once.
 
     Args:
-        modules: the units, by name.
+        adapter: of the model.
+        units: names of those that each stage of this rank recomputes, by stage.
 
     Raises:
-        PartitionError: when such a unit, or glue, writes to its inputs in place: they are not there a second time.
+        PartitionError: when such a unit, or container code, writes to its inputs in place, so that they are lost.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]):
-        self._modules = modules
+    def __init__(self, adapter: ModuleAdapter, units: Mapping[int, Sequence[str]]):
+        modules = {name: adapter.model.get_submodule(name) for names in units.values() for name in names}
+        self._stages = {
+            stage: {name: UnitStateRecorder(name, modules[name]) for name in names} for stage, names in units.items()
+        }
+        self._recorders: Mapping[str, UnitStateRecorder] = {}
+        for name, module in modules.items():
+            # A unit that is compiled in place is compiled together with its hooks.
+            wrap = adapter.wrap_call if is_compiled(module) else adapter.wrap
+            wrap(module, AdapterLayer.RECOMPUTE, self._run, name)
 
-    def wrapped(self, name: str, forward: Forward) -> Forward:
-        """A unit's forward as it is to be called: itself, where all its activations are kept."""
-        return functools.partial(self._run, name, forward) if name in self._modules else forward
+    @contextmanager
+    def active(self, stage: int) -> Iterator[None]:
+        """Recompute the units of ``stage`` whose forward runs inside the block."""
+        before, self._recorders = self._recorders, self._stages[stage]
+        try:
+            yield
+        finally:
+            self._recorders = before
 
     def _run(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-        # Where the model checkpoints the call itself, that is enough.
-        if not torch.is_grad_enabled() or in_checkpoint():
+        recorder = self._recorders.get(name)
+        # The model itself may checkpoint the call, which suffices.
+        if recorder is None or not torch.is_grad_enabled() or in_checkpoint():
             return forward(*args, **kwargs)
-        repeated = _Repeated(name, self._modules[name], forward, (args, kwargs))
+        repeated = _RecomputedCall(recorder, forward, (args, kwargs))
         output = checkpoint(repeated, args, kwargs, use_reentrant=False)
         repeated.check_inputs()
         return output
 
 
-class _Repeated:
-    """A call that is made in the forward, and perhaps again in the backward pass."""
+class _RecomputedCall:
+    """A call that is made in the forward, and may be repeated in the backward pass."""
 
-    def __init__(self, name: str, module: nn.Module, forward: Forward, inputs: Any):
-        self._name = name
-        self._module = module
+    def __init__(self, calls: UnitStateRecorder, forward: Forward, inputs: Any):
+        self._calls = calls
         self._forward = forward
-        self._given, self._objects = Given(inputs), Belongings(inputs)
-        self._versions = [(tensor, tensor._version) for tensor in tensors_in(inputs) if not tensor.is_inference()]
+        self._state = calls.begin()
+        self._given, self._objects = ContainerSnapshot(inputs), Snapshot.reachable_from(inputs)
+        self._versions = [(tensor, version_or_none(tensor)) for tensor in tensors_in(inputs)]
         self._is_again = False
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._is_again:
             self._is_again = True
-            return self._forward(*args, **kwargs)
+            output = self._forward(*args, **kwargs)
+            self._calls.end(self._state)
+            return output
         self.check_inputs()
-        with untouched(self._module), self._as_before(args, kwargs):
-            _copy_buffers(self._module)
+        with self._state.restored(), self._as_before(args, kwargs):
             return self._forward(*args, **kwargs)
 
     def check_inputs(self) -> None:
-        if any(tensor._version != version for tensor, version in self._versions):
+        if any(version_or_none(tensor) != version for tensor, version in self._versions):
             raise PartitionError(
-                f"an input of unit {self._name!r} is written to in place, so the unit cannot be recomputed. Do not "
-                "write to it, or leave gradient_checkpoint_config out."
+                f"an input of unit {self._calls.name!r} is written to in place, so the unit cannot be recomputed. Do "
+                "not write to it, or leave gradient_checkpoint_config out."
             )
 
     @contextmanager
     def _as_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        later = Belongings((args, kwargs)), self._given.now()
+        later = Snapshot.reachable_from((args, kwargs)), self._given.now()
         self._objects.restore()
         self._given.restore()
         try:
@@ -119,9 +135,3 @@ class _Repeated:
         finally:
             later[0].restore()
             later[1].restore()
-
-
-def _copy_buffers(module: nn.Module) -> None:
-    for part in module.modules():
-        for key, buffer in part._buffers.items():
-            part._buffers[key] = buffer.clone() if isinstance(buffer, Tensor) else buffer

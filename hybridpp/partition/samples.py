@@ -15,10 +15,10 @@ _TEXT = "input_ids"
 def make_samples(
     model: nn.Module, batch_size: int, sequence_length: int | None, dtype: torch.dtype
 ) -> list[dict[str, Tensor]]:
-    """Batches to try a model with, of the sizes that its configuration gives; every tensor holds one number.
+    """Sample batches with the sizes of the model's configuration; all elements of a tensor are equal.
 
     The first has its main input alone; for a model of text and images another one has both, for one of videos another
-    one has frames. The forward runs on one of them; which, is to be tried.
+    one has frames. The caller tries which of them the forward runs on.
 
     Args:
         model: of the transformers library.
@@ -27,7 +27,7 @@ def make_samples(
         dtype: of images and sound.
 
     Raises:
-        ConfigError: it is not known what such a model takes.
+        ConfigError: the inputs of such a model are unknown.
     """
     maker = _Maker(model, batch_size, sequence_length, dtype)
     return [maker.main(), *maker.with_image(), *maker.with_frames()]
@@ -57,8 +57,8 @@ class _Maker:
         name = next((name for name in named if name in self._takes), self._main)
         if name not in kinds:
             raise ConfigError(
-                f"no sample can be made for a model whose main input is {name!r}: "
-                f"only {', '.join(kinds)} are known. Boost the model with a sample of your own."
+                f"no sample can be generated for a model whose main input is {name!r}: only {', '.join(kinds)} are "
+                "supported. Pass a sample to boost."
             )
         batch = {name: kinds[name]()}
         if name == _TEXT and "attention_mask" in self._takes:

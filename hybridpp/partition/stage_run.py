@@ -1,37 +1,35 @@
-"""One pass of one micro-batch through the part of the model that a stage owns."""
+"""Forward of one micro-batch through one stage."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from hybridpp.errors import PartitionError
-from hybridpp.partition.attributes import Key, Leavings
-from hybridpp.partition.calls import Same, TensorSpec, UnitCall
-from hybridpp.partition.dice import Dice
-from hybridpp.partition.intercept import Forward
-from hybridpp.partition.plan import Parts, StagePlan
-from hybridpp.partition.recompute import Recomputable
-from hybridpp.partition.structure import Given, flatten, tensors_in
+from hybridpp.module_adapter import Forward
+from hybridpp.nn.torch_private import pytree
+from hybridpp.partition.calls import CallArguments, Same, TensorSpec, UnitCall
+from hybridpp.partition.containers import ContainerSnapshot, flatten, tensors_in
+from hybridpp.partition.module_outputs import AttributeDelta, AttributeKey
+from hybridpp.partition.plan import BoundarySharding, StagePlan
+from hybridpp.partition.rng import UnitRng
 from hybridpp.partition.taint import Value
-
-_Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-
 
 Watcher = Callable[..., Any]
 
 
 class StageDone(BaseException):
-    """Leaves the model's forward after a stage's last unit; no ``except Exception`` on the way may stop it."""
+    """Leaves the model's forward after a stage's last unit; a BaseException, so that no ``except Exception`` stops
+    it."""
 
 
 class Placeholders:
-    """Tensors that stand for values nobody here reads: right in shape, dtype and device, without memory of their own.
+    """Placeholders for values that this stage does not read: correct shape, dtype and device, without memory of their
+    own.
 
-    Floating-point ones are NaN: if one is read after all, the loss says so.
+    Floating-point ones are NaN, so that the loss becomes NaN if one is read.
     """
 
     def __init__(self, device: torch.device):
@@ -46,29 +44,28 @@ class Placeholders:
         return self._scalars[spec.dtype].expand(spec.shape)
 
 
-class Again(NamedTuple):
-    """A unit call that activation checkpointing may repeat: its place, and the random seed behind it."""
+class CheckpointedCall(NamedTuple):
+    """A unit call that activation checkpointing may repeat: its position, and the random seed after it."""
 
     place: int
-    seed_behind: int
+    seed_after: int
 
 
 class StageRun:
-    """The unit handler of a stage: own units run, foreign ones return what arrived, or a placeholder.
+    """The unit handler of a stage: own units run, units of other stages return received values or placeholders.
 
     Args:
         plan: of the stage.
         received: the values of ``plan.incoming``.
         placeholders: for the rest.
-        dice: of the forward.
-        recomputable: units of which only the inputs are kept.
+        rng: of the forward.
         modules: the units, by name.
-        parts: what of ``plan.in_parts`` travels.
+        sharding: of ``plan.sharded``.
 
     Attributes:
-        again: what activation checkpointing may call again, by unit and random seed.
-        leavings: what units of other stages were made to leave on their modules, to be undone.
-        watch: runs own units, if someone wants to look at them.
+        checkpointed_calls: what activation checkpointing may call again, by unit and random seed.
+        deltas: attributes that were set on modules of other stages' units, to be undone.
+        watch: wraps the calls of own units, for diagnosis.
     """
 
     def __init__(
@@ -76,26 +73,24 @@ class StageRun:
         plan: StagePlan,
         received: Sequence[Tensor],
         placeholders: Placeholders,
-        dice: Dice,
-        recomputable: Recomputable,
+        rng: UnitRng,
         modules: Mapping[str, nn.Module],
-        parts: Parts | None = None,
+        sharding: BoundarySharding | None = None,
     ):
         self._plan = plan
         self._values: dict[Value, Tensor] = dict(zip(plan.incoming, received, strict=True))
-        self._parts = parts
-        self._leaving: dict[Value, Tensor] = {}
+        self._sharding = sharding
+        self._outgoing_shards: dict[Value, Tensor] = {}
         self._placeholders = placeholders
-        self._dice = dice
-        self._recomputable = recomputable
+        self._rng = rng
         self._modules = modules
         self._next = 0
         self._inside = False
-        self.leavings: list[Leavings] = []
-        self.again: dict[tuple[str, int], Again] = {}
+        self.deltas: list[AttributeDelta] = []
+        self.checkpointed_calls: dict[tuple[str, int], CheckpointedCall] = {}
         self.watch: Watcher | None = None
-        if parts is not None:
-            self._take_parts(parts)
+        if sharding is not None:
+            self._gather_received(sharding)
 
     def __call__(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inside:
@@ -103,7 +98,6 @@ class StageRun:
         place = self._next
         self._next += 1
         call = self._expect(place, name)
-        forward = self._recomputable.wrapped(name, forward)
         if self.watch is not None:
             forward = functools.partial(self.watch, name, forward)
         if call is None or not call.checkpointed:
@@ -112,39 +106,39 @@ class StageRun:
         try:
             return self._run(call, place, forward, (args, kwargs))
         finally:
-            self.again[name, seed] = Again(place, torch.default_generator.initial_seed())
+            self.checkpointed_calls[name, seed] = CheckpointedCall(place, torch.default_generator.initial_seed())
 
-    def _run(self, call: UnitCall | None, place: int, forward: Forward, inputs: _Inputs) -> Any:
+    def _run(self, call: UnitCall | None, place: int, forward: Forward, inputs: CallArguments) -> Any:
         if call is not None and not self.is_own(place):
-            self._dice.skip(call.inner)
-            return self.foreign(place, inputs)
-        if call is None or place not in self._plan.observed:
+            self._rng.skip(call.inner)
+            return self.remote_result(place, inputs)
+        if call is None or place not in self._plan.calls_with_outgoing:
             output = self._local(forward, *inputs)
         else:
-            output = self._observed(call, place, forward, inputs)
+            output = self._run_with_outgoing(call, place, forward, inputs)
         if call is not None and place == self._plan.last_local:
             raise StageDone
         return output
 
-    def _observed(self, call: UnitCall, place: int, forward: Forward, inputs: _Inputs) -> Any:
-        """Run an own unit of whose result something must travel on."""
-        # Before it runs: it may write to the containers it is given.
+    def _run_with_outgoing(self, call: UnitCall, place: int, forward: Forward, inputs: CallArguments) -> Any:
+        """Run an own unit whose result contains outgoing values."""
+        # Before the unit runs, because it may write to its arguments' containers.
         arguments = [] if call.is_simple else tensors_in(inputs)
-        given = Given(inputs if call.changed or call.refers else ())
-        leavings = self._leavings_of(call)
+        given = ContainerSnapshot(inputs if call.changed or call.uses_refs else ())
+        deltas = self._delta_of(call)
         output = self._local(forward, *inputs)
         if call.is_simple and isinstance(output, Tensor):
             self._keep_leaf(call, Value(place, 0), output)
             return output
-        returned = given.refer(output) if call.refers else output
-        left = leavings.now() if leavings else ({}, {})
-        self._keep(call, place, (returned, given.changes(call.changed), *left), arguments)
+        returned = given.to_refs(output) if call.uses_refs else output
+        assigned = deltas.now() if deltas else ({}, {})
+        self._keep(call, place, (returned, given.changes(call.changed), *assigned), arguments)
         return output
 
-    def _leavings_of(self, call: UnitCall) -> Leavings | None:
-        if not call.left and not call.added:
+    def _delta_of(self, call: UnitCall) -> AttributeDelta | None:
+        if not call.assigned and not call.appended:
             return None
-        return Leavings(self._modules[call.name], call.left, call.added)
+        return AttributeDelta(self._modules[call.name], call.assigned, call.appended)
 
     def _expect(self, place: int, name: str) -> UnitCall | None:
         if not self._plan.calls:
@@ -157,6 +151,14 @@ class StageRun:
             )
         return self._plan.calls[place]
 
+    def next_is_own(self) -> bool:
+        """Whether this stage runs the next call."""
+        return self._next < len(self._plan.calls) and self.is_own(self._next)
+
+    def latest_is_own(self) -> bool:
+        """Whether this stage ran the latest call."""
+        return 0 < self._next <= len(self._plan.calls) and self.is_own(self._next - 1)
+
     def is_own(self, place: int) -> bool:
         """Whether a call is run by this stage."""
         return self._plan.stages[place] == self._plan.stage
@@ -168,8 +170,8 @@ class StageRun:
         finally:
             self._inside = False
 
-    def foreign(self, place: int, inputs: _Inputs) -> Any:
-        """What a unit of another stage returns; it is not run."""
+    def remote_result(self, place: int, inputs: CallArguments) -> Any:
+        """The result of a unit of another stage, which is not run."""
         call = self._plan.calls[place]
         if call.is_simple:
             return self._stand_in(call, Value(place, 0), [])
@@ -178,21 +180,28 @@ class StageRun:
         for number, spec in enumerate(call.leaves):
             same = isinstance(spec, Same)
             leaves.append(leaves[spec.leaf] if same else self._stand_in(call, Value(place, number), arguments))
-        output, changes, left, added = pytree.tree_unflatten(leaves[: call.tree.num_leaves], call.tree)
-        leavings = self._leavings_of(call)
-        if leavings is not None:
-            leavings.repeat(left if call.name not in self._plan.own_units else self._arrived(left), added)
-            self.leavings.append(leavings)
-        if call.changed or call.refers:
-            given = Given(inputs)
+        output, changes, assigned, appended = pytree.tree_unflatten(leaves[: call.tree.num_leaves], call.tree)
+        deltas = self._delta_of(call)
+        if deltas is not None:
+            deltas.repeat(
+                assigned if call.name not in self._plan.own_units else self._arrived(assigned, deltas), appended
+            )
+            self.deltas.append(deltas)
+        if call.changed or call.uses_refs:
+            given = ContainerSnapshot(inputs)
             given.repeat(call.changed, changes)
-            output = given.resolve(output)
+            output = given.from_refs(output)
         return output
 
-    def _arrived(self, left: Mapping[Key, Any]) -> dict[Key, Any]:
-        """Those that are no placeholders; of a unit that also runs here, which may have made what they stand for."""
+    def _arrived(self, assigned: Mapping[AttributeKey, Any], deltas: AttributeDelta) -> dict[AttributeKey, Any]:
+        """For a unit that this stage runs, too: received values only, so that placeholders do not replace its own
+        values.
+
+        An attribute that is None gets a placeholder, because the forward may test for None.
+        """
         here = {id(value) for value in self._values.values()}
-        return {key: value for key, value in left.items() if here.issuperset(map(id, tensors_in(value)))}
+        now = deltas.now()[0]
+        return {key: v for key, v in assigned.items() if now[key] is None or here.issuperset(map(id, tensors_in(v)))}
 
     def _stand_in(self, call: UnitCall, at: Value, arguments: list[Tensor]) -> Any:
         spec = call.leaves[at.leaf]
@@ -200,7 +209,7 @@ class StageRun:
             return spec
         value = self._values.get(at)
         if at.leaf in call.arguments:
-            # The unit returned its argument, or wrote to it: whoever holds it must see that.
+            # The unit returned its argument, or wrote to it, which all holders of that tensor must see.
             argument = arguments[call.arguments[at.leaf]]
             return argument if value is None else argument.copy_(value)
         if value is None:
@@ -208,16 +217,16 @@ class StageRun:
         return value.clone() if at.leaf in call.written else value
 
     def _keep(self, call: UnitCall, place: int, output: Any, arguments: list[Tensor]) -> None:
-        """Remember what must travel on."""
+        """Store outgoing values."""
         leaves, tree = flatten(output)
         if tree != call.tree:
-            # Only what it returned is in its place then, not what it left on its modules.
+            # Then only the result has the traced structure, not the attributes set on modules.
             leaves = flatten(output[:1])[0]
         leaves = [*leaves, *[None] * call.tree.num_leaves][: call.tree.num_leaves]
         leaves += [arguments[call.arguments[number]] for number in range(call.tree.num_leaves, len(call.leaves))]
         for number in range(len(call.leaves)):
             value = Value(place, number)
-            if value in self._plan.leaving:
+            if value in self._plan.outgoing_set:
                 self._keep_leaf(call, value, leaves[number] if number < len(leaves) else None)
 
     def _keep_leaf(self, call: UnitCall, value: Value, leaf: Any) -> None:
@@ -225,26 +234,28 @@ class StageRun:
         if not isinstance(leaf, Tensor) or leaf.shape != spec.shape or leaf.dtype != spec.dtype:
             got = f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
             raise PartitionError(
-                f"unit {call.name!r} returned {got} where its trace had {spec.dtype} {spec.shape}: its result "
-                "depends on values. Put the cut elsewhere, or use pp_size=1."
+                f"unit {call.name!r} returned {got} where its trace had {spec.dtype} {spec.shape}: its result depends "
+                "on values. Choose another cut, or use pp_size=1."
             )
-        if self._parts is not None and value in self._plan.in_parts:
-            part = self._parts.part(leaf)
-            # Units behind it on this stage may write to theirs.
-            self._leaving[value] = part if value.call == self._plan.last_local else part.clone()
+        if self._sharding is not None and value in self._plan.sharded:
+            shard = self._sharding.shard(leaf)
+            # Later units of this stage may write to the tensor.
+            self._outgoing_shards[value] = shard if value.call == self._plan.last_local else shard.clone()
             return
-        # A subclass of Tensor may stand for something else than memory of its own; what travels is plain.
+        # A subclass of Tensor may have no memory of its own; plain tensors are sent.
         is_own = value.leaf not in call.written and type(leaf) is Tensor
         self._values[value] = leaf if is_own else leaf.clone()
 
     def outgoing(self) -> list[Tensor]:
-        """The values for the next stage, own ones and those that pass through."""
-        return [self._leaving[v] if v in self._leaving else self._values[v] for v in self._plan.outgoing]
+        """The values for the next stage, including those that only pass through."""
+        return [
+            self._outgoing_shards[v] if v in self._outgoing_shards else self._values[v] for v in self._plan.outgoing
+        ]
 
-    def _take_parts(self, parts: Parts) -> None:
-        """Let what arrived in parts look whole."""
-        for value in self._plan.in_parts & self._values.keys():
-            part = self._values[value]
-            self._values[value] = parts.whole(part, self._plan.calls[value.call].leaves[value.leaf])
-            if value in self._plan.leaving:
-                self._leaving[value] = part.clone()
+    def _gather_received(self, sharding: BoundarySharding) -> None:
+        """Replace received shards by unsharded values."""
+        for value in self._plan.sharded & self._values.keys():
+            shard = self._values[value]
+            self._values[value] = sharding.unshard(shard, self._plan.calls[value.call].leaves[value.leaf])
+            if value in self._plan.outgoing_set:
+                self._outgoing_shards[value] = shard.clone()

@@ -2,57 +2,85 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
+from hybridpp.cluster import get_dist_logger
 from hybridpp.errors import PartitionError
-from hybridpp.partition.attributes import Leavings
-from hybridpp.partition.blocks import dissect, finest_units
-from hybridpp.partition.calls import Trace
-from hybridpp.partition.cut import CutPoint, assign_stages, check_uncut, choose_cut, named_blocks
-from hybridpp.partition.dice import Dice, Recompute, Seen, inner_layers
-from hybridpp.partition.intercept import Announcer, Forward, Interceptor
-from hybridpp.partition.known_plans import KnownPlans, Plans
+from hybridpp.module_adapter import AdapterLayer, Forward, ModuleAdapter
+from hybridpp.nn.torch_private import forward_hooks_of, forward_pre_hooks_of, pytree
+from hybridpp.partition.blocks import find_units, finest_units
+from hybridpp.partition.calls import CallArguments, Trace
+from hybridpp.partition.compiled import forbid_compile, refuse_compiled
+from hybridpp.partition.cut import (
+    CutCriteria,
+    CutPoint,
+    assign_stages,
+    check_single_stage,
+    choose_cut,
+    is_requested,
+    named_blocks,
+)
+from hybridpp.partition.hooks import run_once
+from hybridpp.partition.intercept import ForwardListener, Interceptor
 from hybridpp.partition.measure import measure_seconds, unit_costs
-from hybridpp.partition.plan import StagePlan, owners, stage_plan, uses
+from hybridpp.partition.memory import MemoryBudget, imbalance
+from hybridpp.partition.module_outputs import AttributeDelta
+from hybridpp.partition.plan import StagePlan, names_by_stage, owners, stage_plan, uses
+from hybridpp.partition.plan_cache import PlanCache, Plans
+from hybridpp.partition.prune import ParameterVisibility, parameter_names, prune_parameters
 from hybridpp.partition.recompute import Recomputable, blocks_by_stage, recomputed_blocks
 from hybridpp.partition.replay import Replay
+from hybridpp.partition.resets import AttributeResetter
+from hybridpp.partition.rng import RecomputeRng, RngTrace, UnitRng, inner_linear_layers
 from hybridpp.partition.stage_run import Placeholders, StageDone, StageRun, Watcher
-from hybridpp.partition.staging import Staging
-from hybridpp.partition.strip import Slot, parameter_names, shown, strip
-from hybridpp.partition.survey import Sample, survey_samples
+from hybridpp.partition.staging_options import StagingOptions
 from hybridpp.partition.trace import Tracer
+from hybridpp.partition.traced_units import first_traceable_sample
 
 CallRunner = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
+class StageContext(NamedTuple):
+    """What the backward pass of a stage needs of its forward, for one micro-batch.
+
+    Attributes:
+        key: of the micro-batch.
+        rng_trace: which random numbers its units drew.
+        replay: what units of other stages returned inside of activation checkpoints; None: there were none.
+    """
+
+    key: int
+    rng_trace: RngTrace
+    replay: Replay | None
+
+
 class StagedModel:
-    """The user's own model, of which this rank owns and runs some stages.
+    """The user's model, of which this rank owns and runs some stages.
 
-    The model keeps its class, its module names and its forward. After construction, what other ranks' stages own is
-    gone from ``named_parameters()`` and ``state_dict()``. With one stage nothing is cut and no sample is needed.
+    The model keeps its class, module names and forward. After construction, ``named_parameters()`` and ``state_dict()``
+    do not contain what other ranks' stages own. With one stage nothing is cut and no sample is needed.
 
-    Every rank of the pipeline must construct it from the same model and a sample of the same shapes: the cut is
-    derived from them on each rank alike, and nothing is exchanged.
+    Every rank of the pipeline must construct it from the same model and a sample of the same shapes: each rank derives
+    the same cut from them, without communication.
 
     Args:
-        model: on ``device`` or on the meta device; it is changed in place.
+        adapter: of the model, which is on ``device`` or on the meta device; it is changed in place.
         num_stages: stages of the pipeline.
         stages: this rank's: one, or several chunks.
         device: where it computes.
         samples: positional and keyword arguments of micro-batches; the model is cut by the first one that its forward
             runs on. With one stage they are not needed.
-        staging: how it is cut, and what its stages run in.
+        staging: options of the cut and of the stages.
 
     Attributes:
         model: the model.
         owners: the stages that hold each parameter, by its name; the same on every rank.
-        around_call: runs calls of the whole model that the script makes itself; None: nothing is done about them.
+        around_call: wraps the script's own calls of the complete model; None: they are not wrapped.
 
     Raises:
         PartitionError: the model cannot be cut into ``num_stages``.
@@ -60,20 +88,20 @@ class StagedModel:
 
     def __init__(
         self,
-        model: nn.Module,
+        adapter: ModuleAdapter,
         num_stages: int,
         stages: Sequence[int],
         *,
         device: torch.device,
-        samples: Sequence[Sample],
-        staging: Staging | None = None,
+        samples: Sequence[CallArguments],
+        staging: StagingOptions | None = None,
     ):
-        self.model = model
-        self._staging = staging = staging or Staging()
+        self.model = model = adapter.model
+        self._staging = staging = staging or StagingOptions()
         self.stages = tuple(stages)
         self.num_stages = num_stages
         self._device = device
-        self._plans = KnownPlans()
+        self._plans = PlanCache()
         self._placeholders = Placeholders(device)
         self._tracer: Tracer | None = None
         self._cut: tuple[CutPoint, ...] = ()
@@ -81,60 +109,91 @@ class StagedModel:
         self._running = False
         self._watch: Watcher | None = None
         self.around_call: CallRunner | None = None
-        self._leavings: list[Leavings] = []
-        self._hollows: list[Slot] = []
-        self._seen: dict[tuple[int, int], Seen] = {}
-        self._replays: dict[tuple[int, int], Replay] = {}
-        # The finer one first, so that it is the inner one where a module is both.
-        self._dice = Interceptor(model, finest_units(model))
-        self._dice_inside = Announcer(model, inner_layers(model, self._dice.units))
+        self._remote_deltas: list[AttributeDelta] = []
+        self._visibility = ParameterVisibility()
+        refuse_compiled(model, [model])
+        self._finest = Interceptor(adapter, AdapterLayer.UNIT_RNG, finest_units(model))
+        self._layer_listener = ForwardListener(adapter, inner_linear_layers(model, self._finest.units))
         self.owners: dict[str, tuple[int, ...]] = dict.fromkeys(parameter_names(model), (0,))
         if num_stages > 1:
-            trace = self._choose_cut(samples)
+            trace = self._choose_cut(adapter, samples)
             at = assign_stages(trace, self._cut)
+            self._warn_of_imbalance(trace, at)
             blocks = blocks_by_stage(trace.calls, at, self._blocks, num_stages)
             self.owners = owners(trace, at, tuple(self.owners))
             foreign = self._foreign_units(trace, at)
-            self._hollows = strip(model, self.owners, self.stages, foreign, device, staging.dtypes)
+            for name in self.owners:
+                if not set(self.owners[name]).intersection(self.stages):
+                    holder = model.get_submodule(name.rpartition(".")[0])
+                    adapter.noted(holder, "parameters pruned for other stages", undo=None)
+            self._visibility = prune_parameters(model, self.owners, self.stages, foreign, device, staging.dtypes)
         else:
-            check_uncut(staging.partition)
-            anatomy = dissect(model, 1)
-            self._interceptor, blocks = Interceptor(model, anatomy.units), [list(anatomy.blocks)]
-        self._recomputable = [
-            Recomputable({name: model.get_submodule(name) for name in names})
-            for names in recomputed_blocks(staging.recomputation, blocks)
-        ]
-        model.forward = functools.partial(self._guarded, model.forward)
+            check_single_stage(staging.partition)
+            self._held().check([set(self.owners)])
+            units = find_units(model, 1)
+            self._interceptor = Interceptor(adapter, AdapterLayer.STAGE, units.units)
+            blocks = [list(units.blocks)]
+        inside = {part for unit in self._interceptor.modules.values() for part in unit.modules()}
+        self._containers = [module for module in model.modules() if module not in inside]
+        refuse_compiled(model, self._containers)
+        forbid_compile(adapter, (*self._containers, *self._interceptor.modules.values()))
+        recomputed = recomputed_blocks(staging.recomputation, blocks)
+        self._recomputable = Recomputable(adapter, {stage: recomputed[stage] for stage in self.stages})
+        adapter.wrap(model, AdapterLayer.MODEL, self._guarded)
 
-    def _choose_cut(self, samples: Sequence[Sample]) -> Trace:
+    def _choose_cut(self, adapter: ModuleAdapter, samples: Sequence[CallArguments]) -> Trace:
         model, device = self.model, self._device
         config, dtypes = self._staging.partition, self._staging.dtypes
-        sample, found = survey_samples(
-            model,
+        sample, found = first_traceable_sample(
+            adapter,
             self.num_stages,
             samples,
             self._prepare,
-            self._dice,
+            self._finest,
             named=named_blocks(model, config),
             device=device,
             dtypes=dtypes,
             count_flops=config.balance == "flops",
         )
-        self._interceptor, self._tracer, self._blocks = found.interceptor, found.tracer, found.anatomy.blocks
+        self._interceptor, self._tracer, self._blocks = found.interceptor, found.tracer, found.units.blocks
 
         def seconds() -> list[float]:
             # One rank's clock decides, or the ranks would cut in different places.
-            return self._staging.agree(measure_seconds(model, found.interceptor, sample, device, dtypes))
+            return self._staging.broadcast(measure_seconds(model, found.interceptor, sample, device, dtypes))
 
         costs = unit_costs(model, found.trace, config.balance, seconds)
-        self._cut = choose_cut(model, found.trace, found.anatomy.blocks, self.num_stages, config, costs)
+        self._cut = choose_cut(
+            model, found.trace, found.units.blocks, self.num_stages, config, CutCriteria(costs, self._held())
+        )
         return found.trace
+
+    def _held(self) -> MemoryBudget:
+        state_spec, dtypes = self._staging.state_spec, self._staging.dtypes
+        sizes = {name: state_spec.bytes_of(p, dtypes.get(id(p), p.dtype)) for name, p in self.model.named_parameters()}
+        ranks = self._staging.ranks or range(self.num_stages)
+        return MemoryBudget(sizes=sizes, ranks=ranks, limit=self._staging.partition.limit_bytes)
+
+    def _warn_of_imbalance(self, trace: Trace, stages: tuple[int, ...]) -> None:
+        """Warn of an uneven number of parameters, unless the user chose the cut."""
+        numbers = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
+        config = self._staging.partition
+        found = imbalance(names_by_stage(trace, stages, tuple(numbers)), numbers)
+        if found is None or config.balance == "parameters" or is_requested(self.model, config):
+            return
+        stage, times = found
+        get_dist_logger().warning(
+            f"stage {stage} of {type(self.model).__name__} holds {times:.1f} times as many parameters as the mean of "
+            f"the {self.num_stages} stages, as that shares out {config.balance} best. Where memory is "
+            'short, use balance="parameters", memory_limit= or layers_per_stage=.',
+            ranks=[0],
+        )
 
     def _foreign_units(self, trace: Trace, stages: tuple[int, ...]) -> set[str]:
         """Units that no stage of this rank calls; one that is never called belongs to stage 0, like its parameters."""
         called_at: dict[str, set[int]] = {unit: set() for unit in self._interceptor.units}
         for call, at in zip(trace.calls, stages, strict=True):
-            called_at[call.name].add(at)
+            for unit in (call.name, *call.others):
+                called_at[unit].add(at)
         return {unit for unit, at in called_at.items() if not (at or {0}) & set(self.stages)}
 
     def _guarded(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +213,7 @@ class StagedModel:
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
-        """Inside, the model may be called although it holds only a stage."""
+        """Allow calls of the model inside, although it holds only a stage."""
         self._running = True
         try:
             yield
@@ -162,35 +221,35 @@ class StagedModel:
             self._running = False
 
     def _cast(self, tree: Any) -> Any:
-        """Floating-point inputs in the format the model computes in; None leaves them alone."""
+        """Cast floating-point inputs to the compute dtype, if there is one."""
         dtype = self._staging.compute_dtype
         if dtype is None:
             return tree
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
 
     def plans(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plans:
-        """What each of this rank's stages does for such inputs; a new signature is traced, a known one looked up.
+        """The plans of this rank's stages for such inputs; new signatures are traced, known ones are cached.
 
         Raises:
-            PartitionError: the forward takes another way than the one the model was cut by.
+            PartitionError: the forward deviates from the one that the model was cut by.
         """
         if self._tracer is None:
-            return _WHOLE
+            return _UNCUT
         self._restore_attributes()
         tracer = self._tracer
 
         def make() -> Plans:
             with self._entered():
-                trace = tracer.trace(*self._prepare(args, kwargs))
+                trace = tracer.trace(*self._prepare(args, kwargs), cuts=self._cut)
             stages = assign_stages(trace, self._cut)
             self._check_ownership(trace, stages)
-            return {mine: stage_plan(trace, stages, mine, self._staging.parts) for mine in self.stages}
+            return {mine: stage_plan(trace, stages, mine, self._staging.boundary_sharding) for mine in self.stages}
 
-        return self._plans.find(args, kwargs, self.model.training, make)
+        return self._plans.get(args, kwargs, self.model.training, make)
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         def move(leaf: Tensor) -> Tensor:
-            # A copy: glue that writes to the model's inputs must not do so twice, once for the trace.
+            # A copy: container code that writes to the model's inputs must not do so twice, once for the trace.
             return leaf.to(self._device, copy=True)
 
         with torch.inference_mode(False):
@@ -207,15 +266,13 @@ class StagedModel:
                 )
 
     def _restore_attributes(self) -> None:
-        """Forget what units of other stages left: it stays until here for a criterion that looks for it."""
-        while self._leavings:
-            self._leavings.pop().restore()
+        """Restore attributes that were set for other stages' units; until here a criterion may read them."""
+        while self._remote_deltas:
+            self._remote_deltas.pop().restore()
 
-    def _stage_run(
-        self, plan: StagePlan, received: Sequence[Tensor], dice: Dice, recomputable: Recomputable
-    ) -> StageRun:
+    def _stage_run(self, plan: StagePlan, received: Sequence[Tensor], rng: UnitRng) -> StageRun:
         modules = self._interceptor.modules
-        run = StageRun(plan, received, self._placeholders, dice, recomputable, modules, self._staging.parts)
+        run = StageRun(plan, received, self._placeholders, rng, modules, self._staging.boundary_sharding)
         run.watch = self._watch
         return run
 
@@ -227,7 +284,7 @@ class StagedModel:
         received: Sequence[Tensor],
         key: int,
         recompute: bool,
-    ) -> tuple[list[Tensor], Any]:
+    ) -> tuple[list[Tensor], Any, StageContext | None]:
         """Run the plan's stage on one micro-batch.
 
         Args:
@@ -235,53 +292,66 @@ class StagedModel:
             args: positional arguments of the model.
             kwargs: keyword arguments of the model.
             received: the values of ``plan.incoming``.
-            key: of the micro-batch, for the random numbers.
-            recompute: whether the blocks chosen for it keep their inputs only, and are run again in the backward pass.
+            key: the micro-batch's key for random numbers.
+            recompute: whether the chosen blocks store only their inputs, and are recomputed in the backward pass.
 
         Returns:
-            The values of ``plan.outgoing``, and on the last stage what the model returned (else None).
+            The values of ``plan.outgoing``; on the last stage the model's result (else None); and what
+            :meth:`recomputing` takes, where gradients are enabled (else None).
         """
-        dice = Dice(key, self._device)
-        recomputable = self._recomputable[plan.stage] if recompute else _NOTHING
+        rng = UnitRng(key, self._device)
         self._restore_attributes()
-        run = self._stage_run(plan, received, dice, recomputable)
-        # Of the run this alone: it holds activations.
-        self._leavings = run.leavings
+        run = self._stage_run(plan, received, rng)
+        # Not the run itself, which holds activations.
+        self._remote_deltas = run.deltas
+        rest = AttributeResetter(self.model, plan.resets)
         try:
             with (
                 self._entered(),
-                shown(self._hollows),
-                self._interceptor.hooks_inside(),
+                self._visibility.showing_all(),
                 self._interceptor.active(run),
-                self._dice.active(dice),
-                self._dice_inside.active(dice.before_layer),
+                self._recomputable.active(plan.stage) if recompute else nullcontext(),
+                self._hooks_once(run),
+                self._finest.active(rng),
+                self._layer_listener.active(rng.before_layer),
             ):
                 args, kwargs = self._cast(args), self._cast(kwargs)
-                # A context of its own: leaving by an exception must not leave context variables set behind.
+                # A new context, so that context variables are reset when an exception leaves the forward.
                 result = copy_context().run(self.model, *args, **kwargs)
         except StageDone:
-            return run.outgoing(), None
-        finally:
-            if torch.is_grad_enabled():
-                self._seen[plan.stage, key] = dice.seen
-                if run.again:
-                    anew = self._stage_run(plan, received, dice, _NOTHING)
-                    self._replays[plan.stage, key] = Replay(run.again, anew, self._device)
+            rest.put()
+            return run.outgoing(), None, self._context_of(plan, run, received, rng, key)
         if plan.last_local is not None:
             raise PartitionError(
                 f"the forward ended before unit {plan.calls[plan.last_local].name!r}, the last of stage {plan.stage}: "
                 "something on the way caught the exception that leaves it. Do not catch BaseException in the model."
             )
-        return [], result
+        return [], result, self._context_of(plan, run, received, rng, key)
+
+    def _context_of(
+        self, plan: StagePlan, run: StageRun, received: Sequence[Tensor], rng: UnitRng, key: int
+    ) -> StageContext | None:
+        if not torch.is_grad_enabled():
+            return None
+        replay = None
+        if run.checkpointed_calls:
+            replay = Replay(run.checkpointed_calls, self._stage_run(plan, received, rng), self._device)
+        return StageContext(key, rng.trace, replay)
+
+    def _hooks_once(self, run: StageRun) -> AbstractContextManager[None]:
+        hooked = [module for module in self._containers if forward_hooks_of(module) or forward_pre_hooks_of(module)]
+        if self._tracer is None or not hooked:
+            return nullcontext()
+        return run_once(hooked, self._interceptor.hooks.is_observer, run.next_is_own, run.latest_is_own)
 
     @property
     def units(self) -> tuple[str, ...]:
-        """What runs as a whole, by module name; here or on other stages."""
+        """Names of the units, on this stage and on others."""
         return self._interceptor.units
 
     @contextmanager
     def watched(self, watch: Watcher) -> Iterator[None]:
-        """Inside, this rank's own units are run through ``watch(name, forward, *args, **kwargs)``."""
+        """Inside, this rank's own units are called by ``watch(name, forward, *args, **kwargs)``."""
         self._watch = watch
         try:
             yield
@@ -289,22 +359,25 @@ class StagedModel:
             self._watch = None
 
     @contextmanager
-    def recomputing(self, stage: int, key: int) -> Iterator[None]:
-        """Wrap a stage's backward pass: what activation checkpointing recomputes sees the forward's random numbers.
+    def recomputing(self, context: StageContext) -> Iterator[None]:
+        """Wrap a stage's backward pass: recomputation draws the forward's random numbers and gets other stages'
+        results.
 
-        And what units of other stages returned.
+        Args:
+            context: of :meth:`forward`, for the same micro-batch.
         """
         self._restore_attributes()
-        replay = self._replays.pop((stage, key), None)
-        recompute = Recompute(self._seen.pop((stage, key), None), key, self._device)
+        replay = context.replay
+        recompute = RecomputeRng(context.rng_trace, context.key, self._device)
         with (
-            self._staging.again(),
-            self._dice.active(recompute),
-            self._dice_inside.active(recompute.before_layer),
+            self._staging.recompute_context(),
+            self._visibility.showing_all(),
+            self._finest.active(recompute),
+            self._layer_listener.active(recompute.before_layer),
             self._interceptor.active(replay) if replay else nullcontext(),
         ):
             yield
-        self._leavings = replay.leavings if replay else []
+        self._remote_deltas = replay.deltas if replay else []
         self._restore_attributes()
 
 
@@ -312,5 +385,4 @@ def _watched(watch: Watcher, name: str, forward: Forward, args: tuple[Any, ...],
     return watch(name, forward, *args, **kwargs)
 
 
-_WHOLE = {0: StagePlan()}
-_NOTHING = Recomputable({})
+_UNCUT = {0: StagePlan()}

@@ -1,4 +1,4 @@
-"""Follow values through the glue between units: which unit outputs and parameters a tensor was made from."""
+"""Follow values through the container code between units: which unit outputs and parameters a tensor was made from."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -6,23 +6,23 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hybridpp.errors import PartitionError
-from hybridpp.partition.structure import tensors_in
+from hybridpp.nn.torch_private import FakeTensor, storage_id, unwrapped
+from hybridpp.partition.containers import tensors_in
 
 
 class Value(NamedTuple):
-    """One tensor that a unit call returned: the call's place in the forward, the leaf of its output."""
+    """A tensor that a unit call returned: the call's position in the forward, and the leaf of its output."""
 
     call: int
     leaf: int
 
 
 Source: TypeAlias = Value | str
-"""What a tensor may stem from: a unit's output, or a parameter by its name."""
+"""Source of a tensor: a unit's output, or a parameter by its name."""
 
 _NOTHING: frozenset[Source] = frozenset()
 
@@ -30,8 +30,8 @@ _NOTHING: frozenset[Source] = frozenset()
 class TaintMode(TorchFunctionMode):
     """While active, every torch function passes the sources of its arguments on to its results.
 
-    A fake tensor whose origin was not seen (made inside a function that torch does not show) counts as made from
-    every value so far: too much travels then, but nothing is missing.
+    A fake tensor of unknown origin (made inside a function that torch function modes do not see) counts as made from
+    every value so far: more than necessary is sent then, but nothing is missing.
     """
 
     def __init__(self) -> None:
@@ -50,23 +50,23 @@ class TaintMode(TorchFunctionMode):
         self._excused: set[str] = set()
 
     def mark(self, tensor: Tensor, sources: Iterable[Source]) -> None:
-        """Set where a tensor stems from, forgetting what was known of it."""
+        """Set the sources of a tensor, replacing previous ones."""
         self._sources[id(tensor)] = frozenset(sources)
         self._everything |= {source for source in self._sources[id(tensor)] if isinstance(source, Value)}
         self._alive.append(tensor)
 
     def written(self, tensor: Tensor, sources: Iterable[Source]) -> None:
-        """Note what a tensor was overwritten with, in whole or in part."""
+        """Record the sources that a tensor was overwritten with, completely or partly."""
         memory = _memory(tensor)
         self._written[memory] = self._written.get(memory, _NOTHING) | frozenset(sources)
         self._alive.append(tensor)
 
     def sources(self, tree: Any) -> frozenset[Source]:
-        """Everything that the tensors in ``tree`` stem from."""
+        """The sources of all tensors in ``tree``."""
         found = _NOTHING
         for tensor in tensors_in(tree):
             known = self._sources.get(id(tensor))
-            if known is None and isinstance(_unwrapped(tensor), FakeTensor):
+            if known is None and isinstance(unwrapped(tensor), FakeTensor):
                 known = self._everything
             if known:
                 found |= known
@@ -75,29 +75,29 @@ class TaintMode(TorchFunctionMode):
         return found
 
     def refuse_strays(self, tree: Any) -> None:
-        """Refuse tensors that a unit made and that came out of it in a way that nobody saw.
+        """Refuse tensors that a unit created and passed out of it other than by its result.
 
         Raises:
-            PartitionError: there is one; it would be missing on other stages.
+            PartitionError: there is such a tensor; other stages would lack it.
         """
         for tensor in tensors_in(tree):
             unit = None if id(tensor) in self._sources else self._made_in.get(tensor)
             if unit is not None and unit not in self._excused:
                 raise PartitionError(
-                    f"glue uses a tensor that unit {unit!r} made and did not return: what it leaves outside its own "
-                    "modules cannot travel to another stage. Return it, set it as an attribute of the module, or use "
-                    "pp_size=1."
+                    f"container code uses a tensor that unit {unit!r} made and did not return: what it leaves outside "
+                    "its own modules cannot be sent to another stage. Return it, set it as an attribute of the "
+                    "module, or use pp_size=1."
                 )
 
     def excuse(self, unit: str) -> None:
-        """What this unit made is no stray: it may come out of an object that is looked after otherwise."""
+        """Allow this unit's tensors outside of its result: they may be in an object that is handled otherwise."""
         self._excused.add(unit)
 
     @contextmanager
     def paused(self, unit: str = "") -> Iterator[dict[int, frozenset[Source]]]:
-        """Follow nothing inside (a unit's own work); gives the sources of marked tensors that are used there, by id.
+        """Suspend tracking inside (within a unit); yields the sources of marked tensors that are used there, by id.
 
-        They may be others than the unit's arguments: it may hold on to some, or find them in an object.
+        These may be other tensors than the unit's arguments: it may keep references, or find them in an object.
         """
         self._paused, self._unit = True, unit
         self._used = {}
@@ -138,16 +138,9 @@ class TaintMode(TorchFunctionMode):
 
 
 def _memory(tensor: Tensor) -> int:
-    """What a tensor shares with its views."""
-    tensor = _unwrapped(tensor)
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-
-
-def _unwrapped(tensor: Tensor) -> Tensor:
-    """A tensor inside ``torch.func`` transforms (models make masks with ``vmap``) without their wrappers."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
+    """Identifies the memory that a tensor shares with its views."""
+    tensor = unwrapped(tensor)
+    return storage_id(tensor) if tensor.layout is torch.strided else id(tensor)
 
 
 def _writes_first_argument(func: Any) -> bool:

@@ -1,44 +1,70 @@
-"""Run a schedule: micro-batches, transport, executor."""
+"""Running a schedule: micro-batches, transport, executor."""
 
-from hybridpp.pipeline.batch import Microbatch, SplitBatch, call_arguments, num_samples, plain, split_batch
+from hybridpp.pipeline.batch import (
+    Microbatch,
+    SplitBatch,
+    call_arguments,
+    num_samples,
+    split_batch,
+    to_plain_containers,
+)
+from hybridpp.pipeline.batch_dim_checks import check_batch_dims, watch_sequence_axes
+from hybridpp.pipeline.batch_dims import leaf_dims
+from hybridpp.pipeline.batch_sync import RankBatchInfo, read_batch, sync_batch
+from hybridpp.pipeline.criterion import CriterionAdapter, SignatureCache, takes_targets, without_target
 from hybridpp.pipeline.executor import Executor, RankProgram, rank_programs
-from hybridpp.pipeline.handshake import Report, agree, read_batch
-from hybridpp.pipeline.layers import Gradients, Layer, layer_of
+from hybridpp.pipeline.forward_signature import ForwardSignature
+from hybridpp.pipeline.loss_reduction import LossReduction, SumTracer, confirm_sum, detect_reduction, duplicate_samples
 from hybridpp.pipeline.merge import merge_outputs
 from hybridpp.pipeline.recorder import DeviceRecorder, HostRecorder, Recorder
-from hybridpp.pipeline.stage import Stage, StagePlan, TensorSpec
+from hybridpp.pipeline.split_backward_ops import Gradients, SplitBackwardOps, split_backward_ops
+from hybridpp.pipeline.stage import PipelineStage, StageIO, TensorMeta
 from hybridpp.pipeline.stage_manager import StageManager
-from hybridpp.pipeline.step import Step, StepResult
-from hybridpp.pipeline.transport import Lanes, Transport
+from hybridpp.pipeline.step import MicrobatchLoss, PipelineStep, StepResult
+from hybridpp.pipeline.transport import P2PGroups, Transport
 from hybridpp.pipeline.weight_gradients import WeightGradients
 
 __all__ = [
+    "CriterionAdapter",
     "DeviceRecorder",
     "Executor",
+    "ForwardSignature",
     "Gradients",
     "HostRecorder",
-    "Lanes",
-    "Layer",
+    "LossReduction",
     "Microbatch",
+    "MicrobatchLoss",
+    "P2PGroups",
+    "PipelineStage",
+    "PipelineStep",
+    "RankBatchInfo",
     "RankProgram",
     "Recorder",
-    "Report",
+    "SignatureCache",
+    "SplitBackwardOps",
     "SplitBatch",
-    "Stage",
+    "StageIO",
     "StageManager",
-    "StagePlan",
-    "Step",
     "StepResult",
-    "TensorSpec",
+    "SumTracer",
+    "TensorMeta",
     "Transport",
     "WeightGradients",
-    "agree",
     "call_arguments",
-    "layer_of",
+    "check_batch_dims",
+    "confirm_sum",
+    "detect_reduction",
+    "duplicate_samples",
+    "leaf_dims",
     "merge_outputs",
     "num_samples",
-    "plain",
     "rank_programs",
     "read_batch",
+    "split_backward_ops",
     "split_batch",
+    "sync_batch",
+    "takes_targets",
+    "to_plain_containers",
+    "watch_sequence_axes",
+    "without_target",
 ]

@@ -1,17 +1,20 @@
 """Batches and micro-batches."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from hybridpp.errors import DataError
+from hybridpp.nn.torch_private import pytree
+from hybridpp.pipeline.batch_dims import Dims, PerSample, leaf_dims, mark_sample_lists
 
 TOTAL_KEY = "num_items_in_batch"
-"""The name under which Hugging Face models take the count that their loss is divided by."""
+"""The argument by which Hugging Face models accept the number of items that their loss is divided by."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +22,9 @@ class Microbatch:
     """A part of a batch.
 
     Attributes:
-        inputs: of the same structure as the batch, on the device the batch came on.
-        num_samples: size of its tensors' first dimension.
-        share: factor of its loss in the loss of the batch; 0 where it holds nothing that counts.
+        inputs: with the batch's structure, on the batch's device.
+        num_samples: number of samples.
+        share: weight of its loss in the batch's loss; 0 if it holds no item.
     """
 
     inputs: Any
@@ -30,13 +33,13 @@ class Microbatch:
 
     def on(self, device: torch.device) -> Any:
         """A copy of the inputs on ``device``."""
-        # A copy also where they are there: parts of one tensor share a version counter, so a model that writes to its
-        # inputs would spoil the backward passes of earlier micro-batches.
+        # A copy even on the same device: parts of one tensor share a version counter, so a model that writes to its
+        # inputs would break the backward passes of earlier micro-batches.
         return _copied(self.inputs, device)
 
 
 def _copied(tree: Any, device: torch.device) -> Any:
-    # Most batches are walked here: torch's pytree leaves cycles for the garbage collector at every call.
+    # Handles most batches: torch's pytree creates reference cycles at every call.
     if isinstance(tree, Tensor):
         return tree.to(device, non_blocking=True, copy=True)
     if type(tree) is dict:
@@ -48,29 +51,31 @@ def _copied(tree: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class SplitBatch:
-    """A batch in parts.
+    """A batch that is split into micro-batches.
 
     Attributes:
         microbatches: the parts, in order.
-        num_items: what the batch's loss is a mean over: samples, unless the criterion counts something else.
-        whole: the batch that the parts are of.
+        num_items: number of items that the batch's loss is a mean over: samples, unless the criterion counts others.
+        full_batch: the batch before the split.
+        sums: whether the batch's loss is the sum, not the mean, over its items.
     """
 
     microbatches: tuple[Microbatch, ...] = ()
     num_items: float = 0.0
-    whole: Any = None
+    full_batch: Any = None
+    sums: bool = False
 
 
-def plain(batch: Any) -> Any:
-    """A batch whose containers torch can walk: every mapping that it does not know becomes a dict, nested ones too.
+def to_plain_containers(batch: Any) -> Any:
+    """A batch of containers that torch's pytree supports: other mappings, nested ones too, become dicts.
 
     Raises:
-        DataError: the batch is no container of a kind that can be split.
+        DataError: the batch is no container that can be split.
     """
     batch = _known(dict(batch) if isinstance(batch, Mapping) else batch)
     if not isinstance(batch, dict | tuple | list | Tensor):
         raise DataError(
-            f"a batch is a mapping, a tuple, a list or a tensor: got {type(batch).__name__}. "
+            f"a batch must be a mapping, a tuple, a list or a tensor: got {type(batch).__name__}. "
             "Return one of these from the collate_fn."
         )
     return batch
@@ -83,30 +88,65 @@ def _known(tree: Any) -> Any:
     return pytree.tree_map(known, tree)
 
 
-def num_samples(batch: Any) -> int:
-    """The common size of the first dimension of the batch's tensors (0-dim tensors are left out).
+def num_samples(batch: Any, dims: Dims = 0) -> int:
+    """The common size of the batch's tensors along the dimension of their samples (0-dim tensors are left out).
 
     Raises:
-        DataError: the tensors disagree, there is none, or the batch is empty.
+        DataError: the tensors disagree, there is none, one lacks the dimension, or the batch is empty.
     """
     paths, _ = pytree.tree_flatten_with_path(batch)
-    sizes = {
-        pytree.keystr(path) or "the batch": leaf.shape[0]
-        for path, leaf in paths
-        if isinstance(leaf, Tensor) and leaf.dim() > 0
-    }
+    sizes: dict[str, int] = {}
+    arrays: dict[str, int] = {}
+    for (path, leaf), dim in zip(paths, _leaf_dims(batch, dims, len(paths)), strict=True):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and dim is not None:
+            name = pytree.keystr(path) or "the batch"
+            sizes[name] = _size(leaf, dim, name)
+        elif type(leaf) is PerSample:
+            sizes[pytree.keystr(path)] = len(leaf)
+        elif isinstance(leaf, numpy.ndarray) and leaf.ndim and dim is not None:
+            arrays[pytree.keystr(path)] = len(leaf)
+    for name, length in arrays.items():
+        if not sizes or length in sizes.values():
+            raise DataError(
+                f"numpy arrays cannot be split into micro-batches: {name} is an array of {length} rows. "
+                "Call torch.as_tensor on it in the collate_fn."
+            )
     if not sizes:
         raise DataError("a batch needs at least one tensor with a first dimension to split. Check the collate_fn.")
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        where = "dimension 0, the samples" if dims == 0 else f"the dimension of the samples (batch_dims={dims})"
         raise DataError(
-            f"all tensors of a batch must agree in dimension 0, the samples: got {listed}. "
-            "Expand the others to one row per sample; 0-dimensional tensors and plain values go to every micro-batch."
+            f"all tensors of a batch must agree in {where}: got {listed}. "
+            "Expand the others to one row per sample; 0-dimensional tensors and plain values go to every micro-batch. "
+            "Or set the dimensions: HybridParallelPlugin(batch_dims={'x': 1, 'mask': None, 'boxes': 'list'}), with "
+            "None "
+            "for entries that all micro-batches share, and 'list' for a list with one entry per sample."
         )
     size = next(iter(sizes.values()))
     if size == 0:
         raise DataError("a batch needs at least one sample: got 0. Drop empty batches in the dataloader.")
     return size
+
+
+def _leaf_dims(batch: Any, dims: Dims, count: int) -> list[int | None]:
+    return [dims] * count if isinstance(dims, int) else leaf_dims(batch, dims, count=count)
+
+
+def _is_flat(batch: Any) -> bool:
+    """Whether it is a dict or tuple of tensors, as most are: there are no lists in it that may hold samples."""
+    if type(batch) not in (dict, tuple):
+        return False
+    return all(isinstance(leaf, Tensor) for leaf in (batch.values() if type(batch) is dict else batch))
+
+
+def _size(leaf: Tensor, dim: int, name: str) -> int:
+    if dim >= leaf.dim():
+        raise DataError(
+            f"batch_dims puts the samples in dimension {dim}: {name} has shape {tuple(leaf.shape)}. "
+            "Set a dimension for every entry: batch_dims={'x': 1, 'labels': 0}, or (1, 0) for a tuple."
+        )
+    return leaf.shape[dim]
 
 
 def split_batch(
@@ -115,24 +155,29 @@ def split_batch(
     num_microbatches: int | None,
     microbatch_size: int | None,
     num_items: Callable[[Any], Any] | None = None,
+    sums: bool = False,
+    dims: Dims = 0,
 ) -> SplitBatch:
-    """Cut a batch along dimension 0, in order.
+    """Split a batch along the dimension of its samples, in order.
 
-    By count, the sizes differ by at most one, larger ones first, and a batch of fewer samples than micro-batches gives
-    one per sample; by size, the last one may be smaller.
+    With ``num_microbatches``, sizes differ by at most one, larger ones first, and a batch with fewer samples gives one
+    micro-batch per sample. With ``microbatch_size``, the last micro-batch may be smaller.
 
     Args:
-        batch: from :func:`plain`.
-        num_microbatches: how many; or
-        microbatch_size: how large.
-        num_items: maps a micro-batch's inputs to the number of items that the criterion's mean over it is taken over;
-            None counts samples. A batch that holds ``num_items_in_batch`` (a number) says itself what its loss is
-            divided by: the losses of its micro-batches are then parts of a sum.
+        batch: from :func:`to_plain_containers`.
+        num_microbatches: number of micro-batches; None if ``microbatch_size`` is given.
+        microbatch_size: samples per micro-batch; None if ``num_microbatches`` is given.
+        num_items: returns the number of items that the criterion's mean over a micro-batch's inputs is over; None
+            counts samples. If the batch holds ``num_items_in_batch`` (a number), its loss is divided by that: the
+            losses of its micro-batches are then parts of a sum.
+        sums: whether the criterion returns a sum over samples: then every loss has weight 1.
+        dims: where the samples are, see :mod:`hybridpp.pipeline.batch_dims`.
 
     Raises:
         DataError: see :func:`num_samples`.
     """
-    samples = num_samples(batch)
+    full_batch, batch = batch, batch if isinstance(dims, int) and _is_flat(batch) else mark_sample_lists(batch, dims)
+    samples = num_samples(batch, dims)
     if microbatch_size is not None:
         count = -(-samples // microbatch_size)
         sizes = [min(microbatch_size, samples - start * microbatch_size) for start in range(count)]
@@ -140,32 +185,40 @@ def split_batch(
         count = min(num_microbatches or 1, samples)
         sizes = [samples // count + (place < samples % count) for place in range(count)]
     if isinstance(batch, dict) and isinstance(batch.get(TOTAL_KEY), int | float):
-        # As a tensor: a plain number would make every step's inputs new to a model that is cut by their kind.
+        # As a tensor: a changing Python number would be a new signature, which is traced again, at every step.
         batch = batch | {TOTAL_KEY: torch.tensor(batch[TOTAL_KEY])}
     leaves, tree = pytree.tree_flatten(batch)
-    parts = [
-        torch.split(leaf, sizes) if isinstance(leaf, Tensor) and leaf.dim() > 0 else [leaf] * len(sizes)
-        for leaf in leaves
-    ]
+    along = _leaf_dims(batch, dims, len(leaves))
+    parts = [_parts(leaf, dim, sizes) for leaf, dim in zip(leaves, along, strict=True)]
     inputs = [pytree.tree_unflatten([part[place] for part in parts], tree) for place in range(len(sizes))]
-    if isinstance(batch, dict) and batch.get(TOTAL_KEY) is not None:
+    if sums:
+        total, shares = float(samples), [1.0] * len(sizes)
+    elif isinstance(batch, dict) and batch.get(TOTAL_KEY) is not None:
         total, shares = float(batch[TOTAL_KEY]), [1.0] * len(sizes)
     else:
         items = _numbers([num_items(part) for part in inputs]) if num_items else [float(size) for size in sizes]
         total = sum(items)
         shares = [count / total if total else 0.0 for count in items]
-    return SplitBatch(tuple(map(Microbatch, inputs, sizes, shares)), total, batch)
+    return SplitBatch(tuple(map(Microbatch, inputs, sizes, shares)), total, full_batch, sums)
+
+
+def _parts(leaf: Any, dim: int | None, sizes: list[int]) -> Sequence[Any]:
+    if isinstance(leaf, Tensor) and leaf.dim() > 0 and dim is not None:
+        return torch.split(leaf, sizes, dim)
+    if isinstance(leaf, PerSample) and len(leaf) == sum(sizes):
+        return [leaf[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    return [list(leaf) if isinstance(leaf, PerSample) else leaf] * len(sizes)
 
 
 def _numbers(values: list[Any]) -> list[float]:
-    """As floats; tensors are read together, so that the host waits for their device once."""
+    """The values as floats. Tensors are read together, so that the host waits for their device once."""
     if all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
         values = torch.stack([value.detach().reshape(()) for value in values]).tolist()
     return list(map(float, values))
 
 
 def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a model is called on inputs: a dict by keyword, a tuple or list by position, a tensor alone."""
+    """The arguments of a model's call: a dict by keyword, a tuple or list by position, a tensor as the only one."""
     if isinstance(inputs, dict):
         return (), inputs
     if isinstance(inputs, tuple | list):

@@ -1,4 +1,4 @@
-"""The two ends of a stage in autograd: received values go in, gradients for them come out."""
+"""The inputs and outputs of a stage in autograd: received values with their gradients, and sent values."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hybridpp.pipeline.stage import TensorSpec
+from hybridpp.pipeline.stage import TensorMeta
 
 
-class _Arrive(torch.autograd.Function):
-    """Received tensors as results of an operation, so that the model may write to them in place.
+class _StageInputFunction(torch.autograd.Function):
+    """Makes received tensors the results of an operation, so that the model may write to them in place.
 
-    A leaf that requires a gradient may not be written to, and a stage often begins with such a write (an in-place
-    activation). The tensors come in a list, hidden from autograd, so they are fresh results and no views.
+    Autograd forbids in-place writes to a leaf that requires a gradient, and a stage may begin with one (an in-place
+    activation). The tensors are passed in a list, which autograd does not inspect, so the results are not views.
     """
 
     @staticmethod
@@ -29,21 +29,21 @@ class _Arrive(torch.autograd.Function):
         return None, None, None
 
 
-class Arrival:
-    """Values that a stage received for one micro-batch.
+class StageInput:
+    """The values that a stage received for one micro-batch.
 
     Attributes:
-        values: what the model gets, in order of the specs.
+        values: the tensors for the model, in the order of the specs.
     """
 
-    def __init__(self, tensors: list[Tensor], specs: Sequence[TensorSpec], training: bool):
+    def __init__(self, tensors: list[Tensor], specs: Sequence[TensorMeta], training: bool):
         self._specs = [spec for spec in specs if training and spec.requires_grad]
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._gradients: list[Tensor | None] = []
         tracked = [tensor for tensor, spec in zip(tensors, specs, strict=True) if training and spec.requires_grad]
         if tracked:
             anchor = torch.zeros((), requires_grad=True)
-            tracked = list(_Arrive.apply(anchor, tracked, self._gradients))  # type: ignore[no-untyped-call]  # torch
+            tracked = list(_StageInputFunction.apply(anchor, tracked, self._gradients))  # type: ignore[no-untyped-call]  # torch
         ready = iter(tracked)
         self.values = [
             next(ready) if training and spec.requires_grad else tensor
@@ -51,7 +51,7 @@ class Arrival:
         ]
 
     def gradients(self) -> list[Tensor]:
-        """After the backward pass: the gradient of each value that has one; zeros where nothing depended on it."""
+        """The gradients of the differentiable values, after the backward pass; zeros for values without an effect."""
         found = self._gradients or [None] * len(self._specs)
         return [
             torch.zeros(spec.shape, dtype=spec.dtype, device=self._device) if gradient is None else gradient
@@ -59,11 +59,11 @@ class Arrival:
         ]
 
 
-class Departure:
-    """Values that a stage sent for one micro-batch; keeps how to go back from them, not the values."""
+class StageOutput:
+    """The values that a stage sent for one micro-batch; it keeps their autograd edges, not the values."""
 
-    def __init__(self, tensors: list[Tensor], specs: Sequence[TensorSpec]):
-        # A value that was traced as differentiable but is not (a unit under no_grad, say) takes its gradient in vain.
+    def __init__(self, tensors: list[Tensor], specs: Sequence[TensorMeta]):
+        # The gradient of a value that was traced as differentiable but is not (a unit under no_grad) is dropped.
         self._edges: list[GradientEdge | None] = [
             get_gradient_edge(tensor) if tensor.requires_grad else None
             for tensor, spec in zip(tensors, specs, strict=True)
@@ -71,7 +71,7 @@ class Departure:
         ]
 
     def backward(self, gradients: list[Tensor]) -> None:
-        """Go back through the stage, given a gradient for each value that was traced as differentiable."""
+        """Run the stage's backward pass, given a gradient for each value that was traced as differentiable."""
         pairs = [(edge, grad) for edge, grad in zip(self._edges, gradients, strict=True) if edge is not None]
         if pairs:
             torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])

@@ -7,54 +7,57 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.pipeline.handlers import Handlers
-from hybridpp.pipeline.recorder import NoRecorder, Recorder
-from hybridpp.pipeline.stage import Stage
-from hybridpp.pipeline.step import Step, StepResult
+from hybridpp.pipeline.recorder import Recorder
+from hybridpp.pipeline.stage import PipelineStage
+from hybridpp.pipeline.step import PipelineStep, StepResult
 from hybridpp.pipeline.transport import Transport
 from hybridpp.pipeline.weight_gradients import WeightGradients
-from hybridpp.schedule import Action, Program, Programs, lower, placement, sends_done
+from hybridpp.schedule import Action, Program, Programs, completed_sends, lower, placement
 
 
 class RankProgram(NamedTuple):
-    """What one rank does, in order.
+    """The actions of one rank, in order.
 
     Attributes:
-        actions: with communication.
-        sends_done: for each of them, the sends that have certainly been asked for by then.
-        placement: the rank (its place in the pipeline's group) of every stage.
+        actions: compute and communication.
+        completed_sends: for each action, the sends whose receive the peer has posted by then.
+        placement: the rank of every stage, as an index into the pipeline's group.
     """
 
     actions: Program
-    sends_done: tuple[tuple[Action, ...], ...]
+    completed_sends: tuple[tuple[Action, ...], ...]
     placement: tuple[int, ...]
 
 
 def rank_programs(programs: Programs) -> tuple[RankProgram, ...]:
-    """What every rank does to carry out checked compute programs."""
+    """The program of every rank, with communication, for checked compute programs."""
     lowered = lower(programs)
     where = placement(programs)
-    return tuple(RankProgram(actions, done, where) for actions, done in zip(lowered, sends_done(lowered), strict=True))
+    return tuple(
+        RankProgram(actions, done, where) for actions, done in zip(lowered, completed_sends(lowered), strict=True)
+    )
 
 
 class Executor:
     """Runs programs on one rank.
 
     Args:
-        stages: what the rank holds of the model.
-        transport: to the other ranks.
-        device: where the micro-batches go.
-        weight_gradients: of the model; None: it has none that can be told apart.
-        around: what to be in while a program runs.
+        stages: the model's stages on this rank.
+        transport: to the other ranks of the pipeline.
+        device: where to run the micro-batches.
+        weight_gradients: of the model; None: no layer's weight gradient can be deferred.
+        around: a context to run a program in.
 
     Attributes:
-        where: the action under way, for whoever must report a rank that hangs; None between steps, and after an error
-            the action it happened in.
+        where: the current action, to report when a rank hangs. None between steps; after an error, the action that
+            raised it.
     """
 
     def __init__(
         self,
-        stages: Stage,
+        stages: PipelineStage,
         transport: Transport,
         device: torch.device,
         weight_gradients: WeightGradients | None = None,
@@ -64,23 +67,22 @@ class Executor:
         self._stages = stages
         self._transport = transport
         self._device = device
-        self._weight_gradients = weight_gradients or WeightGradients(nn.Module())
+        self._weight_gradients = weight_gradients or WeightGradients(ModuleAdapter(nn.Module()))
         self._around = around
 
-    def run(self, program: RankProgram, step: Step, recorder: Recorder | None = None) -> StepResult:
-        """Do every action of ``program`` in order.
+    def run(self, program: RankProgram, step: PipelineStep, recorder: Recorder | None = None) -> StepResult:
+        """Run every action of ``program`` in order.
 
         Collective: every rank of the pipeline, with programs of one schedule and the same micro-batches.
 
         Args:
             program: this rank's.
             step: the batch.
-            recorder: takes down when each action ran.
+            recorder: records when each action ran; None: nothing is recorded.
 
         Raises:
-            ScheduleError: the program does something before what it needs, twice, or not at all.
+            ScheduleError: the program runs an action before its inputs exist, twice, or not at all.
         """
-        recorder = recorder or NoRecorder()
         handlers = Handlers(
             self._stages, self._transport, self._device, self._weight_gradients, program.placement, step, recorder
         )
@@ -88,13 +90,15 @@ class Executor:
         handle = handlers.by_kind()
         try:
             with self._around():
-                for action, done in zip(program.actions, program.sends_done, strict=True):
+                for action, done in zip(program.actions, program.completed_sends, strict=True):
                     self.where = action
                     for sent in done:
                         handlers.finish_send(sent)
-                    recorder.start()
+                    if recorder is not None:
+                        recorder.start()
                     handle[action.kind](action)
-                    recorder.end(action)
+                    if recorder is not None:
+                        recorder.end(action)
                 handlers.finish()
         except BaseException as error:
             error.add_note(f"hybridpp: in action {self.where} (stage, kind, micro-batch)")

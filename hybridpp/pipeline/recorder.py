@@ -1,4 +1,4 @@
-"""When each action ran, by the clock of the device that ran it."""
+"""Recording of when each action ran, by the clock of the device that ran it."""
 
 import time
 from typing import Protocol
@@ -10,27 +10,17 @@ from hybridpp.timeline import Span
 
 
 class Recorder(Protocol):
-    """Takes down when actions start and end."""
+    """Records when actions start and end."""
 
     def start(self) -> None:
-        """The next action starts now; called again where it has waited for a message first."""
+        """The next action starts now; called again after the action has waited for a message."""
 
     def end(self, action: Action) -> None:
-        """It ends now."""
-
-
-class NoRecorder:
-    """Takes nothing down."""
-
-    def start(self) -> None:
-        return
-
-    def end(self, action: Action) -> None:
-        return
+        """The action ends now."""
 
 
 class HostRecorder:
-    """Takes down what the host did, on the clock that all processes of a machine share.
+    """Records the host's time, on the clock that all processes of a machine share.
 
     Args:
         rank: the rank in the pipeline.
@@ -48,7 +38,7 @@ class HostRecorder:
         self._actions.append((action, self._start, time.monotonic_ns()))
 
     def spans(self) -> list[Span]:
-        """What was taken down, in milliseconds."""
+        """The recorded actions, in milliseconds."""
         return [
             Span(self._rank, action.stage, str(action.kind), action.microbatch, start / 1e6, end / 1e6)
             for action, start, end in self._actions
@@ -56,7 +46,7 @@ class HostRecorder:
 
 
 class DeviceRecorder:
-    """Takes down what a CUDA device did; events on its stream are laid on the host's clock at the end.
+    """Records a CUDA device's time with events, which are converted to the host's clock at the end.
 
     Args:
         rank: the rank in the pipeline.
@@ -84,7 +74,7 @@ class DeviceRecorder:
         self._actions.append((action, self._started, self._event()))
 
     def spans(self) -> list[Span]:
-        """What was taken down, in milliseconds; waits for the device."""
+        """The recorded actions, in milliseconds; waits for the device."""
         self._stream.synchronize()
         return [
             Span(

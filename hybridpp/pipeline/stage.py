@@ -1,4 +1,4 @@
-"""What the executor asks of the model: the seam to whatever cuts it."""
+"""The executor's interface to the model's stages."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 
-class TensorSpec(Protocol):
-    """A tensor before it is there."""
+class TensorMeta(Protocol):
+    """Shape, dtype and differentiability of a tensor that does not exist yet."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -19,22 +19,22 @@ class TensorSpec(Protocol):
     def requires_grad(self) -> bool: ...
 
 
-class StagePlan(Protocol):
-    """What crosses a stage's borders for inputs of one signature."""
+class StageIO(Protocol):
+    """The tensors that a stage receives and sends, for inputs of one signature."""
 
     @property
     def is_last(self) -> bool: ...
     @property
-    def incoming_specs(self) -> Sequence[TensorSpec]: ...
+    def incoming_specs(self) -> Sequence[TensorMeta]: ...
     @property
-    def outgoing_specs(self) -> Sequence[TensorSpec]: ...
+    def outgoing_specs(self) -> Sequence[TensorMeta]: ...
 
 
-class Stage(Protocol):
-    """What a rank holds of a model: one stage or several, each of which can be run on a micro-batch."""
+class PipelineStage(Protocol):
+    """The stages of a model on one rank: one or several, each of which can run a micro-batch."""
 
     def plans(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[int, Any]:
-        """The :class:`StagePlan` of each of this rank's stages for such inputs."""
+        """The :class:`StageIO` of each of this rank's stages for such inputs."""
 
     def forward(
         self,
@@ -44,11 +44,11 @@ class Stage(Protocol):
         received: Sequence[Tensor],
         key: int,
         recompute: bool,
-    ) -> tuple[list[Tensor], Any]:
-        """The tensors of ``plan.outgoing_specs``, and what the model returned on the last stage.
+    ) -> tuple[list[Tensor], Any, Any]:
+        """The tensors of ``plan.outgoing_specs``, the model's output (last stage), a context for ``recomputing``.
 
-        Where ``recompute``, activations that need not be kept are not: the backward pass makes them again.
+        With ``recompute``, activations are not stored where the backward pass can recompute them.
         """
 
-    def recomputing(self, stage: int, key: int) -> AbstractContextManager[None]:
-        """Wraps a stage's backward pass of the micro-batch with this key."""
+    def recomputing(self, context: Any) -> AbstractContextManager[None]:
+        """Wraps the backward pass of a forward that returned this context."""

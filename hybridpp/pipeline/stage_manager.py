@@ -1,16 +1,16 @@
-"""Where this rank stands in its pipeline."""
+"""The position of this rank in its pipeline."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class StageManager:
-    """This rank's place in its pipeline, and its neighbours. With one stage per rank, the place is the stage.
+    """This rank's position in its pipeline, and its neighbours. With one stage per rank, the position is the stage.
 
     Attributes:
-        stage: this rank's place: the first of the stages that it runs.
-        ranks: the ranks of this pipeline, by place.
-        placement: the place of every stage; with several stages per rank, these come again.
+        stage: this rank's position: the first of the stages that it runs.
+        ranks: the global ranks of this pipeline, by position.
+        placement: the position that runs each stage.
     """
 
     stage: int
@@ -29,24 +29,27 @@ class StageManager:
 
     @property
     def prev_rank(self) -> int:
-        """Rank before this one; the last one, for the first."""
+        """The rank before this one; for the first rank, the last."""
         return self.ranks[self.stage - 1]
 
     @property
     def next_rank(self) -> int:
-        """Rank behind this one; the first one, for the last."""
+        """The rank after this one; for the last rank, the first."""
         return self.ranks[(self.stage + 1) % self.num_stages]
 
-    def is_first_stage(self) -> bool:
-        """Whether the model's inputs enter here."""
-        return self.stage == self.placement[0]
+    def is_first_stage(self, ignore_chunk: bool = False) -> bool:
+        """Whether this rank runs the first stage; with ``ignore_chunk``, whether it is the pipeline's first rank."""
+        return self.stage == (0 if ignore_chunk else self.placement[0])
 
-    def is_last_stage(self) -> bool:
-        """Whether the model's outputs and the loss are made here."""
-        return self.stage == self.placement[-1]
+    def is_last_stage(self, ignore_chunk: bool = False) -> bool:
+        """Whether this rank runs the last stage; with ``ignore_chunk``, whether it is the pipeline's last rank.
+
+        The two differ for a V-shaped placement, in which the first rank runs the last stage.
+        """
+        return self.stage == (self.num_stages - 1 if ignore_chunk else self.placement[-1])
 
     def get_rank(self) -> int:
-        """This rank in the world."""
+        """This process's global rank."""
         return self.ranks[self.stage]
 
     def get_prev_rank(self) -> int:

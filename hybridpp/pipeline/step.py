@@ -1,66 +1,60 @@
-"""What the executor is given for one batch, and what it gives back."""
+"""The executor's input and result for one batch."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hybridpp.pipeline.batch import Microbatch
 
-Criterion = Callable[[Any, Any], Tensor]
+MicrobatchLoss = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class PipelineStep:
     """One batch to run.
 
     Attributes:
         microbatches: the batch's parts, the same on every rank of the pipeline.
-        loss_weights: factor on each micro-batch's loss in the gradient, loss scale included.
+        loss_weights: factor on each micro-batch's loss in the gradient, including the loss scale.
         keys: each micro-batch's key for random numbers.
-        criterion: ``criterion(outputs, inputs)`` gives a scalar; None where no loss is asked for.
+        criterion: ``criterion(outputs, inputs)`` returns a scalar; None: no loss is computed.
         training: whether to run backward.
         keep_outputs: whether the last stage keeps the model's outputs.
-        last_backward: called before the rank's last action that adds to gradients, with the parameters that get
-            something in it; None: all may. Returns whether it matters when each gradient is complete.
-        reduce_gradients: called after it.
-        max_stored_microbatches: how many micro-batches' activations the rank keeps whole, one for each of its stages
-            counted as one; those beyond may be recomputed.
+        begin_last_backward: called before the rank's last action that adds to gradients, with the names of the
+            parameters that it may add to (None: all). Returns whether gradients should complete one by one.
+        reduce_gradients: called after that action.
+        max_stored_microbatches: number of micro-batches whose activations the rank stores completely, counted per
+            stage; further ones may be recomputed.
+        model_inputs: selects the part of a micro-batch's inputs that the model is called with.
+        look_at_loss: called with each micro-batch's index, loss, model outputs and inputs; None: not called.
     """
 
     microbatches: Sequence[Microbatch]
     loss_weights: Sequence[float]
     keys: Sequence[int]
-    criterion: Criterion | None
+    criterion: MicrobatchLoss | None
     training: bool
     keep_outputs: bool
-    last_backward: Callable[[Collection[str] | None], bool]
+    begin_last_backward: Callable[[Collection[str] | None], bool]
     reduce_gradients: Callable[[], None]
     max_stored_microbatches: int = 0
+    model_inputs: Callable[[Any], Any] = lambda inputs: inputs
+    look_at_loss: Callable[[int, Tensor, Any, Any], None] | None = None
 
 
+@dataclass(frozen=True)
 class StepResult:
-    """What a step gave on this rank; empty except where the last stage is.
-
-    Args:
-        num_microbatches: of the step.
-        device: where the losses are.
+    """The result of a step on this rank; empty except on the rank of the last stage.
 
     Attributes:
-        losses: detached fp32 scalars, ``[num_microbatches]``. They share one piece of memory: a small one per
-            micro-batch, kept for the whole step, would tear the allocator's large ones apart.
-        has_loss: for which micro-batches there is one; not for one that holds no items.
-        outputs: what the model returned, detached, by micro-batch.
+        losses: detached float64 losses, shape ``[num_microbatches]``, in one tensor: a small tensor per micro-batch,
+            kept to the end of the step, would fragment the allocator's memory.
+        has_loss: whether each micro-batch has a loss; False for one without items.
+        outputs: the model's detached outputs, by micro-batch.
     """
 
-    def __init__(self, num_microbatches: int, device: torch.device):
-        self.losses = torch.zeros(num_microbatches, device=device)
-        self.has_loss = [False] * num_microbatches
-        self.outputs: dict[int, Any] = {}
-
-    def keep_loss(self, microbatch: int, loss: Tensor) -> None:
-        """Copy a loss."""
-        self.losses[microbatch] = loss.detach()
-        self.has_loss[microbatch] = True
+    losses: Tensor
+    has_loss: list[bool]
+    outputs: dict[int, Any]

@@ -7,34 +7,34 @@ import torch
 from torch import Tensor
 
 from hybridpp.cluster import Group, Work
-from hybridpp.pipeline.stage import TensorSpec
+from hybridpp.pipeline.stage import TensorMeta
 
 
-class Lanes(NamedTuple):
-    """The ranks of a pipeline, once per direction, so that no message waits behind one of the other direction.
+class P2PGroups(NamedTuple):
+    """One group of a pipeline's ranks per direction, so that messages of the two directions do not block each other.
 
-    Where every stage's neighbour sits on one side (one stage per rank), one group can be both.
+    If messages go in one direction only (one stage per rank), both may be the same group.
 
     Attributes:
-        ascending: for messages to a higher place in the group.
-        descending: for messages to a lower one.
+        ascending: carries messages to a higher rank in the group.
+        descending: carries messages to a lower rank in the group.
     """
 
     ascending: Group
     descending: Group
 
     def between(self, source: int, target: int) -> Group:
-        """The group that carries from one place to another."""
+        """The group that carries messages from rank ``source`` to rank ``target``."""
         return self.ascending if source < target else self.descending
 
     @property
     def rank(self) -> int:
-        """This process's place."""
+        """This process's rank in the group."""
         return self.ascending.rank
 
 
-class Receipt:
-    """Tensors under way to this rank, or handed over by another stage on it."""
+class RecvHandle:
+    """Tensors that this rank receives from another rank, or gets from another stage on the same rank."""
 
     __slots__ = ("_tensors", "_works")
 
@@ -43,15 +43,15 @@ class Receipt:
         self._works = works
 
     def wait(self) -> list[Tensor]:
-        """The tensors, once they are here."""
+        """The tensors, after they have arrived."""
         for work in self._works:
             work.wait()
         self._works = ()
         return self._tensors
 
 
-class Sent:
-    """Tensors under way to another rank, which must stay until they are there."""
+class SendHandle:
+    """Tensors that this rank sends, which must stay alive until they have been sent."""
 
     __slots__ = ("_tensors", "_works")
 
@@ -60,7 +60,7 @@ class Sent:
         self._works = works
 
     def wait(self) -> None:
-        """Return, and let go of the tensors, when they are away; until then the peer must have asked for them."""
+        """Wait until the tensors are sent, then release them. Blocks until the peer has posted the receive."""
         for work in self._works:
             work.wait()
         self._tensors, self._works = [], []
@@ -70,38 +70,38 @@ class Transport:
     """Sends and receives lists of tensors whose shapes both sides know.
 
     Args:
-        activations: the ranks of the pipeline.
-        gradients: the same ranks, over other groups: a send never waits behind the other kind.
-        device: where received tensors are put.
+        activations: the pipeline's groups for activations.
+        gradients: other groups of the same ranks, so that activations and gradients do not block each other.
+        device: of received tensors.
     """
 
-    def __init__(self, activations: Lanes, gradients: Lanes, device: torch.device):
+    def __init__(self, activations: P2PGroups, gradients: P2PGroups, device: torch.device):
         self.rank = activations.rank
         self._activations, self._gradients = activations, gradients
         self._device = device
 
-    def send_activations(self, tensors: Sequence[Tensor], peer: int) -> Sent:
-        """To the next stage, on the rank ``peer``. Returns at once."""
+    def send_activations(self, tensors: Sequence[Tensor], peer: int) -> SendHandle:
+        """Start to send to the next stage, on rank ``peer``."""
         return _send(self._activations.between(self.rank, peer), tensors, peer)
 
-    def send_gradients(self, tensors: Sequence[Tensor], peer: int) -> Sent:
-        """To the previous stage, on the rank ``peer``. Returns at once."""
+    def send_gradients(self, tensors: Sequence[Tensor], peer: int) -> SendHandle:
+        """Start to send to the previous stage, on rank ``peer``."""
         return _send(self._gradients.between(self.rank, peer), tensors, peer)
 
-    def receive_activations(self, specs: Sequence[TensorSpec], peer: int) -> Receipt:
-        """Start to receive from the previous stage, on the rank ``peer``."""
+    def receive_activations(self, specs: Sequence[TensorMeta], peer: int) -> RecvHandle:
+        """Start to receive from the previous stage, on rank ``peer``."""
         return self._receive(self._activations.between(peer, self.rank), specs, peer)
 
-    def receive_gradients(self, specs: Sequence[TensorSpec], peer: int) -> Receipt:
-        """Start to receive from the next stage, on the rank ``peer``."""
+    def receive_gradients(self, specs: Sequence[TensorMeta], peer: int) -> RecvHandle:
+        """Start to receive from the next stage, on rank ``peer``."""
         return self._receive(self._gradients.between(peer, self.rank), specs, peer)
 
-    def _receive(self, group: Group, specs: Sequence[TensorSpec], peer: int) -> Receipt:
+    def _receive(self, group: Group, specs: Sequence[TensorMeta], peer: int) -> RecvHandle:
         tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs]
-        return Receipt(tensors, [group.receive(tensor, peer) for tensor in tensors])
+        return RecvHandle(tensors, [group.receive(tensor, peer) for tensor in tensors])
 
 
-def _send(group: Group, tensors: Sequence[Tensor], peer: int) -> Sent:
+def _send(group: Group, tensors: Sequence[Tensor], peer: int) -> SendHandle:
     # Backends send contiguous memory only.
     dense = [tensor.detach().contiguous() for tensor in tensors]
-    return Sent(dense, [group.send(tensor, peer) for tensor in dense])
+    return SendHandle(dense, [group.send(tensor, peer) for tensor in dense])

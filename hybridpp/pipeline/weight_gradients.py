@@ -1,15 +1,14 @@
-"""Weight gradients apart from the rest of the backward pass, for schedules that say when they are computed.
+"""Deferred weight gradients, for schedules that split the backward pass.
 
-Most of a model's weights are in a few kinds of layers. While a schedule that splits the backward pass runs, those are
-called through an autograd function that goes back to the input only, and notes what the weight's gradient is made of
-(Qi et al. 2023, arXiv:2401.10241, split the pass the same way). The note waits for the schedule's W action, which uses
-autograd's own kernels and adds up in autograd's order, so no schedule changes a bit of the result. Everything else
-computes its gradients as ever, in the pass that goes back to the input; and so do all layers where no schedule splits.
+Most of a model's weights are in a few kinds of layers. While a schedule that splits the backward pass runs, these
+layers go through an autograd function whose backward computes only the input's gradient, and stores what the weight's
+gradient needs in a task (Qi et al. 2023, arXiv:2401.10241, split the pass the same way). The task runs in the
+schedule's W action, with autograd's kernels and in autograd's order, so the result is the same bit for bit. All other
+layers, and all layers under schedules that do not split, compute all gradients in the normal backward pass.
 """
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -17,76 +16,88 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from hybridpp.pipeline.layers import Kept, Layer, layer_of
-from hybridpp.pipeline.separated import Call, Note, separated
+from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
+from hybridpp.nn.torch_private import current_graph_task_id, is_any_autocast_enabled, parameters_of
+from hybridpp.pipeline.deferred_wgrad import LayerBinding, WgradTask, deferred_wgrad
+from hybridpp.pipeline.split_backward_ops import SavedInput, SplitBackwardOps, split_backward_ops
 
 
-class Accumulated(Protocol):
-    """Where gradients add up."""
+class GradientSink(Protocol):
+    """Accumulates gradients by parameter name."""
 
-    def postpone(self, names: Iterable[str]) -> None:
-        """Parts of these gradients follow after the pass that goes back to the input."""
+    def defer(self, names: Iterable[str]) -> None:
+        """Announce that the running backward pass does not complete these gradients."""
 
-    def reached(self, names: Iterable[str]) -> None:
-        """Parts will be added to these."""
+    def mark_reached(self, names: Iterable[str]) -> None:
+        """Announce that :meth:`add` follows for these parameters."""
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add a part to the sum of the parameter ``name``."""
+        """Add to the gradient of the parameter ``name``."""
 
-    def completed(self, name: str) -> None:
-        """The last part of this step was added."""
+    def mark_complete(self, name: str) -> None:
+        """Announce that the last :meth:`add` of the step for ``name`` is done."""
 
 
 class _Mode(Enum):
-    AS_EVER = auto()
-    AT_ONCE = auto()
-    LATER = auto()
+    DISABLED = auto()
+    FULL_BACKWARD = auto()
+    INPUT_BACKWARD = auto()
 
 
 # Looked up for every layer that runs.
-_AS_EVER, _AT_ONCE, _LATER = _Mode
+_DISABLED, _FULL_BACKWARD, _INPUT_BACKWARD = _Mode
 
 
 class WeightGradients:
-    """Runs those layers of a model whose weight gradients can be told apart.
+    """Runs the layers of a model whose weight gradients can be deferred.
 
-    The modules keep their classes and attributes; only the instance attribute ``forward`` is set. Outside of
-    :meth:`recorded` they run as ever.
+    Outside of :meth:`recording_forward` these layers run their own forward.
 
     Args:
-        model: before it is cut, so that whatever intercepts its modules finds these forwards.
-        layers: how modules compute whose forwards were set already; others are known by their class.
+        adapter: of the model.
+        layers: the operations of modules that tensor parallelism shards; other modules are recognised by class.
+        excluded: modules whose weight gradients are never deferred (those inside compiled modules).
+
+    Attributes:
+        overlaps_comm: whether some layers' weight gradients overlap communication under every schedule. Without such
+            layers, only a schedule that splits the backward pass needs any of the methods.
     """
 
-    def __init__(self, model: nn.Module, layers: Mapping[nn.Module, Layer] | None = None):
+    def __init__(
+        self,
+        adapter: ModuleAdapter,
+        layers: Mapping[nn.Module, SplitBackwardOps] | None = None,
+        excluded: Collection[nn.Module] = (),
+    ):
+        model = adapter.model
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._accumulated: Accumulated | None = None
+        self._sink: GradientSink | None = None
         self._recording = False
         self._splits = False
-        self._calls: list[Call] = []
-        self._mode = _AS_EVER
-        self._notes: list[Note] = []
-        self._waiting: list[Note] = []
+        self._bindings: list[LayerBinding] = []
+        self._mode = _DISABLED
+        self._wgrad_tasks: list[WgradTask] = []
+        self._overlapped: list[WgradTask] = []
         self._pass_id: int | None = None
         separable: set[str] = set()
         self._others: Counter[str] = Counter()
         for module in model.modules():
-            layer = (layers or {}).get(module) or layer_of(module)
-            if layer is None:
+            ops = None if module in excluded else (layers or {}).get(module) or split_backward_ops(module)
+            if ops is None:
                 self._others[type(module).__name__] += any(p.requires_grad for p in module.parameters(recurse=False))
                 continue
-            parameters = (module._parameters["weight"], module._parameters.get("bias"))
-            call = Call(layer, module, tuple(names[id(p)] for p in parameters if p is not None), self)
-            self._calls.append(call)
-            separable.update(call.names)
-            # functools.partial and no closure, so that the model can still be copied.
-            module.forward = functools.partial(self._run, call, module.forward)
+            parameters = (parameters_of(module)["weight"], parameters_of(module).get("bias"))
+            binding = LayerBinding(ops, module, tuple(names[id(p)] for p in parameters if p is not None), self)
+            self._bindings.append(binding)
+            separable.update(binding.names)
+            adapter.wrap(module, AdapterLayer.WEIGHT_GRADIENTS, self._run, binding)
+        self.overlaps_comm = any(binding.ops.overlap_comm for binding in self._bindings)
         trainable = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
         self._num_separable = sum(size for name, size in trainable.items() if name in separable)
         self._num_trainable = sum(trainable.values())
 
     def report(self) -> str:
-        """One line that says how much of the model a split backward leaves for W, and what it does not."""
+        """One line: the share of trainable weights whose gradients W computes, and the modules of which it does not."""
         share = 100 * self._num_separable / max(self._num_trainable, 1)
         others = ", ".join(f"{number} {name}" for name, number in self._others.most_common() if number)
         line = (
@@ -95,29 +106,29 @@ class WeightGradients:
         return f"{line}; its I those of {others}." if others else f"{line}."
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "WeightGradients":
-        """A copy of a boosted model (an average of its weights, say) is no boosted model: its layers run as ever."""
-        return WeightGradients(nn.Module())
+        """An empty object: the layers of a copy of a boosted model (averaged weights, for example) defer nothing."""
+        return WeightGradients(ModuleAdapter(nn.Module()))
 
-    def connect(self, accumulated: Accumulated) -> None:
-        """Say where gradients add up; without, everything runs as ever."""
-        self._accumulated = accumulated
+    def attach_sink(self, sink: GradientSink) -> None:
+        """Set where gradients accumulate; without a sink, nothing is deferred."""
+        self._sink = sink
 
     def begin(self, splits: bool) -> None:
         """Before a step.
 
         Args:
-            splits: whether its schedule leaves weight gradients for later.
+            splits: whether its schedule has W actions.
         """
-        wanted = self._accumulated is not None
-        for call in self._calls:
-            call.may_be_apart = wanted and (splits or call.layer.may_wait) and call.is_plain()
+        wanted = self._sink is not None
+        for binding in self._bindings:
+            binding.is_deferrable = wanted and (splits or binding.ops.overlap_comm) and binding.is_plain()
 
     @contextmanager
-    def recorded(self, splits: bool) -> Iterator[None]:
-        """Around a forward pass of training, so that its backward pass can leave weight gradients for later.
+    def recording_forward(self, splits: bool) -> Iterator[None]:
+        """A context for a training forward whose backward pass may defer weight gradients.
 
         Args:
-            splits: whether the schedule does so for this one.
+            splits: whether the schedule splits this micro-batch's backward pass.
         """
         self._recording, self._splits = True, splits
         try:
@@ -126,134 +137,137 @@ class WeightGradients:
             self._recording = False
 
     @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Around a backward pass that computes everything."""
-        with self._during(_AT_ONCE, splits=False):
+    def full_backward(self) -> Iterator[None]:
+        """A context for a backward pass that computes all gradients."""
+        with self._during(_FULL_BACKWARD, splits=False):
             yield
 
     @contextmanager
-    def later(self, splits: bool) -> Iterator[list[Note]]:
-        """Around a backward pass that leaves weight gradients to :meth:`add`, in the list that the block gets.
+    def input_backward(self, splits: bool) -> Iterator[list[WgradTask]]:
+        """A context for a backward pass that defers weight gradients to tasks, for :meth:`add`.
 
         Args:
-            splits: as for its forward, in :meth:`recorded`.
+            splits: as for its forward, in :meth:`recording_forward`.
         """
-        notes: list[Note] = []
-        self._notes = notes
-        with self._during(_LATER, splits):
-            yield notes
+        tasks: list[WgradTask] = []
+        self._wgrad_tasks = tasks
+        with self._during(_INPUT_BACKWARD, splits):
+            yield tasks
 
     @contextmanager
     def _during(self, mode: _Mode, splits: bool) -> Iterator[None]:
         self._mode, self._pass_id = mode, None
         try:
-            # Activation checkpointing runs layers again in here, and must find them as they were.
-            with self.recorded(splits):
+            # Activation checkpointing runs forwards again in here, under the same setting.
+            with self.recording_forward(splits):
                 yield
-            self.release()
+            self.run_overlapped()
         finally:
-            self._mode, self._notes, self._waiting = _AS_EVER, [], []
+            self._mode, self._wgrad_tasks, self._overlapped = _DISABLED, [], []
 
-    def release(self) -> None:
-        """Compute weight gradients that wait for others' communication; called while that is under way."""
-        notes, self._waiting = self._waiting, []
-        self.add(notes)
+    def run_overlapped(self) -> None:
+        """Compute the weight gradients that are to overlap communication; called while communication runs."""
+        tasks, self._overlapped = self._overlapped, []
+        self.add(tasks)
 
-    def keep(self, layer: Layer, x: Tensor) -> tuple[Tensor, Kept | None]:
-        """What to save of a layer's input, and how to have all of it again; None: it is all of it."""
-        found = None if layer.keep is None else layer.keep(x, self._splits)
+    def save_input(self, ops: SplitBackwardOps, x: Tensor) -> tuple[Tensor, SavedInput | None]:
+        """What to save of a layer's input, and a handle that restores the input; None: the input itself is saved."""
+        found = None if ops.save_input is None else ops.save_input(x, self._splits)
         if found is None:
             return x, None
         found[1].expect()
         return found
 
-    def before(self, note: Note) -> None:
-        """Before a layer's input gradient is computed: its weight's may follow soon."""
-        if self._mode is not _LATER:
-            note.start()
+    def before(self, task: WgradTask) -> None:
+        """Called before a layer's input gradient is computed: starts to restore the input, unless it is deferred."""
+        if self._mode is not _INPUT_BACKWARD:
+            task.start()
 
-    def takes(self, note: Note, may_wait: bool) -> bool:
-        """Remember what the gradients of a layer's weights are made of; False if autograd shall compute them."""
+    def try_defer(self, task: WgradTask, overlap_comm: bool) -> bool:
+        """Keep the task of a layer's weight gradients for later; False: the caller computes them now."""
         mode = self._mode
-        # Gradients of gradients are autograd's.
-        if mode is _AS_EVER or (mode is _AT_ONCE and not may_wait) or torch.is_grad_enabled():
+        # With create_graph, autograd must record the computation.
+        if mode is _DISABLED or (mode is _FULL_BACKWARD and not overlap_comm) or torch.is_grad_enabled():
             return False
-        # A backward pass inside the schedule's own (autograd.grad in a custom function) is somebody else's.
-        pass_id = torch._C._current_graph_task_id()
+        # A nested backward pass (autograd.grad in a custom function) is not the schedule's.
+        pass_id = current_graph_task_id()
         if self._pass_id is None:
             self._pass_id = pass_id
-        if pass_id != self._pass_id or self._accumulated is None:
+        if pass_id != self._pass_id or self._sink is None:
             return False
-        if mode is _AT_ONCE:
-            self._waiting.append(note)
+        if mode is _FULL_BACKWARD:
+            self._overlapped.append(task)
         else:
-            self._notes.append(note)
-            self._accumulated.postpone(note.call.names)
+            self._wgrad_tasks.append(task)
+            self._sink.defer(task.binding.names)
         return True
 
-    def add(self, notes: list[Note], final: bool = False) -> None:
-        """Compute weight gradients that were left, in the order they were left in, and let go of what they needed.
+    def add(self, tasks: list[WgradTask], final: bool = False) -> None:
+        """Run deferred tasks in order, and release their tensors.
 
         Args:
-            notes: from :meth:`later`; empty afterwards.
-            final: whether these are the last parts of their gradients in this step.
+            tasks: from :meth:`input_backward`; empty afterwards.
+            final: whether these tasks complete their parameters' gradients of this step.
         """
-        if self._accumulated is None or not notes:
+        if self._sink is None or not tasks:
             return
-        left = Counter(name for note in notes for name in note.call.names)
-        self._accumulated.reached(left)
+        left = Counter(name for task in tasks for name in task.binding.names)
+        self._sink.mark_reached(left)
         sums: dict[str, Tensor] = {}
-        notes.reverse()
+        tasks.reverse()
         with torch.no_grad():
-            notes[-1].start()
-            while notes:
-                note = notes.pop()
-                if notes:
-                    # While this one is computed.
-                    notes[-1].start()
-                call, layer, module = note.call, note.call.layer, note.call.module
-                weight: Any = module._parameters["weight"]
-                gradients = layer.weight_gradients(module, note.dy, note.input(), weight, len(call.names) > 1)
-                for name, gradient in zip(call.names, gradients, strict=False):
+            tasks[-1].start()
+            while tasks:
+                task = tasks.pop()
+                if tasks:
+                    # Restore the next input while this gradient is computed.
+                    tasks[-1].start()
+                binding, ops, module = task.binding, task.binding.ops, task.binding.module
+                weight: Any = parameters_of(module)["weight"]
+                gradients = ops.weight_gradients(module, task.dy, task.input(), weight, len(binding.names) > 1)
+                for name, gradient in zip(binding.names, gradients, strict=False):
                     assert gradient is not None
                     left[name] -= 1
-                    self._add(name, gradient, sums, is_last=not left[name] or layer.may_wait)
+                    self._add(name, gradient, sums, is_last=not left[name] or ops.overlap_comm)
                     if final and not left[name]:
-                        self._accumulated.completed(name)
+                        self._sink.mark_complete(name)
 
     def _add(self, name: str, gradient: Tensor, sums: dict[str, Tensor], is_last: bool) -> None:
-        # Like autograd, which sums up what one pass gives to a parameter before it adds that to what is there.
+        # As autograd does: contributions of one pass to a parameter are summed before they are accumulated.
         if name in sums:
             gradient = sums.pop(name).add_(gradient)
         if is_last:
-            assert self._accumulated is not None
-            self._accumulated.add(name, gradient)
+            assert self._sink is not None
+            self._sink.add(name, gradient)
         else:
             sums[name] = gradient
 
-    def _run(self, call: Call, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
-        is_apart = self._recording and call.may_be_apart and (self._splits or call.layer.may_wait)
-        if is_apart and len(args) == 1 and not kwargs and _is_plain_input(args[0], call.layer):
-            x, layer, parameters = args[0], call.layer, call.module._parameters
+    def _run(self, binding: LayerBinding, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
+        is_deferred = self._recording and binding.is_deferrable and (self._splits or binding.ops.overlap_comm)
+        if is_deferred and len(args) == 1 and not kwargs and _is_plain_input(args[0], binding):
+            x, ops, parameters = args[0], binding.ops, parameters_of(binding.module)
             weight, bias = parameters["weight"], parameters.get("bias")
-            x = x if layer.prepare is None else layer.prepare(x)
-            if layer.input_dims == x.dim() or not x.is_contiguous():
-                y = separated(call, x, weight, bias)
+            x = x if ops.pre_forward is None else ops.pre_forward(x)
+            if ops.input_dims == x.dim() or not x.is_contiguous():
+                y = deferred_wgrad(binding, x, weight, bias)
             else:
                 # As a list of samples and back: what a function of its own returns should not be a view (see
-                # Separated).
-                count = x.dim() - layer.input_dims + 1
-                y = separated(call, x.flatten(0, count - 1), weight, bias)
+                # DeferredWgradFunction).
+                count = x.dim() - ops.input_dims + 1
+                y = deferred_wgrad(binding, x.flatten(0, count - 1), weight, bias)
                 y = y.view(x.shape[:count] + y.shape[1:])
-            return y if layer.finish is None else layer.finish(y)
+            return y if ops.post_forward is None else ops.post_forward(y)
         return forward(*args, **kwargs)
 
 
-def _is_plain_input(x: Any, layer: Layer) -> bool:
+def _is_plain_input(x: Any, binding: LayerBinding) -> bool:
+    ops, weight = binding.ops, parameters_of(binding.module)["weight"]
     return (
         type(x) is Tensor
-        and (x.dim() == layer.input_dims or (layer.any_dims and x.dim() > layer.input_dims))
+        # Mixed dtypes are left to torch's own rules.
+        and (weight is None or x.dtype is weight.dtype or not x.is_floating_point())
+        and (x.dim() == ops.input_dims or (ops.any_dims and x.dim() > ops.input_dims))
         and torch.is_grad_enabled()
-        and not torch._C._is_any_autocast_enabled()
+        and not is_any_autocast_enabled()
         and not torch.compiler.is_compiling()
     )

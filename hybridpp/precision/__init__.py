@@ -1,28 +1,30 @@
-"""Number formats: the loss scale, the fp32 masters of half-precision weights, and a search for inf and NaN."""
+"""Mixed precision: dtypes, the loss scale, fp32 master weights, and the search for the first inf or NaN."""
 
-from hybridpp.precision.dtypes import cast, casts, describe, dtype_of, working_dtype
-from hybridpp.precision.formats import Formats, keep_formats, module_formats
-from hybridpp.precision.loss_scale import LossScale, after_step
-from hybridpp.precision.losses import Fp32Losses
-from hybridpp.precision.masters import MasterWeights
-from hybridpp.precision.norms import norms
-from hybridpp.precision.watch import Finding, Place, Watch
+from hybridpp.precision.dtypes import cast_model, describe_dtypes, dtype_changes, torch_dtype, working_dtype
+from hybridpp.precision.function_casts import FunctionCasts
+from hybridpp.precision.loss_scale import LossScale, LossScaler, update_loss_scale
+from hybridpp.precision.master_weights import MasterWeights, ReplicatedTarget
+from hybridpp.precision.module_dtypes import ModuleDtypes, find_module_dtypes, wrap_dtype_boundaries
+from hybridpp.precision.nonfinite import Finding, NonFiniteDetector, StepPosition
+from hybridpp.precision.norm_modules import norm_modules
 
 __all__ = [
     "Finding",
-    "Formats",
-    "Fp32Losses",
+    "FunctionCasts",
     "LossScale",
+    "LossScaler",
     "MasterWeights",
-    "Place",
-    "Watch",
-    "after_step",
-    "cast",
-    "casts",
-    "describe",
-    "dtype_of",
-    "keep_formats",
-    "module_formats",
-    "norms",
+    "ModuleDtypes",
+    "NonFiniteDetector",
+    "ReplicatedTarget",
+    "StepPosition",
+    "cast_model",
+    "describe_dtypes",
+    "dtype_changes",
+    "find_module_dtypes",
+    "norm_modules",
+    "torch_dtype",
+    "update_loss_scale",
     "working_dtype",
+    "wrap_dtype_boundaries",
 ]

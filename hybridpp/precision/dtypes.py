@@ -1,21 +1,24 @@
-"""What each precision means in torch's dtypes."""
+"""The torch dtypes of each precision, and casting a model to them."""
 
+from functools import partial
 from types import MappingProxyType
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
 
 from hybridpp.config import Precision
-from hybridpp.precision.formats import Formats
+from hybridpp.module_adapter import ModuleAdapter
+from hybridpp.nn.torch_private import BatchNorm, transient_buffers_of
+from hybridpp.precision.module_dtypes import ModuleDtypes
+from hybridpp.text_table import text_table
 
 _HALF = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
-# torch's kernels for these compute means and variances in fp32, whatever the input, and on the CPU not all gradients.
+# torch's kernels for these compute means and variances in fp32 for any input, but on the CPU not all gradients.
 _REDUCES_IN_FP32 = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-def dtype_of(precision: Precision | None) -> torch.dtype | None:
-    """torch's dtype of that name; None for fp32, where nothing is rounded."""
+def torch_dtype(precision: Precision | None) -> torch.dtype | None:
+    """The torch dtype of a half precision; None for fp32, where nothing is rounded."""
     return None if precision is None else _HALF.get(precision)
 
 
@@ -30,15 +33,15 @@ def working_dtype(model: nn.Module, precision: Precision) -> torch.dtype | None:
     return torch.float32 if any(tensor.dtype in _HALF.values() for tensor in tensors) else None
 
 
-def casts(
-    model: nn.Module, dtype: torch.dtype | None, formats: Formats = MappingProxyType({})
+def dtype_changes(
+    model: nn.Module, dtype: torch.dtype | None, module_dtypes: ModuleDtypes = MappingProxyType({})
 ) -> dict[int, torch.dtype]:
-    """The tensors of a model that change for a ``working_dtype``, by ``id``, with their new dtype.
+    """The new dtype of every tensor of a model that changes under a ``working_dtype``, by ``id``.
 
-    Half precision leaves as they are: complex tensors; and buffers that are no part of the state, which are derived
-    constants (rotary frequencies) that models use in the precision they were made in. Batch normalisation is in fp32:
-    its running statistics would stop moving, and its kernels take half-precision inputs beside fp32 weights.
-    ``formats`` say otherwise of a module, and come first. What is in fp32 becomes it, whatever it was made in.
+    Half precision does not change complex tensors, nor non-persistent buffers, which are derived constants (rotary
+    frequencies) that models use in their original precision. Batch normalisation is in fp32: in half precision its
+    running statistics would stop changing, and its kernels accept half-precision inputs with fp32 weights.
+    ``module_dtypes`` override both. Tensors of an fp32 module become fp32 whatever their dtype was.
     """
     if dtype is None:
         return {}
@@ -47,8 +50,8 @@ def casts(
         return {id(tensor): dtype for tensor in tensors if tensor.dtype in _HALF.values()}
     changed: dict[int, torch.dtype] = {}
     for module in model.modules():
-        target = formats.get(module, torch.float32 if isinstance(module, _BatchNorm) else dtype)
-        derived = module._non_persistent_buffers_set
+        target = module_dtypes.get(module, torch.float32 if isinstance(module, BatchNorm) else dtype)
+        derived = transient_buffers_of(module)
         buffers = [buffer for name, buffer in module.named_buffers(recurse=False) if name not in derived]
         for tensor in (*module.parameters(recurse=False), *buffers):
             if tensor.is_floating_point() and tensor.dtype is not target:
@@ -56,20 +59,26 @@ def casts(
     return changed
 
 
-def cast(model: nn.Module, dtype: torch.dtype | None, formats: Formats = MappingProxyType({})) -> None:
-    """Do what :func:`casts` says, in place; parameters stay the same objects."""
-    changed = casts(model, dtype, formats)
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            if id(parameter) in changed:
-                parameter.data = parameter.data.to(changed[id(parameter)])
-        for name, buffer in module.named_buffers(recurse=False):
-            if id(buffer) in changed:
-                module._buffers[name] = buffer.to(changed[id(buffer)])
+def cast_model(
+    adapter: ModuleAdapter, dtype: torch.dtype | None, module_dtypes: ModuleDtypes = MappingProxyType({})
+) -> None:
+    """Apply :func:`dtype_changes` in place; parameters and buffers stay the same objects."""
+    changed = dtype_changes(adapter.model, dtype, module_dtypes)
+    for tensor in (*adapter.model.parameters(), *adapter.model.buffers()):
+        target = changed.get(id(tensor), tensor.dtype)
+        if tensor.dtype is not target:
+            adapter.noted(tensor, f"cast to {str(target).removeprefix('torch.')}", partial(_cast, tensor, tensor.dtype))
+            _cast(tensor, target)
 
 
-def describe(model: nn.Module, formats: Formats = MappingProxyType({}), fp32_losses: bool = True) -> str:
-    """A table of what computes in which format, by class: modules that hold weights themselves, or have ``formats``."""
+def _cast(tensor: Tensor, dtype: torch.dtype) -> None:
+    tensor.data = tensor.data.to(dtype)
+
+
+def describe_dtypes(
+    model: nn.Module, module_dtypes: ModuleDtypes = MappingProxyType({}), fp32_losses: bool = True
+) -> str:
+    """A table of the compute dtypes by class, of modules that hold weights themselves or have a ``module_dtypes``."""
     rows: dict[tuple[str, str, str], int] = {}
     for module in model.modules():
         held = [tensor for tensor in module.parameters(recurse=False) if tensor.is_floating_point()]
@@ -79,14 +88,11 @@ def describe(model: nn.Module, formats: Formats = MappingProxyType({}), fp32_los
             half_norm = isinstance(module, _REDUCES_IN_FP32) and held[0].dtype in _HALF.values()
             key = (name, weights, f"{weights}, mean and variance float32" if half_norm else weights)
             rows[key] = rows.get(key, 0) + 1
-        elif module in formats and not any(module.children()):
-            key = (type(module).__name__, "", str(formats[module]).removeprefix("torch."))
+        elif module in module_dtypes and not any(module.children()):
+            key = (type(module).__name__, "", str(module_dtypes[module]).removeprefix("torch."))
             rows[key] = rows.get(key, 0) + 1
     head = ("module", "weights", "computes in")
     table = [(f"{number} {name}", weights, computes) for (name, weights, computes), number in sorted(rows.items())]
-    table += [("loss functions in the model", "", "float32 or wider" if fp32_losses else "what they are given")]
+    table += [("loss functions in the model", "", "float32 or wider" if fp32_losses else "dtype of the arguments")]
     table += [("criterion, gradient sums, optimizer", "", "float32 or wider")]
-    widths = [max(len(row[column]) for row in (head, *table)) for column in range(3)]
-    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *table)]
-    lines.insert(1, "-+-".join("-" * width for width in widths))
-    return "\n".join(line.rstrip() for line in lines)
+    return text_table(head, table, left=range(3))

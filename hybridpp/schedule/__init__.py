@@ -1,31 +1,32 @@
-"""Schedules as values: what each rank computes, in which order. No torch in here."""
+"""Schedules as values: what each rank computes, in which order. Imports no torch."""
 
-from hybridpp.schedule.action import Action, Kind, Program, Programs
+from hybridpp.schedule.action import Action, ActionKind, Program, Programs
 from hybridpp.schedule.check import check_program
 from hybridpp.schedule.files import load_schedule, save_schedule
-from hybridpp.schedule.fill import fill_weight_gradients
 from hybridpp.schedule.forward_only import forward_only
 from hybridpp.schedule.gpipe import gpipe
 from hybridpp.schedule.interleaved import interleaved
 from hybridpp.schedule.lower import lower
 from hybridpp.schedule.memory import peak_activations
-from hybridpp.schedule.names import SCHEDULES, ScheduleEntry, find_schedule, make_schedule, stages_placement
 from hybridpp.schedule.one_f_one_b import one_f_one_b
-from hybridpp.schedule.placing import looped, placement, v_shaped
+from hybridpp.schedule.registry import SCHEDULES, ScheduleEntry, find_schedule, make_schedule, stages_placement
 from hybridpp.schedule.render import parse_action, render, render_grid
-from hybridpp.schedule.sends import SendsDone, sends_done
+from hybridpp.schedule.send_lifetimes import CompletedSends, completed_sends
+from hybridpp.schedule.split_backward import fill_weight_gradients
+from hybridpp.schedule.stage_placement import looped, placement, v_shaped
 from hybridpp.schedule.zb_v import zb_v
 from hybridpp.schedule.zero_bubble import interleaved_zero_bubble, zb_h1, zb_h2
 
 __all__ = [
     "SCHEDULES",
     "Action",
-    "Kind",
+    "ActionKind",
+    "CompletedSends",
     "Program",
     "Programs",
     "ScheduleEntry",
-    "SendsDone",
     "check_program",
+    "completed_sends",
     "fill_weight_gradients",
     "find_schedule",
     "forward_only",
@@ -43,7 +44,6 @@ __all__ = [
     "render",
     "render_grid",
     "save_schedule",
-    "sends_done",
     "stages_placement",
     "v_shaped",
     "zb_h1",

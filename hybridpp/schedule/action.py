@@ -1,14 +1,14 @@
-"""The words that schedules are written in."""
+"""The actions that schedules consist of."""
 
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """What an action does; the values are the letters of its text form.
 
-    A micro-batch goes back through a stage in one action, B, or in two: I hands the gradient on to the stage before,
-    W works out the parameters' gradients at any later time.
+    The backward pass of a micro-batch through a stage is one action, B, or two: I computes the gradient of the stage's
+    input, which the previous stage needs; W computes the gradients of the parameters at any later time.
     """
 
     FORWARD = "F"
@@ -23,19 +23,19 @@ class Kind(StrEnum):
 
     @property
     def computes(self) -> bool:
-        """Whether it runs part of the model, so that it stands in a schedule before lowering."""
-        return self in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+        """Whether it runs part of the model; these actions are in a schedule before lowering."""
+        return self in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
 
 
 class Action(NamedTuple):
     """One thing that a rank does, printed as ``2F0``: stage 2, forward, micro-batch 0.
 
-    ``microbatch`` is None for what concerns the whole stage (``2REDUCE_GRAD``). A receive's stage is the one that
-    receives, a send's the one that sends.
+    ``microbatch`` is None for actions of a stage that belong to no micro-batch (``2REDUCE_GRAD``). The stage of a
+    receive is the receiver, the stage of a send is the sender.
     """
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     microbatch: int | None = None
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Action(NamedTuple):
 
 
 Program: TypeAlias = tuple[Action, ...]
-"""What one rank does, in order."""
+"""The actions of one rank, in order."""
 
 Programs: TypeAlias = tuple[Program, ...]
-"""What every rank of a pipeline does."""
+"""The program of every rank of a pipeline."""

@@ -1,10 +1,10 @@
-"""What every schedule asks of the numbers it is made from."""
+"""Checks on the sizes of a schedule."""
 
 from hybridpp.errors import ScheduleError
 
 
 def check_counts(**counts: int) -> None:
-    """Accept counts (of ranks, micro-batches, chunks) that a schedule can be made from.
+    """Check that counts (of ranks, micro-batches, chunks) are at least 1.
 
     Raises:
         ScheduleError: a count is below 1.

@@ -11,21 +11,21 @@ from hybridpp.errors import ScheduleError
 from hybridpp.schedule.action import Action, Programs
 from hybridpp.schedule.render import parse_action
 
-# What lowering adds, here and in torch: left out when a file is read.
+# What lowering adds, here and in torch; skipped when a file is read.
 _COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|UNSHARD|RESHARD)\d*")
-# How torch writes a forward and a backward that share a slot.
+# How torch writes a forward and a backward in one slot.
 _TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def load_schedule(path: str | Path) -> Programs:
-    """The compute programs in a file, not checked yet (see :func:`~hybridpp.schedule.check_program`).
+    """Read the compute programs in a file, unchecked (see :func:`~hybridpp.schedule.check_program`).
 
     A CSV file has one row per rank and one action per cell (``2F0``: stage 2, forward, micro-batch 0); a JSON file has
-    the same cells: ``{"ranks": [["0F0", "0B0"]]}``. Empty cells are idle time and left out, and so is communication,
-    which lowering adds. Torch's ``(0F1;1B0)OVERLAP_F_B`` becomes its parts, in order.
+    the same cells: ``{"ranks": [["0F0", "0B0"]]}``. Empty cells are idle time and are skipped, as is communication,
+    which lowering adds. Torch's ``(0F1;1B0)OVERLAP_F_B`` is split into its actions, in order.
 
     Raises:
-        ScheduleError: the file is of no known type, or has a cell that is no action.
+        ScheduleError: the file type is unknown, or a cell is not an action.
         OSError: the file cannot be read.
     """
     path = Path(path)
@@ -44,7 +44,7 @@ def save_schedule(programs: Programs, path: str | Path) -> None:
     """Write programs to a file, ``.csv`` or ``.json``, that :func:`load_schedule` and torch (CSV) read.
 
     Raises:
-        ScheduleError: the file's name ends otherwise.
+        ScheduleError: the file name has another ending.
         OSError: the file cannot be written.
     """
     path = Path(path)
@@ -69,7 +69,7 @@ def _read_csv(path: Path) -> list[list[str]]:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.reader(file))
     except (csv.Error, UnicodeDecodeError) as error:
-        raise ScheduleError(f"{path} is no CSV: {error}. Write one row per rank, like 0F0,0B0.") from error
+        raise ScheduleError(f"{path} is not a CSV file: {error}. Write one row per rank, like 0F0,0B0.") from error
     while rows and not any(cell.strip() for cell in rows[-1]):
         del rows[-1]
     return rows
@@ -80,12 +80,12 @@ def _read_json(path: Path) -> list[list[str]]:
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ScheduleError(f"{path} is no JSON: {error}. {way_out}") from error
+        raise ScheduleError(f"{path} is not a JSON file: {error}. {way_out}") from error
     rows = content.get("ranks") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise ScheduleError(f"{path} has no list of cells for each rank. {way_out}")
     if not all(isinstance(cell, str) for row in rows for cell in row):
-        raise ScheduleError(f"{path} has cells that are no text. {way_out}")
+        raise ScheduleError(f"{path} has cells that are not strings. {way_out}")
     return rows
 
 

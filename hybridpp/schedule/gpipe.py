@@ -1,6 +1,6 @@
 """All forwards, then all backwards."""
 
-from hybridpp.schedule.action import Action, Kind, Program, Programs
+from hybridpp.schedule.action import Action, ActionKind, Program, Programs
 from hybridpp.schedule.counts import check_counts
 
 
@@ -24,6 +24,8 @@ def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Program
 
 def _row(stages: range, num_microbatches: int) -> Program:
     microbatches = range(num_microbatches)
-    forward = [Action(stage, Kind.FORWARD, microbatch) for stage in stages for microbatch in microbatches]
-    backward = [Action(stage, Kind.BACKWARD, microbatch) for stage in reversed(stages) for microbatch in microbatches]
+    forward = [Action(stage, ActionKind.FORWARD, microbatch) for stage in stages for microbatch in microbatches]
+    backward = [
+        Action(stage, ActionKind.BACKWARD, microbatch) for stage in reversed(stages) for microbatch in microbatches
+    ]
     return (*forward, *backward)

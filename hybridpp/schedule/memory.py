@@ -1,12 +1,12 @@
-"""How much a schedule holds at once."""
+"""How many activations a schedule holds at once."""
 
-from hybridpp.schedule.action import Kind, Program, Programs
+from hybridpp.schedule.action import ActionKind, Program, Programs
 
-_HOLDS = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRADIENT: -1}
+_HOLDS = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT_GRADIENT: -1}
 
 
 def peak_activations(programs: Programs) -> tuple[int, ...]:
-    """The most activations that each rank holds at once.
+    """The largest number of activations that each rank holds at once.
 
     Counted in micro-batches of one stage, from the forward to the end of the backward: B, or W where it is split. A
     rank with several stages holds smaller ones, so compare schedules by the count over the number of stages per rank.

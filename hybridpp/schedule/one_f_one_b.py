@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from hybridpp.schedule.action import Action, Kind, Program, Programs
+from hybridpp.schedule.action import Action, ActionKind, Program, Programs
 from hybridpp.schedule.counts import check_counts
 
 
@@ -26,14 +26,14 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Programs:
 
 
 def row(stage: int, num_microbatches: int, warmup: int) -> Program:
-    """What the rank of a stage does that runs ahead by ``warmup`` forwards."""
-    forwards = [Action(stage, Kind.FORWARD, microbatch) for microbatch in range(num_microbatches)]
-    backwards = [Action(stage, Kind.BACKWARD, microbatch) for microbatch in range(num_microbatches)]
+    """The program of a rank with one stage and ``warmup`` warmup forwards."""
+    forwards = [Action(stage, ActionKind.FORWARD, microbatch) for microbatch in range(num_microbatches)]
+    backwards = [Action(stage, ActionKind.BACKWARD, microbatch) for microbatch in range(num_microbatches)]
     return one_by_one(forwards, backwards, warmup)
 
 
 def one_by_one(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> Program:
-    """``warmup`` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """``warmup`` forwards, then alternating forwards and backwards, then the remaining backwards."""
     warmup = min(warmup, len(forwards))
     paired = len(forwards) - warmup
     steady = [action for pair in zip(forwards[warmup:], backwards[:paired], strict=True) for action in pair]

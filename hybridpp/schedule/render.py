@@ -3,10 +3,10 @@
 import re
 
 from hybridpp.errors import ScheduleError
-from hybridpp.schedule.action import Action, Kind, Programs
-from hybridpp.schedule.order import count_stages, needs, result, walk
+from hybridpp.schedule.action import Action, ActionKind, Programs
+from hybridpp.schedule.dependencies import count_stages, needs, result, walk
 
-_ACTION = re.compile(rf"(\d+)({'|'.join(sorted(Kind, key=len, reverse=True))})(\d+)?")
+_ACTION = re.compile(rf"(\d+)({'|'.join(sorted(ActionKind, key=len, reverse=True))})(\d+)?")
 
 
 def render(programs: Programs) -> str:
@@ -34,16 +34,16 @@ def render_grid(programs: Programs) -> str:
 
 
 def _slots(programs: Programs) -> list[list[str]]:
-    """Every rank's cells, each as early as it can run."""
+    """Each rank's actions, each as early as it can run."""
     num_stages = count_stages(programs)
     rows: list[list[str]] = [[] for _ in programs]
     ends: dict[Action, int] = {}
-    for rank, place in walk(programs):
-        action = programs[rank][place]
+    for rank, position in walk(programs):
+        action = programs[rank][position]
         row = rows[rank]
         start = max((ends[need] for need in needs(action, num_stages)), default=0)
         row += ["."] * (start - len(row))
-        row += [str(action), "---"] if action.kind is Kind.BACKWARD else [str(action)]
+        row += [str(action), "---"] if action.kind is ActionKind.BACKWARD else [str(action)]
         ends[result(action)] = len(row)
     return rows
 
@@ -52,12 +52,12 @@ def parse_action(text: str) -> Action:
     """The action written ``2F0``.
 
     Raises:
-        ScheduleError: the text is no action.
+        ScheduleError: the text is not an action.
     """
     match = _ACTION.fullmatch(text)
     if match is None:
         raise ScheduleError(
-            f"an action is written like 2F0 (stage, one of {', '.join(Kind)}, micro-batch): got {text!r}."
+            f"an action is written like 2F0 (stage, one of {', '.join(ActionKind)}, micro-batch): got {text!r}."
         )
     stage, kind, microbatch = match.groups()
-    return Action(int(stage), Kind(kind), None if microbatch is None else int(microbatch))
+    return Action(int(stage), ActionKind(kind), None if microbatch is None else int(microbatch))

@@ -1,11 +1,11 @@
-"""Two stages per rank, down the pipeline and up again: the last stage's gradient comes back at once."""
+"""Two stages per rank in a V: the first rank also has the last stage."""
 
 from collections import deque
 from collections.abc import Set
 
-from hybridpp.schedule.action import Action, Kind, Programs
+from hybridpp.schedule.action import Action, ActionKind, Programs
 from hybridpp.schedule.counts import check_counts
-from hybridpp.schedule.slots import SplitBackward, run_slots
+from hybridpp.schedule.list_scheduler import SplitBackwardState, run_slots
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Programs:
@@ -18,31 +18,32 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Programs:
         rank 2 | .   .   2F0 3F0 2F1 3F1 2F2 3F2 3I0 2I0 3I1 2I1 3I2 2I2 3W0 2W0 3W1 2W1 3W2 2W2
 
     Rank ``r`` of ``p`` has the stages ``r`` and ``2 p - 1 - r``, and holds at most ``min(2 m, 2 p)`` of their
-    activations for ``m`` micro-batches: what 1F1B's first rank holds, whose stages are twice as large. With equal costs
-    they take ``p - 1 + max(6 m, 4 m + 2 p, 2 m + 3 p)`` slots, of which a rank works ``6 m``: from ``m = p`` on it
-    idles ``(p - 1) / (6 m + p - 1)`` of the time.
+    activations for ``m`` micro-batches: as much memory as 1F1B's first rank, whose stages are twice as large. With
+    equal costs the schedule takes ``p - 1 + max(6 m, 4 m + 2 p, 2 m + 3 p)`` slots, of which a rank computes in
+    ``6 m``: for ``m >= p`` it idles ``(p - 1) / (6 m + p - 1)`` of the time.
 
     A rank takes the first of these that can start: a forward of its second stage, the input gradient of the oldest
-    micro-batch, a forward of its first stage, the oldest weight gradient. Where a forward of the second stage lacks
-    only room, a weight gradient goes first: the last micro-batch would be late otherwise, and all end with it.
+    micro-batch, a forward of its first stage, the oldest weight gradient. If only the limit of activations prevents a
+    forward of the second stage, a weight gradient runs first: otherwise the last micro-batch would be delayed, and with
+    it the end of the step.
 
     Raises:
         ScheduleError: a count is below 1.
     """
     check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
-    return run_slots([_Rank(rank, num_ranks, num_microbatches) for rank in range(num_ranks)])
+    return run_slots([_RankRule(rank, num_ranks, num_microbatches) for rank in range(num_ranks)])
 
 
-class _Rank:
+class _RankRule:
     def __init__(self, rank: int, num_ranks: int, num_microbatches: int):
-        self._held = SplitBackward(num_stages=2 * num_ranks, limit=2 * num_ranks)
+        self._held = SplitBackwardState(num_stages=2 * num_ranks, limit=2 * num_ranks)
         first, second = rank, 2 * num_ranks - 1 - rank
 
-        def queue(stage: int, kind: Kind) -> deque[Action]:
+        def queue(stage: int, kind: ActionKind) -> deque[Action]:
             return deque(Action(stage, kind, microbatch) for microbatch in range(num_microbatches))
 
-        self._down, self._up = queue(first, Kind.FORWARD), queue(second, Kind.FORWARD)
-        self._gradients = queue(first, Kind.INPUT_GRADIENT), queue(second, Kind.INPUT_GRADIENT)
+        self._down, self._up = queue(first, ActionKind.FORWARD), queue(second, ActionKind.FORWARD)
+        self._gradients = queue(first, ActionKind.INPUT_GRADIENT), queue(second, ActionKind.INPUT_GRADIENT)
 
     def choose(self, done: Set[Action]) -> Action | None:
         if self._held.is_full and self._up and self._held.is_ready(self._up[0], done):

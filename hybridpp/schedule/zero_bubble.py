@@ -1,11 +1,11 @@
-"""Schedules whose weight gradients fill the time in which others idle."""
+"""Schedules that compute weight gradients in what would be idle time."""
 
 from hybridpp.schedule.action import Programs
 from hybridpp.schedule.counts import check_counts
-from hybridpp.schedule.fill import fill_weight_gradients
 from hybridpp.schedule.interleaved import interleaved
 from hybridpp.schedule.memory import peak_activations
 from hybridpp.schedule.one_f_one_b import one_f_one_b, row
+from hybridpp.schedule.split_backward import fill_weight_gradients
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Programs:
@@ -18,8 +18,8 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Programs:
         rank 2 | .   .   2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 
     A rank of ``p`` holds at most ``min(m, p)`` activations of the ``m`` micro-batches. With equal costs a rank idles
-    ``1 - 3 m / (2 m + max(m, p) + p - 1)`` of the time, which from ``m = p`` on is ``(p - 1) / (3 m + p - 1)``: with
-    many micro-batches a third of what 1F1B idles.
+    ``1 - 3 m / (2 m + max(m, p) + p - 1)`` of the time, which for ``m >= p`` is ``(p - 1) / (3 m + p - 1)``: with many
+    micro-batches a third of 1F1B's idle time.
 
     Raises:
         ScheduleError: a count is below 1.
@@ -28,27 +28,27 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Programs:
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Programs:
-    """After ZB-H2 (Qi et al. 2023, arXiv:2401.10241): running ahead twice as far as 1F1B, with few split backwards.
+    """Based on ZB-H2 (Qi et al. 2023, arXiv:2401.10241): twice as many warmup forwards as 1F1B, few split backwards.
 
-    With 3 ranks and 6 micro-batches, where a backward in one takes two slots::
+    With 3 ranks and 6 micro-batches, where an unsplit backward takes two slots::
 
         rank 0 | 0F0 0F1 0F2 0F3 0F4 .   .   0B0 --- 0F5 0B1 --- 0B2 --- 0B3 --- 0B4 --- 0B5 ---
         rank 1 | .   1F0 1F1 1F2 .   1B0 --- 1F3 1B1 --- 1F4 1I2 1F5 1I3 1I4 1W2 1I5 1W3 1W4 1W5
         rank 2 | .   .   2F0 2B0 --- 2F1 2B1 --- 2F2 2I2 2F3 2I3 2F4 2I4 2F5 2I5 2W2 2W3 2W4 2W5
 
     A rank of ``p`` holds at most ``min(m, 2 p - 1)`` activations of the ``m`` micro-batches. With equal costs and
-    messages that take no time it idles like ZB-H1; but where messages are slow, or micro-batches take unevenly long,
-    others no longer wait for each of them. While the pipeline is full, ranks are far enough ahead that nobody waits for
-    the whole backward of another. Only at the end do they, so the last ``2 (p - 1)`` micro-batches' are split (on the
-    first rank, for which nobody waits, none): one in two parts costs more than a whole one.
+    messages that take no time it idles like ZB-H1; with slow messages, or micro-batches of uneven duration, it idles
+    less. While the pipeline is full, the warmup is deep enough that no rank waits for the full backward of another.
+    Only at the end ranks do, so the backwards of the last ``2 (p - 1)`` micro-batches are split (none on the first
+    rank, for which no rank waits), because a split backward costs more than an unsplit one.
 
     Raises:
         ScheduleError: a count is below 1.
     """
     check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
     programs = tuple(row(rank, num_microbatches, warmup=2 * (num_ranks - 1 - rank)) for rank in range(num_ranks))
-    num_whole = [num_microbatches] + [num_microbatches - 2 * (num_ranks - 1)] * (num_ranks - 1)
-    return fill_weight_gradients(programs, [2 * num_ranks - 1] * num_ranks, num_whole)
+    num_unsplit = [num_microbatches] + [num_microbatches - 2 * (num_ranks - 1)] * (num_ranks - 1)
+    return fill_weight_gradients(programs, [2 * num_ranks - 1] * num_ranks, num_unsplit)
 
 
 def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Programs:
@@ -61,8 +61,8 @@ def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_chunks: i
 
     A rank of ``p`` holds at most ``min(m v, (v - 1) g + 2 p - 1)`` activations of its ``v`` chunks together, where
     ``g`` is the size of the first group of :func:`~hybridpp.schedule.interleaved`. With equal costs ``m`` micro-batches
-    take ``p - 1 + max(3 m v, 2 m v + p v, 2 m + 2 p v - p)`` slots, of which a rank works ``3 m v``: from ``m = p`` on
-    it idles ``(p - 1) / (3 m v + p - 1)`` of the time. One chunk gives ZB-H1.
+    take ``p - 1 + max(3 m v, 2 m v + p v, 2 m + 2 p v - p)`` slots, of which a rank computes in ``3 m v``: for
+    ``m >= p`` it idles ``(p - 1) / (3 m v + p - 1)`` of the time. One chunk gives ZB-H1.
 
     Raises:
         ScheduleError: a count is below 1.

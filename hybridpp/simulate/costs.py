@@ -1,4 +1,4 @@
-"""What the actions of a schedule cost: times and bytes of each stage, for one micro-batch."""
+"""Costs of a schedule's actions: times and bytes of each stage, for one micro-batch."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from hybridpp.errors import ConfigError
-from hybridpp.schedule import Kind
+from hybridpp.schedule import ActionKind
 from hybridpp.simulate.measured import measured_ms
 from hybridpp.timeline import Timeline
 
@@ -17,17 +17,18 @@ PerStage: TypeAlias = float | tuple[float, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What one micro-batch costs in each stage. Every cost is one number for all stages, or a tuple of one for each.
+    """Costs of one micro-batch in each stage. Every cost is one number for all stages, or a tuple with one per stage.
 
     Args:
         num_stages: stages of the pipeline, over all ranks.
         forward_ms: time of F, in milliseconds.
         input_gradient_ms: time of I.
         weight_gradient_ms: time of W.
-        backward_ms: time of B; None takes that of I and W together.
-        send_ms: time from the end of an action until another rank has its result; a tuple has one for each of the
-            ``num_stages - 1`` boundaries between stages, in both directions. Within a rank nothing is sent.
-        post_ms: time that a rank itself spends on each message that a stage sends to another rank or gets from one.
+        backward_ms: time of B; None: the sum of I and W.
+        send_ms: time from the end of an action until its result has arrived on another rank; a tuple has one number for
+            each of the ``num_stages - 1`` boundaries between stages, for both directions. Within a rank nothing is
+            sent.
+        post_ms: time that a rank itself spends on each message that it sends or receives.
         activation_bytes: what a stage holds from F until B or I.
         weight_gradient_bytes: what a stage holds from I until W.
 
@@ -47,7 +48,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         if not isinstance(self.num_stages, int) or self.num_stages < 1:
-            raise ConfigError(f"num_stages is a whole number, at least 1: got {self.num_stages!r}.")
+            raise ConfigError(f"num_stages must be an integer of at least 1: got {self.num_stages!r}.")
         for field in dataclasses.fields(self)[1:]:
             if getattr(self, field.name) is not None:
                 self._check(field.name)
@@ -60,21 +61,21 @@ class Costs:
         numbers = value if isinstance(value, tuple) else (value,)
         for number in numbers:
             if not isinstance(number, int | float) or not math.isfinite(number) or number < 0:
-                raise ConfigError(f"{name} is a number from 0 on, or one for each: got {number!r}.")
+                raise ConfigError(f"{name} must be a number of at least 0, or one per stage: got {number!r}.")
         if isinstance(value, tuple) and len(value) != length:
             raise ConfigError(
-                f"{name} has {len(value)} numbers for {counted}. Give {length}, or one number (no list) for all."
+                f"{name} has {len(value)} numbers for {counted}. Give {length}, or one number (not a list) for all."
             )
 
-    def compute_ms(self, stage: int, kind: Kind) -> float:
+    def compute_ms(self, stage: int, kind: ActionKind) -> float:
         """Time of a stage's F, B, I or W for one micro-batch, in milliseconds."""
-        if kind is Kind.BACKWARD and self.backward_ms is None:
+        if kind is ActionKind.BACKWARD and self.backward_ms is None:
             return _at(self.input_gradient_ms, stage) + _at(self.weight_gradient_ms, stage)
         costs = {
-            Kind.FORWARD: self.forward_ms,
-            Kind.BACKWARD: self.backward_ms,
-            Kind.INPUT_GRADIENT: self.input_gradient_ms,
-            Kind.WEIGHT_GRADIENT: self.weight_gradient_ms,
+            ActionKind.FORWARD: self.forward_ms,
+            ActionKind.BACKWARD: self.backward_ms,
+            ActionKind.INPUT_GRADIENT: self.input_gradient_ms,
+            ActionKind.WEIGHT_GRADIENT: self.weight_gradient_ms,
         }
         return _at(costs[kind], stage)
 
@@ -86,37 +87,37 @@ class Costs:
         """Time that a rank itself spends on a message to or from one of its stages, in milliseconds."""
         return _at(self.post_ms, stage)
 
-    def held_bytes(self, stage: int, kind: Kind) -> float:
-        """By how much a stage's F, B, I or W changes what its rank holds once it has run, in bytes."""
+    def held_bytes(self, stage: int, kind: ActionKind) -> float:
+        """The change in the bytes that a rank holds after a stage's F, B, I or W."""
         activation, gradient = _at(self.activation_bytes, stage), _at(self.weight_gradient_bytes, stage)
         changes = {
-            Kind.FORWARD: activation,
-            Kind.BACKWARD: -activation,
-            Kind.INPUT_GRADIENT: gradient - activation,
-            Kind.WEIGHT_GRADIENT: -gradient,
+            ActionKind.FORWARD: activation,
+            ActionKind.BACKWARD: -activation,
+            ActionKind.INPUT_GRADIENT: gradient - activation,
+            ActionKind.WEIGHT_GRADIENT: -gradient,
         }
         return changes[kind]
 
     def to_json(self) -> str:
-        """As text: an object with the names of the fields."""
+        """As JSON: an object with the names of the fields."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> "Costs":
-        """The costs that :meth:`to_json` wrote; what is left out has its default.
+        """The costs that :meth:`to_json` wrote; missing fields have their defaults.
 
         Raises:
-            ConfigError: the text is no object with these names, or the costs cannot be.
+            ConfigError: the text is not an object with these names, or a cost is invalid.
         """
         try:
             values: Any = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"costs are written in JSON: {error}.") from error
+            raise ConfigError(f"costs must be JSON: {error}.") from error
         names = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(values, dict) or "num_stages" not in values or not values.keys() <= set(names):
             got = ", ".join(values) or "nothing" if isinstance(values, dict) else type(values).__name__
             raise ConfigError(f"costs are an object with num_stages and some of {', '.join(names[1:])}: got {got}.")
-        # Their types are checked with their values.
+        # Types are checked together with the values.
         costs: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
         }
@@ -124,19 +125,19 @@ class Costs:
 
     @classmethod
     def from_timeline(cls, timeline: Timeline, num_stages: int) -> "Costs":
-        """What a measured training run says: the mean of each stage and kind.
+        """Costs from a measured training run: the mean of each stage and kind.
 
-        Where the run has whole backwards only, each half of a backward is taken to last half of it. A message takes
-        the shortest time that was seen between the end of an action and the start of the one that needs its result on
-        another rank; that is too long where the receiver was never waiting. What a rank spends on a message is the
-        mean time of its sends and receives; a simulated run has no receives, and says nothing of it.
+        If the run has only unsplit backwards, I and W are each taken as half of one. A message takes the shortest time
+        measured between the end of an action and the start of its consumer on another rank; that is too long if the
+        receiver was never waiting. The time that a rank spends on a message is the mean of its sends and receives; a
+        simulated run has no receives, so that time is 0.
 
         Args:
             timeline: of any schedule of ``num_stages`` stages that trains.
             num_stages: stages of the pipeline, over all ranks.
 
         Raises:
-            ConfigError: a stage has no forward or no backward in it.
+            ConfigError: a stage has no forward or no backward in the timeline.
         """
         return cls(num_stages=num_stages, **measured_ms(timeline, num_stages))
 

@@ -1,4 +1,4 @@
-"""Run a schedule on the clock of its costs."""
+"""Simulate a schedule with given costs."""
 
 import random
 from collections import defaultdict
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from hybridpp.errors import ConfigError
-from hybridpp.schedule import Action, Kind, Program, Programs, check_program, peak_activations, placement
-from hybridpp.schedule.order import needs, result, walk
+from hybridpp.schedule import Action, ActionKind, Program, Programs, check_program, peak_activations, placement
+from hybridpp.schedule.dependencies import needs, result, walk
 from hybridpp.simulate.costs import Costs
 from hybridpp.timeline import Span, Timeline
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a step would be like.
+    """A simulated step.
 
     Args:
-        timeline: every action, and every message that takes time.
-        peak_activations: the most micro-batches that each rank holds at once, counted once for each of its stages.
-        peak_bytes: the most that each rank holds at once for them, in bytes.
+        timeline: every action, and every message whose duration is not 0.
+        peak_activations: the largest number of micro-batches that each rank holds at once, counted per stage.
+        peak_bytes: the largest number of bytes that each rank holds at once for them.
     """
 
     timeline: Timeline
@@ -34,34 +34,34 @@ class Simulation:
 
 
 def simulate(programs: Programs, costs: Costs) -> Simulation:
-    """The step that these programs (of compute actions, before lowering) make at these costs.
+    """Simulate a step of compute programs (before lowering) with these costs.
 
-    A rank runs its actions in order. An action starts when its rank is free and what it needs is there. Messages take
-    their time without holding up the ranks or each other, but for the time that a rank itself spends on each.
+    A rank runs its actions in order. An action starts when its rank is free and its inputs have arrived. Messages block
+    neither ranks nor each other, except for the time that a rank itself spends on each.
 
     Raises:
         ScheduleError: the programs are incomplete or deadlock.
-        ConfigError: the costs are those of another number of stages.
+        ConfigError: the costs are for another number of stages.
     """
     _check(programs, costs)
     return _simulated(programs, costs, lambda action: costs.compute_ms(action.stage, action.kind))
 
 
 def simulate_draws(programs: Programs, measured: Timeline, num_draws: int = 100, seed: int = 0) -> list[Simulation]:
-    """Steps in which every action takes as long as some action of its stage and kind took in a measured run.
+    """Simulate steps in which each action's time is drawn from the measured times of its stage and kind.
 
-    Times scatter, and where ranks wait for each other the slower one counts, so a step takes longer than one in which
-    every action takes its mean time. The mean of these is what to expect, and they scatter as steps do.
+    Times vary, and ranks that wait for each other wait for the slower one, so a step takes longer than one in which
+    every action takes its mean time. The mean over the draws is the expected step time; their spread is that of steps.
 
     Args:
         programs: of compute actions, before lowering.
-        measured: one step or more, of a schedule that has the same stages and kinds of actions.
-        num_draws: how many steps.
-        seed: of the draws.
+        measured: one or more steps of a schedule with the same stages and kinds of actions.
+        num_draws: number of steps.
+        seed: seed of the draws.
 
     Raises:
         ScheduleError: the programs are incomplete or deadlock.
-        ConfigError: the run has no action of a stage and kind that the programs have.
+        ConfigError: the run lacks a stage and kind of action that the programs have.
     """
     costs = Costs.from_timeline(measured, len(placement(programs)))
     _check(programs, costs)
@@ -72,7 +72,7 @@ def simulate_draws(programs: Programs, measured: Timeline, num_draws: int = 100,
         if not seen[action.stage, action.kind]:
             raise ConfigError(
                 f"the measured run has no {action.kind} of stage {action.stage}, which the programs have. Measure the "
-                "same schedule, or simulate with Costs.from_timeline: there, B and I with W stand for each other."
+                "same schedule, or simulate with Costs.from_timeline, which converts between B and I with W."
             )
     generator = random.Random(seed)
     return [
@@ -120,11 +120,11 @@ def _spans(programs: Programs, costs: Costs, compute_ms: Callable[[Action], floa
                 yield Span(rank, stage, message, microbatch, end_ms, end_ms + transfer_ms)
 
 
-# Who takes a result, counted from the stage that makes it, and how the message is called.
+# The consumer's stage relative to the producer's, and the kind of the message.
 _SENDS = {
-    Kind.FORWARD: (1, Kind.SEND_ACTIVATION),
-    Kind.BACKWARD: (-1, Kind.SEND_GRADIENT),
-    Kind.INPUT_GRADIENT: (-1, Kind.SEND_GRADIENT),
+    ActionKind.FORWARD: (1, ActionKind.SEND_ACTIVATION),
+    ActionKind.BACKWARD: (-1, ActionKind.SEND_GRADIENT),
+    ActionKind.INPUT_GRADIENT: (-1, ActionKind.SEND_GRADIENT),
 }
 
 

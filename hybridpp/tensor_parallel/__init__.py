@@ -1,53 +1,45 @@
-"""Divide the layers of a model over ranks."""
+"""The tensor-parallel runtime: shard a model over ranks, and run it."""
 
 from hybridpp.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from hybridpp.tensor_parallel.crossings import Crossings
-from hybridpp.tensor_parallel.division import Division, Part
-from hybridpp.tensor_parallel.inference.ends import infer_ends, large_tables, watched_tables
-from hybridpp.tensor_parallel.inference.model import Inference, infer_plan
+from hybridpp.tensor_parallel.deferred_gather import DeferredGatherTensor, gathered
+from hybridpp.tensor_parallel.deferred_sequence_gather import deferred_sequence_gather, local_sequence_shard
 from hybridpp.tensor_parallel.layers import ShardedLayer
-from hybridpp.tensor_parallel.lazy_whole import LazyWhole, gathered
-from hybridpp.tensor_parallel.patterns import plan_from_patterns
-from hybridpp.tensor_parallel.placement import Placement, placement_of
-from hybridpp.tensor_parallel.plan import Kind, Layout, Plan, Style, parse_style
-from hybridpp.tensor_parallel.sequence import SequenceBlock, run_on_shards
+from hybridpp.tensor_parallel.parameter_sharding import ParameterSharding, sharding_of
+from hybridpp.tensor_parallel.plan import FusedLayout, LayerStyle, Plan, ShardKind, parse_style
+from hybridpp.tensor_parallel.plan_patterns import plan_from_patterns
+from hybridpp.tensor_parallel.saved_shard import SavedShard
+from hybridpp.tensor_parallel.sequence_block import SequenceBlock, run_sequence_parallel
 from hybridpp.tensor_parallel.sequence_collectives import shard_lengths
-from hybridpp.tensor_parallel.sequence_infer import SequencePlan, infer_sequence
-from hybridpp.tensor_parallel.sequence_kept import KeptShard, is_checkpointed
-from hybridpp.tensor_parallel.sequence_lazy import lazily_joined, shard_of
-from hybridpp.tensor_parallel.shard import Sharding, fitting_sizes, shard
+from hybridpp.tensor_parallel.shard import ShardedModel, shard
+from hybridpp.tensor_parallel.sharding_spec import DimShard, ShardingSpec
+from hybridpp.tensor_parallel.style_spec import fitting_sizes, spec_of_styles, styles_of_spec
+from hybridpp.tensor_parallel.tp_context import TensorParallelContext
 
 __all__ = [
-    "Crossings",
-    "Division",
-    "Inference",
-    "KeptShard",
-    "Kind",
-    "Layout",
-    "LazyWhole",
-    "Part",
-    "Placement",
+    "DeferredGatherTensor",
+    "DimShard",
+    "FusedLayout",
+    "LayerStyle",
+    "ParameterSharding",
     "Plan",
+    "SavedShard",
     "SequenceBlock",
-    "SequencePlan",
+    "ShardKind",
     "ShardedLayer",
-    "Sharding",
-    "Style",
+    "ShardedModel",
+    "ShardingSpec",
+    "TensorParallelContext",
+    "deferred_sequence_gather",
     "fitting_sizes",
     "gathered",
-    "infer_ends",
-    "infer_plan",
-    "infer_sequence",
-    "is_checkpointed",
-    "large_tables",
-    "lazily_joined",
+    "local_sequence_shard",
     "parse_style",
-    "placement_of",
     "plan_from_patterns",
-    "run_on_shards",
+    "run_sequence_parallel",
     "shard",
     "shard_lengths",
-    "shard_of",
+    "sharding_of",
+    "spec_of_styles",
+    "styles_of_spec",
     "vocab_parallel_cross_entropy",
-    "watched_tables",
 ]

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that are divided by vocabulary, without ever putting them together."""
+"""Cross-entropy of logits sharded by vocabulary, without a gather of them."""
 
 from typing import Any, Literal, get_args
 
@@ -8,6 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from hybridpp.cluster import Group
 from hybridpp.errors import ConfigError
+from hybridpp.nn.torch_private import assert_async
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -22,7 +23,7 @@ def vocab_parallel_cross_entropy(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The loss that ``torch.nn.functional.cross_entropy`` gives for the whole logits.
+    """The loss that ``torch.nn.functional.cross_entropy`` gives for the full logits.
 
     With logits ``x`` over a vocabulary of ``V``, target ``t`` and label smoothing ``a``, a position's loss and gradient
     are::
@@ -30,7 +31,7 @@ def vocab_parallel_cross_entropy(
         loss = log sum_v exp(x_v) - (1 - a) x_t - a / V sum_v x_v
         d loss / d x_v = softmax(x)_v - (1 - a) [v = t] - a / V
 
-    so of its part of the vocabulary a rank needs to tell the others three numbers per position: the logarithm of its
+    so a rank sends the others three numbers per position about its shard of the vocabulary: the logarithm of its
     sum of exponentials, the target's logit where it has it, and, for smoothing, the sum of its logits (Shoeybi et al.
     2019, arXiv:1909.08053, section 3; there maximum, sum and logit are reduced one after the other). The gradient
     needs no communication. All of it is computed in fp32 at least.
@@ -38,9 +39,9 @@ def vocab_parallel_cross_entropy(
     Collective: one all-gather over ``group`` of at most three fp32 numbers per position; every member must call it.
 
     Args:
-        local_logits: this rank's part ``[P]``, ``[N, P]`` or ``[N, P, ...]`` of the whole ``[N, V, ...]``, where
-            ``P = ceil(V / ranks)``: what the last ranks have beyond ``V`` is filling and counts as -inf.
-        target: classes of the whole vocabulary, ``[]``, ``[N]`` or ``[N, ...]``; the same on all ranks.
+        local_logits: this rank's shard ``[P]``, ``[N, P]`` or ``[N, P, ...]`` of the full ``[N, V, ...]``, where
+            ``P = ceil(V / ranks)``: what exceeds ``V`` on the last ranks is padding and counts as -inf.
+        target: classes of the full vocabulary, ``[]``, ``[N]`` or ``[N, ...]``; the same on all ranks.
         group: the ranks that share the vocabulary, in its order.
         vocab_size: ``V``.
         ignore_index: a target that counts neither in the sum nor in the mean.
@@ -52,12 +53,12 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         ConfigError: ``reduction`` or ``label_smoothing`` is none of torch's.
-        RuntimeError: a target is no class of the vocabulary (on a device: when it is waited for).
+        RuntimeError: a target is no class of the vocabulary (on a device: at the next synchronization).
     """
     _check_options(reduction, label_smoothing)
     ignored = target == ignore_index
     # Unlike `if not …: raise`, this does not wait for a device.
-    torch._assert_async(
+    assert_async(
         (ignored | ((target >= 0) & (target < vocab_size))).all(),
         f"cross-entropy needs targets from 0 to {vocab_size - 1}, or ignore_index={ignore_index}.",
     )
@@ -106,7 +107,7 @@ class _Losses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         x, total, place, is_here = ctx.saved_tensors
-        # From the logits anew, which are there anyway: nothing as large as them is kept for this.
+        # Computed again from the logits, which are held anyway: nothing of their size is saved.
         dx = (x - total.unsqueeze(1)).exp_()
         if ctx.smoothing:
             dx -= ctx.smoothing / ctx.vocab_size

@@ -1,9 +1,9 @@
-"""Layers of which each rank holds a part: what they do around the layer's own computation on it.
+"""Sharded layers: what each kind computes around the layer's own forward.
 
-Every kind is ``leave(own forward(enter(x)))``, so any linear layer or embedding will do, whatever its class.
+A call is ``post_forward(combine(own forward(local_input(pre_forward(x)))))``, so any class of linear layer or embedding
+works.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -11,57 +11,57 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridpp.tensor_parallel.collectives import gather_from_ranks, is_fake, sum_over_ranks, take_own_part
-from hybridpp.tensor_parallel.crossings import Crossings
-from hybridpp.tensor_parallel.lazy_whole import lazily_whole
-from hybridpp.tensor_parallel.plan import Kind
-from hybridpp.tensor_parallel.sequence_collectives import joined_shards, sum_sequence
-from hybridpp.tensor_parallel.sequence_kept import KeptShard, is_kept_by_others, saved_as_shard
+from hybridpp.nn.checkpointing import has_saved_tensor_hooks
+from hybridpp.nn.torch_private import has_no_data, parameters_of
+from hybridpp.tensor_parallel.collectives import gather_from_ranks, scatter_to_ranks, sum_over_ranks
+from hybridpp.tensor_parallel.deferred_gather import deferred_gather
+from hybridpp.tensor_parallel.plan import ShardKind
+from hybridpp.tensor_parallel.saved_shard import SavedShard, save_as_shard
+from hybridpp.tensor_parallel.sequence_collectives import gather_shards, reduce_scatter_sequence
+from hybridpp.tensor_parallel.tp_context import TensorParallelContext
 
 
 class ShardedLayer:
-    """A layer that this rank holds a part of.
+    """A layer of which this rank holds a shard.
 
-    Its module keeps its class and attributes; only the instance attribute ``forward`` is set.
+    Its module keeps its class; :meth:`run` is put around its forward.
 
     Attributes:
         kind: how it is divided.
-        module: with this rank's part as weight.
-        from_shards: whether a column layer's input is a shard of sequences, ``[B, s, H]``.
-        to_shards: whether a row layer's output is one.
+        module: with this rank's shard as weight.
+        gathers_input: whether a column layer's input is a sequence shard, ``[B, s, H]``.
+        scatters_output: whether a row layer's output is one.
     """
 
-    kind = Kind.WHOLE
-    from_shards = False
-    to_shards = False
+    kind = ShardKind.REPLICATED
+    gathers_input = False
+    scatters_output = False
 
-    def __init__(self, module: nn.Module, crossings: Crossings):
+    def __init__(self, module: nn.Module, context: TensorParallelContext):
         self.module = module
-        self.crossings = crossings
-        self._forward: Callable[..., Tensor] = module.forward
-        # functools.partial and no closure, so that the model can still be copied.
-        module.forward = functools.partial(self._run)
+        self.context = context
 
-    def _run(self, x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
-        entered = self.enter(x)
+    def run(self, forward: Callable[..., Tensor], x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+        """The layer around the module's own forward, which computes with this rank's shard."""
+        entered = self.pre_forward(x)
         with self._without_bias(), self._keeping(entered):
-            y = self._forward(self.local_input(entered), *args, **kwargs)
-        return self.finish(self.leave(y, x, self.module._parameters.get("bias")))
+            y = forward(self.local_input(entered), *args, **kwargs)
+        return self.post_forward(self.combine(y, x, parameters_of(self.module).get("bias")))
 
     def _keeping(self, x: Tensor) -> AbstractContextManager[None]:
-        """Inside, autograd saves as little as can be of an input."""
-        kept = self.keep(x)
-        return nullcontext() if kept is None or is_kept_by_others() else saved_as_shard(x, *kept)
+        """Inside, autograd saves as little of an input as possible."""
+        kept = self.save_input(x)
+        return nullcontext() if kept is None or has_saved_tensor_hooks() else save_as_shard(x, *kept)
 
     @contextmanager
     def _without_bias(self) -> Iterator[None]:
-        """Inside, the module has no bias of its own where it is added to the sum."""
-        parameters = self.module._parameters
+        """Inside, the module has no bias if it is added after the sum."""
+        parameters = parameters_of(self.module)
         bias = parameters.get("bias")
         if bias is None or not self.adds_bias:
             yield
             return
-        # Conv1D cannot do without one.
+        # Conv1D needs one.
         nothing: Any = None if isinstance(self.module, nn.Linear) else torch.zeros_like(bias)
         parameters["bias"] = nothing
         try:
@@ -71,142 +71,157 @@ class ShardedLayer:
 
     @property
     def adds_bias(self) -> bool:
-        """Whether the bias is whole and :meth:`leave` adds it."""
+        """Whether the bias is replicated and :meth:`combine` adds it."""
         return False
 
-    def enter(self, x: Tensor) -> Tensor:
-        """The input, with whatever its gradient needs."""
+    def pre_forward(self, x: Tensor) -> Tensor:
+        """The input, with the communication that its gradient needs."""
         return x
 
-    def keep(self, x: Tensor) -> tuple[Tensor, KeptShard] | None:
-        """What may be kept of an input that was entered, and how to have all of it again; None: all of it is."""
+    def save_input(self, x: Tensor) -> tuple[Tensor, SavedShard] | None:
+        """What can be saved of the result of :meth:`pre_forward`, and how to get the rest; None: all is saved."""
         return None
 
     def local_input(self, x: Tensor) -> Tensor:
-        """What the layer's own forward is given for an input."""
+        """The argument of the layer's own forward."""
         return x
 
-    def leave(self, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The layer's output, from what its own forward made; ``y`` is used up."""
+    def combine(self, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's output, from that of its own forward; ``y`` is overwritten."""
         return y
 
-    def finish(self, y: Tensor) -> Tensor:
-        """What others get of the layer's output."""
+    def post_forward(self, y: Tensor) -> Tensor:
+        """The output as others get it."""
         return y
 
-    def bias_gradient(self, own: Tensor) -> Tensor:
-        """The gradient of a bias that :meth:`leave` adds, from the sum of the gradients of what that made."""
+    def bias_grad(self, own: Tensor) -> Tensor:
+        """The gradient of a bias that :meth:`combine` adds, from the sum of the output's gradients."""
         return own
 
-    def own_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        """The gradient of what the layer's own forward made, from that of what :meth:`leave` made."""
+    def local_grad(self, dy: Tensor, x: Tensor) -> Tensor:
+        """The gradient of the own forward's output, from the gradient of :meth:`combine`'s."""
         return dy
 
-    def whole_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        """The gradient of the output, as :meth:`own_gradient` and a bias that is whole need it; asked for once."""
+    def pre_grad(self, dy: Tensor, x: Tensor) -> Tensor:
+        """The output's gradient as :meth:`local_grad` and a replicated bias need it; computed once."""
         return dy
 
 
 class ColumnParallel(ShardedLayer):
-    """From a whole input, this rank's part of the output.
+    """From a replicated input, this rank's shard of the output.
 
-    Collective: one all-reduce in the backward pass; from shards, an all-gather forwards, and backwards a reduce-scatter
-    and another all-gather: of the input only the shard is kept. Layers that read the same share all of them.
+    Collective: one all-reduce in the backward pass. With a sequence shard as input: an all-gather forwards; backwards a
+    reduce-scatter and another all-gather, as only the shard is saved. Layers with the same input share all of them.
     """
 
-    kind = Kind.COLUMN
+    kind = ShardKind.COLUMN
 
-    def keep(self, x: Tensor) -> tuple[Tensor, KeptShard] | None:
-        return self.crossings.keep(x)
+    def save_input(self, x: Tensor) -> tuple[Tensor, SavedShard] | None:
+        return self.context.saved_shard_of(x)
 
-    def enter(self, x: Tensor) -> Tensor:
-        if not self.from_shards:
-            return self.crossings.copy(x)
-        copied = self.crossings.copy(self.crossings.join(self.crossings.with_places(x, is_shard=True)))
+    def pre_forward(self, x: Tensor) -> Tensor:
+        if not self.gathers_input:
+            return self.context.copy_to_tp_region(x)
+        copied = self.context.copy_to_tp_region(
+            self.context.gather_from_sp_region(self.context.unflatten_sequence(x, is_shard=True))
+        )
         return copied.flatten(0, 1) if x.dim() == 2 else copied
 
-    def leave(self, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        self.crossings.enter(y)
+    def combine(self, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        self.context.fork_rng(y)
         return y
 
 
-class GatheredColumnParallel(ShardedLayer):
-    """From a whole input, the whole output, put together where somebody needs it whole (see :class:`LazyWhole`).
+class UncopiedColumnParallel(ColumnParallel):
+    """A column layer whose input was copied to the ranks where it was computed, because others read it, too."""
 
-    Collective: one all-reduce in the backward pass; of a whole bias, one all-gather there. Without gradients, not in
-    a step, one all-gather in the forward pass.
+    def pre_forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class GatheredColumnParallel(ShardedLayer):
+    """From a replicated input, the full output, gathered where it is read in full (see :class:`DeferredGatherTensor`).
+
+    Collective: one all-reduce in the backward pass; for a replicated bias, one all-gather there. Without gradients
+    outside of a step, one all-gather in the forward pass.
     """
 
-    kind = Kind.GATHERED_COLUMN
+    kind = ShardKind.GATHERED_COLUMN
 
-    def __init__(self, module: nn.Module, crossings: Crossings, width: int):
-        super().__init__(module, crossings)
+    def __init__(self, module: nn.Module, context: TensorParallelContext, width: int):
+        super().__init__(module, context)
         self._width = width
 
     @property
     def adds_bias(self) -> bool:
         return True
 
-    def enter(self, x: Tensor) -> Tensor:
-        self.crossings.leave()
-        x = self.crossings.copy(x)
-        self.crossings.leave()
+    def pre_forward(self, x: Tensor) -> Tensor:
+        self.context.restore_rng()
+        x = self.context.copy_to_tp_region(x)
+        self.context.restore_rng()
         return x
 
-    def leave(self, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        return y if bias is None else y + take_own_part(bias, self.crossings.group, y.shape[-1])
+    def combine(self, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        return y if bias is None else y + scatter_to_ranks(bias, self.context.group, y.shape[-1])
 
-    def finish(self, y: Tensor) -> Tensor:
-        # Without gradients a script may look at the result on one rank alone; backward needs all of them anyway.
-        keeps_parts = self.crossings.keeps_parts or torch.is_grad_enabled()
-        if not keeps_parts or is_fake(y) or torch.compiler.is_compiling():
-            return gather_from_ranks(y, self.crossings.group, self._width)
-        return lazily_whole(y, self.crossings.group, y.dim() - 1, self._width)
+    def post_forward(self, y: Tensor) -> Tensor:
+        # Without gradients a script may read the result on one rank alone; a backward pass needs all ranks anyway.
+        keeps_logits_sharded = self.context.keeps_logits_sharded or torch.is_grad_enabled()
+        if not keeps_logits_sharded or has_no_data(y) or torch.compiler.is_compiling():
+            return gather_from_ranks(y, self.context.group, self._width)
+        return deferred_gather(y, self.context.group, y.dim() - 1, self._width)
 
-    def bias_gradient(self, own: Tensor) -> Tensor:
-        return self.crossings.group.all_gather_along(own, 0)[: self._width]
+    def bias_grad(self, own: Tensor) -> Tensor:
+        return self.context.group.all_gather_along(own, 0)[: self._width]
 
 
 class RowParallel(ShardedLayer):
-    """From this rank's part of the input, the whole output.
+    """From this rank's shard of the input, the full output.
 
-    Collective: one all-reduce in the forward pass; to shards, a reduce-scatter forwards and an all-gather backwards.
+    Collective: one all-reduce in the forward pass; to sequence shards, a reduce-scatter forwards and an all-gather
+    backwards.
     """
 
-    kind = Kind.ROW
+    kind = ShardKind.ROW
 
     @property
     def adds_bias(self) -> bool:
         return True
 
-    def enter(self, x: Tensor) -> Tensor:
-        self.crossings.leave()
+    def pre_forward(self, x: Tensor) -> Tensor:
+        self.context.restore_rng()
         return x
 
-    def leave(self, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.to_shards:
-            self.crossings.again(y)
-            shard = sum_sequence(self.crossings.with_places(y, is_shard=False), bias, self.crossings.group)
+    def combine(self, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.scatters_output:
+            self.context.refork_rng(y)
+            shard = reduce_scatter_sequence(
+                self.context.unflatten_sequence(y, is_shard=False), bias, self.context.group
+            )
             return shard.flatten(0, 1) if y.dim() == 2 else shard
-        whole = sum_over_ranks(y, self.crossings.group)
+        whole = sum_over_ranks(y, self.context.group)
         return whole if bias is None else whole + bias
 
-    def whole_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        return joined_shards(dy, x.shape[1], self.crossings.group) if self.to_shards else dy
+    def pre_grad(self, dy: Tensor, x: Tensor) -> Tensor:
+        return gather_shards(dy, x.shape[1], self.context.group) if self.scatters_output else dy
 
 
 class VocabParallel(ShardedLayer):
-    """An embedding by its rows; ids are whole, and so is what comes out. Collective: one all-reduce forwards."""
+    """An embedding divided by rows; ids and outputs are replicated. Collective: one all-reduce forwards.
 
-    kind = Kind.VOCAB
+    Attributes:
+        local_padding_idx: the padding's row in this rank's shard; None: it is on another rank, or there is none.
+    """
 
-    def __init__(self, module: nn.Module, crossings: Crossings, num_rows: int):
-        super().__init__(module, crossings)
-        self._first, self._num_rows = crossings.group.rank * num_rows, num_rows
+    kind = ShardKind.VOCAB
+
+    def __init__(self, module: nn.Module, context: TensorParallelContext, num_rows: int):
+        super().__init__(module, context)
+        self._first, self._num_rows = context.group.rank * num_rows, num_rows
         padding: Any = getattr(module, "padding_idx", None)
-        if padding is not None:
-            own = 0 <= padding - self._first < num_rows
-            vars(module)["padding_idx"] = padding - self._first if own else None
+        is_own = padding is not None and 0 <= padding - self._first < num_rows
+        self.local_padding_idx: int | None = padding - self._first if is_own else None
 
     def _is_foreign(self, ids: Tensor) -> Tensor:
         return (ids < self._first) | (ids >= self._first + self._num_rows)
@@ -214,9 +229,17 @@ class VocabParallel(ShardedLayer):
     def local_input(self, x: Tensor) -> Tensor:
         return (x - self._first).masked_fill(self._is_foreign(x), 0)
 
-    def leave(self, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        return sum_over_ranks(self.own_gradient(y, x), self.crossings.group)
+    def combine(self, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        return sum_over_ranks(self.local_grad(y, x), self.context.group)
 
-    def own_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+    def local_grad(self, dy: Tensor, x: Tensor) -> Tensor:
         # The same rows count forwards and backwards.
         return dy.masked_fill(self._is_foreign(x).unsqueeze(-1), 0)
+
+
+def is_lookup(module: nn.Module) -> bool:
+    """Whether a module is an embedding that :class:`VocabParallel` can divide: rows that do not affect each other."""
+    # A further parameter (T5Gemma2 puts one in the place of a row) would be masked and summed like the rows.
+    if not isinstance(module, nn.Embedding) or [name for name, _ in module.named_parameters()] != ["weight"]:
+        return False
+    return not (module.max_norm or module.sparse or module.scale_grad_by_freq)

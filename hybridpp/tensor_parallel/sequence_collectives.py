@@ -1,7 +1,7 @@
-"""Collectives along the sequence, with their gradients: activations ``[B, S, ...]``, and shards ``[B, s, ...]``.
+"""Collectives along the sequence, with gradients: activations ``[B, S, ...]`` and shards ``[B, s, ...]``.
 
-Sequences of any length are cut into as many shards, which differ by one place at most; the first ones are the longer
-ones. On the wire all are as long as the longest. Tensors of a trace are fake, and nothing is communicated.
+Sequences of any length are split into as many shards as ranks; they differ by at most one position, the first ones
+are longer. For communication they are padded to the longest. In a trace tensors are fake, and nothing is communicated.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybridpp.cluster import Group, Pending
-from hybridpp.tensor_parallel.collectives import is_fake
+from hybridpp.nn.torch_private import has_no_data
 
 T = TypeVar("T")
 
 
 class _Then(Generic[T]):
-    """What becomes of what a communication gives."""
+    """A function of the result of a pending communication."""
 
     def __init__(self, pending: Pending[T], function: Callable[[T], Tensor]):
         self._pending, self._function = pending, function
@@ -28,7 +28,7 @@ class _Then(Generic[T]):
 
 
 def shard_lengths(length: int, size: int) -> list[int]:
-    """How many places of a sequence each rank has.
+    """The number of positions that each rank holds of a sequence.
 
     Example:
         >>> shard_lengths(65, 4)
@@ -38,21 +38,21 @@ def shard_lengths(length: int, size: int) -> list[int]:
 
 
 def own_shard(whole: Tensor, group: Group) -> Tensor:
-    """This rank's shard of a whole ``[B, S, ...]``; memory of its own."""
+    """This rank's shard of a full ``[B, S, ...]``, in memory of its own."""
     lengths = shard_lengths(whole.shape[1], group.size)
     own = whole.narrow(1, sum(lengths[: group.rank]), lengths[group.rank])
     return own.clone(memory_format=torch.contiguous_format)
 
 
-def joined_shards(shard: Tensor, length: int, group: Group) -> Tensor:
-    """All ranks' shards, one behind the other: ``[B, S, ...]``. Collective: one all-gather."""
-    if is_fake(shard):
+def gather_shards(shard: Tensor, length: int, group: Group) -> Tensor:
+    """The full activation ``[B, S, ...]`` from all ranks' shards. Collective: one all-gather."""
+    if has_no_data(shard):
         return shard.new_empty((shard.shape[0], length, *shard.shape[2:]))
-    return start_joining(shard, length, group).wait()
+    return start_gather_shards(shard, length, group).wait()
 
 
-def start_joining(shard: Tensor, length: int, group: Group) -> Pending[Tensor]:
-    """Start :func:`joined_shards`, of a shard that is not fake. Collective: one all-gather."""
+def start_gather_shards(shard: Tensor, length: int, group: Group) -> Pending[Tensor]:
+    """Start :func:`gather_shards`, of a shard that is not fake. Collective: one all-gather."""
     lengths = shard_lengths(length, group.size)
 
     def join(parts: list[Tensor]) -> Tensor:
@@ -61,26 +61,26 @@ def start_joining(shard: Tensor, length: int, group: Group) -> Pending[Tensor]:
     return _Then(group.start_all_gather(_filled(shard, lengths[0])), join)
 
 
-def summed_shard(summand: Tensor, group: Group, meanwhile: Callable[[], None] | None = None) -> Tensor:
-    """This rank's shard of the sum of what the ranks hold, ``[B, S, ...]`` each.
+def reduce_scatter_shards(summand: Tensor, group: Group, overlap_fn: Callable[[], None] | None = None) -> Tensor:
+    """This rank's shard of the sum of the ranks' tensors, ``[B, S, ...]`` each.
 
     Args:
-        summand: what this rank holds.
+        summand: this rank's tensor.
         group: the ranks.
-        meanwhile: called while it is being summed.
+        overlap_fn: called while the sum is being computed.
 
     Collective: one reduce-scatter.
     """
     lengths = shard_lengths(summand.shape[1], group.size)
     own = lengths[group.rank]
-    if is_fake(summand):
+    if has_no_data(summand):
         return summand.new_empty((summand.shape[0], own, *summand.shape[2:]))
     if lengths[0] != lengths[-1]:
         summand = torch.cat([_filled(part, lengths[0]) for part in torch.split(summand, lengths, 1)], 1)
     pending = group.start_reduce_scatter(summand, 1)
-    if meanwhile is not None:
-        meanwhile()
-    # No view: what a function of autograd's own returns may be written to afterwards (`hidden_states += residual`).
+    if overlap_fn is not None:
+        overlap_fn()
+    # No view: the result of an autograd function may be written to afterwards (`hidden_states += residual`).
     return pending.wait().narrow(1, 0, own).clone(memory_format=torch.contiguous_format)
 
 
@@ -98,14 +98,14 @@ class _Shard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return joined_shards(dy, ctx.length, ctx.group), None
+        return gather_shards(dy, ctx.length, ctx.group), None
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, length: int, group: Group) -> Tensor:
         ctx.group = group
-        return joined_shards(shard, length, group)
+        return gather_shards(shard, length, group)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
@@ -114,31 +114,31 @@ class _Join(torch.autograd.Function):
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, whole: Tensor, group: Group, meanwhile: Callable[[], None]) -> Tensor:
-        ctx.group, ctx.meanwhile = group, meanwhile
+    def forward(ctx: Any, shard: Tensor, whole: Tensor, group: Group, overlap_fn: Callable[[], None]) -> Tensor:
+        ctx.group, ctx.overlap_fn = group, overlap_fn
         return whole.view_as(whole)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return summed_shard(dy, ctx.group, ctx.meanwhile), None, None, None
+        return reduce_scatter_shards(dy, ctx.group, ctx.overlap_fn), None, None, None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, summand: Tensor, bias: Tensor | None, group: Group) -> Tensor:
         ctx.length, ctx.group = summand.shape[1], group
-        own = summed_shard(summand, group)
+        own = reduce_scatter_shards(summand, group)
         return own if bias is None else own.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        whole = joined_shards(dy, ctx.length, ctx.group)
+        whole = gather_shards(dy, ctx.length, ctx.group)
         bias_gradient = whole.reshape(-1, whole.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
         return whole, bias_gradient, None
 
 
 def shard_sequence(whole: Tensor, group: Group) -> Tensor:
-    """This rank's shard of a whole activation; its gradient is whole again.
+    """This rank's shard of a replicated activation; its gradient is gathered.
 
     Collective: one all-gather over ``group`` in the backward pass; every member must run it.
     """
@@ -146,8 +146,8 @@ def shard_sequence(whole: Tensor, group: Group) -> Tensor:
     return shard
 
 
-def join_sequence(shard: Tensor, length: int, group: Group) -> Tensor:
-    """The whole activation of sequences of ``length``, for what every rank computes alike.
+def gather_sequence(shard: Tensor, length: int, group: Group) -> Tensor:
+    """The full activation of sequences of ``length``, for replicated computations.
 
     Collective: one all-gather over ``group``; every member must call it.
     """
@@ -155,23 +155,23 @@ def join_sequence(shard: Tensor, length: int, group: Group) -> Tensor:
     return whole
 
 
-def copy_sequence(shard: Tensor, whole: Tensor, group: Group, meanwhile: Callable[[], None]) -> Tensor:
-    """The whole activation that ``shard`` is this rank's of, for ranks that each make something else of it.
+def copy_sequence(shard: Tensor, whole: Tensor, group: Group, overlap_fn: Callable[[], None]) -> Tensor:
+    """The full activation of ``shard``, for ranks that each compute something else with it.
 
     Args:
-        shard: what the gradient goes back to: its part of the ranks' sum.
-        whole: what :func:`join_sequence` made of it.
+        shard: this rank's; it gets its part of the sum of the ranks' gradients.
+        whole: what :func:`gather_sequence` returned for it.
         group: the ranks.
-        meanwhile: called while the gradient is being summed.
+        overlap_fn: called while the gradient is being summed.
 
     Collective: one reduce-scatter over ``group`` in the backward pass; every member must run it.
     """
-    copied: Tensor = _Copy.apply(shard, whole.detach(), group, meanwhile)  # type: ignore[no-untyped-call]  # torch
+    copied: Tensor = _Copy.apply(shard, whole.detach(), group, overlap_fn)  # type: ignore[no-untyped-call]  # torch
     return copied
 
 
-def sum_sequence(summand: Tensor, bias: Tensor | None, group: Group) -> Tensor:
-    """This rank's shard of the sum of what the ranks hold, plus a bias that all have; that one's gradient is whole.
+def reduce_scatter_sequence(summand: Tensor, bias: Tensor | None, group: Group) -> Tensor:
+    """This rank's shard of the sum of the ranks' tensors, plus a replicated bias with a complete gradient.
 
     Collective: one reduce-scatter over ``group`` forwards, one all-gather backwards; every member must run it.
     """

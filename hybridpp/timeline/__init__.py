@@ -1,9 +1,9 @@
-"""What ranks did and when, simulated or measured: one value to sum up, draw and trace. No torch in here."""
+"""What ranks did and when, simulated or measured: a value to summarise, draw and trace. Imports no torch."""
 
-from hybridpp.timeline.messages import Message, messages
 from hybridpp.timeline.picture import draw
 from hybridpp.timeline.span import COMPUTE_KINDS, Span
 from hybridpp.timeline.timeline import Timeline
 from hybridpp.timeline.trace import chrome_trace, save_trace
+from hybridpp.timeline.transfers import Transfer, transfers
 
-__all__ = ["COMPUTE_KINDS", "Message", "Span", "Timeline", "chrome_trace", "draw", "messages", "save_trace"]
+__all__ = ["COMPUTE_KINDS", "Span", "Timeline", "Transfer", "chrome_trace", "draw", "save_trace", "transfers"]

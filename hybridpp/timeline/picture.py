@@ -1,4 +1,4 @@
-"""A timeline as a picture. matplotlib is loaded by the first one that is drawn."""
+"""A timeline as a picture. matplotlib is imported when the first one is drawn."""
 
 import importlib
 from collections.abc import Mapping
@@ -11,17 +11,17 @@ _SUFFIXES = (".pdf", ".png", ".svg")
 
 
 def draw(timelines: Timeline | Mapping[str, Timeline], path: str | Path) -> None:
-    """Draw who does what when: a row per rank, a cell per action with its micro-batch in it, and the idle share.
+    """Draw a row per rank and a cell per action, labelled with its micro-batch, and the idle share.
 
-    Colours tell forwards and backwards apart, shades the stages of one rank. Messages are thin lines below the cells.
+    Colors distinguish forwards and backwards, shades the stages of one rank. Messages are thin lines below the cells.
 
     Args:
-        timelines: one, or several with titles, which are drawn below each other on one scale, as in
-            ``{"simulated": ..., "measured": ...}``.
+        timelines: one, or several by title, as in ``{"simulated": ..., "measured": ...}``; they are drawn below each
+            other on one time scale.
         path: of the file to write; it ends in .svg, .png or .pdf.
 
     Raises:
-        ConfigError: the path ends otherwise, a timeline is empty, or matplotlib is not installed.
+        ConfigError: the path has another ending, a timeline is empty, or matplotlib is not installed.
     """
     if Path(path).suffix not in _SUFFIXES:
         raise ConfigError(f"a picture's file ends in one of {', '.join(_SUFFIXES)}: got {str(path)!r}.")

@@ -1,16 +1,16 @@
-"""One thing that a rank did."""
+"""One action of a rank, with its start and end."""
 
 from typing import NamedTuple
 
 COMPUTE_KINDS = ("F", "B", "I", "W")
-"""Forward, whole backward, gradient of the input, gradient of the weights; all other kinds communicate or wait."""
+"""Forward, unsplit backward, gradient of the input, gradient of the weights; all other kinds communicate or wait."""
 
 
 class Span(NamedTuple):
     """What a rank did from ``start_ms`` to ``end_ms``, in milliseconds on one clock for all ranks.
 
     ``kind`` is the letter, or the word, of a schedule's action: ``F``, ``B``, ``I``, ``W``, ``SEND_F``,
-    ``REDUCE_GRAD``. ``microbatch`` is None for what concerns the whole stage.
+    ``REDUCE_GRAD``. ``microbatch`` is None for actions of a stage that belong to no micro-batch.
     """
 
     rank: int
@@ -22,12 +22,12 @@ class Span(NamedTuple):
 
     @property
     def duration_ms(self) -> float:
-        """How long it took, in milliseconds."""
+        """Its duration in milliseconds."""
         return self.end_ms - self.start_ms
 
     @property
     def computes(self) -> bool:
-        """Whether the rank ran part of the model, rather than communicate or wait."""
+        """Whether the rank ran part of the model, rather than communicated or waited."""
         return self.kind in COMPUTE_KINDS
 
     @property

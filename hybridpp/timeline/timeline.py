@@ -1,4 +1,4 @@
-"""What all ranks of a pipeline did in one step."""
+"""The spans of all ranks of a pipeline in one step."""
 
 import json
 from dataclasses import dataclass
@@ -22,20 +22,20 @@ class Timeline:
         for span in self.spans:
             if not span.start_ms <= span.end_ms or min(span.rank, span.stage) < 0:
                 raise ConfigError(
-                    "a span has a rank and a stage from 0 on and ends after it starts: "
+                    "a span needs a rank and a stage of at least 0 and ends after it starts: "
                     f"got {span.name} on rank {span.rank} from {span.start_ms:g} to {span.end_ms:g} ms."
                 )
 
     @property
     def num_ranks(self) -> int:
-        """Ranks, counted from rank 0 to the highest that did anything."""
+        """Number of ranks, from rank 0 to the highest that has a span."""
         return max((span.rank for span in self.spans), default=-1) + 1
 
     @property
     def start_ms(self) -> float:
         """When the first rank starts to compute, on the timeline's clock.
 
-        Ranks further down post their first receive before that, while the batch is still being read.
+        Ranks of later stages post their first receive before that, while the batch is still being read.
         """
         starts = [span.start_ms for span in self.spans if span.computes]
         return min(starts or [span.start_ms for span in self.spans], default=0.0)
@@ -47,21 +47,21 @@ class Timeline:
 
     @property
     def idle_share(self) -> float:
-        """The share of all ranks' time in which they do not compute, between 0 and 1."""
+        """The share of all ranks' time in which they do not compute, from 0 to 1."""
         total = self.num_ranks * self.makespan_ms
         computing = sum(span.duration_ms for span in self.spans if span.computes)
         return 1.0 - computing / total if total else 0.0
 
     def busy_ms(self, rank: int) -> float:
-        """How long a rank computes."""
+        """The time in which a rank computes, in milliseconds."""
         return sum(span.duration_ms for span in self.spans if span.rank == rank and span.computes)
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:
-        """A rank's spans, by when they start."""
+        """A rank's spans, sorted by start."""
         return tuple(sorted((span for span in self.spans if span.rank == rank), key=lambda span: span[4:]))
 
     def to_json(self) -> str:
-        """As text: an object whose ``spans`` are ``[rank, stage, kind, microbatch, start_ms, end_ms]``."""
+        """As JSON: an object whose ``spans`` are ``[rank, stage, kind, microbatch, start_ms, end_ms]``."""
         return json.dumps({"columns": Span._fields, "spans": self.spans})
 
     @classmethod
@@ -69,7 +69,7 @@ class Timeline:
         """The timeline that :meth:`to_json` wrote.
 
         Raises:
-            ConfigError: the text is no timeline.
+            ConfigError: the text is not a timeline.
         """
         try:
             return cls(tuple(_span(row) for row in json.loads(text)["spans"]))

@@ -5,19 +5,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from hybridpp.timeline.messages import messages
 from hybridpp.timeline.span import Span
 from hybridpp.timeline.timeline import Timeline
+from hybridpp.timeline.transfers import transfers
 
 Event: TypeAlias = dict[str, Any]
-_COMPUTE = 0  # the thread of what a rank computes; those of what it sends and reduces come after
+_COMPUTE = 0  # the thread of compute spans; the threads of communication follow
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """The timeline as an object of the Trace Event Format; its times are microseconds from the first span on.
+    """The timeline as an object of the Trace Event Format; times are microseconds from the start of the first span.
 
-    A rank is a process with a thread for what it computes and as many for communication as run at once. Arrows lead
-    from where a result is made to where another rank takes it.
+    A rank is a process with one thread for compute spans and as many for communication as overlap. Arrows lead from the
+    producer of a result to its consumer on another rank.
     """
     origin_ms = min((span.start_ms for span in timeline.spans), default=0.0)
     events: list[Event] = []
@@ -74,13 +74,13 @@ def _complete(span: Span, lane: int, origin_ms: float) -> Event:
 
 
 def _arrows(timeline: Timeline, origin_ms: float) -> Iterator[Event]:
-    for number, (maker, taker) in enumerate(messages(timeline)):
-        arrow = {"name": "activation" if maker.kind == "F" else "gradient", "cat": "message", "id": number}
+    for number, (producer, consumer) in enumerate(transfers(timeline)):
+        arrow = {"name": "activation" if producer.kind == "F" else "gradient", "cat": "message", "id": number}
         # An arrow belongs to the span that its time is in, and a span's end is not.
-        leaves_us = _us(maker.start_ms + 0.99 * maker.duration_ms - origin_ms)
-        arrives_us = _us(taker.start_ms - origin_ms)
-        yield {"ph": "s", **arrow, "pid": maker.rank, "tid": _COMPUTE, "ts": leaves_us}
-        yield {"ph": "f", "bp": "e", **arrow, "pid": taker.rank, "tid": _COMPUTE, "ts": arrives_us}
+        leaves_us = _us(producer.start_ms + 0.99 * producer.duration_ms - origin_ms)
+        arrives_us = _us(consumer.start_ms - origin_ms)
+        yield {"ph": "s", **arrow, "pid": producer.rank, "tid": _COMPUTE, "ts": leaves_us}
+        yield {"ph": "f", "bp": "e", **arrow, "pid": consumer.rank, "tid": _COMPUTE, "ts": arrives_us}
 
 
 def _us(time_ms: float) -> float:

@@ -1,43 +1,50 @@
-"""One boosted model: runs its steps."""
+"""The engine of one boosted model, which runs its steps."""
 
-import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hybridpp.cluster import microbatch_key, preserved_random_state
 from hybridpp.config import PipelineConfig
-from hybridpp.data_parallel import GradientBuckets
-from hybridpp.errors import ConfigError, NonFiniteLossError
+from hybridpp.data_parallel import GradientReducer, RunningStatistics
+from hybridpp.errors import ConfigError
+from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.partition import StagedModel
 from hybridpp.pipeline import (
+    CriterionAdapter,
     Executor,
+    ForwardSignature,
+    LossReduction,
+    PipelineStep,
+    RankBatchInfo,
     RankProgram,
-    Report,
+    SignatureCache,
     SplitBatch,
-    Step,
     StepResult,
-    agree,
     merge_outputs,
     read_batch,
     split_batch,
+    sync_batch,
 )
 from hybridpp.plugin import Criterion
-from hybridpp.precision import Formats, MasterWeights
+from hybridpp.precision import MasterWeights, ModuleDtypes
 from hybridpp.tensor_parallel import gathered
-from hybridpp_plugins.before import Before
-from hybridpp_plugins.closing import close_step
-from hybridpp_plugins.examination import Examination
+from hybridpp_plugins.criterion_check import CriterionCheck
+from hybridpp_plugins.engine_handle import CopiedModel
+from hybridpp_plugins.first_step_checks import FirstStepChecks
 from hybridpp_plugins.layout import Layout
+from hybridpp_plugins.model_info import OriginalModelInfo
+from hybridpp_plugins.nonfinite_report import NonFiniteDiagnosis
 from hybridpp_plugins.optimizer import HybridOptimizer
-from hybridpp_plugins.planning import Planner
-from hybridpp_plugins.recording import Recording
-from hybridpp_plugins.trainable import Trainable
+from hybridpp_plugins.optimizer_state import RunProgress
+from hybridpp_plugins.schedule_planner import SchedulePlanner
+from hybridpp_plugins.step_epilogue import StepEpilogue
+from hybridpp_plugins.timeline_recording import TimelineRecording
 
 _FIRST_EVALUATION = 2**62
 
@@ -47,46 +54,68 @@ class Engine:
     """Everything that belongs to one boosted model on this rank.
 
     Attributes:
-        staged: the model and which stage of it is here.
+        adapter: holds what boost added to the model.
+        staged: the model's stages on this rank.
         layout: this rank's groups.
         pipeline: how batches are split.
-        planner: makes the programs they are run by.
+        planner: makes the programs that run a batch.
         device: where this rank computes.
-        seed: of dropout and whatever else draws random numbers in the forward.
-        executor: runs schedules.
-        examination: finds what went wrong in a step.
-        optimizer: the boosted optimizer, if there is one.
+        progress: the run's progress and seed; the optimizer's, if there is an optimizer.
+        executor: runs programs.
+        diagnosis: finds the first inf or NaN of a step.
+        optimizer: the boosted optimizer; None: the model is not trained.
         buckets: the gradients.
         masters: fp32 masters; empty in fp32.
-        trainable: what ``optimizer`` knows.
-        before: what the model was before boost.
-        formats: modules that compute in another format than the rest.
-        num_steps: training steps run so far.
-        num_evaluations: evaluations run so far.
-        recording: takes down when actions run, if someone wants to know.
+        original: the model's names and dtypes before boost.
+        module_dtypes: modules that compute in another dtype than the rest.
+        criterion_check: checks whether criteria return sums.
+        statistics: running statistics of the model.
+        signatures: how the model and criteria are called.
+        first_step: checks the first training step; None after it.
+        recording: records when actions run; None: no recording is active.
+        is_running: whether a step is running.
+        epilogue: ends every step.
     """
 
+    adapter: ModuleAdapter
     staged: StagedModel
     layout: Layout
     pipeline: PipelineConfig
-    planner: Planner
+    planner: SchedulePlanner
     device: torch.device
-    seed: int
+    progress: RunProgress
     executor: Executor
-    examination: Examination
+    diagnosis: NonFiniteDiagnosis
     optimizer: HybridOptimizer | None
-    buckets: GradientBuckets | None
-    trainable: Trainable
+    buckets: GradientReducer | None
     masters: MasterWeights
-    before: Before
-    formats: Formats
-    num_steps: int = 0
-    num_evaluations: int = 0
-    recording: Recording | None = None
+    original: OriginalModelInfo
+    module_dtypes: ModuleDtypes
+    statistics: RunningStatistics
+    criterion_check: CriterionCheck = field(default_factory=CriterionCheck)
+    signatures: SignatureCache = field(init=False)
+    recording: TimelineRecording | None = None
+    is_running: bool = False
 
-    def __deepcopy__(self, memo: Any) -> None:
-        """A copy of a boosted model (an average of its weights, say) is no boosted model: it has no engine."""
-        return
+    def __post_init__(self) -> None:
+        self.first_step: FirstStepChecks | None = FirstStepChecks(self.layout, self.pipeline)
+        self.epilogue = StepEpilogue(
+            self.staged,
+            self.layout,
+            self.planner.placement,
+            self.optimizer,
+            self.criterion_check,
+            self.diagnosis.diagnose,
+        )
+        self._has_losses = self.layout.here.pp == self.planner.placement[-1]
+        recomputation = self.pipeline.recomputation
+        self._max_stored = (recomputation.max_stored_microbatches or 0) if recomputation else 0
+        # By the numbers of micro-batches of all replicas and of this replica, and by training or evaluation.
+        self._programs: dict[tuple[frozenset[int], int, bool], RankProgram] = {}
+
+    def __deepcopy__(self, memo: Any) -> CopiedModel:
+        """A placeholder: a copy of a boosted model (averaged weights, for example) is not boosted."""
+        return CopiedModel(self.model)
 
     @property
     def model(self) -> nn.Module:
@@ -94,18 +123,19 @@ class Engine:
         return self.staged.model
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Gradients only add up inside."""
+        """A context in which gradients are only accumulated."""
         return nullcontext() if self.buckets is None else self.buckets.no_sync()
 
     def check_call(self, criterion: Criterion | None, optimizer: Optimizer | None, return_loss: bool) -> None:
         """Refuse arguments of ``execute_pipeline`` that do not fit together, before anything is communicated."""
-        self.before.unfilled.check()
+        if self.original.uninitialized.is_pending:
+            self.original.uninitialized.check(self.layout.control)
         training = torch.is_grad_enabled()
         if optimizer is not None and optimizer is not self.optimizer:
-            raise ConfigError("execute_pipeline takes the optimizer that booster.boost returned for this model.")
+            raise ConfigError("execute_pipeline needs the optimizer that booster.boost returned for this model.")
         if training and optimizer is None:
             raise ConfigError(
-                "execute_pipeline needs the boosted optimizer where gradients are enabled. Pass optimizer=, or call it "
+                "execute_pipeline needs the boosted optimizer if gradients are enabled. Pass optimizer=, or call it "
                 "under torch.no_grad() to evaluate."
             )
         if criterion is None and (training or return_loss):
@@ -114,115 +144,151 @@ class Engine:
                 "under torch.no_grad()."
             )
 
+    def know(self, signature: ForwardSignature) -> None:
+        """Set the signature that the model's forward had before boost."""
+        self.signatures = SignatureCache(self.model, signature)
+
     def step(
         self, data_iter: Iterator[Any], criterion: Criterion | None, return_loss: bool, return_outputs: bool
     ) -> dict[str, Any]:
-        """One step of training, or of evaluation where gradients are disabled. Collective: all ranks."""
+        """One step of training, or of evaluation if gradients are disabled. Collective: all ranks."""
         training = torch.is_grad_enabled()
-        criterion = criterion if training or return_loss else None
-
-        def prepare() -> SplitBatch:
-            if training:
-                self.trainable.check(self.model)
-            return split_batch(
-                read_batch(data_iter),
-                num_microbatches=self.pipeline.num_microbatches,
-                microbatch_size=self.pipeline.microbatch_size,
-                num_items=getattr(criterion, "num_items", None),
-            )
-
-        batch, reports = agree(self.layout.control, self.layout.pipelines, training, prepare)
-        task = self._task(batch, reports, criterion, training, return_outputs)
-        program = self._programs(reports, training)
-        if training and self.optimizer is not None:
-            self.optimizer.begin_accumulation()
+        called = self.signatures.of(criterion if training or return_loss else None)
+        self.is_running = True
         try:
-            with preserved_random_state(self.device):
-                recorder = None if self.recording is None else self.recording.recorder
-                result = self.executor.run(program, task, recorder)
-            if training and self.buckets is not None:
-                self.buckets.finish()
-            loss = self._close(batch, result, program, task) if criterion is not None else None
-        except BaseException:
-            if training and self.buckets is not None:
-                self.buckets.discard()
-            raise
+            batch, infos = self._read_batch(data_iter, called, training)
+            task = self._task(batch, infos, called, training, return_outputs)
+            result, loss = self._run(batch, task, self._program(infos, training))
+        finally:
+            self.is_running = False
         if training:
-            self.num_steps += 1
+            self.progress.num_steps += 1
         else:
-            self.num_evaluations += 1
+            self.progress.num_evaluations += 1
         outputs = None
         if return_outputs and result.outputs:
             parts = [gathered(result.outputs[place]) for place in range(len(batch.microbatches))]
-            outputs = merge_outputs(parts, batch.microbatches)
-        return {"loss": loss if return_loss else None, "outputs": outputs}
+            outputs = merge_outputs(parts, batch.microbatches, self.pipeline.dims_of_outputs)
+        loss = loss.to(self.device, non_blocking=True) if loss is not None and return_loss else None
+        return {"loss": loss, "outputs": outputs}
 
-    def _programs(self, reports: list[Report], training: bool) -> RankProgram:
-        """What this rank does. A schedule that does not fit any replica's batch is refused by every rank alike."""
-        counts = {int(reports[ranks[0]].num_microbatches) for ranks in self.layout.pipelines}
-        programs = {count: self.planner.programs(count, training) for count in sorted(counts)}
-        mine = int(reports[self.layout.world.rank].num_microbatches)
-        return programs[mine][self.layout.pp.rank]
+    def _read_batch(
+        self, data_iter: Iterator[Any], called: CriterionAdapter | ForwardSignature, training: bool
+    ) -> tuple[SplitBatch, list[RankBatchInfo]]:
+        """This rank's batch, and the batch info of every rank. Collective: all ranks."""
+        loss_of = called if isinstance(called, CriterionAdapter) else None
+
+        def prepare() -> SplitBatch:
+            if training and self.optimizer is not None:
+                self.optimizer.target.check(self.model)
+            batch = split_batch(
+                read_batch(data_iter),
+                num_microbatches=self.pipeline.num_microbatches,
+                microbatch_size=self.pipeline.microbatch_size,
+                num_items=loss_of.num_items if loss_of else None,
+                sums=loss_of is not None and loss_of.sums,
+                dims=self.pipeline.batch_dims or 0,
+            )
+            called.model_inputs(batch.microbatches[0].inputs)
+            if self.first_step is not None:
+                self.first_step.check(batch, data_iter)
+            return batch
+
+        checks = self.first_step if training and self.first_step and self.first_step.compares else None
+        batch, infos = sync_batch(
+            self.layout.control, self.layout.pipelines, training, prepare, compare=checks is not None
+        )
+        if checks is not None:
+            checks.compare(infos)
+        return batch, infos
+
+    def _program(self, infos: list[RankBatchInfo], training: bool) -> RankProgram:
+        """This rank's program. A schedule that does not fit some replica's batch is refused on every rank."""
+        counts = frozenset(int(infos[ranks[0]].num_microbatches) for ranks in self.layout.pipelines)
+        mine = int(infos[self.layout.world.rank].num_microbatches)
+        if (counts, mine, training) not in self._programs:
+            programs = {count: self.planner.programs(count, training) for count in sorted(counts)}
+            self._programs[counts, mine, training] = programs[mine][self.layout.pp.rank]
+        return self._programs[counts, mine, training]
+
+    def _task(
+        self,
+        batch: SplitBatch,
+        infos: list[RankBatchInfo],
+        called: CriterionAdapter | ForwardSignature,
+        training: bool,
+        keep_outputs: bool,
+    ) -> PipelineStep:
+        heads = [infos[ranks[0]] for ranks in self.layout.pipelines]
+        # Sums add up over the replicas, as over micro-batches.
+        weight = 1.0 if batch.sums else batch.num_items / sum(head.num_items for head in heads)
+        if self.optimizer is not None:
+            weight *= self.optimizer.loss_scale
+        # Micro-batches are numbered over all replicas, so that replicas draw different random numbers.
+        first = sum(int(head.num_microbatches) for head in heads[: self.layout.here.dp])
+        # Evaluations have separate keys: each draws new random numbers, and training draws the same without them.
+        run = self.progress.num_steps if training else _FIRST_EVALUATION + self.progress.num_evaluations
+        loss_of = called if isinstance(called, CriterionAdapter) else None
+        # In training, the loss is a mean over all replicas.
+        together = sum(int(head.num_microbatches) for head in heads) if training else len(batch.microbatches)
+        judged = loss_of if loss_of and together > 1 and self._is_unknown(loss_of, training) else None
+        watched = judged and self.criterion_check.begin(judged, training, self.pipeline, batch.microbatches)
+        return PipelineStep(
+            microbatches=batch.microbatches,
+            loss_weights=[weight * microbatch.share for microbatch in batch.microbatches],
+            keys=[microbatch_key(self.progress.seed, run, first + n) for n in range(len(batch.microbatches))],
+            criterion=watched or loss_of,
+            training=training,
+            keep_outputs=keep_outputs,
+            begin_last_backward=self.buckets.begin_last_backward if self.buckets else lambda pending: False,
+            reduce_gradients=self.buckets.launch_remaining if self.buckets else lambda: None,
+            max_stored_microbatches=self._max_stored,
+            model_inputs=called.model_inputs,
+            look_at_loss=self.criterion_check.inspect if judged else None,
+        )
+
+    def _is_unknown(self, criterion: CriterionAdapter, training: bool) -> bool:
+        """Whether this rank must still check if a criterion returns a sum."""
+        is_known = criterion.declares_reduction or criterion.identity is self.criterion_check.known.get(training)
+        return self._has_losses and not is_known
+
+    def _run(self, batch: SplitBatch, task: PipelineStep, program: RankProgram) -> tuple[StepResult, Tensor | None]:
+        """Run all micro-batches, then the end of the step. Collective: all ranks."""
+        optimizer = self.optimizer if task.training else None
+        if optimizer is not None:
+            optimizer.begin_accumulation()
+        try:
+            with preserved_random_state(self.device):
+                result = self._execute(batch, task, program)
+            if optimizer is not None:
+                optimizer.end_accumulation()
+            loss = self.epilogue.close(batch, result, program, task) if task.criterion is not None else None
+        except BaseException:
+            if task.training and self.buckets is not None:
+                self.buckets.abort()
+            self.criterion_check.reduction = LossReduction.MEAN
+            raise
+        return result, loss
+
+    def _execute(self, batch: SplitBatch, task: PipelineStep, program: RankProgram) -> StepResult:
+        recorder = None if self.recording is None else self.recording.recorder
+        checks = self.first_step
+        if self.statistics.is_needed:
+            self.statistics.begin()
+        with checks.watched(self.model, batch, task.training) if checks else nullcontext():
+            result = self.executor.run(program, task, recorder)
+        if self.statistics.is_needed:
+            self.statistics.finish()
+        if task.training:
+            self.first_step = None
+        return result
 
     @contextmanager
-    def recorded(self) -> Iterator[Recording]:
-        """Take down when actions run. Collective: all ranks, at the start and at the end."""
-        self.recording = recording = Recording(self.layout, self.device)
+    def recorded(self) -> Iterator[TimelineRecording]:
+        """A context that records when actions run. Collective: all ranks, at the start and at the end."""
+        self.recording = recording = TimelineRecording(self.layout, self.device)
         try:
             yield recording
         finally:
             self.recording = None
         recording.finish()
-
-    @property
-    def _last_place(self) -> int:
-        """Which rank of a pipeline holds the last stage."""
-        return self.planner.placement[-1]
-
-    def _task(
-        self,
-        batch: SplitBatch,
-        reports: list[Report],
-        criterion: Criterion | None,
-        training: bool,
-        keep_outputs: bool,
-    ) -> Step:
-        heads = [reports[ranks[0]] for ranks in self.layout.pipelines]
-        replica = self.layout.here.dp
-        weight = batch.num_items / sum(head.num_items for head in heads)
-        if self.optimizer is not None:
-            weight *= self.optimizer.loss_scale
-        # Micro-batches are numbered over all replicas, so that two replicas never draw the same numbers.
-        first = sum(int(head.num_microbatches) for head in heads[:replica])
-        # Evaluations have numbers of their own: they draw anew each time and leave those of training alone.
-        run = self.num_steps if training else _FIRST_EVALUATION + self.num_evaluations
-        recomputation = self.pipeline.recomputation
-        return Step(
-            microbatches=batch.microbatches,
-            loss_weights=[weight * microbatch.share for microbatch in batch.microbatches],
-            keys=[microbatch_key(self.seed, run, first + n) for n in range(len(batch.microbatches))],
-            criterion=criterion,
-            training=training,
-            keep_outputs=keep_outputs,
-            last_backward=self.buckets.last_backward if self.buckets else lambda pending: False,
-            reduce_gradients=self.buckets.launch if self.buckets else lambda: None,
-            max_stored_microbatches=(recomputation.max_stored_microbatches or 0) if recomputation else 0,
-        )
-
-    def _close(self, batch: SplitBatch, result: StepResult, program: RankProgram, task: Step) -> torch.Tensor:
-        """The mean loss over this replica's batch; the optimizer learns the norm. Collective: all ranks."""
-        optimizer = self.optimizer if task.training else None
-        early = optimizer if optimizer and optimizer.tells_norm_early else None
-        closing = close_step(self.layout, self._last_place, batch, result, early)
-        if closing.bad_loss is not None:
-            value, place, rank = closing.bad_loss
-            kind = "NaN" if math.isnan(value) else "infinite"
-            first = self.examination.examine(program, task, closing.bad_loss)
-            raise NonFiniteLossError(
-                f"the loss of micro-batch {place} is {kind} (stage {self.staged.num_stages - 1} of "
-                f"{self.staged.num_stages}, rank {rank}). The first inf or NaN: {first}. Check the inputs and the "
-                "learning rate; in fp16, activations overflow beyond 65504: bf16 has the range of fp32."
-            )
-        if early and early.wants_report:
-            early.scaling.found(self.examination.examine(program, task))
-        return torch.tensor(closing.loss, dtype=torch.float32).to(self.device, non_blocking=True)

@@ -1,9 +1,9 @@
-"""Pipeline and data parallelism with mixed precision: the plugin most scripts use."""
+"""Tensor, pipeline and data parallelism with mixed precision: the plugin most scripts use."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
@@ -11,99 +11,179 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from hybridpp.cluster import RankGrid, current_world, preserved_random_state
-from hybridpp.config import ParallelConfig, require_switches
-from hybridpp.data_parallel import ShardedBatchSampler
-from hybridpp.errors import ConfigError
-from hybridpp.pipeline import StageManager
+from hybridpp.cluster import RankGrid, check_joined, current_world, preserved_random_state
+from hybridpp.config import ParallelConfig, PipelineGradientCheckpointConfig, Precision, require_bools
+from hybridpp.errors import ClosedError, ConfigError
+from hybridpp.pipeline import ForwardSignature, StageManager
 from hybridpp.plugin import (
     Boosted,
     Criterion,
-    DividesLayers,
-    LayerDivision,
     Plugin,
+    PreviewsTensorParallel,
     RecordsTimelines,
     RunsPipeline,
     SavesModels,
+    TensorParallelPreview,
+    UnboostsModels,
 )
-from hybridpp.precision import describe
-from hybridpp_plugins.boosting import boost
+from hybridpp.precision import describe_dtypes
+from hybridpp_plugins.dataloader import DataLoaderConfig
 from hybridpp_plugins.engine import Engine
+from hybridpp_plugins.engine_handle import ENGINE, attach_engine, copied_weights, original_of
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.lr_scheduler import SkipAwareScheduler
 from hybridpp_plugins.optimizer import HybridOptimizer
-from hybridpp_plugins.planning import Planner
-from hybridpp_plugins.preview import preview_division
-from hybridpp_plugins.recording import Recording
+from hybridpp_plugins.preview_tp import preview_tensor_parallel
 from hybridpp_plugins.sample import find_samples
-from hybridpp_plugins.settings import sort_settings
+from hybridpp_plugins.schedule_planner import SchedulePlanner
+from hybridpp_plugins.settings import parse_settings
+from hybridpp_plugins.setup import boost
+from hybridpp_plugins.signature import line_by_line
+from hybridpp_plugins.timeline_recording import TimelineRecording
+from hybridpp_plugins.unboost import unboost
+from hybridpp_plugins.unsupported import OtherLibrarySettings
 from hybridpp_plugins.weights import load_weights, save_weights
 
-_ENGINE = "_hybridpp_engine"
 
-
-class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, DividesLayers, SavesModels):
+class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, PreviewsTensorParallel, SavesModels, UnboostsModels):
     """Trains one model on ``tp_size * pp_size`` ranks per replica, with as many replicas as the world holds.
+
+    The world has ``dp_size * pp_size * tp_size`` ranks; ``dp_size`` follows. With no arguments, every rank trains a
+    replica of the complete model in fp32.
 
     Collective: every rank of the world must construct it, with the same settings.
 
     Args:
-        tp_size: ranks that share each layer; 1 leaves layers whole.
-        pp_size: pipeline stages; 1 is a model in one piece, and runs the same way.
-        precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
-        enable_all_optimization: let torch choose its fastest fp32 matrix kernels (TF32 on CUDA); no effect on the CPU.
-        options: any field of :class:`~hybridpp.config.PipelineConfig` (``num_microbatches`` or ``microbatch_size``:
-            exactly one; ``schedule``, also spelled ``pp_style``; ``num_model_chunks``;
-            ``gradient_checkpoint_config``),
-            :class:`~hybridpp.config.OptimizerConfig` (``max_norm``, ``ddp_bucket_cap_mb``),
-            :class:`~hybridpp.config.PrecisionConfig` (``fp32_modules``, ``fp32_norms``, ``fp32_losses``),
-            :class:`~hybridpp.config.LossScaleConfig` (``initial_scale``, ``growth_interval``, …),
-            :class:`~hybridpp.config.ParallelConfig` (``tensor_parallel_plan``, ``zero_stage``) and
-            :class:`~hybridpp.config.PartitionConfig` (``layers_per_stage``, ``split_points``, ``balance``). A name that
-            is none of these is refused.
+        tp_size: tensor-parallel ranks, which shard each layer; 1: layers are not sharded.
+        pp_size: ranks of each pipeline; 1: no pipeline. The script stays the same.
+        precision: number format of the forward and the backward pass; with fp16 and bf16, fp32 masters are kept.
+        enable_all_optimization: let torch use its fastest fp32 matrix kernels (TF32 on CUDA); no effect on the CPU.
+
+        num_microbatches: micro-batches per batch. With ``pp_size > 1``, give this or ``microbatch_size``; else 1.
+        microbatch_size: samples per micro-batch.
+        schedule: order of forward and backward passes: a name (``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``,
+            ``"zb-h2"``, ``"interleaved-zb"``, ``"zb-v"``), a CSV or JSON file, the actions of each rank, or a function
+            ``(num_ranks, num_microbatches)`` that returns them; None: ``"1f1b"``.
+        num_model_chunks: stages per rank; None: as many as the schedule has.
+        gradient_checkpoint_config: which blocks recompute their activations in the backward pass; None: no block.
+        batch_dims: dimension that the samples of a batch lie along: a number for all tensors, or a dict or list of
+            numbers, nested as the batch is; None: dimension 0.
+        output_dims: the same for what the model returns; None: ``batch_dims`` where that is a number, else 0.
+
+        layers_per_stage: number of blocks of each stage, in order; None: found by ``balance``.
+        split_points: modules to cut ``"before"`` or ``"after"``, by name: ``{"encoder.layer.5": "after"}``.
+        balance: what the stages share evenly where no cut is given: FLOPs of the forward pass, parameters, or the time
+            that rank 0 measures at boost.
+        memory_limit: upper limit of a rank's parameters, gradients and optimizer state (activations do not count):
+            bytes, or text such as ``"16GiB"``; None: no limit.
+
+        tensor_parallel_plan: styles by patterns of module names: ``{"*.q_proj": "column", "*.o_proj": "row"}``; None:
+            found by running the model's blocks.
+        enable_sequence_parallelism: whether each tensor-parallel rank computes on its shard of the sequence between the
+            sharded layers of a block; needs ``tp_size > 1``.
+        sequence_parallelism_mode: ``"split_gather"``, the only supported mode; None means the same.
+        zero_stage: 0, the only supported stage: every replica keeps the complete optimizer state.
+
+        fp32_modules: patterns of names or classes of modules that compute in fp32: ``["*.router"]``; after ``!``,
+            modules that do not.
+        fp32_norms: whether norms compute in fp32.
+        fp32_losses: whether torch's loss functions compute in fp32 inside the model's forward.
+
+        max_norm: gradient norm (L2, over all parameters) to clip to; 0: no clipping.
+        error_if_nonfinite: an inf or NaN gradient norm in fp32 and bf16 raises (True) or skips the step (False); None:
+            raises where ``max_norm`` is set, else the norm is not computed. fp16 always skips the step.
+        ddp_bucket_cap_mb: size of the buffers that gradients are all-reduced in, in MB (2**20 bytes).
+        communication_dtype: format of gradients in those all-reduces; None: fp32, in which they are accumulated.
+
+        initial_scale: fp16 loss scale of the first step.
+        growth_factor: factor on the scale after ``growth_interval`` steps in a row without overflow.
+        backoff_factor: factor on the scale at an overflow.
+        growth_interval: steps without overflow before the scale grows.
+        hysteresis: the scale backs off at the overflow of this number, and at every later one until it grows.
+        min_scale: lower limit of the scale.
+        max_scale: upper limit of the scale.
+
+        other: keywords of other libraries: ``pp_style`` is ``schedule``, ``num_layers_per_stage`` is
+            ``layers_per_stage``, and others are accepted with values that have no effect; see
+            :class:`~hybridpp_plugins.unsupported.OtherLibrarySettings`. Any other name is refused.
 
     Attributes:
         tp_size, pp_size, dp_size: ranks on each axis.
-        tp_group, pp_group, dp_group: this rank's ``torch.distributed`` groups; None where no job was launched.
-        stage_manager: this rank's place in its pipeline.
+        tp_group, pp_group, dp_group: this rank's ``torch.distributed`` groups; None if no job was launched.
+        sp_size: ranks for sequence parallelism only: 1.
+        sp_group: ``tp_group`` with sequence parallelism; else None.
+        stage_manager: this rank's stages in its pipeline.
         precision, max_norm, zero_stage: as given.
 
     Raises:
-        ConfigError: a setting is wrong or not built, or the world size does not fit.
+        ConfigError: a setting is wrong or not supported, or the world size does not fit.
 
     Example:
-        >>> plugin = HybridParallelPlugin(tp_size=1, pp_size=1, num_microbatches=4, precision="fp32")
-        >>> plugin.dp_size, plugin.stage_manager.is_last_stage()
-        (1, True)
+        >>> plugin = HybridParallelPlugin(pp_size=1, num_microbatches=4, max_norm=1.0)
+        >>> plugin.precision, plugin.dp_size, plugin.stage_manager.is_last_stage()
+        ('fp32', 1, True)
     """
 
+    @line_by_line
     def __init__(
         self,
-        tp_size: int,
-        pp_size: int,
-        precision: str = "fp16",
+        tp_size: int = 1,
+        pp_size: int = 1,
+        *,
+        precision: Precision | Literal["fp32", "fp16", "bf16"] = "fp32",
         enable_all_optimization: bool = False,
-        **options: Any,
+        num_microbatches: int | None = None,
+        microbatch_size: int | None = None,
+        schedule: str | Path | Sequence[Sequence[Any]] | Callable[[int, int], Any] | None = None,
+        num_model_chunks: int | None = None,
+        gradient_checkpoint_config: PipelineGradientCheckpointConfig | Mapping[str, Any] | None = None,
+        batch_dims: int | Mapping[str, Any] | Sequence[Any] | None = None,
+        output_dims: int | Mapping[str, Any] | Sequence[Any] | None = None,
+        layers_per_stage: Sequence[int] | None = None,
+        split_points: Mapping[str, Any] | None = None,
+        balance: Literal["flops", "parameters", "time"] = "flops",
+        memory_limit: int | str | None = None,
+        tensor_parallel_plan: Mapping[str, str] | None = None,
+        enable_sequence_parallelism: bool = False,
+        sequence_parallelism_mode: Literal["split_gather"] | None = None,
+        zero_stage: int = 0,
+        fp32_modules: Sequence[str] = (),
+        fp32_norms: bool = True,
+        fp32_losses: bool = True,
+        max_norm: float = 0.0,
+        error_if_nonfinite: bool | None = None,
+        ddp_bucket_cap_mb: float = 25.0,
+        communication_dtype: Literal["fp32", "fp16", "bf16"] | torch.dtype | None = None,
+        initial_scale: float = 2.0**12,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 1,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**32,
+        **other: Unpack[OtherLibrarySettings],
     ):
-        options = {"tp_size": tp_size, "pp_size": pp_size, **options}
-        self.settings = sort_settings(precision, enable_all_optimization, options)
+        given = {name: value for name, value in locals().items() if name not in ("self", "other")}
+        self.settings = parse_settings(given, other)
+        check_joined()
         world = current_world()
-        self.tp_size, self.pp_size = tp_size, pp_size
+        self.tp_size, self.pp_size, self.sp_size = tp_size, pp_size, 1
         self.dp_size = self.settings.parallel.dp_size(world.size)
         self.precision = str(self.settings.precision)
         self.max_norm = self.settings.optimizer.max_norm
         self.zero_stage = self.settings.parallel.zero_stage
-        self._planner = Planner(self.settings.pipeline, pp_size)
+        self._planner = SchedulePlanner(self.settings.pipeline, pp_size)
         grid = RankGrid(dp_size=self.dp_size, pp_size=pp_size, tp_size=tp_size)
         self.layout = Layout.create(world, grid, self._planner.placement)
         self.stage_manager: StageManager = self.layout.stage_manager(self._planner.placement)
         self._num_boosted = 0
+        self._closed = False
         if enable_all_optimization:
             torch.set_float32_matmul_precision("high")
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share this rank's layers."""
+        """This rank's tensor-parallel ranks."""
         return self.layout.tp.process_group
 
     @property
@@ -116,6 +196,12 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, DividesLayers
         """The ranks that hold this rank's stage in every replica."""
         return self.layout.dp.process_group
 
+    @property
+    def sp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold shards of this rank's sequences, with sequence parallelism; else None."""
+        return self.tp_group if self.settings.parallel.enable_sequence_parallelism else None
+
+    @line_by_line
     def prepare_dataloader(
         self,
         dataset: Dataset[Any],
@@ -126,59 +212,92 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, DividesLayers
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        seed_samples: bool = True,
+        distributed_sampler_cls: None = None,
         **options: Any,
     ) -> DataLoader[Any]:
         """A dataloader whose replicas see disjoint samples, and whose ranks of one replica see the same batches.
 
-        An epoch is the whole dataset, once; each pass over the loader shuffles anew. The batches of R replicas with
-        batch size B are, together, those of one replica with batch size R * B.
+        An epoch covers the dataset once; each pass over the loader shuffles again. The batches of R replicas with batch
+        size B are, together, those of one replica with batch size R * B.
 
         Args:
-            dataset: with a length.
+            dataset: a map-style dataset; or an ``IterableDataset`` that yields all its samples on every rank, in the
+                same order: each replica takes its part of them (no ``shuffle``, at most one worker).
             batch_size: samples per replica and step.
             shuffle: whether to draw a new order for each epoch.
-            seed: of that order, and of the workers.
-            drop_last: leave an incomplete last global batch out.
+            seed: of that order, and of random numbers.
+            drop_last: whether to skip an incomplete last global batch.
             collate_fn: makes a batch from samples; None stacks them.
             num_workers: processes that load data.
-            pin_memory: put batches in page-locked memory.
+            pin_memory: whether to put batches in page-locked memory.
+            seed_samples: whether Python's, numpy's and torch's generators are seeded for each sample with the seed, the
+                epoch and its index, so that random augmentation is the same for any number of workers and replicas.
+                The dataset is then wrapped, and samples are loaded one at a time.
+            distributed_sampler_cls: accepted for compatibility, as None only.
             options: further arguments of ``torch.utils.data.DataLoader``.
 
         Raises:
-            ConfigError: ``batch_size`` is below 1, or a switch is neither True nor False.
-            DataError: the dataset is empty, or too small for one step.
+            ConfigError: ``batch_size`` is below 1, a bool setting is no bool, a sampler is given, or an option does not
+                fit the dataset.
+            DataError: the dataset has no length, is empty, or is too small for one step.
         """
-        require_switches(shuffle=shuffle, drop_last=drop_last, pin_memory=pin_memory)
-        sampler = ShardedBatchSampler(
-            num_samples=len(dataset),  # type: ignore[arg-type]  # Dataset declares no length
+        require_bools(pin_memory=pin_memory)
+        if distributed_sampler_cls is not None:
+            raise ConfigError(
+                "prepare_dataloader selects each replica's samples itself: got distributed_sampler_cls="
+                f"{distributed_sampler_cls!r}. Leave it out, or make a DataLoader with a sampler for num_replicas="
+                f"{self.dp_size} and rank={self.layout.here.dp}, and pass it to booster.boost."
+            )
+        config = DataLoaderConfig(
             batch_size=batch_size,
             num_replicas=self.dp_size,
             replica=self.layout.here.dp,
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
-        )
-        # Workers are seeded from here: alike on all ranks of a replica, differently between replicas.
-        generator = torch.Generator().manual_seed(seed + self.layout.here.dp)
-        return DataLoader(
-            dataset,
-            batch_sampler=sampler,
+            seed_samples=seed_samples,
             collate_fn=collate_fn,
             num_workers=num_workers,
-            pin_memory=pin_memory,
-            generator=generator,
-            **options,
+            options={"pin_memory": pin_memory, **options},
         )
+        return config.loader(dataset)
+
+    def close(self) -> None:
+        """Give back the process groups: their threads, file descriptors and device memory.
+
+        Groups that another plugin uses, too, stay open. The models that this plugin boosted can no longer be run, saved
+        or loaded by the booster, so save them before; their parameters stay. Calling it again does nothing. Without it,
+        groups are given back when a later plugin is made, or ``DistCoordinator().destroy()`` is called.
+
+        Collective: every rank of the world.
+        """
+        if not self._closed:
+            self._closed = True
+            self.layout.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(
+                "this plugin was closed: its process groups are gone. Make a new plugin, and boost a model with it."
+            )
 
     def configure(self, parts: Boosted, *, device: torch.device | None = None, sample: Any = None) -> Boosted:
         """See :meth:`hybridpp.Booster.boost`."""
+        self._check_open()
         if not isinstance(parts.model, nn.Module):
-            raise ConfigError(f"boost takes a torch.nn.Module: got {type(parts.model).__name__}.")
-        if _ENGINE in vars(parts.model):
+            raise ConfigError(f"boost needs a torch.nn.Module: got {type(parts.model).__name__}.")
+        if ENGINE in vars(parts.model):
             raise ConfigError("this model is boosted already. Call booster.boost once.")
+        if parts.lr_scheduler is not None and not callable(getattr(parts.lr_scheduler, "step", None)):
+            raise ConfigError(
+                f"boost needs an LR scheduler with a step method: got {type(parts.lr_scheduler).__name__}. Pass one "
+                "that was made with the optimizer."
+            )
         device = device or self.layout.world.device
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
+        signature = ForwardSignature.of(parts.model.forward, type(parts.model).__name__)
         with preserved_random_state(device):
             engine = boost(
                 parts,
@@ -186,19 +305,22 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, DividesLayers
                 self.layout,
                 self._planner,
                 device,
-                lambda: find_samples(parts.model, parts.dataloader, sample, device),
+                lambda: find_samples(parts.model, parts.dataloader, sample, device).called_by(
+                    signature, parts.criterion
+                ),
                 self._num_boosted,
             )
+        engine.know(signature)
         self._num_boosted += 1
-        # Kept on the model, so that both are freed together.
-        vars(parts.model)[_ENGINE] = engine
+        attach_engine(engine.adapter, engine)
         scheduler: Any = parts.lr_scheduler
         if scheduler is not None and engine.optimizer is not None:
             scheduler = SkipAwareScheduler(scheduler, engine.optimizer)
         return parts._replace(optimizer=engine.optimizer, lr_scheduler=scheduler)
 
     def _engine(self, model: nn.Module) -> Engine:
-        engine = vars(model).get(_ENGINE) if isinstance(model, nn.Module) else None
+        self._check_open()
+        engine = vars(model).get(ENGINE) if isinstance(model, nn.Module) else None
         if not isinstance(engine, Engine) or engine.layout is not self.layout:
             raise ConfigError(
                 f"this {type(model).__name__} was not boosted by this booster. Pass the model that booster.boost "
@@ -223,12 +345,13 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, DividesLayers
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """See :meth:`hybridpp.Booster.backward`."""
+        self._check_open()
         if not isinstance(optimizer, HybridOptimizer):
-            raise ConfigError(f"backward takes the boosted optimizer: got {type(optimizer).__name__}.")
+            raise ConfigError(f"backward needs the boosted optimizer: got {type(optimizer).__name__}.")
         if self.pp_size > 1:
             raise ConfigError(
-                f"backward needs the whole model on one rank: got pp_size={self.pp_size}. "
-                "Call booster.execute_pipeline, which runs backward too."
+                f"backward needs all stages on one rank: got pp_size={self.pp_size}. "
+                "Call booster.execute_pipeline, which also runs backward."
             )
         optimizer.backward(loss)
 
@@ -236,23 +359,37 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, DividesLayers
         """See :meth:`hybridpp.Booster.no_sync`."""
         return self._engine(model).no_sync()
 
-    def record_timeline(self, model: nn.Module) -> AbstractContextManager[Recording]:
+    def record_timeline(self, model: nn.Module) -> AbstractContextManager[TimelineRecording]:
         """See :meth:`hybridpp.Booster.record_timeline`."""
         return self._engine(model).recorded()
 
     @classmethod
-    def preview_division(cls, model: nn.Module, config: ParallelConfig) -> LayerDivision:
-        """How :meth:`configure` would divide the layers, without a plan and a sample of the user's."""
-        return preview_division(model, config)
+    def preview_tensor_parallel(cls, model: nn.Module, config: ParallelConfig) -> TensorParallelPreview:
+        """How :meth:`configure` would shard the layers, without a plan and a sample of the user."""
+        return preview_tensor_parallel(model, config)
+
+    def describe(self, model: nn.Module) -> str:
+        """A text that lists what boost added to each module and parameter of a boosted model on this rank.
+
+        Modules of one class whose names differ only in numbers share a line, if boost added the same to them: layers
+        around the forward, the outermost first, then hooks and attributes.
+        """
+        return self._engine(model).adapter.describe()
+
+    def unboost(self, model: nn.Module) -> None:
+        """See :meth:`hybridpp.Booster.unboost`."""
+        unboost(self._engine(model))
 
     def describe_precision(self, model: nn.Module) -> str:
-        """A table of what computes in which format, of what this rank holds of a boosted model."""
+        """A table of the compute dtypes of the modules of a boosted model on this rank."""
         engine = self._engine(model)
-        return describe(engine.model, engine.formats, self.settings.formats.fp32_losses)
+        return describe_dtypes(engine.model, engine.module_dtypes, self.settings.precision_config.fp32_losses)
 
     def save_model(self, model: nn.Module, path: Path, *, shard: bool, size_per_shard_mb: int) -> None:
         """See :meth:`hybridpp.Booster.save_model`."""
-        save_weights(self._engine(model), path, f"{size_per_shard_mb}MB" if shard else "1000TB")
+        copy = copied_weights(model)
+        engine = self._engine(model if copy is None else original_of(copy))
+        save_weights(engine, path, f"{size_per_shard_mb}MB" if shard else "1000TB", copy)
 
     def load_model(self, model: nn.Module, path: Path, *, strict: bool) -> None:
         """See :meth:`hybridpp.Booster.load_model`."""

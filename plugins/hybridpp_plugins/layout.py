@@ -1,9 +1,12 @@
-"""This rank's groups."""
+"""The grid of ranks, and this rank's process groups."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from weakref import WeakSet
 
 from hybridpp.cluster import Axis, Coordinate, Group, RankGrid, World
-from hybridpp.pipeline import Lanes, StageManager
+from hybridpp.pipeline import P2PGroups, StageManager
 
 
 @dataclass(frozen=True)
@@ -12,13 +15,13 @@ class Layout:
 
     Attributes:
         world: all ranks.
-        grid: where each of them sits.
-        here: where this one sits.
+        grid: the coordinates of all ranks.
+        here: this rank's coordinate.
         control: all ranks, for small host tensors.
-        tp: the ranks that share this rank's layers.
-        pp: the ranks of this rank's pipeline, by stage.
-        activations: the same ranks; carries activations.
-        gradients: the same ranks; carries gradients.
+        tp: this rank's tensor-parallel ranks.
+        pp: the ranks of this rank's pipeline, by position.
+        activations: the same ranks, for activations.
+        gradients: the same ranks, for gradients.
         dp: the ranks that hold the same stage of other replicas.
     """
 
@@ -28,36 +31,54 @@ class Layout:
     control: Group
     tp: Group
     pp: Group
-    activations: Lanes
-    gradients: Lanes
+    activations: P2PGroups
+    gradients: P2PGroups
     dp: Group
+    _groups: WeakSet[Group] = field(default_factory=WeakSet, repr=False, compare=False)
 
     @classmethod
     def create(cls, world: World, grid: RankGrid, placement: tuple[int, ...]) -> "Layout":
-        """The groups for stages on the ranks of ``placement``. Collective: all ranks of ``world``."""
+        """Create the groups, for stages on the pipeline positions ``placement``. Collective: all ranks of ``world``."""
 
-        def along(axis: Axis) -> Group:
-            group = world.split(grid.groups(axis))
+        groups: WeakSet[Group] = WeakSet()
+
+        def along(axis: Axis, purpose: str = "") -> Group:
+            group = world.split(grid.groups(axis), f"{axis}{purpose}")
             assert group is not None, "every rank is in one group of each axis"
+            groups.add(group)
             return group
 
-        pp, up = along("pp"), along("pp")
-        # Where stages come back to a rank, messages of a kind go both ways. A group costs a thread of gloo's, and a
-        # communicator of NCCL's, so there are no more than that takes.
+        pp, up = along("pp"), along("pp", ", gradients")
+        # If the placement returns to a rank, messages of one kind go in both directions and need a group per direction.
+        # Every group costs a gloo thread, or an NCCL communicator, so only the necessary ones are created.
         one_way = list(placement) == sorted(placement)
-        return cls(
+        layout = cls(
             world=world,
             grid=grid,
             here=grid.coordinate(world.rank),
             control=world.control(),
             tp=along("tp"),
             pp=pp,
-            activations=Lanes(pp, pp if one_way else along("pp")),
-            gradients=Lanes(up, up if one_way else along("pp")),
+            activations=P2PGroups(pp, pp if one_way else along("pp", ", activations back")),
+            gradients=P2PGroups(up, up if one_way else along("pp", ", gradients back")),
             dp=along("dp"),
+            _groups=groups,
         )
+        # Groups of a plugin that no longer exists and had another layout.
+        world.release_unused()
+        return layout
 
-    @property
+    def close(self) -> None:
+        """Release all groups that no other layout uses. Collective: all ranks of the world."""
+        self.world.release(tuple(self._groups))
+
+    def _split(self, lists: Sequence[Sequence[int]], name: str) -> Group | None:
+        group = self.world.split(lists, name)
+        if group is not None:
+            self._groups.add(group)
+        return group
+
+    @cached_property
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that work on the same batch, group by group, ordered by replica."""
         ranks_of: dict[int, list[int]] = {}
@@ -66,31 +87,38 @@ class Layout:
         return tuple(tuple(ranks) for ranks in ranks_of.values())
 
     def rank_of(self, replica: int, place: int) -> int:
-        """The rank that speaks for a place in the pipeline of a replica: the first of those that share its layers."""
+        """The first tensor-parallel rank at a pipeline position of a replica."""
         return self.grid.rank(Coordinate(replica, place, 0))
 
+    def ranks_at(self, replica: int, place: int) -> tuple[int, ...]:
+        """The tensor-parallel ranks at a pipeline position of a replica."""
+        return tuple(self.grid.rank(Coordinate(replica, place, tp)) for tp in range(self.grid.tp_size))
+
     def stage_manager(self, placement: tuple[int, ...]) -> StageManager:
-        """This rank's place in its pipeline, whose stages are on the ranks of ``placement``."""
+        """This rank's position in its pipeline, whose stages are on the positions ``placement``."""
         return StageManager(self.here.pp, self.pp.ranks, placement)
 
     def groups_within_pipelines(self, places: list[tuple[int, ...]]) -> dict[tuple[int, ...], Group]:
-        """For each set of places in a pipeline, the group of the ranks there; only the groups this rank is in.
+        """For each set of pipeline positions, the group of the ranks there; only the groups that this rank is in.
 
         Collective: all ranks of the world, with the same sets.
         """
         groups: dict[tuple[int, ...], Group] = {}
         for chosen in places:
-            group = self.world.split([[line[place] for place in chosen] for line in self.grid.groups("pp")])
+            group = self._split(
+                [[line[place] for place in chosen] for line in self.grid.groups("pp")], "pp, shared weights"
+            )
             if group is not None:
                 groups[chosen] = group
         return groups
 
     def group_of_copies(self, size: int) -> Group:
-        """The ``size`` neighbours among the ranks that share layers that this rank is one of.
+        """This rank's group of ``size`` consecutive tensor-parallel ranks.
 
         Collective: all ranks of the world, with the same size.
         """
         lines = self.grid.groups("tp")
-        group = self.world.split([line[start : start + size] for line in lines for start in range(0, len(line), size)])
+        neighbours = [line[start : start + size] for line in lines for start in range(0, len(line), size)]
+        group = self._split(neighbours, "tp, copies")
         assert group is not None, "every rank is in one"
         return group

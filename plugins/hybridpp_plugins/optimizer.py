@@ -1,109 +1,84 @@
-"""The boosted optimizer: reduce, agree, unscale, clip, step."""
+"""The boosted optimizer: reduce, unscale, clip, step or skip."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from hybridpp.config import OptimizerConfig, Precision
-from hybridpp.data_parallel import GradientBuckets
+from hybridpp.data_parallel import GradientReducer, RunningStatistics, UpdateTarget
 from hybridpp.errors import ConfigError
-from hybridpp.precision import LossScale, MasterWeights
-from hybridpp_plugins.agreed_norm import AgreedNorm
-from hybridpp_plugins.own_calls import CannotRepeat, OwnCalls
-from hybridpp_plugins.scaling import Scaling
-from hybridpp_plugins.unfilled import Unfilled
+from hybridpp.optim import GlobalGradNorm
+from hybridpp.precision import LossScaler, MasterWeights
+from hybridpp_plugins.accumulated_gradients import AccumulatedGradients, clip_factor
+from hybridpp_plugins.grad_access_warning import GradAccessWarning
+from hybridpp_plugins.manual_forward import ManualCallRecorder
+from hybridpp_plugins.nonfinite_steps import NonFiniteSteps
+from hybridpp_plugins.optimizer_state import OptimizerStateOwner
+from hybridpp_plugins.uninitialized import UninitializedWeights
+from hybridpp_plugins.wrapped_optimizer import WrappedOptimizer
 
 
-class HybridOptimizer(Optimizer):
-    """Any ``torch.optim`` optimizer on the parameters that this rank owns, or on their fp32 masters.
+class HybridOptimizer(WrappedOptimizer):
+    """Any ``torch.optim`` optimizer, on the parameters that this rank owns or on their fp32 masters.
 
-    One rule for all precisions: ``step`` uses the gradients up. Backward passes add up until the next ``step``, and
-    the first one after it starts from zero, whether or not ``zero_grad`` is called.
+    In every precision, backward passes accumulate gradients until ``step``, which consumes them: the next backward pass
+    starts from zero, whether or not ``zero_grad`` is called.
 
-    In fp32 ``parameter.grad`` is the gradient; in half precision it is None, and :meth:`gradients` has it.
+    In fp32 ``parameter.grad`` is the gradient; in half precision it is None, and :meth:`gradients` returns it.
 
     Attributes:
-        applied_steps: steps that were taken.
-        unfilled: weights of the model that wait for ``load_model``.
-        own_calls: the script's calls of the model, if it makes any.
-        again: what the model's forward runs in, for parts of it that activation checkpointing runs again.
-        norm: how ranks put the gradient norm together.
-        scaling: the loss scale, and the steps it skips.
+        uninitialized: weights of the model that have no values yet.
+        manual_calls: the script's calls of the model, if they are recorded.
+        recompute_context: a context for the backward pass, in which activation checkpointing may run the forward again.
+        target: the tensors that it updates.
+        norm: computes the gradient norm over all ranks.
+        accumulated: the gradients.
+        nonfinite_steps: skips or refuses steps with inf or NaN gradients.
+        grad_access_warning: warns if the script looks for gradients that half precision does not expose.
+        statistics: running statistics of the model; None: it has none.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        buckets: GradientBuckets,
+        reducer: GradientReducer,
+        target: UpdateTarget,
         masters: MasterWeights,
-        parameters: Mapping[str, nn.Parameter],
-        norm: AgreedNorm,
+        norm: GlobalGradNorm,
         config: OptimizerConfig,
         precision: Precision,
+        owner: OptimizerStateOwner,
     ):
-        # No call to the base class: groups and state are the wrapped optimizer's.
-        self.applied_steps = 0
-        self.unfilled = Unfilled(())
-        self.own_calls: OwnCalls | None = None
-        self.again: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._optimizer = optimizer
-        self._buckets = buckets
-        self._masters = masters
-        self._targets = {name: masters.masters.get(name, parameter) for name, parameter in parameters.items()}
-        self.norm = norm
-        self._config = config
         self._scales = precision is Precision.FP16
-        self.scaling = Scaling(config.loss_scale, self._scales, norm, buckets)
-        self._norm: float | None = None
-        # Of the gradients that it is the norm of.
-        self._normed: tuple[int, ...] = ()
-        # What the gradients that are held are multiplied by.
-        self._held_scale = 1.0
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute in the base class
-        """The wrapped optimizer's groups."""
-        return self._optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]  # an attribute in the base class
-        """The wrapped optimizer's state."""
-        return self._optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # an attribute in the base class
-        """The wrapped optimizer's defaults."""
-        return self._optimizer.defaults
+        super().__init__(optimizer, masters, LossScaler(config.loss_scale, self._scales), owner, norm.control)
+        self.uninitialized = UninitializedWeights(())
+        self.manual_calls: ManualCallRecorder | None = None
+        self.statistics: RunningStatistics | None = None
+        self.recompute_context: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._reducer = reducer
+        self.target = target
+        self.norm = norm
+        self._max_norm = config.max_norm
+        self._needs_norm = self._scales or config.max_norm > 0 or config.error_if_nonfinite is not None
+        self.accumulated = AccumulatedGradients(reducer, norm)
+        self.nonfinite_steps = NonFiniteSteps(config, self._scales, self.loss_scaler, self.accumulated)
+        self.grad_access_warning = GradAccessWarning(reducer)
 
     @property
     def loss_scale(self) -> float:
         """Factor on the loss in the backward pass; 1 unless fp16."""
-        return self.scaling.state.scale
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps left out because a gradient overflowed (fp16)."""
-        return self.scaling.skipped_steps
-
-    @property
-    def last_step_skipped(self) -> bool:
-        """Whether the last step was left out."""
-        return self.scaling.last_step_skipped
+        return self.loss_scaler.state.scale
 
     @property
     def overflow_report(self) -> str:
-        """Where the last overflow came from, as far as it was looked for; "" before one."""
-        return self.scaling.report
-
-    def unwrap(self) -> Optimizer:
-        """The optimizer that was given to ``boost``."""
-        return self._optimizer
+        """The source of the last inf or NaN in a gradient, as far as it was searched; "" before the first one."""
+        return self.nonfinite_steps.report
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss, times the loss scale."""
@@ -114,214 +89,194 @@ class HybridOptimizer(Optimizer):
 
         Collective: all replicas, unless inside ``booster.no_sync``.
         """
-        self.unfilled.check()
-        self.begin_accumulation(by_hand=True)
-        self._buckets.last_backward()
+        self.uninitialized.check()
+        self.begin_accumulation(manual=True)
+        self._reducer.begin_last_backward()
         num_replicas = self.norm.num_replicas
-        scaled = self.scale_loss(loss.float()) / num_replicas
-        with self.again():
-            # From the edge: backward of a tensor takes torch's function modes away, which recomputation may need.
+        scaled = self.scale_loss(loss.to(torch.promote_types(loss.dtype, torch.float32))) / num_replicas
+        with self.recompute_context(), self.grad_access_warning.quiet():
+            # From the edge: backward of a tensor disables torch's function modes, which recomputation may need.
             torch.autograd.backward(get_gradient_edge(scaled), *args, **kwargs)
-        self._buckets.finish()
+        self.end_accumulation()
+        if self.statistics is not None and self._reducer.is_syncing:
+            self.statistics.average()
 
-    def begin_accumulation(self, by_hand: bool = False) -> None:
-        """Called before the backward passes of a step; ``by_hand``: the script runs them."""
-        self.scaling.begin(by_hand)
-        self._norm = None
-        self._held_scale = self.loss_scale
-        self._buckets.begin()
+    def begin_accumulation(self, manual: bool = False) -> None:
+        """Prepare for the backward passes of a step; ``manual``: the script runs them."""
+        if self._is_released:
+            self._refuse_released()
+        self.accumulated.begin(self.loss_scale, manual)
+
+    def end_accumulation(self) -> None:
+        """Reduce the gradients after the backward passes. Collective: all replicas, unless inside ``no_sync``."""
+        self.accumulated.end()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The gradients of the parameters that this rank holds, by name: copies, unscaled and in fp32.
+        """The gradients of this rank's parameters, by name: copies, unscaled and in fp32.
 
-        Between backward and ``step``, what ``step`` will use; behind it, what it used, clipped. A parameter that no
-        backward pass reached has none.
+        Between backward and ``step``, these are the gradients that ``step`` will use; after it, those that it used,
+        clipped. Parameters that no backward pass reached are not included.
 
-        Collective: all replicas of this stage, and all ranks that share a parameter with it, if gradients are still
-        to be reduced.
+        Collective: all replicas of this stage, and all ranks that share a parameter with it, if gradients are not
+        reduced yet.
         """
-        self._settle()
-        unused = set(self._buckets.unused())
-        held = [(name, gradient) for name, gradient in self._buckets.gradients.items() if name not in unused]
-        return ((name, gradient / self._held_scale) for name, gradient in held)
+        return self.accumulated.tensors()
 
     def get_grad_norm(self) -> float:
-        """The 2-norm of the whole model's gradient, unscaled and before clipping, as of the last backward or step.
+        """The 2-norm of the complete model's gradient, unscaled and before clipping, of the last backward or step.
 
-        Collective: all ranks, unless it is known: behind a step that needed it (fp16, or ``max_norm`` > 0), and in half
-        precision before one, too. In fp32, users may change gradients before it.
+        Collective: all ranks, unless the norm is known: after a step that needed it (fp16, or ``max_norm`` > 0), and in
+        half precision also before such a step. In fp32, the script may have changed gradients before the step.
+
+        Raises:
+            ConfigError: it is called inside ``no_sync``.
         """
-        self._settle()
-        return self._agreed_norm()
-
-    def _settle(self) -> None:
-        """Have the gradients as ``step`` will use them: what was set from outside, and summed."""
-        self._buckets.adopt()
-        self._buckets.finish()
-
-    def _agreed_norm(self) -> float:
-        if self._norm is None or self._changed_anywhere():
-            self.take_norms(self.norm.gather(self._buckets.gradients))
-        assert self._norm is not None
-        return self._norm
-
-    def _changed_anywhere(self) -> bool:
-        """Whether a user has written to gradients since the norm was taken, on any rank. Reads no device."""
-        if not self._buckets.visible or self._buckets.is_consumed:
-            return False
-        mine = torch.tensor(self._normed != self._buckets.version)
-        return any(bool(changed) for changed in self.norm.control.all_gather(mine))
+        self.accumulated.finalize_for("get_grad_norm")
+        return self.accumulated.norm()
 
     @property
     def tells_norm_early(self) -> bool:
-        """Whether ``step`` will need the norm: then the ranks tell it each other together with the loss."""
-        return self._needs_norm and self._buckets.is_syncing
-
-    @property
-    def _needs_norm(self) -> bool:
-        return self._scales or self._config.max_norm > 0
+        """Whether ``step`` will need the norm: then it is exchanged together with the loss."""
+        return self._needs_norm and self._reducer.is_syncing
 
     def norm_parts(self) -> Tensor:
-        """The norms of the gradients that count on this rank, scaled, still on the device."""
-        return self.norm.parts(self._buckets.gradients)
+        """The norms of the gradients that count on this rank, scaled, on the device."""
+        return self.norm.parts(self._reducer.gradients)
 
     def take_norms(self, rows: list[Tensor]) -> None:
-        """Take over every rank's norms, as messages of ``norm``; the same on every rank."""
-        self._set_norm(self.norm.total(rows) / self._held_scale)
-
-    def _set_norm(self, norm: float) -> None:
-        self._norm, self._normed = norm, self._buckets.version
+        """Set the norm from every rank's message; the result is the same on every rank."""
+        self.accumulated.take_norms(rows)
 
     @property
     def wants_report(self) -> bool:
-        """Whether the step is known to be skipped, and that will be told; the same on every rank."""
-        return self.scaling.wants_search(self._norm)
+        """Whether a gradient is inf or NaN and will be reported; the same on every rank."""
+        norm = self.accumulated.cached_norm
+        return norm is not None and not math.isfinite(norm) and self.nonfinite_steps.wants_search(norm)
 
-    def clip_grad_by_norm(self, max_norm: float) -> float:
-        """Scale the gradients down to a global norm of at most ``max_norm``; returns the norm before. Collective."""
-        norm = self.get_grad_norm()
-        factor = _clip_factor(norm, max_norm)
-        self._buckets.scale(factor)
-        self._set_norm(norm * factor)
+    def unscale_grad(self) -> None:
+        """Divide the gradients by the loss scale (fp16), for scripts that do so before they clip.
+
+        It is never necessary: :meth:`clip_grad_by_norm`, :meth:`clip_grad_by_value`, :meth:`gradients` and :meth:`step`
+        account for the scale, whether or not the gradients still contain it.
+
+        Collective: only if gradients are not reduced yet.
+
+        Raises:
+            ConfigError: it is called inside ``no_sync``.
+        """
+        self.accumulated.finalize_for("unscale_grad")
+        self.accumulated.unscale()
+
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
+        """Scale the gradients to a global norm of at most ``max_norm``; returns the norm before.
+
+        It replaces ``torch.nn.utils.clip_grad_norm_``, which would use the norm of this rank's gradients only.
+        Gradients with an inf or NaN norm are not changed: ``step`` skips or refuses them.
+
+        Args:
+            max_norm: the maximum norm.
+            norm_type: accepted for compatibility, as 2 only.
+            error_if_nonfinite: whether to raise for an inf or NaN norm here already.
+
+        Collective: all ranks.
+
+        Raises:
+            ConfigError: it is called inside ``no_sync``, or another ``norm_type`` is requested.
+            NonFiniteGradientError: with ``error_if_nonfinite``; raised on all ranks.
+        """
+        if norm_type != 2.0:
+            raise ConfigError(f"only the 2-norm is supported: got norm_type={norm_type}. Leave norm_type out.")
+        self.accumulated.finalize_for("clip_grad_by_norm")
+        norm = self.accumulated.clip_by_norm(max_norm)
+        if error_if_nonfinite and not math.isfinite(norm):
+            self.nonfinite_steps.refuse(norm)
         return norm
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Bring every element of the gradients into ``[-clip_value, clip_value]``.
 
-        Where fp16 overflowed they stay: a clamped inf is a number, and ``step`` would take it for one.
+        After an fp16 overflow the gradients are not changed: ``step`` would not recognise a clamped inf.
 
-        Collective: as :meth:`get_grad_norm` in fp16; else only where gradients are still to be reduced.
+        Collective: in fp16 like :meth:`get_grad_norm`; else only if gradients are not reduced yet.
+
+        Raises:
+            ConfigError: it is called inside ``no_sync``.
         """
-        self._settle()
-        if self._scales and self.scaling.is_overflow(self._agreed_norm()):
-            return
-        self._buckets.clamp(clip_value * self._held_scale)
-        self._norm = None
+        self.accumulated.finalize_for("clip_grad_by_value")
+        if not self._scales or math.isfinite(self.accumulated.norm()):
+            self.accumulated.clip_by_value(clip_value)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closure, no loss
-        """Update the weights; where an fp16 gradient overflowed, all ranks leave them alone and lower the scale.
+        """Update the weights. If an fp16 gradient overflowed on any rank, all ranks skip the step and lower the scale.
+
+        In other precisions, a gradient norm that is inf or NaN raises before any weight changes, if the norm is known:
+        with ``max_norm``, after ``get_grad_norm`` or ``clip_grad_by_norm``, and always with
+        ``error_if_nonfinite=True``. ``error_if_nonfinite=False`` skips such steps instead. In every case the gradients
+        are consumed.
+
+        Without a backward pass since the last step, it does nothing.
 
         Collective: all ranks.
 
-        Without a backward pass since the last step there is nothing to use: the weights stay.
-
         Raises:
             ConfigError: a closure is given, or it is called inside ``no_sync``.
+            NonFiniteGradientError: a gradient is inf or NaN on any rank; raised on all.
         """
         if closure is not None:
-            raise ConfigError("step takes no closure: the schedule runs forward and backward. Call step() alone.")
-        if not self._buckets.is_syncing:
-            raise ConfigError("step inside no_sync would let the replicas drift apart. Call it behind the block.")
-        if self._buckets.is_consumed:
+            raise ConfigError("step accepts no closure: the schedule runs forward and backward. Call step() alone.")
+        if self._is_released:
+            self._refuse_released()
+        if not self._reducer.is_syncing:
+            raise ConfigError("step inside no_sync would make the replicas diverge. Call it after the block.")
+        if self._reducer.is_consumed:
             return
-        self._masters.from_working()
-        self._settle()
-        factor = 1.0 / self._held_scale
-        if self._needs_norm:
-            norm = self._agreed_norm()
-            if self._scales and self._is_skipped(norm):
-                self._buckets.consume()
+        self.target.pull()
+        self.accumulated.finalize()
+        if self.accumulated.num_manual_passes:
+            self.accumulated.check_clipping()
+        factor = 1.0
+        if self._needs_norm or self.accumulated.cached_norm is not None:
+            norm = self.accumulated.norm()
+            if not math.isfinite(norm):
+                self._skip(norm)
                 return
-            factor *= _clip_factor(norm, self._config.max_norm)
-        self._buckets.scale(factor)
-        self._held_scale = 1.0
-        with self._lent_gradients():
+            self._count_applied()
+            factor = clip_factor(norm, self._max_norm)
+        self.accumulated.use(factor)
+        with self.target.lent(self._reducer.gradients, set(self._reducer.unused_parameters())):
             self._optimizer.step()
-        self._masters.to_working()
-        self._buckets.consume()
+        self.target.push()
+        self._reducer.consume()
         self.applied_steps += 1
 
-    def _is_skipped(self, norm: float) -> bool:
-        """The end of an fp16 step: whether to skip it. Collective: all ranks, with the same norm."""
-        if self.own_calls is not None:
-            if self.wants_report and self.scaling.is_by_hand:
-                try:
-                    self.scaling.found(self.own_calls.examine(), by_hand=True)
-                except CannotRepeat as reason:
-                    self.scaling.not_found(str(reason))
-            self.own_calls.forget()
-        return self.scaling.step(norm)
+    def _count_applied(self) -> None:
+        """Update the loss scale after a step with finite gradients."""
+        before = self.loss_scaler.update(overflow=False)
+        if self._scales and self.loss_scaler.skipped_steps and not before.settled:
+            self.nonfinite_steps.report_found_scale(before.scale)
+        self._forget_manual_calls()
 
-    @contextmanager
-    def _lent_gradients(self) -> Iterator[None]:
-        """For the step, every target's ``grad`` is its gradient; as in torch None where no backward pass reached it."""
-        unused = set(self._buckets.unused())
-        before = {name: target.grad for name, target in self._targets.items()}
-        for name, target in self._targets.items():
-            target.grad = None if name in unused else self._buckets.gradients[name]
+    def _skip(self, norm: float) -> None:
+        """Skip or refuse the step, and consume its gradients. Collective: all ranks, with the same norm."""
+        with self.grad_access_warning.quiet():
+            search = None if self.manual_calls is None else self.manual_calls.diagnose
+            self.nonfinite_steps.search_manual_calls(search, norm)
+        self._forget_manual_calls()
         try:
-            yield
+            self.nonfinite_steps.skip(norm)
         finally:
-            for name, target in self._targets.items():
-                target.grad = before[name]
+            self._reducer.consume()
+
+    def _forget_manual_calls(self) -> None:
+        if self.manual_calls is not None and self.manual_calls.kept:
+            self.manual_calls.forget()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, and as torch set ``parameter.grad`` to None; not needed after ``step``."""
-        self._buckets.zero(set_to_none)
-        self.scaling.forget()
-        if self.own_calls is not None:
-            self.own_calls.forget()
-        self._norm = None
+        """Drop the gradients, and set ``parameter.grad`` to None as torch does; not needed after ``step``."""
+        self.accumulated.clear(set_to_none)
+        self._forget_manual_calls()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: what a rank owns is settled at boost."""
-        raise ConfigError("parameter groups are added before booster.boost. Add this one to the optimizer first.")
-
-    def __getattr__(self, name: str) -> Any:
-        # Hooks, and whatever else the wrapped optimizer has.
-        if name == "_optimizer":
-            raise AttributeError(name)
-        return getattr(self._optimizer, name)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ConfigError("a boosted optimizer cannot be copied or pickled. Take its state_dict().")
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's optimizer state, loss scale and masters."""
-        return {
-            "optimizer": self._optimizer.state_dict(),
-            "loss_scale": vars(self.scaling.state).copy(),
-            "masters": {name: master.detach() for name, master in self._masters.masters.items()},
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set what ``state_dict`` gave on the same rank of the same layout."""
-        missing = set(self._masters.masters) - set(state_dict.get("masters", {}))
-        if missing:
-            raise ConfigError(
-                f"this state belongs to another layout or precision: it has no master of {min(missing)!r}. "
-                "Load it on the same rank of the same layout."
-            )
-        self._optimizer.load_state_dict(state_dict["optimizer"])
-        self.scaling.state = LossScale(**state_dict["loss_scale"])
-        for name, master in self._masters.masters.items():
-            master.copy_(state_dict["masters"][name])
-        self._masters.to_working()
-
-
-def _clip_factor(norm: float, max_norm: float) -> float:
-    # As torch.nn.utils.clip_grad_norm_: the same small term keeps the two equal.
-    if max_norm <= 0 or math.isnan(norm):
-        return norm if math.isnan(norm) else 1.0
-    return min(1.0, max_norm / (norm + 1e-6))
+    @property
+    def holds_gradients(self) -> bool:  # type: ignore[override]  # an attribute in the base class
+        """Whether there was a backward pass since the last step."""
+        return not self._reducer.is_consumed

@@ -1,9 +1,9 @@
-"""Batches that show how a model is called, taken without anyone noticing, or made."""
+"""Sample batches that show how a model is called: from the dataset, without side effects, or made."""
 
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -13,43 +13,52 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hybridpp.cluster import preserved_random_state
 from hybridpp.errors import ConfigError, HybridppError
-from hybridpp.partition import make_samples
-from hybridpp.pipeline import plain
+from hybridpp.partition import UntraceableUnitError, make_samples
+from hybridpp.pipeline import ForwardSignature, takes_targets, to_plain_containers, without_target
 
-# Two samples, because layers that normalise over the batch refuse one.
+# Two samples, because layers that normalise over the batch need more than one.
 _NUM_SAMPLES = 2
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Batches of which the model's forward runs on one; which, is to be tried.
+    """Candidate batches: the model's forward should run on one of them.
 
     Attributes:
-        batches: in the order in which they are to be tried.
+        batches: in the order in which to try them.
         are_made: whether they were made from the model's configuration.
     """
 
     batches: tuple[Any, ...]
     are_made: bool = False
 
-    @contextmanager
-    def explained(self, model: nn.Module) -> Iterator[None]:
-        """Wrap the attempt to run the forward; what it raises says what is wrong with batches that were made.
+    def called_by(self, signature: ForwardSignature, criterion: Any) -> "Samples":
+        """The parts of the batches that the model is called with, without the target that ``criterion`` takes.
 
         Raises:
-            ConfigError: the forward raised on the last of them.
+            DataError: the model cannot be called with them.
+        """
+        if self.are_made:
+            return self
+        batches = map(without_target, self.batches) if takes_targets(criterion) else self.batches
+        return replace(self, batches=tuple(map(signature.model_inputs, batches)))
+
+    @contextmanager
+    def explained(self, model: nn.Module) -> Iterator[None]:
+        """A context for running the forward, in which an error on made batches becomes a :class:`ConfigError`.
+
+        Raises:
+            ConfigError: the forward raised on the last made batch.
         """
         try:
             yield
-        except HybridppError:
-            raise
         except Exception as error:  # whatever a model's forward raises
-            if not self.are_made:
+            if not self.are_made or (isinstance(error, HybridppError) and not isinstance(error, UntraceableUnitError)):
                 raise
             shapes = "; or ".join(map(_described, self.batches))
             raise ConfigError(
                 f"{type(model).__name__} does not run on the samples that were made from its configuration: {shapes}. "
-                f"It says, to the last one: {type(error).__name__}: {error}. {_ADVICE}"
+                f"The last one raised {type(error).__name__}: {error}. {_ADVICE}"
             ) from error
 
 
@@ -58,21 +67,23 @@ _ADVICE = "Pass dataloader= with an indexable dataset, or sample=batch, to boost
 
 
 def find_samples(model: nn.Module, dataloader: DataLoader[Any] | None, sample: Any, device: torch.device) -> Samples:
-    """The sample given, else one of the dataloader's dataset, else some made from a Hugging Face configuration.
+    """The given sample, else one from the dataloader's dataset, else samples made from a Hugging Face configuration.
 
-    Random generators, sampler and workers of the dataloader are left untouched.
+    Random generators, and the dataloader's sampler and workers, are not used.
 
     Raises:
-        ConfigError: there is nothing to take a sample from.
+        ConfigError: there is no source of a sample.
     """
     if sample is not None:
-        return Samples((plain(sample),))
+        return Samples((to_plain_containers(sample),))
     dataset = None if dataloader is None else dataloader.dataset
     if dataloader is not None and dataset is not None and not isinstance(dataset, IterableDataset):
         count = min(_NUM_SAMPLES, len(dataset))  # type: ignore[arg-type]  # Dataset declares no length
         if count:
             with _untouched_generators(device):
-                return Samples((plain(dataloader.collate_fn([dataset[index] for index in range(count)])),))
+                return Samples(
+                    (to_plain_containers(dataloader.collate_fn([dataset[index] for index in range(count)])),)
+                )
     made = _made(model)
     if not made:
         raise ConfigError(f"cutting {type(model).__name__} into stages needs a sample of its inputs. {_ADVICE}")
@@ -80,12 +91,12 @@ def find_samples(model: nn.Module, dataloader: DataLoader[Any] | None, sample: A
 
 
 def _made(model: nn.Module) -> tuple[Any, ...]:
-    """What a Hugging Face model says of itself, and what its configuration tells."""
+    """A Hugging Face model's dummy inputs, and samples made from its configuration."""
     if not hasattr(getattr(model, "config", None), "sub_configs"):
         return ()
     dummy = getattr(model, "dummy_inputs", None)
     own = [dummy] if isinstance(dummy, dict) and getattr(model, "main_input_name", None) in dummy else []
-    # A model of inputs that nobody knows has its own, or none.
+    # A model with unknown inputs has dummy inputs, or no sample.
     with suppress(ConfigError):
         own += make_samples(model, _NUM_SAMPLES, None, torch.float32)
     return tuple(own)

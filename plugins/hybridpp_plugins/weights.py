@@ -1,112 +1,165 @@
-"""A boosted model's weights, to disk and back."""
+"""Save and load a boosted model's weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from hybridpp.checkpoint import Contents, gather_objects, gather_tensors, open_folder, write_folder
-from hybridpp.errors import CheckpointError, HybridppError, PeerError
+from hybridpp.checkpoint import CheckpointContents, SaveTarget, gather_tensors, open_folder
+from hybridpp.cluster import gather_objects
+from hybridpp.errors import CheckpointError, PeerError
+from hybridpp_plugins.apply_tp import gather_tp_tensors, placements
 from hybridpp_plugins.engine import Engine
-from hybridpp_plugins.sharding import placements, whole_tensors
 
 
-def save_weights(engine: Engine, path: Path, max_shard_size: str) -> None:
-    """Gather the weights of one replica on rank 0 and write them. Collective: all ranks."""
-    engine.before.unfilled.check()
-    control = engine.layout.control
-    sources = engine.layout.pipelines[0]
-    tensors: dict[str, Tensor] = {}
-    if control.rank in sources:
-        mine = (
-            (name, tensor.to(engine.before.dtypes.get(name, tensor.dtype))) for name, tensor in _full_precision(engine)
-        )
-        tensors = whole_tensors(mine, placements(engine.model), engine.layout.tp)
-    whole = gather_tensors(control, sources, tensors)
+def save_weights(engine: Engine, path: Path, max_shard_size: str, copy: nn.Module | None = None) -> None:
+    """Gather the weights of one replica, or of a copy of it, on rank 0 and write them. Collective: all ranks."""
+    engine.original.uninitialized.check(engine.layout.control)
+    target = _target(engine, path)
     failure: Exception | None = None
-    if control.rank == 0:
-        state = whole | {alias: whole[name] for alias, name in engine.before.aliases.items() if name in whole}
+    try:
+        state = _gather(engine, copy)
+    except BaseException:
+        if target is not None:
+            target.discard()
+        raise
+    if target is not None:
         try:
-            write_folder(engine.model, state, path, engine.before.model_dtype, max_shard_size)
+            target.write(state, engine.original.model_dtype, max_shard_size)
         except Exception as error:
             failure = error
     _agree(engine, failure, "writing the model")
 
 
-def _full_precision(engine: Engine) -> list[tuple[str, Tensor]]:
-    masters = engine.masters.masters
-    state = engine.model.state_dict()
+def _target(engine: Engine, path: Path) -> SaveTarget | None:
+    """The target on rank 0, checked before anything is gathered. Collective: all ranks."""
+    target: SaveTarget | None = None
+    failure: Exception | None = None
+    if engine.layout.control.rank == 0:
+        try:
+            target = SaveTarget(path, engine.model)
+        except Exception as error:
+            failure = error
+    _agree(engine, failure, "writing the model")
+    return target
+
+
+def _gather(engine: Engine, copy: nn.Module | None) -> dict[str, Tensor]:
+    """The complete model's state on rank 0, in ``state_dict`` order; empty elsewhere. Collective: all ranks."""
+    control = engine.layout.control
+    sources = engine.layout.pipelines[0]
+    tensors: dict[str, Tensor] = {}
+    if control.rank in sources:
+        mine = (
+            (name, tensor.to(engine.original.dtypes.get(name, tensor.dtype)))
+            for name, tensor in _full_precision(engine, copy)
+        )
+        tensors = gather_tp_tensors(mine, placements(engine.model), engine.layout.tp)
+    whole = gather_tensors(control, sources, tensors)
+    whole |= {alias: whole[name] for alias, name in engine.original.aliases.items() if name in whole}
+    return {name: whole[name] for name in (*engine.original.dtypes, *whole) if name in whole}
+
+
+def _full_precision(engine: Engine, copy: nn.Module | None) -> list[tuple[str, Tensor]]:
+    """This rank's weights: the masters where they exist; a copy of the model has none."""
+    masters: Mapping[str, Tensor] = {}
+    if copy is None:
+        engine.masters.copy_from_model()
+        masters = engine.masters.masters
     return [
         (name, masters[name].detach() if name in masters else tensor)
-        for name, tensor in state.items()
-        if name not in engine.before.aliases and isinstance(tensor, Tensor)
+        for name, tensor in (copy or engine.model).state_dict().items()
+        if name not in engine.original.aliases and isinstance(tensor, Tensor)
     ]
 
 
 def load_weights(engine: Engine, path: Path, strict: bool) -> None:
-    """Read what this rank owns. Collective: all ranks."""
+    """Read what this rank owns. No weight changes unless the folder fits on all ranks. Collective: all ranks."""
     failure: Exception | None = None
-    found: set[str] = set()
+    places: dict[str, str] = {}
     try:
         contents = open_folder(engine.model, path, strict)
         places = _places(engine, contents)
         targets = _check(engine, contents, places, path, strict)
-        _copy(engine, contents, places, targets)
-        found = set(places)
     except Exception as error:
         failure = error
     _agree(engine, failure, "reading the weights")
-    engine.before.unfilled.fill(found)
+    uninitialized = engine.original.uninitialized
+    lacking = uninitialized.lacking()
+    try:
+        _copy(engine, contents, places, targets)
+    except (OSError, SafetensorError) as error:
+        failure = CheckpointError(f"{path} cannot be read: {error}. Copy it again, or save the model again.")
+        failure.__cause__ = error
+    except Exception as error:
+        failure = error
+    try:
+        _agree(engine, failure, "reading the weights")
+    except Exception:
+        uninitialized.mark(lacking)
+        raise
+    uninitialized.fill(places)
 
 
-def _places(engine: Engine, contents: Contents) -> dict[str, str]:
-    """The names in the folder of the whole model's weights. A tied one may be there under any of its names."""
-    names = {name: name for name in (*engine.staged.owners, *engine.before.buffer_names) if name in contents.shapes}
-    for alias, name in engine.before.aliases.items():
+def _places(engine: Engine, contents: CheckpointContents) -> dict[str, str]:
+    """The stored name of each weight of the complete model. A tied weight may be stored under any of its names."""
+    names = {name: name for name in (*engine.staged.owners, *engine.original.buffer_names) if name in contents.shapes}
+    for alias, name in engine.original.aliases.items():
         if alias in contents.shapes:
             names.setdefault(name, alias)
     return names
 
 
 def _check(
-    engine: Engine, contents: Contents, places: Mapping[str, str], path: Path, strict: bool
+    engine: Engine, contents: CheckpointContents, places: Mapping[str, str], path: Path, strict: bool
 ) -> dict[str, Tensor]:
-    """This rank's tensors that the folder has, if it fits."""
+    """This rank's tensors that the folder holds.
+
+    Raises:
+        CheckpointError: the folder does not fit the model.
+    """
     kind = type(engine.model).__name__
     targets = {
         name: tensor
         for name, tensor in engine.model.state_dict().items()
-        if name not in engine.before.aliases and isinstance(tensor, Tensor)
+        if name not in engine.original.aliases and isinstance(tensor, Tensor)
     }
-    known = {*engine.staged.owners, *engine.before.aliases, *engine.before.buffer_names}
+    known = {*engine.staged.owners, *engine.original.aliases, *engine.original.buffer_names}
     missing = sorted(name for name in targets if name not in places)
     unexpected = sorted(name for name in contents.shapes if name not in known)
     if strict and (missing or unexpected):
+        hub = ""
+        if path.is_file() and isinstance(engine.model, PreTrainedModel):
+            hub = " Hub names are converted only when a folder is loaded: pass the folder."
         raise CheckpointError(
             f"{path} does not fit {kind}: missing {missing}, unexpected {unexpected}. "
-            "Use strict=False to load what fits."
+            f"Use strict=False to load what fits.{hub}"
         )
     targets = {name: tensor for name, tensor in targets.items() if name in places}
-    lies = placements(engine.model)
+    sharded = placements(engine.model)
     for name, tensor in targets.items():
         there = contents.shapes[places[name]]
-        here = lies[name].full_shape if name in lies else tuple(tensor.shape)
+        here = sharded[name].full_shape if name in sharded else tuple(tensor.shape)
         if there != here:
             raise CheckpointError(
-                f"{path} does not fit {kind}: {name} has shape {there} there, {here} here. "
+                f"{path} does not fit {kind}: {name} has shape {there} in the folder and {here} in the model. "
                 "Load it with from_pretrained(ignore_mismatched_sizes=True) first."
             )
     return targets
 
 
 @torch.no_grad()
-def _copy(engine: Engine, contents: Contents, places: Mapping[str, str], targets: Mapping[str, Tensor]) -> None:
+def _copy(
+    engine: Engine, contents: CheckpointContents, places: Mapping[str, str], targets: Mapping[str, Tensor]
+) -> None:
     wanted = {places[name]: name for name in targets}
-    lies = placements(engine.model)
+    sharded = placements(engine.model)
     for there, stored in contents.read(list(wanted)):
         name = wanted[there]
-        value = lies[name].take(stored, engine.layout.tp.rank) if name in lies else stored.whole()
+        value = sharded[name].take(stored, engine.layout.tp.rank) if name in sharded else stored.full()
         if name in engine.masters.masters:
             engine.masters.set(name, value)
         else:
@@ -114,10 +167,13 @@ def _copy(engine: Engine, contents: Contents, places: Mapping[str, str], targets
 
 
 def _agree(engine: Engine, failure: Exception | None, what: str) -> None:
-    """All ranks fail where one did, so that none is left waiting."""
-    failed = [rank for rank, bad in enumerate(gather_objects(engine.layout.control, failure is not None)) if bad]
+    """Fail on all ranks if one rank failed, so that none waits, and report the reason. Collective: all ranks."""
+    told = None if failure is None else [isinstance(failure, CheckpointError), str(failure)]
+    failed = [(rank, said) for rank, said in enumerate(gather_objects(engine.layout.control, told)) if said is not None]
     if failure is not None:
         raise failure
     if failed:
-        error: HybridppError = PeerError(f"{what} failed on rank {failed[0]}. See the error printed there.")
-        raise error
+        rank, (is_known, text) = failed[0]
+        if is_known:
+            raise CheckpointError(f"{what} failed on rank {rank}: {text}")
+        raise PeerError(f"{what} failed on rank {rank}: {text}. See the error printed there.")

@@ -22,7 +22,7 @@ def test_help_lists_the_commands_and_loads_no_torch():
     )
     assert "show how a model would be cut into pipeline stages" in done.stdout
     assert "print, draw, check and compare pipeline schedules" in done.stdout
-    assert "tell how long a step would take, from what its stages cost" in " ".join(done.stdout.split())
+    assert "simulate the time of a step from the costs of its stages" in " ".join(done.stdout.split())
 
 
 @pytest.mark.parametrize("arguments", [["schedule", "--compare"], ["simulate", "1f1b"]])
@@ -47,11 +47,11 @@ def test_schedules_need_neither_torch_nor_what_is_optional(arguments):
         (["partition", "--model", "x"], "hybridpp partition: error: the following arguments are required: --pp-size"),
         (
             ["partition", "--model", "x", "--pp-size", "0"],
-            "hybridpp partition: error: argument --pp-size: '0' is not a whole number, at least 1",
+            "hybridpp partition: error: argument --pp-size: '0' is not an integer of at least 1",
         ),
         (
             ["partition", "--model", "x", "--pp-size", "2", "--layers-per-stage", "1,b"],
-            "hybridpp partition: error: argument --layers-per-stage: 'b' is not a whole number, at least 1",
+            "hybridpp partition: error: argument --layers-per-stage: 'b' is not an integer of at least 1",
         ),
         (
             ["partition", "--model", "x", "--pp-size", "2", "--split-points", "a.b"],

@@ -17,11 +17,11 @@ from transformers import (
     WhisperConfig,
 )
 
-from hybridpp.cli.division import render_division
 from hybridpp.cli.meta_model import build
+from hybridpp.cli.sharding_report import render_sharding
 from hybridpp.cluster import Loopback
 from hybridpp.partition import make_samples
-from hybridpp.plugin import BlockOnShards, LayerDivision
+from hybridpp.plugin import SequenceParallelBlock, TensorParallelPreview
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
 VIT = ViTConfig(**TINY, image_size=8, patch_size=4, num_labels=5, architectures=["ViTForImageClassification"])
@@ -69,13 +69,36 @@ def test_the_table(table):
     assert text == (
         "ViTForImageClassification, balanced by flops\n"
         "\n"
-        "stage | modules                                   | parameters | GFLOPs | KiB sent\n"
-        "------+-------------------------------------------+------------+--------+---------\n"
-        "    0 | vit.embeddings, vit.layers.0-1            |      5,328 |   0.00 |      0.3\n"
-        "    1 | vit.layers.2-3, vit.layernorm, classifier |      4,565 |   0.00 |        -\n"
-        "------+-------------------------------------------+------------+--------+---------\n"
-        "total |                                           |      9,893 |   0.00 |      0.3\n"
+        "stage | modules                                   | parameters | GFLOPs | KiB sent "
+        "| % parameters | % FLOPs | MiB to train\n"
+        "------+-------------------------------------------+------------+--------+----------"
+        "+--------------+---------+-------------\n"
+        "    0 | vit.embeddings, vit.layers.0-1            |      5,328 |   0.00 |      0.3 "
+        "|         53.9 |    53.2 |          0.1\n"
+        "    1 | vit.layers.2-3, vit.layernorm, classifier |      4,565 |   0.00 |        - "
+        "|         46.1 |    46.8 |          0.1\n"
+        "------+-------------------------------------------+------------+--------+----------"
+        "+--------------+---------+-------------\n"
+        "total |                                           |      9,893 |   0.00 |      0.3 "
+        "|              |         |          0.2\n"
     )
+
+
+def test_a_limit_moves_the_cut_and_what_training_takes_is_told(table):
+    # Blocks of one kind in depth, so that stages differ by what is at the ends.
+    config = LlamaConfig(**{**TINY, "num_hidden_layers": 6}, num_key_value_heads=2, vocab_size=9000)
+    config.architectures = ["LlamaForCausalLM"]
+    config.tie_word_embeddings = False
+    arguments = ["--pp-size", "2", "--precision", "bf16"]
+    _, free = table(config, *arguments)
+    # 2 bytes of weight, 4 each of gradient, master and two moments; norms' weights are fp32.
+    assert [number(free[str(stage)][6]) for stage in (0, 1)] == [
+        pytest.approx(18 * number(free[str(stage)][1]) / 2**20, abs=0.1) for stage in (0, 1)
+    ]
+    most = max(number(free[str(stage)][6]) for stage in (0, 1))
+    _, limited = table(config, *arguments, "--memory-limit", f"{most - 0.03}MiB")
+    assert max(number(limited[str(stage)][6]) for stage in (0, 1)) <= most
+    assert limited["0"][0] != free["0"][0]
 
 
 def test_how_layers_are_divided(table):
@@ -83,57 +106,68 @@ def test_how_layers_are_divided(table):
     assert text.partition("\n\neach")[2] == (
         " stage's layers over 2 ranks\n"
         "\n"
-        "layer                                      |  style | parameters | per rank\n"
-        "-------------------------------------------+--------+------------+---------\n"
-        "vit.embeddings                             |  whole |         96 |       96\n"
-        "vit.embeddings.patch_embeddings.projection |  whole |        784 |      784\n"
-        "vit.layers.*.attention.q_proj x4           | column |      1,088 |      544\n"
-        "vit.layers.*.attention.k_proj x4           | column |      1,088 |      544\n"
-        "vit.layers.*.attention.v_proj x4           | column |      1,088 |      544\n"
-        "vit.layers.*.attention.o_proj x4           |    row |      1,088 |      576\n"
-        "vit.layers.*.layernorm_before x4           |  whole |        128 |      128\n"
-        "vit.layers.*.layernorm_after x4            |  whole |        128 |      128\n"
-        "vit.layers.*.mlp.fc1 x4                    | column |      2,176 |    1,088\n"
-        "vit.layers.*.mlp.fc2 x4                    |    row |      2,112 |    1,088\n"
-        "vit.layernorm                              |  whole |         32 |       32\n"
-        "classifier                                 |  whole |         85 |       85\n"
+        "layer                                      |      style | parameters | per rank\n"
+        "-------------------------------------------+------------+------------+---------\n"
+        "vit.embeddings                             | replicated |         96 |       96\n"
+        "vit.embeddings.patch_embeddings.projection | replicated |        784 |      784\n"
+        "vit.layers.*.attention.q_proj x4           |     column |      1,088 |      544\n"
+        "vit.layers.*.attention.k_proj x4           |     column |      1,088 |      544\n"
+        "vit.layers.*.attention.v_proj x4           |     column |      1,088 |      544\n"
+        "vit.layers.*.attention.o_proj x4           |        row |      1,088 |      576\n"
+        "vit.layers.*.layernorm_before x4           | replicated |        128 |      128\n"
+        "vit.layers.*.layernorm_after x4            | replicated |        128 |      128\n"
+        "vit.layers.*.mlp.fc1 x4                    |     column |      2,176 |    1,088\n"
+        "vit.layers.*.mlp.fc2 x4                    |        row |      2,112 |    1,088\n"
+        "vit.layernorm                              | replicated |         32 |       32\n"
+        "classifier                                 | replicated |         85 |       85\n"
         "\n"
-        "whole on every rank:\n"
+        "replicated on every rank:\n"
         "  vit.embeddings, vit.embeddings.patch_embeddings.projection, vit.layernorm, classifier: "
         "outside of the blocks.\n"
-        "  vit.layers.*.layernorm_before, vit.layers.*.layernorm_after: used on whole activations.\n"
+        "  vit.layers.*.layernorm_before, vit.layers.*.layernorm_after: used on replicated activations.\n"
     )
 
 
 def test_heads_that_the_ranks_do_not_divide_stay_whole_beside_what_they_do(table):
     text, _ = table(VIT, "--pp-size", "2", "--tp-size", "4")
-    assert "vit.layers.*.mlp.fc1 x4                    | column |      2,176 |      544\n" in text
-    assert "vit.layers.*.attention.q_proj x4           |  whole |      1,088 |    1,088\n" in text
+    assert "vit.layers.*.mlp.fc1 x4                    |     column |      2,176 |      544\n" in text
+    assert "vit.layers.*.attention.q_proj x4           | replicated |      1,088 |    1,088\n" in text
     assert "attention.num_attention_heads=2 is not divisible by tp_size=4 (sizes that work: 1 or 2)\n" in text
 
 
 def test_how_sequences_are_divided(table):
     text, _ = table(VIT, "--pp-size", "2", "--tp-size", "2", "--enable-sequence-parallelism")
     assert text.endswith(
-        "used on whole activations.\n"
+        "used on replicated activations.\n"
         "\n"
-        "sequences over 2 ranks, in shards from block to block and from stage to stage:\n"
-        "  vit.layers.* x4: joined before attention, mlp.fc1; summed and scattered behind attention.o_proj, mlp.fc2.\n"
+        "sequences sharded over 2 ranks, from block to block and from stage to stage:\n"
+        "  vit.layers.* x4: gathered before attention, mlp.fc1; reduce-scattered after attention.o_proj, "
+        "mlp.fc2.\n"
         "\n"
-        "whole sequences on every rank:\n"
+        "unsharded sequences on every rank:\n"
         "  the rest: outside of the blocks.\n"
+    )
+
+
+def test_what_the_models_own_plan_says_otherwise_is_listed():
+    model = ViTForImageClassification(VIT)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    told = tuple(f"vit.layers.{n}.mlp.fc1: rowwise in the model's own plan, column here" for n in range(2))
+    assert render_sharding(model, TensorParallelPreview({}, {}, shapes, differences=told), 2).endswith(
+        "\n\nthe model's own plan (_tp_plan) differs:\n"
+        "  vit.layers.*.mlp.fc1: rowwise in the model's own plan, column here"
     )
 
 
 def test_what_keeps_whole_sequences_is_named():
     model = ViTForImageClassification(VIT)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    block = BlockOnShards(("attention",), ("attention.o_proj",), ("mlp",))
-    division = LayerDivision({}, {}, shapes, {"vit.layers.0": block}, {"vit.layers.1": "it mixes places"})
-    assert render_division(model, division, 2).endswith(
-        "  vit.layers.*: joined before attention; summed and scattered behind attention.o_proj; whole in mlp.\n"
+    block = SequenceParallelBlock(("attention",), ("attention.o_proj",), ("mlp",))
+    division = TensorParallelPreview({}, {}, shapes, {"vit.layers.0": block}, {"vit.layers.1": "it mixes places"})
+    assert render_sharding(model, division, 2).endswith(
+        "  vit.layers.*: gathered before attention; reduce-scattered after attention.o_proj; unsharded in mlp.\n"
         "\n"
-        "whole sequences on every rank:\n"
+        "unsharded sequences on every rank:\n"
         "  vit.layers.*: it mixes places.\n"
         "  the rest: outside of the blocks."
     )
@@ -169,7 +203,7 @@ def test_what_is_tied_is_held_by_both_stages_and_counted_once(table):
     embedding = 50 * 16
     assert number(cells["0"][1]) + number(cells["1"][1]) == number(cells["total"][1]) + embedding
     assert text.endswith(
-        "\nheld by several stages, which add up their gradients:\n  model.embed_tokens.weight (800): stages 0, 1\n"
+        "\nheld by several stages, which sum their gradients:\n  model.embed_tokens.weight (800): stages 0, 1\n"
     )
 
 
@@ -196,7 +230,7 @@ def test_the_cut_is_where_the_flags_say(table, arguments, first):
     text, cells = table(VIT, "--pp-size", "2", *arguments)
     assert cells["0"][0] == first
     assert text.startswith(
-        f"ViTForImageClassification, {'balanced by parameters' if '--balance' in arguments else 'cut as told'}\n"
+        f"ViTForImageClassification, {'balanced by parameters' if '--balance' in arguments else 'cut as requested'}\n"
     )
 
 
@@ -266,8 +300,8 @@ def test_a_huge_model_takes_seconds_and_no_memory(tmp_path):
         (
             None,
             [],
-            "hybridpp: no model 'TMP/model': there is no such folder, and the Hugging Face hub does not give one of "
-            "that name. Check the name, or the connection.",
+            "hybridpp: no model 'TMP/model': neither a folder nor a model on the Hugging Face hub has that name. "
+            "Check the name and the connection.",
         ),
         (
             VIT,
@@ -290,28 +324,43 @@ def test_a_huge_model_takes_seconds_and_no_memory(tmp_path):
         (
             VIT,
             ["--tp-size", "3"],
-            "hybridpp: tensor parallelism divides pairs of linear layers: none of ViTForImageClassification can be "
-            "divided over 3 ranks (vit.layers.*.attention.q_proj, vit.layers.*.attention.k_proj, "
+            "hybridpp: tensor parallelism shards pairs of linear layers: none of ViTForImageClassification can be "
+            "sharded over 3 ranks (vit.layers.*.attention.q_proj, vit.layers.*.attention.k_proj, "
             "vit.layers.*.attention.v_proj, vit.layers.*.attention.o_proj: attention.num_attention_heads=2 is not "
             "divisible by tp_size=3 (sizes that work: 1 or 2); vit.layers.*.mlp.fc1, vit.layers.*.mlp.fc2: its "
-            "width=32 is not divisible by tp_size=3 (sizes that work: 1, 2, 4, 8, 16 or 32)). Leave out --tp-size, or "
-            "take another size.",
+            "width=32 is not divisible by tp_size=3 (sizes that work: 1, 2, 4, 8, 16 or 32)). Remove --tp-size, or "
+            "pass another size.",
         ),
         (
             VIT,
             ["--enable-sequence-parallelism"],
-            "hybridpp: sequence parallelism divides sequences over the ranks that share layers: got tp_size=1. Use "
+            "hybridpp: sequence parallelism shards sequences over the tensor-parallel ranks: got tp_size=1. "
+            "Use "
             "tp_size=2 or more, or leave enable_sequence_parallelism out.",
         ),
         (
             VIT,
             ["--split-points", "vit.layers.1:behind"],
-            "hybridpp: split_points says 'before' or 'after' a module: got 'behind' for 'vit.layers.1'.",
+            "hybridpp: a side in split_points must be 'before' or 'after': got 'behind' for 'vit.layers.1'.",
         ),
         (
             VIT,
             ["--split-points", "vit.layers.1:after", "--layers-per-stage", "2,2"],
             "hybridpp: give layers_per_stage or split_points, not both: got [2, 2] and {'vit.layers.1': 'after'}.",
+        ),
+        (
+            VIT,
+            ["--memory-limit", "1KiB"],
+            "hybridpp: no cut within the memory limit was found: got memory_limit=1.00 KiB, and in the one that "
+            "needs least, stage 0 (rank 0 of the pipeline) needs 93.91 KiB for parameters, gradients and optimizer "
+            "state. Use memory_limit='93.91KiB' or more, or raise pp_size or tp_size.",
+        ),
+        (
+            VIT,
+            ["--memory-limit", "much"],
+            "hybridpp: memory_limit must be a number of bytes above 0, or text with a unit (B, KB, KiB, MB, MiB, GB, "
+            "GiB, "
+            "TB, TiB): got memory_limit='much'. Write, for example, memory_limit='16GiB'.",
         ),
         (
             ViTConfig(architectures=["ViTForTea"]),
@@ -328,7 +377,7 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_2(refusal, config, argume
 
 def test_other_refusals_say_what_would_do(refusal, tmp_path):
     assert re.match(
-        r"hybridpp: --task is one of AudioClassification, .*CausalLM, .*: got 'Tea'\.",
+        r"hybridpp: --task must be one of AudioClassification, .*CausalLM, .*: got 'Tea'\.",
         refusal(VIT, "--pp-size", "2", "--task", "Tea"),
     )
     assert refusal(VIT, "--pp-size", "2", "--task", "CausalLM").startswith(
@@ -338,7 +387,7 @@ def test_other_refusals_say_what_would_do(refusal, tmp_path):
     assert refusal(broken, "--pp-size", "2") == "hybridpp: no model can be built from this ViTConfig: 'tea'"
     (tmp_path / "model/config.json").unlink()
     assert refusal(None, "--pp-size", "2") == (
-        "hybridpp: TMP/model has no config.json. Give the folder that save_pretrained wrote."
+        "hybridpp: TMP/model has no config.json. Pass a folder that save_pretrained wrote."
     )
     (tmp_path / "model/config.json").write_text('{"model_type": "tea"}')
     assert refusal(None, "--pp-size", "2").startswith(
@@ -349,14 +398,14 @@ def test_other_refusals_say_what_would_do(refusal, tmp_path):
 def test_a_model_of_which_nothing_can_be_divided_is_refused(refusal):
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], architectures=["ResNetModel"])
     assert refusal(config, "--pp-size", "2", "--tp-size", "2").startswith(
-        "hybridpp: tensor parallelism divides pairs of linear layers: none of ResNetModel can be divided over 2 ranks "
-        "(its blocks have none). Leave out --tp-size"
+        "hybridpp: tensor parallelism shards pairs of linear layers: none of ResNetModel can be sharded over 2 ranks "
+        "(its blocks have none). Remove --tp-size"
     )
 
 
 def test_a_sample_that_does_not_fit_is_named(refusal):
     config = BertConfig(**TINY, vocab_size=50, max_position_embeddings=24)
     assert refusal(config, "--pp-size", "2", "--sequence-length", "25").startswith(
-        "hybridpp: BertModel does not run on the inputs that were made from its configuration, "
+        "hybridpp: BertModel does not run on the inputs generated from its configuration, "
         "input_ids [1, 25], attention_mask [1, 25]: "
     )

@@ -81,8 +81,8 @@ def test_a_comparison_takes_chunks_where_schedules_choose(printed):
 @pytest.mark.parametrize(
     ("plan", "line"),
     [
-        ("0F0,0B0\n1B0,1F0\n", r"hybridpp: 1B0 \(rank 1, place 0\) .*"),
-        ("0F0,0F0,0B0\n", r"hybridpp: 0F0 \(rank 0, place 1\) .*"),
+        ("0F0,0B0\n1B0,1F0\n", r"hybridpp: 1B0 \(rank 1, position 0\) .*"),
+        ("0F0,0F0,0B0\n", r"hybridpp: 0F0 \(rank 0, position 1\) .*"),
         ("0F0,0tea\n", r"hybridpp: .*'?0tea'?.*"),
     ],
 )
@@ -93,8 +93,8 @@ def test_a_plan_that_does_not_run_is_refused_by_its_first_bad_cell(refused, tmp_
 
 
 USAGE = (
-    "hybridpp: one thing is shown. Write hybridpp schedule NAME or hybridpp schedule FILE, which --draw and --save go "
-    "with, hybridpp schedule check FILE, or hybridpp schedule --compare."
+    "hybridpp: these arguments do not go together. Use hybridpp schedule NAME or hybridpp schedule FILE, with or "
+    "without --draw and --save, hybridpp schedule check FILE, or hybridpp schedule --compare."
 )
 
 
@@ -108,17 +108,17 @@ USAGE = (
         (["--compare", *SIZES, "--draw", "x.svg"], USAGE),
         (["check", "plan.csv", "--save", "x.csv"], USAGE),
         (["check", "plan.csv", "--compare"], USAGE),
-        (["1f1b", "--stages", "2"], "hybridpp: a schedule has sizes. Give --stages and --microbatches."),
-        (["--compare"], "hybridpp: a schedule has sizes. Give --stages and --microbatches."),
+        (["1f1b", "--stages", "2"], "hybridpp: a named schedule needs sizes. Pass --stages and --microbatches."),
+        (["--compare"], "hybridpp: a named schedule needs sizes. Pass --stages and --microbatches."),
         (["plan.csv"], "hybridpp: plan.csv cannot be read: no such file or directory."),
         (["check", "1f1b"], "hybridpp: a schedule's file is .csv or .json: got '1f1b'. Rename it."),
         (
             ["plan.csv", "--stages", "2"],
-            "hybridpp: plan.csv says its sizes itself. Leave out --stages, --microbatches and --chunks.",
+            "hybridpp: plan.csv determines the sizes. Remove --stages, --microbatches and --chunks.",
         ),
         (
             ["check", "plan.csv", "--chunks", "2"],
-            "hybridpp: plan.csv says its sizes itself. Leave out --stages, --microbatches and --chunks.",
+            "hybridpp: plan.csv determines the sizes. Remove --stages, --microbatches and --chunks.",
         ),
         (
             ["1f1b", *SIZES, "--draw", "picture.gif"],

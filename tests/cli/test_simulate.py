@@ -55,11 +55,11 @@ def test_a_measured_run_of_the_same_schedule_says_how_steps_scatter(printed, tmp
     run = simulate(one_f_one_b(4, 8), Costs(num_stages=4, forward_ms=3.0, backward_ms=8.0))
     (tmp_path / "run.json").write_text(run.timeline.to_json())
     text = printed("1f1b", *SIZES, "--measured", "run.json")
-    assert text.endswith("with times that scatter as measured: 121.0 ms; 95 % of steps take at most 121.0\n")
+    assert text.endswith("with times that vary as measured: 121.0 ms; 95 % of steps take at most 121.0\n")
     assert "scatter" not in printed("zb-h1", *SIZES, "--measured", "run.json")
 
 
-def test_a_measured_run_gives_the_costs_of_another_schedule_and_is_drawn_above_it(printed, tmp_path):
+def test_a_measured_run_gives_the_costs_of_a_schedule_and_is_drawn_above(printed, tmp_path):
     costs = Costs(num_stages=4, forward_ms=3.0, backward_ms=8.0)
     (tmp_path / "run.json").write_text(simulate(one_f_one_b(4, 8), costs).timeline.to_json())
     text = printed("zb-h1", *SIZES, "--measured", "run.json", "--draw", "both.svg")
@@ -85,21 +85,21 @@ def test_a_plan_of_a_file_is_simulated(printed, tmp_path):
     [
         (
             ["1f1b", *SIZES, "--forward-ms", "1,2"],
-            "hybridpp: forward_ms has 2 numbers for 4 stages. Give 4, or one number (no list) for all.",
+            "hybridpp: forward_ms has 2 numbers for 4 stages. Give 4, or one number (not a list) for all.",
         ),
         (
             ["1f1b", *SIZES, "--send-ms=-1"],
-            "hybridpp: send_ms is a number from 0 on, or one for each: got -1.0.",
+            "hybridpp: send_ms must be a number of at least 0, or one per stage: got -1.0.",
         ),
         (
             ["1f1b", *SIZES, "--forward-ms", "1", "--costs", "costs.json"],
-            "hybridpp: costs come from one place: got --costs and the times. Leave one out.",
+            "hybridpp: costs need one source: got --costs and the times. Remove one.",
         ),
         (
             ["1f1b", *SIZES, "--costs", "costs.json"],
             "hybridpp: costs.json cannot be read: no such file or directory.",
         ),
-        (["zb-v"], "hybridpp: a schedule has sizes. Give --stages and --microbatches."),
+        (["zb-v"], "hybridpp: a named schedule needs sizes. Pass --stages and --microbatches."),
         (
             ["1f1b", *SIZES, "--trace", "none/trace.json"],
             "hybridpp: none/trace.json cannot be written: no such file or directory.",
@@ -121,6 +121,5 @@ def test_what_is_no_number_is_refused_by_its_flag(capsys):
         main(["simulate", "1f1b", *SIZES, "--forward-ms", "1,tea"])
     assert raised.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "hybridpp simulate: error: argument --forward-ms: "
-        "'1,tea' is not a number, or one for each stage as in 1,1,1,1.5"
+        "hybridpp simulate: error: argument --forward-ms: '1,tea' is not a number, or one per stage as in 1,1,1,1.5"
     )

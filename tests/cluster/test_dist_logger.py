@@ -1,4 +1,6 @@
+import io
 import logging
+import re
 
 import pytest
 
@@ -38,6 +40,54 @@ def test_the_ranks_asked_for_speak_and_say_who_they_are(caplog, ranks, expected)
     assert caplog.messages == expected
 
 
+def unconfigure(monkeypatch):
+    """As in a script that never heard of logging: pytest gives each test handlers of its own."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.root, "level", logging.WARNING)
+
+
+def test_without_configuration_info_goes_to_standard_error(monkeypatch, capsys):
+    unconfigure(monkeypatch)
+    logger = get_dist_logger("hybridpp_script")
+    logger.debug("hidden")
+    logger.info("loss %.2f", 0.5)
+    logger.warning("late", ranks=[1])
+    assert not logger.isEnabledFor(logging.DEBUG)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"\d\d:\d\d:\d\d INFO hybridpp_script: \[rank 0\] loss 0\.50\n", err)
+    # Nothing was configured behind the script's back.
+    assert not logging.root.handlers
+    assert logging.getLogger("hybridpp_script").level == logging.NOTSET
+    assert not logging.getLogger("hybridpp_script").handlers
+
+
+def test_a_level_of_the_scripts_own_counts_without_handlers(monkeypatch, capsys):
+    unconfigure(monkeypatch)
+    logger = get_dist_logger("hybridpp_script.part")
+    monkeypatch.setattr(logging.getLogger("hybridpp_script"), "level", logging.ERROR)
+    logger.warning("hidden")
+    logger.error("shown")
+    assert capsys.readouterr().err.count("\n") == 1
+    monkeypatch.setattr(logging.getLogger("hybridpp_script"), "level", logging.NOTSET)
+    monkeypatch.setattr(logging.root, "level", logging.DEBUG)
+    logger.debug("shown")
+    assert "DEBUG hybridpp_script.part: [rank 0] shown" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_the_scripts_own_configuration_is_the_only_one(monkeypatch, capsys, early):
+    unconfigure(monkeypatch)
+    logger = get_dist_logger("hybridpp_script") if early else None
+    stream = io.StringIO()
+    logging.basicConfig(stream=stream, level=logging.WARNING, format="%(message)s")
+    logger = logger or get_dist_logger("hybridpp_script")
+    logger.info("hidden")
+    logger.warning("shown")
+    assert stream.getvalue() == "[rank 0] shown\n"
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("level", ["debug", "info", "warning", "error", "critical"])
 def test_every_level_takes_ranks_and_names_the_line_that_logs(caplog, level):
     caplog.set_level(logging.DEBUG, logger="hybridpp.x")
@@ -71,3 +121,13 @@ def test_silencing_what_is_named_only(loggers):
     loggers(*names)
     disable_existing_loggers(include=["one", "hybridpp"])
     assert quiet(*names) == ["one"]
+
+
+def test_silencing_writes_no_level_that_a_logger_has_anyway(loggers):
+    loggers("above")
+    logging.getLogger("above.below").setLevel(logging.NOTSET)
+    logging.getLogger("quieter").setLevel(logging.ERROR)
+    disable_existing_loggers()
+    levels = {name: logging.getLogger(name).level for name in ("above", "above.below", "quieter")}
+    assert levels == {"above": logging.WARNING, "above.below": logging.NOTSET, "quieter": logging.ERROR}
+    assert logging.getLogger("transformers.modeling_utils").level == logging.NOTSET

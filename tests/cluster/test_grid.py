@@ -25,7 +25,7 @@ def test_ranks_and_coordinates_are_each_others_inverse(grid):
 
 @pytest.mark.parametrize("axis", ["dp", "pp", "tp"])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_the_groups_of_an_axis_share_out_the_ranks_and_differ_on_that_axis_alone(grid, axis):
+def test_groups_of_an_axis_partition_the_ranks_and_vary_only_on_that_axis(grid, axis):
     groups = grid.groups(axis)
     assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
     for group in groups:

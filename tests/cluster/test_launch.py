@@ -1,3 +1,4 @@
+import math
 import os
 import random
 import re
@@ -9,7 +10,16 @@ import torch
 import torch.distributed as dist
 from processes import run_ranks
 
-from hybridpp import DistCoordinator, launch, launch_from_torch
+from hybridpp import (
+    DistCoordinator,
+    HybridParallelPlugin,
+    launch,
+    launch_from_openmpi,
+    launch_from_slurm,
+    launch_from_torch,
+)
+from hybridpp.cluster import Loopback, current_world
+from hybridpp.cluster.torch_group import timeout_of
 from hybridpp.errors import ConfigError, LaunchError
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -40,10 +50,102 @@ def test_without_torchrun_the_message_shows_its_command(environment, missing, na
     environment(**dict.fromkeys(missing))
     text = (
         f"launch_from_torch needs the environment of torchrun: {named} not set. "
-        "Start the script with: torchrun --standalone --nproc-per-node 4 your_script.py"
+        "Start the script with: torchrun --standalone --nproc-per-node 4 your_script.py; or call "
+        "hybridpp.launch(rank, world_size, host, port) in processes of your own."
     )
     with pytest.raises(LaunchError, match=f"^{re.escape(text)}$"):
         launch_from_torch()
+
+
+@pytest.mark.parametrize(
+    ("starter", "variables"),
+    [
+        ("slurm", {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"}),
+        (
+            "openmpi",
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+        ),
+    ],
+)
+def test_under_another_starter_the_message_names_its_launch(environment, starter, variables):
+    environment(**dict.fromkeys(TORCHRUN) | variables)
+    text = f"{next(iter(variables))} is set: call hybridpp.launch_from_{starter}(host, port), with the address"
+    with pytest.raises(LaunchError, match=re.escape(text)):
+        launch_from_torch()
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (
+            launch_from_slurm,
+            "SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID are not set. Start the script with: srun",
+        ),
+        (launch_from_openmpi, "OMPI_COMM_WORLD_LOCAL_RANK are not set. Start the script with: mpirun -n 4 python"),
+    ],
+)
+def test_without_its_starter_a_launch_shows_the_command(function, text):
+    with pytest.raises(LaunchError, match=re.escape(text)):
+        function("127.0.0.1", 1)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, 1e10, "60", True, None])
+def test_a_timeout_is_a_positive_number_of_seconds(environment, value):
+    environment()
+    text = f"timeout_s is a number of seconds above 0, at most 1e+09: got {value!r}. Use 600, or 86400 for a day."
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+        launch_from_torch(timeout_s=value, backend="gloo")
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+        launch(0, 1, "127.0.0.1", 1, timeout_s=value, backend="gloo")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((2, 2, "127.0.0.1", 1), "rank is 0 to world_size - 1: got rank=2, world_size=2."),
+        ((-1, 2, "127.0.0.1", 1), "rank is 0 to world_size - 1: got rank=-1, world_size=2."),
+        ((0, 2, "127.0.0.1", 0), "port is 1 to 65535: got 0."),
+        ((0, 2, "127.0.0.1", 70000), "port is 1 to 65535: got 70000."),
+    ],
+)
+def test_places_and_ports_that_there_are_not(arguments, text):
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
+        launch(*arguments, backend="gloo")
+
+
+def test_a_variable_that_is_no_number_is_named(environment):
+    environment(RANK="one")
+    with pytest.raises(LaunchError, match=r"^RANK is a number: got 'one'\."):
+        launch_from_torch()
+
+
+STARTED = {
+    "torchrun": (TORCHRUN, "launch_from_torch()"),
+    "mpirun": (
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+        "launch_from_openmpi(host, port)",
+    ),
+    "srun": (
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+        "launch_from_slurm(host, port)",
+    ),
+}
+
+
+@pytest.mark.parametrize("starter", STARTED)
+def test_a_forgotten_launch_is_refused_by_plugin_and_coordinator(environment, starter):
+    variables, call = STARTED[starter]
+    without = dict.fromkeys(TORCHRUN)
+    environment(**without | variables)
+    text = f"{starter} started this process as one of 2, and it has not joined the others. Call hybridpp.{call} first."
+    for construct in (lambda: HybridParallelPlugin(tp_size=1, pp_size=1, num_microbatches=1), DistCoordinator):
+        with pytest.raises(LaunchError, match=f"^{re.escape(text)}$"):
+            construct()
+    # In-process ranks need no launch, nor does a job of one, nor the script of a batch job.
+    assert Loopback(2).run(lambda: DistCoordinator().rank) == [0, 1]
+    size = next(name for name in reversed(variables) if variables[name] == "2")
+    environment(**without | variables | {size: None if starter == "srun" else "1"})
+    assert DistCoordinator().rank == 0
 
 
 def test_settings_in_the_config_are_refused(environment):
@@ -112,3 +214,51 @@ def test_ranks_join_once_with_the_backend_asked_for_and_the_same_seeds():
 
 def seeded(seed):
     return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("value", ["no", "2", ""])
+def test_a_wrong_value_for_shared_memory_is_refused_before_joining(environment, value):
+    environment(HYBRIDPP_SHARED_MEMORY=value)
+    text = f"HYBRIDPP_SHARED_MEMORY is 0 or 1: got {value!r}. Use 0 for gloo between ranks of one host, or unset it."
+    for join in (lambda: launch_from_torch(backend="gloo"), lambda: launch(0, 2, "127.0.0.1", 1, backend="gloo")):
+        with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+            join()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_consecutive_jobs_can_use_one_address_with_every_launcher():
+    port = free_port()
+
+    def run():
+        rank, seen = str(dist.get_rank()), []
+        os.environ |= {"SLURM_PROCID": rank, "SLURM_NTASKS": "2", "SLURM_LOCALID": rank}
+        names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+        os.environ |= dict(zip(names, (rank, "2", rank), strict=True))
+        for start in (launch_from_slurm, launch_from_openmpi, launch_from_slurm):
+            DistCoordinator().destroy()
+            start("127.0.0.1", port, timeout_s=20)
+            total = torch.tensor([dist.get_rank() + 1.0])
+            current_world().split([[0, 1]]).all_reduce(total).wait()
+            seen.append(total.item())
+        return seen
+
+    assert run_ranks(run, 2) == [[3.0] * 3] * 2
+
+
+def test_every_group_gives_up_after_the_timeout_of_the_launch():
+    port = free_port()
+
+    def run():
+        rank = dist.get_rank()
+        DistCoordinator().destroy()
+        launch(rank, 2, "127.0.0.1", port, backend="gloo", timeout_s=7.5)
+        world = current_world()
+        world.split([[0, 1]], "pair"), world.split([[0], [1]])
+        return [timeout_of(group).total_seconds() for group in dist.distributed_c10d._world.pg_map]
+
+    assert run_ranks(run, 2) == [[7.5] * 3] * 2

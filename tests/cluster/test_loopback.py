@@ -43,7 +43,7 @@ def test_parts_are_gathered_and_sums_scattered_along_a_dimension():
     assert Loopback(2).run(run) == [[side_by_side, [[10, 12]], [[10], [14]]], [side_by_side, [[14, 16]], [[12], [16]]]]
 
 
-def test_a_group_numbers_its_members_by_rank_whatever_the_order_of_the_list():
+def test_a_group_orders_its_members_by_rank_for_any_order_of_the_list():
     def run():
         group = current_world().split([[2, 0], [1]])
         return group.ranks, group.rank, group.size, [part.item() for part in group.all_gather(torch.tensor(group.rank))]
@@ -182,7 +182,7 @@ def test_of_a_run_that_failed_nothing_is_kept_by_what_has_its_groups():
     assert tensors[0]() is None
 
 
-def test_ranks_take_turns_in_the_same_order_every_time_and_switch_only_where_one_waits():
+def test_ranks_run_in_a_fixed_order_and_switch_only_where_one_waits():
     def order():
         turns = []
 

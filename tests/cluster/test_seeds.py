@@ -5,7 +5,7 @@ import numpy
 import pytest
 import torch
 
-from hybridpp.cluster import microbatch_key, preserved_random_state, seed_place, set_seed
+from hybridpp.cluster import microbatch_key, preserved_random_state, seed_stream, set_seed
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def test_a_key_is_the_same_in_every_run_of_the_program():
 
 def test_a_place_draws_the_same_whatever_was_drawn_before():
     def drawn(key, place):
-        seed_place(key, place, CPU)
+        seed_stream(key, place, CPU)
         return torch.rand(2).tolist()
 
     with preserved_random_state(CPU):
@@ -48,7 +48,7 @@ def test_the_users_generator_is_left_as_it_was(error):
     before = torch.get_rng_state()
     try:
         with preserved_random_state(CPU):
-            seed_place(1, 1, CPU)
+            seed_stream(1, 1, CPU)
             torch.rand(100)
             if error:
                 raise error

@@ -1,9 +1,14 @@
 import time
+from itertools import product
 
+import pytest
 import torch
+import torch.distributed as dist
 from processes import run_ranks
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridpp.cluster import DistCoordinator, Loopback, current_world
+from hybridpp.errors import PartitionError
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -86,3 +91,44 @@ def test_processes_and_in_process_ranks_communicate_alike():
         "received": [[1.0, 1.0, 1.0], 11.0],
         "control": [0, 1],
     }
+
+
+def fakes_on_ranks():
+    """What each way to communicate says to a tensor without data, on every rank; then they communicate on."""
+    world = current_world()
+    pair = world.split([[0, 1]])
+    fakes = [FakeTensorMode().from_tensor(torch.ones(2, 2)), torch.ones(2, 2, device="meta")]
+    ways = [pair.all_reduce, pair.all_gather, pair.start_all_gather]
+    ways += [lambda x: pair.all_gather_along(x, 0), lambda x: pair.reduce_scatter(x, 0)]
+    ways += [lambda x: pair.send(x, 1 - pair.rank), lambda x: pair.receive(x, 1 - pair.rank)]
+    said = []
+    for fake, way in product(fakes, ways):
+        with pytest.raises(PartitionError, match="a tensor without data cannot be communicated") as raised:
+            way(fake)
+        said.append(str(raised.value))
+    mine = torch.ones(2)
+    pair.all_reduce(mine).wait()
+    return said, mine.tolist()
+
+
+@pytest.mark.parametrize("run", [lambda: Loopback(2).run(fakes_on_ranks), lambda: run_ranks(fakes_on_ranks, 2)])
+def test_tensors_without_numbers_are_refused_and_nothing_is_sent(run):
+    for said, total in run():
+        assert len(said) == 14
+        assert "got a FakeTensor of shape (2, 2)" in said[0]
+        assert total == [2.0, 2.0]
+
+
+def test_a_job_that_the_script_joined_by_itself_is_a_world(tmp_path):
+    def run():
+        rank = dist.get_rank()
+        DistCoordinator().destroy()
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+        first, second = (current_world().split([[0, 1]], name) for name in ("first", "second"))
+        total = torch.ones(1)
+        first.all_reduce(total).wait()
+        # By hand, without the coordinator.
+        dist.destroy_process_group()
+        return total.item(), current_world().size, second.ranks
+
+    assert run_ranks(run, 2) == [(2.0, 1, (0, 1))] * 2

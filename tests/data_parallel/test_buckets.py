@@ -48,10 +48,10 @@ def accumulate(buckets, model, numbers):
     buckets.begin()
     for number in numbers:
         if number == numbers[-1]:
-            buckets.last_backward()
+            buckets.begin_last_backward()
         loss(model, replica, number).backward()
-    buckets.launch()
-    buckets.finish()
+    buckets.launch_remaining()
+    buckets.finish_grad_sync()
 
 
 def assert_equal(buckets, expected):
@@ -90,7 +90,7 @@ class CountingGroup:
         return self._group.all_reduce(tensor)
 
 
-def test_full_buckets_are_sent_off_inside_the_last_backward_last_parameters_first():
+def test_full_buckets_reduce_during_the_last_backward_last_ones_first():
     def run():
         model, events = make_model(), []
         buckets = make_buckets(model, CountingGroup(current_world().control(), events), TINY_MIB)
@@ -115,7 +115,7 @@ def test_calls_add_up_and_reduced_sums_are_counted_once():
     on_replicas(run)
 
 
-def test_under_no_sync_replicas_keep_to_themselves_and_what_follows_reduces_it_all():
+def test_no_sync_skips_the_reduction_and_the_next_one_reduces_everything():
     def run():
         model = make_model()
         buckets = make_buckets(model, capacity_mib=TINY_MIB)
@@ -130,7 +130,7 @@ def test_under_no_sync_replicas_keep_to_themselves_and_what_follows_reduces_it_a
         assert_equal(buckets, plain(NUM_REPLICAS, [0, 1, 2]))
         with buckets.no_sync():
             accumulate(buckets, model, [3])
-        buckets.finish()
+        buckets.finish_grad_sync()
         assert_equal(buckets, plain(NUM_REPLICAS, [0, 1, 2, 3]))
 
     on_replicas(run)
@@ -142,9 +142,9 @@ def test_finish_reduces_what_no_sync_left_and_only_once():
         buckets = make_buckets(model)
         with buckets.no_sync():
             accumulate(buckets, model, [0])
-            buckets.finish()
-        buckets.finish()
-        buckets.finish()
+            buckets.finish_grad_sync()
+        buckets.finish_grad_sync()
+        buckets.finish_grad_sync()
         assert_equal(buckets, plain(NUM_REPLICAS, [0]))
 
     on_replicas(run)
@@ -162,7 +162,7 @@ def test_no_sync_ends_with_its_block_whatever_happens_in_it():
     on_replicas(run)
 
 
-def test_consumed_gradients_stay_readable_until_the_next_backward_starts_from_zero():
+def test_consumed_gradients_stay_readable_until_the_next_backward():
     def run():
         model = make_model()
         buckets = make_buckets(model)
@@ -245,8 +245,8 @@ def test_a_gradient_that_another_hook_takes_away_is_looked_at_each_time():
     buckets.begin()
     for number in (1, 2):
         loss(model, 0, number).backward()
-        assert model[0].weight.grad is (None if number == 1 else buckets._sums.views["0.weight"])
-    buckets.finish()
+        assert model[0].weight.grad is (None if number == 1 else buckets._accumulator.views["0.weight"])
+    buckets.finish_grad_sync()
     assert_equal(buckets, plain(1, [1, 2]) | {"0.weight": plain(1, [2])["0.weight"]})
 
 
@@ -271,7 +271,7 @@ def test_half_precision_gradients_add_up_in_fp32(dtype):
     small = 2.0**-12  # lost beside 1 in half precision
     for factor in (1.0, small, small):
         (parameter * factor).float().sum().backward()
-    buckets.finish()
+    buckets.finish_grad_sync()
     assert buckets.gradients["w"].dtype is torch.float32
     assert buckets.gradients["w"].tolist() == [1 + 2 * small] * 3
     assert parameter.grad is None
@@ -282,7 +282,7 @@ def test_float64_and_fp32_parameters_have_buckets_of_their_own():
     buckets = make_buckets(model)
     buckets.begin()
     (model["a"](torch.ones(2)) + model["b"](torch.ones(2).double()).float() + model["c"](torch.ones(2))).backward()
-    buckets.finish()
+    buckets.finish_grad_sync()
     for name, parameter in model.named_parameters():
         assert parameter.grad is buckets.gradients[name]
         assert buckets.gradients[name].dtype == parameter.dtype
@@ -294,15 +294,15 @@ def test_parameters_that_no_backward_reached_are_unused():
     model.register_parameter("idle", nn.Parameter(torch.ones(2)))
     buckets = make_buckets(model)
     buckets.begin()
-    assert buckets.unused() == list(dict(model.named_parameters()))
+    assert buckets.unused_parameters() == list(dict(model.named_parameters()))
     accumulate(buckets, model, [0])
-    assert buckets.unused() == ["idle"]
+    assert buckets.unused_parameters() == ["idle"]
     assert torch.equal(buckets.gradients["idle"], torch.zeros(2))
     # A gradient of zero is one all the same.
     buckets.consume()
     buckets.begin()
     (0 * (model.idle.sum() + loss(model, 0, 0))).backward()
-    assert buckets.unused() == []
+    assert buckets.unused_parameters() == []
 
 
 def test_a_parameter_that_one_replica_uses_is_used_on_all():
@@ -311,11 +311,11 @@ def test_a_parameter_that_one_replica_uses_is_used_on_all():
         model.register_parameter("seldom", nn.Parameter(torch.ones(2)))
         buckets = make_buckets(model, capacity_mib=TINY_MIB)
         buckets.begin()
-        buckets.last_backward()
+        buckets.begin_last_backward()
         extra = model.seldom.sum() if current_world().rank == 1 else 0
         (loss(model, current_world().rank, 0) + extra).backward()
-        buckets.finish()
-        assert buckets.unused() == []
+        buckets.finish_grad_sync()
+        assert buckets.unused_parameters() == []
         assert_equal(buckets, plain(NUM_REPLICAS, [0]) | {"seldom": torch.ones(2)})
 
     on_replicas(run)
@@ -357,7 +357,7 @@ def test_gradients_of_one_bucket_do_not_overlap():
 
 
 @pytest.mark.parametrize("num_calls", [1, 2])
-def test_a_parameter_on_several_stages_gets_the_sum_over_stages_and_replicas(num_calls):
+def test_a_shared_parameter_gets_the_sum_over_stages_and_replicas(num_calls):
     """Four ranks: two replicas of two stages, both of which hold the whole model here."""
 
     def run():
@@ -404,7 +404,7 @@ def test_a_gradient_that_comes_in_parts_is_complete_or_refused(use_reentrant, nu
     if not fails:
         on_replicas(run, num_replicas)
         return
-    text = "the gradient of 'shared.(weight|bias)' came in several parts in one backward pass, after it was sent off."
+    text = "one backward pass added to the gradient of 'shared.(weight|bias)' again after its reduction had started."
     with pytest.raises(ConfigError, match=f"^{text} .* checkpoint with use_reentrant=False.$"):
         on_replicas(run, num_replicas)
 
@@ -428,7 +428,7 @@ def test_a_model_is_freed_with_its_buckets():
     assert alive() is None
 
 
-def test_hooks_are_off_once_autograd_adds_in_place_and_on_again_behind_the_last_backward():
+def test_hooks_are_off_while_autograd_adds_in_place_and_on_afterwards():
     model = make_model()
     buckets = make_buckets(model)
     hooks = [parameter._post_accumulate_grad_hooks for parameter in model.parameters()]
@@ -437,12 +437,12 @@ def test_hooks_are_off_once_autograd_adds_in_place_and_on_again_behind_the_last_
     for number in range(2):
         loss(model, 0, number).backward()
         numbers.append([len(one) for one in hooks])
-    buckets.finish()
+    buckets.finish_grad_sync()
     numbers.append([len(one) for one in hooks])
     count = len(hooks)
     assert numbers == [[1] * count, [0] * count, [0] * count, [1] * count]
     buckets.consume()
-    with pytest.raises(ConfigError, match="does not know of"):
+    with pytest.raises(ConfigError, match="a backward pass outside of hybridpp"):
         loss(model, 0, 0).backward()
 
 
@@ -454,6 +454,6 @@ def test_a_pass_that_replaces_gradients_is_added_too():
     for number in range(3):
         # Autograd adds into a new tensor then, instead of in place.
         loss(model, 0, number).backward(create_graph=number == 1)
-    buckets.finish()
+    buckets.finish_grad_sync()
     for name, gradient in plain(1, range(3)).items():
         torch.testing.assert_close(buckets.gradients[name], gradient)

@@ -50,7 +50,7 @@ def test_last_global_batch_gives_the_first_replicas_one_more():
     """)
 
 
-def test_last_global_batch_smaller_than_the_replicas_is_filled_with_the_first_samples():
+def test_a_short_last_global_batch_is_filled_with_the_first_samples():
     assert picture(samplers(8, batch_size=2, num_replicas=3)) == dedent("""\
         replica 0 | 0 1 | 6
         replica 1 | 2 3 | 7
@@ -58,7 +58,7 @@ def test_last_global_batch_smaller_than_the_replicas_is_filled_with_the_first_sa
     """)
 
 
-def test_dataset_smaller_than_half_the_replicas_is_repeated_as_often_as_needed():
+def test_a_dataset_smaller_than_half_the_replicas_is_repeated():
     assert picture(samplers(2, batch_size=2, num_replicas=5)) == dedent("""\
         replica 0 | 0
         replica 1 | 1
@@ -196,8 +196,7 @@ def test_works_as_batch_sampler_of_a_dataloader():
         (
             {"num_samples": 0},
             DataError,
-            "dataset must hold at least 1 sample: got num_samples=0. "
-            "Check the path, the split and the filters it was made with.",
+            "dataset must hold at least 1 sample: got num_samples=0. Check its path, split and filters.",
         ),
         (
             {"num_samples": 7, "drop_last": True},

@@ -16,7 +16,8 @@ SCRIPT = ROOT / "examples/vit/train.py"
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     # Forked: four interpreters would take 20 s to start. The other job starts as users start theirs.
-    job = run_script(4, SCRIPT, "--epochs", "2", "--max-samples", "100", "--output", str(folder))
+    output = ("--output", str(folder), "--timeline", str(folder / "step.svg"))
+    job = run_script(4, SCRIPT, "--epochs", "2", "--max-samples", "100", *output)
     assert job.returncode == 0, job.stderr
     return folder, job
 
@@ -40,12 +41,19 @@ def tuned(trained, tmp_path_factory):
     return folder, job
 
 
-def test_it_trains_on_two_stages_of_two_ranks_and_reloads_with_the_same_accuracy(trained):
+def test_it_trains_with_pp2_dp2_and_reloads_with_the_same_accuracy(trained):
     folder, job = trained
     assert "Layout: tp=2 x pp=2 x dp=1, fp32" in job.stdout
     assert len(re.findall(r"Epoch \[\d\]: held-out accuracy", job.stdout)) == 2
     assert re.search(r"reloaded from .* by plain transformers: the same\.", job.stdout)
     assert {"config.json", "model.safetensors", "preprocessor_config.json"} <= {file.name for file in folder.iterdir()}
+
+
+def test_it_draws_a_row_for_each_stage(trained):
+    picture = (trained[0] / "step.svg").read_text()
+    assert "rank 0" in picture
+    assert "rank 1" in picture
+    assert "% idle" in picture
 
 
 @pytest.mark.parametrize(("name", "num_epochs"), [("trained", 2), ("tuned", 1)])
@@ -59,7 +67,7 @@ def test_one_progress_bar_and_no_warnings(request, name, num_epochs):
     assert "WARNING" not in job.stderr
 
 
-def test_it_fine_tunes_the_saved_folder_on_a_folder_of_images_with_another_head_on_two_replicas(tuned):
+def test_it_fine_tunes_a_saved_folder_with_another_head_on_two_replicas(tuned):
     folder, job = tuned
     assert "2 classes" in job.stdout
     assert "Layout: tp=1 x pp=1 x dp=2, bf16" in job.stdout
@@ -87,7 +95,7 @@ def test_sizes_left_out_follow_the_number_of_processes(monkeypatch, tp_size, pp_
     assert importlib.import_module("train").choose_sizes(tp_size, pp_size, world_size) == chosen
 
 
-def test_an_unknown_plugin_and_a_layout_that_does_not_fit_are_refused_with_one_clear_message(tmp_path):
+def test_an_unknown_plugin_and_an_impossible_layout_give_one_message(tmp_path):
     job = run_script(2, SCRIPT, "--plugin", "magic", "--max-samples", "20")
     assert job.returncode != 0
     assert "plugin is one of hybrid_parallel" in job.stderr

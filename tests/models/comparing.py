@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import torch
 from models.pool import Result
-from models.shelf import built
-from models.zoo import Architecture, DoesNotBuild, Specimen, plain_step
+from models.spec_cache import built
+from models.zoo import Buildable, DoesNotBuild, Specimen, plain_step
 from torch import Tensor
 
 Expected: TypeAlias = tuple[Tensor, dict[str, Tensor]]
@@ -28,7 +28,7 @@ def failure(error: Exception) -> Result:
 
 def examine(
     folder: Path,
-    architecture: Architecture,
+    architecture: Buildable,
     about: Callable[[Specimen], Result],
     comparisons: Mapping[str, Comparison],
 ) -> Iterator[Result]:

@@ -10,14 +10,15 @@ import torch
 from models.comparing import Expected, examine, failure
 from models.pool import Result, Study
 from models.table import LAYOUTS, Layout
-from models.zoo import Architecture, Specimen, criterion
+from models.zoo import Buildable, Specimen, criterion
 from support import boosted, gradients_of, sgd
 from torch import Tensor
 
 from hybridpp.cluster import Loopback
+from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
 from hybridpp.partition.blocks import finest_units
 from hybridpp.partition.intercept import Interceptor
-from hybridpp.partition.survey import survey
+from hybridpp.partition.traced_units import find_traced_units
 
 
 def staged_step(specimen: Specimen, layout: Layout) -> tuple[float, dict[str, Tensor], list[tuple[int, int]]]:
@@ -69,7 +70,8 @@ def compare(specimen: Specimen, expected: Expected, layout: Layout) -> Result:
     return result
 
 
-def _about(specimen: Specimen) -> Result:
+def about(specimen: Specimen) -> Result:
+    """What a table says of a model that is cut, beside what came of it."""
     return {
         "batch": {name: list(value.shape) for name, value in specimen.batch.items()},
         "own_loss": specimen.task != "",
@@ -77,19 +79,19 @@ def _about(specimen: Specimen) -> Result:
     }
 
 
-def _examine(folder: Path, architecture: Architecture) -> Iterator[Result]:
+def _examine(folder: Path, architecture: Buildable) -> Iterator[Result]:
     comparisons = {layout.key: partial(compare, layout=layout) for layout in LAYOUTS}
-    return examine(folder, architecture, _about, comparisons)
+    return examine(folder, architecture, about, comparisons)
 
 
 def _count_blocks(specimen: Specimen) -> int:
     model = copy.deepcopy(specimen.model)
-    finest = Interceptor(model, finest_units(model))
+    finest = Interceptor(ModuleAdapter(model), AdapterLayer.UNIT_RNG, finest_units(model))
     try:
-        found = survey(model, 4, ((), specimen.batch), finest, device=torch.device("cpu"))
+        found = find_traced_units(ModuleAdapter(model), 4, ((), specimen.batch), finest, device=torch.device("cpu"))
     except Exception:
         return 0  # the cut fails too, and says why
-    return len(found.anatomy.blocks)
+    return len(found.units.blocks)
 
 
 def study(folder: Path) -> Study:

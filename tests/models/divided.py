@@ -11,15 +11,15 @@ from typing import Any
 from unittest import mock
 
 import torch
-from hybridpp_plugins import sharding
+from hybridpp_plugins import apply_tp
 from models.comparing import Expected, examine, failure
 from models.pool import Result, Study
-from models.zoo import Architecture, Specimen, criterion
+from models.zoo import Buildable, Specimen, criterion
 from support import boosted, gradients_of, sgd, whole_over_tp
 from torch import Tensor
 
 from hybridpp.cluster import Loopback
-from hybridpp.partition import dissect
+from hybridpp.partition import find_units
 from hybridpp.tensor_parallel import Plan
 
 SIZES = (2, 4)
@@ -33,13 +33,13 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=[.':]|$)")
 def _noted() -> Iterator[list[Plan]]:
     """Inside, the plans that were found."""
     plans: list[Plan] = []
-    find = sharding.inferred_plan
+    find = apply_tp.find_tp_plan
 
     def noting(*args: Any) -> Plan:
         plans.append(find(*args))
         return plans[-1]
 
-    with mock.patch.object(sharding, "inferred_plan", noting):
+    with mock.patch.object(apply_tp, "find_tp_plan", noting):
         yield plans
 
 
@@ -57,7 +57,7 @@ def divided_step(specimen: Specimen, tp_size: int, **settings: Any) -> tuple[flo
     with _noted() as plans:
         ranks = Loopback(tp_size).run(run)
     loss, gradients, _ = ranks[0]
-    blocks = [b for b in dissect(specimen.model, 1).blocks if plans[0].reasons.get(b) != IDLE]
+    blocks = [b for b in find_units(specimen.model, 1).blocks if plans[0].reasons.get(b) != IDLE]
     inside = tuple(f"{block}." for block in blocks)
     sizes = {name: p.numel() for name, p in specimen.model.named_parameters() if name.startswith(inside)}
     most = max(sum(held[name] for name in sizes) for *_, held in ranks)
@@ -104,7 +104,7 @@ def _about(specimen: Specimen) -> Result:
     return {}
 
 
-def _examine(folder: Path, architecture: Architecture) -> Iterator[Result]:
+def _examine(folder: Path, architecture: Buildable) -> Iterator[Result]:
     comparisons = {f"tp{size}": partial(compare, tp_size=size) for size in SIZES}
     return examine(folder, architecture, _about, comparisons)
 

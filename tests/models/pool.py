@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from models.zoo import Architecture
+from models.zoo import Buildable
 from transformers.models.llama import modeling_llama
 
 MEMORY_GIB = 10
@@ -33,7 +33,7 @@ class Study(NamedTuple):
         seconds: of the CPU that an architecture may take; ten times that of the clock.
     """
 
-    examine: Callable[[Architecture], Iterator[Result]]
+    examine: Callable[[Buildable], Iterator[Result]]
     keys: tuple[str, ...]
     seconds: int
 
@@ -51,7 +51,7 @@ class Study(NamedTuple):
         return " ".join(f"{key} {'right' if one['right'] else one['error'][:300]};" for key, one in found)
 
 
-def _work(pipe: Connection, study: Study, architecture: Architecture, log: Path) -> None:
+def _work(pipe: Connection, study: Study, architecture: Buildable, log: Path) -> None:
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_GIB << 30, MEMORY_GIB << 30))
     # At the hard limit the kernel kills without saying that it was this.
@@ -72,7 +72,7 @@ def _work(pipe: Connection, study: Study, architecture: Architecture, log: Path)
 class _Worker:
     """A forked process that examines one architecture."""
 
-    def __init__(self, study: Study, architecture: Architecture, log: Path):
+    def __init__(self, study: Study, architecture: Buildable, log: Path):
         self.architecture = architecture
         self._study = study
         self._since = time.monotonic()
@@ -103,7 +103,7 @@ class _Worker:
         return self._so_far if done else self._study.broken_off(self._so_far, str(reason))
 
 
-def sweep(study: Study, todo: list[Architecture], folder: Path, jobs: int, seconds: float = math.inf) -> None:
+def sweep(study: Study, todo: list[Buildable], folder: Path, jobs: int, seconds: float = math.inf) -> None:
     """Examine architectures, ``jobs`` at a time, and begin no other after ``seconds``; one JSON file each."""
     start = time.monotonic()
     workers: list[_Worker] = []

@@ -11,39 +11,39 @@ from unittest import mock
 
 import torch
 import transformers
-from hybridpp_plugins import sequences, sharding
+from hybridpp_plugins import apply_sp, apply_tp
 from models import divided
 from models.comparing import Expected, examine
 from models.pool import Result, Study
 from models.table import cell, share
-from models.zoo import Architecture, Specimen, architectures
+from models.zoo import Buildable, Specimen, architectures
 
-from hybridpp.tensor_parallel import SequencePlan
+from hybridpp.plan_search import SequencePlan
 
 KEY = "sp2"
 HEADING = "# Which models' blocks run on shards of sequences"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=[.':]|$)")
-_NO_BLOCK = "finds no block"
+_NO_BLOCK = "can run on sequence shards"
 
 
 @contextmanager
 def _noted() -> Iterator[list[SequencePlan]]:
     """Inside, what was found; ranks of one process look for the same only once."""
     found: list[SequencePlan] = []
-    infer = sequences.infer_sequence
+    infer = apply_sp.infer_sequence
 
     def once(*args: Any) -> SequencePlan:
         if not found:
             found.append(infer(*args))
         return found[0]
 
-    with mock.patch.object(sequences, "infer_sequence", once):
+    with mock.patch.object(apply_sp, "infer_sequence", once):
         yield found
 
 
 def compare(specimen: Specimen, expected: Expected) -> Result:
     """What comes of sequence parallelism at tp_size=2: right, or what is wrong; and which blocks it reaches."""
-    assert sharding.sequence_plan is sequences.sequence_plan, "what boost calls is looked at"
+    assert apply_tp.sequence_plan is apply_sp.sequence_plan, "what boost calls is looked at"
     with _noted() as found:
         result = divided.compare(specimen, expected, 2, enable_sequence_parallelism=True)
     plan = found[0] if found else SequencePlan()
@@ -59,7 +59,7 @@ def _about(specimen: Specimen) -> Result:
     return {}
 
 
-def _examine(folder: Path, architecture: Architecture) -> Iterator[Result]:
+def _examine(folder: Path, architecture: Buildable) -> Iterator[Result]:
     return examine(folder, architecture, _about, {KEY: compare})
 
 
@@ -81,9 +81,9 @@ def part(results: list[Result]) -> str:
 Written by `make models-sp` on {datetime.now(UTC):%Y-%m-%d}, with torch {torch.__version__} and transformers \
 {transformers.__version__}.
 
-The same tiny models with `HybridParallelPlugin(tp_size=2, pp_size=1, enable_sequence_parallelism=True)` and nothing
-else said, compared as above. Where no block can run on shards of sequences, boost refuses it, and says why.
-Looked at are {len(results)} of the registry's {len(architectures())}.
+The same tiny models with `HybridParallelPlugin(tp_size=2, pp_size=1, enable_sequence_parallelism=True)` and no
+further setting, compared as above. Where no block can run on shards of sequences, boost refuses it with the reason.
+Examined: {len(results)} of the registry's {len(architectures())}.
 
 | | number | share |
 |---|--:|--:|
@@ -93,7 +93,7 @@ Looked at are {len(results)} of the registry's {len(architectures())}.
 | of those, every block that runs | {every} | {share(every, len(reached))} |
 | refused at boost | {len(built) - len(reached)} | {share(len(built) - len(reached), len(built))} |
 
-| architecture | class | tp=2 | blocks on shards | others | off | why blocks keep whole sequences |
+| architecture | class | tp=2 | blocks on shards | others | off | why blocks keep complete sequences |
 |---|---|---|--:|--:|--:|---|
 {rows}
 """

@@ -1,11 +1,15 @@
-"""Examine every architecture of transformers' registry and write the page of what came of it."""
+"""Examine every architecture of transformers' registry, or of other libraries, and write the page of what comes."""
 
 import argparse
 import json
 import math
+from fnmatch import fnmatch
 from pathlib import Path
 
 from models import cuts, divided, sequences, table, tp_table
+from models.others import page as others_page
+from models.others import study as others_study
+from models.others.zoo import everything
 from models.pool import sweep
 from models.zoo import architectures
 
@@ -13,15 +17,16 @@ PARTS = {
     "cuts": (cuts.study, table.part),
     "layers": (divided.study, tp_table.part),
     "sequences": (sequences.study, sequences.part),
+    "others": (others_study.study, others_page.part),
 }
-# Where the second and the third begin.
-_HEADINGS = {"layers": tp_table.HEADING, "sequences": sequences.HEADING}
+# Where all but the first begin.
+_HEADINGS = {"layers": tp_table.HEADING, "sequences": sequences.HEADING, "others": others_page.HEADING}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=PARTS, help="of the page: stages, shared layers, or shards of sequences")
-    parser.add_argument("names", nargs="*", help="architectures; all without")
+    parser.add_argument("part", choices=PARTS, help="of the page")
+    parser.add_argument("names", nargs="*", help="architectures, or patterns of their names; all without")
     parser.add_argument("--cache", type=Path, default=Path("/tmp/hybridpp-models"), help="folder of the results")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no other architecture after so long")
@@ -32,12 +37,13 @@ def main() -> None:
     specimens, folder = options.cache / "specimens", options.cache / options.part
     for made in (specimens, folder):
         made.mkdir(parents=True, exist_ok=True)
-    everything = [a for a in architectures() if not options.names or a.name in options.names]
-    known = {path.stem for path in folder.glob("*.json")}
-    todo = [a for a in everything if options.again or a.name not in known]
+    known = {path.name.removesuffix(".json") for path in folder.glob("*.json")}
+    every = list(everything() if options.part == "others" else architectures())
+    asked = [a for a in every if not options.names or any(fnmatch(a.name, name) for name in options.names)]
+    todo = [a for a in asked if options.again or a.name not in known]
     sweep(study(specimens), todo, folder, options.jobs, options.seconds)
     if options.page:
-        files = [folder / f"{architecture.name}.json" for architecture in architectures()]
+        files = [folder / f"{architecture.name}.json" for architecture in every]
         text = part([json.loads(file.read_text()) for file in files if file.exists()])
         options.page.parent.mkdir(exist_ok=True)
         before = options.page.read_text() if options.page.exists() else ""

@@ -49,20 +49,21 @@ def part(results: list[Result]) -> str:
 Written by `make models-pp` on {datetime.now(UTC):%Y-%m-%d}, with torch {torch.__version__} and transformers \
 {transformers.__version__}.
 
-Each architecture (model type) in transformers' registry is made tiny by one rule over the names of its configuration's
-fields, and given a batch by one rule per kind of input (`tests/models/`); nothing there or in the library names a
-model. It *builds* if a step in plain PyTorch gives a finite loss and gradients, the same twice. It is *right* if
-the loss and **every** parameter's gradient of `booster.execute_pipeline` (2 micro-batches, fp32) agree with that
-step's to 1e-6 (absolute, plus 1e-5 relative). Ranks are threads of one process; at 2 x 2, each of the two ranks runs
-two stages of four. One class stands for each architecture.
+Each architecture (model type) in transformers' registry is tested with a tiny model. One rule over the names of the
+configuration's fields makes it tiny, and one rule per kind of input makes its batch (`tests/models/`); no rule and no
+code of the library names a model. An architecture *builds* if a step in plain PyTorch gives a finite loss and
+gradients, the same ones twice. It is *right* if the loss and **every** parameter's gradient of
+`booster.execute_pipeline` (2 micro-batches, fp32) agree with that step to 1e-6 (absolute, plus 1e-5 relative). Ranks
+are threads of one process. At 2 x 2, each of the two ranks runs two of four stages. One class is tested for each
+architecture.
 
 {_totals(results, built)}
 {_failures(built)}
 ## Architectures
 
-Blocks: after how many modules the model may be cut, for 4 stages. Crossing: values that cross a border at pp=4, and
-their bytes per sample of the tiny model, at the busiest border. s: CPU seconds for all three cuts. f64: rounding in
-fp32 exceeds the limit; in fp64 nothing differs.
+Blocks: modules after which the model may be cut, for 4 stages. Crossing: values that are sent over a cut at pp=4, and
+their bytes per sample of the tiny model, at the cut with the most bytes. s: CPU seconds for all three layouts. f64: in
+fp32 rounding exceeds the limit; in fp64 nothing differs.
 
 | architecture | class | blocks | crossing | s | {" | ".join(map(str, _CUTS))} |
 |---|---|--:|--:|--:|{"---|" * len(_CUTS)}
@@ -70,7 +71,7 @@ fp32 exceeds the limit; in fp64 nothing differs.
 
 ## What does not build
 
-These say nothing about the library: the rules that make configurations and batches do not fit them.
+The rules that make configurations and batches do not fit these architectures. This says nothing about the library.
 
 | number | kind |
 |--:|---|
@@ -116,7 +117,7 @@ def _failures(built: list[Result]) -> str:
 
 def _category(error: str) -> str:
     for part, category in {
-        "branches on": "glue looks at computed values",
+        "branches on": "container code reads computed values",
         "at least one block": "this forward runs fewer blocks than stages",
         "gradients differ": "wrong result",
         "takes more than": "too slow",

@@ -8,7 +8,7 @@ from models.divided import SIZES
 from models.pool import Result
 from models.table import cell, share
 
-HEADING = "# Which models' layers are shared right"
+HEADING = "# Which models' layers are sharded right"
 AIM = 0.7
 # Of a process that dies no more is known than what was found out by hand.
 _EXPLAINED = {
@@ -28,19 +28,20 @@ def part(results: list[Result]) -> str:
 Written by `make models-tp` on {datetime.now(UTC):%Y-%m-%d}, with torch {torch.__version__} and transformers \
 {transformers.__version__}.
 
-The same tiny models, each boosted with `HybridParallelPlugin(tp_size=2, pp_size=1)` and nothing else said: how its
-layers can be shared is found out from a run. It is *right* if the loss and **every** parameter's gradient, put together
-from the ranks' parts, agree with plain PyTorch's in one process to 1e-5 of the largest number in it (or of 0.1, if
-that is larger). The ranks are threads of one process.
+The same tiny models, boosted with `HybridParallelPlugin(tp_size=2, pp_size=1)` and no
+further setting: the library searches for the plan. An architecture is *right* if the loss and **every** parameter's
+gradient, gathered from the ranks' shards, agree with plain PyTorch in one process to 1e-5 of the largest number in it
+(or of 0.1, if that is larger). The ranks are threads of one process.
 
 {_totals(built)}
 {_failures(built)}
-## Shared layers by architecture
+## Sharded layers by architecture
 
-Share: how much of the parameters in the blocks that run a rank holds. Off: the worst relative difference of a gradient
-at tp=2. f64: rounding in fp32 exceeds the limit; in fp64 nothing differs. tp=4: most of these models have 4 heads.
+Share: the fraction of the parameters in the used blocks that a rank holds. Off: the largest relative difference of a
+gradient at tp=2. f64: in fp32 rounding exceeds the limit; in fp64 nothing differs. tp=4: most of these models have 4
+heads.
 
-| architecture | class | tp=2 | share | off | tp=4 | share | what every rank has whole at tp=2 |
+| architecture | class | tp=2 | share | off | tp=4 | share | what stays replicated at tp=2 |
 |---|---|---|--:|--:|---|--:|---|
 {rows}
 """
@@ -70,7 +71,7 @@ def _failures(built: list[Result]) -> str:
     if not failed:
         return ""
     rows = "\n".join(f"| {name} | {size} | {cell(error, 400)} |" for name, size, error in failed)
-    return f"""## What fails when layers are shared
+    return f"""## What fails when layers are sharded
 
 | architecture | tp | error |
 |---|--:|---|

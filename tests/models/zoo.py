@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -43,6 +43,21 @@ class DoesNotBuild(Exception):
     """A model that no rule here can make, or that is not what it takes to be compared."""
 
 
+class Buildable(Protocol):
+    """Something that a specimen can be made of."""
+
+    @property
+    def name(self) -> str:
+        """Which is also the name of a file."""
+
+    def build(self) -> "Specimen":
+        """A model that trains.
+
+        Raises:
+            DoesNotBuild: there is none.
+        """
+
+
 @dataclass(frozen=True)
 class Architecture:
     """A registered model type and the classes it is registered with.
@@ -54,6 +69,10 @@ class Architecture:
 
     name: str
     classes: tuple[tuple[str, str], ...]
+
+    def build(self) -> "Specimen":
+        """As `build` makes it."""
+        return build(self)
 
 
 @dataclass
@@ -136,7 +155,7 @@ def _attempts(name: str, task: str, kind: str, reasons: list[str]) -> Iterator[S
             try:
                 with _time_limit():
                     # A copy: some models keep what they computed.
-                    _check_runs(copy.deepcopy(model), batch)
+                    check_runs(copy.deepcopy(model), batch)
             except Exception as error:
                 reasons.append(_reason(error))
             else:
@@ -177,7 +196,12 @@ def _check_size(kind: Any, config: Any) -> None:
         raise DoesNotBuild(f"needs {mib:.0f} MiB, more than {MAX_MIB}")
 
 
-def _check_runs(model: nn.Module, batch: Batch) -> None:
+def check_runs(model: nn.Module, batch: Batch) -> None:
+    """Take two steps.
+
+    Raises:
+        DoesNotBuild: they do not agree, or give no finite gradients.
+    """
     torch.manual_seed(1)
     loss, gradients = plain_step(model, batch, 2)
     if not torch.isfinite(loss) or not all(torch.isfinite(gradient).all() for gradient in gradients.values()):

@@ -5,18 +5,18 @@ import math
 import pytest
 import torch
 
-from hybridpp.optim import norms, total_norm
+from hybridpp.optim import gradient_norms, total_norm
 
 
 def test_norms_are_those_of_each_gradient():
     gradients = [torch.tensor([3.0, 4.0]), torch.zeros(2, 3), torch.tensor(-2.0), torch.empty(0)]
-    found = norms(gradients)
+    found = gradient_norms(gradients)
     assert found.tolist() == [5.0, 0.0, 2.0, 0.0]
     assert (found.dtype, found.device.type) == (torch.float64, "cpu")
 
 
 def test_a_rank_without_gradients_has_no_norms():
-    assert norms([]).shape == (0,)
+    assert gradient_norms([]).shape == (0,)
     assert total_norm([]) == 0.0
 
 
@@ -24,7 +24,7 @@ def test_the_total_is_the_norm_of_everything_together():
     torch.manual_seed(0)
     gradients = [torch.randn(size, dtype=torch.float64) * 10**size for size in range(1, 8)]
     expected = torch.cat(gradients).norm().item()
-    assert total_norm(norms(gradients).tolist()) == pytest.approx(expected, rel=1e-12)
+    assert total_norm(gradient_norms(gradients).tolist()) == pytest.approx(expected, rel=1e-12)
 
 
 def left_to_right(parts):
@@ -50,3 +50,38 @@ def test_the_total_depends_on_no_order():
 )
 def test_what_is_not_finite_shows(parts, expected):
     assert total_norm(parts) == pytest.approx(expected, nan_ok=True)
+
+
+def exact(gradient):
+    return gradient.double().norm().item()
+
+
+@pytest.mark.parametrize("size", [65_536, 65_537, 1_000_000, 3_000_000])
+def test_the_norm_of_a_large_tensor_is_right_to_rounding(size):
+    gradient = torch.randn(size, generator=torch.Generator().manual_seed(0)) * 1e-3
+    assert gradient_norms([gradient]).tolist() == [pytest.approx(exact(gradient), rel=1e-6)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_norms_are_taken_in_at_least_fp32_for_every_dtype_and_layout(dtype):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(300, 700, generator=generator, dtype=torch.float64).to(dtype)
+    gradients = [values, values.t(), values[:, :3], values[0, 0], values * 100]
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6}.get(dtype, 1e-5)
+    # The last one's square is beyond fp16.
+    assert gradient_norms(gradients).tolist() == [
+        pytest.approx(exact(gradient), rel=tolerance) for gradient in gradients
+    ]
+
+
+def test_gradients_of_several_dtypes_keep_their_order():
+    gradients = [torch.ones(size, dtype=dtype) for size in (4, 90_000, 9) for dtype in (torch.float32, torch.float64)]
+    assert gradient_norms(gradients).tolist() == pytest.approx([2, 2, 300, 300, 3, 3], rel=1e-7)
+
+
+@pytest.mark.parametrize("place", [0, 70_000, 140_000])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_one_bad_element_of_a_large_tensor_shows_in_its_norm_alone(place, bad):
+    gradients = [torch.ones(4), torch.ones(140_001), torch.ones(9)]
+    gradients[1][place] = bad
+    assert gradient_norms(gradients).tolist() == pytest.approx([2.0, bad, 3.0], nan_ok=True)

@@ -120,7 +120,7 @@ def test_eta_min_is_checked_against_the_base_rate_when_resuming():
             0,
             0,
             "total_steps must be at least 1: got total_steps=0. "
-            "Use the number of optimizer steps of the whole run: num_epochs * len(dataloader).",
+            "Use the number of optimizer steps of the run: num_epochs * len(dataloader).",
         ),
         (
             5,

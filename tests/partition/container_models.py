@@ -1,8 +1,8 @@
 """Small models by what their blocks take, return and write to: nothing, dataclasses, dicts, objects, lists."""
 
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -139,14 +139,74 @@ class WrittenDict(Base):
         state = self.make(x=x, past=[], n=0, raw=x)
         for block in self.blocks:
             block(state)
-        found = state if isinstance(state, dict) else vars(state)
-        return self.head(found["x"] + found["raw"]) * found["n"] + sum(found["past"])
+        names = ("x", "past", "n", "raw")
+        x, past, n, raw = (state[name] if isinstance(state, dict) else getattr(state, name) for name in names)
+        return self.head(x + raw) * n + sum(past)
 
 
 class WrittenNamespace(WrittenDict):
     """In a namespace."""
 
     make = SimpleNamespace
+
+
+class Slotted:
+    """An object without a dict of attributes."""
+
+    __slots__ = ("n", "past", "raw", "x")
+
+    def __init__(self, **things):
+        for name, thing in things.items():
+            setattr(self, name, thing)
+
+
+class WrittenSlots(WrittenDict):
+    """In slots."""
+
+    make = Slotted
+
+
+class FrozenConfig(OrderedDict):
+    """Refuses to be written, as the configurations of some model libraries do."""
+
+    def __init__(self, items):
+        super().__init__(items)
+        vars(self)["frozen"] = True
+
+    def _refuse(self, *args):
+        raise TypeError("a configuration cannot be changed")
+
+    def __setitem__(self, key, value):
+        return self._refuse() if "frozen" in vars(self) else super().__setitem__(key, value)
+
+    __delitem__ = update = pop = clear = setdefault = copy = _refuse
+
+
+class Scaled(nn.Linear):
+    """Looks at values, so fakes cannot run it, and reads from what cannot be written."""
+
+    def forward(self, x, context):
+        assert x.sum().item() == x.sum()
+        h = super().forward(x) * context.config["scale"] + context.tables["first"]
+        vars(context).setdefault("seen", []).append(h.mean())
+        return h
+
+
+class ReadOnly(Base):
+    """Blocks are given frozen configurations and tables; the model has some, too."""
+
+    def __init__(self):
+        super().__init__(Scaled)
+        self.config = FrozenConfig({"scale": 2.0, "sizes": [4, 4]})
+        self.settings = MappingProxyType({"bias": 1.0})
+
+    def forward(self, x):
+        first = self.blocks[0](x, Holder(config=self.config, tables=MappingProxyType({"first": x})))
+        context = Holder(config=self.config, tables=MappingProxyType({"first": first}), model=self)
+        x = first
+        for block in self.blocks[1:]:
+            x = block(x, context)
+        return self.head(x) + self.settings["bias"] * sum(context.seen)
 
 
 class WrittenObject(WrittenDict):

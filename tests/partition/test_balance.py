@@ -20,7 +20,7 @@ def every_cut(num_blocks, num_stages):
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
 @pytest.mark.parametrize("seed", range(10))
-def test_no_contiguous_cut_has_a_cheaper_largest_stage_or_then_smaller_squares(seed, num_stages):
+def test_no_contiguous_cut_has_a_cheaper_maximum_or_then_smaller_squares(seed, num_stages):
     rng = random.Random(seed)
     costs = [rng.choice([0, 1, 1, 2, 5, 20]) for _ in range(rng.randint(num_stages, 8))]
 

@@ -6,7 +6,7 @@ from support import boosted, gradients_of, sgd, tiny_vit
 from torch import nn
 
 from hybridpp.cluster import Loopback
-from hybridpp.partition import describe_cut, dissect
+from hybridpp.partition import describe_cut, find_units
 from hybridpp.partition.blocks import finest_units
 
 
@@ -29,9 +29,9 @@ def swin_like():
 
 
 def test_a_transformer_is_cut_between_its_layers():
-    anatomy = dissect(tiny_vit(num_layers=3), 2)
-    assert anatomy.blocks == ("vit.layers.0", "vit.layers.1", "vit.layers.2")
-    assert anatomy.units == ("vit.embeddings", *anatomy.blocks, "vit.layernorm", "classifier")
+    units = find_units(tiny_vit(num_layers=3), 2)
+    assert units.blocks == ("vit.layers.0", "vit.layers.1", "vit.layers.2")
+    assert units.units == ("vit.embeddings", *units.blocks, "vit.layernorm", "classifier")
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,12 @@ def test_a_transformer_is_cut_between_its_layers():
     ],
 )
 def test_blocks(model, num_stages, blocks):
-    assert dissect(model, num_stages).blocks == tuple(blocks.split())
+    assert find_units(model, num_stages).blocks == tuple(blocks.split())
 
 
 def test_what_stands_beside_blocks_inside_a_container_is_a_unit():
-    anatomy = dissect(Model(embed=nn.Linear(1, 1), body=swin_like(), norm=nn.LayerNorm(2)), 3)
-    assert anatomy.units == (
+    units = find_units(Model(embed=nn.Linear(1, 1), body=swin_like(), norm=nn.LayerNorm(2)), 3)
+    assert units.units == (
         "embed",
         "body.0",
         *(f"body.1.blocks.{n}" for n in range(6)),
@@ -80,21 +80,21 @@ def test_what_stands_beside_blocks_inside_a_container_is_a_unit():
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_units_and_what_is_in_them_are_the_whole_model_without_overlap(num_stages):
     model = Model(embed=nn.Embedding(3, 4), body=swin_like(), head=nn.Sequential(*layers(2, 2)))
-    units = dissect(model, num_stages).units
+    units = find_units(model, num_stages).units
     found = [id(parameter) for unit in units for parameter in model.get_submodule(unit).parameters()]
     assert sorted(found) == sorted(map(id, model.parameters()))
 
 
 def test_units_beside_the_blocks_are_modules_that_can_be_called():
     small = nn.ModuleDict({"a": nn.ModuleList(layers(2, 1)), "b": nn.Linear(1, 1)})
-    anatomy = dissect(Model(body=nn.ModuleList(layers(2)), small=small), 2)
-    assert anatomy.units == ("body.0", "body.1", "small.a.0", "small.a.1", "small.b")
+    units = find_units(Model(body=nn.ModuleList(layers(2)), small=small), 2)
+    assert units.units == ("body.0", "body.1", "small.a.0", "small.a.1", "small.b")
 
 
 def test_a_module_registered_twice_is_one_unit_under_its_first_name():
     shared = nn.Linear(2, 2)
     model = Model(first=shared, body=nn.ModuleList(layers(2)), again=shared)
-    assert dissect(model, 2).units == ("first", "body.0", "body.1")
+    assert find_units(model, 2).units == ("first", "body.0", "body.1")
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_a_module_registered_twice_is_one_unit_under_its_first_name():
         (nn.Linear(2, 2), 2, ""),
     ],
 )
-def test_a_model_with_fewer_blocks_than_stages_is_cut_as_finely_as_it_can_be(model, num_stages, blocks):
-    assert dissect(model, num_stages).blocks == tuple(blocks.split())
+def test_a_model_with_fewer_blocks_than_stages_gets_the_finest_cut(model, num_stages, blocks):
+    assert find_units(model, num_stages).blocks == tuple(blocks.split())
 
 
 class TwoTowers(nn.Module):
@@ -137,7 +137,7 @@ SAMPLE = ((torch.ones(2, 4),), {})
         (6, "embed layers.0.0 | layers.0.1 | layers.0.2 | layers.1 | layers.2 | layers.3"),
     ],
 )
-def test_a_large_tower_that_never_runs_does_not_hide_the_blocks_of_the_others(num_stages, calls):
+def test_a_large_tower_that_never_runs_does_not_hide_the_other_blocks(num_stages, calls):
     cut = describe_cut(TwoTowers(), num_stages, SAMPLE)
     assert " | ".join(" ".join(summary.calls) for summary in cut).replace("read.", "") == calls
 
@@ -166,14 +166,14 @@ def test_two_towers_train_as_in_one_process_dropout_included():
 def test_blocks_are_sought_among_the_parameters_that_are_used():
     model = TwoTowers()
     used = {name for name, _ in model.named_parameters() if name.startswith("read") and "layers.1" not in name}
-    assert dissect(model, 2).blocks == tuple(f"draw.{name}.{n}" for name in ("up", "down") for n in range(3))
-    assert dissect(model, 2, used=used).blocks == ("read.layers.0", "read.layers.2", "read.layers.3")
-    assert dissect(model, 2, used=set()).blocks == ()
+    assert find_units(model, 2).blocks == tuple(f"draw.{name}.{n}" for name in ("up", "down") for n in range(3))
+    assert find_units(model, 2, used=used).blocks == ("read.layers.0", "read.layers.2", "read.layers.3")
+    assert find_units(model, 2, used=set()).blocks == ()
 
 
-def test_a_model_without_lists_that_run_is_cut_between_its_children_that_run():
+def test_a_model_without_executed_lists_is_cut_between_executed_children():
     model = Model(draw=nn.ModuleList(layers(2)), a=nn.Linear(2, 2), b=nn.Linear(2, 2))
-    assert dissect(model, 2, used={"a.weight", "b.weight"}).blocks == ("a", "b")
+    assert find_units(model, 2, used={"a.weight", "b.weight"}).blocks == ("a", "b")
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 5])
@@ -182,7 +182,7 @@ def test_every_unit_is_made_of_finest_units(num_stages, used):
     model = TwoTowers()
     names = {name for name, _ in model.named_parameters() if used and name.startswith(tuple(used))}
     finest = finest_units(model)
-    for unit in dissect(model, num_stages, used=names if used else None).units:
+    for unit in find_units(model, num_stages, used=names if used else None).units:
         inside = [name for name in finest if f"{name}.".startswith(f"{unit}.")]
         assert sum(len(list(model.get_submodule(name).parameters())) for name in inside) == len(
             list(model.get_submodule(unit).parameters())

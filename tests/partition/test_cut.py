@@ -11,7 +11,7 @@ from torch import nn
 
 from hybridpp.config import PartitionConfig
 from hybridpp.errors import ConfigError, PartitionError
-from hybridpp.partition import dissect
+from hybridpp.partition import find_units
 
 BLOCKS = [f"layer{layer}.{block}" for layer in (1, 2, 3, 4) for block in (0, 1)]
 
@@ -117,12 +117,12 @@ def test_balance_says_what_is_shared_out_evenly(balance, first):
     [
         (
             {"layers_per_stage": [2, 0]},
-            "layers_per_stage gives every stage a whole number, at least 1: got [2, 0].",
+            "layers_per_stage needs an integer of at least 1 for every stage: got [2, 0].",
         ),
-        ({"layers_per_stage": []}, "layers_per_stage gives every stage a whole number, at least 1: got []."),
+        ({"layers_per_stage": []}, "layers_per_stage needs an integer of at least 1 for every stage: got []."),
         (
             {"layers_per_stage": [1.5, 6.5]},
-            "layers_per_stage gives every stage a whole number, at least 1: got [1.5, 6.5].",
+            "layers_per_stage needs an integer of at least 1 for every stage: got [1.5, 6.5].",
         ),
         (
             {"layers_per_stage": [4, 4], "split_points": {"layer1": "after"}},
@@ -130,13 +130,13 @@ def test_balance_says_what_is_shared_out_evenly(balance, first):
         ),
         (
             {"split_points": ["layer1"]},
-            "split_points is a dict of module names and 'before' or 'after': got ['layer1'].",
+            "split_points must be a dict from module names to 'before' or 'after': got ['layer1'].",
         ),
         (
             {"split_points": {"layer1": "behind"}},
-            "split_points says 'before' or 'after' a module: got 'behind' for 'layer1'.",
+            "a side in split_points must be 'before' or 'after': got 'behind' for 'layer1'.",
         ),
-        ({"balance": "memory"}, "balance is one of flops, parameters, time: got 'memory'."),
+        ({"balance": "memory"}, "balance must be one of flops, parameters, time: got 'memory'."),
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_anything_is_cut(settings, text):
@@ -174,29 +174,29 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_cut(settings, 
         (
             2,
             {"split_points": {"head": "before"}},
-            "nothing runs before 'head', so a cut there leaves a stage empty. Leave it out.",
+            "nothing runs before 'head', so a cut there leaves a stage empty. Remove it.",
         ),
         (
             2,
             {"split_points": {"fc": "after"}},
-            "nothing runs after 'fc', so a cut there leaves a stage empty. Leave it out.",
+            "nothing runs after 'fc', so a cut there leaves a stage empty. Remove it.",
         ),
         (
             3,
             {"split_points": {"layer2": "after"}},
-            "split points make one stage more than there are points: got 1 different ones (after layer2), 3 stages. "
+            "split points give one stage more than there are points: got 1 different ones (after layer2), 3 stages. "
             "Give 2, or use pp_size=2.",
         ),
         (
             3,
             {"split_points": {"layer2": "after", "layer3": "before"}},
-            "split points make one stage more than there are points: got 1 different ones (after layer2, before "
+            "split points give one stage more than there are points: got 1 different ones (after layer2, before "
             "layer3), 3 stages. Give 2, or use pp_size=2.",
         ),
         (
             2,
             {"split_points": {"layer2": "after", "layer2.0": "after"}},
-            "a module and a part of it cannot both be split points: got 'layer2' and 'layer2.0'. Leave one out.",
+            "a module and a module inside it cannot both be split points: got 'layer2' and 'layer2.0'. Remove one.",
         ),
     ],
 )
@@ -219,7 +219,7 @@ def test_more_stages_than_blocks():
 
 
 def test_named_modules_are_blocks_of_their_own():
-    assert dissect(Network(), 5, ["layer3", "head"]).blocks == (
+    assert find_units(Network(), 5, ["layer3", "head"]).blocks == (
         "head",
         "layer1.0",
         "layer1.1",

@@ -1,9 +1,10 @@
 import pytest
 import torch
-from hard_models import Again, Blocks, LongSkip
+from container_code_models import Again, Blocks, LongSkip
 from support import image_batch, tiny_vit
 
 from hybridpp.config import PartitionConfig
+from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.partition import StagedModel, describe_cut, shared_parameters
 
 ROWS = torch.ones(2, 4)
@@ -16,7 +17,9 @@ def describe(model, num_stages, **settings):
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_it_describes_the_cut_that_is_made(num_stages):
     summaries = describe_cut(tiny_vit(), num_stages, ((), image_batch(2)))
-    staged = StagedModel(tiny_vit(), num_stages, [0], device=torch.device("cpu"), samples=[((), image_batch(2))])
+    staged = StagedModel(
+        ModuleAdapter(tiny_vit()), num_stages, [0], device=torch.device("cpu"), samples=[((), image_batch(2))]
+    )
     for name, at in staged.owners.items():
         assert tuple(summary.stage for summary in summaries if name in summary.parameters) == at
 

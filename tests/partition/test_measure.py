@@ -7,7 +7,8 @@ from support import train
 from torch import nn
 
 from hybridpp.errors import PartitionError
-from hybridpp.partition import dissect
+from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
+from hybridpp.partition import find_units
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.measure import measure_seconds
 
@@ -41,7 +42,7 @@ ROWS = torch.ones(6, 64)
 
 
 def measured(network):
-    interceptor = Interceptor(network, dissect(network, 2).units)
+    interceptor = Interceptor(ModuleAdapter(network), AdapterLayer.STAGE, find_units(network, 2).units)
     return measure_seconds(network, interceptor, ((ROWS,), {}), CPU, {})
 
 

@@ -3,14 +3,15 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hard_models import EVERY, Again, Blocks, IdentitySkip, LongSkip, Repeated, WrittenInput
+from container_code_models import EVERY, Again, Blocks, IdentitySkip, LongSkip, Repeated, WrittenInput
 from support import assert_same, image_batch, tiny_vit, train
 
 from hybridpp.config import PartitionConfig
 from hybridpp.errors import PartitionError
-from hybridpp.partition import CutPoint, StagedModel, Tracer, dissect
+from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
+from hybridpp.partition import CutPoint, StagedModel, Tracer, find_units
 from hybridpp.partition.blocks import finest_units
-from hybridpp.partition.cut import assign_stages, choose_cut
+from hybridpp.partition.cut import CutCriteria, assign_stages, choose_cut
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.measure import unit_costs
 from hybridpp.partition.plan import owners, stage_plan
@@ -19,8 +20,8 @@ CPU = torch.device("cpu")
 
 
 def trace(model, *args, **kwargs):
-    finest = Interceptor(model, finest_units(model))
-    units = Interceptor(model, dissect(model, 2).units)
+    finest = Interceptor(ModuleAdapter(model), AdapterLayer.UNIT_RNG, finest_units(model))
+    units = Interceptor(ModuleAdapter(model), AdapterLayer.STAGE, find_units(model, 2).units)
     return Tracer(model, units, finest, CPU, None).trace(args, kwargs, count_flops=True)
 
 
@@ -83,12 +84,12 @@ def test_ownership_follows_use():
 def test_the_cut_balances_what_the_forward_costs():
     model = tiny_vit(num_layers=6)
     found = trace(model, **image_batch(2))
-    blocks = dissect(model, 2).blocks
+    blocks = find_units(model, 2).blocks
     costs = unit_costs(model, found, "flops", list)
     config = PartitionConfig()
-    cut = choose_cut(model, found, blocks, 3, config, costs)
+    cut = choose_cut(model, found, blocks, 3, config, CutCriteria(costs))
     assert cut == cut_after("vit.layers.1", "vit.layers.3")
-    assert choose_cut(model, found, blocks, 1, config, costs) == ()
+    assert choose_cut(model, found, blocks, 1, config, CutCriteria(costs)) == ()
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,9 @@ def test_fewer_calls_of_blocks_than_stages(model, found, num_stages, advice):
     )
     calls = trace(model, torch.ones(2, 4))
     with pytest.raises(PartitionError, match=f"^{re.escape(text)}$"):
-        choose_cut(model, calls, dissect(model, 2).blocks, num_stages, PartitionConfig(), lambda call: 1.0)
+        choose_cut(
+            model, calls, find_units(model, 2).blocks, num_stages, PartitionConfig(), CutCriteria(lambda call: 1.0)
+        )
 
 
 class NeverCalled(Blocks):
@@ -131,7 +134,7 @@ def test_a_model_that_calls_no_block(model, found):
     )
     calls = trace(model, torch.ones(2, 4))
     with pytest.raises(PartitionError, match=f"^{re.escape(text)}$"):
-        choose_cut(model, calls, dissect(model, 2).blocks, 2, PartitionConfig(), lambda call: 1.0)
+        choose_cut(model, calls, find_units(model, 2).blocks, 2, PartitionConfig(), CutCriteria(lambda call: 1.0))
 
 
 def test_a_cut_lies_between_calls():
@@ -161,7 +164,7 @@ class Reader(Blocks):
 
 def test_an_input_that_needs_a_parameter_elsewhere():
     model = Reader()
-    staged = StagedModel(model, 2, [0], device=CPU, samples=[((torch.ones(2, 4),), {})])
+    staged = StagedModel(ModuleAdapter(model), 2, [0], device=CPU, samples=[((torch.ones(2, 4),), {})])
     text = (
         "for this input, stage 0 needs parameter 'blocks.3.weight', which was given to stage 1 at boost. "
         "Boost with a sample that uses it there."
@@ -194,5 +197,5 @@ def mean_square(outputs, inputs):
 
 def test_tracing_does_not_write_to_the_sample():
     sample = torch.ones(2, 4)
-    StagedModel(WrittenInput(), 2, [0], device=CPU, samples=[((sample,), {})])
+    StagedModel(ModuleAdapter(WrittenInput()), 2, [0], device=CPU, samples=[((sample,), {})])
     assert torch.equal(sample, torch.ones(2, 4))

@@ -3,13 +3,23 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hard_models import Blocks, IdentitySkip, LongSkip, LookingLoss, Repeated, WritingBlock, WritingUnit, WrittenOutput
+from container_code_models import (
+    Blocks,
+    IdentitySkip,
+    LongSkip,
+    LookingLoss,
+    Repeated,
+    WritingBlock,
+    WritingUnit,
+    WrittenOutput,
+)
 from support import image_batch, tiny_vit
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridpp.errors import PartitionError
-from hybridpp.partition import Tracer, dissect
+from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
+from hybridpp.partition import Tracer, find_units
 from hybridpp.partition.blocks import finest_units
 from hybridpp.partition.calls import TensorSpec
 from hybridpp.partition.intercept import Interceptor
@@ -20,8 +30,10 @@ CPU = torch.device("cpu")
 
 def tracer(model, dtype=None):
     dtypes = {} if dtype is None else {id(tensor): dtype for tensor in model.parameters()}
-    finest = Interceptor(model, finest_units(model))
-    return Tracer(model, Interceptor(model, dissect(model, 2).units), finest, CPU, dtypes)
+    finest = Interceptor(ModuleAdapter(model), AdapterLayer.UNIT_RNG, finest_units(model))
+    return Tracer(
+        model, Interceptor(ModuleAdapter(model), AdapterLayer.STAGE, find_units(model, 2).units), finest, CPU, dtypes
+    )
 
 
 def trace(model, *args, count_flops=False, **kwargs):
@@ -192,7 +204,7 @@ class Failing(Normed):
 
 
 @pytest.mark.parametrize("cls", [Normed, Failing])
-def test_a_trace_leaves_the_model_its_buffers_and_the_users_generator_alone(cls):
+def test_a_trace_changes_neither_model_nor_buffers_nor_the_generator(cls):
     model, x = cls(), torch.ones(2, 4)
     found = tracer(model)
     before, generator, training = state(model), torch.get_rng_state(), [module.training for module in model.modules()]
@@ -229,7 +241,7 @@ class Routing(nn.Linear):
         return super().forward(h) * 2 if h.sum().item() > 0 else super().forward(h)
 
 
-def test_a_block_that_looks_at_values_is_taken_to_return_what_its_argument_looks_like():
+def test_a_block_that_reads_values_is_assumed_to_return_its_argument_shape():
     model = Blocks()
     model.blocks[1] = Routing(4, 4)
     calls = trace(model, torch.ones(2, 4)).calls

@@ -5,14 +5,21 @@ import re
 
 import pytest
 import torch
-from partition import container_models, flow_models, odd_models, user_models
+from partition import (
+    container_models,
+    flow_models,
+    introspecting_models,
+    tracer_edge_models,
+    user_models,
+    wrapper_models,
+)
 from support import assert_near, assert_same, boosted, sgd, train
 from torch.utils import _pytree as pytree
 
 from hybridpp.cluster import Loopback
 from hybridpp.errors import PartitionError
 
-MODULES = (user_models, flow_models, container_models, odd_models)
+MODULES = (user_models, flow_models, container_models, tracer_edge_models, introspecting_models, wrapper_models)
 LAYOUTS = ({"pp_size": 2}, {"pp_size": 4}, {"pp_size": 2, "schedule": "gpipe", "num_model_chunks": 2})
 
 
@@ -55,6 +62,7 @@ def of(module):
         if isinstance(cls, type)
         and cls.__module__ == module.__name__
         and issubclass(cls, torch.nn.Module)
+        and not cls.__name__.startswith("_")
         and not issubclass(cls, torch.nn.Linear | user_models.Conv | user_models.Adapter)
     ]
 
@@ -137,10 +145,18 @@ class Unpacking(user_models.Base):
 @pytest.mark.parametrize(("block", "kind"), [(Yielding, "generator"), (Holding, "Holder")])
 def test_what_cannot_travel_is_refused_where_it_is_used(block, kind):
     text = (
-        f"unit 'blocks.0' returned a {kind}, which cannot travel to another stage, but is used there. "
+        f"unit 'blocks.0' returned a {kind}, which cannot be sent to another stage, but is used there. "
         "Return tensors in tuples, lists, dicts or dataclasses, or use pp_size=1."
     )
     make_model = functools.partial(Unpacking, block)
     run(make_model, ROWS)
     with pytest.raises(PartitionError, match=f"^{re.escape(text)}"):
         run(make_model, ROWS, pp_size=2)
+
+
+@pytest.mark.parametrize("make_model", wrapper_models.MODELS)
+def test_what_a_wrapper_holds_is_shared_out_evenly(make_model):
+    trained = run(make_model, ROWS, pp_size=2)
+    sizes = {name: weight.numel() for name, weight in trained["weights"].items()}
+    shares = [sum(sizes[name] for name in names) / sum(sizes.values()) for names in trained["names"]]
+    assert max(shares) < 0.75

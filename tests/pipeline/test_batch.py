@@ -1,12 +1,13 @@
 import re
 from collections import UserDict, namedtuple
 
+import numpy
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
 from hybridpp.errors import DataError
-from hybridpp.pipeline import call_arguments, num_samples, plain, split_batch
+from hybridpp.pipeline import call_arguments, num_samples, split_batch, to_plain_containers
 
 
 class HostReads(TorchFunctionMode):
@@ -27,7 +28,7 @@ def refused(text):
 
 
 def split(batch, count=None, size=None, num_items=None):
-    return split_batch(plain(batch), num_microbatches=count, microbatch_size=size, num_items=num_items)
+    return split_batch(to_plain_containers(batch), num_microbatches=count, microbatch_size=size, num_items=num_items)
 
 
 def sizes(batch):
@@ -49,7 +50,7 @@ def test_by_size_the_last_one_may_be_smaller(samples, size, expected):
     assert sizes(split(torch.zeros(samples), size=size)) == expected
 
 
-def test_every_tensor_is_split_in_order_and_everything_else_goes_to_every_microbatch():
+def test_tensors_are_split_in_order_and_other_values_go_to_all():
     rows, ids = torch.arange(10.0).reshape(5, 2), torch.arange(5)
     scalar, table = torch.tensor(3.0), {"name": "x", "depth": 2, "none": None}
     batch = split({"a": rows, "nested": (ids, [scalar]), "table": table}, count=2)
@@ -60,6 +61,54 @@ def test_every_tensor_is_split_in_order_and_everything_else_goes_to_every_microb
     for part in (first, second):
         assert part["nested"][1][0] is scalar
         assert part["table"] == table
+
+
+BOXES = [{"boxes": torch.zeros(count, 4)} for count in (1, 0, 3)]
+
+
+@pytest.mark.parametrize(
+    ("entry", "dims", "expected"),
+    [
+        (["a", "b", "c"], 0, [["a", "b"], ["c"]]),
+        (["a", "b", "c"], {"entry": None}, [["a", "b", "c"]] * 2),
+        (["a", "b"], 0, [["a", "b"]] * 2),
+        (("a", "b", "c"), 0, [("a", "b", "c")] * 2),
+        ([1, 2, 3], 0, [[1, 2, 3]] * 2),
+        ([1, 2, 3], {"entry": "list"}, [[1, 2], [3]]),
+        (BOXES, {"entry": "list"}, [BOXES[:2], BOXES[2:]]),
+        ([], 0, [[], []]),
+        (None, 0, [None, None]),
+    ],
+)
+def test_lists_are_split_where_they_have_an_entry_per_sample(entry, dims, expected):
+    batch = split_batch({"x": torch.zeros(3), "entry": entry}, num_microbatches=2, microbatch_size=None, dims=dims)
+    parts = [microbatch.inputs["entry"] for microbatch in batch.microbatches]
+    assert str(parts) == str(expected)
+    assert [type(part) for part in parts] == [type(part) for part in expected]
+
+
+@pytest.mark.parametrize("batch", [{"x": torch.zeros(3), "y": numpy.zeros(3)}, {"y": numpy.zeros((3, 2))}])
+def test_arrays_of_samples_are_asked_for_as_tensors(batch):
+    with refused(
+        "numpy arrays cannot be split into micro-batches: ['y'] is an array of 3 rows. "
+        "Call torch.as_tensor on it in the collate_fn."
+    ):
+        split(batch, count=2)
+
+
+def test_other_arrays_go_to_every_microbatch():
+    table = numpy.zeros(7)
+    batch = split({"x": torch.zeros(3), "table": table, "number": numpy.array(2)}, count=2)
+    assert all(microbatch.inputs["table"] is table for microbatch in batch.microbatches)
+
+
+def test_a_list_of_another_length_disagrees():
+    with pytest.raises(DataError, match=re.escape("got ['x']: 3, ['entry']: 2.")):
+        split_batch(
+            {"x": torch.zeros(3), "entry": [1, 2]}, num_microbatches=2, microbatch_size=None, dims={"entry": "list"}
+        )
+    with pytest.raises(DataError, match="batch_dims is 'list' for a list with one entry per sample: got int"):
+        split_batch({"entry": 1}, num_microbatches=2, microbatch_size=None, dims={"entry": "list"})
 
 
 def test_microbatches_of_samples_weigh_by_their_size():
@@ -103,7 +152,7 @@ def test_num_items_in_batch_that_is_none_says_nothing():
 
 def test_mappings_become_dicts_wherever_they_are():
     ids = torch.arange(4)
-    batch = plain(UserDict(ids=ids, rest=[UserDict(mask=UserDict(ids=ids))]))
+    batch = to_plain_containers(UserDict(ids=ids, rest=[UserDict(mask=UserDict(ids=ids))]))
     assert batch == {"ids": ids, "rest": [{"mask": {"ids": ids}}]}
     assert type(batch) is dict
     parts = [microbatch.inputs for microbatch in split((UserDict(ids=ids),), count=2).microbatches]
@@ -112,23 +161,25 @@ def test_mappings_become_dicts_wherever_they_are():
 
 def test_containers_that_torch_knows_keep_their_type():
     pair = namedtuple("pair", "a b")(torch.zeros(2), [1])
-    assert type(plain(pair)) is type(pair)
-    assert plain([pair]) == [pair]
+    assert type(to_plain_containers(pair)) is type(pair)
+    assert to_plain_containers([pair]) == [pair]
 
 
 @pytest.mark.parametrize("batch", [3, "text", None, {1, 2}])
 def test_what_is_no_batch(batch):
     with refused(
-        f"a batch is a mapping, a tuple, a list or a tensor: got {type(batch).__name__}. "
+        f"a batch must be a mapping, a tuple, a list or a tensor: got {type(batch).__name__}. "
         "Return one of these from the collate_fn."
     ):
-        plain(batch)
+        to_plain_containers(batch)
 
 
 def test_tensors_that_disagree_are_listed():
     with refused(
         "all tensors of a batch must agree in dimension 0, the samples: got ['a']: 4, ['b'][1]: 3. "
-        "Expand the others to one row per sample; 0-dimensional tensors and plain values go to every micro-batch."
+        "Expand the others to one row per sample; 0-dimensional tensors and plain values go to every micro-batch. "
+        "Or set the dimensions: HybridParallelPlugin(batch_dims={'x': 1, 'mask': None, 'boxes': 'list'}), with None "
+        "for entries that all micro-batches share, and 'list' for a list with one entry per sample."
     ):
         num_samples({"a": torch.zeros(4, 2), "b": [torch.tensor(1), torch.zeros(3)]})
 

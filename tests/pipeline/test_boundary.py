@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridpp.pipeline.boundary import Arrival, Departure
+from hybridpp.pipeline.boundary import StageInput, StageOutput
 
 
 class Spec(NamedTuple):
@@ -16,76 +16,76 @@ class Spec(NamedTuple):
 
 
 def arrive(*tensors, specs=None, training=True):
-    return Arrival(list(tensors), specs or [Spec(tuple(tensor.shape), tensor.dtype) for tensor in tensors], training)
+    return StageInput(list(tensors), specs or [Spec(tuple(tensor.shape), tensor.dtype) for tensor in tensors], training)
 
 
 def test_gradients_of_what_arrived():
-    arrival = arrive(torch.ones(2), torch.full((3,), 2.0))
-    first, second = arrival.values
+    stage_input = arrive(torch.ones(2), torch.full((3,), 2.0))
+    first, second = stage_input.values
     (first.sum() * second.square().sum()).backward()
-    assert [gradient.tolist() for gradient in arrival.gradients()] == [[12.0] * 2, [8.0] * 3]
+    assert [gradient.tolist() for gradient in stage_input.gradients()] == [[12.0] * 2, [8.0] * 3]
 
 
 def test_the_stage_may_write_to_what_arrived():
     sent = torch.tensor([-1.0, 3.0])
-    arrival = arrive(sent, torch.ones(2))
-    value, other = arrival.values
+    stage_input = arrive(sent, torch.ones(2))
+    value, other = stage_input.values
     value.mul_(5)
     nn.functional.relu(value, inplace=True)
     other[0] = value[1]
     (value.sum() + other.sum()).backward()
     assert value.tolist() == [0.0, 15.0]
-    assert [gradient.tolist() for gradient in arrival.gradients()] == [[0.0, 10.0], [0.0, 1.0]]
+    assert [gradient.tolist() for gradient in stage_input.gradients()] == [[0.0, 10.0], [0.0, 1.0]]
 
 
 def test_values_nothing_depends_on_have_zero_gradients():
-    arrival = arrive(torch.ones(2), torch.ones(3, dtype=torch.bfloat16))
-    arrival.values[0].sum().backward()
-    used, unused = arrival.gradients()
+    stage_input = arrive(torch.ones(2), torch.ones(3, dtype=torch.bfloat16))
+    stage_input.values[0].sum().backward()
+    used, unused = stage_input.gradients()
     assert used.tolist() == [1, 1]
     assert (unused.tolist(), unused.dtype) == ([0, 0, 0], torch.bfloat16)
 
 
 def test_without_a_backward_pass_every_gradient_is_zero():
-    arrival = arrive(torch.ones(2), torch.ones(3))
-    assert [gradient.tolist() for gradient in arrival.gradients()] == [[0, 0], [0, 0, 0]]
+    stage_input = arrive(torch.ones(2), torch.ones(3))
+    assert [gradient.tolist() for gradient in stage_input.gradients()] == [[0, 0], [0, 0, 0]]
 
 
 def test_only_what_was_traced_as_differentiable_has_a_gradient():
     mask, ids = torch.ones(2, dtype=torch.bool), torch.ones(2)
     specs = [Spec(dtype=torch.bool, requires_grad=False), Spec(), Spec(requires_grad=False)]
-    arrival = arrive(mask, torch.ones(2), ids, specs=specs)
-    assert arrival.values[0] is mask
-    assert arrival.values[2] is ids
-    assert [value.requires_grad for value in arrival.values] == [False, True, False]
-    (arrival.values[1] * mask * ids).sum().backward()
-    assert [gradient.tolist() for gradient in arrival.gradients()] == [[1, 1]]
+    stage_input = arrive(mask, torch.ones(2), ids, specs=specs)
+    assert stage_input.values[0] is mask
+    assert stage_input.values[2] is ids
+    assert [value.requires_grad for value in stage_input.values] == [False, True, False]
+    (stage_input.values[1] * mask * ids).sum().backward()
+    assert [gradient.tolist() for gradient in stage_input.gradients()] == [[1, 1]]
 
 
 def test_in_evaluation_values_are_plain():
     tensor = torch.ones(2)
-    arrival = arrive(tensor, training=False)
-    assert arrival.values[0] is tensor
+    stage_input = arrive(tensor, training=False)
+    assert stage_input.values[0] is tensor
     assert not tensor.requires_grad
-    assert arrival.gradients() == []
+    assert stage_input.gradients() == []
 
 
 def test_nothing_arrives_at_the_first_stage():
-    arrival = arrive()
-    assert (arrival.values, arrival.gradients()) == ([], [])
+    stage_input = arrive()
+    assert (stage_input.values, stage_input.gradients()) == ([], [])
 
 
 def two_stages(values, middle, end):
     """Gradients of ``end(middle(values))``, where ``middle`` is a stage of its own."""
-    arrival = arrive(*values)
-    outgoing = middle(*arrival.values)
+    stage_input = arrive(*values)
+    outgoing = middle(*stage_input.values)
     specs = [Spec(tuple(tensor.shape), tensor.dtype) for tensor in outgoing]
-    departure = Departure(list(outgoing), specs)
+    stage_output = StageOutput(list(outgoing), specs)
     next_arrival = arrive(*(tensor.detach().clone() for tensor in outgoing), specs=specs)
     del outgoing
     end(*next_arrival.values).backward()
-    departure.backward(next_arrival.gradients())
-    return arrival.gradients()
+    stage_output.backward(next_arrival.gradients())
+    return stage_input.gradients()
 
 
 @pytest.mark.parametrize(
@@ -111,10 +111,10 @@ def test_two_stages_give_the_gradient_of_one_graph(middle, end):
 def test_a_departed_value_may_be_freed_and_written_to():
     weight = nn.Parameter(torch.full((2,), 3.0))
     tensor = weight * 2
-    departure = Departure([tensor], [Spec()])
+    stage_output = StageOutput([tensor], [Spec()])
     tensor.detach().zero_()
     del tensor
-    departure.backward([torch.ones(2)])
+    stage_output.backward([torch.ones(2)])
     assert weight.grad.tolist() == [2, 2]
 
 
@@ -125,12 +125,12 @@ def test_gradients_go_to_the_values_they_belong_to():
     mask = torch.ones(2, dtype=torch.bool)
     specs = [Spec(), Spec(dtype=torch.bool, requires_grad=False), Spec()]
     # The first was traced as differentiable and is not; the second has no gradient at all.
-    Departure([constant, mask, weight * 5], specs).backward([torch.full((2,), 100.0), torch.ones(2)])
+    StageOutput([constant, mask, weight * 5], specs).backward([torch.full((2,), 100.0), torch.ones(2)])
     assert weight.grad.tolist() == [5, 5]
 
 
 def test_a_stage_without_differentiable_results_has_no_way_back():
     weight = nn.Parameter(torch.ones(2))
-    Departure([weight * 1], [Spec(requires_grad=False)]).backward([])
-    Departure([weight.detach() * 1], [Spec()]).backward([torch.ones(2)])
+    StageOutput([weight * 1], [Spec(requires_grad=False)]).backward([])
+    StageOutput([weight.detach() * 1], [Spec()]).backward([torch.ones(2)])
     assert weight.grad is None

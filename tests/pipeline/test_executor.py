@@ -9,8 +9,8 @@ from support import boosted, sgd
 from torch import nn
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.pipeline import Executor, Lanes, Microbatch, Step, Transport, rank_programs
-from hybridpp.schedule import Action, Kind, forward_only, one_f_one_b
+from hybridpp.pipeline import Executor, Microbatch, P2PGroups, PipelineStep, Transport, rank_programs
+from hybridpp.schedule import Action, ActionKind, forward_only, one_f_one_b
 
 
 class _Held:
@@ -87,9 +87,9 @@ class Recorded:
     def forward(self, plan, args, kwargs, received, key, recompute):
         self.log.append(("F", key, received[0].item() if received else None))
         value = (received[0] if received else args[0]) * self.weight + 1
-        return ([], value) if self.is_last else ([value], None)
+        return ([], value, key) if self.is_last else ([value], None, key)
 
-    def recomputing(self, stage, key):
+    def recomputing(self, key):
         from contextlib import nullcontext
 
         self.log.append(("B", key))
@@ -101,7 +101,7 @@ def run_recorded(num_stages, num_microbatches, training, fail_at=None):
         world = current_world()
         ranks = [list(range(num_stages))]
         stage = Recorded(world.rank, num_stages)
-        lanes = [Lanes(world.split(ranks), world.split(ranks)) for _ in range(2)]
+        lanes = [P2PGroups(world.split(ranks), world.split(ranks)) for _ in range(2)]
         executor = Executor(stage, Transport(*lanes, world.device), world.device)
         programs = one_f_one_b(num_stages, num_microbatches)
         if not training:
@@ -114,14 +114,14 @@ def run_recorded(num_stages, num_microbatches, training, fail_at=None):
                 raise ValueError("no")
             return outputs.sum()
 
-        step = Step(
+        step = PipelineStep(
             microbatches=[Microbatch(torch.full((1,), float(n)), 1, 1.0) for n in range(num_microbatches)],
             loss_weights=[1.0] * num_microbatches,
             keys=list(range(num_microbatches)),
             criterion=criterion,
             training=training,
             keep_outputs=True,
-            last_backward=lambda pending: calls.append(len(stage.log)),
+            begin_last_backward=lambda pending: calls.append(len(stage.log)),
             reduce_gradients=lambda: calls.append(len(stage.log)),
         )
         result = executor.run(program, step)
@@ -157,4 +157,6 @@ def test_forward_only_runs_no_backward():
 def test_an_error_says_in_which_action_it_happened():
     with pytest.raises(ValueError, match="no") as raised:
         run_recorded(2, 3, training=True, fail_at=1.0)
-    assert f"hybridpp: in action {Action(1, Kind.FORWARD, 1)} (stage, kind, micro-batch)" in raised.value.__notes__
+    assert (
+        f"hybridpp: in action {Action(1, ActionKind.FORWARD, 1)} (stage, kind, micro-batch)" in raised.value.__notes__
+    )

@@ -11,11 +11,21 @@ from torch import nn
 
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.errors import ScheduleError
-from hybridpp.pipeline import Executor, Lanes, Microbatch, RankProgram, Step, Transport, WeightGradients, rank_programs
+from hybridpp.module_adapter import ModuleAdapter
+from hybridpp.pipeline import (
+    Executor,
+    Microbatch,
+    P2PGroups,
+    PipelineStep,
+    RankProgram,
+    Transport,
+    WeightGradients,
+    rank_programs,
+)
 from hybridpp.schedule import (
     SCHEDULES,
     Action,
-    Kind,
+    ActionKind,
     check_program,
     forward_only,
     lower,
@@ -24,7 +34,7 @@ from hybridpp.schedule import (
     stages_placement,
 )
 
-COMPUTES = [kind for kind in Kind if kind.computes]
+COMPUTES = [kind for kind in ActionKind if kind.computes]
 SPEC = SimpleNamespace(shape=(1, 1), dtype=torch.float32, requires_grad=True)
 # Micro-batch n's part of every gradient is 8**n, so that a sum tells how often each of them is in it.
 BASE = 8
@@ -64,9 +74,9 @@ def mutated(programs, num_stages, num_microbatches, dice):
             del row[place]
         case "repeat":
             row.insert(dice.randint(0, len(row)), action)
-        case "split" if action.kind is Kind.BACKWARD:
-            row[place] = action._replace(kind=Kind.INPUT_GRADIENT)
-            row.insert(dice.randint(place, len(row)), action._replace(kind=Kind.WEIGHT_GRADIENT))
+        case "split" if action.kind is ActionKind.BACKWARD:
+            row[place] = action._replace(kind=ActionKind.INPUT_GRADIENT)
+            row.insert(dice.randint(place, len(row)), action._replace(kind=ActionKind.WEIGHT_GRADIENT))
         case "kind":
             row[place] = action._replace(kind=dice.choice(COMPUTES))
         case _:
@@ -99,23 +109,23 @@ class Scales:
         self.layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(num_stages))
         for weight in self.layers.parameters():
             nn.init.ones_(weight)
-        self.weight_gradients = WeightGradients(self.layers)
+        self.weight_gradients = WeightGradients(ModuleAdapter(self.layers))
         for weight in self.layers.parameters():
             weight.grad = torch.zeros(1, 1)
         self.gradients = {name: weight.grad for name, weight in self.layers.named_parameters()}
-        self.weight_gradients.connect(self)
+        self.weight_gradients.attach_sink(self)
         self.forwards = []
 
-    def postpone(self, names):
+    def defer(self, names):
         """A part of the gradient follows later: nothing to prepare."""
 
-    def reached(self, names):
+    def mark_reached(self, names):
         """Nothing else looks."""
 
     def add(self, name, gradient):
         self.gradients[name] += gradient
 
-    def completed(self, name):
+    def mark_complete(self, name):
         """Nothing else looks."""
 
     def plans(self, args, kwargs):
@@ -132,9 +142,9 @@ class Scales:
     def forward(self, plan, args, kwargs, received, key, recompute):
         self.forwards.append((plan.stage, key))
         value = self.layers[plan.stage](received[0] if received else args[0])
-        return ([], value) if plan.is_last else ([value], None)
+        return ([], value, None) if plan.is_last else ([value], None, None)
 
-    def recomputing(self, stage, key):
+    def recomputing(self, context):
         return nullcontext()
 
 
@@ -146,16 +156,16 @@ def unchecked(programs):
 def on_rank(program, num_stages, num_microbatches, training):
     """Run one rank: its part of each stage's gradient, the outputs it has, and the forwards it did."""
     world = current_world()
-    lanes = [Lanes(Answered(world), Answered(world)) for _ in range(2)]
+    lanes = [P2PGroups(Answered(world), Answered(world)) for _ in range(2)]
     stages = Scales(num_stages)
-    step = Step(
+    step = PipelineStep(
         microbatches=[Microbatch(torch.full((1, 1), float(BASE**n)), 1, 1.0) for n in range(num_microbatches)],
         loss_weights=[1.0] * num_microbatches,
         keys=list(range(num_microbatches)),
         criterion=lambda outputs, inputs: outputs.sum(),
         training=training,
         keep_outputs=True,
-        last_backward=lambda names: False,
+        begin_last_backward=lambda names: False,
         reduce_gradients=lambda: None,
     )
     executor = Executor(stages, Transport(*lanes, world.device), world.device, stages.weight_gradients)
@@ -166,7 +176,7 @@ def on_rank(program, num_stages, num_microbatches, training):
 
 def what_goes_wrong(programs, num_stages, num_microbatches, make):
     """None if the programs run to their end, do everything once and give what they should."""
-    training = any(action.kind is not Kind.FORWARD for row in programs for action in row)
+    training = any(action.kind is not ActionKind.FORWARD for row in programs for action in row)
     try:
         made = make(programs)
         ranks = Loopback(len(programs)).run(

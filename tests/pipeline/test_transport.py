@@ -3,7 +3,7 @@ from typing import NamedTuple
 import torch
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.pipeline import Lanes, Transport
+from hybridpp.pipeline import P2PGroups, Transport
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def on_a_pipeline(num_stages, function):
     def run():
         world = current_world()
         stages = [list(range(num_stages))]
-        lanes = [Lanes(world.split(stages), world.split(stages)) for _ in range(2)]
+        lanes = [P2PGroups(world.split(stages), world.split(stages)) for _ in range(2)]
         return function(world.rank, Transport(*lanes, CPU))
 
     return Loopback(num_stages).run(run)
@@ -139,7 +139,7 @@ class SlowGroup:
 
 def test_a_tensor_is_kept_until_it_is_away_and_no_longer():
     group = SlowGroup()
-    transport = Transport(Lanes(group, group), Lanes(group, group), CPU)
+    transport = Transport(P2PGroups(group, group), P2PGroups(group, group), CPU)
     sent = transport.send_activations([torch.ones(3)], 1)
     assert len(group.under_way) == 1
     sent.wait()

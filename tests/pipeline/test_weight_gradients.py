@@ -10,6 +10,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
+from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.pipeline import WeightGradients
 
 
@@ -23,37 +24,37 @@ class Sums:
                 parameter.grad = self.gradients[name]
         self.log = []
 
-    def postpone(self, names):
+    def defer(self, names):
         self.log.extend(("postponed", name) for name in names)
 
-    def reached(self, names):
+    def mark_reached(self, names):
         self.log.extend(("reached", name) for name in names)
 
     def add(self, name, gradient):
         self.gradients[name].add_(gradient)
 
-    def completed(self, name):
+    def mark_complete(self, name):
         self.log.append(("completed", name))
 
 
 def separated(model, x, how, loss=lambda y: y.square().sum(), passes=2):
     """Gradients after some passes, and what was reported."""
     model = copy.deepcopy(model)
-    weights = WeightGradients(model)
+    weights = WeightGradients(ModuleAdapter(model))
     sums = Sums(model)
-    weights.connect(sums)
+    weights.attach_sink(sums)
     weights.begin(splits=True)
     for _ in range(passes):
-        with weights.recorded(splits=how == "later"):
+        with weights.recording_forward(splits=how == "later"):
             value = loss(model(x))
         if how == "at once":
-            with weights.at_once():
+            with weights.full_backward():
                 value.backward()
         else:
-            with weights.later(splits=True) as notes:
+            with weights.input_backward(splits=True) as tasks:
                 value.backward()
-            weights.add(notes, final=True)
-            assert notes == []
+            weights.add(tasks, final=True)
+            assert tasks == []
     return sums
 
 
@@ -147,14 +148,14 @@ MODELS["linear, frozen bias"][0].bias.requires_grad_(False)
 def test_both_ways_give_the_gradients_of_autograd(name):
     model, x = MODELS[name]
     expected = plain(model, x)
-    at_once, later = (separated(model, x, how).gradients for how in ("at once", "later"))
+    full_backward, input_backward = (separated(model, x, how).gradients for how in ("at once", "later"))
     for parameter, gradient in expected.items():
-        gradient = torch.zeros_like(at_once[parameter]) if gradient is None else gradient
-        assert torch.equal(at_once[parameter], gradient), f"{parameter}: not what autograd gives"
+        gradient = torch.zeros_like(full_backward[parameter]) if gradient is None else gradient
+        assert torch.equal(full_backward[parameter], gradient), f"{parameter}: not what autograd gives"
         if name == "tied":  # glue uses the weight too: what it adds comes before what is left for later
-            torch.testing.assert_close(later[parameter], gradient)
+            torch.testing.assert_close(input_backward[parameter], gradient)
         else:
-            assert torch.equal(later[parameter], gradient), f"{parameter}: not what autograd gives"
+            assert torch.equal(input_backward[parameter], gradient), f"{parameter}: not what autograd gives"
 
 
 def names_of(log, kind):
@@ -184,15 +185,15 @@ def test_hooks_on_parameters_are_obeyed():
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
     x = torch.randn(2, 6)
     expected = plain(model, x)
-    weights = WeightGradients(hooked(model))
-    weights.connect(sums := Sums(model))
+    weights = WeightGradients(ModuleAdapter(hooked(model)))
+    weights.attach_sink(sums := Sums(model))
     weights.begin(splits=True)
     for _ in range(2):
-        with weights.recorded(splits=True):
+        with weights.recording_forward(splits=True):
             value = model(x).square().sum()
-        with weights.later(splits=True) as notes:
+        with weights.input_backward(splits=True) as tasks:
             value.backward()
-        weights.add(notes)
+        weights.add(tasks)
     torch.testing.assert_close(sums.gradients["0.weight"], 2 * expected["0.weight"])
     assert "0.weight" not in names_of(sums.log, "reached")
     assert "1.weight" in names_of(sums.log, "reached")
@@ -216,14 +217,14 @@ def test_a_gradient_inside_the_loss_is_autograds_own():
 
 def test_half_precision_adds_up_in_the_format_of_the_sum():
     model, x = nn.Linear(6, 5).bfloat16(), torch.randn(2, 4, 6).bfloat16()
-    weights = WeightGradients(model)
-    weights.connect(sums := Sums(model, torch.float32))
+    weights = WeightGradients(ModuleAdapter(model))
+    weights.attach_sink(sums := Sums(model, torch.float32))
     weights.begin(splits=True)
-    with weights.recorded(splits=True):
+    with weights.recording_forward(splits=True):
         value = model(x).float().square().sum()
-    with weights.later(splits=True) as notes:
+    with weights.input_backward(splits=True) as tasks:
         value.backward()
-    weights.add(notes)
+    weights.add(tasks)
     expected = plain(model, x, lambda y: y.float().square().sum(), passes=1)
     for name, total in sums.gradients.items():
         assert total.dtype == torch.float32
@@ -233,8 +234,8 @@ def test_half_precision_adds_up_in_the_format_of_the_sum():
 
 def test_outside_of_a_schedule_layers_run_as_ever():
     model, x = nn.Linear(6, 5), torch.randn(2, 6)
-    weights = WeightGradients(model)
-    weights.connect(sums := Sums(model))
+    weights = WeightGradients(ModuleAdapter(model))
+    weights.attach_sink(sums := Sums(model))
     model.zero_grad()
     model(x).sum().backward()
     assert model.weight.grad is not None
@@ -242,5 +243,5 @@ def test_outside_of_a_schedule_layers_run_as_ever():
     twin = copy.deepcopy(model)
     twin(x).sum().backward()
     weights.begin(splits=True)
-    with torch.autocast("cpu", torch.bfloat16), weights.recorded(splits=True):
+    with torch.autocast("cpu", torch.bfloat16), weights.recording_forward(splits=True):
         assert model(x).dtype is torch.bfloat16

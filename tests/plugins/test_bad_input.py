@@ -31,21 +31,24 @@ def everyone_raises(num_ranks, function, error, text):
     ("settings", "text"),
     [
         (
-            {"num_microbatches": None},
+            {"num_microbatches": None, "pp_size": 2},
             "give exactly one of num_microbatches and microbatch_size: "
             "got num_microbatches=None, microbatch_size=None.",
         ),
         ({"microbatch_size": 2}, "give exactly one of num_microbatches and microbatch_size"),
-        ({"num_microbatches": 0}, "num_microbatches is a whole number, at least 1: got num_microbatches=0."),
-        ({"precision": "fp8"}, "precision is one of fp32, fp16, bf16: got 'fp8'."),
-        ({"tensor_parallel_plan": "column"}, "tensor_parallel_plan is a dict of patterns of module names and styles"),
+        ({"num_microbatches": 0}, "num_microbatches must be an integer of at least 1: got num_microbatches=0."),
+        ({"precision": "fp8"}, "precision must be one of fp32, fp16, bf16: got 'fp8'."),
+        (
+            {"tensor_parallel_plan": "column"},
+            "tensor_parallel_plan must be a dict from patterns of module names to styles",
+        ),
         ({"tensor_parallel_plan": {"*": "colwise"}}, "a tensor-parallel style is one of column[:<heads>], gathered"),
-        ({"pp_size": 0}, "pp_size is a whole number of ranks, at least 1: got pp_size=0."),
-        ({"zero_stage": 1}, "sharded optimizer state is not built yet: got zero_stage=1. Use zero_stage=0."),
+        ({"pp_size": 0}, "pp_size must be an integer of at least 1: got pp_size=0."),
+        ({"zero_stage": 1}, "sharded optimizer state is not implemented yet: got zero_stage=1. Use zero_stage=0."),
         ({"pp_style": "zbv", "schedule": "1f1b"}, "pp_style and schedule are one setting: got 'zbv' and '1f1b'."),
         (
             {"enable_sequence_parallelism": True},
-            "sequence parallelism divides sequences over the ranks that share layers: got tp_size=1. Use tp_size=2 or",
+            "sequence parallelism shards sequences over the tensor-parallel ranks: got tp_size=1. Use tp_size=2 or",
         ),
         (
             {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring"},
@@ -53,12 +56,12 @@ def everyone_raises(num_ranks, function, error, text):
         ),
         ({"sequence_parallelism_mode": "all_to_all"}, "sequence_parallelism_mode='all_to_all' is not built yet."),
         ({"sequence_parallelism_mode": "ulysses"}, "sequence_parallelism_mode='ulysses' is unknown."),
-        ({"sequence_parallelism_mode": "split_gather"}, "asks for nothing without enable_sequence_parallelism=True."),
-        ({"num_model_chunks": 0}, "num_model_chunks is a whole number, at least 1: got num_model_chunks=0."),
-        ({"cpu_offload": True}, "cpu_offload is not built yet"),
+        ({"sequence_parallelism_mode": "split_gather"}, "has no effect without enable_sequence_parallelism=True."),
+        ({"num_model_chunks": 0}, "num_model_chunks must be an integer of at least 1: got num_model_chunks=0."),
+        ({"cpu_offload": True}, "cpu_offload is not supported yet"),
         ({"num_microbatch": 4}, "HybridParallelPlugin has no setting 'num_microbatch'. It takes: backoff_factor,"),
         ({"initial_scale": 0}, "loss scaling needs initial_scale > 0: got initial_scale=0."),
-        ({"max_norm": -1}, "max_norm is a gradient norm, or 0 for no clipping: got max_norm=-1."),
+        ({"max_norm": -1}, "max_norm must be at least 0, where 0 means no clipping: got max_norm=-1."),
     ],
 )
 def test_wrong_settings_are_refused_by_name(settings, text):
@@ -80,15 +83,22 @@ def test_wrong_settings_are_refused_by_name(settings, text):
 )
 @pytest.mark.parametrize("value", ["yes", 1, None])
 def test_what_stands_for_true_or_false_is_refused(name, value):
-    text = f"{name} is True or False: got {name}={value!r}. Pass one of these, no word or number."
+    text = f"{name} must be True or False: got {name}={value!r}. Pass a bool."
     everyone_raises(2, lambda: HybridParallelPlugin(**{**GOOD, name: value}), ConfigError, text)
 
 
 @pytest.mark.parametrize("name", ["shuffle", "drop_last", "pin_memory"])
 def test_switches_of_a_dataloader_are_true_or_false(name):
     plugin = HybridParallelPlugin(**GOOD)
-    with pytest.raises(ConfigError, match=f"^{name} is True or False: got {name}='no'"):
+    with pytest.raises(ConfigError, match=f"^{name} must be True or False: got {name}='no'"):
         plugin.prepare_dataloader([0, 1], batch_size=1, **{name: "no"})
+
+
+@pytest.mark.parametrize("given", [{}, {"num_microbatches": None}])
+def test_one_stage_runs_a_batch_as_one_microbatch_unless_told_otherwise(given):
+    assert HybridParallelPlugin(tp_size=1, pp_size=1, **given).settings.pipeline.num_microbatches == 1
+    sized = HybridParallelPlugin(tp_size=1, pp_size=1, microbatch_size=2, **given).settings.pipeline
+    assert (sized.num_microbatches, sized.microbatch_size) == (None, 2)
 
 
 def test_settings_that_ask_for_nothing_are_accepted():
@@ -180,21 +190,54 @@ def test_a_dataloader_instead_of_an_iterator():
 
 
 @pytest.mark.parametrize(("value", "kind"), [(float("nan"), "NaN"), (float("inf"), "infinite")])
-@pytest.mark.parametrize("training", [True, False])
-def test_a_loss_that_is_not_finite_is_reported_with_stage_and_microbatch(training, value, kind):
+def test_a_loss_that_is_not_finite_is_reported_with_stage_and_microbatch(value, kind):
     def run():
         booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2, num_microbatches=4)
-
-        def criterion(outputs, inputs):
-            return outputs.loss * (value if 1 in inputs["index"] else 1.0)
-
         model.forward = _without("index", model.forward)
-        batch = image_batch(8) | {"index": torch.arange(8) // 2}
-        with torch.set_grad_enabled(training):
-            booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
+        booster.execute_pipeline(iter([_numbered()]), model, _bad_at_one(value), optimizer)
 
     text = f"the loss of micro-batch 1 is {kind} (stage 1 of 2, rank 1)."
     everyone_raises(2, run, NonFiniteLossError, text)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_nonfinite_evaluation_loss_is_returned_with_one_warning(value, caplog):
+    def run():
+        booster, model, _ = boosted(tiny_vit(), None, image_batch(2), pp_size=2, num_microbatches=4)
+        model.forward = _without("index", model.forward)
+        with torch.no_grad():
+            out = [
+                booster.execute_pipeline(iter([_numbered()]), model, _bad_at_one(value), return_outputs=True)
+                for _ in range(2)
+            ]
+        assert [part["outputs"] is None for part in out] == [current_world().rank == 0] * 2
+        return [part["loss"].item() for part in out]
+
+    for losses in Loopback(2).run(run):
+        assert str(losses) == str([value] * 2)
+    (record,) = caplog.records
+    text = "in evaluation, the loss of micro-batch 1 is {} (stage 1 of 2, rank 1). Such losses are returned unchanged."
+    assert text.format("NaN" if value != value else "infinite") in record.getMessage()
+
+
+def test_infinities_of_both_signs_are_no_number_in_evaluation():
+    def run():
+        booster, model, _ = boosted(tiny_vit(), None, image_batch(2), num_microbatches=2)
+        signs = iter([1, -1])
+        with torch.no_grad():
+            return booster.execute_pipeline(
+                iter([image_batch(4)]), model, lambda outputs, inputs: outputs.loss * next(signs) * float("inf")
+            )["loss"].item()
+
+    assert str(Loopback(1).run(run)) == "[nan]"
+
+
+def _numbered():
+    return image_batch(8) | {"index": torch.arange(8) // 2}
+
+
+def _bad_at_one(value):
+    return lambda outputs, inputs: outputs.loss * (value if 1 in inputs["index"] else 1.0)
 
 
 def _without(name, forward):
@@ -206,7 +249,7 @@ def _without(name, forward):
     [
         (lambda o, i: 3.0, "criterion(outputs, inputs) must return a scalar tensor: got float."),
         (lambda o, i: o.logits, "must return a scalar tensor: got a tensor of shape (4, 5)."),
-        (lambda o, i: o.loss.detach(), "the criterion's result does not depend on anything trainable"),
+        (lambda o, i: o.loss.detach(), "the loss does not depend on any trainable parameter"),
         (None, "execute_pipeline needs criterion(outputs, inputs) to compute a loss."),
     ],
 )
@@ -218,6 +261,32 @@ def test_a_criterion_that_gives_no_loss(criterion, text):
     everyone_raises(1, run, ConfigError, text)
 
 
+class Masked(nn.Module):
+    """Its second argument may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x, mask=None):
+        return self.layer(x) if mask is None else self.layer(x)[mask["rows"]]
+
+
+def test_an_error_in_a_model_says_what_it_was_called_with():
+    def run():
+        booster, model, optimizer = boosted(Masked(), sgd, None)
+        with pytest.raises(TypeError) as raised:
+            booster.execute_pipeline(iter([(torch.ones(3, 2), None, 0)]), model, lambda o: o.mean() + None, optimizer)
+        criterion = raised.value.__notes__
+        with pytest.raises((IndexError, TypeError)) as raised:
+            booster.execute_pipeline(iter([(torch.ones(3, 2), torch.ones(3))]), model, lambda o: o.mean(), optimizer)
+        return criterion[0], raised.value.__notes__[0]
+
+    ((criterion, model),) = Loopback(1).run(run)
+    assert criterion == "hybridpp: in <lambda>(Tensor[3, 2])"
+    assert model == "hybridpp: in model(*(Tensor[3, 2], Tensor[3]), **{})"
+
+
 def test_training_without_the_boosted_optimizer():
     def without():
         booster, model, _ = boosted(tiny_vit(), sgd, image_batch(2))
@@ -227,8 +296,8 @@ def test_training_without_the_boosted_optimizer():
         booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2))
         booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer.unwrap())
 
-    everyone_raises(1, without, ConfigError, "needs the boosted optimizer where gradients are enabled.")
-    everyone_raises(1, another, ConfigError, "takes the optimizer that booster.boost returned for this model.")
+    everyone_raises(1, without, ConfigError, "needs the boosted optimizer if gradients are enabled.")
+    everyone_raises(1, another, ConfigError, "needs the optimizer that booster.boost returned for this model.")
 
 
 def test_some_ranks_train_and_some_evaluate():
@@ -237,7 +306,9 @@ def test_some_ranks_train_and_some_evaluate():
         with torch.set_grad_enabled(current_world().rank == 0):
             booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
 
-    everyone_raises(2, run, ConfigError, "all ranks must train, or none: gradients are enabled on rank 0 only.")
+    everyone_raises(
+        2, run, ConfigError, "gradients must be enabled on all ranks or on none: they are enabled on rank 0 only."
+    )
 
 
 def test_ranks_that_start_from_different_weights():
@@ -250,18 +321,20 @@ def test_ranks_that_start_from_different_weights():
 def test_parts_that_do_not_fit_together():
     booster = Booster(plugin=HybridParallelPlugin(**GOOD))
     model = tiny_vit()
-    with pytest.raises(ConfigError, match=r"holds a parameter of shape \(2, 2\) that the model does not have"):
+    with pytest.raises(ConfigError, match=r"holds a parameter of shape \(2, 2\) that is not in the model"):
         booster.boost(model, sgd([*model.parameters(), nn.Parameter(torch.ones(2, 2))]))
-    with pytest.raises(ConfigError, match=r"boost takes a torch.optim optimizer: got list\."):
-        booster.boost(model, [])
-    with pytest.raises(ConfigError, match=r"boost takes a torch.nn.Module: got function\."):
+    with pytest.raises(ConfigError, match=r"boost needs a torch.optim optimizer: got list\. Use parameter groups"):
+        booster.boost(model, [sgd(model.parameters())])
+    with pytest.raises(ConfigError, match=r"boost needs an LR scheduler with a step method: got list\."):
+        booster.boost(model, sgd(model.parameters()), lr_scheduler=[])
+    with pytest.raises(ConfigError, match=r"boost needs a torch.nn.Module: got function\."):
         booster.boost(model_loss)
     boosted_model, optimizer, *_ = booster.boost(model, sgd(model.parameters()))
     with pytest.raises(ConfigError, match=r"this model is boosted already\. Call booster.boost once\."):
         booster.boost(boosted_model)
     with pytest.raises(ConfigError, match=r"this Linear was not boosted by this booster\."):
         booster.execute_pipeline(iter([image_batch(2)]), nn.Linear(1, 1), model_loss, optimizer)
-    with pytest.raises(ConfigError, match=r"step takes no closure"):
+    with pytest.raises(ConfigError, match=r"step accepts no closure"):
         optimizer.step(lambda: 0.0)
 
 
@@ -270,7 +343,7 @@ def test_backward_by_hand_needs_the_whole_model():
         booster, _, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2)
         booster.backward(torch.ones((), requires_grad=True), optimizer)
 
-    everyone_raises(2, run, ConfigError, "backward needs the whole model on one rank: got pp_size=2.")
+    everyone_raises(2, run, ConfigError, "backward needs all stages on one rank: got pp_size=2.")
 
 
 def test_cutting_a_model_without_any_sample():

@@ -1,13 +1,14 @@
 """Who sees which samples."""
 
 import random
+import re
 from itertools import chain
 
 import numpy
 import pytest
 import torch
 from support import IMAGE, boosted, model_loss, sgd, tiny_vit
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.cluster import Loopback, current_world
@@ -107,7 +108,7 @@ def test_the_sample_taken_at_boost_moves_no_generator_and_no_sampler():
     assert Loopback(2).run(run) == [2, 2]
 
 
-def test_a_loop_over_epochs_with_uneven_replicas_takes_every_rank_the_same_number_of_steps():
+def test_every_rank_takes_equally_many_steps_per_epoch_on_uneven_replicas():
     def run():
         hybrid = plugin()
         dataset = [{"pixel_values": torch.full((3, IMAGE, IMAGE), float(i)), "labels": i % 5} for i in range(7)]
@@ -126,3 +127,136 @@ def test_a_loop_over_epochs_with_uneven_replicas_takes_every_rank_the_same_numbe
     assert steps == other_steps == 4
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert current_world().size == 1
+
+
+def same_batch_warnings(caplog, pp_size=1, num_ranks=2, evaluate=False, loader_of=None):
+    """What is said in three steps over a dataloader that ``loader_of(plugin, dataset)`` makes."""
+
+    def run():
+        hybrid = plugin(pp_size)
+        dataset = [{"pixel_values": torch.full((3, IMAGE, IMAGE), float(i)), "labels": i % 5} for i in range(12)]
+        booster = Booster(plugin=hybrid, device="cpu")
+        model = tiny_vit(num_layers=2)
+        loader = loader_of(hybrid, dataset)
+        parts = booster.boost(model, sgd(model.parameters()), dataloader=loader)
+        data = iter(loader)
+        for _ in range(3):
+            with torch.set_grad_enabled(not evaluate):
+                booster.execute_pipeline(data, parts.model, model_loss, None if evaluate else parts.optimizer)
+
+    caplog.clear()
+    Loopback(num_ranks).run(run)
+    return [record.getMessage() for record in caplog.records]
+
+
+def own_loader(hybrid, dataset):
+    return DataLoader(dataset, batch_size=4)
+
+
+@pytest.mark.parametrize(("pp_size", "num_ranks"), [(1, 2), (2, 4)])
+def test_replicas_that_train_on_the_same_batches_are_told_once(caplog, pp_size, num_ranks):
+    (text,) = same_batch_warnings(caplog, pp_size, num_ranks, loader_of=own_loader)
+    assert "replicas 0, 1 of 2 train on the same batch, so all but one of them are redundant. Use plugin." in text
+
+
+def test_equal_evaluation_batches_and_distinct_training_batches_are_quiet(caplog):
+    def sharded(hybrid, dataset):
+        sampler = DistributedSampler(dataset, num_replicas=hybrid.dp_size, rank=hybrid.layout.here.dp)
+        return DataLoader(dataset, batch_size=2, sampler=sampler)
+
+    def prepared(hybrid, dataset):
+        return hybrid.prepare_dataloader(dataset, batch_size=2)
+
+    assert same_batch_warnings(caplog, evaluate=True, loader_of=own_loader) == []
+    assert same_batch_warnings(caplog, loader_of=sharded) == []
+    assert same_batch_warnings(caplog, loader_of=prepared) == []
+    assert same_batch_warnings(caplog, num_ranks=1, loader_of=own_loader) == []
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(7))
+
+
+def test_a_stream_is_split_over_replicas_and_ends_on_all_ranks_together():
+    def run():
+        loader = plugin(pp_size=2).prepare_dataloader(Stream(), batch_size=2)
+        return [[batch.tolist() for batch in loader] for _ in range(2)]
+
+    ranks = Loopback(4).run(run)
+    assert ranks[0] == ranks[1] == [[[0, 1], [4, 5]]] * 2
+    assert ranks[2] == ranks[3] == [[[2, 3], [6]]] * 2
+
+
+class Bare:
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "error", "text"),
+    [
+        (
+            Bare(),
+            {},
+            DataError,
+            "a dataset needs __getitem__ and __len__, or must be a torch.utils.data.IterableDataset: got",
+        ),
+        (iter([1]), {}, DataError, "got list_iterator. Add these methods."),
+        (
+            Stream(),
+            {"shuffle": True},
+            ConfigError,
+            "Stream is iterable, so it sets the order of its samples: got shuffle=True.",
+        ),
+        (
+            Stream(),
+            {"num_workers": 2},
+            ConfigError,
+            "each worker would read all samples of Stream: got num_workers=2. Use 0 or",
+        ),
+        (Stream(), {"batch_size": 0}, ConfigError, "batch_size must be at least 1: got batch_size=0."),
+        (
+            [1],
+            {"sampler": [0]},
+            ConfigError,
+            "prepare_dataloader selects each replica's samples itself: got sampler.",
+        ),
+        ([1], {"generator": torch.Generator()}, ConfigError, "selects each replica's samples itself: got generator."),
+        ([1], {"seed_samples": 1}, ConfigError, "seed_samples must be True or False: got seed_samples=1."),
+        ([], {}, DataError, "dataset must hold at least 1 sample: got num_samples=0."),
+        (
+            [1, 2, 3],
+            {"drop_last": True, "batch_size": 4},
+            DataError,
+            "drop_last needs at least one complete global batch",
+        ),
+    ],
+)
+def test_a_dataset_that_cannot_be_shared_out_is_refused_with_the_way_out(dataset, options, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        plugin().prepare_dataloader(dataset, **{"batch_size": 1, **options})
+
+
+class Drawing(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return index, random.random()
+
+
+@pytest.mark.parametrize("seed_samples", [True, False])
+def test_random_augmentation_depends_on_the_sample_alone_by_default(seed_samples):
+    def drawn(num_replicas, num_workers=0):
+        def run():
+            options = {"batch_size": 8 // num_replicas, "num_workers": num_workers, "seed_samples": seed_samples}
+            context = {"multiprocessing_context": "fork"} if num_workers else {}
+            loader = plugin().prepare_dataloader(Drawing(), collate_fn=list, **options, **context)
+            return dict(sample for batch in loader for sample in batch)
+
+        return {index: number for rank in Loopback(num_replicas).run(run) for index, number in rank.items()}
+
+    one = drawn(1, num_workers=1)
+    assert (drawn(2, num_workers=1) == one) == seed_samples
+    assert (drawn(2) == one) == seed_samples

@@ -12,8 +12,8 @@ from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditional
 
 from hybridpp.cluster import Loopback
 from hybridpp.errors import NonFiniteLossError
-from hybridpp.tensor_parallel import LazyWhole, gathered
-from hybridpp.tensor_parallel import lazy_whole as module
+from hybridpp.tensor_parallel import DeferredGatherTensor, gathered
+from hybridpp.tensor_parallel import deferred_gather as module
 
 BERT = {
     "*.query": "column",
@@ -175,7 +175,7 @@ def test_outputs_are_whole_and_plain(pp_size, training):
         torch.testing.assert_close(outputs.logits, expected.logits, atol=1e-5, rtol=1e-5)
 
 
-def test_logits_of_a_model_that_is_called_without_gradients_are_whole_on_every_rank():
+def test_logits_of_a_call_without_gradients_are_complete_on_every_rank():
     make_model, plan = MODELS["llama"]
     with torch.no_grad():
         expected = make_model()(**token_batch()).logits
@@ -200,7 +200,7 @@ def test_logits_of_a_model_that_is_called_with_gradients_stay_in_parts():
     def rank():
         _, model, _ = boosted(make_model(), sgd, token_batch(), tp_size=2, tensor_parallel_plan=plan)
         logits = model(**token_batch()).logits
-        assert isinstance(logits, LazyWhole)
+        assert isinstance(logits, DeferredGatherTensor)
         return logits[:, -1].argmax(-1), gathered(logits + 0)
 
     for tokens, logits in Loopback(2).run(rank):

@@ -228,5 +228,5 @@ def test_in_fp32_the_switch_changes_nothing():
 
 
 def test_what_is_no_switch_is_refused():
-    with pytest.raises(ConfigError, match=r"^fp32_norms is True or False: got fp32_norms='no'\."):
+    with pytest.raises(ConfigError, match=r"^fp32_norms must be True or False: got fp32_norms='no'\."):
         HybridParallelPlugin(tp_size=1, pp_size=1, num_microbatches=2, precision="fp16", fp32_norms="no")

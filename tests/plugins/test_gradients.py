@@ -161,7 +161,7 @@ def test_step_uses_the_gradients_up_with_and_without_zero_grad(precision, zero_g
     assert_near(weights, expected, 1e-6 if precision == "fp32" else 3e-2)
 
 
-def test_two_equal_calls_double_the_gradient_and_evaluation_leaves_it_alone():
+def test_two_equal_calls_double_the_gradient_and_evaluation_keeps_it():
     def run():
         booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2, num_microbatches=2)
         booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)

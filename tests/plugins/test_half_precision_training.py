@@ -7,8 +7,9 @@ import torch
 from sklearn.datasets import load_digits
 from support import model_loss, tiny_vit
 
-from hybridpp import Booster, CosineAnnealingWarmupLR, HybridParallelPlugin
+from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.cluster import Loopback
+from hybridpp.optim import CosineAnnealingWarmupLR
 
 STEPS, BATCH_SIZE, LAST = 300, 16, 50
 

@@ -13,12 +13,13 @@ from hybridpp.cluster import Loopback
 _READS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "cpu", "nonzero"}
 # These read batches, or messages of the control group: both are in host memory on every machine.
 _HOST_ONLY = {
-    "handshake.py:agree",
-    "handshake.py:_digest",
-    "closing.py:_mean_loss_at",
-    "agreed_norm.py:total",
-    "agreed_norm.py:<genexpr>",
-    "optimizer.py:<genexpr>",
+    "batch_sync.py:sync_batch",
+    "batch_sync.py:_digest",
+    "step_epilogue.py:_losses_of_row",
+    "step_epilogue.py:_scaling_of_row",
+    "gradient_norm.py:total",
+    "gradient_norm.py:<genexpr>",
+    "accumulated_gradients.py:<genexpr>",
 }
 
 
@@ -59,7 +60,7 @@ def places(pp_size=1, calls=1, behind=lambda model: None, **settings):
     return Loopback(pp_size).run(run)
 
 
-CLOSE = ["closing.py:close_step"]
+CLOSE = ["step_epilogue.py:_exchange"]
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"schedule": "zb-h1"}])
@@ -76,7 +77,7 @@ def test_fp32_reads_it_once_more_where_a_gradient_was_changed_by_hand():
     def scale(model):
         next(model.parameters()).grad.mul_(2.0)
 
-    assert places(precision="fp32", max_norm=1.0, behind=scale) == [[*CLOSE, "agreed_norm.py:gather"]]
+    assert places(precision="fp32", max_norm=1.0, behind=scale) == [[*CLOSE, "gradient_norm.py:gather"]]
 
 
 def test_accumulating_calls_read_it_once_each():

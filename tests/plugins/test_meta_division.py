@@ -3,7 +3,7 @@
 import pytest
 import torch
 from divided_models import SIZES, bloom, gpt2, mixtral, token_batch
-from hybridpp_plugins.inferring import inferred_plan
+from hybridpp_plugins.find_tp_plan import find_tp_plan
 from hybridpp_plugins.sample import find_samples
 from processes import run_ranks
 from support import assert_near, boosted, image_batch, model_loss, sgd, tiny_vit, whole_over_tp
@@ -57,7 +57,7 @@ def empty(make_model):
 
 def plan_of(model, sample=None, size=2):
     cpu = torch.device("cpu")
-    return inferred_plan(model, lambda: find_samples(model, None, sample, cpu), size, current_world().control())
+    return find_tp_plan(model, lambda: find_samples(model, None, sample, cpu), size, current_world().control())
 
 
 @pytest.mark.parametrize("size", [2, 4])

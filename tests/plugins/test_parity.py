@@ -87,7 +87,7 @@ def test_every_layout_gives_plain_torch(optimizer, pp_size, dp_size, num_microba
     assert_near(actual["weights"], {name: p.detach() for name, p in expected["weights"].items()})
 
 
-def test_replicas_draw_the_dropout_of_one_process_over_the_same_microbatches():
+def test_replicas_draw_the_dropout_of_one_process_on_the_same_microbatches():
     expected = one_process("sgd", 4, 0.1)
     actual = train(
         functools.partial(tiny_vit, 0.1), BATCHES, make_optimizer=sgd, dp_size=2, pp_size=2, num_microbatches=2

@@ -9,8 +9,9 @@ import transformers
 from divided_models import VIT
 from support import assert_near, assert_same, boosted, image_batch, model_loss, replica_part, sgd, tiny_vit, train
 
-from hybridpp import Booster, HybridParallelPlugin, LinearWarmupLR, OneCycleLR
+from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.cluster import Loopback, current_world
+from hybridpp.optim import LinearWarmupLR, OneCycleLR
 
 BATCHES = [image_batch(8, seed) for seed in range(4)]
 
@@ -312,7 +313,7 @@ def test_clipping_by_hand():
     Loopback(2).run(run)
 
 
-def test_state_of_the_optimizer_survives_a_round_trip_with_masters_and_scale():
+def test_optimizer_state_survives_a_round_trip_with_masters_and_scale():
     def run():
         def start():
             return boosted(tiny_vit(), adamw, image_batch(2), precision="fp16", pp_size=2, growth_interval=2)
@@ -361,6 +362,24 @@ def test_float64_models_train_in_float64():
     one = train(lambda: tiny_vit().double(), batches, num_microbatches=2)
     two = train(lambda: tiny_vit().double(), batches, num_microbatches=2, pp_size=2, dp_size=2)
     assert_near(two["weights"], one["weights"], 1e-14)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_float64_gradients_are_exact_with_uneven_micro_batches(by_hand):
+    """Three replicas of three micro-batches, of three, two and two samples: the weights are no fp32 numbers."""
+    batch = {name: value.double() if value.is_floating_point() else value for name, value in image_batch(7).items()}
+
+    def run():
+        booster, model, optimizer = boosted(tiny_vit().double(), sgd, batch, num_microbatches=3)
+        if by_hand:
+            booster.backward(model(**batch).loss / 7, optimizer)
+        else:
+            booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.loss / 7, optimizer)
+        return dict(optimizer.gradients())
+
+    model = tiny_vit().double()
+    (model(**batch).loss / 7).backward()
+    assert_near(Loopback(3).run(run)[0], {name: p.grad for name, p in model.named_parameters()}, 1e-15)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

@@ -213,7 +213,7 @@ def test_else_samples_are_made_from_the_configuration_until_one_runs(kind):
 def test_else_one_error_says_what_was_tried():
     text = (
         r"VideoMAEForPreTraining does not run on the samples that were made from its configuration: "
-        r"pixel_values \[2, 3, 16, 16\]; or pixel_values \[2, 4, 3, 16, 16\]\. It says, to the last one: "
+        r"pixel_values \[2, 3, 16, 16\]; or pixel_values \[2, 4, 3, 16, 16\]\. The last one raised "
         r".* Pass dataloader= with an indexable dataset, or sample=batch, to booster\.boost\."
     )
     with pytest.raises(ConfigError, match=f"^{text}$"):

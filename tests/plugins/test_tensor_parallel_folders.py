@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from hybridpp.checkpoint.read import InFile
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.errors import CheckpointError
-from hybridpp.tensor_parallel import placement_of
+from hybridpp.tensor_parallel import sharding_of
 
 LAYOUTS = [{"tp_size": 2}, {"tp_size": 4}, {"tp_size": 2, "pp_size": 2}, {"tp_size": 2, "precision": "bf16"}]
 
@@ -81,7 +81,7 @@ def read(monkeypatch):
 
         return counted
 
-    monkeypatch.setattr(InFile, "whole", counting(InFile.whole))
+    monkeypatch.setattr(InFile, "full", counting(InFile.full))
     monkeypatch.setattr(InFile, "narrow", counting(InFile.narrow))
     return sizes
 
@@ -94,7 +94,7 @@ def test_of_a_divided_weight_a_rank_reads_its_share_only(tmp_path, read, name):
     def load(settings):
         booster, model, _ = boosted(empty(make_model), sgd, token_batch(), tensor_parallel_plan=plan, **settings)
         booster.load_model(model, tmp_path)
-        return {name: placement_of(parameter) for name, parameter in model.named_parameters()}
+        return {name: sharding_of(parameter) for name, parameter in model.named_parameters()}
 
     lies, _ = on_layout(load, tp_size=2)
     whole = {name: parameter.numel() for name, parameter in make_model().named_parameters()}

@@ -1,8 +1,8 @@
 """What schedules are held against: a clock, and every schedule over a range of sizes."""
 
-from hybridpp.schedule import SCHEDULES, Kind, make_schedule
+from hybridpp.schedule import SCHEDULES, ActionKind, make_schedule
 
-COSTS = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.INPUT_GRADIENT: 1, Kind.WEIGHT_GRADIENT: 1}
+COSTS = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 2, ActionKind.INPUT_GRADIENT: 1, ActionKind.WEIGHT_GRADIENT: 1}
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 5, 7, 9, 11, 16, 26)]
 SIZES_WITH_CHUNKS = [
     (p, m, v) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 4, 5, 7, 8, 11, 13, 16) for v in (1, 2, 3, 4)
@@ -30,16 +30,16 @@ def makespan(programs):
             while place[rank] < len(program):
                 stage, kind, microbatch = program[place[rank]]
                 needed = {
-                    Kind.FORWARD: [(stage - 1, "F")],
-                    Kind.BACKWARD: [(stage, "F"), (stage + 1, "I")],
-                    Kind.INPUT_GRADIENT: [(stage, "F"), (stage + 1, "I")],
-                    Kind.WEIGHT_GRADIENT: [(stage, "I")],
+                    ActionKind.FORWARD: [(stage - 1, "F")],
+                    ActionKind.BACKWARD: [(stage, "F"), (stage + 1, "I")],
+                    ActionKind.INPUT_GRADIENT: [(stage, "F"), (stage + 1, "I")],
+                    ActionKind.WEIGHT_GRADIENT: [(stage, "I")],
                 }[kind]
                 needed = [(*need, microbatch) for need in needed if 0 <= need[0] < num_stages]
                 if not all(need in ends for need in needed):
                     break
                 clock[rank] = max([clock[rank], *(ends[need] for need in needed)]) + COSTS[kind]
-                ends[stage, "I" if kind is Kind.BACKWARD else kind.value, microbatch] = clock[rank]
+                ends[stage, "I" if kind is ActionKind.BACKWARD else kind.value, microbatch] = clock[rank]
                 place[rank] += 1
                 moved = True
     assert place == [len(program) for program in programs], "deadlock"

@@ -101,10 +101,14 @@ def test_torchs_schedules_with_two_stages_per_rank_can_be_loaded_and_run(tmp_pat
         ),
         ("plan.csv", "(0F0;zz)OVERLAP_F_B\n", "plan.csv, rank 0, cell 0: an action is written like 2F0"),
         ("plan.json", '{"ranks": [["0F0"], ["1F0", "B"]]}', "plan.json, rank 1, cell 1: an action is written like"),
-        ("plan.json", "[", 'plan.json is no JSON: Expecting value: line 1 column 2 (char 1). Write it as {"ranks": [['),
+        (
+            "plan.json",
+            "[",
+            'plan.json is not a JSON file: Expecting value: line 1 column 2 (char 1). Write it as {"ranks": [[',
+        ),
         ("plan.json", '[["0F0"]]', 'plan.json has no list of cells for each rank. Write it as {"ranks": [["0F0", "0B0'),
         ("plan.json", '{"ranks": ["0F0"]}', "plan.json has no list of cells for each rank."),
-        ("plan.json", '{"ranks": [["0F0", 1]]}', "plan.json has cells that are no text."),
+        ("plan.json", '{"ranks": [["0F0", 1]]}', "plan.json has cells that are not strings."),
         ("plan.yaml", "", "a schedule's file is .csv or .json: got "),
     ],
 )
@@ -115,7 +119,7 @@ def test_what_cannot_be_read(tmp_path, file, content, text):
 
 def test_a_csv_that_is_no_text(tmp_path):
     (tmp_path / "plan.csv").write_bytes(b"\xff\xfe0F0")
-    with pytest.raises(ScheduleError, match=re.escape("plan.csv is no CSV: 'utf-8' codec can't decode")):
+    with pytest.raises(ScheduleError, match=re.escape("plan.csv is not a CSV file: 'utf-8' codec can't decode")):
         load_schedule(tmp_path / "plan.csv")
 
 

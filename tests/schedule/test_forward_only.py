@@ -6,7 +6,7 @@ import pytest
 from schedule.oracle import SIZES_WITH_CHUNKS, makespan
 
 from hybridpp.errors import ScheduleError
-from hybridpp.schedule import Kind, check_program, forward_only, looped, placement, render, v_shaped
+from hybridpp.schedule import ActionKind, check_program, forward_only, looped, placement, render, v_shaped
 
 
 def test_forward_only_with_two_stages_and_three_microbatches():
@@ -43,7 +43,7 @@ def test_any_placement_runs_to_its_end():
         programs = forward_only(places, m)
         check_program(programs, len(places), m)
         assert placement(programs) == tuple(places)
-        assert {action.kind for row in programs for action in row} == {Kind.FORWARD}
+        assert {action.kind for row in programs for action in row} == {ActionKind.FORWARD}
 
 
 def test_counts_below_one():
@@ -55,5 +55,7 @@ def test_counts_below_one():
 
 @pytest.mark.parametrize("places", [(0, 2), (1,), (-1, 0)])
 def test_ranks_without_a_stage(places):
-    with pytest.raises(ScheduleError, match=re.escape(f"every rank from 0 on needs a stage: got placement={places}.")):
+    with pytest.raises(
+        ScheduleError, match=re.escape(f"every rank from 0 to the highest needs a stage: got placement={places}.")
+    ):
         forward_only(list(places), 2)

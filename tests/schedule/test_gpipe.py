@@ -5,7 +5,7 @@ import pytest
 from schedule.oracle import SIZES_WITH_CHUNKS, idle_share
 
 from hybridpp.errors import ScheduleError
-from hybridpp.schedule import Kind, check_program, gpipe, lower, peak_activations, render
+from hybridpp.schedule import ActionKind, check_program, gpipe, lower, peak_activations, render
 
 
 def test_gpipe_with_two_ranks_two_chunks_and_two_microbatches():
@@ -25,7 +25,7 @@ def test_gpipe_holds_every_activation_and_idles_as_its_docstring_says(p, m, v):
 
 def test_stages_on_one_rank_hand_over_without_a_message():
     (row,) = lower(gpipe(1, 2, 3))
-    assert {action.kind for action in row} == {Kind.FORWARD, Kind.BACKWARD, Kind.REDUCE_GRADIENTS}
+    assert {action.kind for action in row} == {ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRADIENTS}
 
 
 def test_counts_below_one():

@@ -20,7 +20,7 @@ def test_interleaved_with_two_ranks_two_chunks_and_four_microbatches():
     """)
 
 
-def test_a_number_of_microbatches_that_no_group_divides_goes_in_longer_and_shorter_groups():
+def test_microbatches_that_no_group_divides_form_longer_and_shorter_groups():
     assert render(interleaved(2, 5, 2)) == dedent("""\
         rank 0 | 0F0 0F1 0F2 2F0 2F1 2F2 2B0 0F3 2B1 0F4 2B2 2F3 0B0 2F4 0B1 0B2 2B3 2B4 0B3 0B4
         rank 1 | 1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1F3 1B0 1F4 1B1 3F3 1B2 3F4 3B3 3B4 1B3 1B4

@@ -5,20 +5,32 @@ from textwrap import dedent
 import pytest
 from schedule.oracle import every_schedule
 
-from hybridpp.schedule import Kind, check_program, forward_only, lower, one_f_one_b, parse_action, placement, render
+from hybridpp.schedule import (
+    ActionKind,
+    check_program,
+    forward_only,
+    lower,
+    one_f_one_b,
+    parse_action,
+    placement,
+    render,
+)
 
 USES = {
-    Kind.RECEIVE_ACTIVATION: (Kind.FORWARD,),
-    Kind.RECEIVE_GRADIENT: (Kind.BACKWARD, Kind.INPUT_GRADIENT),
+    ActionKind.RECEIVE_ACTIVATION: (ActionKind.FORWARD,),
+    ActionKind.RECEIVE_GRADIENT: (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT),
 }
 SENDS = {
-    Kind.FORWARD: Kind.SEND_ACTIVATION,
-    Kind.BACKWARD: Kind.SEND_GRADIENT,
-    Kind.INPUT_GRADIENT: Kind.SEND_GRADIENT,
+    ActionKind.FORWARD: ActionKind.SEND_ACTIVATION,
+    ActionKind.BACKWARD: ActionKind.SEND_GRADIENT,
+    ActionKind.INPUT_GRADIENT: ActionKind.SEND_GRADIENT,
 }
-FILLS_GRADIENTS = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
+FILLS_GRADIENTS = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
 # What a send is called on the stage that receives it: (difference of stages, kind).
-ARRIVES = {Kind.SEND_ACTIVATION: (1, Kind.RECEIVE_ACTIVATION), Kind.SEND_GRADIENT: (-1, Kind.RECEIVE_GRADIENT)}
+ARRIVES = {
+    ActionKind.SEND_ACTIVATION: (1, ActionKind.RECEIVE_ACTIVATION),
+    ActionKind.SEND_GRADIENT: (-1, ActionKind.RECEIVE_GRADIENT),
+}
 
 
 def programs_of(*rows):
@@ -55,7 +67,7 @@ def test_evaluation_sends_activations_only():
     """)
 
 
-def test_what_goes_back_in_two_parts_is_sent_after_the_first_and_reduced_after_the_last():
+def test_a_split_backward_sends_after_part_one_and_reduces_after_part_two():
     programs = programs_of("0F0 0F1 0I0 0W0 0B1", "1F0 1I0 1F1 1B1 1W0")
     assert render(lower(programs)) == dedent("""\
         rank 0 | 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0I0 0RECV_B1 0W0 0B1 0REDUCE_GRAD
@@ -68,7 +80,7 @@ def test_what_is_computed_stays_as_it_was(programs):
     assert tuple(tuple(action for action in row if action.kind.computes) for row in lower(programs)) == programs
 
 
-def test_receives_are_posted_in_the_order_of_the_sends_whatever_they_are_used_for_first():
+def test_receives_are_posted_in_send_order_whichever_is_used_first():
     """Rank 1 needs the second message first; it must not take the first one for it."""
     assert render(lower(programs_of("0F0 0F1 0B0 0B1", "1F1 1B1 1F0 1B0"))) == dedent("""\
         rank 0 | 0F0 0SEND_F0 0RECV_B1 0RECV_B0 0F1 0SEND_F1 0B0 0B1 0REDUCE_GRAD
@@ -77,7 +89,7 @@ def test_receives_are_posted_in_the_order_of_the_sends_whatever_they_are_used_fo
 
 
 @every_program
-def test_every_send_has_its_receive_in_the_same_order_between_each_two_ranks(programs):
+def test_sends_and_receives_between_two_ranks_have_the_same_order(programs):
     check_program(programs)
     rank_of = placement(programs)
     sent, received = defaultdict(list), defaultdict(list)
@@ -88,7 +100,7 @@ def test_every_send_has_its_receive_in_the_same_order_between_each_two_ranks(pro
                 there = action._replace(stage=action.stage + step, kind=kind)
                 sent[rank, rank_of[there.stage], kind].append(there)
             elif action.kind in USES:
-                source = action.stage + (1 if action.kind is Kind.RECEIVE_GRADIENT else -1)
+                source = action.stage + (1 if action.kind is ActionKind.RECEIVE_GRADIENT else -1)
                 received[rank_of[source], rank, action.kind].append(action)
     assert sent == received
     assert bool(sent) == (len(programs) > 1)
@@ -113,7 +125,7 @@ def test_what_is_used_was_received_before(programs):
                 posted.add(action)
                 continue
             for receive, kinds in USES.items():
-                source = action.stage + (1 if receive is Kind.RECEIVE_GRADIENT else -1)
+                source = action.stage + (1 if receive is ActionKind.RECEIVE_GRADIENT else -1)
                 if action.kind in kinds and 0 <= source < len(rank_of) and rank_of[source] != rank:
                     posted.remove(action._replace(kind=receive))
         assert not posted
@@ -127,7 +139,7 @@ def most_posted(row):
             posted |= {action._replace(kind=kind) for kind in USES[action.kind]}
             most = max(most, len({used[::2] for used in posted}))
         elif action in posted:
-            posted -= {action, *(action._replace(kind=kind) for kind in USES[Kind.RECEIVE_GRADIENT])}
+            posted -= {action, *(action._replace(kind=kind) for kind in USES[ActionKind.RECEIVE_GRADIENT])}
     return most
 
 
@@ -139,17 +151,17 @@ def most_posted(row):
         forward_only((0, 1, 2, 0, 1, 2), 40),
     ],
 )
-def test_at_most_two_receives_are_posted_however_many_microbatches_there_are(programs):
+def test_at_most_two_receives_are_posted_for_any_number_of_microbatches(programs):
     assert max(map(most_posted, lower(programs))) <= 2
 
 
 @every_program
-def test_gradients_are_reduced_once_per_stage_after_the_last_action_that_adds_to_them(programs):
+def test_gradients_are_reduced_once_per_stage_after_the_last_addition(programs):
     for row in lower(programs):
         for stage in {action.stage for action in row}:
-            places = [place for place, action in enumerate(row) if action == (stage, Kind.REDUCE_GRADIENTS, None)]
+            places = [place for place, action in enumerate(row) if action == (stage, ActionKind.REDUCE_GRADIENTS, None)]
             adding = [p for p, action in enumerate(row) if action.stage == stage and action.kind in FILLS_GRADIENTS]
             assert len(places) == bool(adding)
             if adding:
                 assert places[0] > adding[-1]
-                assert {action.kind for action in row[adding[-1] + 1 : places[0]]} <= {Kind.SEND_GRADIENT}
+                assert {action.kind for action in row[adding[-1] + 1 : places[0]]} <= {ActionKind.SEND_GRADIENT}

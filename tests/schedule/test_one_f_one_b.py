@@ -38,7 +38,7 @@ def test_1f1b_with_fewer_microbatches_than_stages():
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_1f1b_holds_at_most_p_minus_r_activations_and_idles_p_minus_1_of_m_plus_p_minus_1(p, m):
+def test_1f1b_peak_activations_and_bubble_match_the_closed_forms(p, m):
     programs = one_f_one_b(p, m)
     check_program(programs, p, m)
     assert peak_activations(programs) == tuple(min(m, p - rank) for rank in range(p))

@@ -5,9 +5,15 @@ from textwrap import dedent
 import pytest
 
 from hybridpp.errors import ScheduleError
-from hybridpp.schedule import Action, Kind, forward_only, lower, one_f_one_b, parse_action, render, render_grid
+from hybridpp.schedule import Action, ActionKind, forward_only, lower, one_f_one_b, parse_action, render, render_grid
 
-SPLIT = ((Action(0, Kind.FORWARD, 0), Action(0, Kind.INPUT_GRADIENT, 0), Action(0, Kind.WEIGHT_GRADIENT, 0)),)
+SPLIT = (
+    (
+        Action(0, ActionKind.FORWARD, 0),
+        Action(0, ActionKind.INPUT_GRADIENT, 0),
+        Action(0, ActionKind.WEIGHT_GRADIENT, 0),
+    ),
+)
 LOWERED = [lower(programs) for programs in (one_f_one_b(4, 11), forward_only((0, 1, 2), 2), one_f_one_b(12, 3), SPLIT)]
 
 
@@ -27,7 +33,7 @@ def test_torch_reads_our_text_and_writes_the_same():
         from torch.distributed.pipelining.schedules import _Action
 
     kinds = {parse_action(text).kind for text in actions()}
-    assert kinds == set(Kind)
+    assert kinds == set(ActionKind)
     for text in actions():
         theirs, ours = _Action.from_str(text), parse_action(text)
         assert (theirs.stage_index, theirs.microbatch_index) == (ours.stage, ours.microbatch)
@@ -46,8 +52,8 @@ def test_what_is_no_action(text):
 
 
 def test_actions_are_plain_values():
-    assert Action(2, Kind.FORWARD, 0) == (2, "F", 0) == parse_action("2F0")
-    assert str(Action(2, Kind.REDUCE_GRADIENTS)) == "2REDUCE_GRAD"
+    assert Action(2, ActionKind.FORWARD, 0) == (2, "F", 0) == parse_action("2F0")
+    assert str(Action(2, ActionKind.REDUCE_GRADIENTS)) == "2REDUCE_GRAD"
 
 
 def test_a_grid_shows_when_ranks_idle():

@@ -6,7 +6,7 @@ from schedule.oracle import SIZES, SIZES_WITH_CHUNKS, idle_share, makespan
 
 from hybridpp.errors import ScheduleError
 from hybridpp.schedule import (
-    Kind,
+    ActionKind,
     check_program,
     interleaved_zero_bubble,
     looped,
@@ -44,7 +44,7 @@ def test_zb_h2_holds_and_idles_as_its_docstring_says(p, m):
     assert placement(programs) == looped(p, 1)
     assert max(peak_activations(programs)) == min(m, 2 * p - 1)
     assert makespan(programs) == makespan(zb_h1(p, m))
-    split = [sum(action.kind is Kind.INPUT_GRADIENT for action in program) for program in programs]
+    split = [sum(action.kind is ActionKind.INPUT_GRADIENT for action in program) for program in programs]
     assert split == [0] + [min(m, 2 * (p - 1))] * (p - 1)
 
 

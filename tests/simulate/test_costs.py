@@ -3,11 +3,11 @@ import re
 import pytest
 
 from hybridpp.errors import ConfigError
-from hybridpp.schedule import Kind, one_f_one_b, parse_action
+from hybridpp.schedule import ActionKind, one_f_one_b, parse_action
 from hybridpp.simulate import Costs, simulate
 from hybridpp.timeline import Span, Timeline
 
-KINDS = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.BACKWARD)
+KINDS = (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT, ActionKind.BACKWARD)
 UNEQUAL = Costs(
     num_stages=3,
     forward_ms=(1.0, 2.0, 3.0),
@@ -18,9 +18,9 @@ UNEQUAL = Costs(
 )
 
 
-def test_a_backward_takes_as_long_as_its_parts_unless_it_has_a_time_of_its_own():
+def test_a_backward_takes_the_time_of_its_parts_unless_given_its_own():
     assert [UNEQUAL.compute_ms(1, kind) for kind in KINDS] == [2.0, 2.5, 0.5, 3.0]
-    assert Costs(num_stages=2, backward_ms=1.5).compute_ms(1, Kind.BACKWARD) == 1.5
+    assert Costs(num_stages=2, backward_ms=1.5).compute_ms(1, ActionKind.BACKWARD) == 1.5
 
 
 def test_by_default_every_action_takes_a_millisecond_and_a_message_none():
@@ -51,22 +51,25 @@ FIELDS = (
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tea", "costs are written in JSON: Expecting value: line 1 column 1 (char 0)."),
+        ("tea", "costs must be JSON: Expecting value: line 1 column 1 (char 0)."),
         ("[1]", f"costs are an object with num_stages and some of {FIELDS}: got list."),
         ('{"tea": 1}', f"costs are an object with num_stages and some of {FIELDS}: got tea."),
-        ('{"num_stages": "2"}', "num_stages is a whole number, at least 1: got '2'."),
-        ('{"num_stages": 0}', "num_stages is a whole number, at least 1: got 0."),
+        ('{"num_stages": "2"}', "num_stages must be an integer of at least 1: got '2'."),
+        ('{"num_stages": 0}', "num_stages must be an integer of at least 1: got 0."),
         (
             '{"num_stages": 2, "forward_ms": [1]}',
-            "forward_ms has 1 numbers for 2 stages. Give 2, or one number (no list) for all.",
+            "forward_ms has 1 numbers for 2 stages. Give 2, or one number (not a list) for all.",
         ),
         (
             '{"num_stages": 3, "send_ms": [1, 1, 1]}',
-            "send_ms has 3 numbers for the 2 boundaries of 3 stages. Give 2, or one number (no list) for all.",
+            "send_ms has 3 numbers for the 2 boundaries of 3 stages. Give 2, or one number (not a list) for all.",
         ),
-        ('{"num_stages": 2, "forward_ms": -1}', "forward_ms is a number from 0 on, or one for each: got -1."),
-        ('{"num_stages": 2, "send_ms": [NaN]}', "send_ms is a number from 0 on, or one for each: got nan."),
-        ('{"num_stages": 1, "backward_ms": "1"}', "backward_ms is a number from 0 on, or one for each: got '1'."),
+        ('{"num_stages": 2, "forward_ms": -1}', "forward_ms must be a number of at least 0, or one per stage: got -1."),
+        ('{"num_stages": 2, "send_ms": [NaN]}', "send_ms must be a number of at least 0, or one per stage: got nan."),
+        (
+            '{"num_stages": 1, "backward_ms": "1"}',
+            "backward_ms must be a number of at least 0, or one per stage: got '1'.",
+        ),
     ],
 )
 def test_costs_that_cannot_be_are_refused(text, message):
@@ -98,7 +101,7 @@ def test_the_mean_stands_for_all_microbatches():
     assert (costs.forward_ms, costs.backward_ms, costs.send_ms) == ((4.0,), (4.0,), ())
 
 
-def test_what_a_rank_spends_on_messages_is_measured_where_there_are_receives():
+def test_message_time_of_a_rank_is_measured_where_there_are_receives():
     spans = [Span(0, 0, "F", 0, 0.0, 2.0), Span(0, 0, "B", 0, 9.0, 12.0)]
     spans += [Span(1, 1, "F", 0, 3.0, 5.0), Span(1, 1, "B", 0, 5.0, 8.0)]
     sends = [Span(0, 0, "SEND_F", 0, 2.0, 2.5), Span(1, 1, "SEND_B", 0, 8.0, 8.5)]
@@ -112,6 +115,6 @@ def test_what_a_rank_spends_on_messages_is_measured_where_there_are_receives():
 @pytest.mark.parametrize(("kinds", "missing"), [("B", "forward"), ("F", "backward"), ("FI", "backward")])
 def test_a_run_that_lacks_a_pass_is_refused(kinds, missing):
     spans = tuple(Span(0, 0, kind, 0, 0.0, 1.0) for kind in kinds)
-    message = f"the timeline has no {missing} of stage 0. Measure a whole step of training, on all ranks."
+    message = f"the timeline has no {missing} of stage 0. Measure a complete training step, on all ranks."
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         Costs.from_timeline(Timeline(spans), num_stages=1)

@@ -18,7 +18,7 @@ from hybridpp.schedule import (
     placement,
     render_grid,
 )
-from hybridpp.schedule.order import needs, result
+from hybridpp.schedule.dependencies import needs, result
 from hybridpp.simulate import Costs, simulate, simulate_draws
 from hybridpp.timeline import Span, Timeline
 
@@ -97,7 +97,7 @@ def test_what_a_rank_spends_on_messages_holds_it_up():
     assert picture(timeline) == "0.1..0B..1B\n.00B..11B..\n"
 
 
-def test_each_boundary_may_have_a_message_time_of_its_own_and_a_rank_sends_itself_nothing():
+def test_boundaries_have_their_own_message_times_and_none_within_a_rank():
     # Stages 0 and 3 on rank 0, 1 and 2 on rank 1: nothing is sent from 1 to 2.
     there_and_back = programs("0F0 3F0 3B0 0B0 | 1F0 2F0 2B0 1B0")
     timeline = simulate(there_and_back, Costs(num_stages=4, send_ms=(2.0, 100.0, 3.0))).timeline
@@ -256,7 +256,7 @@ def test_times_that_do_not_scatter_give_the_simulation_of_their_costs():
 def test_a_run_of_other_kinds_of_actions_has_nothing_to_draw():
     message = (
         "the measured run has no I of stage 0, which the programs have. Measure the same schedule, or simulate with "
-        "Costs.from_timeline: there, B and I with W stand for each other."
+        "Costs.from_timeline, which converts between B and I with W."
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         simulate_draws(make_schedule("zb-h1", 2, 4), scattered(1))

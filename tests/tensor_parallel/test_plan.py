@@ -7,26 +7,29 @@ import torch
 from torch import nn
 
 from hybridpp.errors import ConfigError
-from hybridpp.tensor_parallel import Kind, Layout, Style, parse_style
-from hybridpp.tensor_parallel.shard import is_lookup
+from hybridpp.tensor_parallel import FusedLayout, LayerStyle, ShardKind, parse_style
+from hybridpp.tensor_parallel.layers import is_lookup
 
 
 @pytest.mark.parametrize(
     ("text", "style"),
     [
-        ("column", Style(Kind.COLUMN)),
-        ("column:2", Style(Kind.COLUMN, None, (2,))),
-        ("column:x2", Style(Kind.COLUMN, copies=2)),
-        ("row", Style(Kind.ROW)),
-        ("summed", Style(Kind.SUMMED)),
-        ("vocab", Style(Kind.VOCAB)),
-        ("whole", Style(Kind.WHOLE)),
-        ("gathered_column", Style(Kind.GATHERED_COLUMN)),
-        ("fused_column:concatenated:3", Style(Kind.FUSED_COLUMN, Layout.CONCATENATED, (3,))),
-        ("fused_column:concatenated:64,16,16", Style(Kind.FUSED_COLUMN, Layout.CONCATENATED, (64, 16, 16))),
-        ("fused_column:interleaved", Style(Kind.FUSED_COLUMN, Layout.INTERLEAVED)),
-        ("fused_column:interleaved:12", Style(Kind.FUSED_COLUMN, Layout.INTERLEAVED, (12,))),
-        ("fused_column:grouped:4", Style(Kind.FUSED_COLUMN, Layout.GROUPED, (4,))),
+        ("column", LayerStyle(ShardKind.COLUMN)),
+        ("column:2", LayerStyle(ShardKind.COLUMN, None, (2,))),
+        ("column:x2", LayerStyle(ShardKind.COLUMN, copies=2)),
+        ("row", LayerStyle(ShardKind.ROW)),
+        ("partial_grad", LayerStyle(ShardKind.PARTIAL_GRAD)),
+        ("vocab", LayerStyle(ShardKind.VOCAB)),
+        ("replicated", LayerStyle(ShardKind.REPLICATED)),
+        ("gathered_column", LayerStyle(ShardKind.GATHERED_COLUMN)),
+        ("fused_column:concatenated:3", LayerStyle(ShardKind.FUSED_COLUMN, FusedLayout.CONCATENATED, (3,))),
+        (
+            "fused_column:concatenated:64,16,16",
+            LayerStyle(ShardKind.FUSED_COLUMN, FusedLayout.CONCATENATED, (64, 16, 16)),
+        ),
+        ("fused_column:interleaved", LayerStyle(ShardKind.FUSED_COLUMN, FusedLayout.INTERLEAVED)),
+        ("fused_column:interleaved:12", LayerStyle(ShardKind.FUSED_COLUMN, FusedLayout.INTERLEAVED, (12,))),
+        ("fused_column:grouped:4", LayerStyle(ShardKind.FUSED_COLUMN, FusedLayout.GROUPED, (4,))),
     ],
 )
 def test_a_style_is_read_from_text(text, style):
@@ -57,7 +60,7 @@ def test_a_style_is_read_from_text(text, style):
 )
 def test_what_is_no_style_is_refused_with_those_that_are(text):
     message = (
-        "a tensor-parallel style is one of column[:<heads>], gathered_column, row, vocab, summed, whole, "
+        "a tensor-parallel style is one of column[:<heads>], gathered_column, row, vocab, partial_grad, replicated, "
         "fused_column:concatenated:<number of parts or their widths>, fused_column:interleaved[:<heads>], "
         f"fused_column:grouped[:<groups>]: got {text!r}."
     )

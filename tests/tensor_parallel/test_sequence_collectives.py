@@ -8,11 +8,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.tensor_parallel.sequence_collectives import (
     copy_sequence,
-    join_sequence,
+    gather_sequence,
     own_shard,
+    reduce_scatter_sequence,
     shard_lengths,
     shard_sequence,
-    sum_sequence,
 )
 
 CASES = [(4, 2), (5, 2), (7, 3), (65, 4), (2, 3)]  # places, ranks
@@ -36,7 +36,7 @@ def test_shards_joined_are_the_whole_and_so_is_the_gradient(length, size):
     def run(group):
         x = whole(length, requires_grad=True)
         shard = shard_sequence(x, group)
-        y = join_sequence(shard * shard, length, group)
+        y = gather_sequence(shard * shard, length, group)
         assert torch.equal(y, x * x)
         # What follows is computed alike by all ranks.
         (y * whole(length)).sum().backward()
@@ -50,7 +50,7 @@ def test_shards_joined_are_the_whole_and_so_is_the_gradient(length, size):
 def test_gradients_of_a_copied_sequence_are_summed(length, size):
     def run(group):
         shard = own_shard(whole(length), group).requires_grad_()
-        joined = join_sequence(shard, length, group)
+        joined = gather_sequence(shard, length, group)
         said = []
         y = copy_sequence(shard, joined, group, lambda: said.append(True))
         assert torch.equal(y, whole(length))
@@ -68,7 +68,7 @@ def test_a_sum_kept_in_shards_has_whole_gradients(length, size):
     def run(group):
         x = (whole(length) * (group.rank + 1)).requires_grad_()
         bias = torch.ones(3, dtype=torch.float64, requires_grad=True)
-        y = sum_sequence(x, bias, group)
+        y = reduce_scatter_sequence(x, bias, group)
         torch.testing.assert_close(y, own_shard(whole(length) * size * (size + 1) / 2 + 1, group))
         weights = whole(length + 1)[:, 1:]
         (y * own_shard(weights, group)).sum().backward()
@@ -84,7 +84,10 @@ def test_fake_tensors_are_not_communicated():
         with FakeTensorMode():
             x = torch.ones(2, 5, 4, requires_grad=True)
             shard = shard_sequence(x, group)
-            return [tuple(y.shape) for y in (shard, join_sequence(shard, 5, group), sum_sequence(x, None, group))]
+            return [
+                tuple(y.shape)
+                for y in (shard, gather_sequence(shard, 5, group), reduce_scatter_sequence(x, None, group))
+            ]
 
     # Only this rank takes part; a collective would wait for the other.
     first = Loopback(2).run(lambda: run(current_world().split([[0, 1]])) if current_world().rank == 0 else None)[0]

@@ -3,7 +3,7 @@ import re
 import pytest
 
 from hybridpp.errors import ConfigError
-from hybridpp.schedule import Kind
+from hybridpp.schedule import ActionKind
 from hybridpp.timeline import COMPUTE_KINDS, Span, Timeline
 
 # rank 0: 0F0 (2 ms), 0B0 (4 ms); rank 1: 1F0 (2 ms), 1B0 (4 ms), then its gradients for 1 ms.
@@ -29,7 +29,7 @@ def test_the_times_of_a_timeline_count_from_its_first_computation():
     assert SMALL.idle_share == 0.5
 
 
-def test_a_receive_that_waits_for_the_first_activation_is_no_part_of_the_step():
+def test_waiting_for_the_first_activation_is_not_part_of_the_step():
     early = Timeline((*SMALL.spans, Span(1, 1, "RECV_F", 0, 50.0, 50.5)))
     assert (early.start_ms, early.makespan_ms, early.idle_share) == (100, 12, 0.5)
 
@@ -50,7 +50,7 @@ def test_a_timeline_comes_back_from_json():
 
 
 def test_the_kinds_that_compute_are_those_of_schedules():
-    assert {kind.value for kind in Kind if kind.computes} <= set(COMPUTE_KINDS)
+    assert {kind.value for kind in ActionKind if kind.computes} <= set(COMPUTE_KINDS)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_other_text_is_no_timeline(text, reason):
 @pytest.mark.parametrize("span", [Span(1, 2, "F", 0, 3.0, 2.5), Span(-1, 2, "F", 0, 2.0, 2.5)])
 def test_spans_that_cannot_be_are_refused(span):
     message = (
-        "a span has a rank and a stage from 0 on and ends after it starts: "
+        "a span needs a rank and a stage of at least 0 and ends after it starts: "
         f"got 2F0 on rank {span.rank} from {span.start_ms:g} to 2.5 ms."
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):

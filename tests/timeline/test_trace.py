@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from hybridpp.timeline import Span, Timeline, chrome_trace, messages, save_trace
+from hybridpp.timeline import Span, Timeline, chrome_trace, save_trace, transfers
 
 # Stage 0 on rank 0, stages 1 and 2 on rank 1, stage 3 on rank 0: forward there and back, then the way back. Messages
 # of stage 0 overlap.
@@ -31,8 +31,8 @@ def events(phase):
 
 
 def test_messages_go_between_neighbouring_stages_on_different_ranks():
-    assert [(maker.name, taker.name) for maker, taker in messages(TIMELINE)] == MESSAGES
-    assert [message.gap_ms for message in messages(TIMELINE)] == [1.5, 1.5, 0]
+    assert [(producer.name, consumer.name) for producer, consumer in transfers(TIMELINE)] == MESSAGES
+    assert [message.gap_ms for message in transfers(TIMELINE)] == [1.5, 1.5, 0]
 
 
 def test_every_span_is_a_complete_event_in_microseconds_from_the_start():
@@ -50,7 +50,7 @@ def test_every_span_is_a_complete_event_in_microseconds_from_the_start():
     }
 
 
-def test_a_process_is_a_rank_and_overlapping_messages_have_threads_of_their_own():
+def test_ranks_are_processes_and_overlapping_messages_get_own_threads():
     names = {(event["name"], event["pid"], event["tid"]): event["args"] for event in events("M")}
     assert names["process_name", 1, 0] == {"name": "rank 1"}
     threads = {key[1:]: value["name"] for key, value in names.items() if key[0] == "thread_name"}
@@ -73,13 +73,13 @@ def test_arrows_lead_from_within_the_maker_to_the_start_of_the_taker():
     ends = {event["id"]: event for event in events("f")}
     cells = {event["name"]: event for event in events("X")}
     assert len(events("s")) == len(ends) == len(MESSAGES)
-    for start, (maker, taker) in zip(events("s"), MESSAGES, strict=True):
+    for start, (producer, consumer) in zip(events("s"), MESSAGES, strict=True):
         end = ends[start["id"]]
-        assert start["name"] == end["name"] == ("activation" if "F" in maker else "gradient")
+        assert start["name"] == end["name"] == ("activation" if "F" in producer else "gradient")
         assert end["bp"] == "e"
-        assert cells[maker]["ts"] <= start["ts"] < cells[maker]["ts"] + cells[maker]["dur"]
-        assert (start["pid"], start["tid"]) == (cells[maker]["pid"], cells[maker]["tid"])
-        assert (end["pid"], end["tid"], end["ts"]) == tuple(cells[taker][key] for key in ("pid", "tid", "ts"))
+        assert cells[producer]["ts"] <= start["ts"] < cells[producer]["ts"] + cells[producer]["dur"]
+        assert (start["pid"], start["tid"]) == (cells[producer]["pid"], cells[producer]["tid"])
+        assert (end["pid"], end["tid"], end["ts"]) == tuple(cells[consumer][key] for key in ("pid", "tid", "ts"))
 
 
 def test_the_file_holds_the_trace_as_json(tmp_path):

@@ -1,0 +1,159 @@
+"""Replace a set of weight files by a new one, so that a kill at any point leaves one complete set.
+
+A rename changes one file only, so one rename decides, and until then the old set is not touched::
+
+    one file, same config     model.safetensors is replaced
+    several, same config      files under new names, then the index; where there is a model.safetensors, which is read
+                              before any index, its removal decides
+    another config            files and index under new names, then a config.json that points to them: it decides; then
+                              the usual names, and the config as it shall be
+
+For the moments in which there are a ``model.safetensors`` and an index, a note says that the index does not count
+(:mod:`hybridpp.checkpoint.staging_folder`).
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import safe_open
+
+from hybridpp.checkpoint.index import (
+    CONFIG,
+    INDEX,
+    POINTER,
+    SINGLE_FILE,
+    digest_of,
+    files_of_a_model,
+    listed,
+)
+from hybridpp.checkpoint.staging_folder import NOTE, UnfinishedSave, identity, sync, write_unfinished
+
+
+@dataclass(frozen=True)
+class _NewWeights:
+    """Weight files in a staging folder, and how they are moved to the target.
+
+    Attributes:
+        staging: where they are, with an index under the usual name unless ``is_direct``.
+        folder: where they go.
+        files: their names, which do not exist in the folder.
+        is_single: whether there is one file, whose final name is ``model.safetensors``.
+        is_direct: whether it can have that name at once.
+        changes_config: whether the folder holds weights that need another config than these.
+    """
+
+    staging: Path
+    folder: Path
+    files: tuple[str, ...]
+    is_single: bool
+    is_direct: bool
+    changes_config: bool
+
+
+def replace_weights(staging: Path, folder: Path) -> None:
+    """Move everything in ``staging`` to ``folder``, replacing its weights; then remove the old ones.
+
+    At any time, readers of the folder find the old weights or the new ones. Files that are neither weights nor in
+    ``staging`` stay.
+    """
+    old = files_of_a_model(folder)
+    new = _prepare(staging, folder, old)
+    for path in staging.rglob("*"):
+        sync(path)
+    # The index that may exist next to a model.safetensors.
+    stale = digest_of((folder if new.is_direct else staging) / INDEX)
+    apart = _index_apart(staging)
+    apart_files = () if new.is_direct else (*new.files, apart)
+    write_unfinished(staging, UnfinishedSave(stale=(stale,) if stale else (), files=apart_files))
+    sync(folder)
+    _move_others(new)
+    if new.is_direct:
+        _move(staging / SINGLE_FILE, folder / SINGLE_FILE)
+        current = {SINGLE_FILE}
+    else:
+        _move_by_index(new, apart)
+        current = {SINGLE_FILE} if new.is_single else {INDEX, *new.files}
+    _remove((old | files_of_a_model(folder)) - current, folder)
+    shutil.rmtree(staging)
+
+
+def _prepare(staging: Path, folder: Path, old: set[str]) -> _NewWeights:
+    """Give the weights names that do not exist in the folder, and write an index of them."""
+    is_single = (staging / SINGLE_FILE).is_file()
+    changes_config = bool(old) and _differ(staging / CONFIG, folder / CONFIG)
+    is_direct = is_single and not changes_config
+    if is_direct:
+        return _NewWeights(staging, folder, (SINGLE_FILE,), is_single, is_direct, changes_config)
+    locations = _keys(staging / SINGLE_FILE) if is_single else listed(staging / INDEX)
+    names = {name: name for name in sorted(set(locations.values()))}
+    if is_single or any(os.path.lexists(folder / name) for name in names):
+        names = {name: f"model-{identity(staging)}{name.removeprefix('model')}" for name in names}
+        for name, apart in names.items():
+            os.replace(staging / name, staging / apart)
+    index = {"metadata": {}} if is_single else json.loads((staging / INDEX).read_text())
+    if is_single:  # transformers wants a size
+        index["metadata"]["total_size"] = (staging / names[SINGLE_FILE]).stat().st_size
+    index["weight_map"] = {key: names[name] for key, name in locations.items()}
+    (staging / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return _NewWeights(staging, folder, tuple(names.values()), is_single, is_direct, changes_config)
+
+
+def _index_apart(staging: Path) -> str:
+    """A unique name for an index."""
+    return f"model-{identity(staging)}.safetensors.index.json"
+
+
+def _keys(file: Path) -> dict[str, str]:
+    with safe_open(file, framework="pt") as handle:
+        return dict.fromkeys(handle.keys(), file.name)  # no mapping
+
+
+def _differ(new: Path, old: Path) -> bool:
+    return new.is_file() and not (old.is_file() and old.read_bytes() == new.read_bytes())
+
+
+def _move_others(new: _NewWeights) -> None:
+    """Move files that are neither weights nor the config that must change with them."""
+    later = {*new.files, INDEX, *([CONFIG] if new.changes_config else [])}
+    for path in sorted(new.staging.rglob("*")):
+        place = path.relative_to(new.staging)
+        if path.is_file() and str(place) not in later and str(place) != NOTE:
+            (new.folder / place).parent.mkdir(parents=True, exist_ok=True)
+            _move(path, new.folder / place)
+
+
+def _move_by_index(new: _NewWeights, apart: str) -> None:
+    staging, folder = new.staging, new.folder
+    for name in new.files:
+        _move(staging / name, folder / name)
+    if new.changes_config:
+        shutil.copyfile(staging / INDEX, staging / apart)
+        sync(staging / apart)
+        _move(staging / apart, folder / apart)
+        pointing = staging / f"pointing-{CONFIG}"
+        pointing.write_text(json.dumps({**json.loads((staging / CONFIG).read_text()), POINTER: apart}, indent=2))
+        sync(pointing)
+        _move(pointing, folder / CONFIG)
+    _move(staging / INDEX, folder / INDEX)
+    _remove([SINGLE_FILE], folder)
+    if new.changes_config:
+        _move(staging / CONFIG, folder / CONFIG)
+    if new.is_single:
+        _move(folder / new.files[0], folder / SINGLE_FILE)
+        _remove([INDEX], folder)
+
+
+def _move(source: Path, target: Path) -> None:
+    os.replace(source, target)
+    # Durable before anything else is done.
+    sync(target.parent)
+
+
+def _remove(names: Iterable[str], folder: Path) -> None:
+    for name in sorted(names):
+        (folder / name).unlink(missing_ok=True)
+    sync(folder)

@@ -1,0 +1,121 @@
+"""The stages of a cut, as a table of text."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from hybridpp.partition import StageSummary, shared_parameters
+from hybridpp.text_table import text_table
+
+_TITLES = ("stage", "modules", "parameters", "GFLOPs", "KiB sent", "% parameters", "% FLOPs", "MiB to train")
+_TITLES_OF_SHARES = ("per rank", "MiB per rank")
+
+
+class RankShare(NamedTuple):
+    """A rank's share of a parameter.
+
+    Attributes:
+        num_elements: elements of its shard.
+        num_bytes: bytes of its shard, in the dtype in which the model computes.
+    """
+
+    num_elements: int
+    num_bytes: int
+
+
+def render_cut(
+    stages: Sequence[StageSummary],
+    num_parameters: int,
+    batch_size: int,
+    shares: Mapping[str, RankShare] | None = None,
+) -> str:
+    """A line per stage, a line of totals, and the parameters that several stages hold.
+
+    Args:
+        stages: of the cut.
+        num_parameters: of the model; parameters that several stages hold count once.
+        batch_size: of the sample; FLOPs and sent bytes are given per sample.
+        shares: a rank's share of each parameter, by name, under tensor parallelism.
+    """
+    flops, held = sum(summary.flops for summary in stages), sum(summary.num_parameters for summary in stages)
+    titles = _TITLES + (_TITLES_OF_SHARES if shares else ())
+    rows: list[tuple[str, ...]] = [
+        (
+            str(summary.stage),
+            ", ".join(compact(summary.calls)),
+            f"{summary.num_parameters:,}",
+            f"{summary.flops / batch_size / 1e9:,.2f}",
+            f"{summary.sent_bytes / batch_size / 1024:,.1f}" if summary.stage < len(stages) - 1 else "-",
+            _percent(summary.num_parameters, held),
+            _percent(summary.flops, flops),
+            f"{summary.state_bytes / 2**20:,.1f}",
+            *(_held(summary, shares) if shares else ()),
+        )
+        for summary in stages
+    ]
+    sent = sum(summary.sent_bytes for summary in stages)
+    totals = (
+        "total",
+        "",
+        f"{num_parameters:,}",
+        f"{flops / batch_size / 1e9:,.2f}",
+        f"{sent / batch_size / 1024:,.1f}",
+        "",
+        "",
+        f"{sum(summary.state_bytes for summary in stages) / 2**20:,.1f}",
+    )
+    return "\n".join([text_table(titles, rows, totals, left=(1,)), *_shared(stages)])
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f}" if whole else "-"
+
+
+def _held(summary: StageSummary, shares: Mapping[str, RankShare]) -> tuple[str, str]:
+    held = [shares[name] for name in summary.parameters]
+    num_bytes = sum(share.num_bytes for share in held)
+    return f"{sum(share.num_elements for share in held):,}", f"{num_bytes / 2**20:,.1f}"
+
+
+def _shared(stages: Sequence[StageSummary]) -> list[str]:
+    shared = shared_parameters(stages)
+    if not shared:
+        return []
+    lines = [
+        f"  {name} ({stages[at[0]].parameters[name]:,}): stages {', '.join(map(str, at))}"
+        for name, at in shared.items()
+    ]
+    return ["", "held by several stages, which sum their gradients:", *lines]
+
+
+def compact(calls: Sequence[str]) -> list[str]:
+    """Names in order of first occurrence; names that differ only in a number are merged.
+
+    Example:
+        >>> compact(["embed", "layers.0", "layers.1", "layers.2", "norm", "norm"])
+        ['embed', 'layers.0-2', 'norm x2']
+    """
+    times: dict[str, int] = {}
+    for name in calls:
+        times[name] = times.get(name, 0) + 1
+    numbers: dict[tuple[str, str, int], list[str]] = {}
+    for name, count in times.items():
+        found = re.fullmatch(r"(.*?)(\d+)(\D*)", name)
+        prefix, number, suffix = found.groups() if found else (name, "", "")
+        numbers.setdefault((prefix, suffix, count), []).append(number)
+    return [
+        f"{prefix}{run}{suffix}" + (f" x{count}" if count > 1 else "")
+        for (prefix, suffix, count), members in numbers.items()
+        for run in _runs(members)
+    ]
+
+
+def _runs(numbers: Sequence[str]) -> list[str]:
+    """``["0", "1", "2", "5"]`` as ``["0-2", "5"]``."""
+    runs: list[list[str]] = []
+    for number in numbers:
+        if runs and number and int(number) == int(runs[-1][-1]) + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]

@@ -1,0 +1,54 @@
+"""The schedule of a command: by name and sizes, or from a file."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from hybridpp.cli.argtypes import positive
+from hybridpp.cli.files import reading
+from hybridpp.errors import ConfigError
+from hybridpp.schedule import Programs, check_program, load_schedule, make_schedule
+
+
+def add_sizes(parser: ArgumentParser) -> None:
+    """Declare the flags for the sizes of a named schedule."""
+    parser.add_argument("--stages", type=positive, metavar="N", help="ranks of the pipeline, the plugin's pp_size")
+    parser.add_argument("--microbatches", type=positive, metavar="N", help="micro-batches per batch")
+    parser.add_argument("--chunks", type=positive, metavar="N", help="stages per rank, if the schedule allows a choice")
+
+
+def sizes(arguments: Namespace) -> tuple[int, int]:
+    """The numbers of ranks and micro-batches.
+
+    Raises:
+        ConfigError: one of them is missing.
+    """
+    if arguments.stages is None or arguments.microbatches is None:
+        raise ConfigError("a named schedule needs sizes. Pass --stages and --microbatches.")
+    return arguments.stages, arguments.microbatches
+
+
+def programs_of(text: str, arguments: Namespace) -> Programs:
+    """The programs of a schedule by its name and sizes, or from a file, checked.
+
+    Raises:
+        ConfigError: a size is missing or superfluous, or the file cannot be read.
+        ScheduleError: the name is unknown, or the schedule in the file is invalid.
+    """
+    if Path(text).suffix or Path(text).is_file():
+        return load_plan(text, arguments)
+    return make_schedule(text, *sizes(arguments), arguments.chunks)
+
+
+def load_plan(path: str, arguments: Namespace) -> Programs:
+    """The programs of a file, checked.
+
+    Raises:
+        ConfigError: the file cannot be read, or sizes are given, too.
+        ScheduleError: the file holds no schedule, or an invalid one.
+    """
+    if any(size is not None for size in (arguments.stages, arguments.microbatches, arguments.chunks)):
+        raise ConfigError(f"{path} determines the sizes. Remove --stages, --microbatches and --chunks.")
+    with reading(path):
+        programs = load_schedule(path)
+    check_program(programs)
+    return programs

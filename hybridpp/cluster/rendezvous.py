@@ -1,0 +1,231 @@
+"""Rendezvous of a job's ranks: all of them are present and were launched with the same settings.
+
+It uses a store of ``torch.distributed``, which may hold keys of an earlier attempt of the same job (torchrun restarts
+processes and, on one host, keeps its store). So every process writes a numbered request, and rank 0 answers it with the
+key prefix of this attempt.
+"""
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from hybridpp.errors import LaunchError
+from hybridpp.nn.torch_private import PrefixStore, Store, TCPStore
+
+# Not the distributed logger, which needs the world that is created here.
+LOGGER = logging.getLogger("hybridpp")
+
+_QUESTIONS = "questions"
+# Time before a rank logs for whom it waits; the interval doubles with each message.
+FIRST_NOTICE_S = 10.0
+_LOOK_S = 0.01
+# Rank 0 times out first, so that the others get the reason.
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class StoreAddress:
+    """Address of the ranks' store.
+
+    Attributes:
+        host: its host.
+        port: its port there.
+        is_external: whether another process (torchrun's agent) hosts it; else rank 0 does.
+    """
+
+    host: str
+    port: int
+    is_external: bool = False
+
+    def open(self, rank: int, timeout_s: float) -> Store:
+        """Open the store; raises ``dist.DistNetworkError`` if it cannot be hosted, or not be reached in time."""
+        return TCPStore(
+            self.host,
+            self.port,
+            is_master=rank == 0 and not self.is_external,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            # Objects of an earlier job of this process may still hold the store.
+            multi_tenant=True,
+        )
+
+
+def meet(address: StoreAddress, rank: int, world_size: int, settings: Mapping[str, object], timeout_s: float) -> Store:
+    """Returns a store for this attempt of the job.
+
+    Collective: all ranks of the job.
+
+    Args:
+        address: of a store that all ranks see.
+        rank: this process.
+        world_size: number of processes.
+        settings: settings that must be equal on all ranks, by argument name.
+        timeout_s: seconds to wait for the others.
+
+    Raises:
+        LaunchError: on every rank that joined: a rank is missing, or has other settings.
+    """
+    timer = WaitTimer(rank, timeout_s if rank == 0 else timeout_s + _GRACE_S)
+    join = _coordinate if rank == 0 else _register
+    while True:
+        try:
+            store = address.open(rank, min(FIRST_NOTICE_S, max(_LOOK_S, timer.left_s)))
+            name = join(PrefixStore("hybridpp", store), rank, world_size, settings, timer)
+        except dist.DistNetworkError as error:
+            # The store of an earlier job of these processes may have been reached, and have ended since: once more.
+            if (rank == 0 and not address.is_external) or timer.left_s <= 0:
+                raise _unreachable(address, rank, timeout_s, error) from error
+            timer.wait_on(f"the store of the job at {address.host}:{address.port}")
+        else:
+            store.set_timeout(timedelta(seconds=timeout_s))
+            return PrefixStore(f"hybridpp/{name}", store)
+
+
+class WaitTimer:
+    """Measures how long a rank has waited, and logs it from time to time.
+
+    Args:
+        rank: this rank, for the messages.
+        timeout_s: time limit in seconds.
+    """
+
+    def __init__(self, rank: int, timeout_s: float):
+        self._rank = rank
+        self._start = time.monotonic()
+        self.timeout_s = timeout_s
+        self._next_notice_s = FIRST_NOTICE_S
+
+    @property
+    def left_s(self) -> float:
+        """Remaining seconds; negative after the limit."""
+        return self.timeout_s - self._waited_s
+
+    @property
+    def _waited_s(self) -> float:
+        return time.monotonic() - self._start
+
+    def wait_on(self, what: str) -> None:
+        """Wait a moment; log from time to time what for."""
+        waited_s = self._waited_s
+        if waited_s >= self._next_notice_s:
+            self._next_notice_s = 2 * waited_s
+            LOGGER.warning(
+                "[rank %d] has waited %.0f s for %s; gives up after %.0f s", self._rank, waited_s, what, self.timeout_s
+            )
+        time.sleep(_LOOK_S)
+
+
+def list_ranks(ranks: list[int]) -> str:
+    """``rank 3``, or ``ranks 1, 2, 5``; of many, the first."""
+    some = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {some}"
+
+
+def _coordinate(store: Store, rank: int, world_size: int, settings: Mapping[str, object], timer: WaitTimer) -> str:
+    """Rank 0: answer requests with the attempt's name until all ranks are present."""
+    name = secrets.token_hex(8)
+    missing = list(range(1, world_size))
+    num_answered = 0
+    while missing:
+        # Requests of earlier attempts are answered, too; no process waits for them.
+        num_asked = store.add(_QUESTIONS, 0)
+        for number in range(num_answered + 1, num_asked + 1):
+            store.set(_answer(number), name)
+        num_answered = num_asked
+        missing = [other for other in missing if not store.check([_here(name, other)])]
+        if missing and timer.left_s <= 0:
+            num_here = world_size - len(missing)
+            refusal = (
+                f"{list_ranks(missing)} did not call launch within {timer.timeout_s:g} s; {num_here} of {world_size} "
+                "ranks did. Their own output says why, if they were started; where they only take longer, raise "
+                "timeout_s of launch_from_torch or launch."
+            )
+            break
+        if missing:
+            timer.wait_on(f"{list_ranks(missing)} to call launch")
+    else:
+        theirs = {other: json.loads(store.get(_here(name, other))) for other in range(1, world_size)}
+        refusal = _difference(json.loads(json.dumps(settings)), theirs)
+    store.set(_verdict(name), refusal)
+    if refusal:
+        # The store may end with this process.
+        others = world_size - 1 - len(missing)
+        until = time.monotonic() + _GRACE_S
+        while store.add(_heard(name), 0) < others and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+        raise LaunchError(refusal)
+    return name
+
+
+def _register(store: Store, rank: int, world_size: int, settings: Mapping[str, object], timer: WaitTimer) -> str:
+    """Other ranks: request the attempt's name, and wait until rank 0 reports that all are present."""
+    number = store.add(_QUESTIONS, 1)
+    _await(store, _answer(number), timer, "rank 0 to call launch")
+    name = store.get(_answer(number)).decode()
+    if store.add(f"{name}/processes of rank {rank}", 1) > 1:
+        raise LaunchError(f"two processes call themselves rank {rank} of {world_size}. Give each a rank of its own.")
+    store.set(_here(name, rank), json.dumps(settings))
+    # Rank 0 logs for whom it waits, so this rank does not.
+    _await(store, _verdict(name), timer, "")
+    refusal = store.get(_verdict(name)).decode()
+    if refusal:
+        store.add(_heard(name), 1)
+        raise LaunchError(refusal)
+    return name
+
+
+def _await(store: Store, key: str, timer: WaitTimer, what: str) -> None:
+    while not store.check([key]):
+        if timer.left_s <= 0:
+            raise LaunchError(
+                f"rank 0 did not call launch within {timer.timeout_s:g} s, or does not answer. Its own output says "
+                "why, if it was started."
+            )
+        if what:
+            timer.wait_on(what)
+        else:
+            time.sleep(_LOOK_S)
+
+
+def _difference(mine: dict[str, object], theirs: Mapping[int, dict[str, object]]) -> str:
+    """The first setting that differs from rank 0's, as a message; empty if all agree."""
+    for rank, settings in theirs.items():
+        for name, value in mine.items():
+            if settings[name] != value:
+                return (
+                    f"all ranks must be launched alike: {name} is {value!r} on rank 0 and {settings[name]!r} on rank "
+                    f"{rank}. Pass the same everywhere."
+                )
+    return ""
+
+
+def _answer(number: int) -> str:
+    return f"answer to question {number}"
+
+
+def _here(name: str, rank: int) -> str:
+    return f"{name}/settings of rank {rank}"
+
+
+def _verdict(name: str) -> str:
+    return f"{name}/verdict"
+
+
+def _heard(name: str) -> str:
+    return f"{name}/heard"
+
+
+def _unreachable(address: StoreAddress, rank: int, timeout_s: float, error: Exception) -> LaunchError:
+    at, reason = f"{address.host}:{address.port}", str(error).split("\n")[0].rstrip(".")
+    if rank == 0 and not address.is_external:
+        return LaunchError(f"rank 0 cannot listen on {at}: {reason}. Use a free port of this host, on every rank.")
+    return LaunchError(
+        f"rank {rank} could not reach {at} within {timeout_s:g} s: {reason}. Check that rank 0 runs, that every rank "
+        "is given its address, and that no firewall is between them."
+    )

@@ -1,0 +1,251 @@
+"""Groups of ``torch.distributed``: NCCL for device memory, gloo for host memory."""
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridpp.cluster.exit_reports import ExitReason, no_exit_reason, timeout_error
+from hybridpp.cluster.shared_memory import PendingSum, SharedMemoryGroup, connect, sum_in_order
+from hybridpp.cluster.world import Pending, Work, check_real
+from hybridpp.errors import PeerError
+from hybridpp.nn.torch_private import timeout_of
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+# Larger collectives use gloo, which distributes their work over the ranks and proceeds by itself.
+_MAX_EXCHANGED_BYTES = 2**21
+
+
+class TorchGroup:
+    """A ``torch.distributed`` process group as a :class:`~hybridpp.cluster.world.Group`.
+
+    If all ranks are on one host and the backend is gloo, messages and small collectives use shared memory.
+
+    Collective: every rank of the group must construct it.
+
+    Args:
+        process_group: the ranks.
+        shared_memory: whether this rank may share memory; it is used only if all ranks may.
+        name: name of the group in errors.
+        exit_reason: why a rank has ended.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        shared_memory: bool = True,
+        name: str = "",
+        exit_reason: ExitReason = no_exit_reason,
+    ):
+        self.process_group: dist.ProcessGroup | None = process_group
+        self.name = name
+        self._exit_reason = exit_reason
+        self._timeout_s = timeout_of(process_group).total_seconds()
+        self.ranks = tuple(dist.get_process_group_ranks(process_group))
+        self.rank = dist.get_rank(process_group)
+        self.size = len(self.ranks)
+        self._host_only = dist.get_backend(process_group) == "gloo"
+        self._shared_memory_group = (
+            connect(process_group, shared_memory, name, exit_reason) if self._host_only else None
+        )
+        self.overlaps = self._shared_memory_group is None
+        self._started = [0] * (1 + 2 * self.size)
+
+    @property
+    def started(self) -> tuple[int, list[int], list[int]]:
+        """Number of collectives started here, and of sends to and receives from each member."""
+        collectives, *messages = self._started
+        return collectives, messages[: self.size], messages[self.size :]
+
+    def release(self) -> None:
+        """Release the group's resources in this process; it cannot communicate afterwards. May be called again."""
+        if self._shared_memory_group is not None:
+            self._shared_memory_group.close()
+        # Its threads end with the last reference to it.
+        self.process_group = None
+
+    def detach(self) -> None:
+        """Let nothing go over this object any more; copies of the group stay as they are. May be called again."""
+        self._shared_memory_group = self.process_group = None
+
+    def _staged(self, tensor: Tensor) -> bool:
+        check_real(tensor)
+        return self._host_only and tensor.device.type != "cpu"
+
+    def _exchanging(self, num_bytes: int) -> SharedMemoryGroup | None:
+        """The shared-memory group, if the message is small enough; depends only on what all ranks agree on, to avoid
+        deadlocks."""
+        return self._shared_memory_group if num_bytes * (self.size - 1) <= _MAX_EXCHANGED_BYTES else None
+
+    def _start(self, start: Callable[..., dist.Work | None], *args: Any, **options: Any) -> Work:
+        """Start a communication of ``torch.distributed``; its errors name the waiting and the missing ranks."""
+        if self.process_group is None:
+            raise PeerError(
+                f"group {self.name} was released: its plugin was closed, or the job was left. Make a new plugin, and "
+                "boost the model again."
+            )
+        try:
+            work = start(*args, group=self.process_group, **options)
+        except RuntimeError as error:
+            if not _is_gloos(error):
+                raise
+            raise self.lost(error) from error
+        assert work is not None, "this rank is a member of the group it communicates in"
+        return _GlooWork(work, self) if self._host_only else _TorchWork(work)
+
+    def lost(self, error: RuntimeError) -> PeerError:
+        """The error for a peer that is silent or gone; gloo's own names its address only."""
+        others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
+        group = f"the ranks {', '.join(map(str, self.ranks))} (group {self.name})"
+        if "imed out" in str(error):
+            return timeout_error(f"one of {group}", self._timeout_s)
+        told = [text for text in map(self._exit_reason, others) if text]
+        why = " ".join(told) or "Its own error says why."
+        return PeerError(f"one of {group} is gone: {str(error).splitlines()[0]}. {why}")
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        self._started[0] += 1
+        host = tensor.cpu() if self._staged(tensor) else tensor
+        shared_memory_group = self._exchanging(host.nbytes)
+        work: Work
+        if shared_memory_group is not None:
+            work = PendingSum(shared_memory_group.exchange([host] * self.size, host.shape), host)
+        else:
+            work = self._start(dist.all_reduce, host, async_op=True)
+        return work if host is tensor else _Staged(work, host, tensor)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return self.start_all_gather(tensor).wait()
+
+    def start_all_gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
+        self._started[0] += 1
+        source = tensor.cpu() if self._staged(tensor) else tensor
+        shared_memory_group = self._exchanging(source.nbytes)
+
+        def gathered(parts: list[Tensor]) -> list[Tensor]:
+            if shared_memory_group is not None:
+                # A separate copy, because the caller may write to either.
+                parts[self.rank] = source.clone()
+            return [part.to(tensor.device) for part in parts]
+
+        if shared_memory_group is not None:
+            return _Mapped(shared_memory_group.exchange([source] * self.size, source.shape), gathered)
+        parts = [torch.empty_like(source) for _ in self.ranks]
+        work = self._start(dist.all_gather, parts, source, async_op=True)
+        return _Mapped(_WithResult(work, parts), gathered)
+
+    def all_gather_along(self, tensor: Tensor, dim: int) -> Tensor:
+        return torch.cat(self.all_gather(tensor.contiguous()), dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        return self.start_reduce_scatter(tensor, dim).wait()
+
+    def start_reduce_scatter(self, tensor: Tensor, dim: int) -> Pending[Tensor]:
+        check_real(tensor)
+        self._started[0] += 1
+        parts = [part.contiguous() for part in tensor.chunk(self.size, dim)]
+        if not self._host_only:
+            mine = torch.empty_like(parts[self.rank])
+            work = self._start(dist.reduce_scatter, mine, parts, async_op=True)
+            # The parts are kept alive, because they are read until then.
+            return _Mapped(_WithResult(work, (mine, parts)), lambda both: both[0])
+        parts = [part.cpu() for part in parts]
+        shared_memory_group = self._exchanging(parts[0].nbytes)
+        if shared_memory_group is not None:
+            return _Mapped(
+                shared_memory_group.exchange(parts, parts[0].shape),
+                lambda summands: sum_in_order(summands).to(tensor.device),
+            )
+        # gloo's reduce-scatter takes twice the time: it all-reduces first. As bytes, because gloo lacks some dtypes.
+        source = torch.stack(parts)
+        target = torch.empty_like(source)
+        to, of = (each.flatten().view(torch.uint8) for each in (target, source))
+        work = self._start(dist.all_to_all_single, to, of, async_op=True)
+        return _Mapped(_WithResult(work, list(target)), lambda summands: sum_in_order(summands).to(tensor.device))
+
+    def send(self, tensor: Tensor, peer: int) -> Work:
+        self._started[1 + peer] += 1
+        host = tensor.cpu() if self._staged(tensor) else tensor
+        if self._shared_memory_group is not None:
+            return self._shared_memory_group.link(peer).send(host)
+        work = self._start(dist.isend, host, group_dst=peer)
+        return work if host is tensor else _Staged(work, host, None)
+
+    def receive(self, tensor: Tensor, peer: int) -> Work:
+        self._started[1 + self.size + peer] += 1
+        host = tensor
+        if self._staged(tensor):
+            # Pinned, so that the driver does not stage the copy to the device again.
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        if self._shared_memory_group is not None:
+            work: Work = self._shared_memory_group.link(peer).receive(host)
+        else:
+            work = self._start(dist.irecv, host, group_src=peer)
+        return work if host is tensor else _Staged(work, host, tensor)
+
+
+class _TorchWork:
+    """A communication of torch."""
+
+    def __init__(self, work: dist.Work):
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.wait()
+
+
+class _GlooWork:
+    """A communication of gloo, whose errors become ones that name the ranks."""
+
+    def __init__(self, work: dist.Work, group: TorchGroup):
+        self._work, self._group = work, group
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            if not _is_gloos(error):
+                raise
+            raise self._group.lost(error) from error
+
+
+class _Staged:
+    """A communication on a host copy, for a backend that cannot reach device memory."""
+
+    def __init__(self, work: Work, host: Tensor, device: Tensor | None):
+        self._work, self._host, self._device = work, host, device
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._device is not None:
+            self._device.copy_(self._host)
+
+
+class _WithResult(Generic[T]):
+    """A communication and the tensors that it fills."""
+
+    def __init__(self, work: Work, given: T):
+        self._work, self._given = work, given
+
+    def wait(self) -> T:
+        self._work.wait()
+        return self._given
+
+
+class _Mapped(Generic[T, R]):
+    """A function of a communication's result."""
+
+    def __init__(self, pending: Pending[T], function: Callable[[T], R]):
+        self._pending, self._function = pending, function
+
+    def wait(self) -> R:
+        return self._function(self._pending.wait())
+
+
+def _is_gloos(error: RuntimeError) -> bool:
+    """Whether a connection failed; gloo has no type for it, but names its source."""
+    return "gloo" in str(error)

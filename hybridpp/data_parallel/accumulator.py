@@ -1,0 +1,143 @@
+"""Accumulation of gradients in flat buckets."""
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
+
+from hybridpp.data_parallel.bucket import Bucket, split_into_buckets
+from hybridpp.nn.torch_private import version_of
+
+
+class GradientAccumulator:
+    """The sums of a rank's gradients over micro-batches and calls, in flat buckets.
+
+    A sum starts as a copy of its first summand. Before that, the bucket may hold old values and ``parameter.grad`` is
+    None, so that autograd creates a tensor there. After it, ``parameter.grad`` is a view into the bucket, to which
+    autograd adds in place, if ``exposes_grad`` and the dtypes agree.
+
+    Args:
+        parameters: the trainable parameters, by name, in the order of the forward.
+        capacity_mib: size of a bucket, in MiB.
+        exposes_grad: whether ``parameter.grad`` shows the sums.
+
+    Attributes:
+        buckets: in the order in which a backward pass completes them.
+        bucket_of: each parameter's bucket, by name.
+        views: each parameter's view into its bucket, which may hold old values; see :meth:`zero_stale`.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        capacity_mib: float,
+        exposes_grad: bool,
+    ):
+        # Backward reaches the last parameters first, so their bucket is complete first.
+        self.buckets = [
+            Bucket(chunk) for chunk in split_into_buckets(dict(reversed(list(parameters.items()))), capacity_mib)
+        ]
+        self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.views}
+        self.views: dict[str, Tensor] = {name: self.bucket_of[name].views[name] for name in parameters}
+        self._parameters = dict(parameters)
+        self._exposed = {
+            name: parameter
+            for name, parameter in parameters.items()
+            if exposes_grad and parameter.dtype == self.views[name].dtype
+        }
+        # Parameters whose view holds old values.
+        self._stale: set[str] = set()
+        # The version of each bucket when it was last all zero; writes through ``.data`` do not change the version.
+        self._zero_versions = {bucket: version_of(bucket.flat) for bucket in self.buckets}
+
+    def reset(self, set_to_none: bool = True) -> None:
+        """Set all sums to zero; exposed ``parameter.grad`` become None, or zeros unless ``set_to_none``."""
+        for bucket in self.buckets:
+            if self._holds_numbers(bucket):
+                self._stale.update(bucket.views)
+        if not set_to_none:
+            self.zero_stale()
+            return
+        for parameter in self._exposed.values():
+            parameter.grad = None
+
+    def begin(self) -> None:
+        """Prepare for backward passes."""
+        for name, parameter in self._exposed.items():
+            view, gradient = self.views[name], parameter.grad
+            if gradient is view:
+                continue
+            # None, set by the script (module.zero_grad()) or never set, counts as zero.
+            if self._holds_numbers(self.bucket_of[name]):
+                self._stale.add(name)
+            parameter.grad = None if name in self._stale else view
+
+    def _holds_numbers(self, bucket: Bucket) -> bool:
+        return version_of(bucket.flat) != self._zero_versions[bucket]
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add to the sum of the parameter ``name``."""
+        if name not in self._stale:
+            self.views[name].add_(gradient)
+            return
+        self._stale.discard(name)
+        self.views[name].copy_(gradient)
+        if name in self._exposed:
+            self._exposed[name].grad = self.views[name]
+
+    def zero_stale(self, buckets: Iterable[Bucket] | None = None) -> dict[str, Tensor]:
+        """Overwrite old values with zeros, in ``buckets`` (None: in all); returns the sums, by name."""
+        if self._stale:
+            for bucket in self.buckets if buckets is None else buckets:
+                self._zero_stale_in(bucket)
+        return self.views
+
+    def _zero_stale_in(self, bucket: Bucket) -> None:
+        stale = self._stale.intersection(bucket.views)
+        if len(stale) == len(bucket.views):
+            if self._holds_numbers(bucket):
+                bucket.flat.zero_()
+                self._zero_versions[bucket] = version_of(bucket.flat)
+        else:
+            for name in stale:
+                bucket.views[name].zero_()
+        self._stale -= stale
+        for name in stale & self._exposed.keys():
+            # The script may have set another tensor.
+            if self._exposed[name].grad is None:
+                self._exposed[name].grad = bucket.views[name]
+
+    def sync_from_grad(self) -> dict[str, bool]:
+        """Copy ``parameter.grad`` that the script replaced into the sums.
+
+        Returns:
+            For each replaced gradient, by name, whether it is a tensor (False: None).
+        """
+        self.zero_stale()
+        changed = {}
+        for name, parameter in self._exposed.items():
+            view, gradient = self.views[name], parameter.grad
+            if gradient is view:
+                continue
+            changed[name] = gradient is not None
+            if gradient is None:
+                view.zero_()
+            else:
+                view.copy_(gradient)
+            parameter.grad = view
+        return changed
+
+    def move_to_view(self, name: str) -> None:
+        """Move a gradient into its view, if autograd created another tensor for it."""
+        parameter, view = self._parameters[name], self.views[name]
+        gradient = parameter.grad
+        if gradient is None or gradient is view:
+            return
+        # With create_graph the gradient has a graph.
+        gradient = gradient.detach()
+        if name in self._exposed:
+            view.copy_(gradient)
+            self._stale.discard(name)
+            parameter.grad = view
+        else:
+            self.add(name, gradient)
+            parameter.grad = None

@@ -1,0 +1,108 @@
+"""The all-reduce of buckets over the replicas, overlapped with the last backward pass."""
+
+from collections.abc import Collection, Iterable
+
+import torch
+
+from hybridpp.cluster import Group
+from hybridpp.data_parallel.accumulator import GradientAccumulator
+from hybridpp.errors import ConfigError
+
+
+class BucketAllReduce:
+    """Starts to reduce each bucket as soon as the last backward pass has completed it.
+
+    Reductions start in the order of the buckets, which is the same on all replicas.
+
+    Args:
+        accumulator: the gradients.
+        group: the replicas.
+        dtype: of the messages; None: the accumulation dtype.
+        reached: the parameters that a backward pass has reached on this rank; read when a reduction starts.
+    """
+
+    def __init__(
+        self,
+        accumulator: GradientAccumulator,
+        group: Group,
+        dtype: torch.dtype | None,
+        reached: Collection[str],
+    ):
+        self._accumulator = accumulator
+        self._buckets = accumulator.buckets
+        self._group = group
+        self._dtype = dtype
+        self._reached = reached
+        self._deferred: set[str] = set()
+        self._in_last_backward = False
+        self._num_launched = 0
+
+    def begin(self, pending: Collection[str] | None) -> None:
+        """Prepare for the last backward pass, which may add to the parameters in ``pending`` (None: to all)."""
+        for bucket in self._buckets:
+            bucket.pending = set(bucket.views) if pending is None else set(bucket.views).intersection(pending)
+        self._deferred.clear()
+        self._num_launched = 0
+        self._in_last_backward = True
+        self._launch(only_full=True)
+
+    def defer(self, names: Iterable[str]) -> None:
+        """Note that the running backward pass does not complete these gradients: :meth:`complete` follows."""
+        self._deferred.update(names)
+
+    def arrived(self, name: str) -> bool:
+        """Note that autograd has added to a gradient; returns whether this is the last backward pass.
+
+        Raises:
+            ConfigError: the reduction of its bucket has started already.
+        """
+        if not self._in_last_backward:
+            return False
+        if name not in self._deferred:
+            if self._accumulator.bucket_of[name].work is not None:
+                raise ConfigError(
+                    f"one backward pass added to the gradient of {name!r} again after its reduction had started. "
+                    "Reentrant activation checkpointing does that for a module that is called twice: checkpoint "
+                    "with use_reentrant=False."
+                )
+            self.complete(name)
+        return True
+
+    def complete(self, name: str) -> None:
+        """Note that a gradient is complete."""
+        if self._in_last_backward:
+            self._accumulator.bucket_of[name].pending.discard(name)
+            self._launch(only_full=True)
+
+    def launch_remaining(self) -> None:
+        """Start the remaining reductions after the last backward pass. Collective: the group."""
+        if self._in_last_backward:
+            self._launch(only_full=False)
+
+    def _launch(self, only_full: bool) -> None:
+        for bucket in self._buckets[self._num_launched :]:
+            if only_full and bucket.pending:
+                return
+            self._accumulator.zero_stale([bucket])
+            bucket.launch_reduce(self._group, self._reached, self._dtype)
+            self._num_launched += 1
+
+    def finish(self) -> None:
+        """Start the remaining reductions, and wait for all. Collective: the group."""
+        if not self._in_last_backward:
+            self._num_launched = 0
+        self._launch(only_full=False)
+        for bucket in self._buckets:
+            bucket.wait()
+        self._in_last_backward = False
+
+    def cancel(self) -> None:
+        """Forget running reductions."""
+        self._in_last_backward = False
+        for bucket in self._buckets:
+            bucket.cancel()
+
+    def reached_anywhere(self) -> set[str]:
+        """The parameters that a backward pass reached on any replica, after :meth:`finish`. Waits for the device."""
+        flags = [flag for bucket in self._buckets for flag in zip(bucket.views, bucket.flags.tolist(), strict=True)]
+        return {name for name, flag in flags if flag}

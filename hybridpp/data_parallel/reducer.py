@@ -1,0 +1,95 @@
+"""The update path's interface to a rank's gradients, independent of how they are stored."""
+
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class GradientReducer(Protocol):
+    """Accumulates the gradients of a rank's parameters over micro-batches and calls, and sums them over replicas.
+
+    A step of training calls ``begin``; ``begin_last_backward`` before the last backward pass; ``launch_remaining`` and
+    ``finish_grad_sync`` after it. An update reads ``gradients`` and calls ``consume``; the next ``begin`` starts from
+    zero. Collective, where a method says "reduces": all replicas of this stage, and all ranks that share a parameter.
+
+    Attributes:
+        parameters: this rank's trainable parameters, by name, in the order of the forward.
+        exposes_grad: whether ``parameter.grad`` shows the gradients, so that the script may change them there.
+        communication_dtype: dtype of the messages between replicas; None: the accumulation dtype.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    exposes_grad: bool
+    communication_dtype: torch.dtype | None
+
+    @property
+    def gradients(self) -> Mapping[str, Tensor]:
+        """The sums so far, by name, in the parameter's shape and at least fp32."""
+
+    @property
+    def is_syncing(self) -> bool:
+        """Whether gradients are reduced: not inside ``no_sync``."""
+
+    @property
+    def is_consumed(self) -> bool:
+        """Whether there has been no backward pass since the last ``consume``."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward pass has reached a parameter here since the last ``consume`` or ``zero``."""
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Changes with every change of the gradients."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context in which gradients are only accumulated."""
+
+    def release(self, name: str) -> None:
+        """Let a parameter go: neither a hook nor a gradient is left on it."""
+
+    def begin(self) -> None:
+        """Prepare for backward passes."""
+
+    def begin_last_backward(self, pending: Collection[str] | None = None) -> bool:
+        """Before the backward pass that completes the gradients of ``pending`` (None: of all); may start reductions.
+
+        Returns:
+            Whether gradients are reduced over replicas, so that each should be completed as early as possible.
+        """
+
+    def launch_remaining(self) -> None:
+        """Start the remaining reductions after that pass. Reduces."""
+
+    def finish_grad_sync(self) -> None:
+        """Complete all reductions. Reduces."""
+
+    def unused_parameters(self) -> Collection[str]:
+        """Parameters whose gradients no backward pass has reached on any replica."""
+
+    def sync_from_grad(self) -> None:
+        """Take over gradients that the script set or cleared in ``parameter.grad``."""
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+
+    def clamp(self, limit: float) -> None:
+        """Bring every element into ``[-limit, limit]``."""
+
+    def sample(self) -> list[Tensor]:
+        """Copies of some elements, at fixed positions."""
+
+    def zero(self, set_to_none: bool = True) -> None:
+        """Drop all gradients; exposed ``parameter.grad`` become None, or zeros unless ``set_to_none``."""
+
+    def consume(self) -> None:
+        """Mark the gradients as used: they stay readable until the next ``begin``."""
+
+    def abort(self) -> None:
+        """After an error in a step: drop its gradients and running reductions."""
+
+    def stash(self) -> AbstractContextManager[None]:
+        """A context in which gradients accumulate from zero and are not reduced; after it, they are as before."""

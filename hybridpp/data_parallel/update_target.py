@@ -1,0 +1,35 @@
+"""The tensors that an optimizer updates on a rank, in place of the model's parameters."""
+
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+class UpdateTarget(Protocol):
+    """Parameters, their fp32 masters, or the pieces of them that this rank updates.
+
+    An update is ``pull``, the optimizer's step inside ``lent``, and ``push``. Collective: all replicas, each of the
+    three, where a rank updates only a part of what it computes with; else none.
+    """
+
+    @property
+    def tensors(self) -> Mapping[str, nn.Parameter]:
+        """The leaves that the optimizer holds, by the parameter's name."""
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a model with trainable parameters that are not updated.
+
+        Raises:
+            ConfigError: a parameter requires a gradient now that did not when the target was made, or was replaced.
+        """
+
+    def pull(self) -> None:
+        """Take over model weights that the script has written since :meth:`push`."""
+
+    def lent(self, gradients: Mapping[str, Tensor], unused: Collection[str]) -> AbstractContextManager[None]:
+        """A context in which ``grad`` of every tensor is its gradient, of the same shape; None if it is ``unused``."""
+
+    def push(self) -> None:
+        """Copy the updated values into the model's weights."""

@@ -1,0 +1,233 @@
+"""Every private name of torch that hybridpp uses, as it is in torch 2.13.0.
+
+Another release may change any of them: when the tests move on to it, read these again first. No other file has one
+(``tests/nn/test_torch_private.py``). What counts as private is each module, class, function and attribute of torch's
+whose name begins with one underscore, and what only such a module holds (``FakeTensor``). Not counted: names with two
+underscores (``__torch_function__``), and a method that a subclass of ours overrides (``HybridAdam._init_group``).
+
+Names are either torch's own, without the underscore, or functions that read one attribute. Those are
+``operator.attrgetter`` objects, about 30 ns more than the attribute itself, because layers read them at every call.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.modules.module as module_globals
+from torch import Tensor, nn
+from torch._C import (
+    DisableTorchFunctionSubclass,
+    TensorBase,
+    _are_functorch_transforms_active,
+    _current_graph_task_id,
+    _functorch,
+    _is_any_autocast_enabled,
+)
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as NormWithStatistics
+from torch.nn.modules.conv import _ConvNd as ConvNd
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
+from torch.overrides import _get_current_function_mode as current_function_mode
+from torch.overrides import _pop_mode as pop_function_mode
+from torch.overrides import _push_mode as push_function_mode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "ATTENTION_OPS",
+    "BUFFERS",
+    "CALL",
+    "COMPILED_CALL",
+    "FAKE_TENSOR_LOG",
+    "GLOBAL_FORWARD_HOOKS",
+    "GLOBAL_FORWARD_PRE_HOOKS",
+    "GROUPED_MM",
+    "PARAMETERS",
+    "VERSION",
+    "BatchNorm",
+    "ConvNd",
+    "DataDependentOutputException",
+    "DisableTorchFunctionSubclass",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "HashStore",
+    "InstanceNorm",
+    "NormWithStatistics",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "TensorBase",
+    "TorchDispatchMode",
+    "UnsupportedOperatorException",
+    "accumulated_hooks_of",
+    "apply_to_tensors",
+    "assert_async",
+    "backward_hooks_of",
+    "buffers_of",
+    "call_of",
+    "children_of",
+    "compiled_call_of",
+    "conv_forward",
+    "current_function_mode",
+    "current_graph_task_id",
+    "default_store",
+    "drop_accumulated_hooks",
+    "foreach_copy_",
+    "foreach_norm",
+    "forget_flat_weights",
+    "forward_hooks_of",
+    "forward_pre_hooks_of",
+    "has_no_data",
+    "index_sampler_of",
+    "is_any_autocast_enabled",
+    "is_functorch_active",
+    "is_view",
+    "make_wrapper_subclass",
+    "parameters_of",
+    "pop_function_mode",
+    "push_function_mode",
+    "pytree",
+    "remake_flat_weights",
+    "saved_tensor_hooks",
+    "storage_id",
+    "takes_kwargs",
+    "timeout_of",
+    "transient_buffers_of",
+    "unsafe_view",
+    "unwrapped",
+    "version_of",
+    "version_or_none",
+]
+
+# A module. The dicts themselves: what is written to them is the module's.
+PARAMETERS, BUFFERS = "_parameters", "_buffers"  # names of the attributes, where the dict is replaced
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter(PARAMETERS)
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter(BUFFERS)
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+transient_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+forward_hooks_of: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_hooks")
+forward_pre_hooks_of: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_pre_hooks")
+# Names of the attributes that a call of a module goes through: with its hooks around ``forward``; as compiled in place.
+CALL, COMPILED_CALL = "_call_impl", "_compiled_call_impl"
+call_of: Callable[[nn.Module], Callable[..., Any]] = attrgetter(CALL)
+compiled_call_of: Callable[[nn.Module], Callable[..., Any] | None] = attrgetter(COMPILED_CALL)
+conv_forward: Callable[[nn.Conv2d, Tensor, Tensor, Tensor | None], Tensor] = nn.Conv2d._conv_forward
+GLOBAL_FORWARD_HOOKS: dict[int, Callable[..., Any]] = module_globals._global_forward_hooks
+GLOBAL_FORWARD_PRE_HOOKS: dict[int, Callable[..., Any]] = module_globals._global_forward_pre_hooks
+
+# A tensor. One that was made in inference mode has no version: reading it is an error (see version_or_none).
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+VERSION: Any = vars(TensorBase)["_version"]  # the descriptor, as __torch_function__ is given it
+backward_hooks_of: Callable[[Tensor], Mapping[int, Callable[..., Any]] | None] = attrgetter("_backward_hooks")
+# After a gradient is accumulated; ``None`` until the first is registered.
+accumulated_hooks_of: Callable[[Tensor], dict[int, Callable[..., Any]] | None] = attrgetter(
+    "_post_accumulate_grad_hooks"
+)
+
+
+def drop_accumulated_hooks(tensor: Tensor) -> None:
+    """Let a tensor have no dict of these hooks any more, as before the first was registered."""
+    vars(TensorBase)["_post_accumulate_grad_hooks"].__set__(tensor, None)
+
+
+is_view: Callable[[Tensor], bool] = Tensor._is_view
+make_wrapper_subclass: Callable[..., Tensor] = Tensor._make_wrapper_subclass
+
+# Functions and operators.
+foreach_norm, foreach_copy_, assert_async = torch._foreach_norm, torch._foreach_copy_, torch._assert_async
+unsafe_view: Callable[[Tensor, torch.Size], Tensor] = torch.ops.aten._unsafe_view.default
+ATTENTION_OPS = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_efficient_attention,
+    torch.ops.aten._scaled_dot_product_cudnn_attention,
+)
+GROUPED_MM = torch.ops.aten._grouped_mm
+
+# Autograd, autocast, functorch.
+current_graph_task_id = _current_graph_task_id
+is_any_autocast_enabled = _is_any_autocast_enabled
+is_functorch_active = _are_functorch_transforms_active
+
+# The pack and unpack functions that autograd calls for what it saves here, if any.
+saved_tensor_hooks: Callable[[], tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None] = partial(
+    _top_saved_tensors_default_hooks, False
+)
+
+# Logs each operator that fakes cannot run.
+FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def storage_id(tensor: Tensor) -> int:
+    """The same for tensors that share memory, as long as one of them is alive."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def version_or_none(tensor: Tensor) -> int | None:
+    """The version of a tensor; None if it was made in inference mode, where none is kept."""
+    return None if tensor.is_inference() else version_of(tensor)
+
+
+def has_no_data(tensor: Tensor) -> bool:
+    """Whether a tensor has no values: the model is traced, or is on the meta device."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+def takes_kwargs(module: nn.Module, key: int) -> bool:
+    """Whether the forward hook or pre-hook with that key was registered ``with_kwargs=True``."""
+    return key in module._forward_hooks_with_kwargs or key in module._forward_pre_hooks_with_kwargs
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """A tensor inside ``torch.func`` transforms (models make masks with ``vmap``) without their wrappers."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replace all parameters, gradients and buffers, as ``module.to`` does."""
+    module._apply(function)  # type: ignore[no-untyped-call]  # torch
+
+
+def forget_flat_weights(module: nn.RNNBase) -> None:
+    """Drop the weak references to the weights, which forbid to change those (see ``RNNBase._apply``)."""
+    module._flat_weight_refs = []
+
+
+def remake_flat_weights(module: nn.RNNBase) -> None:
+    """Make anew what :func:`forget_flat_weights` dropped."""
+    module._init_flat_weights()
+
+
+def index_sampler_of(loader: Any) -> Any:
+    """The sampler that a ``DataLoader`` iterates over, or an iterator of one; None for other objects."""
+    return getattr(loader, "_index_sampler", None)
+
+
+def timeout_of(process_group: dist.ProcessGroup) -> timedelta:
+    """After how long a communication of the group is an error."""
+    device = torch.device("cuda" if dist.get_backend(process_group) == "nccl" else "cpu")
+    timeout: timedelta = process_group._get_backend(device).options._timeout
+    return timeout
+
+
+def default_store() -> Store:
+    """The store of the default process group."""
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store

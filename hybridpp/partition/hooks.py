@@ -1,0 +1,343 @@
+"""Module hooks: observers are left out of traces, and on containers, which all stages run, they run once."""
+
+import dis
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from hybridpp.errors import HybridppError
+from hybridpp.nn.contents import attributes_of, has_attributes, is_container, is_same, put_items
+from hybridpp.nn.snapshot import Replacements, Snapshot
+from hybridpp.nn.torch_private import (
+    GLOBAL_FORWARD_HOOKS,
+    GLOBAL_FORWARD_PRE_HOOKS,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    takes_kwargs,
+    version_of,
+)
+from hybridpp.partition.concrete_fallback import run_on_concrete_values
+from hybridpp.partition.containers import tensors_in
+
+Hook: TypeAlias = Callable[..., Any]
+
+_OWN = ("hybridpp", "hybridpp_plugins")
+_GLOBAL: tuple[dict[int, Hook], ...] = (GLOBAL_FORWARD_PRE_HOOKS, GLOBAL_FORWARD_HOOKS)
+_STORES = frozenset(("STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR"))
+_EMPTY = CellType()
+# Number of known hooks above which removed ones are dropped.
+_MAX_KNOWN = 1024
+# Depth of the search for what a hook changes: up to a list of lists in an attribute of its object. A hook with a
+# reference to its trainer could reach everything, which takes long to search, and which other threads may change.
+_NUM_LEVELS = 5
+
+
+class ModelHooks:
+    """Classification of a model's hooks, and their treatment in a trace.
+
+    One that only looks, as its code shows, is not run. Any other may be part of what its module computes (a norm of the
+    weights, another format of the output), so it is run on fakes, or on placeholder values where it looks at values;
+    what it changes in Python's objects is undone afterwards.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        # By id; the hooks are kept alive, so that ids stay unique.
+        self._glue: dict[int, tuple[Hook, bool]] = {}
+        self._run: dict[int, Hook] = {}
+        self._changing: set[int] = set()
+
+    @contextmanager
+    def disabled_for_trace(self) -> Iterator[None]:
+        """Disable or replace the hooks inside, for a trace."""
+        places = [held for held in _hook_dicts(self._model) if any(map(self._is_apart, held.values()))]
+        reach = _Reachable(hook for held in places for hook in held.values() if self._is_apart(hook))
+        # The dicts are everybody's, so others may come or go meanwhile.
+        replaced = Replacements()
+        try:
+            for held in places:
+                for key, hook in list(held.items()):
+                    if self._is_apart(hook):
+                        stand_in = partial(_left_out, hook) if _only_observes(hook) else HookOnFakes(hook, self._note)
+                        replaced.put(held, key, stand_in)
+            with reach.restored():
+                yield
+        finally:
+            replaced.restore(keep_newer=True)
+
+    def is_observer(self, hook: Hook) -> bool:
+        """Whether a hook only observes, judged by its code or by its effects in a trace."""
+        is_observer = _only_observes(hook) or (id(hook) in self._run and id(hook) not in self._changing)
+        return is_observer and not self.is_container_code(hook)
+
+    def is_container_code(self, hook: Hook) -> bool:
+        """See :func:`feeds_container_code`."""
+        if id(hook) not in self._glue:
+            if len(self._glue) >= _MAX_KNOWN:
+                self._forget_gone()
+            self._glue[id(hook)] = hook, _is_users(hook) and feeds_container_code(hook, self._model)
+        return self._glue[id(hook)][1]
+
+    def _forget_gone(self) -> None:
+        """Drop entries of removed hooks: a script may register new ones in every step."""
+        there = {id(hook) for held in _hook_dicts(self._model) for hook in held.values()}
+        self._glue = {key: known for key, known in self._glue.items() if key in there}
+        self._run = {key: hook for key, hook in self._run.items() if key in there}
+        self._changing &= there
+
+    def container_code_of(self, module: nn.Module) -> "ContainerCodeHooks | None":
+        """The hooks of a unit that are container code, if it has any."""
+        before = [key for key, hook in forward_pre_hooks_of(module).items() if self.is_container_code(hook)]
+        after = [key for key, hook in forward_hooks_of(module).items() if self.is_container_code(hook)]
+        return ContainerCodeHooks(module, before, after) if before or after else None
+
+    def _is_apart(self, hook: Hook) -> bool:
+        return _is_users(hook) and not self.is_container_code(hook)
+
+    def _note(self, hook: Hook, changed: bool) -> None:
+        self._run[id(hook)] = hook
+        if changed:
+            self._changing.add(id(hook))
+
+
+class ContainerCodeHooks:
+    """Hooks of a module that are run around it instead of by it."""
+
+    def __init__(self, module: nn.Module, before: list[int], after: list[int]):
+        self._module = module
+        self._before = before
+        self._after = after
+
+    def run(self, unit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the pre-hooks, ``unit(args, kwargs)`` without these hooks, and the hooks; returns the result."""
+        module = self._module
+        held = forward_pre_hooks_of(module), forward_hooks_of(module)
+        contents = tuple(dict(hooks) for hooks in held)
+        for key in self._before:
+            found = held[0][key]
+            if takes_kwargs(module, key):
+                args, kwargs = found(module, args, kwargs) or (args, kwargs)
+            else:
+                changed = found(module, args)
+                args = args if changed is None else changed if isinstance(changed, tuple) else (changed,)
+        try:
+            for hooks, keys in zip(held, (self._before, self._after), strict=True):
+                for key in keys:
+                    del hooks[key]
+            output = unit(args, kwargs)
+        finally:
+            for hooks, before in zip(held, contents, strict=True):
+                put_items(hooks, before)
+        for key in self._after:
+            named = (kwargs,) if takes_kwargs(module, key) else ()
+            changed = held[1][key](module, args, *named, output)
+            output = output if changed is None else changed
+        return output
+
+
+class HookOnFakes:
+    """A hook in a trace.
+
+    Args:
+        hook: the user's.
+        note: called with whether the hook changed anything, at every call.
+
+    Attributes:
+        hook: the user's.
+    """
+
+    def __init__(self, hook: Hook, note: Callable[[Hook, bool], None]):
+        self.hook = hook
+        self._note = note
+
+    def __call__(self, module: nn.Module, *args: Any) -> Any:
+        tensors = tensors_in(args)
+        versions, attributes = [version_of(tensor) for tensor in tensors], attributes_of(module)
+        try:
+            result = self._run(module, *args)
+        except HybridppError:
+            raise
+        except Exception:  # it may fail on placeholder values; real errors show in the run
+            return None
+        same = versions == [version_of(tensor) for tensor in tensors] and is_same(attributes_of(module), attributes)
+        self._note(self.hook, result is not None or not same)
+        return result
+
+    def _run(self, module: nn.Module, *args: Any) -> Any:
+        try:
+            return self.hook(module, *args)
+        except HybridppError:
+            raise
+        except Exception:  # it looks at values
+            return run_on_concrete_values(module, (self.hook, (module, *args), {}), {})
+
+
+@contextmanager
+def run_once(
+    containers: Iterable[nn.Module],
+    is_observer: Callable[[Hook], bool],
+    begins: Callable[[], bool],
+    ends: Callable[[], bool],
+) -> Iterator[None]:
+    """Inside, observers on containers run only on the stage where the container begins (pre-hooks) or ends (hooks).
+
+    Args:
+        containers: modules whose forward every stage runs.
+        is_observer: whether a hook only observes; others are container code and run on every stage.
+        begins: whether the next unit of the forward belongs to this stage.
+        ends: whether the latest unit of the forward belongs to this stage.
+    """
+    held = [
+        (hooks, here)
+        for c in containers
+        for hooks, here in ((forward_pre_hooks_of(c), begins), (forward_hooks_of(c), ends))
+    ]
+    replaced = Replacements()
+    for hooks, here in held:
+        for key, hook in list(hooks.items()):
+            if is_observer(hook):
+                replaced.put(hooks, key, _RunOnce(hook, here))
+    try:
+        yield
+    finally:
+        # Only hooks that are still registered: a hook may remove itself.
+        replaced.restore(keep_newer=True)
+
+
+class _RunOnce:
+    def __init__(self, hook: Hook, here: Callable[[], bool]):
+        self.hook = hook
+        self._here = here
+
+    def __call__(self, *args: Any) -> Any:
+        return self.hook(*args) if self._here() else None
+
+
+class _Reachable:
+    """What Python functions refer to: closures, global variables, defaults, and the objects whose methods they are.
+
+    Attributes:
+        objects: everything reached except functions.
+    """
+
+    def __init__(self, functions: Iterable[Any]):
+        self._cells: list[tuple[CellType, Any]] = []
+        self._globals: list[tuple[dict[str, Any], str, Any]] = []
+        self.objects: list[Any] = []
+        seen: dict[int, Any] = {}
+        pending = list(functions)
+        while pending:
+            thing = pending.pop()
+            if id(thing) in seen:
+                continue
+            seen[id(thing)] = thing
+            if isinstance(thing, MethodType):
+                pending += [thing.__self__, thing.__func__]
+            elif isinstance(thing, partial):
+                pending += [thing.func, *thing.args, *thing.keywords.values()]
+            elif isinstance(thing, FunctionType):
+                pending += self._held_by(thing)
+            else:
+                self.objects.append(thing)
+
+    def _held_by(self, function: FunctionType) -> list[Any]:
+        cells = [(cell, cell.cell_contents) for cell in function.__closure__ or () if cell != _EMPTY]
+        names = [name for name in _names_in(function.__code__) if name in function.__globals__]
+        self._cells += cells
+        self._globals += [(function.__globals__, name, function.__globals__[name]) for name in names]
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        return [*(held for _, held in cells), *(function.__globals__[name] for name in names), *defaults]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore everything reached after the block."""
+        # In one object, as lists and dicts among arguments themselves are left out.
+        state = Snapshot.reachable_from(SimpleNamespace(objects=self.objects), _NUM_LEVELS)
+        try:
+            yield
+        finally:
+            for cell, held in self._cells:
+                cell.cell_contents = held
+            for variables, name, value in self._globals:
+                variables[name] = value
+            state.restore()
+
+
+def feeds_container_code(hook: Hook, model: nn.Module) -> bool:
+    """Whether what a hook sees may enter the model's forward other than as the module's result.
+
+    It refers to a module of the model, to an attribute of one, or to a context variable (by which transformers collects
+    hidden states). Such a hook is container code: it runs on every stage.
+    """
+    modules = set(model.modules())
+    reached = _Reachable([hook]).objects
+    if any(isinstance(thing, nn.Module) and thing in modules for thing in reached):
+        return True
+    objects = [thing for thing in reached if _keeps(thing)]
+    if any(isinstance(held, ContextVar) for thing in objects for held in (thing, *attributes_of(thing).values())):
+        return True
+    shared = {id(held) for module in modules for held in vars(module).values()}
+    return any(id(thing) in shared for thing in objects)
+
+
+def _keeps(thing: Any) -> bool:
+    if isinstance(thing, ContextVar) or is_container(thing):
+        return True
+    return has_attributes(thing) and not isinstance(thing, type | ModuleType | nn.Module | Tensor)
+
+
+def _hook_dicts(model: nn.Module) -> list[dict[int, Hook]]:
+    """The dicts of torch's forward hooks: the global ones, and those of each module."""
+    return [
+        *_GLOBAL,
+        *(hooks for module in model.modules() for hooks in (forward_pre_hooks_of(module), forward_hooks_of(module))),
+    ]
+
+
+def _left_out(hook: Hook, *args: Any) -> None:
+    """Replaces a hook that does not run in a trace."""
+
+
+def _is_users(hook: Hook) -> bool:
+    """Whether a hook is the user's; this library's hooks support fakes."""
+    return str(getattr(_function_of(hook), "__module__", "")).partition(".")[0] not in _OWN
+
+
+def _only_observes(hook: Hook) -> bool:
+    """Whether a hook's code returns None, assigns nothing and calls no in-place operation."""
+    code = getattr(_function_of(hook), "__code__", None)
+    if code is None or any(name == "setattr" or _is_in_place(name) for name in _names_in(code)):
+        return False
+    previous = None
+    for step in dis.get_instructions(code):
+        # Newer versions of Python have one instruction for both.
+        returns = step if step.opname == "RETURN_CONST" else previous if step.opname == "RETURN_VALUE" else None
+        if step.opname in _STORES or (step.opname == "RETURN_VALUE" and step.is_jump_target):
+            return False
+        if returns is not None and not (returns.opname in ("LOAD_CONST", "RETURN_CONST") and returns.argval is None):
+            return False
+        previous = step
+    return True
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Names of global variables and attributes in a function and in functions nested in it."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
+def _function_of(hook: Any) -> Any:
+    if isinstance(hook, partial):
+        return _function_of(hook.func)
+    if isinstance(hook, MethodType):
+        return hook.__func__
+    return hook if isinstance(hook, FunctionType) else vars(type(hook)).get("__call__", hook)

@@ -1,0 +1,122 @@
+"""Remove from a model what other stages own."""
+
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridpp.nn.names import qualified
+from hybridpp.nn.torch_private import BUFFERS, PARAMETERS, buffers_of, children_of, parameters_of
+
+
+def parameter_names(model: nn.Module) -> list[str]:
+    """Names of all parameters; a tied one has its first name."""
+    return [name for name, _ in model.named_parameters()]
+
+
+class ParameterVisibility:
+    """Whether ``parameters()`` and ``buffers()`` include what other stages own; they do while the model's forward
+    runs."""
+
+    def __init__(self) -> None:
+        self.shows_all = False
+
+    @contextmanager
+    def showing_all(self) -> Iterator[None]:
+        """Inside, all are included.
+
+        A forward may ask for a module's dtype, device or number of parameters, which must be those of one process.
+        """
+        before, self.shows_all = self.shows_all, True
+        try:
+            yield
+        finally:
+            self.shows_all = before
+
+
+class _OwnedTensors(dict[str, Any]):
+    """A module's parameters or buffers: those that this rank owns, or all of them in their order.
+
+    :class:`ParameterVisibility` says which. Only ``items()`` (as ``named_parameters()`` calls it) ever shows more than
+    is owned; what this rank does not own is a plain attribute of the module, under the same name.
+    """
+
+    def __init__(self, module: nn.Module, held: Mapping[str, Any], foreign: set[str], visibility: ParameterVisibility):
+        super().__init__({key: tensor for key, tensor in held.items() if key not in foreign})
+        self._module = module
+        self._order = tuple(held)
+        self._visibility = visibility
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]  # a dict's view of itself has a type of its own
+        if not self._visibility.shows_all:
+            return super().items()
+        attributes = vars(self._module)
+        kept = {key: self.get(key, attributes.get(key)) for key in self._order if key in self or key in attributes}
+        return (kept | self).items()
+
+
+def prune_parameters(
+    model: nn.Module,
+    owners: Mapping[str, tuple[int, ...]],
+    stages: Sequence[int],
+    foreign_units: set[str],
+    device: torch.device,
+    dtypes: Mapping[int, torch.dtype],
+) -> ParameterVisibility:
+    """Free the parameters that ``stages`` do not own, and hide them and the buffers of other stages' units.
+
+    A freed parameter remains as a plain attribute of the same shape, dtype and device that shares one zero as memory,
+    because container code may read a weight's dtype or device.
+
+    Returns:
+        The switch that shows them again.
+    """
+    visibility = ParameterVisibility()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    # One per parameter, so that tied parameters stay tied.
+    placeholders = {
+        id(parameter): _placeholder(parameter, device, dtypes.get(id(parameter), parameter.dtype))
+        for parameter in model.parameters()
+        if not set(stages) & set(owners[names[id(parameter)]])
+    }
+    for module in model.modules():
+        held = parameters_of(module)
+        freed = {key: placeholders[id(tensor)] for key, tensor in held.items() if id(tensor) in placeholders}
+        if freed:
+            vars(module)[PARAMETERS] = _OwnedTensors(module, held, set(freed), visibility)
+            vars(module).update(freed)
+    own = _outside(model, foreign_units)
+    for unit in foreign_units:
+        for module in model.get_submodule(unit).modules():
+            if buffers_of(module) and module not in own:
+                vars(module).update(
+                    {key: _buffer_placeholder(buffer, device) for key, buffer in buffers_of(module).items()}
+                )
+                vars(module)[BUFFERS] = _OwnedTensors(module, buffers_of(module), set(buffers_of(module)), visibility)
+    return visibility
+
+
+def _outside(model: nn.Module, units: set[str]) -> set[nn.Module]:
+    """The modules that are also outside of these units: a table that several blocks share is one module in all of
+    them."""
+    found: set[nn.Module] = set()
+    pending = [("", model)]
+    while pending:
+        name, module = pending.pop()
+        found.add(module)
+        inner = [(qualified(name, key), child) for key, child in children_of(module).items() if child is not None]
+        pending += [(path, child) for path, child in inner if path not in units and child not in found]
+    return found
+
+
+def _placeholder(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=device).expand(tensor.shape).requires_grad_(tensor.requires_grad)
+
+
+def _buffer_placeholder(buffer: Tensor | None, device: torch.device) -> Tensor | None:
+    """A buffer of another stage's unit; one on the meta device is never filled here."""
+    if buffer is None:
+        return None
+    return _placeholder(buffer, device, buffer.dtype) if buffer.is_meta else buffer.to(device)

@@ -1,0 +1,184 @@
+"""Attributes that a forward sets before a cut and resets after it, for stages that leave the forward at the cut."""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor, nn
+
+from hybridpp.errors import PartitionError
+from hybridpp.nn.contents import Contents, is_container, is_same, items_of, put_items
+from hybridpp.nn.snapshot import MISSING, put_entry
+from hybridpp.partition.module_outputs import MODULE_INTERNALS, attributes_now, owning_dict
+
+UnitCallKey: TypeAlias = tuple[str, int]
+"""A unit's name, and the number of its earlier calls."""
+
+_AS_BEFORE = object()
+_NUMBERS = (bool, int, float, str)
+
+
+class AttributeReset(NamedTuple):
+    """An attribute that the forward set, or a container that it filled, before a cut, and reset after it.
+
+    Attributes:
+        module: by name.
+        name: of the attribute.
+        value: its value at the end; :meth:`as_before` means its value at the start of the forward.
+    """
+
+    module: str
+    name: str
+    value: Any
+
+    @property
+    def as_before(self) -> bool:
+        """Whether the attribute and its contents end as they began."""
+        return self.value is _AS_BEFORE
+
+
+class _AttributeValue(NamedTuple):
+    """An attribute's value, and its contents if it is a container."""
+
+    value: Any
+    contents: Contents | None = None
+
+    @classmethod
+    def of(cls, value: Any) -> "_AttributeValue":
+        return cls(value, items_of(value) if is_container(value) else None)
+
+    def equals(self, other: "_AttributeValue") -> bool:
+        if self.contents is not None and other.contents is not None:
+            return type(self.value) is type(other.value) and is_same(self.contents, other.contents)
+        if self.value is other.value:
+            return True
+        return isinstance(self.value, _NUMBERS) and type(self.value) is type(other.value) and self.value == other.value
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it is a typical reset value; a number is none, as it may be a count."""
+        return (
+            self.value is MISSING
+            or self.value is None
+            or isinstance(self.value, bool | str)
+            or self.contents in ([], {})
+        )
+
+
+class ResetSearch:
+    """Finds, in one trace, the attributes that are reset after each cut.
+
+    Args:
+        model: before the trace.
+        units: names of its units.
+        cuts: the calls after which it is cut, in order.
+    """
+
+    def __init__(self, model: nn.Module, units: Iterable[str], cuts: Sequence[UnitCallKey]):
+        self._cuts = cuts
+        self._parts = dict(model.named_modules()) if cuts else {}
+        self._before = {path: _state(part) for path, part in self._parts.items()}
+        self._inside = {part for unit in units for part in model.get_submodule(unit).modules()} if cuts else set()
+        self._at_cuts: list[dict[tuple[str, str], _AttributeValue]] = []
+        self._assigned: dict[int, Any] = {}
+        self._read: set[int] = set()
+
+    def tensors(self) -> list[Tensor]:
+        """The attributes of units that are tensors before the forward."""
+        kept = (
+            held for path, state in self._before.items() if self._parts[path] in self._inside for held in state.values()
+        )
+        return [held.value for held in kept if isinstance(held.value, Tensor)]
+
+    def note_call(self, call: UnitCallKey, assigned: Mapping[Any, Any]) -> None:
+        """Record the end of a call, and the attributes that the unit assigned."""
+        if not self._cuts:
+            return
+        self._assigned.update({id(value): value for value in assigned.values()})
+        if len(self._at_cuts) < len(self._cuts) and call == self._cuts[len(self._at_cuts)]:
+            self._at_cuts.append(self._changed())
+
+    def note_read(self, tensors: Iterable[int]) -> None:
+        """Record tensors that a unit used, by ``id``."""
+        self._read.update(tensors)
+
+    def found(self) -> tuple[tuple[AttributeReset, ...], ...]:
+        """The resets of the rest of the forward, per cut; call it after the forward.
+
+        Raises:
+            PartitionError: container code put a new tensor there, which only it can compute.
+        """
+        if not self._cuts:
+            return ()
+        now = {path: _state(part) for path, part in self._parts.items()}
+        return tuple(
+            tuple(
+                AttributeReset(*key, value)
+                for key, held in changed.items()
+                if (value := self._value_after(cut, key, held, now[key[0]].get(key[1], _NOTHING))) is not held
+            )
+            for cut, changed in zip(self._cuts, self._at_cuts, strict=False)
+        )
+
+    def _value_after(self, cut: UnitCallKey, key: tuple[str, str], held: _AttributeValue, end: _AttributeValue) -> Any:
+        """The value to replace ``held`` by; ``held`` itself if there is no reset."""
+        before = self._before[key[0]].get(key[1], _NOTHING)
+        if end.equals(before):
+            return _AS_BEFORE
+        if end.equals(held):
+            return held
+        if end.is_constant:
+            return end.value
+        in_unit = self._parts[key[0]] in self._inside
+        is_read = not isinstance(before.value, Tensor) or id(before.value) in self._read
+        if in_unit and is_read and isinstance(end.value, Tensor) and id(end.value) not in self._assigned:
+            raise PartitionError(
+                f"container code puts a new tensor into the attribute {key[1]!r} of {key[0]!r} after the cut at "
+                f"{cut[0]!r}, where the stage that calls the unit has left the forward: its next call would find the "
+                "old one. Do that in the unit or at the start of the forward, or use pp_size=1."
+            )
+        return held
+
+    def _changed(self) -> dict[tuple[str, str], _AttributeValue]:
+        changed = {}
+        for path, part in self._parts.items():
+            before, now = self._before[path], _state(part)
+            for name in (before | now) if before.keys() != now.keys() else now:
+                held = now.get(name, _NOTHING)
+                if not held.equals(before.get(name, _NOTHING)):
+                    changed[path, name] = held
+        return changed
+
+
+class AttributeResetter:
+    """Applies the resets of the rest of the forward to a stage's model when it leaves the forward.
+
+    Args:
+        model: before the forward.
+        resets: of the cut where the stage leaves.
+    """
+
+    def __init__(self, model: nn.Module, resets: Sequence[AttributeReset]):
+        self._held: list[tuple[nn.Module, str, _AttributeValue]] = []
+        for reset in resets:
+            part = model.get_submodule(reset.module)
+            value = attributes_now(part).get(reset.name, MISSING) if reset.as_before else copy.copy(reset.value)
+            self._held.append((part, reset.name, _AttributeValue.of(value)))
+
+    def put(self) -> None:
+        """Apply the resets."""
+        for part, name, held in self._held:
+            put_entry(owning_dict(part, name), name, held.value)
+            if held.contents is not None:
+                put_items(held.value, held.contents)
+
+
+_NOTHING = _AttributeValue(MISSING)
+
+
+def _state(module: nn.Module) -> dict[str, _AttributeValue]:
+    return {
+        name: _AttributeValue.of(value)
+        for name, value in attributes_now(module).items()
+        if name not in MODULE_INTERNALS
+    }

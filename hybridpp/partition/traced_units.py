@@ -1,0 +1,106 @@
+"""Find the blocks of a model among the modules that its forward runs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybridpp.errors import HybridppError
+from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
+from hybridpp.partition.blocks import ModuleUnits, find_units
+from hybridpp.partition.calls import CallArguments, Trace
+from hybridpp.partition.concrete_fallback import UntraceableUnitError
+from hybridpp.partition.intercept import Interceptor
+from hybridpp.partition.plan import uses
+from hybridpp.partition.trace import Tracer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedUnits:
+    """A model's units, and the trace that they were found with.
+
+    Attributes:
+        units: the blocks and units.
+        interceptor: of the units.
+        tracer: of the units.
+        trace: of the sample.
+    """
+
+    units: ModuleUnits
+    interceptor: Interceptor
+    tracer: Tracer
+    trace: Trace
+
+
+def find_traced_units(
+    adapter: ModuleAdapter,
+    num_stages: int,
+    sample: CallArguments,
+    finest: Interceptor,
+    *,
+    named: Sequence[str] = (),
+    device: torch.device,
+    dtypes: Mapping[int, torch.dtype] | None = None,
+    count_flops: bool = False,
+) -> TracedUnits:
+    """Find the units of a model and trace it; repeat if the forward does not use a large part of it.
+
+    A tower that does not run for the sample (an image decoder in a model that reads images) may hold the largest lists
+    of modules; or a supposed block is never called, but its children are. Most models are traced once.
+
+    Args:
+        adapter: of the complete model. What an earlier round put on the layer ``STAGE`` is taken off.
+        num_stages: number of stages to cut it into.
+        sample: positional and keyword arguments, real tensors.
+        finest: interceptor of its finest units.
+        named: modules that the user wants to be blocks.
+        device: device of the fake tensors.
+        dtypes: of tensors that will be cast, by ``id``.
+        count_flops: whether the trace counts them.
+    """
+    model = adapter.model
+    used: set[str] | None = None
+    uncalled: set[str] = set()
+    units = find_units(model, num_stages, named)
+    while True:
+        adapter.take_off(AdapterLayer.STAGE)
+        interceptor = Interceptor(adapter, AdapterLayer.STAGE, units.units)
+        tracer = Tracer(model, interceptor, finest, device, dtypes)
+        trace = tracer.trace(*sample, count_flops=count_flops)
+        # A unit counts as used completely, so a finer round may find less, but never more; so the loop terminates.
+        now = _used(trace)
+        used = now if used is None else used & now
+        called = {name for call in trace.calls for name in (call.name, *call.others)}
+        uncalled |= {name for name in units.blocks if name not in called}
+        again = find_units(model, num_stages, named, used, uncalled)
+        if again.units == units.units:
+            return TracedUnits(units=again, interceptor=interceptor, tracer=tracer, trace=trace)
+        units = again
+
+
+def first_traceable_sample(
+    adapter: ModuleAdapter,
+    num_stages: int,
+    samples: Sequence[CallArguments],
+    prepare: Callable[[tuple[Any, ...], dict[str, Any]], CallArguments],
+    finest: Interceptor,
+    **how: Any,
+) -> tuple[CallArguments, TracedUnits]:
+    """The first sample that the forward runs on, as ``prepare`` returns it, and its :func:`find_traced_units`."""
+    *others, last = samples
+    for sample in others:
+        try:
+            prepared = prepare(*sample)
+            return prepared, find_traced_units(adapter, num_stages, prepared, finest, **how)
+        except Exception as error:  # whatever a model's forward raises
+            if isinstance(error, HybridppError) and not isinstance(error, UntraceableUnitError):
+                raise
+    prepared = prepare(*last)
+    return prepared, find_traced_units(adapter, num_stages, prepared, finest, **how)
+
+
+def _used(trace: Trace) -> set[str]:
+    if not trace.calls:
+        return {source for source in trace.result_sources if isinstance(source, str)}
+    return set(uses(trace, (0,) * len(trace.calls)))

@@ -1,0 +1,87 @@
+"""The user's setting of the sample dimension of each tensor in a batch."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybridpp.errors import DataError
+from hybridpp.nn.torch_private import pytree
+from hybridpp.pipeline.forward_signature import closest_name
+
+Dims = Any
+"""The dimension of the samples in all tensors; None: the tensors hold no samples and are not split. Or a mapping (by
+name) or a sequence (by index) of such values for the entries of a dict, of an object with attributes, or of a tuple or
+list, where ``"list"`` marks a list with one entry per sample. Entries that are not named have their samples in
+dimension 0."""
+
+
+class PerSample(list[Any]):
+    """A list with one entry per sample, treated as one leaf of the batch."""
+
+
+class Texts(PerSample):
+    """A list of texts, as loaders collate one text per sample; it is split if its length is the number of samples."""
+
+
+def mark_sample_lists(tree: Any, dims: Dims) -> Any:
+    """``tree`` with its lists of one entry per sample marked as leaves.
+
+    Raises:
+        DataError: ``dims`` is ``"list"`` for an entry that is no list.
+    """
+    if dims == "list":
+        if not isinstance(tree, list | tuple):
+            raise DataError(
+                f"batch_dims is 'list' for a list with one entry per sample: got {type(tree).__name__}. Use a number, "
+                "or None."
+            )
+        return PerSample(tree)
+    if type(tree) is dict:
+        return {name: mark_sample_lists(value, _of_entry(dims, name)) for name, value in tree.items()}
+    if type(tree) is list and tree and dims is not None and all(isinstance(entry, str | bytes) for entry in tree):
+        return Texts(tree)
+    if type(tree) in (list, tuple):
+        return type(tree)(mark_sample_lists(value, _of_entry(dims, place)) for place, value in enumerate(tree))
+    return tree
+
+
+def leaf_dims(tree: Any, dims: Dims, setting: str = "batch_dims", count: int | None = None) -> list[int | None]:
+    """The sample dimension of each leaf of ``tree``, in pytree's order; None: the leaf holds no samples.
+
+    Args:
+        tree: any nested container.
+        dims: the setting for it.
+        setting: the setting's name, for messages.
+        count: the number of leaves, if known.
+
+    Raises:
+        DataError: a name in ``dims`` is probably a misspelled name in ``tree``.
+    """
+    if dims is None or isinstance(dims, int):
+        return [dims] * (len(pytree.tree_leaves(tree)) if count is None else count)
+    if isinstance(tree, Mapping) and isinstance(dims, Mapping):
+        free = [name for name in tree if isinstance(name, str) and name not in dims]
+        meant = {name: near for name in dims if name not in tree for near in closest_name(name, free)}
+        if meant:
+            listed = ", ".join(f"{near!r}, not {name!r}" for name, near in meant.items())
+            raise DataError(
+                f"{setting} must use the names of the batch's entries: there is {listed}. Correct the name."
+            )
+    paths, _ = pytree.tree_flatten_with_path(tree)
+    return [_at(tree, path, dims) for path, _ in paths]
+
+
+def _at(node: Any, path: Sequence[Any], dims: Dims) -> int | None:
+    for entry in path:
+        key = getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", None)))
+        # The entries of a named tuple have an index, too.
+        is_named_tuple = hasattr(node, "_fields") and not isinstance(dims, Mapping)
+        dims, node = _of_entry(dims, node._fields.index(key) if is_named_tuple else key), entry.get(node)
+    return dims if isinstance(dims, int) else None if dims is None or dims == "list" else 0
+
+
+def _of_entry(dims: Dims, key: Any) -> Dims:
+    if isinstance(dims, Mapping):
+        return dims.get(key, 0)
+    if isinstance(dims, list | tuple):
+        return dims[key] if isinstance(key, int) and key < len(dims) else 0
+    return dims

@@ -1,0 +1,123 @@
+"""A layer whose backward pass computes only the input's gradient, and offers the weights' gradients to a queue."""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hybridpp.nn.torch_private import (
+    accumulated_hooks_of,
+    backward_hooks_of,
+    is_functorch_active,
+    is_view,
+    parameters_of,
+    unsafe_view,
+)
+from hybridpp.pipeline.split_backward_ops import SavedInput, SplitBackwardOps
+
+_unsafe_view = unsafe_view
+
+
+class WgradQueue(Protocol):
+    """Decides when weight gradients are computed."""
+
+    def save_input(self, ops: SplitBackwardOps, x: Tensor) -> tuple[Tensor, SavedInput | None]:
+        """What to save of a layer's input, and a handle that restores the input; None: the input itself is saved."""
+
+    def before(self, task: "WgradTask") -> None:
+        """Called before a layer's input gradient is computed."""
+
+    def try_defer(self, task: "WgradTask", overlap_comm: bool) -> bool:
+        """Keep the task of a layer's weight gradients for later; False: the caller computes them now."""
+
+
+class LayerBinding:
+    """A layer of the model with its operations and its queue.
+
+    Attributes:
+        names: the parameter names: the weight's, then the bias's if there is one.
+        is_deferrable: whether its weight gradients may be deferred in the current step.
+    """
+
+    __slots__ = ("is_deferrable", "module", "names", "ops", "queue")
+
+    def __init__(self, ops: SplitBackwardOps, module: nn.Module, names: tuple[str, ...], queue: WgradQueue):
+        self.ops, self.module, self.names, self.queue = ops, module, names, queue
+        self.is_deferrable = False
+
+    def is_plain(self) -> bool:
+        """Whether its parameters are on this rank, require gradients and have no gradient hooks of the user's."""
+        parameters = parameters_of(self.module)
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        return weight is not None and _is_plain(weight) and (bias is None or _is_plain(bias))
+
+
+class WgradTask(NamedTuple):
+    """The inputs of one weight-gradient computation: one call of one layer.
+
+    Attributes:
+        binding: of the layer.
+        dy: the gradient of the output.
+        x: the input, or the part of it that was saved.
+        saved: restores the input from ``x``; None: ``x`` is the input.
+    """
+
+    binding: LayerBinding
+    dy: Tensor
+    x: Tensor
+    saved: SavedInput | None
+
+    def start(self) -> None:
+        """Start to restore the input."""
+        if self.saved is not None:
+            self.saved.start(self.x)
+
+    def input(self) -> Tensor:
+        """The layer's input; :meth:`start` must have been called before."""
+        return self.x if self.saved is None else self.saved.take()
+
+
+class DeferredWgradFunction(torch.autograd.Function):
+    """A layer's forward. Its backward leaves the weights' gradients to the queue, if the queue defers them."""
+
+    @staticmethod
+    def forward(ctx: Any, binding: LayerBinding, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.binding = binding
+        saved, ctx.saved = binding.queue.save_input(binding.ops, x)
+        ctx.save_for_backward(saved, weight)
+        output = binding.ops.forward(binding.module, x, weight, bias)
+        # Autograd forbids in-place writes to a view that was made in here (`embeddings += positions` is such a write).
+        # The unsafe view shares the memory but is no view to autograd; nothing else refers to its base.
+        return _unsafe_view(output, output.shape) if is_view(output) else output
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
+        binding: LayerBinding = ctx.binding
+        ops, module = binding.ops, binding.module
+        x, weight = ctx.saved_tensors
+        task = WgradTask(binding, dy if ops.pre_grad is None else ops.pre_grad(dy, x), x, ctx.saved)
+        binding.queue.before(task)
+        dx = ops.input_gradient(module, task.dy, x, weight) if ctx.needs_input_grad[1] else None
+        if binding.queue.try_defer(task, ops.overlap_comm and dx is not None):
+            return None, dx, None, None
+        task.start()
+        return None, dx, *ops.weight_gradients(module, task.dy, task.input(), weight, ctx.needs_input_grad[3])
+
+
+def deferred_wgrad(binding: LayerBinding, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Run a layer through :class:`DeferredWgradFunction`."""
+    if is_functorch_active():
+        output: Tensor = DeferredWgradFunction.apply(binding, x, weight, bias)  # type: ignore[no-untyped-call]  # torch
+        return output
+    # What `apply` does without functorch, at a fraction of its Python overhead.
+    direct: Tensor = super(torch.autograd.Function, DeferredWgradFunction).apply(binding, x, weight, bias)  # type: ignore[no-untyped-call]
+    return direct
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    return (
+        parameter.requires_grad
+        and not backward_hooks_of(parameter)
+        # One is hybridpp's own.
+        and len(accumulated_hooks_of(parameter) or ()) <= 1
+    )

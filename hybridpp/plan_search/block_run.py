@@ -1,0 +1,193 @@
+"""Run a block, or one rank's shard of it, on random numbers, and keep its results and gradients."""
+
+import copy
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridpp.nn.torch_private import FakeTensor, pytree
+from hybridpp.plan_search.gradient_sketch import Sketch, close, no_sketch, sketched_on_arrival
+from hybridpp.plan_search.trial_errors import is_machine_failure
+
+
+class BlockCall:
+    """Arguments of a block's forward, for repeated calls.
+
+    Attributes:
+        tensors: the tensors among them; they may require gradients.
+        numbers: positions of these among the leaves of the arguments.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        leaves, self._tree = pytree.tree_flatten((args, kwargs))
+        self.numbers = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.tensors: list[Tensor] = [leaves[number] for number in self.numbers]
+        self._others = [None if isinstance(leaf, Tensor) or not _can_be_copied(leaf) else leaf for leaf in leaves]
+
+    def arguments(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a forward, with other tensors in place of its own."""
+        leaves = [copy.deepcopy(leaf) for leaf in self._others]
+        for number, tensor in zip(self.numbers, tensors, strict=True):
+            leaves[number] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self._tree)
+        return args, kwargs
+
+    def run(self, block: nn.Module, tensors: list[Tensor]) -> Any:
+        """What the block returns for other tensors."""
+        args, kwargs = self.arguments(tensors)
+        return block(*args, **kwargs)
+
+
+def _can_be_copied(leaf: Any) -> bool:
+    """Whether a leaf can be copied: a key-value cache that holds tensors of a graph cannot, and is left out."""
+    try:
+        copy.deepcopy(leaf)
+    except Exception as error:  # an object may raise anything
+        if is_machine_failure(error):
+            raise
+        return False
+    return True
+
+
+class ResultsDiffer(Exception):
+    """One rank's shard of a block gives other results than the reference block."""
+
+
+class BlockOutcome:
+    """Results and gradients of one run of a block; the loss is a random projection of the results.
+
+    Args:
+        block: to run: the reference block, or one rank's shard of it.
+        call: its arguments.
+        reference: the outcome of the reference block, if this is a shard.
+
+    Attributes:
+        results: the floating-point tensors that the block returns, by their number among the leaves.
+        left: the floating-point tensors that are attributes of its modules afterwards (an auxiliary loss), by module
+            and attribute.
+        gradients: sketches of them, by parameter name or number of the argument; empty where a result does not have the
+            reference's shape.
+
+    Raises:
+        ResultsDiffer: a result has the reference's shape and other numbers.
+    """
+
+    def __init__(self, block: nn.Module, call: BlockCall, reference: "BlockOutcome | None" = None):
+        leaves = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in call.tensors]
+        output = pytree.tree_leaves(call.run(block, [leaf.clone() for leaf in leaves]))
+        results = {n: x for n, x in enumerate(output) if isinstance(x, Tensor) and x.is_floating_point()}
+        self.results: dict[int, Tensor] = {number: result.detach() for number, result in results.items()}
+        self.left = _left_on(block)
+        self.gradients: dict[str | int, Sketch] = {}
+        if reference is not None:
+            unlike = {n for n, result in reference.results.items() if results[n].shape != result.shape}
+            if not all(close(self.results[n], result) for n, result in reference.results.items() if n not in unlike):
+                raise ResultsDiffer
+            if unlike:
+                return
+        generator = torch.Generator().manual_seed(1)
+        losses = []
+        for result in results.values():
+            weights = torch.randn(result.shape, generator=generator).to(result)
+            if result.requires_grad:
+                losses.append((result * weights).sum())
+        parameters = {name: held for name, held in block.named_parameters() if held.requires_grad}
+        arguments = {number: leaf for number, leaf in enumerate(leaves) if leaf.requires_grad}
+        with sketched_on_arrival(parameters) as arrived:
+            torch.autograd.backward(torch.stack(losses).sum(), inputs=[*parameters.values(), *arguments.values()])
+        self.gradients |= {name: arrived.get(name) or no_sketch(held) for name, held in parameters.items()}
+        self.gradients |= {
+            number: (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad,) for number, leaf in arguments.items()
+        }
+
+
+class ReferenceBlock:
+    """A complete block with its arguments and its outcome: what every candidate is compared with."""
+
+    def __init__(self, block: nn.Module, call: BlockCall):
+        self.block = block
+        self.call = call
+        # Of a copy: state that a run leaves on the block is part of a graph.
+        self.outcome = BlockOutcome(copy_block(block), call)
+
+
+def _left_on(block: nn.Module) -> dict[tuple[str, str], Tensor]:
+    return {
+        (name, key): value.detach()
+        for name, module in block.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+
+
+def copy_block(block: nn.Module) -> nn.Module:
+    """A copy whose parameters are new objects that share the block's memory."""
+    shared: dict[int, Any] = {id(held): nn.Parameter(held.detach(), held.requires_grad) for held in block.parameters()}
+    return copy.deepcopy(block, shared)
+
+
+def randomized_copy(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReferenceBlock:
+    """A copy of a block with random weights, in double precision where its kernels support it.
+
+    Random, because a mistake would not show in the weights of a new model: biases are zero, gates may be closed.
+    """
+    failure: Exception | None = None
+    # Some kernels lack double precision, and some forwards run in training only.
+    for training, dtype in product((False, True), (torch.float64, torch.float32)):
+        try:
+            made, call = _randomized(block, args, kwargs, dtype)
+            return ReferenceBlock(made.train(training), call)
+        except Exception as error:  # a block may raise anything
+            if is_machine_failure(error):
+                raise
+            failure = failure or error
+    assert failure is not None, "each try returned or raised"
+    raise failure
+
+
+def _randomized(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+) -> tuple[nn.Module, BlockCall]:
+    generator = torch.Generator().manual_seed(0)
+    # Copies made beforehand: weights are not read, so a block may be on the meta device.
+    copies: dict[int, Any] = {id(held): _numbers(held, generator, dtype) for held in block.parameters()}
+    # State that the block keeps between calls may be part of a graph, which cannot be copied.
+    kept = [value for module in block.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    copies |= {id(value): value.detach().clone() for value in kept}
+    copies |= {id(held): _filled(held) for held in block.buffers() if held.is_meta}
+    made = copy.deepcopy(block, copies).to(dtype)
+
+    def cast(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        own = leaf.detach().to(dtype) if leaf.is_floating_point() else leaf.detach()
+        return own.clone().requires_grad_(leaf.requires_grad)
+
+    args, kwargs = pytree.tree_map(cast, (args, kwargs))
+    call = BlockCall(args, kwargs)
+    first = next((tensor for tensor in call.tensors if tensor.is_floating_point()), None)
+    if first is not None:
+        first.requires_grad_()
+    return made, call
+
+
+def _numbers(held: nn.Parameter, generator: torch.Generator, dtype: torch.dtype) -> nn.Parameter:
+    numbers = torch.randn(held.shape, generator=generator)
+    if held.dim() > 1:
+        numbers /= max(held.shape[-1], 1) ** 0.5
+    else:
+        numbers = 0.2 * numbers + (1.0 if _is_scale(held) else 0.0)
+    device = "cpu" if held.is_meta else held.device
+    return nn.Parameter(numbers.to(device, dtype if held.is_floating_point() else held.dtype), held.is_floating_point())
+
+
+def _filled(held: Tensor) -> Tensor:
+    """Values for a buffer on the meta device: ones (it may be a variance); zeros for integers (they may be indices)."""
+    number = 1 if held.is_floating_point() or held.dtype == torch.bool else 0
+    return torch.full(held.shape, number, dtype=held.dtype)
+
+
+def _is_scale(held: nn.Parameter) -> bool:
+    return not held.is_meta and not isinstance(held, FakeTensor) and bool((held == 1).all())

@@ -1,0 +1,103 @@
+"""Search for a way to shard the blocks of a model, verified by trials."""
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from hybridpp.nn.names import qualified
+from hybridpp.nn.torch_private import parameters_of, pytree
+from hybridpp.plan_search.block_search import BlockPlan, PlanSearch, SampleCall
+from hybridpp.plan_search.hf_tp_plan import differences, hf_tp_plan
+from hybridpp.plan_search.trial_errors import failure_reason
+from hybridpp.tensor_parallel.plan import Plan, ShardKind
+from hybridpp.tensor_parallel.sharding_spec import ShardingSpec
+from hybridpp.tensor_parallel.style_spec import styles_of_spec
+
+
+def infer_plan(
+    model: nn.Module,
+    blocks: Iterable[str],
+    sample_calls: Mapping[str, SampleCall],
+    tp_size: int,
+) -> Plan:
+    """How the blocks of a model can be sharded over ``tp_size`` ranks without a change of results.
+
+    Of each kind of block one copy with random weights is sharded in all ways that look possible. A plan contains only
+    what reproduces the results and all gradients of the complete block. The model is not changed. Its tensors must hold
+    memory; the values of its weights do not matter.
+
+    Args:
+        model: with full parameters.
+        blocks: names of the modules to shard.
+        sample_calls: arguments of one call of each block; blocks without stay replicated.
+        tp_size: number of ranks.
+    """
+    known: dict[Hashable, BlockPlan] = {}
+    own_plan = hf_tp_plan(model)
+    reasons: dict[str, str] = {}
+    found: dict[str, BlockPlan] = {}
+    for name in blocks:
+        if name not in sample_calls:
+            reasons[name] = "was not called"
+            continue
+        block = model.get_submodule(name)
+        own = own_plan.of_block(name)
+        kind = (kind_of(block, *sample_calls[name]), tuple(sorted(own.items())))
+        if kind not in known:
+            known[kind] = _plan_of(block, sample_calls[name], tp_size, own)
+        found[name] = known[kind]
+    for name, parameter in _shared_otherwise(model, found).items():
+        del found[name]
+        reasons[name] = f"{parameter!r} is shared with a module that uses it in another way"
+    spec = ShardingSpec()
+    for name, one in found.items():
+        reasons |= {qualified(name, inner): reason for inner, reason in one.reasons.items()}
+        spec |= one.spec.inside(name)
+    styles = styles_of_spec(model, spec, tp_size)
+    return Plan(spec, styles, reasons, differences(own_plan, sample_calls, styles))
+
+
+def _shared_otherwise(model: nn.Module, found: Mapping[str, BlockPlan]) -> dict[str, str]:
+    """Blocks that share a parameter with a module that divides it in another way, with the parameter's name."""
+    uses: dict[str, tuple[str, Hashable]] = {}
+    for block, plan in found.items():
+        uses |= {qualified(block, name): (block, part) for name, part in plan.spec.params.items()}
+        uses |= {qualified(block, name): (block, "once") for name in plan.spec.rank0_only}
+        uses |= {qualified(block, name): (block, "partial_grad") for name in plan.spec.partial_grad}
+    held: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for key, parameter in parameters_of(module).items():
+            if parameter is not None:
+                held.setdefault(id(parameter), []).append(qualified(name, key))
+    otherwise: dict[str, str] = {}
+    for names in held.values():
+        ways = [uses.get(name, ("", None)) for name in names]
+        if len({way for _, way in ways}) > 1:
+            otherwise |= {block: names[0] for block, _ in ways if block}
+    return otherwise
+
+
+def _plan_of(block: nn.Module, call: SampleCall, tp_size: int, own: Mapping[str, ShardKind]) -> BlockPlan:
+    try:
+        search = PlanSearch(block, call, tp_size, own)
+    except Exception as error:  # random numbers may make the block raise anything
+        return BlockPlan(reasons={"": f"cannot run alone ({failure_reason(error)})"})
+    return search.run()
+
+
+def kind_of(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """What the plan of a block depends on: classes, sizes and settings of its modules, shapes of its arguments."""
+    modules = tuple((name, type(module), _settings(module)) for name, module in block.named_modules())
+    sizes = tuple((name, parameter.shape) for name, parameter in block.named_parameters())
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    shapes = tuple((leaf.shape, leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+    return modules, sizes, shapes, str(tree)
+
+
+def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    return tuple(
+        (key, value)
+        for key, value in vars(module).items()
+        if isinstance(value, bool | int | float | str) and not key.endswith(("idx", "index", "_id"))
+    )

@@ -1,0 +1,24 @@
+"""Errors in trials: the reason for a rejection, unless the machine failed."""
+
+import torch
+
+_MOST = 200
+# Failures of the machine: memory ran out, or a device does not respond. The next trial would fail, too.
+_OF_THE_MACHINE = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+
+
+def is_machine_failure(error: Exception) -> bool:
+    """Whether an error says nothing about the candidate, so that the search must end with it."""
+    return isinstance(error, _OF_THE_MACHINE)
+
+
+def failure_reason(error: Exception) -> str:
+    """An error as a reason, in a few words.
+
+    Raises:
+        Exception: the error itself, if :func:`is_machine_failure`.
+    """
+    if is_machine_failure(error):
+        raise error
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= _MOST else f'{text[:_MOST]}…'}"

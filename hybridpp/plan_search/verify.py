@@ -1,0 +1,201 @@
+"""Verify a sharding spec: run the block on in-process ranks, and compare it with the reference block."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridpp.cluster import Loopback, current_world
+from hybridpp.module_adapter import ModuleAdapter
+from hybridpp.plan_search.block_run import BlockOutcome, ReferenceBlock, ResultsDiffer, copy_block
+from hybridpp.plan_search.gradient_sketch import Sketch, close, largest
+from hybridpp.plan_search.trial_errors import failure_reason
+from hybridpp.tensor_parallel.shard import shard
+from hybridpp.tensor_parallel.sharding_spec import DimShard, ShardingSpec
+
+
+class Rejected(NamedTuple):
+    """A spec that changes results or gradients, or cannot run.
+
+    Attributes:
+        error: what a rank raised; None: the numbers differ.
+    """
+
+    error: str | None = None
+
+
+def common_error(rejections: Sequence[Rejected]) -> str | None:
+    """The first candidate's error, if all raised; else None: different numbers say more than errors."""
+    return rejections[0].error if rejections and all(rejected.error for rejected in rejections) else None
+
+
+def verify(reference: ReferenceBlock, spec: ShardingSpec, tp_size: int) -> ShardingSpec | Rejected:
+    """Whether a spec reproduces the reference block's results and gradients.
+
+    The runtime's own :func:`~hybridpp.tensor_parallel.shard` applies it. Collective: none outside of this process.
+
+    Args:
+        reference: the block with its outcome.
+        spec: to verify.
+        tp_size: number of ranks.
+
+    Returns: The spec, completed by ``partial_grad``, ``results``, and arguments whose gradients are sums; or why it is
+        rejected.
+
+    Raises:
+        Exception: memory ran out, or a device failed.
+    """
+    try:
+        return _verify(reference, spec, tp_size)
+    except Exception as error:  # a wrong candidate may make the block raise anything
+        return _rejected(error)
+
+
+def _rejected(error: Exception) -> Rejected:
+    return Rejected() if isinstance(error, ResultsDiffer) else Rejected(failure_reason(error))
+
+
+def _verify(reference: ReferenceBlock, spec: ShardingSpec, tp_size: int) -> ShardingSpec | Rejected:
+    ranks = _run(reference, spec, tp_size)
+    if ranks[0].gradients:
+        found = _verified(reference, spec, ranks)
+        arguments = _summed_arguments(reference, ranks) if found is None else {}
+        if arguments:
+            more = spec | ShardingSpec(arguments=arguments | dict(spec.arguments))
+            found = _verified(reference, more, _run(reference, more, tp_size))
+        return found or Rejected()
+    rejected = Rejected()
+    for results in _partial(reference, ranks[0], tp_size):
+        more = spec | ShardingSpec(results=results)
+        try:
+            found = _verified(reference, more, _run(reference, more, tp_size))
+        except Exception as error:  # the same; another way may be right
+            rejected = _rejected(error)
+            continue
+        if found is not None:
+            return found
+    return rejected
+
+
+def _run(reference: ReferenceBlock, spec: ShardingSpec, tp_size: int) -> list[BlockOutcome]:
+    def run() -> BlockOutcome:
+        group = current_world().split([range(tp_size)])
+        assert group is not None
+        block = copy_block(reference.block)
+        shard(ModuleAdapter(block), spec, group, share_memory=True)
+        return BlockOutcome(block, reference.call, reference.outcome)
+
+    return Loopback(tp_size).run(run)
+
+
+def _summed_arguments(reference: ReferenceBlock, ranks: list[BlockOutcome]) -> dict[tuple[str, int], DimShard]:
+    """Arguments that ranks read in full for their shards of activations, so that their gradients are sums over ranks.
+
+    As shards that hold all of it, whatever its size will be.
+    """
+    expected = reference.outcome.gradients
+    scale = _scale(reference.outcome)
+    everything = DimShard(0, (1,), (len(ranks),), repeated=True)
+    found: dict[tuple[str, int], DimShard] = {}
+    for place, number in enumerate(reference.call.numbers):
+        if place not in expected or not reference.call.tensors[place].dim():
+            continue
+        own = [rank.gradients[place] for rank in ranks]
+        alike = all(_same(one, expected[place], scale) for one in own)
+        if not alike and _same(_sum(own), expected[place], scale):
+            found["", number] = everything
+    return found
+
+
+def _scale(expected: BlockOutcome) -> float:
+    return max((largest(numbers) for whole in expected.gradients.values() for numbers in whole), default=0.0)
+
+
+def _partial(reference: ReferenceBlock, rank: BlockOutcome, tp_size: int) -> Iterator[dict[tuple[str, int], DimShard]]:
+    """Ways in which results after the first may be sharded: along one dimension, or by heads of each sample."""
+    unlike = {
+        n: result.shape for n, result in reference.outcome.results.items() if rank.results[n].shape != result.shape
+    }
+    plain: dict[tuple[str, int], DimShard] = {}
+    for number, shape in unlike.items():
+        own = rank.results[number].shape
+        dims = [dim for dim in range(len(shape)) if len(own) == len(shape) and own[dim] != shape[dim]]
+        if number == min(reference.outcome.results) or len(dims) != 1 or own[dims[0]] * tp_size != shape[dims[0]]:
+            return
+        plain["", number] = DimShard(dims[0], (shape[dims[0]],))
+    yield plain
+    samples = reference.call.tensors[0].shape[0] if reference.call.tensors and reference.call.tensors[0].dim() else 1
+    if any(part.dim == 0 and part.widths[0] % samples == 0 for part in plain.values()):
+        yield {
+            place: DimShard(0, (part.widths[0] // samples,), repeated=True) if part.dim == 0 else part
+            for place, part in plain.items()
+        }
+
+
+def _leaves_alike(rank: BlockOutcome, expected: BlockOutcome) -> bool:
+    """Whether the tensors left on modules are the reference's; state may be sharded, a loss is one number."""
+    return all(
+        key in rank.left and (rank.left[key].shape != x.shape or close(rank.left[key], x))
+        for key, x in expected.left.items()
+    )
+
+
+def _verified(reference: ReferenceBlock, spec: ShardingSpec, ranks: list[BlockOutcome]) -> ShardingSpec | None:
+    expected = reference.outcome
+    if not all(close(rank.results[number], result) for rank in ranks for number, result in expected.results.items()):
+        return None
+    if not all(_leaves_alike(rank, expected) for rank in ranks):
+        return None
+    partial = partial_gradients(expected, ranks, spec.params)
+    return None if partial is None else replace(spec, partial_grad=partial)
+
+
+def partial_gradients(
+    expected: BlockOutcome, ranks: list[BlockOutcome], params: Mapping[str, DimShard]
+) -> frozenset[str] | None:
+    """The replicated parameters whose gradients are sums over ranks; None if any gradient differs from the reference's.
+
+    Args:
+        expected: of the reference block.
+        ranks: of each rank's shard of it.
+        params: how parameters are divided, by name.
+    """
+    scale = _scale(expected)
+    partial = set()
+    for name, whole in expected.gradients.items():
+        found = [rank.gradients[name] for rank in ranks]
+        if isinstance(name, str) and name in params:
+            dim = params[name].dim
+            own = [gradient[dim] for gradient in found]
+            if not close(_together(own, params[name], whole[dim]), whole[dim], scale):
+                return None
+        elif not all(_same(gradient, whole, scale) for gradient in found):
+            if not isinstance(name, str) or not _same(_sum(found), whole, scale):
+                return None
+            partial.add(name)
+        elif isinstance(name, str) and not _alike(found) and _same(_sum(found), whole, scale):
+            # Gradients so small (biases of keys, to which a softmax is blind) that both would do: replicated
+            # computations give equal ones on all ranks.
+            partial.add(name)
+    return frozenset(partial)
+
+
+def _alike(found: list[Sketch]) -> bool:
+    return all(_same(one, found[0], 0.0) for one in found[1:])
+
+
+def _same(found: Sketch, expected: Sketch, scale: float) -> bool:
+    return all(close(one, other, scale) for one, other in zip(found, expected, strict=True))
+
+
+def _sum(found: list[Sketch]) -> Sketch:
+    return tuple(torch.stack(numbers).sum(0) for numbers in zip(*found, strict=True))
+
+
+def _together(found: list[Tensor], part: DimShard, like: Tensor) -> Tensor:
+    total = torch.zeros_like(like)
+    for rank, numbers in enumerate(found):
+        total.index_add_(0, part.index(rank, len(found), len(like)), numbers)
+    return total

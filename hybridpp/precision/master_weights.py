@@ -1,0 +1,139 @@
+"""fp32 copies of half-precision weights, and what the optimizer updates in place of the model's parameters."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from hybridpp.errors import ConfigError
+from hybridpp.nn.torch_private import children_of, foreach_copy_, parameters_of, version_of
+
+
+class MasterWeights:
+    """An fp32 master for every given parameter.
+
+    Args:
+        parameters: the trainable parameters, by name, before they are cast to half precision.
+
+    Attributes:
+        masters: each parameter's master, by name: a leaf tensor that an optimizer can update.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]):
+        self.masters = {
+            name: nn.Parameter(parameter.detach().float().clone(), requires_grad=parameter.requires_grad)
+            for name, parameter in parameters.items()
+        }
+        self._model_weights = dict(parameters)
+        self._versions: dict[str, int] = {}
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = {name: version_of(self._model_weights[name]) for name in self.masters}
+
+    @torch.no_grad()
+    def copy_from_model(self) -> None:
+        """Copy model weights that the script wrote since the last step (``load_state_dict``, say) to their masters.
+
+        An element that equals its rounded master leaves the master unchanged: a run that resumes from masters is not
+        rounded when the script loads the model's weights, too.
+        """
+        for name, master in self.masters.items():
+            working = self._model_weights[name]
+            if version_of(working) != self._versions[name]:
+                master.copy_(torch.where(master.to(working.dtype) == working, master, working))
+        self._note_versions()
+
+    @torch.no_grad()
+    def set(self, name: str, value: Tensor) -> None:
+        """Set one master, and its weight to the rounded value."""
+        self.masters[name].copy_(value)
+        self._model_weights[name].copy_(value)
+        self._versions[name] = version_of(self._model_weights[name])
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        """Round the masters into the model's weights."""
+        # One dtype at a time: for mixed dtypes torch launches one kernel per tensor (pytorch #173383).
+        pairs: defaultdict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+        for name, master in self.masters.items():
+            targets, sources = pairs[self._model_weights[name].dtype]
+            targets.append(self._model_weights[name])
+            sources.append(master)
+        for targets, sources in pairs.values():
+            foreach_copy_(targets, sources)
+        self._note_versions()
+
+
+class ReplicatedTarget:
+    """What the optimizer updates where every replica holds all of its parameters: a master, or the parameter itself.
+
+    Args:
+        parameters: this rank's trainable ones, by name.
+        masters: of those in half precision.
+
+    Attributes:
+        tensors: what is updated, by the parameter's name.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], masters: MasterWeights):
+        self.tensors = {name: masters.masters.get(name, parameter) for name, parameter in parameters.items()}
+        self._masters = masters
+        self._parameters = dict(parameters)
+        self._known = frozenset(map(id, self._parameters.values()))
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse parameters that require a gradient now and did not at boost, or were not there.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        if all(id(parameter) in self._known for parameter in _trained(model)):
+            return
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad or id(parameter) in self._known:
+                continue
+            if name in self._parameters:
+                raise ConfigError(
+                    f"{name} was replaced by another parameter after booster.boost: the optimizer still has the old "
+                    "one. Change weights in place, under torch.no_grad(), or replace them before."
+                )
+            raise ConfigError(
+                f"{name} was frozen when the model was boosted, or not there, and requires a gradient now. "
+                "Unfreeze or add it before booster.boost; freezing later is fine."
+            )
+
+    def pull(self) -> None:
+        """Take over weights of the model that the script has written to."""
+        self._masters.copy_from_model()
+
+    @contextmanager
+    def lent(self, gradients: Mapping[str, Tensor], unused: Collection[str]) -> Iterator[None]:
+        """Inside, ``grad`` of every tensor is its gradient; as in torch None of those that are ``unused``."""
+        before = {name: tensor.grad for name, tensor in self.tensors.items()}
+        for name, tensor in self.tensors.items():
+            tensor.grad = None if name in unused else gradients[name]
+        try:
+            yield
+        finally:
+            for name, tensor in self.tensors.items():
+                tensor.grad = before[name]
+
+    def push(self) -> None:
+        """Bring the updated values into the model's weights."""
+        self._masters.copy_to_model()
+
+
+def _trained(model: nn.Module) -> Iterator[nn.Parameter]:
+    # At every step, so by hand: named_parameters() takes ten times as long.
+    seen: set[int] = set()
+    pending = [model]
+    while pending:
+        module = pending.pop()
+        seen.add(id(module))
+        for parameter in parameters_of(module).values():
+            if parameter is not None and parameter.requires_grad:
+                yield parameter
+        pending += [child for child in children_of(module).values() if child is not None and id(child) not in seen]

@@ -1,0 +1,113 @@
+"""Torch functions that refuse half-precision and fp32 arguments in one call, and how to cast their arguments.
+
+A half-precision model computes with fp32 where it uses constants that are not part of its state (rotary tables, ALiBi
+slopes): these keep their dtype, and torch promotes the results of additions and multiplications with them. Matrix
+products, attention and convolutions do not promote. There autocast rounds to half precision, and so do these rules.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hybridpp.nn.half import HALF_DTYPES
+
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+CastRule: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Arguments | None]
+"""Maps a function's arguments to the arguments to call it with; None leaves them unchanged."""
+
+
+def _leaves(tree: Any) -> Iterator[Tensor]:
+    for leaf in tree:
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, tuple | list):
+            yield from _leaves(leaf)
+
+
+def _target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+    """The half-precision dtype of arguments that mix half precision and fp32; None: they do not."""
+    half = wide = None
+    for leaf in (*_leaves(args), *_leaves(value for key, value in kwargs.items() if key != "out")):
+        if leaf.dtype in HALF_DTYPES:
+            if half is not None and leaf.dtype is not half:
+                return None
+            half = leaf.dtype
+        elif leaf.dtype is torch.float32:
+            # An fp32 weight is there on purpose: torch's error says that the input does not fit.
+            if isinstance(leaf, nn.Parameter):
+                return None
+            wide = leaf.dtype
+    return half if wide is not None else None
+
+
+def _in(target: torch.dtype, tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.to(target) if tree.dtype is torch.float32 or tree.dtype in HALF_DTYPES else tree
+    return type(tree)(_in(target, leaf) for leaf in tree) if type(tree) in (tuple, list) else tree
+
+
+def _in_mapping(target: torch.dtype, tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _in(target, value) for key, value in tree.items()}
+
+
+def _rounded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """Round all arguments to half precision."""
+    target = _target(args, kwargs)
+    if target is None:
+        return None
+    return _in(target, args), kwargs | _in_mapping(target, {key: x for key, x in kwargs.items() if key != "out"})
+
+
+def _attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """Round queries, keys and values. A mask may stay in fp32, where its large values do not overflow."""
+    target = _target(args, kwargs)
+    of_three = {key: value for key, value in kwargs.items() if key in ("query", "key", "value")}
+    if target is None or all(leaf.dtype is target for leaf in (*_leaves(args[:3]), *of_three.values())):
+        return None
+    return (*_in(target, args[:3]), *args[3:]), kwargs | _in_mapping(target, of_three)
+
+
+def _written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """Cast the values to the dtype of the tensor that they are written to."""
+    into = args[0].dtype if args and isinstance(args[0], Tensor) else None
+    if into is not torch.float32 and into not in HALF_DTYPES:
+        return None
+    others = {leaf.dtype for leaf in (*_leaves(args[1:]), *_leaves(kwargs.values()))}
+    if not others & {torch.float32, *HALF_DTYPES} - {into}:
+        return None
+    return (args[0], *_in(into, args[1:])), _in_mapping(into, kwargs)
+
+
+def _set(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """The same for assignment with tensor indices; torch converts the values for other indices."""
+    return _written(args, kwargs) if any(True for _ in _leaves(args[1:2])) else None
+
+
+_PRODUCTS = (
+    *("addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "inner", "matmul", "mm", "mv", "prelu", "vdot"),
+    *("__matmul__", "__rmatmul__"),
+    *("bilinear", "chain_matmul", "conv1d", "conv2d", "conv3d", "einsum", "group_norm", "layer_norm", "linear"),
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "tensordot"),
+    *("grouped_mm", "multi_head_attention_forward", "multi_dot"),
+)
+_WRITES = (
+    *("addbmm_", "addmm_", "addmv_", "baddbmm_", "index_add", "index_add_", "index_copy", "index_copy_"),
+    *("index_put", "index_put_", "masked_scatter", "masked_scatter_", "scatter", "scatter_", "scatter_add"),
+    "scatter_add_",
+)
+
+
+def _found(names: tuple[str, ...], rule: CastRule) -> dict[Any, CastRule]:
+    places = (torch, Tensor, functional, torch.linalg)
+    return {getattr(place, name): rule for place in places for name in names if hasattr(place, name)}
+
+
+MIXED_DTYPE_RULES: Mapping[Any, CastRule] = {
+    **_found(_PRODUCTS, _rounded),
+    **_found(_WRITES, _written),
+    functional.scaled_dot_product_attention: _attention,
+    Tensor.__setitem__: _set,
+}

@@ -1,0 +1,56 @@
+"""Checks of the arguments of ``save_model``, and the file suffixes that it writes."""
+
+from pathlib import Path
+
+from hybridpp.config import require_bools
+from hybridpp.errors import ConfigError
+
+SAFE_SUFFIXES, PICKLED_SUFFIXES = (".safetensors",), (".pt", ".pth", ".bin")
+
+
+def is_file_name(path: Path) -> bool:
+    """Whether a path has the suffix of a weights file, so that it does not name a folder."""
+    return path.suffix in SAFE_SUFFIXES + PICKLED_SUFFIXES
+
+
+def check_save_arguments(
+    path: Path,
+    *,
+    shard: bool,
+    size_per_shard: float,
+    use_safetensors: bool | None,
+    prefix: str | None,
+    gather_dtensor: bool,
+    use_async: bool,
+) -> None:
+    """Check the arguments of a save.
+
+    Raises:
+        ConfigError: an argument has the wrong type, does not fit the path, or is not supported.
+    """
+    require_bools(shard=shard, gather_dtensor=gather_dtensor, use_async=use_async)
+    if isinstance(size_per_shard, bool) or not isinstance(size_per_shard, int | float) or not size_per_shard > 0:
+        raise ConfigError(
+            f"size_per_shard must be a number of MB above 0: got {size_per_shard!r}. Use, for example, 1024."
+        )
+    if prefix:
+        raise ConfigError(
+            f"prefix={prefix!r} is not supported: from_pretrained would not find files with a prefix. Leave it out, "
+            "and save each model to its own folder."
+        )
+    if not gather_dtensor:
+        raise ConfigError("gather_dtensor=False is not supported: saved weights are unsharded. Leave it out.")
+    if use_async:
+        raise ConfigError(
+            "use_async=True is not supported: the weights are on disk when the call returns. Leave it out."
+        )
+    if use_safetensors is None:
+        return
+    require_bools(use_safetensors=use_safetensors)
+    is_safe = path.suffix not in PICKLED_SUFFIXES or path.is_dir()
+    if use_safetensors != is_safe:
+        form = "safetensors" if is_safe else "a pickle file of torch.save"
+        raise ConfigError(
+            f"use_safetensors={use_safetensors} does not fit the path: {path} is written as {form}. Leave it out, or "
+            "use a path that ends in .safetensors or in .pt."
+        )

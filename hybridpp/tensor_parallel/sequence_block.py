@@ -1,0 +1,193 @@
+"""Blocks that run on sequence shards between their sharded layers: norms, dropout and residuals on 1/tp.
+
+A block takes and returns activations of the full shape ``[B, S, H]``. Inside, they are shards ``[B, s, H]``
+(Korthikanti et al. 2022, arXiv:2205.05198): gathered where a module needs all positions, whose row layers then
+reduce-scatter. From one such block to the next they stay shards.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hybridpp.errors import PartitionError
+from hybridpp.module_adapter import AdapterLayer
+from hybridpp.nn.linear import is_linear
+from hybridpp.nn.torch_private import pytree
+from hybridpp.tensor_parallel.deferred_sequence_gather import deferred_sequence_gather, local_sequence_shard
+from hybridpp.tensor_parallel.sequence_collectives import gather_sequence, shard_sequence
+from hybridpp.tensor_parallel.shard import ShardedModel
+from hybridpp.tensor_parallel.tp_context import TensorParallelContext
+
+CHECKPOINTING = "_gradient_checkpointing_func"
+"""The attribute in which transformers' modules hold the function that checkpoints activations."""
+
+Key = int | str
+"""An argument of a call: its position, or its name."""
+
+
+class RegionIO(NamedTuple):
+    """The inputs and outputs of a module that are sequence shards around it.
+
+    Attributes:
+        arguments: of the call.
+        results: leaves of what it returns, by number.
+    """
+
+    arguments: tuple[Key, ...]
+    results: tuple[int, ...]
+
+
+class SequenceBlock(NamedTuple):
+    """How a block runs on sequence shards; module names are inside the block.
+
+    Attributes:
+        hidden: the argument that is sharded.
+        results: the leaves of the block's results that are gathered.
+        gather_inputs: modules before which shards are gathered, with the arguments that are.
+        rows: row layers whose outputs are reduce-scattered.
+        replicated: modules that run on full sequences, with the arguments and results that are gathered and sharded
+            again.
+    """
+
+    hidden: Key
+    results: tuple[int, ...]
+    gather_inputs: Mapping[str, tuple[Key, ...]]
+    rows: tuple[str, ...]
+    replicated: Mapping[str, RegionIO] = {}
+
+
+def run_sequence_parallel(name: str, block: SequenceBlock, sharding: ShardedModel) -> None:
+    """Let a block of a sharded model run on sequence shards.
+
+    Where transformers checkpoints activations inside the block, the recomputation runs on shards, too.
+
+    Args:
+        name: of the block; may be empty.
+        block: how it runs.
+        sharding: the result of ``shard``.
+    """
+    adapter, context = sharding.adapter, sharding.context
+    module = adapter.model.get_submodule(name)
+    for inner, keys in block.gather_inputs.items():
+        region = module.get_submodule(inner)
+        if region in sharding.layers:
+            sharding.layers[region].gathers_input = True
+        else:
+            adapter.wrap(region, AdapterLayer.SEQUENCE_GATHER, _joined, keys, context, inner)
+    for row in block.rows:
+        sharding.layers[module.get_submodule(row)].scatters_output = True
+    for inner, ends in block.replicated.items():
+        region = module.get_submodule(inner)
+        adapter.wrap(region, AdapterLayer.SEQUENCE_REPLICATED, _replicated_region, ends, context, inner)
+    for layer in module.modules():
+        if CHECKPOINTING in vars(layer):
+            checkpoint = functools.partial(_checkpointed, context, getattr(layer, CHECKPOINTING))
+            adapter.set_attribute(layer, CHECKPOINTING, checkpoint, "checkpoints of sharded sequences")
+        if is_linear(layer) and layer not in sharding.layers:
+            # It is not wrapped, so that its weight's gradient can still be deferred.
+            handle = layer.register_forward_hook(functools.partial(_draw_again, context))
+            adapter.hooked(layer, "hook on the RNG stream of sharded sequences", handle)
+    adapter.wrap(module, AdapterLayer.SEQUENCE_SHARD, _sharded, block, context, name)
+
+
+def _checkpointed(
+    context: TensorParallelContext,
+    checkpoint: Callable[..., Any],
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return checkpoint(context.for_recompute(function), *args, **kwargs)
+
+
+def _joined(
+    keys: tuple[Key, ...],
+    context: TensorParallelContext,
+    name: str,
+    forward: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    for key in keys:
+        args, kwargs = _replaced(args, kwargs, key, context.gather_from_sp_region(_argument(args, kwargs, key, name)))
+    return forward(*args, **kwargs)
+
+
+def _replicated_region(
+    ends: RegionIO,
+    context: TensorParallelContext,
+    name: str,
+    forward: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    for key in ends.arguments:
+        args, kwargs = _replaced(args, kwargs, key, context.gather_from_sp_region(_argument(args, kwargs, key, name)))
+    with context.replicated_region():
+        output = forward(*args, **kwargs)
+
+    def shard(whole: Tensor) -> Tensor:
+        own = shard_sequence(context.unflatten_sequence(whole, is_shard=False), context.group)
+        return own.flatten(0, 1) if whole.dim() == 2 else own
+
+    own = _with_results(output, ends.results, shard)
+    for leaf in pytree.tree_leaves(own)[:1]:
+        context.refork_rng(leaf)
+    return own
+
+
+def _with_results(output: Any, numbers: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> Any:
+    leaves, tree = pytree.tree_flatten(output)
+    for number in numbers:
+        if number < len(leaves) and isinstance(leaves[number], Tensor):
+            leaves[number] = change(leaves[number])
+    return pytree.tree_unflatten(leaves, tree)
+
+
+def _draw_again(context: TensorParallelContext, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    context.refork_rng(output)
+
+
+def _sharded(
+    block: SequenceBlock,
+    context: TensorParallelContext,
+    name: str,
+    forward: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    whole = _argument(args, kwargs, block.hidden, name)
+    length, group = whole.shape[1], context.group
+    shard = local_sequence_shard(whole, group)
+    args, kwargs = _replaced(args, kwargs, block.hidden, shard)
+    with context.sequence_parallel_region(shard, length):
+        output = forward(*args, **kwargs)
+    # As for logits: without gradients a script may read a model's results on one rank alone.
+    join = deferred_sequence_gather if context.keeps_logits_sharded or torch.is_grad_enabled() else gather_sequence
+    return _with_results(output, block.results, lambda own: join(own, length, group))
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], key: Key, name: str) -> Tensor:
+    found = dict(enumerate(args)).get(key) if isinstance(key, int) else kwargs.get(key)
+    if not isinstance(found, Tensor):
+        raise PartitionError(
+            f"sequence parallelism expects the activations of {name!r} where they were on the sample, in argument "
+            f"{key!r}: the call has {len(args)} positional arguments and {sorted(kwargs)}. Call the model as on the "
+            "sample, or remove enable_sequence_parallelism."
+        )
+    return found
+
+
+def _replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], key: Key, value: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(key, int):
+        return (*args[:key], value, *args[key + 1 :]), kwargs
+    return args, {**kwargs, key: value}

@@ -1,0 +1,74 @@
+"""Sequence parallelism: which blocks run on sequence shards, and how shards travel between stages."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from hybridpp.cluster import Group, preserved_random_state
+from hybridpp.errors import ConfigError
+from hybridpp.partition import TensorSpec, find_units
+from hybridpp.plan_search import SequencePlan, infer_sequence
+from hybridpp.tensor_parallel import Plan, SequenceBlock, deferred_sequence_gather, local_sequence_shard, shard_lengths
+from hybridpp_plugins.find_tp_plan import calls_of_blocks, of_first_rank
+from hybridpp_plugins.sample import Samples
+
+
+def sequence_plan(
+    model: nn.Module, plan: Plan, find_samples: Callable[[], Samples], size: int, control: Group
+) -> SequencePlan:
+    """How the model's blocks run on sequence shards after the plan has sharded their layers over ``size`` ranks.
+
+    Rank 0 searches for all ranks: it runs the model once on a sample, or traces it if it is on the meta device.
+
+    Collective: all ranks; two all-gathers of host memory.
+
+    Raises:
+        ConfigError: no block can run on sequence shards.
+        Exception: the error that the model raises on rank 0, on every rank.
+    """
+
+    def find() -> SequencePlan:
+        blocks = find_units(model, 1).blocks
+        with preserved_random_state(torch.device("cpu")):
+            return infer_sequence(model, blocks, calls_of_blocks(model, blocks, find_samples()), plan.spec, size)
+
+    found = of_first_rank(find, control)
+    if not found.blocks:
+        name, reason = next(iter(found.reasons.items()), ("", "it has no blocks"))
+        raise ConfigError(
+            f"no block of {type(model).__name__} can run on sequence shards: "
+            f"{name or 'all'}: {reason}. Leave enable_sequence_parallelism out."
+        )
+    return found
+
+
+class ShardsBetweenStages:
+    """Sends sequence shards to the next stage: each rank sends its shard to the same tensor-parallel rank there.
+
+    Args:
+        blocks: by name.
+        group: the tensor-parallel ranks.
+    """
+
+    def __init__(self, blocks: Mapping[str, SequenceBlock], group: Group):
+        self._blocks = blocks
+        self._group = group
+
+    def shard_spec(self, name: str, leaf: int, full: TensorSpec) -> TensorSpec | None:
+        """This rank's shard of a result of a block; None: it is sent unsharded, because it is too short."""
+        if name not in self._blocks or leaf not in self._blocks[name].results:
+            return None
+        batch, length, *others = full.shape
+        if length < self._group.size:
+            return None
+        return replace(full, shape=(batch, shard_lengths(length, self._group.size)[self._group.rank], *others))
+
+    def shard(self, full: Tensor) -> Tensor:
+        """This rank's shard."""
+        return local_sequence_shard(full, self._group)
+
+    def unshard(self, shard: Tensor, spec: TensorSpec) -> Tensor:
+        """The unsharded value, gathered when it is first used."""
+        return deferred_sequence_gather(shard, spec.shape[1], self._group)

@@ -1,0 +1,202 @@
+"""Apply tensor parallelism: sharded layers with deferred weight gradients, gradient sums, gathered tensors."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hybridpp.cluster import Group, get_dist_logger
+from hybridpp.config import ParallelConfig
+from hybridpp.data_parallel import GradientBuckets
+from hybridpp.module_adapter import ModuleAdapter
+from hybridpp.nn.checkpointing import recomputes_saved_tensors
+from hybridpp.partition import BoundarySharding, compiled_parts
+from hybridpp.pipeline import Gradients, SplitBackwardOps, WeightGradients, split_backward_ops
+from hybridpp.plan_search import SequencePlan
+from hybridpp.tensor_parallel import (
+    ParameterSharding,
+    Plan,
+    SavedShard,
+    ShardedLayer,
+    ShardedModel,
+    ShardKind,
+    plan_from_patterns,
+    run_sequence_parallel,
+    sharding_of,
+)
+from hybridpp.tensor_parallel import shard as apply_spec
+from hybridpp_plugins.apply_sp import ShardsBetweenStages, sequence_plan
+from hybridpp_plugins.find_tp_plan import find_tp_plan
+from hybridpp_plugins.layout import Layout
+from hybridpp_plugins.sample import Samples
+
+_NUMBER = r"(?<=\.)\d+(?=[.':]|$)"
+
+
+class AppliedTensorParallel(NamedTuple):
+    """The result of tensor parallelism on a model; with one tensor-parallel rank, no layer is sharded.
+
+    Attributes:
+        weight_gradients: runs its layers.
+        summed: parameters whose gradients are sums over all ranks that share layers, by name.
+        between_stages: what of the values between stages travels; None: all of it.
+        in_a_step: what to be in while a schedule runs.
+    """
+
+    weight_gradients: WeightGradients
+    summed: frozenset[str]
+    between_stages: BoundarySharding | None = None
+    in_a_step: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+def apply_tensor_parallel(
+    adapter: ModuleAdapter, config: ParallelConfig, layout: Layout, find_samples: Callable[[], Samples]
+) -> AppliedTensorParallel:
+    """Let this rank hold its part of the model's layers; before the model is cut.
+
+    The user's plan says which layers are sharded; without one, a plan is searched. Collective: all ranks.
+    """
+    model, tp = adapter.model, layout.tp
+    if tp.size == 1:
+        return AppliedTensorParallel(WeightGradients(adapter, excluded=compiled_parts(model)), frozenset())
+    kinds = {module: split_backward_ops(module) for module in model.modules()}
+    if config.tensor_parallel_plan is not None:
+        plan = plan_from_patterns(model, config.tensor_parallel_plan, tp.size)
+    else:
+        plan = find_tp_plan(model, find_samples, tp.size, layout.control)
+    sequences = SequencePlan()
+    if config.enable_sequence_parallelism:
+        sequences = sequence_plan(model, plan, find_samples, tp.size, layout.control)
+    sharding = apply_spec(adapter, plan.spec, tp)
+    for name, block in sequences.blocks.items():
+        run_sequence_parallel(name, block, sharding)
+    if plan.reasons or sequences.reasons or not sharding.layers:
+        get_dist_logger().warning(_left_whole(model, plan, sequences), ranks=[0])
+    for difference in dict.fromkeys(re.sub(_NUMBER, "*", line) for line in plan.differences):
+        get_dist_logger().info(f"tensor parallelism differs from the model's own plan: {difference}", ranks=[0])
+    weight_gradients = WeightGradients(adapter, _joined(kinds, sharding))
+    sharding.context.overlap_fn = weight_gradients.run_overlapped
+    between = ShardsBetweenStages(sequences.blocks, tp) if sequences.blocks else None
+    return AppliedTensorParallel(
+        weight_gradients, sharding.partial_grad | sequences.partial_grad, between, sharding.context.keep_logits_sharded
+    )
+
+
+def _left_whole(model: nn.Module, plan: Plan, sequences: SequencePlan) -> str:
+    """One line that lists the replicated modules, and why they are replicated."""
+    listed: dict[str, int] = {}
+    reasons = [*plan.reasons.items(), *((name, f"full sequences, {why}") for name, why in sequences.reasons.items())]
+    for name, reason in reasons:
+        line = f"{re.sub(_NUMBER, '*', name) or 'all'}: {re.sub(_NUMBER, '*', reason)}"
+        listed[line] = listed.get(line, 0) + 1
+    lines = "; ".join(listed) or "the plan names no layer"
+    return (
+        f"these modules of {type(model).__name__} stay replicated on all tensor-parallel ranks: {lines}. To shard more "
+        "layers, name them in tensor_parallel_plan, like {'*.q_proj': 'column', '*.o_proj': 'row'}."
+    )
+
+
+def _joined(
+    kinds: Mapping[nn.Module, SplitBackwardOps | None], sharding: ShardedModel
+) -> dict[nn.Module, SplitBackwardOps]:
+    """The operations of the sharded layers."""
+    return {module: _join(kind, part) for module, part in sharding.layers.items() if (kind := kinds[module])}
+
+
+def _join(kind: SplitBackwardOps, part: ShardedLayer) -> SplitBackwardOps:
+    """The operations of a layer kind, combined with the communication of a sharded layer."""
+
+    def forward(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = kind.forward(module, part.local_input(x), weight, None if part.adds_bias else bias)
+        return part.combine(y, x, bias)
+
+    def input_gradient(module: nn.Module, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return kind.input_gradient(module, part.local_grad(dy, x), x, weight)
+
+    def weight_gradients(module: nn.Module, dy: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> Gradients:
+        own, local = part.local_grad(dy, x), part.local_input(x)
+        gradient, bias_gradient = kind.weight_gradients(module, own, local, weight, has_bias and not part.adds_bias)
+        if has_bias and part.adds_bias:
+            bias_gradient = part.bias_grad(dy.reshape(-1, dy.shape[-1]).sum(0))
+        return gradient, bias_gradient
+
+    def save_input(x: Tensor, later: bool) -> tuple[Tensor, SavedShard] | None:
+        # A recomputed input is used at once, so it is kept gathered, unless it waits for a W action.
+        return None if recomputes_saved_tensors() and not later else part.save_input(x)
+
+    return SplitBackwardOps(
+        forward,
+        input_gradient,
+        weight_gradients,
+        # Flattened inputs would lose the boundaries between sequences.
+        3 if part.scatters_output else kind.input_dims,
+        kind.any_dims and not part.scatters_output,
+        pre_forward=part.pre_forward,
+        post_forward=part.post_forward,
+        save_input=save_input if part.kind is ShardKind.COLUMN else None,
+        pre_grad=part.pre_grad,
+        # Two autograd functions for one are worth it where they hide something.
+        overlap_comm=part.kind in (ShardKind.COLUMN, ShardKind.GATHERED_COLUMN) and part.context.group.overlaps,
+    )
+
+
+def placements(model: nn.Module) -> dict[str, ParameterSharding]:
+    """The sharding of this rank's sharded parameters, by name."""
+    found = {name: sharding_of(parameter) for name, parameter in model.named_parameters()}
+    return {name: placement for name, placement in found.items() if placement is not None}
+
+
+def share_replicated_gradients(
+    buckets: GradientBuckets, sharded: Mapping[str, ParameterSharding], layout: Layout
+) -> None:
+    """All-reduce the gradients of replicated shards over the ranks that hold them.
+
+    Collective: all ranks of the world.
+    """
+    replicated_views = [
+        (name, *one)
+        for name, gradient in buckets.gradients.items()
+        if name in sharded
+        for one in sharded[name].replicated_views(gradient)
+    ]
+    mine = {size for _, size, _ in replicated_views}
+    # Stages differ in what they hold; the world makes groups together.
+    rows = layout.control.all_gather(torch.tensor([size in mine for size in range(layout.grid.tp_size + 1)]))
+    sizes = [size for size in range(layout.grid.tp_size + 1) if any(bool(row[size]) for row in rows)]
+    groups = {size: layout.group_of_copies(size) for size in sizes}
+    for name, size, view in replicated_views:
+        buckets.add_shared(name, groups[size], view)
+
+
+def counts_here(name: str, sharded: Mapping[str, ParameterSharding], tp: Group) -> bool:
+    """Whether this rank's shard of a parameter counts in a norm over the tensor-parallel ranks."""
+    return sharded[name].counts_on(tp.rank) if name in sharded else tp.rank == 0
+
+
+def local_state(parameter: nn.Parameter, state: Mapping[str, Any], tp_rank: int) -> dict[str, Any]:
+    """This rank's shard of the optimizer state of an unsharded parameter."""
+    place = sharding_of(parameter)
+    if place is None:
+        return dict(state)
+    return {
+        key: place.take(value, tp_rank) if isinstance(value, Tensor) and value.shape == place.full_shape else value
+        for key, value in state.items()
+    }
+
+
+def gather_tp_tensors(
+    tensors: Iterator[tuple[str, Tensor]], sharded: Mapping[str, ParameterSharding], tp: Group
+) -> dict[str, Tensor]:
+    """Tensors with the sharded ones gathered, on the host; empty except on the first rank of ``tp``.
+
+    Collective: one all-gather over ``tp`` for each sharded tensor.
+    """
+    whole = {}
+    for name, tensor in tensors:
+        parts = tp.all_gather(tensor.detach()) if name in sharded else [tensor]
+        if tp.rank == 0:
+            whole[name] = sharded[name].join([part.cpu() for part in parts]) if name in sharded else tensor
+    return whole

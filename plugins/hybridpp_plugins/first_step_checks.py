@@ -1,0 +1,84 @@
+"""Checks during the first training step, for mistakes that are not errors."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from hybridpp.cluster import get_dist_logger
+from hybridpp.config import PipelineConfig
+from hybridpp.data_parallel import BufferWriteDetector
+from hybridpp.nn.torch_private import index_sampler_of
+from hybridpp.pipeline import RankBatchInfo, SplitBatch, check_batch_dims, watch_sequence_axes
+from hybridpp_plugins.layout import Layout
+
+
+class FirstStepChecks:
+    """Checks a model's first training step.
+
+    Args:
+        layout: the ranks.
+        pipeline: how batches are split.
+
+    Attributes:
+        compares: whether the batches of replicas must be compared.
+    """
+
+    def __init__(self, layout: Layout, pipeline: PipelineConfig):
+        self.compares = layout.dp.size > 1
+        self._layout = layout
+        self._dims_are_said = pipeline.batch_dims is not None
+
+    def check(self, batch: SplitBatch, data_iter: Iterator[Any]) -> None:
+        """Without ``batch_dims``, refuse a batch whose samples seem not to be in dimension 0.
+
+        Raises:
+            DataError: they are probably in another dimension.
+        """
+        if not self._dims_are_said:
+            # Known for torch's own iterators only.
+            size = getattr(index_sampler_of(data_iter), "batch_size", None)
+            check_batch_dims(batch, size if isinstance(size, int) else None)
+
+    def compare(self, batch_infos: list[RankBatchInfo]) -> None:
+        """Warn if replicas train on the same batch."""
+        self.compares = False
+        replicas: dict[float, list[int]] = {}
+        for replica, ranks in enumerate(self._layout.pipelines):
+            replicas.setdefault(batch_infos[ranks[0]].digest, []).append(replica)
+        same = next((found for found in replicas.values() if len(found) > 1), None)
+        if same:
+            number = len(self._layout.pipelines)
+            get_dist_logger().warning(
+                f"replicas {', '.join(map(str, same))} of {number} train on the same batch, so all but one of them are "
+                "redundant. Use plugin.prepare_dataloader, or a DistributedSampler with num_replicas=plugin.dp_size "
+                f"and rank=torch.distributed.get_rank(plugin.dp_group), which is from 0 to {number - 1}.",
+                ranks=[0],
+            )
+
+    @contextmanager
+    def watched(self, model: nn.Module, batch: SplitBatch, training: bool) -> Iterator[None]:
+        """A context for the run of a step; the first rank of each stage warns afterwards."""
+        here = self._layout.here
+        if here.dp or here.tp:
+            yield
+            return
+        others = BufferWriteDetector(model) if training and self._layout.dp.size > 1 else None
+        parts = batch.microbatches if not self._dims_are_said and len(batch.microbatches) > 1 else ()
+        with watch_sequence_axes(model, {microbatch.num_samples for microbatch in parts}) as found:
+            yield
+        if found:
+            get_dist_logger().warning(
+                f"{found[0]} uses dimension 0, along which the batch was split, as its sequence dimension. If samples "
+                "are in dimension 1, set HybridParallelPlugin(batch_dims=1), or a dimension for each tensor; "
+                "batch_dims=0 disables this warning."
+            )
+        written = others.written(model) if others else []
+        if written:
+            get_dist_logger().warning(
+                f"the forward writes to the buffers {', '.join(written[:3])}{', …' if written[3:] else ''}. Each of "
+                "the "
+                f"{self._layout.dp.size} replicas keeps its own values, and save_model writes those of the first "
+                "replica. If they depend on the data, all-reduce them over plugin.dp_group in the script."
+            )

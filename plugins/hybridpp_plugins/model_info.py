@@ -1,0 +1,112 @@
+"""Record and check the model and the optimizer that ``boost`` is given, before they change."""
+
+import inspect
+import zlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hybridpp.cluster import Group
+from hybridpp.errors import ConfigError
+from hybridpp_plugins.optimizer import HybridOptimizer
+from hybridpp_plugins.uninitialized import UninitializedWeights
+
+# Elements of each parameter that are compared between ranks: enough to detect different initialisations.
+_NUM_COMPARED = 16
+
+
+class OriginalModelInfo(NamedTuple):
+    """A model's names and dtypes before boost.
+
+    Attributes:
+        names: the name of each parameter, by ``id``; the first name of a tied one.
+        aliases: the other names of tied parameters, each with the first name.
+        dtypes: of every tensor in the state dict, by name.
+        model_dtype: of the first floating-point parameter.
+        uninitialized: the weights without values.
+        buffer_names: names of persistent buffers.
+    """
+
+    names: dict[int, str]
+    aliases: dict[str, str]
+    dtypes: dict[str, torch.dtype]
+    model_dtype: torch.dtype | None
+    uninitialized: UninitializedWeights
+    buffer_names: frozenset[str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "OriginalModelInfo":
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        all_names = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        state = {name: leaf for name, leaf in model.state_dict(keep_vars=True).items() if isinstance(leaf, Tensor)}
+        return cls(
+            names=names,
+            aliases={alias: name for alias, name in all_names.items() if alias != name},
+            dtypes={name: tensor.dtype for name, tensor in state.items()},
+            model_dtype=next((p.dtype for p in model.parameters() if p.is_floating_point()), None),
+            uninitialized=UninitializedWeights(
+                all_names.get(name, name) for name, leaf in state.items() if leaf.is_meta
+            ),
+            buffer_names=frozenset(state) - frozenset(all_names),
+        )
+
+
+def check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
+    """Refuse an optimizer that cannot be boosted.
+
+    Raises:
+        ConfigError: it is no torch optimizer, its step needs a closure, or it holds parameters of another model.
+    """
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, HybridOptimizer):
+        several = isinstance(optimizer, list | tuple | dict)
+        way_out = " Use parameter groups of one optimizer: SGD([{'params': ..., 'lr': ...}, ...])." if several else ""
+        raise ConfigError(f"boost needs a torch.optim optimizer: got {type(optimizer).__name__}.{way_out}")
+    if _needs_closure(optimizer):
+        raise ConfigError(
+            f"the step of {type(optimizer).__name__} needs a closure that runs the model, which is not possible with a "
+            "pipeline schedule. Use another optimizer."
+        )
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ConfigError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the model. "
+                    "Create it from model.parameters(), after the last change to the model."
+                )
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Whether ``step`` cannot be called without arguments."""
+    try:
+        inspect.signature(type(optimizer).step).bind(optimizer)
+    except TypeError:
+        return True
+    except ValueError:  # it has no signature
+        pass
+    return False
+
+
+def check_same_weights(model: nn.Module, seed: int, control: Group) -> None:
+    """Refuse weights (a few elements of each are compared) or seeds that differ. Collective: all ranks of ``control``.
+
+    Raises:
+        ConfigError: a rank's weights or seed differ from those of rank 0.
+    """
+    digest = zlib.crc32(str((seed, type(model).__qualname__)).encode())
+    for name, parameter in model.named_parameters():
+        digest = zlib.crc32(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode(), digest)
+        if not parameter.is_meta:
+            flat = parameter.detach().reshape(-1)
+            some = flat[:: max(1, flat.numel() // _NUM_COMPARED)][:_NUM_COMPARED].double().cpu()
+            digest = zlib.crc32(some.numpy().tobytes(), digest)
+    for name, buffer in model.named_buffers():
+        digest = zlib.crc32(f"{name} {tuple(buffer.shape)} {buffer.dtype} {buffer.is_meta}".encode(), digest)
+    rows = control.all_gather(torch.tensor([float(digest)], dtype=torch.float64))
+    others = [rank for rank, row in enumerate(rows) if float(row) != float(rows[0])]
+    if others:
+        raise ConfigError(
+            f"all ranks must boost the same model with the same weights and seed: rank {others[0]} differs from rank "
+            "0. Call launch_from_torch(seed=...) before building the model, or load the same weights everywhere."
+        )

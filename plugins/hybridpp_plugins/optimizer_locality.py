@@ -1,0 +1,56 @@
+"""Refuse optimizers whose updates depend on more than a rank holds, so that the layout never changes the result."""
+
+import torch
+from torch.optim import Optimizer
+
+from hybridpp.cluster import get_dist_logger
+from hybridpp.errors import ConfigError
+from hybridpp.optim import Locality, LocalityUnknown, find_localities
+from hybridpp.tensor_parallel import sharding_of
+from hybridpp_plugins.layout import Layout
+
+_LOCAL = "an elementwise optimizer (AdamW, HybridAdam, SGD)"
+
+
+def check_locality(optimizer: Optimizer, names: dict[int, str], layout: Layout, device: torch.device) -> None:
+    """Refuse an optimizer whose updates would depend on the layout. Call it after sharding, before the model is cut.
+
+    Args:
+        optimizer: the user's.
+        names: of the model's parameters, by ``id``.
+        layout: the ranks.
+        device: where this one computes.
+
+    Raises:
+        ConfigError: its updates depend on unsharded parameters of which ranks hold shards, or on all parameters.
+    """
+    groups = optimizer.param_groups
+    places = [[(parameter, sharding_of(parameter)) for parameter in group["params"]] for group in groups]
+    sharded = [[names[id(parameter)] for parameter, place in group if place] for group in places]
+    if layout.grid.pp_size == 1 and not any(sharded):
+        return
+    name, sizes = type(optimizer).__name__, f"tp_size={layout.grid.tp_size}, pp_size={layout.grid.pp_size}"
+    try:
+        cuts = [{(parameter.dim(), place.dim) for parameter, place in group if place} for group in places]
+        found = find_localities(optimizer, cuts, device)
+    except LocalityUnknown as reason:
+        get_dist_logger().warning(
+            f"could not check whether {name} gives the same updates for every tp_size and pp_size ({reason}). "
+            "Compare the losses of some steps with those of tp_size=1, pp_size=1.",
+            ranks=[0],
+        )
+        return
+    if Locality.EVERYTHING in found:
+        raise ConfigError(
+            f"{name}'s update of a parameter depends on other parameters, of which a rank holds only a part: got "
+            f"{sizes}"
+            f". Use tp_size=1, pp_size=1, or {_LOCAL}."
+        )
+    kinds = zip(sharded, found, strict=True)
+    refused = [one for group, kind in kinds if kind is Locality.PARAMETERS for one in group]
+    if refused:
+        more = f" and of {len(refused) - 1} more" if len(refused) > 1 else ""
+        raise ConfigError(
+            f"{name}'s update of an element depends on the unsharded parameter, and a rank holds only a shard of "
+            f"{refused[0]!r}{more}: got {sizes}. Use tp_size=1, with a larger pp_size if needed, or {_LOCAL}."
+        )

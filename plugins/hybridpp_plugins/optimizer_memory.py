@@ -1,0 +1,26 @@
+"""The memory that training needs per weight, by optimizer and precision."""
+
+import torch
+from torch.optim import Optimizer
+
+from hybridpp.config import Precision
+from hybridpp.partition import TrainingStateSpec
+
+
+def optimizer_memory(optimizer: Optimizer | None, precision: Precision) -> TrainingStateSpec:
+    """Gradients, masters and optimizer state per weight; ``optimizer`` None: the model is not trained.
+
+    SGD keeps one number per weight with momentum, else none. All other optimizers are counted as Adam: two numbers per
+    weight, or three with ``amsgrad``.
+    """
+    masters = precision is not Precision.FP32
+    if optimizer is None:
+        return TrainingStateSpec(None, masters)
+    moments = max((_moments(optimizer, group) for group in optimizer.param_groups), default=0)
+    return TrainingStateSpec(moments, masters)
+
+
+def _moments(optimizer: Optimizer, group: dict[str, object]) -> int:
+    if isinstance(optimizer, torch.optim.SGD):
+        return 1 if group["momentum"] else 0
+    return 3 if group.get("amsgrad") else 2

@@ -1,0 +1,132 @@
+"""Settings of other libraries: values without an effect are accepted, others are refused with advice."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypedDict
+
+from hybridpp.config import ParallelConfig
+from hybridpp.errors import ConfigError
+
+
+class OtherLibrarySettings(TypedDict, total=False):
+    """Keywords that only other libraries have, with the values that are accepted.
+
+    The tables below say the same at run time. Two are other names of settings: ``pp_style`` (``schedule``) and
+    ``num_layers_per_stage`` (``layers_per_stage``). No other has an effect.
+    """
+
+    pp_style: str
+    num_layers_per_stage: Sequence[int] | None
+    check_reduction: bool
+    enable_metadata_cache: bool
+    find_unused_parameters: bool
+    gradient_as_bucket_view: bool
+    overlap_communication: bool
+    overlap_p2p: bool
+    parallel_output: bool
+    static_graph: bool
+    broadcast_buffers: bool
+    sp_size: int | None
+    ep_size: Literal[1]
+    inner_ring_size: None
+    make_vocab_size_divisible_by: Literal[64] | None
+    custom_policy: None
+    scheduler_nodes: None
+    enable_fused_normalization: Literal[False]
+    enable_flash_attention: Literal[False]
+    enable_jit_fused: Literal[False]
+    zero_bucket_size_in_m: Literal[12] | None
+    cpu_offload: Literal[False]
+    overlap_allgather: Literal[False]
+    fp8_communication: Literal[False]
+    use_fp8: Literal[False]
+    dp_outside: Literal[True]
+    moe_dp_outside: Literal[True]
+    parallel_cuda_graphs: Literal[False]
+
+
+SYNONYMS = {"pp_style": "schedule", "num_layers_per_stage": "layers_per_stage"}
+"""Settings by the names that other libraries have for them."""
+
+HINTS = frozenset(
+    {
+        "check_reduction",
+        "enable_metadata_cache",
+        "find_unused_parameters",
+        "gradient_as_bucket_view",
+        "overlap_communication",
+        "overlap_p2p",
+        "parallel_output",
+        "static_graph",
+    }
+)
+"""Switches of which both values give what they ask for."""
+
+
+class UnsupportedSetting(NamedTuple):
+    """A setting that is accepted only with values that have no effect.
+
+    Attributes:
+        values: the accepted values; the first is recommended.
+        instead: what to use instead, in a sentence.
+    """
+
+    values: tuple[Any, ...]
+    instead: str = ""
+
+
+_MASTERS = "Every replica keeps its complete optimizer state on the device. "
+_KERNELS = "The model's own kernels run. "
+_REPLICAS = "Tensor-parallel ranks are consecutive; replicas are not. "
+
+UNSUPPORTED: dict[str, UnsupportedSetting] = {
+    "sp_size": UnsupportedSetting(
+        (None, 1),
+        "Sequences are sharded over the tensor-parallel ranks: set tp_size and enable_sequence_parallelism=True. ",
+    ),
+    "inner_ring_size": UnsupportedSetting((None,)),
+    "make_vocab_size_divisible_by": UnsupportedSetting(
+        (64, None), "Vocabularies of any size are sharded without padding. "
+    ),
+    "custom_policy": UnsupportedSetting(
+        (None,),
+        "Use tensor_parallel_plan to set how layers are sharded, and split_points to set the cuts. ",
+    ),
+    "scheduler_nodes": UnsupportedSetting((None,), "Pass your own programs as schedule. "),
+    "enable_fused_normalization": UnsupportedSetting((False,), _KERNELS),
+    "enable_flash_attention": UnsupportedSetting(
+        (False,), "Use attn_implementation='sdpa' for torch's fused attention. "
+    ),
+    "enable_jit_fused": UnsupportedSetting((False,), _KERNELS),
+    "zero_bucket_size_in_m": UnsupportedSetting((12, None), _MASTERS),
+    "cpu_offload": UnsupportedSetting((False,), _MASTERS),
+    "overlap_allgather": UnsupportedSetting((False,), _MASTERS),
+    "fp8_communication": UnsupportedSetting((False,)),
+    "use_fp8": UnsupportedSetting((False,), "Use precision='bf16'. "),
+    "dp_outside": UnsupportedSetting((True,), _REPLICAS),
+    "moe_dp_outside": UnsupportedSetting((True,), _REPLICAS),
+    "broadcast_buffers": UnsupportedSetting((True, False)),
+    "parallel_cuda_graphs": UnsupportedSetting((False,)),
+    "ep_size": UnsupportedSetting((1,), "Experts are sharded over the tensor-parallel ranks: set tp_size. "),
+}
+"""By name."""
+
+
+def is_switch(name: str) -> bool:
+    """Whether an unsupported setting is a bool."""
+    return name in UNSUPPORTED and isinstance(UNSUPPORTED[name].values[0], bool)
+
+
+def refuse_unsupported(name: str, value: Any, parallel: ParallelConfig) -> None:
+    """Accept ``value`` if it has no effect.
+
+    Raises:
+        ConfigError: it requests an unsupported feature.
+    """
+    values, instead = UNSUPPORTED[name]
+    # With sequence parallelism, scripts may pass the number of tensor-parallel ranks.
+    if name == "sp_size" and parallel.enable_sequence_parallelism:
+        values = (*values, parallel.tp_size)
+    if not any(value is known or (type(value) is type(known) and value == known) for known in values):
+        raise ConfigError(
+            f"{name} is not supported yet: got {name}={value!r}. {instead}Leave it out, or pass {name}={values[0]!r}."
+        )

@@ -1,0 +1,159 @@
+import gc
+import logging
+import re
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from hybridpp.cluster import rendezvous
+from hybridpp.cluster.rendezvous import StoreAddress, list_ranks, meet
+from hybridpp.errors import LaunchError
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def settings(**changes):
+    return {"seed": 1, "timeout_s": 5.0, **changes}
+
+
+@pytest.fixture(autouse=True)
+def no_store_is_left():
+    """A process that is forked while a store's thread runs has the store, and not the thread."""
+    yield
+    gc.collect()
+
+
+def on_threads(*calls):
+    """What each call gives, or the text of its error, all of them at once."""
+    results = [None] * len(calls)
+
+    def work(place):
+        try:
+            results[place] = calls[place]()
+        except LaunchError as error:
+            # Without what else the error knows, which is the store.
+            results[place] = str(error)
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+def meeting(address, rank, size, timeout_s=5.0, **changes):
+    return lambda: meet(address, rank, size, settings(**changes), timeout_s)
+
+
+def refused(results, text):
+    for result in results:
+        assert re.match(text, result), result
+
+
+def test_all_ranks_get_one_store(port):
+    address = StoreAddress("127.0.0.1", port)
+    stores = on_threads(*(meeting(address, rank, 3) for rank in range(3)))
+    stores[2].set("x", "1")
+    assert [store.get("x") for store in stores] == [b"1"] * 3
+
+
+def test_a_second_attempt_finds_nothing_of_the_first(port):
+    server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    address = StoreAddress("127.0.0.1", port, is_external=True)
+    for first in (1, 0):
+        calls = [meeting(address, rank, 2) for rank in (0, 1)]
+        late = calls[1 - first]
+
+        def after_a_while(call=late):
+            time.sleep(0.05)
+            return call()
+
+        calls[1 - first] = after_a_while
+        stores = on_threads(*calls)
+        assert not stores[1].check(["x"])
+        stores[0].set("x", str(first))
+        assert stores[1].get("x") == str(first).encode()
+    del server
+
+
+def test_a_store_that_ends_meanwhile_is_sought_again(port):
+    server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    kept = [server]
+    del server
+
+    def replaced():
+        time.sleep(0.1)
+        kept.clear()
+        return meeting(StoreAddress("127.0.0.1", port), 0, 2)()
+
+    stores = on_threads(replaced, meeting(StoreAddress("127.0.0.1", port), 1, 2))
+    stores[1].set("x", "1")
+    assert stores[0].get("x") == b"1"
+
+
+def test_ranks_that_do_not_come_are_named_on_every_rank(port):
+    address = StoreAddress("127.0.0.1", port)
+    text = r"ranks 1, 3 did not call launch within 0\.3 s; 2 of 4 ranks did\. .* raise timeout_s of launch_from_torch"
+    refused(on_threads(*(meeting(address, rank, 4, timeout_s=0.3) for rank in (0, 2))), text)
+
+
+def test_a_rank_0_that_does_not_come_is_named(port, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_GRACE_S", 0.0)
+    text = rf"rank 1 could not reach 127\.0\.0\.1:{port} within 0\.3 s: .* Check that rank 0 runs"
+    refused(on_threads(meeting(StoreAddress("127.0.0.1", port), 1, 2, timeout_s=0.3)), text)
+    server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    text = r"rank 0 did not call launch within 0\.3 s, or does not answer\."
+    refused(on_threads(meeting(StoreAddress("127.0.0.1", port, is_external=True), 1, 2, timeout_s=0.3)), text)
+    del server
+
+
+def test_a_port_that_is_taken_is_said_at_once():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        text = rf"rank 0 cannot listen on 127\.0\.0\.1:{port}: .* Use a free port of this host, on every rank\.$"
+        refused(on_threads(meeting(StoreAddress("127.0.0.1", port), 0, 2)), rf"(?s){text}")
+
+
+def test_other_settings_are_refused_on_every_rank(port):
+    address = StoreAddress("127.0.0.1", port)
+    calls = [meeting(address, 0, 3), meeting(address, 1, 3), meeting(address, 2, 3, seed=7)]
+    refused(on_threads(*calls), r"all ranks must be launched alike: seed is 1 on rank 0 and 7 on rank 2\. Pass the")
+
+
+def test_two_processes_of_one_rank_are_refused(port):
+    address = StoreAddress("127.0.0.1", port)
+    results = on_threads(meeting(address, 0, 3, 0.5), *[meeting(address, 1, 3, 0.5)] * 2)
+    assert "two processes call themselves rank 1 of 3. Give each a rank of its own." in results
+
+
+def test_who_waits_says_for_whom(port, monkeypatch, caplog):
+    monkeypatch.setattr(rendezvous, "FIRST_NOTICE_S", 0.05)
+    caplog.set_level(logging.WARNING, logger="hybridpp")
+    address = StoreAddress("127.0.0.1", port)
+
+    def late():
+        time.sleep(0.3)
+        return meeting(address, 1, 3)()
+
+    on_threads(meeting(address, 0, 3), late, meeting(address, 2, 3))
+    assert re.match(r"\[rank 0\] has waited 0 s for ranks? 1.* to call launch; gives up after 5 s", caplog.messages[0])
+    # After twice the time each.
+    assert len(caplog.messages) <= 3
+
+
+def test_many_ranks_are_named_by_the_first_of_them():
+    assert list_ranks([3]) == "rank 3"
+    assert list_ranks([1, 2]) == "ranks 1, 2"
+    assert list_ranks(list(range(20))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"

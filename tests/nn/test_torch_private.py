@@ -1,0 +1,151 @@
+"""Private names of torch are in one file."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support import ROOT
+from torch import nn
+
+from hybridpp.nn import torch_private
+
+HOME = ROOT / "hybridpp/nn/torch_private.py"
+SOURCES = [
+    path for top in ("hybridpp", "plugins", "examples") for path in sorted((ROOT / top).rglob("*.py")) if path != HOME
+]
+# Private by convention of Python's, or of a library that is none of torch's: named tuples, frames, transformers.
+NOT_TORCHS = {"_asdict", "_fields", "_getframe", "_replace", "_can_set_experts_implementation", "_init_weights"}
+OBJECTS = (
+    torch,
+    torch.Tensor,
+    torch.UntypedStorage,
+    torch.autograd.Function,
+    torch.distributed,
+    torch.nn.functional,
+    nn.LSTM(1, 1),
+    nn.Parameter(),
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.utils.data.DataLoader([0]),
+)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+TORCHS = {name for thing in OBJECTS for name in dir(thing) if is_private(name)}
+
+
+def own_names(trees: list[ast.Module]) -> set[str]:
+    """Private names that the sources define themselves."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and is_self(node.value)}
+    return {name for name in names if is_private(name)}
+
+
+def is_self(node: ast.expr) -> bool:
+    """Whether a name on it may be a class's own: what it defines, or overrides."""
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func) == "super"
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
+    """Lines with a private name of torch's, and the name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            module = getattr(node, "module", "") or ""
+            for name in (f"{module}.{alias.name}" for alias in node.names):
+                if name.lstrip(".").startswith("torch") and any(map(is_private, name.split("."))):
+                    yield node.lineno, name
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and not is_self(node.value):
+            # Torch's are so whatever they are read from; others only where nothing of ours has the name.
+            if node.attr in TORCHS or node.attr not in own | NOT_TORCHS:
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value] if node.value in TORCHS or node.value.startswith("torch._") else []
+            yield from ((node.lineno, name) for name in names)
+
+
+def test_private_names_of_torch_are_in_one_file():
+    trees = {path: ast.parse(path.read_text()) for path in SOURCES}
+    own = own_names(list(trees.values()))
+    bad = [f"{path.relative_to(ROOT)}:{line}: {name}" for path, tree in trees.items() for line, name in uses(tree, own)]
+    assert not bad, "\n".join([f"read these in {HOME.relative_to(ROOT)}:", *bad])
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("from torch.utils import _pytree as pytree", "torch.utils._pytree"),
+        ("from torch._subclasses.fake_tensor import FakeTensor", "torch._subclasses.fake_tensor.FakeTensor"),
+        ("import torch._dynamo", ".torch._dynamo"),
+        ("torch._C._current_graph_task_id()", "torch._C._current_graph_task_id"),
+        ("x._version", "x._version"),
+        ("module.inner._parameters['weight']", "module.inner._parameters"),
+        ("vars(module)['_buffers'] = {}", "_buffers"),
+        ("group._get_backend(device)", "group._get_backend"),
+    ],
+)
+def test_a_planted_use_is_found(source, name):
+    found = list(uses(ast.parse(f"\n{source}"), own={"_version", "_mine"}))
+    assert (2, name) in found
+
+
+@pytest.mark.parametrize(
+    "source", ["self._buffers", "super()._init_group()", "other._mine", "x.__dict__", "t._replace()"]
+)
+def test_names_of_our_own_pass(source):
+    assert not list(uses(ast.parse(source), own={"_mine"}))
+
+
+def test_the_names_were_read_in_the_release_that_tests_run_with():
+    (pinned,) = (line for line in Path(ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+    assert f"torch {pinned.removeprefix('torch==')}." in torch_private.__doc__
+
+
+def test_every_name_is_used_outside():
+    text = "".join(path.read_text() for path in SOURCES)
+    assert [name for name in torch_private.__all__ if name not in text] == []
+
+
+def test_storage_id_is_that_of_the_memory():
+    base = torch.zeros(4)
+    assert torch_private.storage_id(base) == torch_private.storage_id(base[1:].view(3, 1))
+    assert torch_private.storage_id(base) != torch_private.storage_id(base.clone())
+
+
+def test_takes_kwargs_says_it_of_both_kinds_of_hooks():
+    module = nn.Identity()
+    for register in (module.register_forward_hook, module.register_forward_pre_hook):
+        assert not torch_private.takes_kwargs(module, register(lambda *_: None).id)
+        assert torch_private.takes_kwargs(module, register(lambda *_: None, with_kwargs=True).id)
+
+
+def test_unwrapped_is_the_tensor_inside_transforms():
+    found = []
+    torch.vmap(lambda x: found.append(torch_private.unwrapped(x)) or x)(torch.arange(3))
+    assert torch.equal(found[0], torch.arange(3))
+
+
+def test_tensors_of_inference_mode_have_no_version():
+    with torch.inference_mode():
+        kept = torch.zeros(1)
+    counted = torch.zeros(1)
+    before = torch_private.version_or_none(counted)
+    counted.add_(1)
+    assert torch_private.version_or_none(kept) is None
+    assert torch_private.version_or_none(counted) == before + 1
+
+
+def test_fake_and_meta_tensors_have_no_data():
+    with torch_private.FakeTensorMode():
+        fake = torch.empty(1)
+    assert torch_private.has_no_data(fake)
+    assert torch_private.has_no_data(torch.empty(1, device="meta"))
+    assert not torch_private.has_no_data(torch.empty(1))

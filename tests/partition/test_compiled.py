@@ -1,0 +1,87 @@
+"""Compiled blocks run compiled where they are owned; what is compiled around blocks is refused."""
+
+import re
+
+import pytest
+import torch
+from support import assert_same, boosted, image_batch, sgd, tiny_vit, train
+from torch._dynamo.utils import counters
+
+from hybridpp.errors import PartitionError
+
+# The compiler looks at it of every tensor.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+BATCH = [image_batch(4)]
+
+
+def compiled_vit(dropout=0.0, whole=None):
+    """Every block compiled in place, or one module and all in it."""
+    model = tiny_vit(dropout)
+    for module in [model.get_submodule(whole)] if whole is not None else model.vit.layers:
+        module.compile(backend="eager", fullgraph=True)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def test_compiled_blocks_give_what_they_give_uncompiled():
+    expected = train(tiny_vit, BATCH, num_microbatches=2)
+    actual = train(compiled_vit, BATCH, num_microbatches=2, pp_size=2)
+    # One for all blocks: nothing of ours makes one block another kind than the next.
+    assert counters["stats"]["unique_graphs"] == 1
+    assert actual["losses"] == expected["losses"] * 2
+    assert_same(actual["gradients"], expected["gradients"])
+
+
+def test_compiled_blocks_draw_the_same_on_any_number_of_stages():
+    expected = train(lambda: compiled_vit(0.5), BATCH, num_microbatches=2)
+    actual = train(lambda: compiled_vit(0.5), BATCH, num_microbatches=2, pp_size=4)
+    assert actual["losses"] == expected["losses"] * 4
+    assert_same(actual["gradients"], expected["gradients"])
+
+
+@pytest.mark.parametrize(("whole", "named"), [("", "the model"), ("vit", "module 'vit'")])
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_what_is_compiled_around_blocks_is_refused(whole, named, pp_size):
+    text = f"{named} is compiled as one unit, so it cannot be cut between its blocks. Compile the blocks before boost"
+    with pytest.raises(PartitionError, match=f"^{re.escape(text)}"):
+        train(lambda: compiled_vit(whole=whole), BATCH, num_microbatches=2, pp_size=pp_size)
+
+
+def test_a_compiled_wrapper_around_the_model_is_refused():
+    with pytest.raises(PartitionError, match=r"^the model is compiled as one unit"):
+        train(lambda: torch.compile(tiny_vit(), backend="eager"), BATCH, num_microbatches=2, pp_size=2)
+
+
+def test_compiled_blocks_are_recomputed():
+    runs = []
+
+    def counted():
+        model = compiled_vit()
+        for block in model.vit.layers:
+            compiled = block._compiled_call_impl
+            block._compiled_call_impl = lambda *args, compiled=compiled, **named: (
+                runs.append(1) or compiled(*args, **named)
+            )
+        return model
+
+    settings = {"num_microbatches": 2, "pp_size": 2}
+    expected = train(compiled_vit, BATCH, **settings)
+    config = {"gradient_checkpointing_ratio": 1.0}
+    actual = train(counted, BATCH, gradient_checkpoint_config=config, **settings)
+    # Twice per micro-batch and block, and one block in each rank's trace.
+    assert len(runs) == 2 * 4 * 2 + 2
+    assert_same(actual["gradients"], expected["gradients"])
+
+
+def test_compiling_after_boost_is_refused():
+    _, model, _ = boosted(tiny_vit(), sgd, BATCH[0])
+    for module in (model, model.vit.layers[0]):
+        with pytest.raises(PartitionError, match=r"^a model must be compiled before boost"):
+            module.compile(backend="eager")

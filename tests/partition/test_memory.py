@@ -1,0 +1,212 @@
+import itertools
+import random
+
+import pytest
+import torch
+from container_code_models import Blocks
+from support import boosted, sgd, train
+from torch import nn
+from torch.nn import functional
+
+from hybridpp.cluster import Loopback
+from hybridpp.config import PartitionConfig
+from hybridpp.errors import PartitionError
+from hybridpp.module_adapter import ModuleAdapter
+from hybridpp.partition import MemoryBudget, StagedModel, StagingOptions, TrainingStateSpec, describe_cut
+from hybridpp.partition.balance import balance
+from hybridpp.partition.memory import BudgetedCutSearch, Segments, imbalance
+from hybridpp.sizes import parse_bytes
+
+KEPT_BY_ADAM = TrainingStateSpec(2)
+
+
+class Convolutions(nn.Module):
+    """Wide images and few channels at first, as ResNet: most FLOPs early, nearly all parameters late."""
+
+    def __init__(self, tied: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        widths = [3, 4, 4, 4, 8, 8, 16, 32, 64]
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(a, b, 3, padding=1, stride=1 if a == b else 2), nn.ReLU())
+            for a, b in itertools.pairwise(widths)
+        )
+        self.head = nn.Linear(64, 5)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+class Tied(Blocks):
+    """The last block uses the first one's weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[3].weight = self.blocks[0].weight
+
+
+def images():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(4, 3, 64, 64, generator=generator)
+
+
+def held_by(model, num_stages, limit=None, ranks=None, state_spec=KEPT_BY_ADAM):
+    sizes = {name: state_spec.bytes_of(parameter, parameter.dtype) for name, parameter in model.named_parameters()}
+    return MemoryBudget(sizes=sizes, ranks=ranks or range(num_stages), limit=limit)
+
+
+def stages_of(model, num_stages, sample=None, limit=None, ranks=None, **settings):
+    held = held_by(model, num_stages, limit, ranks)
+    sample = images() if sample is None else sample
+    return describe_cut(model, num_stages, ((sample,), {}), PartitionConfig(**settings), held=held)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_a_convolutional_network_gets_the_cheapest_stages_within_the_limit(num_stages):
+    free = stages_of(Convolutions(), num_stages)
+    largest = max(stage.state_bytes for stage in free)
+    limited = stages_of(Convolutions(), num_stages, limit=largest - 1)
+    assert max(stage.state_bytes for stage in limited) < largest
+    assert max(stage.flops for stage in limited) > max(stage.flops for stage in free)
+
+
+def test_a_limit_that_is_kept_anyway_changes_nothing():
+    assert stages_of(Convolutions(), 4, limit=2**40) == stages_of(Convolutions(), 4)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_the_least_limit_that_works_is_told_and_works(num_stages):
+    with pytest.raises(PartitionError, match="no cut within the memory limit was found: got") as raised:
+        stages_of(Convolutions(), num_stages, limit=1000)
+    text = str(raised.value)
+    assert f"stage {num_stages - 1} (rank {num_stages - 1} of the pipeline) needs" in text
+    told = text.partition("Use memory_limit='")[2].partition("'")[0]
+    least = parse_bytes("memory_limit", told)
+    assert max(stage.state_bytes for stage in stages_of(Convolutions(), num_stages, limit=least)) <= least
+    with pytest.raises(PartitionError):
+        stages_of(Convolutions(), num_stages, limit=int(0.98 * least))
+
+
+class Random:
+    """Segments with costs and names of their own and some that are shared."""
+
+    def __init__(self, seed, num_segments):
+        rng = random.Random(seed)
+        self.costs = [rng.choice([1, 2, 5, 20]) for _ in range(num_segments)]
+        self.sizes = {f"own{n}": rng.choice([1, 3, 10]) for n in range(num_segments)}
+        self.sizes |= {f"shared{n}": rng.choice([2, 20]) for n in range(3)}
+        shared = [{f"shared{n}" for n in range(3) if rng.random() < 0.3} for _ in range(num_segments)]
+        self.segments = Segments.__new__(Segments)
+        self.segments.names = [{f"own{n}"} | also for n, also in enumerate(shared)]
+
+    def best(self, held):
+        """By looking at every cut: (cost, squares), or the least limit."""
+        fitting, least = [], []
+        for points in itertools.combinations(range(1, len(self.costs)), len(held.ranks) - 1):
+            counts = [b - a for a, b in itertools.pairwise((0, *points, len(self.costs)))]
+            ends = list(itertools.accumulate(counts))
+            costs = [sum(self.costs[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+            largest = max(held.by_rank(self.segments.of(counts)).values())
+            least.append(largest)
+            if largest <= held.limit:
+                fitting.append((max(costs), sum(cost**2 for cost in costs)))
+        return (min(fitting) if fitting else None), min(least)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1), (0, 0)], ids=str)
+@pytest.mark.parametrize("seed", range(8))
+def test_no_cut_within_the_limit_is_cheaper(seed, ranks):
+    given = Random(seed, 8)
+    for limit in (10, 25, 40, 60):
+        held = MemoryBudget(sizes=given.sizes, ranks=ranks, limit=limit)
+        expected, least = given.best(held)
+        search = BudgetedCutSearch(given.costs, given.segments, held)
+        if expected is None:
+            with pytest.raises(PartitionError, match=rf"needs {least} B for parameters"):
+                search.find()
+        else:
+            assert search._price(search.find()) == (0, *expected)
+
+
+def test_of_many_cuts_of_several_stages_per_rank_one_that_fits_is_found():
+    given = Random(3, 40)
+    held = MemoryBudget(sizes=given.sizes, ranks=(0, 1, 2, 3, 3, 2, 1, 0), limit=93)
+    search = BudgetedCutSearch(given.costs, given.segments, held)
+    by_cost = balance(given.costs, 8)
+    counts = search.find()
+    assert sum(counts) == 40
+    assert max(held.by_rank(given.segments.of(counts)).values()) <= held.limit
+    assert max(held.by_rank(given.segments.of(by_cost)).values()) > held.limit
+
+
+def test_tied_weights_count_on_each_rank_that_holds_them_once():
+    model = Tied()
+    sample = torch.ones(2, 4)
+    first, last = stages_of(model, 2, sample)
+    both = stages_of(model, 2, sample, ranks=(0, 0))
+    held = held_by(model, 2, ranks=(0, 0))
+    together = held.by_rank([set(stage.parameters) for stage in both])
+    assert first.state_bytes + last.state_bytes == together[0] + 16 * 4 * 4
+
+
+def test_a_cut_that_is_told_is_held_to_the_limit_too():
+    with pytest.raises(PartitionError, match=r"the parameters of stage 1 \(rank 1 of the pipeline\) take .* KiB"):
+        stages_of(Convolutions(), 2, limit=300_000, layers_per_stage=[7, 1])
+
+
+def test_so_is_a_model_that_is_not_cut():
+    staging = StagingOptions(partition=PartitionConfig(memory_limit=300_000), state_spec=KEPT_BY_ADAM)
+    with pytest.raises(PartitionError, match=r"the parameters of stage 0 \(rank 0 of the pipeline\) take"):
+        StagedModel(ModuleAdapter(Convolutions()), 1, [0], device=torch.device("cpu"), samples=[], staging=staging)
+
+
+def test_what_training_keeps_of_a_weight():
+    weight, frozen = nn.Parameter(torch.ones(10)), nn.Parameter(torch.ones(10), requires_grad=False)
+    half, full = torch.bfloat16, torch.float32
+    assert TrainingStateSpec(2, masters=True).bytes_of(weight, half) == 10 * (2 + 4 + 4 + 8)
+    assert TrainingStateSpec(2).bytes_of(weight, full) == 10 * (4 + 4 + 8)
+    assert TrainingStateSpec(0).bytes_of(weight, torch.float64) == 10 * (8 + 8)
+    assert TrainingStateSpec(None, masters=True).bytes_of(weight, half) == 10 * (2 + 4)
+    assert TrainingStateSpec(2, masters=True).bytes_of(frozen, half) == 10 * 2
+    assert TrainingStateSpec(2).bytes_of(weight, full, num_elements=5) == 5 * 16
+
+
+def loss(outputs, inputs):
+    return functional.cross_entropy(outputs.float(), torch.arange(len(outputs)))
+
+
+@pytest.mark.parametrize(
+    "layout", [{"pp_size": 2}, {"pp_size": 4}, {"pp_size": 2, "schedule": "zb-v"}, {"pp_size": 2, "precision": "bf16"}]
+)
+def test_boost_keeps_to_the_limit_and_trains_as_ever(layout):
+    options = {"num_microbatches": 2, "criterion": loss, "precision": "fp32", **layout}
+    per_weight = 8 if options["precision"] == "fp32" else 2 + 4 + 4
+    numbers = {name: p.numel() for name, p in Convolutions().named_parameters()}
+    # Plain SGD keeps nothing; the last block alone has most of the parameters.
+    limit = int(per_weight * 0.8 * sum(numbers.values()))
+    runs = [train(Convolutions, [images()], memory_limit=size, make_optimizer=sgd, **options) for size in (None, limit)]
+    held = [[per_weight * sum(numbers[name] for name in names) for names in run["names"]] for run in runs]
+    assert max(held[0]) > limit >= max(held[1])
+    assert runs[0]["losses"] == runs[1]["losses"]
+
+
+def test_a_stage_with_far_more_than_its_share_of_parameters_is_named(caplog):
+    def boost(**settings):
+        caplog.clear()
+        with caplog.at_level("WARNING", logger="hybridpp"):
+            Loopback(4).run(lambda: boosted(Convolutions(), sgd, images(), pp_size=4, **settings))
+        return [record.getMessage() for record in caplog.records]
+
+    (said,) = boost()
+    assert said.endswith(
+        "stage 3 of Convolutions holds 3.6 times as many parameters as the mean of the 4 stages, as that shares out "
+        'flops best. Where memory is short, use balance="parameters", memory_limit= or layers_per_stage=.'
+    )
+    assert boost(balance="parameters") == boost(layers_per_stage=[2, 2, 2, 2]) == []
+
+
+def test_three_times_the_mean_is_no_more_than_that():
+    assert imbalance([{"a"}, {"b"}, {"b"}, {"b"}], {"a": 9, "b": 1}) is None
+    assert imbalance([{"b"}, {"a"}, {"b"}, {"b"}], {"a": 91, "b": 10}) == (1, pytest.approx(91 * 4 / 121))

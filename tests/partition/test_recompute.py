@@ -1,0 +1,285 @@
+"""Activation checkpointing: other blocks are recomputed, no bit changes, less is kept."""
+
+import functools
+import itertools
+import re
+import weakref
+
+import pytest
+import torch
+from support import assert_same, boosted, image_batch, model_loss, sgd, tiny_vit, train
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from hybridpp import HybridParallelPlugin, PipelineGradientCheckpointConfig
+from hybridpp.cluster import Loopback
+from hybridpp.errors import ConfigError, PartitionError
+
+NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v")
+BATCHES = [image_batch(7), image_batch(4, seed=1)]
+
+
+def vit():
+    return tiny_vit(dropout=0.1, num_layers=8)
+
+
+def assert_same_training(run, expected):
+    assert all(losses == expected["losses"][0] for losses in run["losses"])
+    assert_same(run["gradients"], expected["gradients"])
+    assert_same(run["weights"], expected["weights"])
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    return train(vit, BATCHES, num_microbatches=5)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp_size"), [*itertools.product(NAMES, [1, 2]), ("zb-h1", 4), ("interleaved-zb", 4)]
+)
+def test_recomputing_all_blocks_changes_no_bit(schedule, pp_size, one_process):
+    settings = {"num_microbatches": 5, "schedule": schedule, "gradient_checkpoint_config": {}}
+    assert_same_training(train(vit, BATCHES, pp_size=pp_size, **settings), one_process)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"gradient_checkpointing_ratio": 0.5},
+        {"num_ckpt_layers_per_stage": [0, 3]},
+        {"max_stored_microbatches": 1},
+        {"gradient_checkpointing_ratio": 0.3, "max_stored_microbatches": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_recomputing_some_changes_no_bit(schedule, config, one_process):
+    config = PipelineGradientCheckpointConfig(**config)
+    settings = {"num_microbatches": 5, "schedule": schedule, "gradient_checkpoint_config": config}
+    assert_same_training(train(vit, BATCHES, pp_size=2, **settings), one_process)
+
+
+@pytest.mark.parametrize("recomputed", [None, {}], ids=["alone", "with ours"])
+@pytest.mark.parametrize("schedule", NAMES)
+def test_what_the_model_checkpoints_itself_is_left_to_it(schedule, recomputed, one_process):
+    def checkpointed():
+        model = vit()
+        new_name = hasattr(model, "activation_checkpointing_enable")  # since transformers 5.20 or so
+        (model.activation_checkpointing_enable if new_name else model.gradient_checkpointing_enable)()
+        return model
+
+    settings = {"num_microbatches": 5, "schedule": schedule, "gradient_checkpoint_config": recomputed}
+    assert_same_training(train(checkpointed, BATCHES, pp_size=2, **settings), one_process)
+
+
+class Block(nn.Module):
+    """Keeps statistics, counts its calls, and adds to a list and to a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.num_calls = nn.Linear(4, 4), nn.BatchNorm1d(4), 0
+
+    def forward(self, x, seen, state):
+        self.num_calls += 1
+        x = torch.dropout(torch.tanh(self.norm(self.linear(x + sum(seen)))), 0.3, self.training)
+        seen.append(x)
+        state["sum"] = state["sum"] + x.mean()
+        return x
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+
+    def forward(self, x):
+        seen, state = [], {"sum": 0.0}
+        for block in self.blocks:
+            x = block(x, seen, state)
+        return x + state["sum"] + sum(seen)
+
+
+def squares(outputs, inputs):
+    return outputs.square().mean()
+
+
+ROWS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_a_recomputed_block_finds_and_leaves_everything_as_it_was(pp_size):
+    def run(**settings):
+        def step():
+            settings_ = {"num_microbatches": 2, **settings}
+            booster, model, optimizer = boosted(Blocks(), sgd, ROWS, **settings_)
+            booster.execute_pipeline(iter([ROWS]), model, squares, optimizer)
+            optimizer.step()
+            calls = {n: block.num_calls for n, block in enumerate(model.blocks) if block.num_calls}
+            return dict(model.named_parameters()) | dict(model.named_buffers()), calls
+
+        found = Loopback(settings.get("pp_size", 1)).run(step)
+        return {name: t for tensors, _ in found for name, t in tensors.items()}, [calls for _, calls in found]
+
+    expected, _ = run()
+    tensors, calls = run(pp_size=pp_size, gradient_checkpoint_config={})
+    for name, tensor in expected.items():
+        torch.testing.assert_close(tensors[name], tensor, atol=1e-7, rtol=1e-6)
+    assert set().union(*calls) == set(range(4))
+    assert all(count == 2 for counts in calls for count in counts.values())
+
+
+def gpt2():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 20, "n_positions": 16, "n_embd": 8, "n_layer": 4, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, tie_word_embeddings=False)).train()
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_a_key_value_cache_is_not_filled_twice(pp_size):
+    ids = torch.arange(24).view(4, 6) % 20
+    batch = {"input_ids": ids, "labels": ids, "use_cache": True}
+    expected = train(gpt2, [batch], num_microbatches=2)
+    settings = {"num_microbatches": 2, "gradient_checkpoint_config": {}}
+    assert_same_training(train(gpt2, [batch], pp_size=pp_size, **settings), expected)
+
+
+class Kept:
+    """A tensor that autograd keeps for the backward pass."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def peak_kept(config, num_microbatches=6):
+    """The most elements that autograd keeps on each of two ranks, at any time of a step."""
+
+    def run():
+        live, peak = 0, 0
+
+        def free(size):
+            nonlocal live
+            live -= size
+
+        def pack(tensor):
+            nonlocal live, peak
+            if isinstance(tensor, FakeTensor) or tensor.data_ptr() in weights:
+                return tensor
+            live += tensor.numel()
+            peak = max(peak, live)
+            kept = Kept(tensor)
+            weakref.finalize(kept, free, tensor.numel())
+            return kept
+
+        settings = {"pp_size": 2, "num_microbatches": num_microbatches, "gradient_checkpoint_config": config}
+        booster, model, optimizer = boosted(vit(), sgd, image_batch(1), **settings)
+        weights = {parameter.data_ptr() for parameter in model.parameters()}
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: getattr(kept, "tensor", kept)):
+            data = iter([image_batch(num_microbatches)])
+            booster.execute_pipeline(data, model, model_loss, optimizer)
+        assert live == 0
+        return peak
+
+    first, _ = Loopback(2).run(run)
+    return first
+
+
+def test_less_is_kept_the_more_is_recomputed():
+    """On the first rank, which holds two micro-batches under 1F1B."""
+    kept = {ratio: peak_kept({"gradient_checkpointing_ratio": ratio}) for ratio in (0.0, 0.5, 1.0)}
+    assert kept[0.0] == peak_kept(None)
+    assert kept[1.0] < 0.1 * kept[0.0]
+    assert kept[0.5] == pytest.approx((kept[0.0] + kept[1.0]) / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("num_microbatches", [4, 9])
+def test_only_so_many_microbatches_are_kept_whole(num_microbatches):
+    """However long the step is: one whole and one recomputed is half way between none and all."""
+    none, one, two = (peak_kept({"max_stored_microbatches": n}, num_microbatches) for n in range(3))
+    assert two == peak_kept(None, num_microbatches)
+    assert one == pytest.approx((none + two) / 2, rel=0.05)
+
+
+class Writes(nn.Linear):
+    """Its input is gone afterwards."""
+
+    def forward(self, x):
+        return super().forward(x.tanh_())
+
+
+class Chain(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.blocks = nn.Linear(4, 4), nn.ModuleList([block(4, 4) for _ in range(4)])
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class GlueWrites(Chain):
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            y = block(x * 2)
+            h = x * 3
+            y = block(h) + y
+            h.mul_(2)
+            x = y
+        return x
+
+
+class AddsOne(nn.Linear):
+    """Keeps nothing of its input itself, so that autograd does not mind when that changes."""
+
+    def forward(self, x):
+        return torch.tanh(x + self.bias)
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+@pytest.mark.parametrize(
+    "make_model", [functools.partial(Chain, Writes), functools.partial(GlueWrites, AddsOne)], ids=["block", "glue"]
+)
+def test_an_input_that_is_written_to_is_refused_and_not_recomputed_from(make_model, pp_size):
+    train(make_model, [ROWS], pp_size=pp_size, num_microbatches=2, criterion=squares)
+    with pytest.raises(PartitionError, match=r"^an input of unit 'blocks\.\d' is written to in place, so the unit can"):
+        train(
+            make_model,
+            [ROWS],
+            pp_size=pp_size,
+            num_microbatches=2,
+            criterion=squares,
+            gradient_checkpoint_config={},
+        )
+
+
+def test_more_blocks_than_a_stage_has_are_refused():
+    text = "num_ckpt_layers_per_stage requests 5 recomputed blocks of stage 1, which has 4. The stages have 4, 4."
+    with pytest.raises(PartitionError, match=f"^{re.escape(text)}"):
+        train(
+            vit,
+            BATCHES[:1],
+            pp_size=2,
+            num_microbatches=2,
+            layers_per_stage=[4, 4],
+            gradient_checkpoint_config={"num_ckpt_layers_per_stage": [0, 5]},
+        )
+
+
+def test_numbers_for_other_stages_are_refused_when_the_plugin_is_made():
+    def run():
+        with pytest.raises(
+            ConfigError, match=r"^num_ckpt_layers_per_stage needs one number per stage: got \[1\] with 2"
+        ):
+            HybridParallelPlugin(
+                tp_size=1,
+                pp_size=2,
+                num_microbatches=2,
+                gradient_checkpoint_config={"num_ckpt_layers_per_stage": [1]},
+            )
+
+    Loopback(2).run(run)

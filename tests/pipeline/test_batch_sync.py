@@ -1,0 +1,179 @@
+import re
+
+import pytest
+import torch
+
+from hybridpp.cluster import Loopback, current_world
+from hybridpp.errors import ConfigError, DataError, PeerError
+from hybridpp.pipeline import RankBatchInfo, read_batch, split_batch, sync_batch
+
+PIPELINES = ((0, 1), (2, 3))
+
+
+def batch_of(*leaves, count=2):
+    return lambda: split_batch(leaves, num_microbatches=count, microbatch_size=None)
+
+
+def out_of_data():
+    return read_batch(iter([]))
+
+
+def broken():
+    raise OSError("the disk is gone")
+
+
+def nothing_counts():
+    return split_batch([torch.zeros(2)], num_microbatches=1, microbatch_size=None, num_items=lambda inputs: 0)
+
+
+def outcomes(prepares, training=(True, True, True, True)):
+    """What ``agree`` gives or raises, by rank; every rank comes to an end."""
+
+    def run():
+        world = current_world()
+        try:
+            return sync_batch(world.control(), PIPELINES, training[world.rank], prepares[world.rank])
+        except (ConfigError, DataError, PeerError, OSError, StopIteration) as error:
+            return error
+
+    return Loopback(4).run(run)
+
+
+def assert_all_raise(results, kind, text):
+    for result in results:
+        assert type(result) is kind
+        assert str(result) == text
+
+
+def test_ranks_learn_what_the_others_hold():
+    small, large = batch_of(torch.ones(2)), batch_of(torch.ones(6), count=3)
+    for rank, (batch, reports) in enumerate(outcomes([small, small, large, large])):
+        assert [microbatch.num_samples for microbatch in batch.microbatches] == ([1, 1] if rank < 2 else [2, 2, 2])
+        assert [report.num_items for report in reports] == [2, 2, 6, 6]
+        assert [report.num_microbatches for report in reports] == [2, 2, 3, 3]
+        assert reports[0] == RankBatchInfo(0.0, 2.0, 2.0, reports[1].digest, 1.0)
+        assert reports[2].digest == reports[3].digest != reports[0].digest
+
+
+def test_when_all_are_out_of_data_iteration_stops():
+    assert [type(result) for result in outcomes([out_of_data] * 4)] == [StopIteration] * 4
+
+
+@pytest.mark.parametrize(("ended", "named"), [([1], "rank 1"), ([0, 2, 3], "ranks 0, 2, 3")])
+def test_data_that_ends_on_some_ranks(ended, named):
+    prepares = [out_of_data if rank in ended else batch_of(torch.ones(2)) for rank in range(4)]
+    text = (
+        f"the data ended on {named} but not on the others. Give every rank an iterator of the same length: use "
+        "plugin.prepare_dataloader, and take len(dataloader) steps."
+    )
+    assert_all_raise(outcomes(prepares), DataError, text)
+
+
+@pytest.mark.parametrize("others", [batch_of(torch.ones(2)), out_of_data])
+def test_a_rank_that_cannot_read_says_why_and_the_others_who(others):
+    own, *rest = outcomes([broken, others, others, broken])
+    assert_all_raise([own, rest.pop()], OSError, "the disk is gone")
+    assert_all_raise(rest, PeerError, "reading the batch failed on ranks 0, 3. See the error printed there.")
+
+
+BIG = torch.zeros(100, 1000)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        ((torch.ones(2),), (torch.tensor([1.0, 2.0]),)),
+        ((torch.ones(2),), (torch.ones(4),)),
+        ((torch.ones(4, 1),), (torch.ones(4),)),
+        ((torch.ones(2),), (torch.ones(2, dtype=torch.int64),)),
+        ((torch.zeros(2, dtype=torch.float16),), (torch.zeros(2, dtype=torch.bfloat16),)),
+        ((torch.zeros(2), "a"), (torch.zeros(2), "b")),
+        ((torch.zeros(2), ["a", "b"]), (torch.zeros(2), ["a", "c"])),
+        ((torch.zeros(2), torch.tensor(1)), (torch.zeros(2), torch.tensor(2))),
+        ((BIG,), (BIG + torch.rand(100, 1),)),
+        ((BIG,), (BIG + torch.rand(1000),)),
+    ],
+)
+def test_ranks_of_one_pipeline_must_hold_the_same(mine, theirs):
+    same = [batch_of(*mine)] * 2
+    text = (
+        "the ranks of one pipeline must hold the same batch: ranks 2, 3 hold different ones. "
+        "Use plugin.prepare_dataloader, or seed the sampler and the transforms alike on all of them."
+    )
+    assert_all_raise(outcomes([*same, batch_of(*mine), batch_of(*theirs)]), DataError, text)
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        torch.rand(4).bfloat16(),
+        torch.rand(4) > 0.5,
+        torch.rand(4, 3).t().reshape(4, 3)[:, ::2],
+        torch.randint(9, (4,)).to(torch.uint8),
+        torch.rand(4, 0),
+        torch.rand(4, dtype=torch.complex64),
+        torch.rand(4).requires_grad_(),
+    ],
+    ids=lambda leaf: str(leaf.dtype),
+)
+def test_batches_of_every_kind_are_compared(leaf):
+    results = outcomes([batch_of(leaf)] * 2 + [batch_of(leaf.clone())] * 2)
+    assert len({report.digest for _, reports in results for report in reports}) == 1
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that is not in host memory, as far as anyone can tell; notes how often it is fetched."""
+
+    fetches = 0
+    is_cpu = False
+
+    def cpu(self):
+        OnDevice.fetches += 1
+        return self.as_subclass(torch.Tensor)
+
+
+def test_a_batch_on_a_device_is_fetched_at_once(monkeypatch):
+    monkeypatch.setattr(OnDevice, "fetches", 0)
+    leaves = torch.rand(4, 5000), torch.rand(4), torch.tensor(3)
+    away = [leaf.as_subclass(OnDevice) for leaf in leaves[:2]]
+    results = outcomes([batch_of(*leaves)] * 2 + [batch_of(*away, leaves[2])] * 2)
+    assert len({report.digest for _, reports in results for report in reports}) == 1
+    assert OnDevice.fetches == 2, "once on each of two ranks"
+
+
+def test_a_batch_that_no_other_rank_must_hold_is_not_looked_at():
+    """Meta tensors have nothing to look at."""
+
+    def run():
+        world = current_world()
+        return sync_batch(world.control(), ((0,), (1,)), True, batch_of(torch.ones(4, device="meta")))
+
+    for batch, reports in Loopback(2).run(run):
+        assert batch.num_items == 4
+        assert [report.digest for report in reports] == [0, 0]
+
+
+def test_some_ranks_train_and_some_do_not():
+    text = (
+        "gradients must be enabled on all ranks or on none: they are enabled on ranks 1, 2 only. "
+        "Call execute_pipeline under torch.no_grad() on every rank, or on none."
+    )
+    results = outcomes([batch_of(torch.ones(2))] * 4, training=(False, True, True, False))
+    assert_all_raise(results, ConfigError, text)
+
+
+def test_a_mean_over_nothing():
+    text = (
+        "the criterion counts no items in any replica's batch, so its mean is not defined. "
+        "Check criterion.num_items and the labels."
+    )
+    assert_all_raise(outcomes([nothing_counts] * 4), DataError, text)
+    results = outcomes([nothing_counts] * 2 + [batch_of(torch.ones(3))] * 2)
+    assert [batch.num_items for batch, _ in results] == [0, 0, 3, 3]
+
+
+@pytest.mark.parametrize("data", [[torch.ones(2)], {"x": 1}, torch.ones(2)])
+def test_only_iterators_are_read(data):
+    text = f"execute_pipeline takes an iterator: got {type(data).__name__}. Pass iter(dataloader)."
+    with pytest.raises(DataError, match=f"^{re.escape(text)}$"):
+        read_batch(data)

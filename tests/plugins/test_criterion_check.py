@@ -1,0 +1,214 @@
+"""Criteria of every kind, in every layout: the loss and the gradients of one process that sees the whole batch."""
+
+import re
+
+import pytest
+import torch
+from support import assert_near, boosted, gradients_of, sgd, train
+from torch import nn
+from torch.nn import functional as F
+
+from hybridpp import Booster, HybridParallelPlugin
+from hybridpp.cluster import Loopback
+from hybridpp.errors import ConfigError, DataError
+
+LAYOUTS = [
+    {"num_microbatches": 1},
+    {"num_microbatches": 4},
+    {"num_microbatches": 3, "pp_size": 2},
+    {"num_microbatches": 2, "dp_size": 2},
+    {"num_microbatches": 2, "dp_size": 2, "pp_size": 2},
+]
+
+
+class Net(nn.Module):
+    """Takes one tensor, and gives one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Summing(Net):
+    """Computes its loss itself, and adds up."""
+
+    def forward(self, x, y):
+        return {"loss": F.mse_loss(super().forward(x), y, reduction="sum")}
+
+
+def pairs(size=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 6, generator=generator), torch.randn(size, 6, generator=generator)
+
+
+def classes(size=8):
+    return pairs(size)[0], torch.tensor([0, 1, -100, 2, 3, -100, -100, 5])[:size]
+
+
+def by_itself(model, loss_of, batch):
+    """The loss and the gradients of a plain model on the whole batch."""
+    loss = loss_of(model, *batch)
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def sums(outputs, inputs):
+    return ((outputs - inputs[1]) ** 2).sum()
+
+
+def said_sum(outputs, inputs):
+    return sums(outputs, inputs)
+
+
+def inner_sum(outputs):
+    return outputs["loss"]
+
+
+said_sum.reduction = inner_sum.reduction = "sum"
+
+
+def squared(model, x, y):
+    return ((model(x) - y) ** 2).sum()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("kind", ["torch", "function", "model"])
+def test_what_adds_up_does_so_over_microbatches_and_replicas(kind, layout):
+    criterion = {"torch": nn.MSELoss(reduction="sum"), "function": said_sum, "model": inner_sum}[kind]
+    model = Summing if kind == "model" else Net
+    loss, gradients = by_itself(Net(), squared, pairs())
+    result = train(model, [pairs()], criterion=criterion, **layout)
+    assert_near(result["gradients"], gradients, 1e-5)
+    per_replica = [losses[0] for losses in result["losses"]][:: layout.get("pp_size", 1)]
+    assert sum(per_replica) == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_torch_criterion_on_a_pair_counts_the_targets_not_ignored(layout, reduction):
+    criterion = nn.CrossEntropyLoss(reduction=reduction, weight=torch.linspace(1, 2, 6))
+    loss, gradients = by_itself(Net(), lambda model, x, y: criterion(model(x), y), classes())
+    result = train(Net, [classes()], criterion=criterion, **layout)
+    assert_near(result["gradients"], gradients, 1e-5)
+    if "dp_size" not in layout:
+        assert result["losses"][0][0] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_entries_that_the_model_does_not_take_are_the_criterions(layout):
+    def criterion(outputs, inputs):
+        return F.mse_loss(outputs, inputs["wanted"])
+
+    def batch():
+        x, y = pairs()
+        return {"x": x, "wanted": y}
+
+    _, gradients = by_itself(Net(), lambda model, x, y: F.mse_loss(model(x), y), pairs())
+    assert_near(train(Net, [batch()], criterion=criterion, **layout)["gradients"], gradients, 1e-5)
+    assert_near(train(Net, [batch()], criterion=nn.MSELoss(), **layout)["gradients"], gradients, 1e-5)
+
+
+def everyone_raises(error, text, criterion, batch, model=Net, **settings):
+    def run():
+        settings.setdefault("num_microbatches", 2)
+        booster, net, optimizer = boosted(model(), sgd, pairs(2) if model is Summing else pairs(2)[:1], **settings)
+        before = {name: parameter.clone() for name, parameter in net.named_parameters()}
+        with pytest.raises(error, match=re.escape(text)):
+            booster.execute_pipeline(iter([batch]), net, criterion, optimizer)
+        optimizer.step()
+        assert_near({name: parameter.detach() for name, parameter in net.named_parameters()}, before, 0)
+        return True
+
+    assert all(Loopback(settings.get("pp_size", 1) * 2).run(run))
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_an_undeclared_sum_is_refused_on_every_rank_before_the_step(pp_size):
+    text = "the criterion returns a sum over samples without declaring it: for twice the samples it returned twice the"
+    everyone_raises(ConfigError, text, sums, pairs(), pp_size=pp_size)
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_in_evaluation_a_sum_that_does_not_say_so_is_refused_too(pp_size):
+    calls = []
+
+    def mean(outputs, inputs):
+        calls.append(len(outputs))
+        return F.mse_loss(outputs, inputs[1])
+
+    def run():
+        booster, model, _ = boosted(Net(), None, pairs(2)[:1], num_microbatches=2, pp_size=pp_size)
+        with torch.no_grad():
+            with pytest.raises(ConfigError, match="returns a sum over samples without declaring it"):
+                booster.execute_pipeline(iter([pairs()]), model, sums)
+            booster.execute_pipeline(iter([pairs()]), model, mean)
+            one = booster.execute_pipeline(iter([pairs(1)]), model, sums)["loss"].item()
+            return booster.execute_pipeline(iter([pairs()]), model, said_sum)["loss"].item(), one
+
+    with torch.no_grad():
+        expected = squared(Net(), *pairs()).item(), squared(Net(), *pairs(1)).item()
+    for losses in Loopback(pp_size).run(run):
+        assert losses == pytest.approx(expected)
+    assert calls == [4, 4]
+
+
+def test_a_sum_is_refused_until_it_says_so():
+    def run():
+        def criterion(outputs, inputs):
+            return sums(outputs, inputs)
+
+        booster, model, optimizer = boosted(Net(), sgd, None, num_microbatches=2)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="returns a sum over samples without declaring it"):
+                booster.execute_pipeline(iter([pairs()]), model, criterion, optimizer)
+        criterion.reduction = "sum"
+        return booster.execute_pipeline(iter([pairs()]), model, criterion, optimizer)["loss"].item()
+
+    assert Loopback(1).run(run) == [pytest.approx(squared(Net(), *pairs()).item())]
+
+
+def test_one_microbatch_in_all_may_hold_any_sum():
+    _, gradients = by_itself(Net(), squared, pairs())
+    assert_near(train(Net, [pairs()], criterion=sums, num_microbatches=1)["gradients"], gradients)
+
+
+def test_a_sum_that_the_model_makes_is_warned_of_once(caplog):
+    train(Summing, [pairs(), pairs(), pairs()], criterion=lambda outputs: outputs["loss"], num_microbatches=2)
+    (record,) = caplog.records
+    assert "the loss that Summing computes ends with a sum, and it is averaged" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "criterion", "batch"),
+    [
+        (ConfigError, "a criterion must accept (outputs, inputs) or (outputs)", lambda a, b, c: 0, pairs()),
+        (ConfigError, "has reduction='none'. Use 'mean' or 'sum'", nn.MSELoss(reduction="none"), pairs()),
+        (ConfigError, "MSELoss takes a tensor and its target", nn.MSELoss(), {"x": pairs()[0]}),
+        (DataError, "the forward of Net needs 'x': got y, z.", sums, dict(zip("yz", pairs(), strict=True))),
+    ],
+)
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_a_criterion_that_is_not_callable_is_refused_on_every_rank_first(error, text, criterion, batch, pp_size):
+    everyone_raises(error, text, criterion, batch, pp_size=pp_size)
+
+
+def test_boost_cuts_by_a_loaders_pairs():
+    def run():
+        plugin = HybridParallelPlugin(tp_size=1, pp_size=2, num_microbatches=2, precision="fp32")
+        dataset = list(zip(*pairs(), strict=True))
+        model = Net()
+        optimizer, loader = sgd(model.parameters()), plugin.prepare_dataloader(dataset, batch_size=8)
+        parts = Booster(plugin=plugin, device="cpu").boost(model, optimizer, nn.MSELoss(), loader)
+        booster = Booster(plugin=plugin, device="cpu")
+        booster.execute_pipeline(iter(loader), parts.model, parts.criterion, parts.optimizer)
+        return gradients_of(booster, parts.model)
+
+    _, expected = by_itself(Net(), lambda model, x, y: F.mse_loss(model(x), y), pairs())
+    first, second = Loopback(2).run(run)
+    assert_near(first | second, expected)

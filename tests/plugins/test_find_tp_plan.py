@@ -1,0 +1,400 @@
+"""What styles of layers cannot say is divided too, where it is found: tables by head, experts, shared heads."""
+
+import functools
+
+import pytest
+import torch
+from divided_models import SIZES, deepseek, falcon, gpt_oss, llama4, mixtral, mpnet, olmo2, t5, token_batch
+from hybridpp_plugins.find_tp_plan import find_tp_plan
+from hybridpp_plugins.sample import Samples
+from support import assert_near, assert_same, boosted, model_loss, sgd, train, whole_over_tp
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from hybridpp.cluster import Loopback, current_world
+from hybridpp.tensor_parallel import sharding_of
+
+MODELS = {f.__name__: f for f in (t5, falcon, mpnet, mixtral, deepseek, gpt_oss, llama4, olmo2)}
+BATCHES = [token_batch(seed=seed) for seed in range(2)]
+
+
+@functools.cache
+def one_process_of(name):
+    return train(MODELS[name], BATCHES, num_microbatches=2)
+
+
+def assert_equal(run, expected):
+    for losses in run["losses"]:
+        assert losses == pytest.approx(expected["losses"][0], abs=1e-5)
+    largest = max(gradient.abs().max() for gradient in expected["gradients"].values())
+    for name, gradient in expected["gradients"].items():
+        # Some are zero but for rounding: biases of keys, which a softmax does not see.
+        limit = 1e-5 * max(gradient.abs().max(), 1e-3 * largest)
+        assert (run["gradients"][name] - gradient).abs().max() <= limit, name
+    assert_near(run["weights"], expected["weights"], 1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_train_as_in_one_process(name):
+    assert_equal(train(MODELS[name], BATCHES, num_microbatches=2, tp_size=2), one_process_of(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("t5", {"schedule": "zb-h1"}),
+        ("falcon", {"schedule": "interleaved", "num_model_chunks": 2}),
+        ("mpnet", {"schedule": "zb-v"}),
+        ("olmo2", {"schedule": "zb-h1"}),
+        ("olmo2", {"gradient_checkpoint_config": {"gradient_checkpointing_ratio": 1.0}}),
+        ("mixtral", {"gradient_checkpoint_config": {"gradient_checkpointing_ratio": 1.0}}),
+    ],
+)
+def test_so_they_do_in_stages(name, options):
+    run = train(MODELS[name], BATCHES, num_microbatches=2, tp_size=2, pp_size=2, **options)
+    assert_equal(run, one_process_of(name))
+
+
+@pytest.mark.parametrize("name", ["falcon", "olmo2"])
+def test_four_ranks_share_heads_of_keys_and_values(name):
+    assert_equal(train(MODELS[name], BATCHES, num_microbatches=2, tp_size=4), one_process_of(name))
+
+
+@pytest.mark.parametrize("name", ["falcon", "gpt_oss"])
+def test_the_norm_counts_every_weight_once(name):
+    def run(**layout):
+        def rank():
+            booster, model, optimizer = boosted(MODELS[name](), sgd, token_batch(), num_microbatches=2, **layout)
+            booster.execute_pipeline(iter([token_batch()]), model, model_loss, optimizer)
+            booster.execute_pipeline(iter([token_batch(seed=1)]), model, model_loss, optimizer)
+            return optimizer.get_grad_norm()
+
+        return Loopback(layout.get("tp_size", 1)).run(rank)
+
+    (expected,) = run()
+    norms = run(tp_size=2)
+    assert len(set(norms)) == 1
+    assert norms[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_clipping_and_half_precision():
+    options = {"num_microbatches": 2, "precision": "bf16", "max_norm": 0.1}
+    for make_model in (falcon, mixtral):
+        run = train(make_model, BATCHES, tp_size=2, **options)
+        assert_near(run["weights"], train(make_model, BATCHES, **options)["weights"], 2e-2)
+
+
+def test_dropout_does_not_depend_on_stages_and_schedule():
+    make_model = functools.partial(mpnet, dropout=0.2)
+    expected = train(make_model, BATCHES, num_microbatches=2, tp_size=2)
+    run = train(make_model, BATCHES, num_microbatches=2, tp_size=2, pp_size=2, schedule="zb-h1")
+    assert run["losses"][0] == expected["losses"][0]
+    assert_near(run["gradients"], expected["gradients"])
+
+
+# What one rank of two has of the blocks' weights. Norms and routers are whole, and of deepseek the narrow layers.
+SHARES = {
+    "t5": 0.53,
+    "falcon": 0.55,
+    "mpnet": 0.54,
+    "mixtral": 0.52,
+    "deepseek": 0.63,
+    "gpt_oss": 0.55,
+    "llama4": 0.52,
+    "olmo2": 0.52,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_are_halved_and_folders_are_whole(name, tmp_path, caplog):
+    def is_in_block(key):
+        return any(part in key for part in (".layers.", ".layer.", ".h.", ".block."))
+
+    def rank():
+        booster, model, _ = boosted(MODELS[name](), sgd, token_batch(), tp_size=2)
+        sizes = [p.numel() for key, p in model.named_parameters() if is_in_block(key)]
+        booster.save_model(model, tmp_path)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        booster.load_model(model, tmp_path)
+        return sum(sizes), whole_over_tp(booster, model, dict(model.named_parameters()))
+
+    with caplog.at_level("WARNING", logger="hybridpp"):
+        ranks = Loopback(2).run(rank)
+    expected = dict(MODELS[name]().named_parameters())
+    whole = sum(p.numel() for key, p in expected.items() if is_in_block(key))
+    for size, weights in ranks:
+        assert size / whole < SHARES[name]
+        assert_same(weights, expected)
+    loaded, info = type(MODELS[name]()).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_same(dict(loaded.named_parameters()), expected)
+    listed = " ".join(record.getMessage() for record in caplog.records)
+    assert "experts" not in listed
+    assert "relative_attention_bias" not in listed
+    assert ("stay replicated on all tensor-parallel ranks" in listed) == (name in {"deepseek", "llama4"})
+
+
+def test_copied_parts_of_a_fused_layer_say_so():
+    def rank():
+        _, model, _ = boosted(falcon(), sgd, token_batch(), tp_size=2)
+        return sharding_of(model.transformer.h[0].self_attention.query_key_value.weight)
+
+    for place in Loopback(2).run(rank):
+        assert (place.full_shape, place.shard.widths, place.shard.copies) == ((48, 32), (32, 8, 8), (1, 2, 2))
+
+
+def large(config_class, model_class, **settings):
+    """With a vocabulary that outweighs a block."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_hidden_layers": 2, "vocab_size": 301, **settings}
+    model = model_class(config_class(**sizes)).train()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+LLAMA = (LlamaConfig, LlamaForCausalLM)
+LARGE = {
+    "tied": functools.partial(large, *LLAMA, tie_word_embeddings=True, use_cache=False),
+    "untied": functools.partial(large, *LLAMA, tie_word_embeddings=False, use_cache=False),
+    # A head with a bias; embeddings of places.
+    "bert": functools.partial(
+        large, BertConfig, BertForMaskedLM, hidden_dropout_prob=0, attention_probs_dropout_prob=0
+    ),
+    # An embedding that scales what it looks up.
+    "gemma3": functools.partial(large, Gemma3TextConfig, Gemma3ForCausalLM, head_dim=8, use_cache=False),
+}
+
+
+@functools.cache
+def one_process_of_large(name):
+    return train(LARGE[name], BATCHES, num_microbatches=2)
+
+
+@pytest.mark.parametrize(("pp_size", "schedule"), [(1, "1f1b"), (2, "zb-h1")])
+@pytest.mark.parametrize("name", LARGE)
+def test_large_vocabularies_are_divided_with_what_surrounds_them(name, pp_size, schedule):
+    run = train(LARGE[name], BATCHES, num_microbatches=2, tp_size=2, pp_size=pp_size, schedule=schedule)
+    assert_equal(run, one_process_of_large(name))
+
+
+def empty(make_model):
+    with torch.device("meta"):
+        return make_model()
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize("name", LARGE)
+def test_so_all_of_a_model_is_nearly_halved(name, on_meta):
+    def rank():
+        model = empty(LARGE[name]) if on_meta else LARGE[name]()
+        _, model, _ = boosted(model, sgd, token_batch(), tp_size=2)
+        return sum(p.numel() for p in model.parameters())
+
+    whole = sum(p.numel() for p in LARGE[name]().parameters())
+    for size in Loopback(2).run(rank):
+        assert size / whole < 0.53
+
+
+class Tied(nn.Module):
+    """Its glue uses the embedding's weight as a head, if asked to: that has to be whole."""
+
+    def __init__(self, by_hand):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.by_hand = nn.Embedding(200, 8), by_hand
+        blocks = [nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)]
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, ids):
+        x = self.embedding(ids).to(self.embedding.weight.dtype)
+        for block in self.blocks:
+            x = x + block(x)
+        return x @ self.embedding.weight.T if self.by_hand else x
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_tables_that_are_used_by_hand_stay_whole(by_hand, on_meta, caplog):
+    ids = torch.randint(0, 200, (4, 3), generator=torch.Generator().manual_seed(0))
+    make_model = functools.partial(Tied, by_hand)
+
+    def squares(outputs, inputs):
+        return outputs.square().mean()
+
+    def rank():
+        model = empty(make_model) if on_meta else make_model()
+        _, model, _ = boosted(model, sgd, ids, tp_size=2)
+        return model.embedding.weight.shape[0]
+
+    with caplog.at_level("WARNING", logger="hybridpp"):
+        assert Loopback(2).run(rank) == [200 if by_hand else 100] * 2
+    listed = " ".join(record.getMessage() for record in caplog.records)
+    assert ("embedding: its weight is used in another way than by calling the module" in listed) == by_hand
+    options = {"criterion": squares, "num_microbatches": 2}
+    assert_equal(train(make_model, [ids], tp_size=2, **options), train(make_model, [ids], **options))
+
+
+class Positions(nn.Embedding):
+    """Rows by place, whatever the ids are."""
+
+    def forward(self, ids):
+        return self.weight[: ids.shape[1]]
+
+
+class Sized(nn.Module):
+    """Its glue asks layers for their sizes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.places, self.all_places = nn.Embedding(70, 8), Positions(90, 8), nn.Embedding(30, 8)
+        blocks = [nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)]
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(8, 70)
+
+    def forward(self, ids):
+        x = self.embedding(ids % self.embedding.num_embeddings) + self.places(ids)
+        x = x + self.all_places(torch.arange(self.all_places.num_embeddings))[: ids.shape[1]]
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x).view(-1, self.head.out_features)
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_glue_finds_the_sizes_of_what_looks_whole(pp_size):
+    ids = torch.randint(0, 200, (4, 3), generator=torch.Generator().manual_seed(0))
+
+    def loss(logits, ids):
+        return nn.functional.cross_entropy(logits, ids.flatten() % 70)
+
+    def rank():
+        _, model, _ = boosted(Sized(), sgd, ids, tp_size=2)
+        return [part.weight.shape[0] for part in (model.embedding, model.places, model.all_places, model.head)]
+
+    assert Loopback(2).run(rank) == [[35, 90, 15, 35]] * 2
+    options = {"criterion": loss, "num_microbatches": 2}
+    assert_equal(train(Sized, [ids], tp_size=2, pp_size=pp_size, **options), train(Sized, [ids], **options))
+
+
+class Block(nn.Module):
+    """A gate that is shared by all blocks; evaluating it leaves something behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.factor = 1.0
+
+    def forward(self, x, gate):
+        if not self.training:
+            self.factor = 0.5
+        return x + self.factor * self.down((self.up(x) * (1 + gate)).tanh())
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.gate = nn.Parameter(torch.zeros(16))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, self.gate)
+        return x
+
+
+def test_looking_at_a_model_changes_nothing_and_sees_what_is_trained():
+    batches = [torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    options = {"num_microbatches": 2, "criterion": lambda outputs, inputs: outputs.square().mean()}
+    expected = train(Gated, batches, **options)
+    assert expected["gradients"]["gate"].abs().max() > 1e-3
+    assert_equal(train(Gated, batches, tp_size=2, **options), expected)
+
+
+class Conditioned(nn.Module):
+    """Its glue calls what the first block makes conditions with, too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(self.block() for _ in range(3))
+        self.out = nn.Linear(8, 8)
+
+    @staticmethod
+    def block():
+        block = Block()
+        block.condition = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
+        block.forward = functools.partial(Conditioned.run, block)
+        return block
+
+    @staticmethod
+    def run(block, x):
+        return x + block.down(block.up(x).tanh() * block.condition(x))
+
+    def forward(self, x):
+        condition = self.blocks[0].condition(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x) * condition[..., :8]
+
+
+def test_blocks_of_which_glue_calls_a_part_stay_whole(caplog):
+    batches = [torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    options = {"num_microbatches": 2, "criterion": lambda outputs, inputs: outputs.square().mean()}
+    assert_equal(train(Conditioned, batches, tp_size=2, **options), train(Conditioned, batches, **options))
+    assert (
+        "stay replicated on all tensor-parallel ranks: blocks.*: 'condition' is also called from outside of the block"
+        in caplog.text
+    )
+
+    def widths():
+        _, model, _ = boosted(Conditioned(), sgd, batches[0], tp_size=2)
+        return [block.up.weight.shape[0] for block in model.blocks]
+
+    assert Loopback(2).run(widths) == [[16, 8, 8]] * 2
+
+
+class Strict(nn.Module):
+    """Runs in training alone, counts that, and draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        if not self.training:
+            raise NotImplementedError
+        self.count += 1
+        return x + self.down(self.up(x).tanh()) + 0 * torch.rand(())
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_a_model_that_runs_in_training_alone_is_looked_at_there(on_meta):
+    def run():
+        with torch.device("meta" if on_meta else "cpu"):
+            model = nn.Sequential(*(Strict() for _ in range(2)))
+        for block in model:
+            block.count = torch.zeros(())
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+        before = torch.get_rng_state()
+        plan = find_tp_plan(model, lambda: Samples((x,)), 2, current_world().control())
+        assert torch.equal(torch.get_rng_state(), before)
+        assert [block.count.item() for block in model] == [0, 0]
+        return plan
+
+    plan, other = Loopback(2).run(run)
+    assert plan == other
+    assert plan.styles == {
+        f"{block}.{layer}": s for block in (0, 1) for layer, s in (("up", "column"), ("down", "row"))
+    }

@@ -1,0 +1,260 @@
+"""What scripts do to gradients between backward and step: one run in every layout, or an error."""
+
+import copy
+import logging
+import re
+
+import pytest
+import torch
+from divided_models import VIT
+from support import (
+    assert_near,
+    assert_same,
+    boosted,
+    image_batch,
+    model_loss,
+    replica_part,
+    sgd,
+    tiny_vit,
+    whole_over_tp,
+)
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from hybridpp.cluster import Loopback
+from hybridpp.errors import ConfigError
+
+BATCHES = [image_batch(4, seed) for seed in range(3)]
+REFUSED = re.compile(
+    r"the script multiplied gradients before the last step by different factors, as torch\.nn\.utils\.clip_grad_norm_ "
+    r"does: (\S+) on rank 0, (\S+) on rank 1\. It uses the norm of one rank's gradients, not of the complete model's\. "
+    r"Call optimizer\.clip_grad_by_norm\(max_norm\), or set HybridParallelPlugin\(max_norm=\.\.\.\)\."
+)
+
+
+def weights(change, *, evaluates=False, steps=3, dp_size=1, own_backward=False, **settings):
+    """Of runs whose scripts do ``change(model)`` before each step."""
+    num_ranks = dp_size * settings.get("pp_size", 1) * settings.get("tp_size", 1)
+
+    def run():
+        booster, model, optimizer = boosted(
+            tiny_vit(), sgd, image_batch(2), tensor_parallel_plan=VIT, num_microbatches=2 // dp_size, **settings
+        )
+        for batch in BATCHES[:steps]:
+            mine = replica_part(batch, booster.plugin.layout.here.dp, dp_size)
+            if own_backward:
+                booster.backward(model(**mine).loss, optimizer)
+            else:
+                booster.execute_pipeline(iter([mine]), model, model_loss, optimizer)
+            change(model)
+            optimizer.step()
+        if evaluates:
+            with torch.no_grad():
+                booster.execute_pipeline(iter([BATCHES[0]]), model, model_loss)
+        held = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        return whole_over_tp(booster, model, held)
+
+    found = {}
+    for rank in Loopback(num_ranks).run(run):
+        found.update(rank)
+    return found
+
+
+def by_norm(max_norm):
+    return lambda model: clip_grad_norm_(model.parameters(), max_norm)
+
+
+LAYOUTS = [{"pp_size": 2}, {"tp_size": 2}, {"pp_size": 2, "schedule": "zb-v"}]
+
+
+@pytest.mark.parametrize("settings", LAYOUTS)
+@pytest.mark.parametrize("foreach", [True, False])
+def test_clipping_by_the_norm_of_each_rank_is_refused(settings, foreach):
+    with pytest.raises(ConfigError) as error:
+        weights(lambda model: clip_grad_norm_(model.parameters(), 0.05, foreach=foreach), **settings)
+    first, second = map(float, REFUSED.fullmatch(str(error.value)).groups())
+    assert first < 1
+    assert second < 1
+    assert first != second
+
+
+def norms_of_stages():
+    norms = []
+    weights(lambda model: norms.append(clip_grad_norm_(model.parameters(), 1e9).item()), steps=1, pp_size=2)
+    return norms
+
+
+def test_one_rank_that_is_clipped_is_enough():
+    low, high = sorted(norms_of_stages())
+    with pytest.raises(ConfigError) as error:
+        weights(by_norm((low + high) / 2), steps=1, evaluates=True, pp_size=2)
+    assert "1" in REFUSED.fullmatch(str(error.value)).groups()
+
+
+def test_the_next_evaluation_tells_it_too():
+    with pytest.raises(ConfigError, match="clip_grad_by_norm"):
+        weights(by_norm(0.05), steps=1, evaluates=True, pp_size=2)
+
+
+def test_behind_a_backward_by_hand_it_is_refused_before_a_weight_changes():
+    def run():
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), tp_size=2, tensor_parallel_plan=VIT)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        booster.backward(model(**BATCHES[0]).loss, optimizer)
+        clip_grad_norm_(model.parameters(), 0.05)
+        with pytest.raises(ConfigError, match="clip_grad_by_norm"):
+            optimizer.step()
+        assert_same(model.state_dict(), before)
+
+    Loopback(2).run(run)
+
+
+@pytest.mark.parametrize("settings", LAYOUTS)
+def test_clipping_that_leaves_everything_is_told_once(settings, caplog):
+    with caplog.at_level(logging.WARNING, logger="hybridpp"):
+        weights(by_norm(1e9), **settings)
+    (message,) = [text for record in caplog.records if "wrote to gradients" in (text := record.getMessage())]
+    assert message == (
+        "[rank 0] the script wrote to gradients before the last step without changing their values. If that was "
+        "torch.nn.utils.clip_grad_norm_: it uses the norm of one rank's gradients, not of the complete model's. Call "
+        "optimizer.clip_grad_by_norm(max_norm), or set HybridParallelPlugin(max_norm=...)."
+    )
+
+
+def in_one_process(change):
+    model = tiny_vit()
+    optimizer = sgd(model.parameters())
+    for batch in BATCHES:
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        change(model)
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_replicas_of_one_rank_are_clipped_as_by_torch(dp_size, caplog):
+    with caplog.at_level(logging.WARNING, logger="hybridpp"):
+        assert_near(weights(by_norm(0.05), dp_size=dp_size), in_one_process(by_norm(0.05)))
+    assert not caplog.records
+
+
+def halve(model):
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.5)
+
+
+def halve_some(model):
+    for name, parameter in model.named_parameters():
+        if "layers.0" in name or "layers.1" in name or "embeddings" in name:
+            parameter.grad.mul_(0.1)
+
+
+def halve_by_layer(model):
+    for name, parameter in model.named_parameters():
+        parameter.grad.mul_(0.5 if "weight" in name else 0.9)
+
+
+def leave_out_biases(model):
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.grad = None
+
+
+def replace(model):
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad * 0.5 + 1e-3
+
+
+def by_value(model):
+    clip_grad_value_(model.parameters(), 1e-3)
+
+
+@pytest.mark.parametrize("change", [halve, halve_some, halve_by_layer, leave_out_biases, replace, by_value])
+@pytest.mark.parametrize("settings", LAYOUTS[:2])
+def test_other_changes_by_hand_do_what_they_do_in_one_process(change, settings, caplog):
+    with caplog.at_level(logging.WARNING, logger="hybridpp"):
+        assert_near(weights(change, **settings), in_one_process(change), 2e-6)
+    assert not [record for record in caplog.records if "wrote to gradients" in record.getMessage()]
+
+
+def test_a_stage_without_gradients_is_no_reason_to_complain():
+    def run():
+        model = tiny_vit()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers.3" in name or "classifier" in name)
+        booster, model, optimizer = boosted(model, sgd, image_batch(2), pp_size=2)
+        for batch in BATCHES:
+            booster.execute_pipeline(iter([batch]), model, model_loss, optimizer)
+            clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+        return optimizer.applied_steps
+
+    assert Loopback(2).run(run) == [3, 3]
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_the_optimizers_own_clipping_is_torchs_and_silent(pp_size, caplog):
+    def run():
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=pp_size)
+        for batch in BATCHES:
+            booster.execute_pipeline(iter([batch]), model, model_loss, optimizer)
+            optimizer.clip_grad_by_norm(0.05)
+            optimizer.step()
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    found = {}
+    with caplog.at_level(logging.WARNING, logger="hybridpp"):
+        for rank in Loopback(pp_size).run(run):
+            found.update(rank)
+    assert_near(found, in_one_process(by_norm(0.05)))
+    assert not [record for record in caplog.records if "wrote to gradients" in record.getMessage()]
+
+
+NOT_SHOWN = (
+    "[rank 0] the model's parameters were listed between backward and step. If the script looks for gradients: in bf16 "
+    "and fp16, parameter.grad is None, and torch.nn.utils.clip_grad_norm_ clips nothing. Call "
+    "optimizer.clip_grad_by_norm(max_norm), or set HybridParallelPlugin(max_norm=...); optimizer.gradients() returns "
+    "the gradients."
+)
+
+
+@pytest.mark.parametrize("own_backward", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_half_precision_it_is_told_once_that_nothing_is_clipped(precision, own_backward, caplog):
+    settings = {"precision": precision, "own_backward": own_backward, "initial_scale": 8.0}
+    with caplog.at_level(logging.WARNING, logger="hybridpp"):
+        weights(by_norm(0.05), **settings)
+    assert [record.getMessage() for record in caplog.records] == [NOT_SHOWN]
+
+
+def test_in_half_precision_nobody_else_is_told_so(caplog):
+    """Parameters are listed by the model's own forward, in evaluation between, and where no gradients are held."""
+
+    def run():
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), precision="bf16")
+        for batch in BATCHES:
+            booster.execute_pipeline(iter([batch]), model, model_loss, optimizer)
+            booster.backward(model(**batch).loss, optimizer)
+            booster.execute_pipeline(iter([image_batch(3)]), model, model_loss, optimizer)
+            with torch.no_grad():
+                model(**batch)
+                booster.execute_pipeline(iter([batch]), model, model_loss)
+            assert optimizer.clip_grad_by_norm(0.05) > 0
+            optimizer.step()
+            assert all(parameter.grad is None for parameter in model.parameters())
+            optimizer.zero_grad()
+            list(model.parameters())
+
+    with caplog.at_level(logging.WARNING, logger="hybridpp"):
+        Loopback(1).run(run)
+    assert not caplog.records
+
+
+def test_a_copy_of_the_model_has_plain_parameters():
+    def run():
+        _, model, _ = boosted(tiny_vit(), sgd, image_batch(2), precision="bf16")
+        copied = copy.deepcopy(model)
+        assert all(type(module._parameters) is dict for module in copied.modules())
+        assert_same(dict(copied.named_parameters()), dict(model.named_parameters()))
+
+    Loopback(1).run(run)

@@ -1,0 +1,130 @@
+"""Optimizers that look at whole parameters, or at all of them, train one run in every layout or are refused."""
+
+import functools
+import logging
+import re
+
+import pytest
+import torch
+from divided_models import VIT
+from support import assert_near, assert_same, boosted, image_batch, tiny_vit, train
+from torch import optim
+from transformers.optimization import Adafactor as HuggingFaceAdafactor
+
+from hybridpp import HybridAdam
+from hybridpp.cluster import Loopback
+from hybridpp.errors import ConfigError
+
+BATCHES = [image_batch(4, seed) for seed in range(3)]
+INSTEAD = "an elementwise optimizer (AdamW, HybridAdam, SGD)"
+divided = functools.partial(train, tiny_vit, BATCHES, tensor_parallel_plan=VIT)
+
+
+class NormedTogether(optim.SGD):
+    """Divides by the norm of all gradients that it is given."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+
+    def step(self, closure=None):
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in held])
+        for parameter in held:
+            parameter.grad = parameter.grad / norm
+        return super().step(closure)
+
+
+def matrices(make):
+    return lambda params: make([parameter for parameter in params if parameter.dim() == 2])
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (functools.partial(optim.Adafactor, lr=0.01), "Adafactor"),
+        (HuggingFaceAdafactor, "Adafactor"),
+        (matrices(functools.partial(optim.Muon, lr=0.01)), "Muon"),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_shards_of_parameters_are_refused_by_name(make, name, precision):
+    with pytest.raises(ConfigError) as error:
+        divided(make_optimizer=make, tp_size=2, precision=precision)
+    parameter, count = re.search(r"a shard of '(.*)' and of (\d+) more", str(error.value)).groups()
+    assert (parameter.startswith("vit.layers.0."), int(count) > 10) == (True, True)
+    assert str(error.value) == (
+        f"{name}'s update of an element depends on the unsharded parameter, and a rank holds only a shard of "
+        f"{parameter!r} and of {count} more: got tp_size=2, pp_size=1. Use tp_size=1, with a larger pp_size if needed, "
+        f"or {INSTEAD}."
+    )
+
+
+def test_unsharded_parameters_give_the_same_bits_for_every_pp_size():
+    make = functools.partial(optim.Adafactor, lr=0.01)
+    whole = divided(make_optimizer=make)["weights"]
+    assert_same(divided(make_optimizer=make, pp_size=2)["weights"], whole)
+
+
+def test_only_sharded_parameters_are_in_the_way():
+    make = lambda params: optim.Adafactor([p for p in params if p.shape == (16, 3, 4, 4)], lr=0.01)  # noqa: E731
+    whole = divided(make_optimizer=make)["weights"]
+    assert_near(divided(make_optimizer=make, tp_size=2)["weights"], whole, 1e-5)
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2, "pp_size": 1}, {"tp_size": 1, "pp_size": 2}])
+def test_parts_of_all_parameters_are_refused_by_name(sizes):
+    message = (
+        "NormedTogether's update of a parameter depends on other parameters, of which a rank holds only a part: got "
+        f"tp_size={sizes['tp_size']}, pp_size={sizes['pp_size']}. Use tp_size=1, pp_size=1, or {INSTEAD}."
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        divided(make_optimizer=NormedTogether, **sizes)
+
+
+def test_replicas_hold_everything():
+    whole = divided(make_optimizer=NormedTogether)["weights"]
+    assert_near(divided(make_optimizer=NormedTogether, dp_size=2)["weights"], whole, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "make", [HybridAdam, functools.partial(optim.AdamW, lr=torch.tensor(1e-3)), functools.partial(optim.Adagrad)]
+)
+def test_others_are_divided_without_a_word(make, caplog):
+    with caplog.at_level(logging.WARNING, logger="hybridpp"):
+        divided(make_optimizer=make, tp_size=2, pp_size=2)
+    assert not [record for record in caplog.records if "could not check" in record.getMessage()]
+
+
+class Drawing(optim.SGD):
+    def step(self, closure=None):
+        torch.rand(1)
+        return super().step(closure)
+
+
+def test_what_cannot_be_tried_is_told_once_and_trains(caplog):
+    with caplog.at_level(logging.WARNING, logger="hybridpp"):
+        divided(make_optimizer=functools.partial(Drawing, lr=0.1), tp_size=2)
+    (message,) = [text for record in caplog.records if "could not check" in (text := record.getMessage())]
+    assert message == (
+        "[rank 0] could not check whether Drawing gives the same updates for every tp_size and pp_size (it draws "
+        "random numbers). Compare the losses of some steps with those of tp_size=1, pp_size=1."
+    )
+
+
+class Searching(optim.SGD):
+    def step(self, closure):
+        return closure()
+
+
+@pytest.mark.parametrize("cls", [optim.LBFGS, Searching])
+def test_an_optimizer_that_needs_a_closure_is_refused(cls):
+    message = (
+        f"the step of {cls.__name__} needs a closure that runs the model, which is not possible with a pipeline "
+        "schedule. Use another optimizer."
+    )
+
+    def run():
+        boosted(tiny_vit(), functools.partial(cls, lr=0.1), image_batch(2))
+
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        Loopback(1).run(run)

@@ -1,0 +1,164 @@
+"""A rank that waits for another one says for whom, and gives up in time."""
+
+import atexit
+import contextlib
+import logging
+import os
+import socket
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import RankFailed, run_ranks
+from support import boosted, image_batch, model_loss, sgd, tiny_vit
+from torch import nn
+
+from hybridpp import DistCoordinator, HybridParallelPlugin, launch
+from hybridpp.cluster import current_world, torch_world
+from hybridpp.errors import HybridppError, PeerError
+
+RAISE_IT = "raise timeout_s of launch_from_torch or launch."
+
+MISSING = "rank 1 to make groups with it. Every rank must make the same plugins, and boost the same models"
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def failure(function, *arguments):
+    """The error's text with its notes, and after how many seconds it came."""
+    start = time.monotonic()
+    with pytest.raises(PeerError) as raised:
+        function(*arguments)
+    return "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])]), time.monotonic() - start
+
+
+def _hanging_criterion(port):
+    rank = dist.get_rank()
+    DistCoordinator().destroy()
+    launch(rank, 2, "127.0.0.1", port, backend="gloo", timeout_s=1.0)
+    booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2, num_microbatches=2)
+
+    def criterion(outputs, inputs):
+        time.sleep(2.0)
+        return model_loss(outputs, inputs)
+
+    step = (booster.execute_pipeline, iter([image_batch(4)]), model, criterion, optimizer)
+    if rank == 0:
+        return failure(*step)
+    with contextlib.suppress(HybridppError):  # finds rank 0 gone
+        step[0](*step[1:])
+    return None
+
+
+@pytest.mark.parametrize(
+    ("shared_memory", "who"),
+    [("1", "rank 1 (group pp, gradients)"), ("0", "one of the ranks 0, 1 (group pp, gradients)")],
+)
+def test_a_hang_in_a_criterion_ends_in_time_and_tells_who_was_waited_for(monkeypatch, shared_memory, who):
+    monkeypatch.setenv("HYBRIDPP_SHARED_MEMORY", shared_memory)
+    port = free_port()
+    text, took = run_ranks(lambda: _hanging_criterion(port), 2)[0]
+    assert text.startswith(f"{who} said nothing for 1 s. It hangs, or does something else:"), text
+    assert RAISE_IT in text
+    assert "hybridpp: in action 0B0 (stage, kind, micro-batch)" in text, text
+    assert 0.9 < took < 2.0
+
+
+def test_a_rank_that_does_not_come_to_a_barrier_is_named():
+    port = free_port()
+
+    def run():
+        rank = dist.get_rank()
+        DistCoordinator().destroy()
+        launch(rank, 2, "127.0.0.1", port, backend="gloo", timeout_s=0.5)
+        if rank == 0:
+            return failure(DistCoordinator().block_all)
+        time.sleep(1.0)
+        return None
+
+    text, took = run_ranks(run, 2)[0]
+    assert text.startswith("rank 1 (group all ranks) said nothing for 0 s."), text
+    assert took < 1.0
+
+
+class _Gone:
+    """A store whose process has ended."""
+
+    def set(self, *arguments):
+        raise dist.DistNetworkError("broken pipe")
+
+    check = set
+
+
+@pytest.mark.parametrize("has_store", [True, False])
+def test_a_rank_that_dies_before_its_plugin_is_named(tmp_path, has_store):
+    def run():
+        if dist.get_rank() == 1:
+            os._exit(3)
+        if not has_store:
+            current_world()._store = _Gone()
+        (tmp_path / "seen").write_text(failure(lambda: HybridParallelPlugin(1, 2, num_microbatches=1))[0])
+
+    with pytest.raises(RankFailed, match="rank 1 died"):
+        run_ranks(run, 2)
+    text, *note = (tmp_path / "seen").read_text().splitlines()
+    assert text == "rank 1 (group all ranks) is gone: its process has ended. Its own error says why."
+    assert note == ([f"hybridpp: rank 0 waited for {MISSING}."] if has_store else [])
+
+
+def test_a_rank_that_is_late_for_its_plugin_is_named_meanwhile():
+    def run():
+        told = []
+        torch_world.FIRST_NOTICE_S = 0.1
+        torch_world.LOGGER.addHandler(handler := logging.Handler())
+        handler.emit = lambda record: told.append(record.getMessage())
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+        HybridParallelPlugin(tp_size=1, pp_size=2, num_microbatches=1)
+        return told
+
+    first, second = run_ranks(run, 2)
+    assert second == []
+    assert first[0] == f"[rank 0] has waited 0 s for {MISSING}."
+
+
+def test_a_rank_that_is_late_to_close_a_plugin_is_named_meanwhile():
+    def run():
+        made, told = HybridParallelPlugin(1, 2, num_microbatches=1), []
+        torch_world.FIRST_NOTICE_S = 0.1
+        torch_world.LOGGER.addHandler(handler := logging.Handler())
+        handler.emit = lambda record: told.append(record.getMessage())
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+        made.close()
+        return told
+
+    first, second = run_ranks(run, 2)
+    assert second == []
+    text = "[rank 0] has waited 0 s for rank 1 to close a plugin with it. Every rank must call plugin.close()."
+    assert first[0] == text
+
+
+@pytest.mark.parametrize("destroys", [True, False])
+def test_a_save_on_the_master_alone_is_told_from_a_death(tmp_path, destroys):
+    def run():
+        model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)])
+        booster, model, _ = boosted(model, None, torch.zeros(2, 2), pp_size=2)
+        if dist.get_rank() == 0:
+            time.sleep(0.3)
+            return failure(booster.save_model, model, tmp_path / "weights")[0]
+        if destroys:
+            DistCoordinator().destroy()
+        else:
+            atexit._run_exitfuncs()  # as the interpreter does; a forked process has none
+        return ""
+
+    text = run_ranks(run, 2)[0]
+    assert "Rank 1 left the job without an error: its script ended, or it called destroy()." in text
+    assert "put no `if coordinator.is_master()` around booster.save_model" in text
+    assert "Its own error says why" not in text
