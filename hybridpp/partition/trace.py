@@ -1,37 +1,29 @@
 """Trace a model: run its own forward once on fake tensors and record every unit call."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import copy_context
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hybridpp.errors import HybridppError, PartitionError
-from hybridpp.module_adapter import Forward
-from hybridpp.nn.checkpointing import in_checkpoint, in_reentrant_checkpoint
-from hybridpp.nn.snapshot import Snapshot, put_entry
+from hybridpp.errors import PartitionError
+from hybridpp.nn.snapshot import put_entry
 from hybridpp.nn.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
-    pytree,
-    version_of,
 )
-from hybridpp.partition.calls import Same, TensorSpec, Trace, UnitCall
-from hybridpp.partition.concrete_fallback import UntraceableUnitError, run_on_concrete_values
-from hybridpp.partition.containers import ContainerRef, ContainerSnapshot, flatten, tensors_in
+from hybridpp.partition.call_recorder import CallRecorder, UnitObserver
+from hybridpp.partition.calls import Trace
+from hybridpp.partition.concrete_fallback import UntraceableUnitError
 from hybridpp.partition.fakes import Fakes, bound_cache, quiet
-from hybridpp.partition.flops import flop_counter
 from hybridpp.partition.intercept import Interceptor
-from hybridpp.partition.module_outputs import AttributeKey, AttributeSlot, AttributeSnapshot
-from hybridpp.partition.object_state import RemoteObject, holds_tensors, may_hide_tensors
-from hybridpp.partition.resets import AttributeReset, ResetSearch, UnitCallKey
-from hybridpp.partition.taint import Source, TaintMode, Value
+from hybridpp.partition.module_outputs import AttributeSlot
+from hybridpp.partition.resets import UnitCallKey
+from hybridpp.partition.taint import TaintMode
 from hybridpp.partition.trace_cache import TraceCache
-
-UnitObserver: TypeAlias = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
 
 _OPERATION = TaintMode.__torch_function__.__code__
 _CANNOT_RUN_ON_FAKES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -98,7 +90,30 @@ class Tracer:
         """
         bound_cache()
         self._fakes.renew()
-        recorder = _Recorder(self._model, self._fakes, self._unit_parameters, self._cache, count_flops, watch)
+        recorder = CallRecorder(self._model, self._fakes, self._unit_parameters, self._cache, count_flops, watch)
+        with self._recording(recorder):
+            for slot in self._initial.values():
+                put_entry(*slot)
+            recorder.search_resets(cuts)
+            try:
+                # A new context, as for a stage's run.
+                result = copy_context().run(self._model, *args, **kwargs)
+            except (*_CANNOT_RUN_ON_FAKES, UntraceableUnitError) as error:
+                if self._only_container_code_follows(error, recorder):
+                    # The last stage runs it with real values, and it may use what local variables hold.
+                    return recorder.finish(_locals(error), recorder.resets.found())
+                if isinstance(error, UntraceableUnitError):
+                    raise
+                raise self._branches_on_a_value(error, recorder) from error
+            recorder.taints.refuse_strays(result)
+            resets = recorder.resets.found()
+        for slot in recorder.attributes_before:
+            self._initial.setdefault((id(slot[0]), slot[1]), slot)
+        return recorder.finish(result, resets)
+
+    @contextmanager
+    def _recording(self, recorder: CallRecorder) -> Iterator[None]:
+        """Inside, the model's forward runs on fakes, and its unit calls are recorded."""
         with (
             self._fakes.in_place(),
             # Compiled code cannot run on fakes, and a failed attempt would disable its compilation.
@@ -112,32 +127,21 @@ class Tracer:
             torch.enable_grad(),
             recorder.taints,
         ):
-            for slot in self._initial.values():
-                put_entry(*slot)
-            recorder.search_resets(cuts)
-            try:
-                # A new context, as for a stage's run.
-                result = copy_context().run(self._model, *args, **kwargs)
-            except (*_CANNOT_RUN_ON_FAKES, UntraceableUnitError) as error:
-                inner = error.fake if isinstance(error, UntraceableUnitError) else error
-                if isinstance(inner, _CANNOT_RUN_ON_FAKES) and recorder.calls and not self._uncalled(recorder):
-                    # Only container code follows (such as a loss that reads values): the last stage runs it with real
-                    # values, and it may use what local variables hold.
-                    return recorder.finish(_locals(error), recorder.resets.found())
-                if isinstance(error, UntraceableUnitError):
-                    raise
-                last = recorder.calls[-1].name if recorder.calls else "none yet"
-                raise PartitionError(
-                    f"the forward of {type(self._model).__name__} branches on a computed value "
-                    f"after unit {last!r} ({error}). Move that branch into a block, or use pp_size=1."
-                ) from error
-            recorder.taints.refuse_strays(result)
-            resets = recorder.resets.found()
-        for slot in recorder.attributes_before:
-            self._initial.setdefault((id(slot[0]), slot[1]), slot)
-        return recorder.finish(result, resets)
+            yield
 
-    def _uncalled(self, recorder: "_Recorder") -> set[str]:
+    def _only_container_code_follows(self, error: Exception, recorder: CallRecorder) -> bool:
+        """Whether a forward that failed looks at values (as a loss does) after all units were called."""
+        inner = error.fake if isinstance(error, UntraceableUnitError) else error
+        return isinstance(inner, _CANNOT_RUN_ON_FAKES) and bool(recorder.calls) and not self._uncalled(recorder)
+
+    def _branches_on_a_value(self, error: Exception, recorder: CallRecorder) -> PartitionError:
+        last = recorder.calls[-1].name if recorder.calls else "none yet"
+        return PartitionError(
+            f"the forward of {type(self._model).__name__} branches on a computed value "
+            f"after unit {last!r} ({error}). Move that branch into a block, or use pp_size=1."
+        )
+
+    def _uncalled(self, recorder: CallRecorder) -> set[str]:
         """Members of module lists with parameters that were not called; for other modules container code may use only
         the weights."""
         lists = {
@@ -169,182 +173,3 @@ def _restored_generators() -> Iterator[None]:
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         yield
-
-
-class _Recorder:
-    """The unit handler of a trace; records the calls."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        fakes: Fakes,
-        unit_parameters: dict[str, tuple[str, ...]],
-        memo: TraceCache,
-        count_flops: bool,
-        watch: UnitObserver | None,
-    ):
-        self._model = model
-        self._cache = memo
-        self._originals = fakes.originals
-        self.calls: list[UnitCall] = []
-        self.taints = TaintMode()
-        self._unit_parameters = unit_parameters
-        self._count_flops = count_flops
-        self._watch = watch
-        self.attributes_before: list[AttributeSlot] = []
-        self.resets = ResetSearch(model, (), ())
-        self._depth = 0
-        self._occurrences: dict[str, int] = {}
-        self._outputs: list[tuple[UnitCall, int, Tensor, int]] = []
-        for parameter in fakes.parameters:
-            self.taints.mark(parameter, [fakes.names[id(parameter)]])
-        for buffer in fakes.buffers:
-            self.taints.mark(buffer, [])
-
-    def search_resets(self, cuts: Sequence[UnitCallKey]) -> None:
-        """Also search for attributes that are reset after these calls; call it before the forward."""
-        self.resets = ResetSearch(self._model, self._unit_parameters, cuts)
-        for tensor in self.resets.tensors():
-            self.taints.mark(tensor, [])
-
-    def __call__(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._depth:
-            # A unit that calls another one also holds that unit's parameters and buffers.
-            self.calls[-1].parameters += self._unit_parameters[name]
-            self.calls[-1].others += (name,)
-            return forward(*args, **kwargs)
-        if in_reentrant_checkpoint():
-            raise PartitionError(
-                f"unit {name!r} runs inside reentrant activation checkpointing, which hides its gradient from a cut. "
-                "Checkpoint with use_reentrant=False, or inside the block."
-            )
-        call = UnitCall(
-            name=name,
-            occurrence=self._occurrences.get(name, 0),
-            sources=self.taints.sources((args, kwargs)),
-            parameters=self._unit_parameters[name],
-            checkpointed=in_checkpoint(),
-            tree=pytree.tree_structure(None),
-        )
-        self._occurrences[name] = call.occurrence + 1
-        self.calls.append(call)
-        arguments = tensors_in((args, kwargs))
-        self.taints.refuse_strays(arguments)
-        if self._watch is not None:
-            with self.taints.paused(name):
-                self._watch(name, args, kwargs)
-        versions = [version_of(argument) for argument in arguments]
-        given = ContainerSnapshot((args, kwargs))
-        output, assigned, appended = self._cached_or_run(call, forward, args, kwargs, given)
-        call.changed, call.assigned, call.appended = given.changed(), tuple(assigned), tuple(appended)
-        leaves, call.tree = flatten((given.to_refs(output), given.changes(call.changed), assigned, appended))
-        call.uses_refs = any(isinstance(leaf, ContainerRef) for leaf in leaves)
-        places = {id(argument): place for place, argument in enumerate(arguments)}
-        call.arguments = {number: places[id(leaf)] for number, leaf in enumerate(leaves) if id(leaf) in places}
-        for place in places.values():
-            if version_of(arguments[place]) != versions[place] and place not in call.arguments.values():
-                call.arguments[len(leaves)] = place
-                leaves.append(arguments[place])
-        changed = {n for n, place in call.arguments.items() if version_of(arguments[place]) != versions[place]}
-        first: dict[int, int] = {}
-        call.leaves = tuple(
-            Same(first[id(leaf)])
-            if isinstance(leaf, Tensor) and first.setdefault(id(leaf), number) != number
-            else self._record(call, number, leaf, number in changed)
-            for number, leaf in enumerate(leaves)
-        )
-        self.resets.note_call((name, call.occurrence), assigned)
-        return output
-
-    def note_inner(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handler of the finest units: records which of them a unit calls."""
-        if self.calls and self._depth == 1:
-            self.calls[-1].inner += (name,)
-            self._depth += 1
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self._depth -= 1
-        return forward(*args, **kwargs)
-
-    def _cached_or_run(
-        self, call: UnitCall, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: ContainerSnapshot
-    ) -> tuple[Any, Mapping[AttributeKey, Any], Mapping[AttributeKey, Any]]:
-        """The unit's result, from the cache if an equal unit was run on arguments of the same kind.
-
-        Also returns the attributes of its modules that it assigned or appended to.
-        """
-        leaves, _ = flatten((args, kwargs))
-        arguments = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        hides = any(map(may_hide_tensors, leaves))
-        key = self._cache.key(call.name, args, kwargs)
-        known = None if hides else self._cache.lookup(key, call.name, arguments)
-        if known is not None:
-            output, call.flops, call.inner = known
-            return output, {}, {}
-        attributes = AttributeSnapshot(self._model.get_submodule(call.name))
-        versions = [version_of(argument) for argument in arguments]
-        output, used = self._run(call, forward, args, kwargs, given)
-        self.resets.note_read(used)
-        shown = {id(argument) for argument in arguments}
-        hidden = {s for at, sources in used.items() if at not in shown for s in sources if s not in call.parameters}
-        call.sources |= hidden
-        assigned, appended = attributes.assigned(), attributes.appended()
-        self.attributes_before += attributes.before(assigned)
-        alone = not (call.others or hidden or hides or appended or attributes.has_changed())
-        if alone and not given.changed() and versions == [version_of(argument) for argument in arguments]:
-            self._cache.store(key, call.name, output, leaves, call.flops, call.inner)
-        return output, assigned, appended
-
-    def _run(
-        self, call: UnitCall, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: ContainerSnapshot
-    ) -> tuple[Any, Mapping[int, frozenset[Source]]]:
-        """The unit's result, and the sources of the tensors that it used, by ``id``."""
-        self._depth += 1
-        objects = Snapshot.reachable_from((args, kwargs))
-        counter = flop_counter() if self._count_flops else None
-        try:
-            with self.taints.paused(call.name) as used, counter or nullcontext():
-                try:
-                    output = forward(*args, **kwargs)
-                except (
-                    RuntimeError
-                ) as error:  # operations that fakes do not support, and kernels without a fake implementation
-                    call.inner = ()
-                    objects.restore()
-                    given.restore()
-                    module = self._model.get_submodule(call.name)
-                    try:
-                        output = run_on_concrete_values(module, (forward, args, kwargs), self._originals)
-                    except (HybridppError, MemoryError, torch.OutOfMemoryError):
-                        raise
-                    except Exception as real:
-                        if (type(real), str(real)) == (type(error), str(error)):
-                            raise error from None
-                        unit = f"unit {call.name!r} ({type(module).__name__}) of {type(self._model).__name__}"
-                        raise UntraceableUnitError(unit, real, error) from real
-            if counter is not None:
-                call.flops = counter.get_total_flops()
-            return output, used
-        finally:
-            self._depth -= 1
-
-    def _record(self, call: UnitCall, number: int, leaf: Any, changed: bool) -> Any:
-        if not isinstance(leaf, Tensor):
-            if not holds_tensors(leaf):
-                return leaf
-            self.taints.excuse(call.name)
-            return RemoteObject(call.name, leaf)
-        value = Value(len(self.calls) - 1, number)
-        if changed:
-            self.taints.written(leaf, [value])
-        if changed or number not in call.arguments:
-            self.taints.mark(leaf, [value])
-        self._outputs.append((call, number, leaf, version_of(leaf)))
-        return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-
-    def finish(self, result: Any, resets: tuple[tuple[AttributeReset, ...], ...]) -> Trace:
-        for call, place, leaf, version in self._outputs:
-            if version_of(leaf) != version:
-                call.written |= {place}
-        return Trace(tuple(self.calls), self.taints.sources(result), resets)

@@ -3,55 +3,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from container_code_models import (
-    Blocks,
-    IdentitySkip,
-    LongSkip,
-    LookingLoss,
-    Repeated,
-    WritingBlock,
-    WritingUnit,
-    WrittenOutput,
-)
+from container_code_models import Blocks, LookingLoss
+from partition.tracing import links, trace, tracer
 from support import image_batch, tiny_vit
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridpp.errors import PartitionError
-from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
-from hybridpp.partition import Tracer, find_units
-from hybridpp.partition.blocks import finest_units
 from hybridpp.partition.calls import TensorSpec
-from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.taint import Value
-
-CPU = torch.device("cpu")
-
-
-def tracer(model, dtype=None):
-    dtypes = {} if dtype is None else {id(tensor): dtype for tensor in model.parameters()}
-    finest = Interceptor(ModuleAdapter(model), AdapterLayer.UNIT_RNG, finest_units(model))
-    return Tracer(
-        model, Interceptor(ModuleAdapter(model), AdapterLayer.STAGE, find_units(model, 2).units), finest, CPU, dtypes
-    )
-
-
-def trace(model, *args, count_flops=False, **kwargs):
-    return tracer(model).trace(args, kwargs, count_flops=count_flops)
-
-
-def links(found):
-    """Each call as ``name < what its arguments stem from``."""
-    names = [call.name for call in found.calls]
-
-    def text(sources):
-        labels = [source if isinstance(source, str) else f"{source.call}.{source.leaf}" for source in sources]
-        return " ".join(sorted(labels))
-
-    return [
-        *(f"{n} < {text(call.sources)}" for n, call in zip(names, found.calls, strict=True)),
-        text(found.result_sources),
-    ]
 
 
 def test_a_vits_calls_in_order_and_what_each_needs():
@@ -71,108 +31,6 @@ def test_leaves_and_parameters_of_a_vit():
     hidden = TensorSpec((3, 5, 16), torch.float32, True)
     assert [call.leaves for call in calls] == [(hidden,)] * 4 + [(TensorSpec((3, 5), torch.float32, True),)]
     assert [name for call in calls for name in call.parameters] == [name for name, _ in model.named_parameters()]
-
-
-def test_flops_are_those_of_the_matrix_products():
-    calls = trace(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7)), torch.ones(2, 3), count_flops=True).calls
-    assert [call.flops for call in calls] == [2 * 2 * 3 * 5, 0, 2 * 2 * 5 * 7]
-
-
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        (
-            LongSkip,
-            [
-                "embed < ",
-                "blocks.0 < 0.0",
-                "blocks.1 < 1.0",
-                "blocks.2 < 2.0",
-                "blocks.3 < 3.0",
-                "head < 0.0 4.0",
-                "5.0",
-            ],
-        ),
-        (
-            IdentitySkip,  # what it returns is its argument: no value of its own
-            [
-                *("embed < ", "blocks.0 < 0.0", "same < 1.0", "blocks.1 < 1.0", "blocks.2 < 3.0"),
-                *("blocks.3 < 1.0 4.0", "head < 1.0 5.0", "6.0"),
-            ],
-        ),
-        (
-            WritingUnit,  # after the write, the argument is the unit's value
-            [
-                *("embed < ", "blocks.0 < 0.0", "relu < 1.0", "blocks.1 < 2.0", "blocks.2 < 3.0"),
-                *("blocks.3 < 2.0 4.0", "head < 1.0 2.0 5.0", "6.0"),
-            ],
-        ),
-        (
-            WritingBlock,
-            [
-                *("embed < ", "blocks.0 < 0.0", "blocks.1 < 1.0", "blocks.2 < 2.0", "blocks.3 < 2.1 3.0"),
-                *("head < 1.0 2.1 4.0", "5.0"),
-            ],
-        ),
-    ],
-)
-def test_sources_of_each_call(model, expected):
-    assert links(trace(model(), torch.ones(2, 4))) == expected
-
-
-def test_leaves_that_are_written_to_later_are_marked():
-    calls = trace(WrittenOutput(), torch.ones(2, 4)).calls
-    assert [call.name for call in calls if call.written] == ["blocks.0", "blocks.2"]
-
-
-def test_leaves_that_are_an_argument_are_marked():
-    by_name = {call.name: call for call in trace(IdentitySkip(), torch.ones(2, 4)).calls}
-    assert {name: call.arguments for name, call in by_name.items() if call.arguments} == {"same": {0: 0}}
-    by_name = {call.name: call for call in trace(WritingBlock(), torch.ones(2, 4)).calls}
-    assert {name: call.arguments for name, call in by_name.items() if call.arguments} == {"blocks.1": {1: 0}}
-    assert len(by_name["blocks.1"].leaves) == by_name["blocks.1"].tree.num_leaves + 1
-
-
-def test_repeated_calls_are_numbered():
-    calls = trace(Repeated(), torch.ones(2, 4)).calls
-    assert [(call.name, call.occurrence) for call in calls[1:5]] == [
-        ("blocks.0", 0),
-        ("blocks.1", 0),
-        ("blocks.0", 1),
-        ("blocks.3", 0),
-    ]
-
-
-class WithGlueParameter(Blocks):
-    """A parameter of the container, and outputs in containers."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-        self.blocks[1] = Structured()
-
-    def forward(self, x):
-        h = self.blocks[0](self.embed(x)) * self.scale
-        out = self.blocks[1](h)
-        return self.head(out["states"][0] + self.scale)
-
-
-class Structured(nn.Linear):
-    """Returns tensors and plain values in containers."""
-
-    def __init__(self):
-        super().__init__(4, 4)
-
-    def forward(self, h):
-        return {"name": "x", "states": (super().forward(h), h.argmax(-1)), "none": None}
-
-
-def test_parameters_used_by_glue_and_outputs_in_containers():
-    found = trace(WithGlueParameter(), torch.ones(2, 4))
-    assert links(found) == ["embed < ", "blocks.0 < 0.0", "blocks.1 < 1.0 scale", "head < 2.1 scale", "3.0"]
-    leaves = found.calls[2].leaves
-    assert leaves[0] == "x"
-    assert leaves[1:3] == (TensorSpec((2, 4), torch.float32, True), TensorSpec((2,), torch.int64, False))
 
 
 def state(model):

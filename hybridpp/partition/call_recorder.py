@@ -1,0 +1,238 @@
+"""Record every unit call of one forward: what it is given, what it returns, and what each of these depends on."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hybridpp.errors import HybridppError, PartitionError
+from hybridpp.module_adapter import Forward
+from hybridpp.nn.checkpointing import in_checkpoint, in_reentrant_checkpoint
+from hybridpp.nn.snapshot import Snapshot
+from hybridpp.nn.torch_private import pytree, version_of
+from hybridpp.partition.calls import Same, TensorSpec, Trace, UnitCall
+from hybridpp.partition.concrete_fallback import UntraceableUnitError, run_on_concrete_values
+from hybridpp.partition.containers import ContainerRef, ContainerSnapshot, flatten, tensors_in
+from hybridpp.partition.fakes import Fakes
+from hybridpp.partition.flops import flop_counter
+from hybridpp.partition.module_outputs import AttributeKey, AttributeSlot, AttributeSnapshot
+from hybridpp.partition.object_state import RemoteObject, holds_tensors, may_hide_tensors
+from hybridpp.partition.resets import AttributeReset, ResetSearch, UnitCallKey
+from hybridpp.partition.taint import Source, TaintMode, Value
+from hybridpp.partition.trace_cache import TraceCache
+
+UnitObserver: TypeAlias = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+
+
+class CallRecorder:
+    """Records every unit call of one forward.
+
+    Args:
+        model: the complete model, with fake tensors as parameters.
+        fakes: these.
+        unit_parameters: names of the parameters that each unit holds.
+        cache: results of units from earlier calls and traces.
+        count_flops: whether the FLOPs of each call are counted.
+        watch: called with each unit's name and arguments before it runs.
+
+    Attributes:
+        calls: the calls so far, in order.
+        taints: what each tensor depends on; active during the forward.
+        resets: finds the attributes that are reset after cuts.
+        attributes_before: the attributes that units set, as they were before.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fakes: Fakes,
+        unit_parameters: dict[str, tuple[str, ...]],
+        cache: TraceCache,
+        count_flops: bool,
+        watch: UnitObserver | None,
+    ):
+        self._model = model
+        self._cache = cache
+        self._originals = fakes.originals
+        self.calls: list[UnitCall] = []
+        self.taints = TaintMode()
+        self._unit_parameters = unit_parameters
+        self._count_flops = count_flops
+        self._watch = watch
+        self.attributes_before: list[AttributeSlot] = []
+        self.resets = ResetSearch(model, (), ())
+        self._depth = 0
+        self._occurrences: dict[str, int] = {}
+        self._outputs: list[tuple[UnitCall, int, Tensor, int]] = []
+        for parameter in fakes.parameters:
+            self.taints.mark(parameter, [fakes.names[id(parameter)]])
+        for buffer in fakes.buffers:
+            self.taints.mark(buffer, [])
+
+    def search_resets(self, cuts: Sequence[UnitCallKey]) -> None:
+        """Also search for attributes that are reset after these calls; call it before the forward."""
+        self.resets = ResetSearch(self._model, self._unit_parameters, cuts)
+        for tensor in self.resets.tensors():
+            self.taints.mark(tensor, [])
+
+    def __call__(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._depth:
+            # A unit that calls another one also holds that unit's parameters and buffers.
+            self.calls[-1].parameters += self._unit_parameters[name]
+            self.calls[-1].others += (name,)
+            return forward(*args, **kwargs)
+        call = self._begin(name, args, kwargs)
+        arguments = tensors_in((args, kwargs))
+        self.taints.refuse_strays(arguments)
+        if self._watch is not None:
+            with self.taints.paused(name):
+                self._watch(name, args, kwargs)
+        versions = [version_of(argument) for argument in arguments]
+        given = ContainerSnapshot((args, kwargs))
+        output, assigned, appended = self._cached_or_run(call, forward, args, kwargs, given)
+        call.changed, call.assigned, call.appended = given.changed(), tuple(assigned), tuple(appended)
+        leaves, call.tree = flatten((given.to_refs(output), given.changes(call.changed), assigned, appended))
+        call.uses_refs = any(isinstance(leaf, ContainerRef) for leaf in leaves)
+        self._record_leaves(call, leaves, arguments, versions)
+        self.resets.note_call((name, call.occurrence), assigned)
+        return output
+
+    def _begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitCall:
+        """The record of a call that begins."""
+        if in_reentrant_checkpoint():
+            raise PartitionError(
+                f"unit {name!r} runs inside reentrant activation checkpointing, which hides its gradient from a cut. "
+                "Checkpoint with use_reentrant=False, or inside the block."
+            )
+        call = UnitCall(
+            name=name,
+            occurrence=self._occurrences.get(name, 0),
+            sources=self.taints.sources((args, kwargs)),
+            parameters=self._unit_parameters[name],
+            checkpointed=in_checkpoint(),
+            tree=pytree.tree_structure(None),
+        )
+        self._occurrences[name] = call.occurrence + 1
+        self.calls.append(call)
+        return call
+
+    def _record_leaves(self, call: UnitCall, leaves: list[Any], arguments: list[Tensor], versions: list[int]) -> None:
+        """Record the leaves of a call's result, then the arguments that it wrote to without returning them.
+
+        ``versions`` are those of the arguments before the call.
+        """
+        places = {id(argument): place for place, argument in enumerate(arguments)}
+        written = {place for place in places.values() if version_of(arguments[place]) != versions[place]}
+        call.arguments = {number: places[id(leaf)] for number, leaf in enumerate(leaves) if id(leaf) in places}
+        for place in places.values():
+            if place in written and place not in call.arguments.values():
+                call.arguments[len(leaves)] = place
+                leaves.append(arguments[place])
+        changed = {number for number, place in call.arguments.items() if place in written}
+        first: dict[int, int] = {}
+        call.leaves = tuple(
+            Same(first[id(leaf)])
+            if isinstance(leaf, Tensor) and first.setdefault(id(leaf), number) != number
+            else self._record(call, number, leaf, number in changed)
+            for number, leaf in enumerate(leaves)
+        )
+
+    def note_inner(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handler of the finest units: records which of them a unit calls."""
+        if self.calls and self._depth == 1:
+            self.calls[-1].inner += (name,)
+            self._depth += 1
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._depth -= 1
+        return forward(*args, **kwargs)
+
+    def _cached_or_run(
+        self, call: UnitCall, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: ContainerSnapshot
+    ) -> tuple[Any, Mapping[AttributeKey, Any], Mapping[AttributeKey, Any]]:
+        """The unit's result, from the cache if an equal unit was run on arguments of the same kind.
+
+        Also returns the attributes of its modules that it assigned or appended to.
+        """
+        leaves, _ = flatten((args, kwargs))
+        arguments = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        hides = any(map(may_hide_tensors, leaves))
+        key = self._cache.key(call.name, args, kwargs)
+        known = None if hides else self._cache.lookup(key, call.name, arguments)
+        if known is not None:
+            output, call.flops, call.inner = known
+            return output, {}, {}
+        attributes = AttributeSnapshot(self._model.get_submodule(call.name))
+        versions = [version_of(argument) for argument in arguments]
+        output, used = self._run(call, forward, args, kwargs, given)
+        self.resets.note_read(used)
+        shown = {id(argument) for argument in arguments}
+        hidden = {s for at, sources in used.items() if at not in shown for s in sources if s not in call.parameters}
+        call.sources |= hidden
+        assigned, appended = attributes.assigned(), attributes.appended()
+        self.attributes_before += attributes.before(assigned)
+        alone = not (call.others or hidden or hides or appended or attributes.has_changed())
+        if alone and not given.changed() and versions == [version_of(argument) for argument in arguments]:
+            self._cache.store(key, call.name, output, leaves, call.flops, call.inner)
+        return output, assigned, appended
+
+    def _run(
+        self, call: UnitCall, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: ContainerSnapshot
+    ) -> tuple[Any, Mapping[int, frozenset[Source]]]:
+        """The unit's result, and the sources of the tensors that it used, by ``id``."""
+        self._depth += 1
+        objects = Snapshot.reachable_from((args, kwargs))
+        counter = flop_counter() if self._count_flops else None
+        try:
+            with self.taints.paused(call.name) as used, counter or nullcontext():
+                try:
+                    output = forward(*args, **kwargs)
+                except RuntimeError as error:  # operations that fakes do not support, and kernels without a fake
+                    call.inner = ()
+                    objects.restore()
+                    given.restore()
+                    output = self._run_on_concrete_values(call.name, (forward, args, kwargs), error)
+            if counter is not None:
+                call.flops = counter.get_total_flops()
+            return output, used
+        finally:
+            self._depth -= 1
+
+    def _run_on_concrete_values(
+        self, name: str, call: tuple[Forward, tuple[Any, ...], dict[str, Any]], error: RuntimeError
+    ) -> Any:
+        """The result of a unit that fails with ``error`` on fakes."""
+        module = self._model.get_submodule(name)
+        try:
+            return run_on_concrete_values(module, call, self._originals)
+        except (HybridppError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as real:
+            if (type(real), str(real)) == (type(error), str(error)):
+                raise error from None
+            unit = f"unit {name!r} ({type(module).__name__}) of {type(self._model).__name__}"
+            raise UntraceableUnitError(unit, real, error) from real
+
+    def _record(self, call: UnitCall, number: int, leaf: Any, changed: bool) -> Any:
+        if not isinstance(leaf, Tensor):
+            if not holds_tensors(leaf):
+                return leaf
+            self.taints.excuse(call.name)
+            return RemoteObject(call.name, leaf)
+        value = Value(len(self.calls) - 1, number)
+        if changed:
+            self.taints.written(leaf, [value])
+        if changed or number not in call.arguments:
+            self.taints.mark(leaf, [value])
+        self._outputs.append((call, number, leaf, version_of(leaf)))
+        return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+
+    def finish(self, result: Any, resets: tuple[tuple[AttributeReset, ...], ...]) -> Trace:
+        """The trace of a forward that returned ``result``."""
+        for call, place, leaf, version in self._outputs:
+            if version_of(leaf) != version:
+                call.written |= {place}
+        return Trace(tuple(self.calls), self.taints.sources(result), resets)
