@@ -1,18 +1,15 @@
 """Module hooks: observers are left out of traces, and on containers, which all stages run, they run once."""
 
-import dis
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from hybridpp.errors import HybridppError
-from hybridpp.nn.contents import attributes_of, has_attributes, is_container, is_same, put_items
-from hybridpp.nn.snapshot import Replacements, Snapshot
+from hybridpp.nn.contents import attributes_of, is_same, put_items
+from hybridpp.nn.snapshot import Replacements
 from hybridpp.nn.torch_private import (
     GLOBAL_FORWARD_HOOKS,
     GLOBAL_FORWARD_PRE_HOOKS,
@@ -23,18 +20,11 @@ from hybridpp.nn.torch_private import (
 )
 from hybridpp.partition.concrete_fallback import run_on_concrete_values
 from hybridpp.partition.containers import tensors_in
+from hybridpp.partition.hook_inspection import Hook, Reachable, feeds_container_code, is_users, only_observes
 
-Hook: TypeAlias = Callable[..., Any]
-
-_OWN = ("hybridpp", "hybridpp_plugins")
 _GLOBAL: tuple[dict[int, Hook], ...] = (GLOBAL_FORWARD_PRE_HOOKS, GLOBAL_FORWARD_HOOKS)
-_STORES = frozenset(("STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR"))
-_EMPTY = CellType()
 # Number of known hooks above which removed ones are dropped.
 _MAX_KNOWN = 1024
-# Depth of the search for what a hook changes: up to a list of lists in an attribute of its object. A hook with a
-# reference to its trainer could reach everything, which takes long to search, and which other threads may change.
-_NUM_LEVELS = 5
 
 
 class ModelHooks:
@@ -56,14 +46,14 @@ class ModelHooks:
     def disabled_for_trace(self) -> Iterator[None]:
         """Disable or replace the hooks inside, for a trace."""
         places = [held for held in _hook_dicts(self._model) if any(map(self._is_apart, held.values()))]
-        reach = _Reachable(hook for held in places for hook in held.values() if self._is_apart(hook))
+        reach = Reachable(hook for held in places for hook in held.values() if self._is_apart(hook))
         # The dicts are everybody's, so others may come or go meanwhile.
         replaced = Replacements()
         try:
             for held in places:
                 for key, hook in list(held.items()):
                     if self._is_apart(hook):
-                        stand_in = partial(_left_out, hook) if _only_observes(hook) else HookOnFakes(hook, self._note)
+                        stand_in = partial(_left_out, hook) if only_observes(hook) else HookOnFakes(hook, self._note)
                         replaced.put(held, key, stand_in)
             with reach.restored():
                 yield
@@ -72,7 +62,7 @@ class ModelHooks:
 
     def is_observer(self, hook: Hook) -> bool:
         """Whether a hook only observes, judged by its code or by its effects in a trace."""
-        is_observer = _only_observes(hook) or (id(hook) in self._run and id(hook) not in self._changing)
+        is_observer = only_observes(hook) or (id(hook) in self._run and id(hook) not in self._changing)
         return is_observer and not self.is_container_code(hook)
 
     def is_container_code(self, hook: Hook) -> bool:
@@ -80,7 +70,7 @@ class ModelHooks:
         if id(hook) not in self._glue:
             if len(self._glue) >= _MAX_KNOWN:
                 self._forget_gone()
-            self._glue[id(hook)] = hook, _is_users(hook) and feeds_container_code(hook, self._model)
+            self._glue[id(hook)] = hook, is_users(hook) and feeds_container_code(hook, self._model)
         return self._glue[id(hook)][1]
 
     def _forget_gone(self) -> None:
@@ -97,7 +87,7 @@ class ModelHooks:
         return ContainerCodeHooks(module, before, after) if before or after else None
 
     def _is_apart(self, hook: Hook) -> bool:
-        return _is_users(hook) and not self.is_container_code(hook)
+        return is_users(hook) and not self.is_container_code(hook)
 
     def _note(self, hook: Hook, changed: bool) -> None:
         self._run[id(hook)] = hook
@@ -218,79 +208,6 @@ class _RunOnce:
         return self.hook(*args) if self._here() else None
 
 
-class _Reachable:
-    """What Python functions refer to: closures, global variables, defaults, and the objects whose methods they are.
-
-    Attributes:
-        objects: everything reached except functions.
-    """
-
-    def __init__(self, functions: Iterable[Any]):
-        self._cells: list[tuple[CellType, Any]] = []
-        self._globals: list[tuple[dict[str, Any], str, Any]] = []
-        self.objects: list[Any] = []
-        seen: dict[int, Any] = {}
-        pending = list(functions)
-        while pending:
-            thing = pending.pop()
-            if id(thing) in seen:
-                continue
-            seen[id(thing)] = thing
-            if isinstance(thing, MethodType):
-                pending += [thing.__self__, thing.__func__]
-            elif isinstance(thing, partial):
-                pending += [thing.func, *thing.args, *thing.keywords.values()]
-            elif isinstance(thing, FunctionType):
-                pending += self._held_by(thing)
-            else:
-                self.objects.append(thing)
-
-    def _held_by(self, function: FunctionType) -> list[Any]:
-        cells = [(cell, cell.cell_contents) for cell in function.__closure__ or () if cell != _EMPTY]
-        names = [name for name in _names_in(function.__code__) if name in function.__globals__]
-        self._cells += cells
-        self._globals += [(function.__globals__, name, function.__globals__[name]) for name in names]
-        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        return [*(held for _, held in cells), *(function.__globals__[name] for name in names), *defaults]
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Restore everything reached after the block."""
-        # In one object, as lists and dicts among arguments themselves are left out.
-        state = Snapshot.reachable_from(SimpleNamespace(objects=self.objects), _NUM_LEVELS)
-        try:
-            yield
-        finally:
-            for cell, held in self._cells:
-                cell.cell_contents = held
-            for variables, name, value in self._globals:
-                variables[name] = value
-            state.restore()
-
-
-def feeds_container_code(hook: Hook, model: nn.Module) -> bool:
-    """Whether what a hook sees may enter the model's forward other than as the module's result.
-
-    It refers to a module of the model, to an attribute of one, or to a context variable (by which transformers collects
-    hidden states). Such a hook is container code: it runs on every stage.
-    """
-    modules = set(model.modules())
-    reached = _Reachable([hook]).objects
-    if any(isinstance(thing, nn.Module) and thing in modules for thing in reached):
-        return True
-    objects = [thing for thing in reached if _keeps(thing)]
-    if any(isinstance(held, ContextVar) for thing in objects for held in (thing, *attributes_of(thing).values())):
-        return True
-    shared = {id(held) for module in modules for held in vars(module).values()}
-    return any(id(thing) in shared for thing in objects)
-
-
-def _keeps(thing: Any) -> bool:
-    if isinstance(thing, ContextVar) or is_container(thing):
-        return True
-    return has_attributes(thing) and not isinstance(thing, type | ModuleType | nn.Module | Tensor)
-
-
 def _hook_dicts(model: nn.Module) -> list[dict[int, Hook]]:
     """The dicts of torch's forward hooks: the global ones, and those of each module."""
     return [
@@ -301,43 +218,3 @@ def _hook_dicts(model: nn.Module) -> list[dict[int, Hook]]:
 
 def _left_out(hook: Hook, *args: Any) -> None:
     """Replaces a hook that does not run in a trace."""
-
-
-def _is_users(hook: Hook) -> bool:
-    """Whether a hook is the user's; this library's hooks support fakes."""
-    return str(getattr(_function_of(hook), "__module__", "")).partition(".")[0] not in _OWN
-
-
-def _only_observes(hook: Hook) -> bool:
-    """Whether a hook's code returns None, assigns nothing and calls no in-place operation."""
-    code = getattr(_function_of(hook), "__code__", None)
-    if code is None or any(name == "setattr" or _is_in_place(name) for name in _names_in(code)):
-        return False
-    previous = None
-    for step in dis.get_instructions(code):
-        # Newer versions of Python have one instruction for both.
-        returns = step if step.opname == "RETURN_CONST" else previous if step.opname == "RETURN_VALUE" else None
-        if step.opname in _STORES or (step.opname == "RETURN_VALUE" and step.is_jump_target):
-            return False
-        if returns is not None and not (returns.opname in ("LOAD_CONST", "RETURN_CONST") and returns.argval is None):
-            return False
-        previous = step
-    return True
-
-
-def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
-
-
-def _names_in(code: CodeType) -> set[str]:
-    """Names of global variables and attributes in a function and in functions nested in it."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*map(_names_in, inner))
-
-
-def _function_of(hook: Any) -> Any:
-    if isinstance(hook, partial):
-        return _function_of(hook.func)
-    if isinstance(hook, MethodType):
-        return hook.__func__
-    return hook if isinstance(hook, FunctionType) else vars(type(hook)).get("__call__", hook)

@@ -242,37 +242,6 @@ def test_what_hooks_do_to_python_objects_in_a_trace_is_undone():
     assert (count, seen) == (16, [*range(1, 17)])
 
 
-class Noting:
-    last = None
-
-    def look(self, module, args, output):
-        print(output.shape)
-
-    def keep(self, module, args, output):
-        self.last = output
-
-
-def two_ways(module, args, output):
-    return args and None
-
-
-@pytest.mark.parametrize(
-    ("hook", "looks"),
-    [
-        (Noting().look, True),
-        (functools.partial(Noting.look, Noting()), True),
-        (lambda module, args, output: None, True),
-        (lambda module, args, output: output, False),
-        (lambda module, args, output: output.mul_(2) and None, False),
-        (Noting().keep, False),
-        (two_ways, False),
-        (print, False),
-    ],
-)
-def test_what_a_hook_does_shows_in_its_code(hook, looks):
-    assert ModelHooks(nn.Linear(1, 1)).is_observer(hook) == looks
-
-
 class Features(Model):
     """Its forward uses what hooks on its blocks leave on it."""
 
@@ -329,22 +298,3 @@ def test_global_hooks_added_and_removed_during_a_trace_stay_as_they_are():
         come.remove()
     finally:
         stay.remove()
-
-
-def test_of_what_a_hook_could_reach_only_what_is_near_is_put_back():
-    far = []
-
-    class Trainer:
-        def __init__(self):
-            self.seen = {"outputs": []}
-            self.everything = [[[[[far]]]]]
-
-        def hook(self, module, args, output):
-            self.seen["outputs"].append(output)
-
-    trainer, model = Trainer(), nn.Linear(2, 2)
-    model.register_forward_hook(trainer.hook)
-    with ModelHooks(model).disabled_for_trace():
-        trainer.seen["outputs"].append(1)
-        far.append(1)  # as another thread may
-    assert (trainer.seen["outputs"], far) == ([], [1])
