@@ -15,6 +15,7 @@ from hybridpp.nn.checkpointing import has_saved_tensor_hooks
 from hybridpp.nn.torch_private import has_no_data, parameters_of
 from hybridpp.tensor_parallel.collectives import gather_from_ranks, scatter_to_ranks, sum_over_ranks
 from hybridpp.tensor_parallel.deferred_gather import deferred_gather
+from hybridpp.tensor_parallel.deferred_logits_gather import DeferredLogitsTensor
 from hybridpp.tensor_parallel.plan import ShardKind
 from hybridpp.tensor_parallel.saved_shard import SavedShard, save_as_shard
 from hybridpp.tensor_parallel.sequence_collectives import gather_shards, reduce_scatter_sequence
@@ -140,7 +141,7 @@ class UncopiedColumnParallel(ColumnParallel):
 
 
 class GatheredColumnParallel(ShardedLayer):
-    """From a replicated input, the full output, gathered where it is read in full (see :class:`DeferredGatherTensor`).
+    """From a replicated input, the full output, gathered where it is read in full (see :class:`DeferredLogitsTensor`).
 
     Collective: one all-reduce in the backward pass; for a replicated bias, one all-gather there. Without gradients
     outside of a step, one all-gather in the forward pass.
@@ -170,7 +171,7 @@ class GatheredColumnParallel(ShardedLayer):
         keeps_logits_sharded = self.context.keeps_logits_sharded or torch.is_grad_enabled()
         if not keeps_logits_sharded or has_no_data(y) or torch.compiler.is_compiling():
             return gather_from_ranks(y, self.context.group, self._width)
-        return deferred_gather(y, self.context.group, y.dim() - 1, self._width)
+        return deferred_gather(y, self.context.group, y.dim() - 1, self._width, kind=DeferredLogitsTensor)
 
     def bias_grad(self, own: Tensor) -> Tensor:
         return self.context.group.all_gather_along(own, 0)[: self._width]

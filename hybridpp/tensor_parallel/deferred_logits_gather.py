@@ -1,0 +1,143 @@
+"""Logits that are sharded by vocabulary, with the shape of the full ones: losses are computed from the shards."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hybridpp.tensor_parallel.collectives import copy_to_ranks, scatter_to_ranks
+from hybridpp.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from hybridpp.tensor_parallel.deferred_gather import DeferredGatherTensor, elementwise, like
+
+
+class DeferredLogitsTensor(DeferredGatherTensor):
+    """Full logits of which this rank holds some classes.
+
+    Operations that do not read the classes (conversions, views, indices of the other dimensions, sums and products)
+    keep them sharded, and the cross-entropy over them is computed from shards. Anything else gathers them first.
+    """
+
+
+def _combined(lazy: DeferredGatherTensor, func: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
+    """Sums and products; a tensor with one value per class (a bias, a mask) is sharded, too."""
+    if not isinstance(other, Tensor):
+        return elementwise(lazy, func, other, *args, **kwargs)
+    sizes = zip(reversed(other.shape), reversed(lazy.shape), strict=False)
+    fits = other.dim() <= lazy.dim() and all(size in (1, whole) for size, whole in sizes)
+    if args or kwargs or type(other) not in (Tensor, nn.Parameter) or not fits or lazy.divided != lazy.dim() - 1:
+        return NotImplemented
+    if other.dim() and other.shape[-1] == lazy.width:
+        own = scatter_to_ranks(other, lazy.group, lazy.local.shape[-1])
+    else:
+        own = copy_to_ranks(other, lazy.group)
+    return like(lazy, func(lazy.local, own), lambda whole: func(whole, other))
+
+
+def _reshaped(lazy: DeferredGatherTensor, func: Any, *sizes: Any, **kwargs: Any) -> Any:
+    if len(sizes) == 1 and isinstance(sizes[0], list | tuple):
+        sizes = tuple(sizes[0])
+    if kwargs or not sizes or not all(isinstance(size, int) for size in sizes) or lazy.divided != lazy.dim() - 1:
+        return NotImplemented
+    width, others = lazy.width, lazy.shape[:-1].numel()
+    others_stay = others > 0 and torch.Size(sizes[:-1]).numel() == others
+    if sizes[-1] != width and not (sizes[-1] == -1 and others_stay):
+        return NotImplemented
+    local = func(lazy.local, (*sizes[:-1], lazy.local.shape[-1]))
+    return like(lazy, local, lambda whole: func(whole, (*sizes[:-1], width)), local.dim() - 1)
+
+
+def _flattened(lazy: DeferredGatherTensor, func: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+    num_dims = lazy.dim()
+    if lazy.divided != num_dims - 1 or end_dim % num_dims == num_dims - 1:
+        return NotImplemented
+    local = func(lazy.local, start_dim, end_dim)
+    return like(lazy, local, lambda whole: func(whole, start_dim, end_dim), local.dim() - 1)
+
+
+def _transposed(lazy: DeferredGatherTensor, func: Any, dim0: int, dim1: int) -> Any:
+    one, other = dim0 % lazy.dim(), dim1 % lazy.dim()
+    dim = {one: other, other: one}.get(lazy.divided, lazy.divided)
+    return like(lazy, func(lazy.local, dim0, dim1), lambda whole: func(whole, dim0, dim1), dim)
+
+
+def _permuted(lazy: DeferredGatherTensor, func: Any, *dims: Any) -> Any:
+    order = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], list | tuple) else dims
+    if not all(isinstance(dim, int) for dim in order) or len(order) != lazy.dim():
+        return NotImplemented
+    place = [dim % lazy.dim() for dim in order].index(lazy.divided)
+    return like(lazy, func(lazy.local, order), lambda whole: func(whole, order), place)
+
+
+def _indexed(lazy: DeferredGatherTensor, func: Any, index: Any) -> Any:
+    places = index if isinstance(index, tuple) else (index,)
+    if lazy.divided != lazy.dim() - 1 or not all(map(_is_index, places)):
+        return NotImplemented
+    if any(place is Ellipsis for place in places):
+        # After the dots, dimensions count from the end: only `[..., i, :]` does not touch the last one.
+        leaves_last = places[-1] is Ellipsis or _is_all(places[-1])
+    else:
+        used = sum(place.dim() if _is_mask(place) else place is not None for place in places)
+        leaves_last = used < lazy.dim() or (used == lazy.dim() and _is_all(places[-1]))
+    if not leaves_last:
+        return NotImplemented
+    local = lazy.local[index]
+    return like(lazy, local, lambda whole: whole[index], local.dim() - 1)
+
+
+def _is_index(place: Any) -> bool:
+    # Lists of lists, arrays and so on have torch's own meaning.
+    return place is None or place is Ellipsis or type(place) in (int, slice, Tensor)
+
+
+def _is_mask(place: Any) -> bool:
+    return isinstance(place, Tensor) and place.dtype in (torch.bool, torch.uint8)
+
+
+def _is_all(place: Any) -> bool:
+    return isinstance(place, slice) and place == slice(None)
+
+
+def _cross_entropy(
+    lazy: DeferredGatherTensor,
+    func: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: Any = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    by_class = type(target) is Tensor and not target.is_floating_point() and lazy.divided == min(lazy.dim() - 1, 1)
+    fits = by_class and target.shape == lazy.shape[: lazy.divided] + lazy.shape[lazy.divided + 1 :]
+    if not fits or weight is not None or size_average is not None or reduce is not None:
+        return NotImplemented
+    # Autocast computes losses in fp32.
+    local = lazy.local.float() if torch.is_autocast_enabled(lazy.local.device.type) else lazy.local
+    return vocab_parallel_cross_entropy(
+        local,
+        target,
+        lazy.group,
+        lazy.width,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+
+
+DeferredLogitsTensor.kept = {
+    functional.cross_entropy: _cross_entropy,
+    Tensor.__getitem__: _indexed,
+    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _reshaped),
+    **dict.fromkeys((Tensor.flatten, torch.flatten), _flattened),
+    **dict.fromkeys((Tensor.transpose, torch.transpose), _transposed),
+    **dict.fromkeys((Tensor.permute, torch.permute), _permuted),
+    **dict.fromkeys((Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to), elementwise),
+    **dict.fromkeys((Tensor.contiguous, Tensor.detach, torch.detach, Tensor.tanh, torch.tanh), elementwise),
+    **dict.fromkeys((Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__rmul__), _combined),
+    **dict.fromkeys((Tensor.add, torch.add, Tensor.__add__, Tensor.__radd__), _combined),
+    **dict.fromkeys((Tensor.sub, torch.sub, Tensor.__sub__), _combined),
+    # With a tensor, the padding would become NaN.
+    **dict.fromkeys((Tensor.div, torch.div, Tensor.__truediv__), elementwise),
+}
