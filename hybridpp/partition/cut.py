@@ -10,7 +10,8 @@ from hybridpp.config import PartitionConfig
 from hybridpp.errors import PartitionError
 from hybridpp.partition.balance import balance
 from hybridpp.partition.calls import Trace, UnitCall
-from hybridpp.partition.memory import BudgetedCutSearch, MemoryBudget, Segments
+from hybridpp.partition.cut_search import BudgetedCutSearch, Segments
+from hybridpp.partition.memory import MemoryBudget
 from hybridpp.partition.plan import names_by_stage
 
 UnitCost = Callable[[UnitCall], float]
