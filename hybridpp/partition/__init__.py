@@ -7,10 +7,9 @@ from hybridpp.partition.calls import CallArguments, TensorSpec, Trace, UnitCall
 from hybridpp.partition.compiled import compiled_parts
 from hybridpp.partition.concrete_fallback import UntraceableUnitError
 from hybridpp.partition.containers import is_cache
-from hybridpp.partition.cut import CutPoint
 from hybridpp.partition.describe import StageSummary, describe_cut, shared_parameters
 from hybridpp.partition.memory import MemoryBudget, TrainingStateSpec
-from hybridpp.partition.plan import BoundarySharding, StagePlan
+from hybridpp.partition.plan import BoundarySharding, CutPoint, StagePlan
 from hybridpp.partition.prune import parameter_names
 from hybridpp.partition.samples import make_samples
 from hybridpp.partition.staged_model import StagedModel

@@ -12,11 +12,12 @@ from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
 from hybridpp.nn.snapshot import preserved_modules
 from hybridpp.partition.blocks import finest_units
 from hybridpp.partition.calls import CallArguments, TensorSpec, Trace
-from hybridpp.partition.cut import CutCriteria, assign_stages, choose_cut, named_blocks
+from hybridpp.partition.cut import CutCriteria, choose_cut
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.measure import measure_seconds, unit_costs
 from hybridpp.partition.memory import MemoryBudget
-from hybridpp.partition.plan import owners, stage_plan
+from hybridpp.partition.plan import assign_stages, owners, stage_plan
+from hybridpp.partition.requested_cut import named_blocks
 from hybridpp.partition.traced_units import find_traced_units
 
 

@@ -1,14 +1,58 @@
-"""Ownership of parameters, and the values sent between stages, derived from a trace and a cut."""
+"""Stages of calls, owners of parameters, and the values sent between stages, derived from a trace and a cut."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from hybridpp.errors import PartitionError
 from hybridpp.partition.calls import TensorSpec, Trace, UnitCall
 from hybridpp.partition.resets import AttributeReset
 from hybridpp.partition.taint import Value
+
+
+class CutPoint(NamedTuple):
+    """A call of a block after which the model is cut."""
+
+    block: str
+    occurrence: int
+
+
+def block_ends(trace: Trace, blocks: Sequence[str]) -> list[int]:
+    """The places of the calls of blocks, after each of which a stage can end."""
+    return [place for place, call in enumerate(trace.calls) if call.name in set(blocks)]
+
+
+def cut_after(trace: Trace, places: Iterable[int]) -> tuple[CutPoint, ...]:
+    """The cut after the calls at these places."""
+    return tuple(CutPoint(trace.calls[place].name, trace.calls[place].occurrence) for place in places)
+
+
+def cut_at_counts(trace: Trace, ends: Sequence[int], counts: Sequence[int]) -> tuple[CutPoint, ...]:
+    """The cut whose stages have so many of the calls at ``ends`` each."""
+    return cut_after(trace, [ends[sum(counts[: stage + 1]) - 1] for stage in range(len(counts) - 1)])
+
+
+def assign_stages(trace: Trace, cut: tuple[CutPoint, ...]) -> tuple[int, ...]:
+    """The stage of each call: the number of cut points before it.
+
+    Raises:
+        PartitionError: the forward does not call a block that ends a stage, or calls them in another order.
+    """
+    stages: list[int] = []
+    stage = 0
+    for call in trace.calls:
+        stages.append(stage)
+        if stage < len(cut) and CutPoint(call.name, call.occurrence) == cut[stage]:
+            stage += 1
+    if stage < len(cut):
+        raise PartitionError(
+            f"the forward does not call block {cut[stage].block!r}, which ends stage {stage}, for this input. "
+            "Use inputs that run every block, or pp_size=1."
+        )
+    return tuple(stages)
 
 
 class BoundarySharding(Protocol):

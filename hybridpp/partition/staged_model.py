@@ -16,25 +16,18 @@ from hybridpp.nn.torch_private import forward_hooks_of, forward_pre_hooks_of, py
 from hybridpp.partition.blocks import find_units, finest_units
 from hybridpp.partition.calls import CallArguments, Trace
 from hybridpp.partition.compiled import forbid_compile, refuse_compiled
-from hybridpp.partition.cut import (
-    CutCriteria,
-    CutPoint,
-    assign_stages,
-    check_single_stage,
-    choose_cut,
-    is_requested,
-    named_blocks,
-)
+from hybridpp.partition.cut import CutCriteria, choose_cut
 from hybridpp.partition.hooks import run_once
 from hybridpp.partition.intercept import ForwardListener, Interceptor
 from hybridpp.partition.measure import measure_seconds, unit_costs
 from hybridpp.partition.memory import MemoryBudget, imbalance
 from hybridpp.partition.module_outputs import AttributeDelta
-from hybridpp.partition.plan import StagePlan, names_by_stage, owners, stage_plan, uses
+from hybridpp.partition.plan import CutPoint, StagePlan, assign_stages, names_by_stage, owners, stage_plan, uses
 from hybridpp.partition.plan_cache import PlanCache, Plans
 from hybridpp.partition.prune import ParameterVisibility, parameter_names, prune_parameters
 from hybridpp.partition.recompute import Recomputable, blocks_by_stage, recomputed_blocks
 from hybridpp.partition.replay import Replay
+from hybridpp.partition.requested_cut import check_single_stage, is_requested, named_blocks
 from hybridpp.partition.resets import AttributeResetter
 from hybridpp.partition.rng import RecomputeRng, RngTrace, UnitRng, inner_linear_layers
 from hybridpp.partition.stage_run import Placeholders, StageDone, StageRun, Watcher

@@ -4,25 +4,13 @@ from itertools import pairwise
 import pytest
 import torch
 from container_code_models import EVERY, Again, Blocks, IdentitySkip, LongSkip, Repeated, WrittenInput
-from support import assert_same, image_batch, tiny_vit, train
+from partition.tracing import CPU, trace
+from support import assert_same, train
 
-from hybridpp.config import PartitionConfig
 from hybridpp.errors import PartitionError
-from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
-from hybridpp.partition import CutPoint, StagedModel, Tracer, find_units
-from hybridpp.partition.blocks import finest_units
-from hybridpp.partition.cut import CutCriteria, assign_stages, choose_cut
-from hybridpp.partition.intercept import Interceptor
-from hybridpp.partition.measure import unit_costs
-from hybridpp.partition.plan import owners, stage_plan
-
-CPU = torch.device("cpu")
-
-
-def trace(model, *args, **kwargs):
-    finest = Interceptor(ModuleAdapter(model), AdapterLayer.UNIT_RNG, finest_units(model))
-    units = Interceptor(ModuleAdapter(model), AdapterLayer.STAGE, find_units(model, 2).units)
-    return Tracer(model, units, finest, CPU, None).trace(args, kwargs, count_flops=True)
+from hybridpp.module_adapter import ModuleAdapter
+from hybridpp.partition import CutPoint, StagedModel
+from hybridpp.partition.plan import assign_stages, owners, stage_plan
 
 
 def cut_after(*blocks):
@@ -79,62 +67,6 @@ def test_ownership_follows_use():
         "head.weight": (1,),
         "unused.weight": (0,),
     }
-
-
-def test_the_cut_balances_what_the_forward_costs():
-    model = tiny_vit(num_layers=6)
-    found = trace(model, **image_batch(2))
-    blocks = find_units(model, 2).blocks
-    costs = unit_costs(model, found, "flops", list)
-    config = PartitionConfig()
-    cut = choose_cut(model, found, blocks, 3, config, CutCriteria(costs))
-    assert cut == cut_after("vit.layers.1", "vit.layers.3")
-    assert choose_cut(model, found, blocks, 1, config, CutCriteria(costs)) == ()
-
-
-@pytest.mark.parametrize(
-    ("model", "found", "num_stages", "advice"),
-    [
-        (Blocks(), "Blocks runs 4 (blocks.0, blocks.1, blocks.2, blocks.3)", 5, 4),
-        (Again(), "Again runs 4 (blocks.0, blocks.0, blocks.0, blocks.0)", 5, 4),
-    ],
-)
-def test_fewer_calls_of_blocks_than_stages(model, found, num_stages, advice):
-    text = (
-        f"a pipeline stage needs at least one block: {found}, for {num_stages} stages (pp_size x num_model_chunks). "
-        f"Use {advice} or fewer."
-    )
-    calls = trace(model, torch.ones(2, 4))
-    with pytest.raises(PartitionError, match=f"^{re.escape(text)}$"):
-        choose_cut(
-            model, calls, find_units(model, 2).blocks, num_stages, PartitionConfig(), CutCriteria(lambda call: 1.0)
-        )
-
-
-class NeverCalled(Blocks):
-    """Uses the weights of its blocks, and calls none."""
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x @ block.weight
-        return self.head(x)
-
-
-@pytest.mark.parametrize(
-    ("model", "found"),
-    [
-        (torch.nn.Linear(4, 4), "Linear has 0 (none)"),
-        (NeverCalled(), "NeverCalled has 4 (blocks.0, blocks.1, blocks.2, blocks.3)"),
-    ],
-)
-def test_a_model_that_calls_no_block(model, found):
-    text = (
-        f"a model is cut between blocks that its forward calls: {found} and calls none, as block(...). "
-        "Name modules that it calls in split_points, or use pp_size=1."
-    )
-    calls = trace(model, torch.ones(2, 4))
-    with pytest.raises(PartitionError, match=f"^{re.escape(text)}$"):
-        choose_cut(model, calls, find_units(model, 2).blocks, 2, PartitionConfig(), CutCriteria(lambda call: 1.0))
 
 
 def test_a_cut_lies_between_calls():
