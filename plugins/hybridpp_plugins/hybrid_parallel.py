@@ -34,10 +34,10 @@ from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.lr_scheduler import SkipAwareScheduler
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.preview_tp import preview_tensor_parallel
-from hybridpp_plugins.sample import find_samples
+from hybridpp_plugins.sample import Samples, find_samples
 from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.settings import parse_settings
-from hybridpp_plugins.setup import boost
+from hybridpp_plugins.setup import BoostContext, boost
 from hybridpp_plugins.signature import line_by_line
 from hybridpp_plugins.timeline_recording import TimelineRecording
 from hybridpp_plugins.unboost import unboost
@@ -298,18 +298,13 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, PreviewsTenso
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         signature = ForwardSignature.of(parts.model.forward, type(parts.model).__name__)
+
+        def samples() -> Samples:
+            return find_samples(parts.model, parts.dataloader, sample, device).called_by(signature, parts.criterion)
+
+        context = BoostContext(self.settings, self.layout, self._planner, device, samples)
         with preserved_random_state(device):
-            engine = boost(
-                parts,
-                self.settings,
-                self.layout,
-                self._planner,
-                device,
-                lambda: find_samples(parts.model, parts.dataloader, sample, device).called_by(
-                    signature, parts.criterion
-                ),
-                self._num_boosted,
-            )
+            engine = boost(parts, context, self._num_boosted)
         engine.know(signature)
         self._num_boosted += 1
         attach_engine(engine.adapter, engine)

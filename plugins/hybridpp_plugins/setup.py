@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from hybridpp.checkpoint import allocate, derive_buffers
 from hybridpp.cluster import gather_objects, get_dist_logger
 from hybridpp.config import Precision
-from hybridpp.data_parallel import RunningStatistics
+from hybridpp.data_parallel import GradientBuckets, RunningStatistics
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn.torch_private import apply_to_tensors
 from hybridpp.partition import BoundarySharding, StagedModel, StagingOptions, TrainingStateSpec, finest_units
@@ -28,16 +29,14 @@ from hybridpp.precision import (
     working_dtype,
     wrap_dtype_boundaries,
 )
-from hybridpp_plugins.apply_tp import (
-    AppliedTensorParallel,
-    apply_tensor_parallel,
-)
+from hybridpp_plugins.apply_tp import AppliedTensorParallel, apply_tensor_parallel
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.grad_access_warning import GradAccessWarning
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.manual_forward import ManualCallRecorder
 from hybridpp_plugins.model_info import OriginalModelInfo, check_optimizer, check_same_weights
 from hybridpp_plugins.nonfinite_report import NonFiniteDiagnosis
+from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.optimizer_locality import check_locality
 from hybridpp_plugins.optimizer_memory import optimizer_memory
 from hybridpp_plugins.optimizer_state import RunProgress
@@ -71,17 +70,27 @@ class _LaidOut(NamedTuple):
     masters: MasterWeights
 
 
-def boost(
-    parts: Boosted,
-    settings: PluginSettings,
-    layout: Layout,
-    planner: SchedulePlanner,
-    device: torch.device,
-    find_samples: Callable[[], Samples],
-    index: int,
-) -> Engine:
+class BoostContext(NamedTuple):
+    """What a plugin boosts its models for.
+
+    Attributes:
+        settings: of the plugin.
+        layout: this rank's groups.
+        planner: says which rank runs each stage.
+        device: where this rank computes.
+        find_samples: gives batches that the model can be called with.
+    """
+
+    settings: PluginSettings
+    layout: Layout
+    planner: SchedulePlanner
+    device: torch.device
+    find_samples: Callable[[], Samples]
+
+
+def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
     """Bring the parts into the layout, in place; ``index`` numbers a job's models. Collective: all ranks."""
-    model, optimizer = parts.model, parts.optimizer
+    (model, optimizer), (settings, layout, planner, device, find_samples) = parts[:2], context
     seed = torch.initial_seed() + index
     original = OriginalModelInfo.of(model)
     module_dtypes = _module_dtypes(model, settings)
@@ -93,44 +102,18 @@ def boost(
     applied_tp = apply_tensor_parallel(adapter, settings.parallel, layout, find_samples)
     if optimizer is not None:
         check_locality(optimizer, original.names, layout, device)
-    staged, working, masters = _lay_out(
-        adapter,
-        applied_tp,
-        module_dtypes,
-        settings,
-        layout,
-        planner,
-        device,
-        find_samples,
-        original.uninitialized,
-        optimizer_memory(optimizer, settings.precision),
-    )
-    buckets, boosted, progress = None, None, RunProgress(seed)
+    state_spec = optimizer_memory(optimizer, settings.precision)
+    laid_out = _lay_out(adapter, applied_tp, module_dtypes, context, original.uninitialized, state_spec)
+    staged, progress = laid_out.staged, RunProgress(seed)
+    buckets, boosted = None, None
     if optimizer is not None:
-        ranks_of_parameter = {
-            n: tuple(sorted({planner.placement[s] for s in stages})) for n, stages in staged.owners.items()
-        }
-        buckets, boosted = wrap_optimizer(
-            optimizer, original.names, adapter, ranks_of_parameter, applied_tp.summed, masters, settings, layout
-        )
-        boosted.uninitialized, boosted.progress = original.uninitialized, progress
-        if working.function_casts:
-            boosted.recompute_context = working.function_casts.recompute_context
-        applied_tp.weight_gradients.attach_sink(buckets)
-        if planner.splits_backward:
-            get_dist_logger().info(applied_tp.weight_gradients.report(), ranks=[0])
+        buckets, boosted = _wrap_optimizer(optimizer, adapter, applied_tp, laid_out, original, context)
+        boosted.progress = progress
     transport = Transport(layout.activations, layout.gradients, device)
     executor = Executor(staged, transport, device, applied_tp.weight_gradients, applied_tp.in_a_step)
     diagnosis = NonFiniteDiagnosis(staged, executor, buckets, layout, device)
-    # Recorded calls hold memory: in fp32 and bf16 only if error_if_nonfinite is set.
-    keeps_calls = settings.precision is Precision.FP16 or settings.optimizer.error_if_nonfinite is not None
-    if boosted is not None and keeps_calls:
-        boosted.manual_calls = ManualCallRecorder(
-            device, lambda: boosted.nonfinite_steps.may_search, diagnosis.diagnose_calls
-        )
-        staged.around_call = boosted.manual_calls.run
-    if boosted is not None and settings.precision is not Precision.FP32:
-        staged.around_call = _quietly(boosted.grad_access_warning, staged.around_call)
+    if boosted is not None:
+        _watch_manual_calls(boosted, staged, diagnosis, context)
     statistics = RunningStatistics(model, layout.dp)
     if boosted is not None:
         boosted.statistics = statistics
@@ -146,7 +129,7 @@ def boost(
         diagnosis=diagnosis,
         optimizer=boosted,
         buckets=buckets,
-        masters=masters,
+        masters=laid_out.masters,
         original=original,
         module_dtypes=module_dtypes,
         statistics=statistics,
@@ -154,6 +137,53 @@ def boost(
     if boosted is not None and settings.precision is not Precision.FP32:
         boosted.grad_access_warning.watch(adapter, lambda: engine.is_running)
     return engine
+
+
+def _wrap_optimizer(
+    optimizer: Optimizer,
+    adapter: ModuleAdapter,
+    applied_tp: AppliedTensorParallel,
+    laid_out: _LaidOut,
+    original: OriginalModelInfo,
+    context: BoostContext,
+) -> tuple[GradientBuckets, HybridOptimizer]:
+    """The optimizer, and the buckets that the gradients of its parameters add up in."""
+    planner = context.planner
+    ranks_of_parameter = {
+        n: tuple(sorted({planner.placement[s] for s in stages})) for n, stages in laid_out.staged.owners.items()
+    }
+    buckets, boosted = wrap_optimizer(
+        optimizer,
+        original.names,
+        adapter,
+        ranks_of_parameter,
+        applied_tp.summed,
+        laid_out.masters,
+        context.settings,
+        context.layout,
+    )
+    boosted.uninitialized = original.uninitialized
+    if laid_out.working.function_casts:
+        boosted.recompute_context = laid_out.working.function_casts.recompute_context
+    applied_tp.weight_gradients.attach_sink(buckets)
+    if planner.splits_backward:
+        get_dist_logger().info(applied_tp.weight_gradients.report(), ranks=[0])
+    return buckets, boosted
+
+
+def _watch_manual_calls(
+    boosted: HybridOptimizer, staged: StagedModel, diagnosis: NonFiniteDiagnosis, context: BoostContext
+) -> None:
+    """Go around the script's own calls of the model: record them, and let the model list its own parameters."""
+    precision = context.settings.precision
+    # Recorded calls hold memory: in fp32 and bf16 only if error_if_nonfinite is set.
+    if precision is Precision.FP16 or context.settings.optimizer.error_if_nonfinite is not None:
+        boosted.manual_calls = ManualCallRecorder(
+            context.device, lambda: boosted.nonfinite_steps.may_search, diagnosis.diagnose_calls
+        )
+        staged.around_call = boosted.manual_calls.run
+    if precision is not Precision.FP32:
+        staged.around_call = _quietly(boosted.grad_access_warning, staged.around_call)
 
 
 def _module_dtypes(model: nn.Module, settings: PluginSettings) -> ModuleDtypes:
@@ -165,38 +195,32 @@ def _lay_out(
     adapter: ModuleAdapter,
     applied_tp: AppliedTensorParallel,
     module_dtypes: ModuleDtypes,
-    settings: PluginSettings,
-    layout: Layout,
-    planner: SchedulePlanner,
-    device: torch.device,
-    find_samples: Callable[[], Samples],
+    context: BoostContext,
     uninitialized: UninitializedWeights,
     state_spec: TrainingStateSpec,
 ) -> _LaidOut:
     """Cut the sharded model, and bring this rank's part to its device and dtypes."""
-    model, half = adapter.model, torch_dtype(settings.precision)
+    model, settings = adapter.model, context.settings
+    half = torch_dtype(settings.precision)
     wrap_dtype_boundaries(adapter, module_dtypes, half)
-    samples = find_samples() if len(planner.placement) > 1 else NO_SAMPLES
+    samples = context.find_samples() if len(context.planner.placement) > 1 else NO_SAMPLES
     function_casts = (
         FunctionCasts(adapter, finest_units(model), settings.precision_config.fp32_losses) if half else None
     )
     working = _Working(working_dtype(model, settings.precision), module_dtypes, function_casts, state_spec)
-    staged = _cut(adapter, planner.placement, settings, layout, device, working, samples, applied_tp.between_stages)
-    masters = _place(adapter, settings.precision, working, device, uninitialized)
+    staged = _cut(adapter, context, working, samples, applied_tp.between_stages)
+    masters = _place(adapter, settings.precision, working, context.device, uninitialized)
     return _LaidOut(staged, working, masters)
 
 
 def _cut(
     adapter: ModuleAdapter,
-    placement: tuple[int, ...],
-    settings: PluginSettings,
-    layout: Layout,
-    device: torch.device,
+    context: BoostContext,
     working: _Working,
     samples: Samples,
     parts: BoundarySharding | None,
 ) -> StagedModel:
-    model = adapter.model
+    model, settings, layout, placement = adapter.model, context.settings, context.layout, context.planner.placement
     staging = StagingOptions(
         compute_dtype=working.dtype,
         dtypes=dtype_changes(model, working.dtype, working.module_dtypes),
@@ -211,7 +235,7 @@ def _cut(
     mine = [stage for stage, rank in enumerate(placement) if rank == layout.here.pp]
     calls = [call_arguments(batch) for batch in samples.batches]
     with samples.explained(model):
-        return StagedModel(adapter, len(placement), mine, device=device, samples=calls, staging=staging)
+        return StagedModel(adapter, len(placement), mine, device=context.device, samples=calls, staging=staging)
 
 
 def _place(
