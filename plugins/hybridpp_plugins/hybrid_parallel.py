@@ -33,11 +33,12 @@ from hybridpp_plugins.engine_handle import ENGINE, attach_engine, copied_weights
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.lr_scheduler import SkipAwareScheduler
 from hybridpp_plugins.optimizer import HybridOptimizer
+from hybridpp_plugins.place_model import BoostContext
 from hybridpp_plugins.preview_tp import preview_tensor_parallel
 from hybridpp_plugins.sample import Samples, find_samples
 from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.settings import parse_settings
-from hybridpp_plugins.setup import BoostContext, boost
+from hybridpp_plugins.setup import boost
 from hybridpp_plugins.signature import line_by_line
 from hybridpp_plugins.timeline_recording import TimelineRecording
 from hybridpp_plugins.unboost import unboost

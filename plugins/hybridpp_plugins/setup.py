@@ -1,38 +1,24 @@
-"""Set up a boosted model: shard, cut and cast the model, wrap the optimizer, create the engine."""
+"""Set up a boosted model: shard it, place it on this rank, wrap the optimizer, create the engine."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hybridpp.checkpoint import allocate, derive_buffers
-from hybridpp.cluster import gather_objects, get_dist_logger
+from hybridpp.checkpoint import derive_buffers
+from hybridpp.cluster import get_dist_logger
 from hybridpp.config import Precision
 from hybridpp.data_parallel import GradientBuckets, RunningStatistics
 from hybridpp.module_adapter import ModuleAdapter
-from hybridpp.nn.torch_private import apply_to_tensors
-from hybridpp.partition import BoundarySharding, StagedModel, StagingOptions, TrainingStateSpec, finest_units
-from hybridpp.pipeline import Executor, Transport, call_arguments
+from hybridpp.partition import StagedModel
+from hybridpp.pipeline import Executor, Transport
 from hybridpp.plugin import Boosted
-from hybridpp.precision import (
-    FunctionCasts,
-    MasterWeights,
-    ModuleDtypes,
-    cast_model,
-    dtype_changes,
-    find_module_dtypes,
-    norm_modules,
-    torch_dtype,
-    working_dtype,
-    wrap_dtype_boundaries,
-)
+from hybridpp.precision import ModuleDtypes, find_module_dtypes, norm_modules, torch_dtype
 from hybridpp_plugins.apply_tp import AppliedTensorParallel, apply_tensor_parallel
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.grad_access_warning import GradAccessWarning
-from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.manual_forward import ManualCallRecorder
 from hybridpp_plugins.model_info import OriginalModelInfo, check_optimizer, check_same_weights
 from hybridpp_plugins.nonfinite_report import NonFiniteDiagnosis
@@ -40,52 +26,9 @@ from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.optimizer_locality import check_locality
 from hybridpp_plugins.optimizer_memory import optimizer_memory
 from hybridpp_plugins.optimizer_state import RunProgress
-from hybridpp_plugins.sample import NO_SAMPLES, Samples
-from hybridpp_plugins.schedule_planner import SchedulePlanner
+from hybridpp_plugins.place_model import BoostContext, PlacedModel, place_model
 from hybridpp_plugins.settings import PluginSettings
-from hybridpp_plugins.uninitialized import UninitializedWeights
 from hybridpp_plugins.wrap_optimizer import wrap_optimizer
-
-
-class _Working(NamedTuple):
-    """The model's dtypes: its working dtype, modules in another dtype, casts around functions; and state per weight."""
-
-    dtype: torch.dtype | None
-    module_dtypes: ModuleDtypes
-    function_casts: FunctionCasts | None
-    state_spec: TrainingStateSpec
-
-
-class _LaidOut(NamedTuple):
-    """A model after sharding and cutting.
-
-    Attributes:
-        staged: its stages.
-        working: its dtypes.
-        masters: fp32 masters of its weights.
-    """
-
-    staged: StagedModel
-    working: _Working
-    masters: MasterWeights
-
-
-class BoostContext(NamedTuple):
-    """What a plugin boosts its models for.
-
-    Attributes:
-        settings: of the plugin.
-        layout: this rank's groups.
-        planner: says which rank runs each stage.
-        device: where this rank computes.
-        find_samples: gives batches that the model can be called with.
-    """
-
-    settings: PluginSettings
-    layout: Layout
-    planner: SchedulePlanner
-    device: torch.device
-    find_samples: Callable[[], Samples]
 
 
 def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
@@ -103,11 +46,11 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
     if optimizer is not None:
         check_locality(optimizer, original.names, layout, device)
     state_spec = optimizer_memory(optimizer, settings.precision)
-    laid_out = _lay_out(adapter, applied_tp, module_dtypes, context, original.uninitialized, state_spec)
-    staged, progress = laid_out.staged, RunProgress(seed)
+    placed = place_model(adapter, applied_tp, module_dtypes, context, original.uninitialized, state_spec)
+    staged, progress = placed.staged, RunProgress(seed)
     buckets, boosted = None, None
     if optimizer is not None:
-        buckets, boosted = _wrap_optimizer(optimizer, adapter, applied_tp, laid_out, original, context)
+        buckets, boosted = _wrap_optimizer(optimizer, adapter, applied_tp, placed, original, context)
         boosted.progress = progress
     transport = Transport(layout.activations, layout.gradients, device)
     executor = Executor(staged, transport, device, applied_tp.weight_gradients, applied_tp.in_a_step)
@@ -129,7 +72,7 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
         diagnosis=diagnosis,
         optimizer=boosted,
         buckets=buckets,
-        masters=laid_out.masters,
+        masters=placed.masters,
         original=original,
         module_dtypes=module_dtypes,
         statistics=statistics,
@@ -143,14 +86,14 @@ def _wrap_optimizer(
     optimizer: Optimizer,
     adapter: ModuleAdapter,
     applied_tp: AppliedTensorParallel,
-    laid_out: _LaidOut,
+    placed: PlacedModel,
     original: OriginalModelInfo,
     context: BoostContext,
 ) -> tuple[GradientBuckets, HybridOptimizer]:
     """The optimizer, and the buckets that the gradients of its parameters add up in."""
     planner = context.planner
     ranks_of_parameter = {
-        n: tuple(sorted({planner.placement[s] for s in stages})) for n, stages in laid_out.staged.owners.items()
+        n: tuple(sorted({planner.placement[s] for s in stages})) for n, stages in placed.staged.owners.items()
     }
     buckets, boosted = wrap_optimizer(
         optimizer,
@@ -158,13 +101,13 @@ def _wrap_optimizer(
         adapter,
         ranks_of_parameter,
         applied_tp.summed,
-        laid_out.masters,
+        placed.masters,
         context.settings,
         context.layout,
     )
     boosted.uninitialized = original.uninitialized
-    if laid_out.working.function_casts:
-        boosted.recompute_context = laid_out.working.function_casts.recompute_context
+    if placed.function_casts:
+        boosted.recompute_context = placed.function_casts.recompute_context
     applied_tp.weight_gradients.attach_sink(buckets)
     if planner.splits_backward:
         get_dist_logger().info(applied_tp.weight_gradients.report(), ranks=[0])
@@ -189,78 +132,6 @@ def _watch_manual_calls(
 def _module_dtypes(model: nn.Module, settings: PluginSettings) -> ModuleDtypes:
     in_fp32 = norm_modules(model) if settings.precision_config.fp32_norms else set()
     return find_module_dtypes(model, settings.precision_config.fp32_modules, torch_dtype(settings.precision), in_fp32)
-
-
-def _lay_out(
-    adapter: ModuleAdapter,
-    applied_tp: AppliedTensorParallel,
-    module_dtypes: ModuleDtypes,
-    context: BoostContext,
-    uninitialized: UninitializedWeights,
-    state_spec: TrainingStateSpec,
-) -> _LaidOut:
-    """Cut the sharded model, and bring this rank's part to its device and dtypes."""
-    model, settings = adapter.model, context.settings
-    half = torch_dtype(settings.precision)
-    wrap_dtype_boundaries(adapter, module_dtypes, half)
-    samples = context.find_samples() if len(context.planner.placement) > 1 else NO_SAMPLES
-    function_casts = (
-        FunctionCasts(adapter, finest_units(model), settings.precision_config.fp32_losses) if half else None
-    )
-    working = _Working(working_dtype(model, settings.precision), module_dtypes, function_casts, state_spec)
-    staged = _cut(adapter, context, working, samples, applied_tp.between_stages)
-    masters = _place(adapter, settings.precision, working, context.device, uninitialized)
-    return _LaidOut(staged, working, masters)
-
-
-def _cut(
-    adapter: ModuleAdapter,
-    context: BoostContext,
-    working: _Working,
-    samples: Samples,
-    parts: BoundarySharding | None,
-) -> StagedModel:
-    model, settings, layout, placement = adapter.model, context.settings, context.layout, context.planner.placement
-    staging = StagingOptions(
-        compute_dtype=working.dtype,
-        dtypes=dtype_changes(model, working.dtype, working.module_dtypes),
-        partition=settings.partition,
-        recomputation=settings.pipeline.recomputation,
-        broadcast=lambda seconds: list(gather_objects(layout.control, seconds)[0]),
-        recompute_context=working.function_casts.recompute_context if working.function_casts else nullcontext,
-        boundary_sharding=parts,
-        state_spec=working.state_spec,
-        ranks=placement,
-    )
-    mine = [stage for stage, rank in enumerate(placement) if rank == layout.here.pp]
-    calls = [call_arguments(batch) for batch in samples.batches]
-    with samples.explained(model):
-        return StagedModel(adapter, len(placement), mine, device=context.device, samples=calls, staging=staging)
-
-
-def _place(
-    adapter: ModuleAdapter,
-    precision: Precision,
-    working: _Working,
-    device: torch.device,
-    uninitialized: UninitializedWeights,
-) -> MasterWeights:
-    """Bring the model to its device and dtypes; returns the masters of its weights."""
-    model = adapter.model
-    # As model.to, except for tensors without values: their memory is allocated last, in the final dtype.
-    apply_to_tensors(model, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-    masters = _masters(model, precision)
-    cast_model(adapter, working.dtype, working.module_dtypes)
-    allocate(model, masters.masters.values(), device)
-    uninitialized.watch(adapter, masters)
-    return masters
-
-
-def _masters(model: nn.Module, precision: Precision) -> MasterWeights:
-    """Masters of the trainable weights, before these are cast; frozen weights need none."""
-    if precision is Precision.FP32:
-        return MasterWeights({})
-    return MasterWeights({name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()})
 
 
 def _quietly(grad_access_warning: GradAccessWarning, around: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 import transformers
-from divided_models import VIT
 from support import assert_near, assert_same, boosted, image_batch, model_loss, replica_part, sgd, tiny_vit, train
 
 from hybridpp import Booster, HybridParallelPlugin
@@ -61,29 +60,6 @@ def test_masters_keep_updates_that_half_precision_would_round_away(precision):
 
 def masters_of(booster, model):
     return booster.plugin._engine(model).masters.masters
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_a_rank_has_masters_of_what_it_owns_and_of_nothing_else(precision):
-    """Of tp2 x pp2: its stage's parameters, of divided layers its part, and optimizer state of these."""
-
-    def run():
-        settings = {"tp_size": 2, "pp_size": 2, "tensor_parallel_plan": VIT, "precision": precision}
-        booster, model, optimizer = boosted(tiny_vit(), adamw, image_batch(2), **settings)
-        booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
-        optimizer.step()
-        masters = masters_of(booster, model)
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        assert {name: master.shape for name, master in masters.items()} == shapes
-        assert {master.dtype for master in masters.values()} == {torch.float32}
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        assert held == {id(master) for master in masters.values()} == set(map(id, optimizer.state))
-        return sum(master.numel() for name, master in masters.items() if ".layers." in name)
-
-    whole = sum(parameter.numel() for name, parameter in tiny_vit().named_parameters() if ".layers." in name)
-    for counted in Loopback(4).run(run):
-        # Two of four layers; norms and biases of row layers are whole on both ranks that share them.
-        assert 0.25 * whole < counted < 0.28 * whole
 
 
 @pytest.mark.parametrize("num_calls", [2, 8])
@@ -343,25 +319,6 @@ def _saved(state):
     torch.save(state, buffer)
     buffer.seek(0)
     return buffer
-
-
-def test_a_model_loaded_in_half_precision_is_widened_for_fp32():
-    def run():
-        booster, model, optimizer = boosted(tiny_vit().to(torch.bfloat16), sgd, image_batch(2), pp_size=2)
-        booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
-        return {parameter.dtype for parameter in model.parameters()}
-
-    assert Loopback(2).run(run) == [{torch.float32}] * 2
-
-
-def test_float64_models_train_in_float64():
-    batches = [
-        {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
-        for batch in BATCHES
-    ]
-    one = train(lambda: tiny_vit().double(), batches, num_microbatches=2)
-    two = train(lambda: tiny_vit().double(), batches, num_microbatches=2, pp_size=2, dp_size=2)
-    assert_near(two["weights"], one["weights"], 1e-14)
 
 
 @pytest.mark.parametrize("by_hand", [False, True])

@@ -1,0 +1,154 @@
+"""Place a model on this rank: cut it, and bring this rank's part to its device and dtypes."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from hybridpp.checkpoint import allocate
+from hybridpp.cluster import gather_objects
+from hybridpp.config import Precision
+from hybridpp.module_adapter import ModuleAdapter
+from hybridpp.nn.torch_private import apply_to_tensors
+from hybridpp.partition import BoundarySharding, StagedModel, StagingOptions, TrainingStateSpec, finest_units
+from hybridpp.pipeline import call_arguments
+from hybridpp.precision import (
+    FunctionCasts,
+    MasterWeights,
+    ModuleDtypes,
+    cast_model,
+    dtype_changes,
+    torch_dtype,
+    working_dtype,
+    wrap_dtype_boundaries,
+)
+from hybridpp_plugins.apply_tp import AppliedTensorParallel
+from hybridpp_plugins.layout import Layout
+from hybridpp_plugins.sample import NO_SAMPLES, Samples
+from hybridpp_plugins.schedule_planner import SchedulePlanner
+from hybridpp_plugins.settings import PluginSettings
+from hybridpp_plugins.uninitialized import UninitializedWeights
+
+
+class BoostContext(NamedTuple):
+    """What a plugin boosts its models for.
+
+    Attributes:
+        settings: of the plugin.
+        layout: this rank's groups.
+        planner: says which rank runs each stage.
+        device: where this rank computes.
+        find_samples: gives batches that the model can be called with.
+    """
+
+    settings: PluginSettings
+    layout: Layout
+    planner: SchedulePlanner
+    device: torch.device
+    find_samples: Callable[[], Samples]
+
+
+class PlacedModel(NamedTuple):
+    """This rank's part of a model.
+
+    Attributes:
+        staged: its stages.
+        masters: fp32 masters of its weights.
+        function_casts: casts around functions in half precision; None in fp32.
+    """
+
+    staged: StagedModel
+    masters: MasterWeights
+    function_casts: FunctionCasts | None
+
+
+class _Working(NamedTuple):
+    """The model's dtypes: its working dtype, modules in another dtype, casts around functions; and state per weight."""
+
+    dtype: torch.dtype | None
+    module_dtypes: ModuleDtypes
+    function_casts: FunctionCasts | None
+    state_spec: TrainingStateSpec
+
+
+def place_model(
+    adapter: ModuleAdapter,
+    applied_tp: AppliedTensorParallel,
+    module_dtypes: ModuleDtypes,
+    context: BoostContext,
+    uninitialized: UninitializedWeights,
+    state_spec: TrainingStateSpec,
+) -> PlacedModel:
+    """Cut a sharded model, and bring this rank's part to its device and dtypes. Collective: all ranks.
+
+    Args:
+        adapter: of the model.
+        applied_tp: how it is sharded.
+        module_dtypes: modules in another dtype than the rest.
+        context: what it is placed for.
+        uninitialized: weights without values.
+        state_spec: what training keeps for each weight.
+    """
+    model, settings = adapter.model, context.settings
+    half = torch_dtype(settings.precision)
+    wrap_dtype_boundaries(adapter, module_dtypes, half)
+    samples = context.find_samples() if len(context.planner.placement) > 1 else NO_SAMPLES
+    function_casts = (
+        FunctionCasts(adapter, finest_units(model), settings.precision_config.fp32_losses) if half else None
+    )
+    working = _Working(working_dtype(model, settings.precision), module_dtypes, function_casts, state_spec)
+    staged = _cut(adapter, context, working, samples, applied_tp.between_stages)
+    masters = _bring(adapter, settings.precision, working, context.device, uninitialized)
+    return PlacedModel(staged, masters, function_casts)
+
+
+def _cut(
+    adapter: ModuleAdapter,
+    context: BoostContext,
+    working: _Working,
+    samples: Samples,
+    parts: BoundarySharding | None,
+) -> StagedModel:
+    model, settings, layout, placement = adapter.model, context.settings, context.layout, context.planner.placement
+    staging = StagingOptions(
+        compute_dtype=working.dtype,
+        dtypes=dtype_changes(model, working.dtype, working.module_dtypes),
+        partition=settings.partition,
+        recomputation=settings.pipeline.recomputation,
+        broadcast=lambda seconds: list(gather_objects(layout.control, seconds)[0]),
+        recompute_context=working.function_casts.recompute_context if working.function_casts else nullcontext,
+        boundary_sharding=parts,
+        state_spec=working.state_spec,
+        ranks=placement,
+    )
+    mine = [stage for stage, rank in enumerate(placement) if rank == layout.here.pp]
+    calls = [call_arguments(batch) for batch in samples.batches]
+    with samples.explained(model):
+        return StagedModel(adapter, len(placement), mine, device=context.device, samples=calls, staging=staging)
+
+
+def _bring(
+    adapter: ModuleAdapter,
+    precision: Precision,
+    working: _Working,
+    device: torch.device,
+    uninitialized: UninitializedWeights,
+) -> MasterWeights:
+    """Bring the model to its device and dtypes; returns the masters of its weights."""
+    model = adapter.model
+    # As model.to, except for tensors without values: their memory is allocated last, in the final dtype.
+    apply_to_tensors(model, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    masters = _masters(model, precision)
+    cast_model(adapter, working.dtype, working.module_dtypes)
+    allocate(model, masters.masters.values(), device)
+    uninitialized.watch(adapter, masters)
+    return masters
+
+
+def _masters(model: nn.Module, precision: Precision) -> MasterWeights:
+    """Masters of the trainable weights, before these are cast; frozen weights need none."""
+    if precision is Precision.FP32:
+        return MasterWeights({})
+    return MasterWeights({name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()})
