@@ -1,10 +1,12 @@
 """Search for a way to shard one block."""
 
 import re
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import islice
-from typing import Any, TypeAlias
+from operator import or_
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
@@ -12,14 +14,16 @@ from hybridpp.nn.linear import linear_shapes
 from hybridpp.plan_search.block_run import copy_block, randomized_copy
 from hybridpp.plan_search.candidates import CandidateGenerator
 from hybridpp.plan_search.dataflow import layer_dataflow
-from hybridpp.plan_search.layer_groups import LayerGroup, groups_of
-from hybridpp.plan_search.size_attributes import indivisible
+from hybridpp.plan_search.layer_groups import LayerGroup, common_module, groups_of
+from hybridpp.plan_search.size_attributes import LIKELY, indivisible
 from hybridpp.plan_search.stacked_experts import expert_modules, expert_specs
 from hybridpp.plan_search.verify import Rejected, common_error, verify
 from hybridpp.tensor_parallel.plan import ShardKind
 from hybridpp.tensor_parallel.sharding_spec import ShardingSpec
 
 _MAX_CANDIDATES = 160
+# Of a group with a number of heads that the ranks do not divide: nearly always nothing is right.
+_MAX_INDIVISIBLE = 2 * LIKELY
 
 SampleCall: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a block's forward."""
@@ -36,6 +40,13 @@ class BlockPlan:
 
     spec: ShardingSpec = field(default_factory=ShardingSpec)
     reasons: dict[str, str] = field(default_factory=dict)
+
+
+class _Found(NamedTuple):
+    """Layers that can be sharded, and how."""
+
+    layers: frozenset[str]
+    spec: ShardingSpec
 
 
 class PlanSearch:
@@ -69,9 +80,40 @@ class PlanSearch:
         """The spec that shards most weights among those that reproduce the reference block's results and gradients."""
         groups, reasons = groups_of(self._flow, self._layers)
         reasons |= dict.fromkeys(self._flow.non_tensor_outputs, "does not return one tensor")
-        found: list[tuple[LayerGroup, ShardingSpec]] = []
-        taken: set[str] = set()
         likeliest_first = sorted(groups, key=self._likelihood, reverse=True)
+        found = self._first_candidates_together(likeliest_first) or self._one_after_another(likeliest_first, reasons)
+        for name in expert_modules(self._block):
+            candidates = expert_specs(self._block, name, self._tp_size)
+            spec = self._first_verified(candidates, frozenset({name}))
+            if spec is None:
+                reasons[name] = f"with each way to shard its tensors, the block {self._outcome(frozenset({name}))}"
+            else:
+                found.append(_Found(frozenset({name}), spec))
+        plan = self._combined(found)
+        taken = frozenset[str]().union(*(one.layers for one in found))
+        plan.reasons |= {name: reason for name, reason in reasons.items() if name not in taken}
+        self._add_idle(plan)
+        return plan
+
+    def _first_candidates_together(self, likeliest_first: Sequence[LayerGroup]) -> list[_Found]:
+        """The likeliest candidate of every group, verified at once: most blocks need no other trial. Empty: rejected.
+
+        Each other group has layers that are taken then, so there is nothing left to try.
+        """
+        spec, taken = ShardingSpec(), frozenset[str]()
+        for group in likeliest_first:
+            if not group.layers & taken:
+                candidate = next(self._candidates.of(group), None)
+                if candidate is None:
+                    return []
+                spec, taken = spec | candidate, taken | group.layers
+        verified = verify(self._reference, spec, self._tp_size) if taken else Rejected()
+        return [] if isinstance(verified, Rejected) else [_Found(taken, verified)]
+
+    def _one_after_another(self, likeliest_first: Sequence[LayerGroup], reasons: dict[str, str]) -> list[_Found]:
+        """The first candidate of each group that is verified; ``reasons`` gets why there is none."""
+        found: list[_Found] = []
+        taken: set[str] = set()
         for candidates_of in (self._candidates.of, self._candidates.with_gathered_norms):
             # A block may be a stack of equal layers: where one of them cannot be sharded, neither can the others.
             rejected: dict[Hashable, frozenset[str]] = {}
@@ -82,24 +124,32 @@ class PlanSearch:
                 if kind in rejected:
                     self._reject_like(group, rejected[kind], reasons)
                     continue
-                spec = self._first_verified(islice(candidates_of(group), _MAX_CANDIDATES), group.layers)
+                limit = _MAX_INDIVISIBLE if self._indivisible(group) else _MAX_CANDIDATES
+                spec = self._first_verified(islice(candidates_of(group), limit), group.layers)
                 if spec is None:
                     rejected[kind] = group.layers
                     self._reject_like(group, group.layers, reasons)
-                else:
-                    found.append((group, spec))
-                    taken |= group.layers
-        for name in expert_modules(self._block):
-            candidates = expert_specs(self._block, name, self._tp_size)
-            spec = self._first_verified(candidates, frozenset({name}))
-            if spec is None:
-                reasons[name] = f"with each way to shard its tensors, the block {self._outcome(frozenset({name}))}"
-            else:
-                found.append((LayerGroup((name,), ()), spec))
-        plan = self._combined(found)
-        plan.reasons |= {name: reason for name, reason in reasons.items() if name not in taken}
-        self._add_idle(plan)
-        return plan
+                    continue
+                alike = [other for other in likeliest_first if self._kind(other) == kind and not other.layers & taken]
+                found.append(self._with_others_alike(_Found(group.layers, spec), alike))
+                taken |= found[-1].layers
+        return found
+
+    def _with_others_alike(self, one: _Found, groups: Iterable[LayerGroup]) -> _Found:
+        """With the equal layers of a stack, sharded in the same way; without them where that gives other results."""
+        inside = common_module(one.layers)
+        relative = one.spec.of_block(inside)
+        if relative.inside(inside) != one.spec:
+            return one
+        spec, layers = one.spec, one.layers
+        for group in groups:
+            if not group.layers & layers:
+                spec |= relative.inside(common_module(group.layers))
+                layers |= group.layers
+        if layers == one.layers:
+            return one
+        verified = verify(self._reference, spec, self._tp_size)
+        return one if isinstance(verified, Rejected) else _Found(layers, verified)
 
     def _kind(self, group: LayerGroup) -> Hashable:
         """Equal for groups whose layers are equal and have the same names but for numbers."""
@@ -115,20 +165,24 @@ class PlanSearch:
         for name in (*group.columns, *group.rows):
             reasons.setdefault(name, self._reason(group, name))
 
-    def _combined(self, found: list[tuple[LayerGroup, ShardingSpec]]) -> BlockPlan:
+    def _combined(self, found: Sequence[_Found]) -> BlockPlan:
+        """Everything that was found, verified together; where that gives other results, what goes with the first."""
         if not found:
             return BlockPlan()
-        (_, first), *others = found
-        plan = BlockPlan(first)
-        for group, one in others:
-            both = verify(self._reference, plan.spec | one, self._tp_size)
+        plan = BlockPlan(found[0].spec)
+        both = self._union(one.spec for one in found) if len(found) > 2 else Rejected()
+        if not isinstance(both, Rejected):
+            return BlockPlan(both)
+        for one in found[1:]:
+            both = self._union((plan.spec, one.spec))
             if isinstance(both, Rejected):
-                plan.reasons |= dict.fromkeys(
-                    (*group.columns, *group.rows), "can be sharded, but not together with other layers"
-                )
+                plan.reasons |= dict.fromkeys(one.layers, "can be sharded, but not together with other layers")
             else:
                 plan.spec = both
         return plan
+
+    def _union(self, specs: Iterable[ShardingSpec]) -> ShardingSpec | Rejected:
+        return verify(self._reference, reduce(or_, specs), self._tp_size)
 
     def _add_idle(self, plan: BlockPlan) -> None:
         """Treat layers that did not run (experts without tokens) like those whose names differ in a number only."""
@@ -146,9 +200,13 @@ class PlanSearch:
         size = sum(self._layers[name].num_outputs * self._layers[name].num_inputs for name in group.layers)
         return own == group.layers, reads == set(group.columns), size
 
+    def _indivisible(self, group: LayerGroup) -> str | None:
+        return indivisible(self._block, self._layers, group, self._tp_size)
+
     def _reason(self, group: LayerGroup, name: str) -> str:
-        number = indivisible(self._block, self._layers, group, self._tp_size)
-        return number or f"sharded with {_listed(group, name)}, the block {self._outcome(group.layers)}"
+        return (
+            self._indivisible(group) or f"sharded with {_listed(group, name)}, the block {self._outcome(group.layers)}"
+        )
 
     def _outcome(self, layers: frozenset[str]) -> str:
         error = self._errors.get(layers)

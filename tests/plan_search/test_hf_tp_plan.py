@@ -4,7 +4,8 @@ import torch
 from attention_blocks import WIDTH, Block, Gated
 from torch import nn
 
-from hybridpp.plan_search import block_search, infer_plan
+from hybridpp.plan_search import infer_plan
+from hybridpp.plan_search.candidates import CandidateGenerator
 from hybridpp.plan_search.hf_tp_plan import OwnPlan, differences, hf_tp_plan
 from hybridpp.tensor_parallel import ShardKind
 
@@ -36,17 +37,17 @@ def test_its_layers_are_tried_first(monkeypatch):
     """Two equal modules: without a plan, the one that runs first is tried first."""
 
     def tried(plan: dict[str, str]) -> list[str]:
-        first: list[str] = []
-        verify = block_search.verify
+        rows: list[str] = []
+        candidates_of = CandidateGenerator.of
 
-        def noting(reference, spec, tp_size):
-            first.extend(sorted(spec.reduce_outputs))
-            return verify(reference, spec, tp_size)
+        def noting(self, group):
+            rows.extend(group.rows)
+            return candidates_of(self, group)
 
-        monkeypatch.setattr(block_search, "verify", noting)
-        infer(with_plan(plan, a=Gated(), b=Gated()))
-        monkeypatch.setattr(block_search, "verify", verify)
-        return first
+        with monkeypatch.context() as patch:
+            patch.setattr(CandidateGenerator, "of", noting)
+            infer(with_plan(plan, a=Gated(), b=Gated()))
+        return rows
 
     own = {"*.parts.b.gate": "colwise", "*.parts.b.up": "colwise", "*.parts.b.down": "rowwise"}
     assert tried({})[0] == "parts.a.down"

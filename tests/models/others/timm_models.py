@@ -89,7 +89,7 @@ class _Names(type):
 
 
 def _by_size(name: str) -> tuple[int, int, str]:
-    words = re.split(r"[_.]", name)
+    words = [word for word in re.split(r"[_.]", name) if word != "s8"]  # LeViT's stride, no size
     rank = min((_SMALL.index(plain) for word in words if (plain := word.rstrip("0123456789")) in _SMALL), default=99)
     numbers = [int(number) for number in re.findall(r"\d+", words[0])]
     return rank, numbers[0] if numbers else 0, name
