@@ -1,6 +1,7 @@
 """Small networks that users write by hand, and how they are cut through the plugin."""
 
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,6 +10,11 @@ from torch import nn
 
 IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 ROWS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+def wide_images():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(4, 3, 64, 64, generator=generator)
 
 
 def squares(outputs, inputs):
@@ -88,6 +94,25 @@ SEQUENCE = [
     (lambda x: torch.flatten(x, 1), "behind"),
     "fc",
 ]
+
+
+class Convolutions(nn.Module):
+    """Wide images and few channels at first, as ResNet: most FLOPs early, nearly all parameters late."""
+
+    def __init__(self, tied: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        widths = [3, 4, 4, 4, 8, 8, 16, 32, 64]
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(a, b, 3, padding=1, stride=1 if a == b else 2), nn.ReLU())
+            for a, b in pairwise(widths)
+        )
+        self.head = nn.Linear(64, 5)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
 
 
 def cut(make_model, batch, pp_size, criterion=squares, compare=assert_same, **settings):

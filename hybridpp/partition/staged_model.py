@@ -7,33 +7,27 @@ from contextvars import copy_context
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hybridpp.cluster import get_dist_logger
 from hybridpp.errors import PartitionError
 from hybridpp.module_adapter import AdapterLayer, Forward, ModuleAdapter
 from hybridpp.nn.torch_private import forward_hooks_of, forward_pre_hooks_of, pytree
-from hybridpp.partition.blocks import find_units, finest_units
-from hybridpp.partition.calls import CallArguments, Trace
+from hybridpp.partition.blocks import finest_units
+from hybridpp.partition.calls import CallArguments
 from hybridpp.partition.compiled import forbid_compile, refuse_compiled
-from hybridpp.partition.cut import CutCriteria, choose_cut
 from hybridpp.partition.hooks import run_once
 from hybridpp.partition.intercept import ForwardListener, Interceptor
-from hybridpp.partition.measure import measure_seconds, unit_costs
-from hybridpp.partition.memory import MemoryBudget, imbalance
 from hybridpp.partition.module_outputs import AttributeDelta
-from hybridpp.partition.plan import CutPoint, StagePlan, assign_stages, names_by_stage, owners, stage_plan, uses
+from hybridpp.partition.plan import StagePlan
 from hybridpp.partition.plan_cache import PlanCache, Plans
-from hybridpp.partition.prune import ParameterVisibility, parameter_names, prune_parameters
-from hybridpp.partition.recompute import Recomputable, blocks_by_stage, recomputed_blocks
+from hybridpp.partition.prune import ParameterVisibility, prune_parameters
+from hybridpp.partition.recompute import Recomputable, recomputed_blocks
 from hybridpp.partition.replay import Replay
-from hybridpp.partition.requested_cut import check_single_stage, is_requested, named_blocks
 from hybridpp.partition.resets import AttributeResetter
 from hybridpp.partition.rng import RecomputeRng, RngTrace, UnitRng, inner_linear_layers
+from hybridpp.partition.stage_assignment import cut_into_stages, one_stage
 from hybridpp.partition.stage_run import Placeholders, StageDone, StageRun, Watcher
 from hybridpp.partition.staging_options import StagingOptions
-from hybridpp.partition.trace import Tracer
-from hybridpp.partition.traced_units import first_traceable_sample
 
 CallRunner = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -96,9 +90,6 @@ class StagedModel:
         self._device = device
         self._plans = PlanCache()
         self._placeholders = Placeholders(device)
-        self._tracer: Tracer | None = None
-        self._cut: tuple[CutPoint, ...] = ()
-        self._blocks: tuple[str, ...] = ()
         self._running = False
         self._watch: Watcher | None = None
         self.around_call: CallRunner | None = None
@@ -107,87 +98,36 @@ class StagedModel:
         refuse_compiled(model, [model])
         self._finest = Interceptor(adapter, AdapterLayer.UNIT_RNG, finest_units(model))
         self._layer_listener = ForwardListener(adapter, inner_linear_layers(model, self._finest.units))
-        self.owners: dict[str, tuple[int, ...]] = dict.fromkeys(parameter_names(model), (0,))
         if num_stages > 1:
-            trace = self._choose_cut(adapter, samples)
-            at = assign_stages(trace, self._cut)
-            self._warn_of_imbalance(trace, at)
-            blocks = blocks_by_stage(trace.calls, at, self._blocks, num_stages)
-            self.owners = owners(trace, at, tuple(self.owners))
-            foreign = self._foreign_units(trace, at)
-            for name in self.owners:
-                if not set(self.owners[name]).intersection(self.stages):
-                    holder = model.get_submodule(name.rpartition(".")[0])
-                    adapter.noted(holder, "parameters pruned for other stages", undo=None)
-            self._visibility = prune_parameters(model, self.owners, self.stages, foreign, device, staging.dtypes)
+            self._assignment = cut_into_stages(
+                adapter, num_stages, samples, self._finest, prepare=self._prepare, device=device, staging=staging
+            )
+            self._prune(adapter)
         else:
-            check_single_stage(staging.partition)
-            self._held().check([set(self.owners)])
-            units = find_units(model, 1)
-            self._interceptor = Interceptor(adapter, AdapterLayer.STAGE, units.units)
-            blocks = [list(units.blocks)]
-        inside = {part for unit in self._interceptor.modules.values() for part in unit.modules()}
-        self._containers = [module for module in model.modules() if module not in inside]
+            self._assignment = one_stage(adapter, staging)
+        self.owners = self._assignment.owners
+        self._interceptor = self._assignment.interceptor
+        self._containers = self._container_modules()
         refuse_compiled(model, self._containers)
         forbid_compile(adapter, (*self._containers, *self._interceptor.modules.values()))
-        recomputed = recomputed_blocks(staging.recomputation, blocks)
+        recomputed = recomputed_blocks(staging.recomputation, self._assignment.blocks)
         self._recomputable = Recomputable(adapter, {stage: recomputed[stage] for stage in self.stages})
         adapter.wrap(model, AdapterLayer.MODEL, self._guarded)
 
-    def _choose_cut(self, adapter: ModuleAdapter, samples: Sequence[CallArguments]) -> Trace:
-        model, device = self.model, self._device
-        config, dtypes = self._staging.partition, self._staging.dtypes
-        sample, found = first_traceable_sample(
-            adapter,
-            self.num_stages,
-            samples,
-            self._prepare,
-            self._finest,
-            named=named_blocks(model, config),
-            device=device,
-            dtypes=dtypes,
-            count_flops=config.balance == "flops",
-        )
-        self._interceptor, self._tracer, self._blocks = found.interceptor, found.tracer, found.units.blocks
-
-        def seconds() -> list[float]:
-            # One rank's clock decides, or the ranks would cut in different places.
-            return self._staging.broadcast(measure_seconds(model, found.interceptor, sample, device, dtypes))
-
-        costs = unit_costs(model, found.trace, config.balance, seconds)
-        self._cut = choose_cut(
-            model, found.trace, found.units.blocks, self.num_stages, config, CutCriteria(costs, self._held())
-        )
-        return found.trace
-
-    def _held(self) -> MemoryBudget:
-        state_spec, dtypes = self._staging.state_spec, self._staging.dtypes
-        sizes = {name: state_spec.bytes_of(p, dtypes.get(id(p), p.dtype)) for name, p in self.model.named_parameters()}
-        ranks = self._staging.ranks or range(self.num_stages)
-        return MemoryBudget(sizes=sizes, ranks=ranks, limit=self._staging.partition.limit_bytes)
-
-    def _warn_of_imbalance(self, trace: Trace, stages: tuple[int, ...]) -> None:
-        """Warn of an uneven number of parameters, unless the user chose the cut."""
-        numbers = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
-        config = self._staging.partition
-        found = imbalance(names_by_stage(trace, stages, tuple(numbers)), numbers)
-        if found is None or config.balance == "parameters" or is_requested(self.model, config):
-            return
-        stage, times = found
-        get_dist_logger().warning(
-            f"stage {stage} of {type(self.model).__name__} holds {times:.1f} times as many parameters as the mean of "
-            f"the {self.num_stages} stages, as that shares out {config.balance} best. Where memory is "
-            'short, use balance="parameters", memory_limit= or layers_per_stage=.',
-            ranks=[0],
+    def _prune(self, adapter: ModuleAdapter) -> None:
+        """Take from the model what other ranks' stages own."""
+        for name in self._assignment.parameters_of_others(self.stages):
+            holder = self.model.get_submodule(name.rpartition(".")[0])
+            adapter.noted(holder, "parameters pruned for other stages", undo=None)
+        foreign = self._assignment.units_of_others(self.stages)
+        self._visibility = prune_parameters(
+            self.model, self._assignment.owners, self.stages, foreign, self._device, self._staging.dtypes
         )
 
-    def _foreign_units(self, trace: Trace, stages: tuple[int, ...]) -> set[str]:
-        """Units that no stage of this rank calls; one that is never called belongs to stage 0, like its parameters."""
-        called_at: dict[str, set[int]] = {unit: set() for unit in self._interceptor.units}
-        for call, at in zip(trace.calls, stages, strict=True):
-            for unit in (call.name, *call.others):
-                called_at[unit].add(at)
-        return {unit for unit, at in called_at.items() if not (at or {0}) & set(self.stages)}
+    def _container_modules(self) -> list[nn.Module]:
+        """The modules around the units."""
+        inside = {part for unit in self._interceptor.modules.values() for part in unit.modules()}
+        return [module for module in self.model.modules() if module not in inside]
 
     def _guarded(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not self._running and self.num_stages > 1:
@@ -226,17 +166,14 @@ class StagedModel:
         Raises:
             PartitionError: the forward deviates from the one that the model was cut by.
         """
-        if self._tracer is None:
+        if self.num_stages == 1:
             return _UNCUT
         self._restore_attributes()
-        tracer = self._tracer
 
         def make() -> Plans:
             with self._entered():
-                trace = tracer.trace(*self._prepare(args, kwargs), cuts=self._cut)
-            stages = assign_stages(trace, self._cut)
-            self._check_ownership(trace, stages)
-            return {mine: stage_plan(trace, stages, mine, self._staging.boundary_sharding) for mine in self.stages}
+                arguments = self._prepare(args, kwargs)
+                return self._assignment.plans(self.stages, arguments, self._staging.boundary_sharding)
 
         return self._plans.get(args, kwargs, self.model.training, make)
 
@@ -248,15 +185,6 @@ class StagedModel:
         with torch.inference_mode(False):
             moved = pytree.tree_map_only(Tensor, move, (args, kwargs))
             return self._cast(moved[0]), self._cast(moved[1])
-
-    def _check_ownership(self, trace: Trace, stages: tuple[int, ...]) -> None:
-        for name, needed in uses(trace, stages).items():
-            missing = needed - set(self.owners[name])
-            if missing:
-                raise PartitionError(
-                    f"for this input, stage {min(missing)} needs parameter {name!r}, which was given to stage "
-                    f"{self.owners[name][0]} at boost. Boost with a sample that uses it there."
-                )
 
     def _restore_attributes(self) -> None:
         """Restore attributes that were set for other stages' units; until here a criterion may read them."""
@@ -333,7 +261,7 @@ class StagedModel:
 
     def _hooks_once(self, run: StageRun) -> AbstractContextManager[None]:
         hooked = [module for module in self._containers if forward_hooks_of(module) or forward_pre_hooks_of(module)]
-        if self._tracer is None or not hooked:
+        if self.num_stages == 1 or not hooked:
             return nullcontext()
         return run_once(hooked, self._interceptor.hooks.is_observer, run.next_is_own, run.latest_is_own)
 

@@ -1,40 +1,18 @@
-import itertools
-
 import pytest
 import torch
 from container_code_models import Blocks
-from support import boosted, sgd, train
+from networks import Convolutions, wide_images
+from support import sgd, train
 from torch import nn
 from torch.nn import functional
 
-from hybridpp.cluster import Loopback
 from hybridpp.config import PartitionConfig
 from hybridpp.errors import PartitionError
-from hybridpp.module_adapter import ModuleAdapter
-from hybridpp.partition import MemoryBudget, StagedModel, StagingOptions, TrainingStateSpec, describe_cut
+from hybridpp.partition import MemoryBudget, TrainingStateSpec, describe_cut
 from hybridpp.partition.memory import imbalance
 from hybridpp.sizes import parse_bytes
 
 KEPT_BY_ADAM = TrainingStateSpec(2)
-
-
-class Convolutions(nn.Module):
-    """Wide images and few channels at first, as ResNet: most FLOPs early, nearly all parameters late."""
-
-    def __init__(self, tied: bool = False):
-        super().__init__()
-        torch.manual_seed(0)
-        widths = [3, 4, 4, 4, 8, 8, 16, 32, 64]
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(a, b, 3, padding=1, stride=1 if a == b else 2), nn.ReLU())
-            for a, b in itertools.pairwise(widths)
-        )
-        self.head = nn.Linear(64, 5)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x.mean((2, 3)))
 
 
 class Tied(Blocks):
@@ -45,11 +23,6 @@ class Tied(Blocks):
         self.blocks[3].weight = self.blocks[0].weight
 
 
-def images():
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(4, 3, 64, 64, generator=generator)
-
-
 def held_by(model, num_stages, limit=None, ranks=None, state_spec=KEPT_BY_ADAM):
     sizes = {name: state_spec.bytes_of(parameter, parameter.dtype) for name, parameter in model.named_parameters()}
     return MemoryBudget(sizes=sizes, ranks=ranks or range(num_stages), limit=limit)
@@ -57,7 +30,7 @@ def held_by(model, num_stages, limit=None, ranks=None, state_spec=KEPT_BY_ADAM):
 
 def stages_of(model, num_stages, sample=None, limit=None, ranks=None, **settings):
     held = held_by(model, num_stages, limit, ranks)
-    sample = images() if sample is None else sample
+    sample = wide_images() if sample is None else sample
     return describe_cut(model, num_stages, ((sample,), {}), PartitionConfig(**settings), held=held)
 
 
@@ -102,12 +75,6 @@ def test_a_cut_that_is_told_is_held_to_the_limit_too():
         stages_of(Convolutions(), 2, limit=300_000, layers_per_stage=[7, 1])
 
 
-def test_so_is_a_model_that_is_not_cut():
-    staging = StagingOptions(partition=PartitionConfig(memory_limit=300_000), state_spec=KEPT_BY_ADAM)
-    with pytest.raises(PartitionError, match=r"the parameters of stage 0 \(rank 0 of the pipeline\) take"):
-        StagedModel(ModuleAdapter(Convolutions()), 1, [0], device=torch.device("cpu"), samples=[], staging=staging)
-
-
 def test_what_training_keeps_of_a_weight():
     weight, frozen = nn.Parameter(torch.ones(10)), nn.Parameter(torch.ones(10), requires_grad=False)
     half, full = torch.bfloat16, torch.float32
@@ -132,25 +99,12 @@ def test_boost_keeps_to_the_limit_and_trains_as_ever(layout):
     numbers = {name: p.numel() for name, p in Convolutions().named_parameters()}
     # Plain SGD keeps nothing; the last block alone has most of the parameters.
     limit = int(per_weight * 0.8 * sum(numbers.values()))
-    runs = [train(Convolutions, [images()], memory_limit=size, make_optimizer=sgd, **options) for size in (None, limit)]
+    runs = [
+        train(Convolutions, [wide_images()], memory_limit=size, make_optimizer=sgd, **options) for size in (None, limit)
+    ]
     held = [[per_weight * sum(numbers[name] for name in names) for names in run["names"]] for run in runs]
     assert max(held[0]) > limit >= max(held[1])
     assert runs[0]["losses"] == runs[1]["losses"]
-
-
-def test_a_stage_with_far_more_than_its_share_of_parameters_is_named(caplog):
-    def boost(**settings):
-        caplog.clear()
-        with caplog.at_level("WARNING", logger="hybridpp"):
-            Loopback(4).run(lambda: boosted(Convolutions(), sgd, images(), pp_size=4, **settings))
-        return [record.getMessage() for record in caplog.records]
-
-    (said,) = boost()
-    assert said.endswith(
-        "stage 3 of Convolutions holds 3.6 times as many parameters as the mean of the 4 stages, as that shares out "
-        'flops best. Where memory is short, use balance="parameters", memory_limit= or layers_per_stage=.'
-    )
-    assert boost(balance="parameters") == boost(layers_per_stage=[2, 2, 2, 2]) == []
 
 
 def test_three_times_the_mean_is_no_more_than_that():

@@ -86,25 +86,6 @@ def test_a_forward_that_leaves_out_the_last_block_of_a_stage():
         assign_stages(found, cut_after("blocks.2", "blocks.3"))
 
 
-class Reader(Blocks):
-    """Another way through the blocks for wider batches."""
-
-    def forward(self, x):
-        first, last = (0, 3) if len(x) < 4 else (3, 0)
-        return self.head(self.blocks[last](self.blocks[2](self.blocks[1](self.blocks[first](self.embed(x))))))
-
-
-def test_an_input_that_needs_a_parameter_elsewhere():
-    model = Reader()
-    staged = StagedModel(ModuleAdapter(model), 2, [0], device=CPU, samples=[((torch.ones(2, 4),), {})])
-    text = (
-        "for this input, stage 0 needs parameter 'blocks.3.weight', which was given to stage 1 at boost. "
-        "Boost with a sample that uses it there."
-    )
-    with pytest.raises(PartitionError, match=f"^{re.escape(text)}$"):
-        staged.plans((torch.ones(4, 4),), {})
-
-
 # torch's fake tensors ask a buffer that a fake was written to for its gradient, and hide the warning in vain.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("pp_size", [2, 3, 4])

@@ -1,0 +1,183 @@
+"""Which stage runs each unit of a model, and which stages hold each parameter."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridpp.cluster import get_dist_logger
+from hybridpp.config import PartitionConfig
+from hybridpp.errors import PartitionError
+from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
+from hybridpp.partition.blocks import find_units
+from hybridpp.partition.calls import CallArguments, Trace
+from hybridpp.partition.cut import CutCriteria, choose_cut
+from hybridpp.partition.intercept import Interceptor
+from hybridpp.partition.measure import measure_seconds, unit_costs
+from hybridpp.partition.memory import MemoryBudget, imbalance
+from hybridpp.partition.plan import (
+    BoundarySharding,
+    CutPoint,
+    assign_stages,
+    names_by_stage,
+    owners,
+    stage_plan,
+    uses,
+)
+from hybridpp.partition.plan_cache import Plans
+from hybridpp.partition.prune import parameter_names
+from hybridpp.partition.recompute import blocks_by_stage
+from hybridpp.partition.requested_cut import check_single_stage, is_requested, named_blocks
+from hybridpp.partition.staging_options import StagingOptions
+from hybridpp.partition.trace import Tracer
+from hybridpp.partition.traced_units import TracedUnits, first_traceable_sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageAssignment:
+    """A model's units and parameters, assigned to stages. Every rank derives the same one.
+
+    Attributes:
+        interceptor: of the units.
+        blocks: the blocks of each stage.
+        owners: the stages that hold each parameter, by its name.
+        callers: the stages that call each unit, by its name; empty for a model of one stage.
+        tracer: traces the forward for other inputs; None: there is one stage.
+        cut: after which calls the stages end.
+    """
+
+    interceptor: Interceptor
+    blocks: Sequence[Sequence[str]]
+    owners: dict[str, tuple[int, ...]]
+    callers: dict[str, set[int]]
+    tracer: Tracer | None = None
+    cut: tuple[CutPoint, ...] = ()
+
+    def units_of_others(self, mine: Sequence[int]) -> set[str]:
+        """Units that no stage of this rank calls; one that is never called belongs to stage 0, like its parameters."""
+        return {unit for unit, stages in self.callers.items() if not (stages or {0}) & set(mine)}
+
+    def parameters_of_others(self, mine: Sequence[int]) -> list[str]:
+        """Names of the parameters that no stage of this rank holds."""
+        return [name for name, stages in self.owners.items() if not set(stages).intersection(mine)]
+
+    def plans(self, mine: Sequence[int], arguments: CallArguments, sharding: BoundarySharding | None) -> Plans:
+        """The plans of this rank's stages for such arguments, which are traced; for two stages or more.
+
+        Raises:
+            PartitionError: the forward deviates from the one that the model was cut by.
+        """
+        assert self.tracer is not None, "a model of one stage is not traced"
+        trace = self.tracer.trace(*arguments, cuts=self.cut)
+        stages = assign_stages(trace, self.cut)
+        for name, needed in uses(trace, stages).items():
+            missing = needed - set(self.owners[name])
+            if missing:
+                raise PartitionError(
+                    f"for this input, stage {min(missing)} needs parameter {name!r}, which was given to stage "
+                    f"{self.owners[name][0]} at boost. Boost with a sample that uses it there."
+                )
+        return {stage: stage_plan(trace, stages, stage, sharding) for stage in mine}
+
+
+def one_stage(adapter: ModuleAdapter, staging: StagingOptions) -> StageAssignment:
+    """Everything on one stage.
+
+    Raises:
+        PartitionError: the user requests a cut, or the parameters exceed the memory limit.
+    """
+    model = adapter.model
+    held: dict[str, tuple[int, ...]] = dict.fromkeys(parameter_names(model), (0,))
+    check_single_stage(staging.partition)
+    _budget(model, 1, staging).check([set(held)])
+    units = find_units(model, 1)
+    interceptor = Interceptor(adapter, AdapterLayer.STAGE, units.units)
+    return StageAssignment(interceptor=interceptor, blocks=[list(units.blocks)], owners=held, callers={})
+
+
+def cut_into_stages(
+    adapter: ModuleAdapter,
+    num_stages: int,
+    samples: Sequence[CallArguments],
+    finest: Interceptor,
+    *,
+    prepare: Callable[[tuple[Any, ...], dict[str, Any]], CallArguments],
+    device: torch.device,
+    staging: StagingOptions,
+) -> StageAssignment:
+    """Trace a model and cut it, for two stages or more.
+
+    Args:
+        adapter: of the model.
+        num_stages: stages of the pipeline.
+        samples: arguments of micro-batches; the first one that the forward runs on counts.
+        finest: interceptor of its finest units.
+        prepare: brings arguments to the device and dtype that the forward computes with.
+        device: where it computes.
+        staging: where to cut.
+
+    Raises:
+        PartitionError: the model cannot be cut into ``num_stages``.
+    """
+    model, config = adapter.model, staging.partition
+    sample, found = first_traceable_sample(
+        adapter,
+        num_stages,
+        samples,
+        prepare,
+        finest,
+        named=named_blocks(model, config),
+        device=device,
+        dtypes=staging.dtypes,
+        count_flops=config.balance == "flops",
+    )
+
+    def seconds() -> list[float]:
+        # One rank's clock decides, or the ranks would cut in different places.
+        return staging.broadcast(measure_seconds(model, found.interceptor, sample, device, staging.dtypes))
+
+    trace, blocks = found.trace, found.units.blocks
+    criteria = CutCriteria(unit_costs(model, trace, config.balance, seconds), _budget(model, num_stages, staging))
+    cut = choose_cut(model, trace, blocks, num_stages, config, criteria)
+    stages = assign_stages(trace, cut)
+    _warn_of_imbalance(model, trace, stages, config)
+    return StageAssignment(
+        interceptor=found.interceptor,
+        blocks=blocks_by_stage(trace.calls, stages, blocks, num_stages),
+        owners=owners(trace, stages, tuple(parameter_names(model))),
+        callers=_callers(found, stages),
+        tracer=found.tracer,
+        cut=cut,
+    )
+
+
+def _budget(model: nn.Module, num_stages: int, staging: StagingOptions) -> MemoryBudget:
+    spec, dtypes = staging.state_spec, staging.dtypes
+    sizes = {name: spec.bytes_of(p, dtypes.get(id(p), p.dtype)) for name, p in model.named_parameters()}
+    return MemoryBudget(sizes=sizes, ranks=staging.ranks or range(num_stages), limit=staging.partition.limit_bytes)
+
+
+def _callers(found: TracedUnits, stages: tuple[int, ...]) -> dict[str, set[int]]:
+    callers: dict[str, set[int]] = {unit: set() for unit in found.interceptor.units}
+    for call, stage in zip(found.trace.calls, stages, strict=True):
+        for unit in (call.name, *call.others):
+            callers[unit].add(stage)
+    return callers
+
+
+def _warn_of_imbalance(model: nn.Module, trace: Trace, stages: tuple[int, ...], config: PartitionConfig) -> None:
+    """Warn of an uneven number of parameters, unless the user chose the cut."""
+    numbers = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    held = names_by_stage(trace, stages, tuple(numbers))
+    found = imbalance(held, numbers)
+    if found is None or config.balance == "parameters" or is_requested(model, config):
+        return
+    stage, times = found
+    get_dist_logger().warning(
+        f"stage {stage} of {type(model).__name__} holds {times:.1f} times as many parameters as the mean of "
+        f"the {len(held)} stages, as that shares out {config.balance} best. Where memory is "
+        'short, use balance="parameters", memory_limit= or layers_per_stage=.',
+        ranks=[0],
+    )
