@@ -32,7 +32,7 @@ def run_ranks(function: Callable[[], Any], num_ranks: int, timeout_s: float = 60
         RankFailed: with the traceback of the first rank that failed, or on a hang.
     """
     context = multiprocessing.get_context("fork")
-    port = _free_port()
+    port = free_port()
     ranks = []
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
@@ -69,7 +69,7 @@ def _after_fork() -> None:
     torch.cuda.is_available = lambda: False
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -97,7 +97,7 @@ def run_script(
     """
     context = multiprocessing.get_context("fork")
     job = os.environ | {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [str(script), *arguments]
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         ranks = []

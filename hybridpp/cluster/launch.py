@@ -1,18 +1,13 @@
-"""Launch: join the processes of a job. The only file that reads the environment."""
+"""Launch: join a job as its launcher or the caller says. The only file that reads the environment."""
 
-import logging
 import os
 import re
-from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from hybridpp.cluster.exit_reports import report_exit
-from hybridpp.cluster.rendezvous import StoreAddress, meet
-from hybridpp.cluster.seeds import set_seed
-from hybridpp.cluster.torch_world import job_world
+from hybridpp.cluster.join import TIMEOUT_S, ProcessRank, join_job
+from hybridpp.cluster.rendezvous import StoreAddress
 from hybridpp.cluster.world import override
 from hybridpp.errors import ConfigError, LaunchError
 
@@ -27,27 +22,13 @@ _STARTERS = (
     ("srun", (*_SLURM, "SLURM_STEP_NUM_TASKS"), "SLURM_STEP_NUM_TASKS", "launch_from_slurm(host, port)"),
 )
 _SHARED_MEMORY = "HYBRIDPP_SHARED_MEMORY"
-# NCCL's default. Ranks work in step, so only work that one rank does alone takes longer.
-_TIMEOUT_S = 600.0
-_MAX_TIMEOUT_S = 1e9
-# Not the distributed logger, which needs the world that is created here.
-_LOGGER = logging.getLogger("hybridpp")
-
-
-class _ProcessRank(NamedTuple):
-    """Ranks of a process in its job and on its host."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
 
 
 def launch_from_torch(
     config: dict[str, Any] | None = None,
     backend: str | None = None,
     seed: int = 1024,
-    timeout_s: float = _TIMEOUT_S,
+    timeout_s: float = TIMEOUT_S,
 ) -> None:
     """Join the job that ``torchrun`` started, with the ranks and addresses it left in the environment.
 
@@ -67,12 +48,7 @@ def launch_from_torch(
         LaunchError: the process was not started by torchrun; or ranks did not join in time, or have other arguments.
         ConfigError: ``config`` holds settings, the backend is unknown or cannot work here, or a number is out of range.
     """
-    missing = [name for name in _TORCHRUN if name not in os.environ]
-    if missing:
-        raise LaunchError(
-            f"launch_from_torch needs the environment of torchrun: {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not set. {_what_to_call_instead()}"
-        )
+    _require(_TORCHRUN, "launch_from_torch", "torchrun", _what_to_call_instead())
     if config:
         raise ConfigError(
             f"launch_from_torch takes no settings: got config with {', '.join(map(repr, config))}. "
@@ -83,11 +59,11 @@ def launch_from_torch(
     # The agent may be the one that listens there; torch's own rendezvous asks the same variable.
     is_external = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = StoreAddress(os.environ["MASTER_ADDR"], _number("MASTER_PORT"), is_external)
-    _join(address, _ProcessRank(rank, world_size, local_rank, local_world_size), backend, seed, timeout_s)
+    _join(address, ProcessRank(rank, world_size, local_rank, local_world_size), backend, seed, timeout_s)
 
 
 def launch_from_slurm(
-    host: str, port: int, *, backend: str | None = None, seed: int = 1024, timeout_s: float = _TIMEOUT_S
+    host: str, port: int, *, backend: str | None = None, seed: int = 1024, timeout_s: float = TIMEOUT_S
 ) -> None:
     """Join the job that ``srun`` started, one process per task.
 
@@ -102,16 +78,16 @@ def launch_from_slurm(
         LaunchError: the process was not started by srun; or ranks did not come in time, or with other arguments.
         ConfigError: the backend is unknown or cannot work here, or a number is out of range.
     """
-    _require(_SLURM, "launch_from_slurm", "srun python your_script.py")
+    _require(_SLURM, "launch_from_slurm", "srun", "Start the script with: srun python your_script.py")
     rank, world_size, local_rank = map(_number, _SLURM)
     # "4(x2),3": of this host alone there is no number. All hosts must agree, and the largest rules out most.
     tasks = re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", str(world_size)))
-    process = _ProcessRank(rank, world_size, local_rank, max(map(int, tasks)))
+    process = ProcessRank(rank, world_size, local_rank, max(map(int, tasks)))
     _join(StoreAddress(host, _port(port)), process, backend, seed, timeout_s)
 
 
 def launch_from_openmpi(
-    host: str, port: int, *, backend: str | None = None, seed: int = 1024, timeout_s: float = _TIMEOUT_S
+    host: str, port: int, *, backend: str | None = None, seed: int = 1024, timeout_s: float = TIMEOUT_S
 ) -> None:
     """Join the job that Open MPI's ``mpirun`` started.
 
@@ -126,10 +102,10 @@ def launch_from_openmpi(
         LaunchError: the process was not started by mpirun; or ranks did not come in time, or with other arguments.
         ConfigError: the backend is unknown or cannot work here, or a number is out of range.
     """
-    _require(_OPENMPI, "launch_from_openmpi", "mpirun -n 4 python your_script.py")
+    _require(_OPENMPI, "launch_from_openmpi", "mpirun", "Start the script with: mpirun -n 4 python your_script.py")
     rank, world_size, local_rank = map(_number, _OPENMPI)
     local = "OMPI_COMM_WORLD_LOCAL_SIZE"
-    process = _ProcessRank(rank, world_size, local_rank, _number(local) if local in os.environ else world_size)
+    process = ProcessRank(rank, world_size, local_rank, _number(local) if local in os.environ else world_size)
     _join(StoreAddress(host, _port(port)), process, backend, seed, timeout_s)
 
 
@@ -143,7 +119,7 @@ def launch(
     local_rank: int | None = None,
     local_world_size: int | None = None,
     seed: int = 1024,
-    timeout_s: float = _TIMEOUT_S,
+    timeout_s: float = TIMEOUT_S,
 ) -> None:
     """Join a job whose ranks and address the caller knows.
 
@@ -165,7 +141,7 @@ def launch(
     """
     local_rank = rank if local_rank is None else local_rank
     local_world_size = world_size if local_world_size is None else local_world_size
-    process = _ProcessRank(rank, world_size, local_rank, local_world_size)
+    process = ProcessRank(rank, world_size, local_rank, local_world_size)
     _join(StoreAddress(host, _port(port)), process, backend, seed, timeout_s)
 
 
@@ -199,44 +175,8 @@ def shared_memory_wanted() -> bool:
     return value == "1"
 
 
-def _join(address: StoreAddress, process: _ProcessRank, backend: str | None, seed: int, timeout_s: float) -> None:
-    backend = _backend(backend, process.local_world_size)
-    shared_memory = shared_memory_wanted()
-    _check_numbers(process, timeout_s)
-    if dist.is_initialized():
-        raise LaunchError("this process has already joined a job. Call launch or launch_from_torch once.")
-    rank, world_size = process.rank, process.world_size
-    if torch.cuda.is_available():
-        torch.cuda.set_device(process.local_rank % torch.cuda.device_count())
-    alike = {"world_size": world_size, "backend": backend, "seed": seed, "timeout_s": timeout_s}
-    store = meet(address, rank, world_size, alike, timeout_s)
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    except RuntimeError as error:
-        raise LaunchError(
-            f"rank {rank} met the {world_size} ranks of the job, and could not connect to them: {error}. One of them "
-            "may have ended since, or a firewall or a host name that is not known may be between them."
-        ) from error
-    world = job_world(shared_memory)
-    # From now on, ranks that wait for a rank notice its end.
-    world.control()
-    world.stop_exit_report = report_exit(world.exit_reports)
-    set_seed(seed)
-    _LOGGER.debug("[rank %d] joined %d ranks over %s", rank, world_size, backend)
-
-
-def _check_numbers(process: _ProcessRank, timeout_s: float) -> None:
-    if not 0 <= process.rank < process.world_size:
-        raise ConfigError(
-            f"rank is 0 to world_size - 1: got rank={process.rank}, world_size={process.world_size}. Number "
-            "the processes from 0, each differently."
-        )
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _MAX_TIMEOUT_S:
-        raise ConfigError(
-            f"timeout_s is a number of seconds above 0, at most {_MAX_TIMEOUT_S:g}: got {timeout_s!r}. Use "
-            f"{_TIMEOUT_S:g}, or 86400 for a day."
-        )
+def _join(address: StoreAddress, process: ProcessRank, backend: str | None, seed: int, timeout_s: float) -> None:
+    join_job(address, process, backend, seed, timeout_s, shared_memory=shared_memory_wanted())
 
 
 def _port(port: int) -> int:
@@ -252,12 +192,12 @@ def _number(name: str) -> int:
         raise LaunchError(f"{name} is a number: got {os.environ[name]!r}. Leave it as it was set.") from None
 
 
-def _require(names: tuple[str, ...], function: str, command: str) -> None:
+def _require(names: tuple[str, ...], function: str, starter: str, way_out: str) -> None:
     missing = [name for name in names if name not in os.environ]
     if missing:
         raise LaunchError(
-            f"{function} needs the environment of {command.split()[0]}: {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not set. Start the script with: {command}"
+            f"{function} needs the environment of {starter}: {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set. {way_out}"
         )
 
 
@@ -272,17 +212,3 @@ def _what_to_call_instead() -> str:
         "Start the script with: torchrun --standalone --nproc-per-node 4 your_script.py; or call "
         "hybridpp.launch(rank, world_size, host, port) in processes of your own."
     )
-
-
-def _backend(asked: str | None, local_world_size: int) -> str:
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if asked is None:
-        return "nccl" if num_devices >= local_world_size else "gloo"
-    if asked not in ("nccl", "gloo"):
-        raise ConfigError(f"backend is one of nccl, gloo: got {asked!r}.")
-    if asked == "nccl" and num_devices < local_world_size:
-        raise ConfigError(
-            f"nccl needs a CUDA device for every process of a host: got {local_world_size} processes, "
-            f"{num_devices} devices. Use backend='gloo', or fewer processes."
-        )
-    return asked

@@ -1,14 +1,11 @@
 import math
 import os
-import random
 import re
-import socket
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_ranks
+from processes import free_port, run_ranks
 
 from hybridpp import (
     DistCoordinator,
@@ -19,7 +16,6 @@ from hybridpp import (
     launch_from_torch,
 )
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.cluster.torch_group import timeout_of
 from hybridpp.errors import ConfigError, LaunchError
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -179,43 +175,6 @@ def test_nccl_needs_a_device_for_every_process_of_the_host(environment):
         launch(0, 1000, "127.0.0.1", 1, backend="nccl")
 
 
-def drawn():
-    return random.random(), float(numpy.random.rand()), torch.rand(1).item()
-
-
-def test_ranks_join_once_with_the_backend_asked_for_and_the_same_seeds():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-
-    def run():
-        rank, first = dist.get_rank(), drawn()
-        seen = [dist.get_backend(), first]
-        try:
-            launch(rank, 2, "127.0.0.1", 1, backend="gloo")
-        except LaunchError as error:
-            seen.append(str(error))
-        # Leave, and join again the other way.
-        DistCoordinator().destroy()
-        assert not dist.is_initialized()
-        os.environ.update(TORCHRUN, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=port)
-        launch_from_torch({}, backend="gloo", seed=7)
-        return [*seen, dist.get_backend(), (dist.get_rank(), dist.get_world_size()) == (rank, 2), drawn()]
-
-    first, second = run_ranks(run, 2)
-    assert first == second
-    backend, by_launch, text, again, same_place, by_torchrun = first
-    assert (backend, again, same_place) == ("gloo", "gloo", True)
-    assert text == "this process has already joined a job. Call launch or launch_from_torch once."
-    random.seed(7), numpy.random.seed(7)
-    assert by_torchrun == (random.random(), float(numpy.random.rand()), torch.rand(1, generator=seeded(7)).item())
-    assert by_launch[2] == torch.rand(1, generator=seeded(1024)).item()
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
-
-
 @pytest.mark.parametrize("value", ["no", "2", ""])
 def test_a_wrong_value_for_shared_memory_is_refused_before_joining(environment, value):
     environment(HYBRIDPP_SHARED_MEMORY=value)
@@ -223,12 +182,6 @@ def test_a_wrong_value_for_shared_memory_is_refused_before_joining(environment, 
     for join in (lambda: launch_from_torch(backend="gloo"), lambda: launch(0, 2, "127.0.0.1", 1, backend="gloo")):
         with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
             join()
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_consecutive_jobs_can_use_one_address_with_every_launcher():
@@ -248,17 +201,3 @@ def test_consecutive_jobs_can_use_one_address_with_every_launcher():
         return seen
 
     assert run_ranks(run, 2) == [[3.0] * 3] * 2
-
-
-def test_every_group_gives_up_after_the_timeout_of_the_launch():
-    port = free_port()
-
-    def run():
-        rank = dist.get_rank()
-        DistCoordinator().destroy()
-        launch(rank, 2, "127.0.0.1", port, backend="gloo", timeout_s=7.5)
-        world = current_world()
-        world.split([[0, 1]], "pair"), world.split([[0], [1]])
-        return [timeout_of(group).total_seconds() for group in dist.distributed_c10d._world.pg_map]
-
-    assert run_ranks(run, 2) == [[7.5] * 3] * 2

@@ -1,0 +1,106 @@
+"""Join the processes of a job: meet, connect, seed, and let the others know when this one ends."""
+
+import logging
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from hybridpp.cluster.exit_reports import report_exit
+from hybridpp.cluster.rendezvous import StoreAddress, meet
+from hybridpp.cluster.seeds import set_seed
+from hybridpp.cluster.torch_world import job_world
+from hybridpp.errors import ConfigError, LaunchError
+
+# NCCL's default. Ranks work in step, so only work that one rank does alone takes longer.
+TIMEOUT_S = 600.0
+_MAX_TIMEOUT_S = 1e9
+# Not the distributed logger, which needs the world that is created here.
+_LOGGER = logging.getLogger("hybridpp")
+
+
+class ProcessRank(NamedTuple):
+    """Ranks of a process in its job and on its host."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def join_job(
+    address: StoreAddress,
+    process: ProcessRank,
+    backend: str | None,
+    seed: int,
+    timeout_s: float,
+    *,
+    shared_memory: bool,
+) -> None:
+    """Join a job.
+
+    Collective: every process of the job must call it, once, with the same arguments but for ``process``.
+
+    Args:
+        address: where the processes meet.
+        process: this one.
+        backend: ``"nccl"``, ``"gloo"`` or None, as in :func:`~hybridpp.cluster.launch.launch_from_torch`.
+        seed: of all generators.
+        timeout_s: time limit in seconds for waiting for another rank.
+        shared_memory: whether ranks of one host may communicate through shared memory.
+
+    Raises:
+        LaunchError: a job is already joined; or ranks did not come in time, or with other arguments.
+        ConfigError: the backend is unknown or cannot work here, or a number is out of range.
+    """
+    backend = _backend(backend, process.local_world_size)
+    _check_numbers(process, timeout_s)
+    if dist.is_initialized():
+        raise LaunchError("this process has already joined a job. Call launch or launch_from_torch once.")
+    rank, world_size = process.rank, process.world_size
+    if torch.cuda.is_available():
+        torch.cuda.set_device(process.local_rank % torch.cuda.device_count())
+    alike = {"world_size": world_size, "backend": backend, "seed": seed, "timeout_s": timeout_s}
+    store = meet(address, rank, world_size, alike, timeout_s)
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except RuntimeError as error:
+        raise LaunchError(
+            f"rank {rank} met the {world_size} ranks of the job, and could not connect to them: {error}. One of them "
+            "may have ended since, or a firewall or a host name that is not known may be between them."
+        ) from error
+    world = job_world(shared_memory)
+    # From now on, ranks that wait for a rank notice its end.
+    world.control()
+    world.stop_exit_report = report_exit(world.exit_reports)
+    set_seed(seed)
+    _LOGGER.debug("[rank %d] joined %d ranks over %s", rank, world_size, backend)
+
+
+def _check_numbers(process: ProcessRank, timeout_s: float) -> None:
+    if not 0 <= process.rank < process.world_size:
+        raise ConfigError(
+            f"rank is 0 to world_size - 1: got rank={process.rank}, world_size={process.world_size}. Number "
+            "the processes from 0, each differently."
+        )
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _MAX_TIMEOUT_S:
+        raise ConfigError(
+            f"timeout_s is a number of seconds above 0, at most {_MAX_TIMEOUT_S:g}: got {timeout_s!r}. Use "
+            f"{TIMEOUT_S:g}, or 86400 for a day."
+        )
+
+
+def _backend(asked: str | None, local_world_size: int) -> str:
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if asked is None:
+        return "nccl" if num_devices >= local_world_size else "gloo"
+    if asked not in ("nccl", "gloo"):
+        raise ConfigError(f"backend is one of nccl, gloo: got {asked!r}.")
+    if asked == "nccl" and num_devices < local_world_size:
+        raise ConfigError(
+            f"nccl needs a CUDA device for every process of a host: got {local_world_size} processes, "
+            f"{num_devices} devices. Use backend='gloo', or fewer processes."
+        )
+    return asked
