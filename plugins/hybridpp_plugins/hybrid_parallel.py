@@ -32,6 +32,7 @@ from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.engine_handle import ENGINE, attach_engine, copied_weights, original_of
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.lr_scheduler import SkipAwareScheduler
+from hybridpp_plugins.model_info import check_parts
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.place_model import BoostContext
 from hybridpp_plugins.preview_tp import preview_tensor_parallel
@@ -286,15 +287,7 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, PreviewsTenso
     def configure(self, parts: Boosted, *, device: torch.device | None = None, sample: Any = None) -> Boosted:
         """See :meth:`hybridpp.Booster.boost`."""
         self._check_open()
-        if not isinstance(parts.model, nn.Module):
-            raise ConfigError(f"boost needs a torch.nn.Module: got {type(parts.model).__name__}.")
-        if ENGINE in vars(parts.model):
-            raise ConfigError("this model is boosted already. Call booster.boost once.")
-        if parts.lr_scheduler is not None and not callable(getattr(parts.lr_scheduler, "step", None)):
-            raise ConfigError(
-                f"boost needs an LR scheduler with a step method: got {type(parts.lr_scheduler).__name__}. Pass one "
-                "that was made with the optimizer."
-            )
+        check_parts(parts)
         device = device or self.layout.world.device
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())

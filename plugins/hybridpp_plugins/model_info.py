@@ -1,4 +1,4 @@
-"""Record and check the model and the optimizer that ``boost`` is given, before they change."""
+"""Record and check what ``boost`` is given, before it changes."""
 
 import inspect
 import zlib
@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 
 from hybridpp.cluster import Group
 from hybridpp.errors import ConfigError
+from hybridpp.plugin import Boosted
+from hybridpp_plugins.engine_handle import ENGINE
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.uninitialized import UninitializedWeights
 
@@ -50,6 +52,23 @@ class OriginalModelInfo(NamedTuple):
                 all_names.get(name, name) for name, leaf in state.items() if leaf.is_meta
             ),
             buffer_names=frozenset(state) - frozenset(all_names),
+        )
+
+
+def check_parts(parts: Boosted) -> None:
+    """Refuse a model or an LR scheduler that cannot be boosted.
+
+    Raises:
+        ConfigError: the model is no module or is boosted already, or the scheduler cannot step.
+    """
+    if not isinstance(parts.model, nn.Module):
+        raise ConfigError(f"boost needs a torch.nn.Module: got {type(parts.model).__name__}.")
+    if ENGINE in vars(parts.model):
+        raise ConfigError("this model is boosted already. Call booster.boost once.")
+    if parts.lr_scheduler is not None and not callable(getattr(parts.lr_scheduler, "step", None)):
+        raise ConfigError(
+            f"boost needs an LR scheduler with a step method: got {type(parts.lr_scheduler).__name__}. Pass one "
+            "that was made with the optimizer."
         )
 
 
