@@ -61,7 +61,6 @@ TESTED_THROUGH = {
     "hybridpp/pipeline/stage_manager.py": "tests/plugins/test_engine_handle.py",
     "hybridpp/pipeline/step.py": "tests/pipeline/test_executor.py",
     "hybridpp/plan_search/block_run.py": "tests/plan_search/test_model_search.py",
-    "hybridpp/plan_search/block_search.py": "tests/plan_search/test_model_search.py",
     "hybridpp/plan_search/candidates.py": "tests/plan_search/test_auxiliary_params.py",
     "hybridpp/plan_search/dataflow.py": "tests/plan_search/test_model_search.py",
     "hybridpp/plan_search/embeddings_and_heads.py": "tests/plan_search/test_trial_errors.py",
