@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.cluster.loopback import LoopbackGroup
+from hybridpp.cluster.loopback_group import LoopbackGroup
 from hybridpp.errors import ConfigError, PartitionError
 from hybridpp.tensor_parallel.deferred_sequence_gather import DeferredSequenceTensor
 

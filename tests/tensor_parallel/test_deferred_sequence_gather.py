@@ -10,7 +10,7 @@ from support import assert_same, boosted, model_loss, sgd, train
 from torch.utils.checkpoint import checkpoint
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.cluster.loopback import LoopbackGroup
+from hybridpp.cluster.loopback_group import LoopbackGroup
 
 PLAN = {"*.up": "column", "*.down": "row"}
 OPTIONS = {"num_microbatches": 2, "tensor_parallel_plan": PLAN, **SHARDS}

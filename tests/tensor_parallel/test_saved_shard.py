@@ -10,7 +10,7 @@ from support import assert_same, boosted, sgd
 from torch.nn import functional
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.cluster.loopback import LoopbackGroup
+from hybridpp.cluster.loopback_group import LoopbackGroup
 from hybridpp.pipeline import WeightGradients
 from hybridpp.tensor_parallel import TensorParallelContext
 

@@ -1,0 +1,149 @@
+"""Messages and collectives between ranks inside one process."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from hybridpp.cluster.turn_taking import TurnTaking
+from hybridpp.cluster.world import Pending, Work, check_real
+
+T = TypeVar("T")
+
+
+class _Done:
+    """A completed communication."""
+
+    def wait(self) -> None:
+        return
+
+
+class _Pending:
+    """A communication that is complete when ``ready`` returns True."""
+
+    def __init__(self, turns: TurnTaking, rank: int, ready: Callable[[], bool], what: str):
+        self._arguments = (rank, ready, what)
+        self._turns = turns
+
+    def wait(self) -> None:
+        self._turns.wait_until(*self._arguments)
+
+
+class _Result(Generic[T]):
+    """The result of a pending communication."""
+
+    def __init__(self, work: Work, finish: Callable[[], T]):
+        self._work, self._finish = work, finish
+
+    def wait(self) -> T:
+        self._work.wait()
+        return self._finish()
+
+
+def _sum(parts: list[Tensor]) -> None:
+    total = torch.stack([part.detach() for part in parts]).sum(0)
+    for part in parts:
+        part.detach().copy_(total)
+
+
+class _Mailbox:
+    """Messages from one rank to another, matched with receives in order."""
+
+    def __init__(self) -> None:
+        self.messages: deque[Tensor] = deque()
+        self.receives: deque[tuple[Tensor, list[bool]]] = deque()
+
+    def match(self) -> None:
+        while self.messages and self.receives:
+            target, done = self.receives.popleft()
+            message = self.messages.popleft()
+            # copy_ would broadcast and cast, where a real backend would misinterpret the data.
+            assert (message.shape, message.dtype) == (target.shape, target.dtype), (
+                f"sent {message.dtype} {tuple(message.shape)}, expected {target.dtype} {tuple(target.shape)}"
+            )
+            target.copy_(message)
+            done.append(True)
+
+
+class LoopbackGroup:
+    """Ranks of one process that communicate through a dict that they share.
+
+    Args:
+        turns: that the ranks take.
+        shared: everything on its way between them.
+        key: of this group, the same on all its members; its second part is their ranks, in order.
+        rank: this one, in the world.
+    """
+
+    process_group = None
+    overlaps = True
+
+    def __init__(self, turns: TurnTaking, shared: dict[Any, Any], key: tuple[Any, tuple[int, ...]], rank: int):
+        self.ranks = key[1]
+        self.rank = self.ranks.index(rank)
+        self.size = len(self.ranks)
+        self._world_rank = rank
+        self._key = key
+        self._turns = turns
+        self._shared = shared
+        self._num_collectives: dict[str, int] = {}
+
+    def _collect(
+        self, kind: str, tensor: Tensor, finish: Callable[[list[Tensor]], None]
+    ) -> tuple[dict[int, Tensor], _Pending]:
+        """Submit this rank's tensor; the last rank calls ``finish`` on all of them, in rank order."""
+        check_real(tensor)
+        turn = self._num_collectives[kind] = self._num_collectives.get(kind, 0) + 1
+        key = (self._key, kind, turn)
+        parts: dict[int, Tensor] = self._shared.setdefault(key, {})
+        parts[self.rank] = tensor
+        self._turns.post()
+        if len(parts) == self.size:
+            finish([parts[member] for member in range(self.size)])
+            del self._shared[key]
+        what = f"{kind} number {turn} of ranks {self.ranks}"
+        return parts, _Pending(self._turns, self._world_rank, lambda: len(parts) == self.size, what)
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        return self._collect("all_reduce", tensor, _sum)[1]
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return self.start_all_gather(tensor).wait()
+
+    def start_all_gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
+        parts, pending = self._collect("all_gather", tensor.detach().clone(), lambda parts: None)
+        return _Result(pending, lambda: [parts[member].clone() for member in range(self.size)])
+
+    def all_gather_along(self, tensor: Tensor, dim: int) -> Tensor:
+        return torch.cat(self.all_gather(tensor), dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        return self.start_reduce_scatter(tensor, dim).wait()
+
+    def start_reduce_scatter(self, tensor: Tensor, dim: int) -> Pending[Tensor]:
+        total = tensor.detach().clone()
+        pending = self._collect("reduce_scatter", total, _sum)[1]
+        return _Result(pending, lambda: total.chunk(self.size, dim)[self.rank].contiguous())
+
+    def _mailbox(self, source: int, target: int) -> _Mailbox:
+        box: _Mailbox = self._shared.setdefault((self._key, source, target), _Mailbox())
+        return box
+
+    def send(self, tensor: Tensor, peer: int) -> Work:
+        check_real(tensor)
+        box = self._mailbox(self.rank, peer)
+        box.messages.append(tensor.detach().clone())
+        box.match()
+        self._turns.post()
+        return _Done()
+
+    def receive(self, tensor: Tensor, peer: int) -> Work:
+        check_real(tensor)
+        box = self._mailbox(peer, self.rank)
+        done: list[bool] = []
+        box.receives.append((tensor.detach(), done))
+        box.match()
+        what = f"a message from rank {self.ranks[peer]}"
+        return _Pending(self._turns, self._world_rank, lambda: bool(done), what)

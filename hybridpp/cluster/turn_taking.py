@@ -1,0 +1,70 @@
+"""Threads that take turns: one runs at a time, until it waits for another."""
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from hybridpp.errors import DeadlockError
+
+
+class RankAborted(BaseException):
+    """Ends a rank whose peer has failed; it does not leave :meth:`Loopback.run`."""
+
+
+class TurnTaking:
+    """Lets one thread of ``size`` run at a time, until it waits for another.
+
+    Attributes:
+        failure: the first error of a rank; the others end where they wait next.
+    """
+
+    def __init__(self, size: int):
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._waiting: dict[int, tuple[int, str]] = {}
+        self._alive = set(range(size))
+        self._posted = 0
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Let the first rank run."""
+        self._turns[0].release()
+
+    def acquire(self, rank: int) -> None:
+        """Wait for this rank's turn."""
+        self._turns[rank].acquire()
+
+    def post(self) -> None:
+        """Record that something was sent that a waiting rank may need."""
+        self._posted += 1
+
+    def _pass_on(self, rank: int) -> None:
+        order = sorted(self._alive, key=lambda other: (other <= rank, other))
+        if order:
+            self._turns[order[0]].release()
+
+    def wait_until(self, rank: int, ready: Callable[[], bool], what: str) -> None:
+        """Let others run until ``ready()``; ``what`` this rank waits for is told in a deadlock.
+
+        Raises:
+            DeadlockError: every rank waits.
+        """
+        while not ready():
+            if self.failure is not None:
+                raise RankAborted
+            self._waiting[rank] = (self._posted, what)
+            if all(self._waiting.get(other, (-1,))[0] == self._posted for other in self._alive):
+                places = "; ".join(f"rank {other} waits for {self._waiting[other][1]}" for other in sorted(self._alive))
+                raise DeadlockError(f"every rank waits for another: {places}.")
+            # Each rank has its own generator state, as in separate processes.
+            generator = torch.default_generator.get_state()
+            self._pass_on(rank)
+            self.acquire(rank)
+            torch.default_generator.set_state(generator)
+        self._waiting.pop(rank, None)
+
+    def leave(self, rank: int) -> None:
+        """Run this rank no more."""
+        self._alive.discard(rank)
+        self._waiting.pop(rank, None)
+        self._pass_on(rank)
