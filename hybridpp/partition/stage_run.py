@@ -13,6 +13,7 @@ from hybridpp.nn.torch_private import pytree
 from hybridpp.partition.calls import CallArguments, Same, TensorSpec, UnitCall
 from hybridpp.partition.containers import ContainerSnapshot, flatten, tensors_in
 from hybridpp.partition.module_outputs import AttributeDelta, AttributeKey
+from hybridpp.partition.placeholders import Placeholders
 from hybridpp.partition.plan import BoundarySharding, StagePlan
 from hybridpp.partition.rng import UnitRng
 from hybridpp.partition.taint import Value
@@ -23,25 +24,6 @@ Watcher = Callable[..., Any]
 class StageDone(BaseException):
     """Leaves the model's forward after a stage's last unit; a BaseException, so that no ``except Exception`` stops
     it."""
-
-
-class Placeholders:
-    """Placeholders for values that this stage does not read: correct shape, dtype and device, without memory of their
-    own.
-
-    Floating-point ones are NaN, so that the loss becomes NaN if one is read.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._scalars: dict[torch.dtype, Tensor] = {}
-
-    def get(self, spec: TensorSpec) -> Tensor:
-        """A read-only tensor of the given shape and dtype."""
-        if spec.dtype not in self._scalars:
-            value = float("nan") if spec.dtype.is_floating_point or spec.dtype.is_complex else 0
-            self._scalars[spec.dtype] = torch.full((), value, dtype=spec.dtype, device=self._device)
-        return self._scalars[spec.dtype].expand(spec.shape)
 
 
 class CheckpointedCall(NamedTuple):

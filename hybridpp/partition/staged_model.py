@@ -18,6 +18,7 @@ from hybridpp.partition.compiled import forbid_compile, refuse_compiled
 from hybridpp.partition.hooks import run_once
 from hybridpp.partition.intercept import ForwardListener, Interceptor
 from hybridpp.partition.module_outputs import AttributeDelta
+from hybridpp.partition.placeholders import Placeholders
 from hybridpp.partition.plan import StagePlan
 from hybridpp.partition.plan_cache import PlanCache, Plans
 from hybridpp.partition.prune import ParameterVisibility, prune_parameters
@@ -26,7 +27,7 @@ from hybridpp.partition.replay import Replay
 from hybridpp.partition.resets import AttributeResetter
 from hybridpp.partition.rng import RecomputeRng, RngTrace, UnitRng, inner_linear_layers
 from hybridpp.partition.stage_assignment import cut_into_stages, one_stage
-from hybridpp.partition.stage_run import Placeholders, StageDone, StageRun, Watcher
+from hybridpp.partition.stage_run import StageDone, StageRun, Watcher
 from hybridpp.partition.staging_options import StagingOptions
 
 CallRunner = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
