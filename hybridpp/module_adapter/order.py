@@ -28,18 +28,20 @@ class AdapterLayer(StrEnum):
 ORDER: tuple[AdapterLayer, ...] = (
     # Inside of collectives, which a compiler cannot look into.
     AdapterLayer.COMPILE,
-    # Tensor parallelism: what a module computes on this rank's shard. The models that were tried
-    # have at most one of these on a module.
+    # Tensor parallelism: what a module computes on this rank's shard. The first four are on different modules.
     AdapterLayer.SHARD,
     AdapterLayer.SHARDED_ARGUMENTS,
     AdapterLayer.GATHERED_INPUTS,
+    # Inside of what gathers sequences: a layer gets the full width of what the module was given, by its tensor.
     AdapterLayer.LOCAL_WIDTH,
+    # Outside of the shard of experts, which sums gradients of inputs that all ranks have.
     AdapterLayer.SEQUENCE_GATHER,
     AdapterLayer.SEQUENCE_REPLICATED,
     AdapterLayer.SEQUENCE_SHARD,
     # Outside of the shard, of which it skips the forward where it defers: it does the shard's collectives itself.
     AdapterLayer.WEIGHT_GRADIENTS,
-    # Outside of the weight gradients, which are deferred only where the input has the dtype of the weight.
+    # Outside of the weight gradients, which are deferred only where the input has the dtype of the weight; outside of
+    # the collectives, which sum in the dtype of the module.
     AdapterLayer.DTYPE,
     AdapterLayer.FUNCTION_DTYPES,
     # Outside of the weight gradients, which would skip it: random numbers must not depend on the schedule.
@@ -48,11 +50,13 @@ ORDER: tuple[AdapterLayer, ...] = (
     AdapterLayer.GATHER_PARAMETERS,
     # The last four commute, as far as their results go. Outside is what decides about more.
     AdapterLayer.UNIT_RNG,
+    # Outside of sharded sequences, which a recomputed block gathers again.
     AdapterLayer.RECOMPUTE,
     AdapterLayer.STAGE,
     AdapterLayer.MODEL,
 )
 """From the innermost layer, next to the module's own forward, to the outermost.
 
-``tests/module_adapter/test_order.py`` shows which pairs commute, and that the others fail in the other order.
+``tests/module_adapter/test_order.py`` says of every pair whether it can meet on a module; of those that can, it shows
+that they commute or fail in the other order.
 """
