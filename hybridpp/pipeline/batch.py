@@ -94,17 +94,7 @@ def num_samples(batch: Any, dims: Dims = 0) -> int:
     Raises:
         DataError: the tensors disagree, there is none, one lacks the dimension, or the batch is empty.
     """
-    paths, _ = pytree.tree_flatten_with_path(batch)
-    sizes: dict[str, int] = {}
-    arrays: dict[str, int] = {}
-    for (path, leaf), dim in zip(paths, _leaf_dims(batch, dims, len(paths)), strict=True):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0 and dim is not None:
-            name = pytree.keystr(path) or "the batch"
-            sizes[name] = _size(leaf, dim, name)
-        elif type(leaf) is PerSample:
-            sizes[pytree.keystr(path)] = len(leaf)
-        elif isinstance(leaf, numpy.ndarray) and leaf.ndim and dim is not None:
-            arrays[pytree.keystr(path)] = len(leaf)
+    sizes, arrays = _sizes_by_name(batch, dims)
     for name, length in arrays.items():
         if not sizes or length in sizes.values():
             raise DataError(
@@ -120,13 +110,28 @@ def num_samples(batch: Any, dims: Dims = 0) -> int:
             f"all tensors of a batch must agree in {where}: got {listed}. "
             "Expand the others to one row per sample; 0-dimensional tensors and plain values go to every micro-batch. "
             "Or set the dimensions: HybridParallelPlugin(batch_dims={'x': 1, 'mask': None, 'boxes': 'list'}), with "
-            "None "
-            "for entries that all micro-batches share, and 'list' for a list with one entry per sample."
+            "None for entries that all micro-batches share, and 'list' for a list with one entry per sample."
         )
     size = next(iter(sizes.values()))
     if size == 0:
         raise DataError("a batch needs at least one sample: got 0. Drop empty batches in the dataloader.")
     return size
+
+
+def _sizes_by_name(batch: Any, dims: Dims) -> tuple[dict[str, int], dict[str, int]]:
+    """How many samples each tensor and list of samples holds, by its place in the batch; and each numpy array."""
+    paths, _ = pytree.tree_flatten_with_path(batch)
+    sizes: dict[str, int] = {}
+    arrays: dict[str, int] = {}
+    for (path, leaf), dim in zip(paths, _leaf_dims(batch, dims, len(paths)), strict=True):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and dim is not None:
+            name = pytree.keystr(path) or "the batch"
+            sizes[name] = _size(leaf, dim, name)
+        elif type(leaf) is PerSample:
+            sizes[pytree.keystr(path)] = len(leaf)
+        elif isinstance(leaf, numpy.ndarray) and leaf.ndim and dim is not None:
+            arrays[pytree.keystr(path)] = len(leaf)
+    return sizes, arrays
 
 
 def _leaf_dims(batch: Any, dims: Dims, count: int) -> list[int | None]:
@@ -178,12 +183,7 @@ def split_batch(
     """
     full_batch, batch = batch, batch if isinstance(dims, int) and _is_flat(batch) else mark_sample_lists(batch, dims)
     samples = num_samples(batch, dims)
-    if microbatch_size is not None:
-        count = -(-samples // microbatch_size)
-        sizes = [min(microbatch_size, samples - start * microbatch_size) for start in range(count)]
-    else:
-        count = min(num_microbatches or 1, samples)
-        sizes = [samples // count + (place < samples % count) for place in range(count)]
+    sizes = _microbatch_sizes(samples, num_microbatches, microbatch_size)
     if isinstance(batch, dict) and isinstance(batch.get(TOTAL_KEY), int | float):
         # As a tensor: a changing Python number would be a new signature, which is traced again, at every step.
         batch = batch | {TOTAL_KEY: torch.tensor(batch[TOTAL_KEY])}
@@ -200,6 +200,14 @@ def split_batch(
         total = sum(items)
         shares = [count / total if total else 0.0 for count in items]
     return SplitBatch(tuple(map(Microbatch, inputs, sizes, shares)), total, full_batch, sums)
+
+
+def _microbatch_sizes(samples: int, num_microbatches: int | None, microbatch_size: int | None) -> list[int]:
+    if microbatch_size is not None:
+        count = -(-samples // microbatch_size)
+        return [min(microbatch_size, samples - start * microbatch_size) for start in range(count)]
+    count = min(num_microbatches or 1, samples)
+    return [samples // count + (place < samples % count) for place in range(count)]
 
 
 def _parts(leaf: Any, dim: int | None, sizes: list[int]) -> Sequence[Any]:
