@@ -133,14 +133,8 @@ def cut_into_stages(
         dtypes=staging.dtypes,
         count_flops=config.balance == "flops",
     )
-
-    def seconds() -> list[float]:
-        # One rank's clock decides, or the ranks would cut in different places.
-        return staging.broadcast(measure_seconds(model, found.interceptor, sample, device, staging.dtypes))
-
     trace, blocks = found.trace, found.units.blocks
-    criteria = CutCriteria(unit_costs(model, trace, config.balance, seconds), _budget(model, num_stages, staging))
-    cut = choose_cut(model, trace, blocks, num_stages, config, criteria)
+    cut = _choose_cut(model, found, sample, num_stages, device, staging)
     stages = assign_stages(trace, cut)
     _warn_of_imbalance(model, trace, stages, config)
     return StageAssignment(
@@ -151,6 +145,23 @@ def cut_into_stages(
         tracer=found.tracer,
         cut=cut,
     )
+
+
+def _choose_cut(
+    model: nn.Module,
+    found: TracedUnits,
+    sample: CallArguments,
+    num_stages: int,
+    device: torch.device,
+    staging: StagingOptions,
+) -> tuple[CutPoint, ...]:
+    def seconds() -> list[float]:
+        # One rank's clock decides, or the ranks would cut in different places.
+        return staging.broadcast(measure_seconds(model, found.interceptor, sample, device, staging.dtypes))
+
+    costs = unit_costs(model, found.trace, staging.partition.balance, seconds)
+    criteria = CutCriteria(costs, _budget(model, num_stages, staging))
+    return choose_cut(model, found.trace, found.units.blocks, num_stages, staging.partition, criteria)
 
 
 def _budget(model: nn.Module, num_stages: int, staging: StagingOptions) -> MemoryBudget:
