@@ -130,25 +130,13 @@ def list_ranks(ranks: list[int]) -> str:
 def _coordinate(store: Store, rank: int, world_size: int, settings: Mapping[str, object], timer: WaitTimer) -> str:
     """Rank 0: answer requests with the attempt's name until all ranks are present."""
     name = secrets.token_hex(8)
-    missing = list(range(1, world_size))
-    num_answered = 0
-    while missing:
-        # Requests of earlier attempts are answered, too; no process waits for them.
-        num_asked = store.add(_QUESTIONS, 0)
-        for number in range(num_answered + 1, num_asked + 1):
-            store.set(_answer(number), name)
-        num_answered = num_asked
-        missing = [other for other in missing if not store.check([_here(name, other)])]
-        if missing and timer.left_s <= 0:
-            num_here = world_size - len(missing)
-            refusal = (
-                f"{list_ranks(missing)} did not call launch within {timer.timeout_s:g} s; {num_here} of {world_size} "
-                "ranks did. Their own output says why, if they were started; where they only take longer, raise "
-                "timeout_s of launch_from_torch or launch."
-            )
-            break
-        if missing:
-            timer.wait_on(f"{list_ranks(missing)} to call launch")
+    missing = _answer_until_all_are_here(store, name, world_size, timer)
+    if missing:
+        refusal = (
+            f"{list_ranks(missing)} did not call launch within {timer.timeout_s:g} s; {world_size - len(missing)} of "
+            f"{world_size} ranks did. Their own output says why, if they were started; where they only take longer, "
+            "raise timeout_s of launch_from_torch or launch."
+        )
     else:
         theirs = {other: json.loads(store.get(_here(name, other))) for other in range(1, world_size)}
         refusal = _difference(json.loads(json.dumps(settings)), theirs)
@@ -161,6 +149,24 @@ def _coordinate(store: Store, rank: int, world_size: int, settings: Mapping[str,
             time.sleep(_LOOK_S)
         raise LaunchError(refusal)
     return name
+
+
+def _answer_until_all_are_here(store: Store, name: str, world_size: int, timer: WaitTimer) -> list[int]:
+    """Answer requests with the attempt's name; returns the ranks that are missing when the time is over."""
+    missing = list(range(1, world_size))
+    num_answered = 0
+    while missing:
+        # Requests of earlier attempts are answered, too; no process waits for them.
+        num_asked = store.add(_QUESTIONS, 0)
+        for number in range(num_answered + 1, num_asked + 1):
+            store.set(_answer(number), name)
+        num_answered = num_asked
+        missing = [other for other in missing if not store.check([_here(name, other)])]
+        if missing and timer.left_s <= 0:
+            break
+        if missing:
+            timer.wait_on(f"{list_ranks(missing)} to call launch")
+    return missing
 
 
 def _register(store: Store, rank: int, world_size: int, settings: Mapping[str, object], timer: WaitTimer) -> str:
