@@ -1,9 +1,7 @@
 """The world of ``torch.distributed``, and the groups that its ranks share."""
 
 import gc
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from weakref import WeakSet
 
@@ -12,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridpp.cluster.exit_reports import ExitReports
-from hybridpp.cluster.rendezvous import FIRST_NOTICE_S, LOGGER, list_ranks
+from hybridpp.cluster.missing_ranks import reporting_missing
 from hybridpp.cluster.torch_group import TorchGroup
 from hybridpp.cluster.world import Group
-from hybridpp.errors import LaunchError, PeerError
+from hybridpp.errors import LaunchError
 from hybridpp.nn.torch_private import HashStore, default_store, timeout_of
 
 _Key = tuple[str, tuple[tuple[int, ...], ...]]
@@ -177,44 +175,8 @@ class TorchWorld:
     def _meet(self, row: Tensor, what: str = _MAKING) -> list[Tensor]:
         """All-gather a row of every rank before groups change; reports which ranks are missing, and for what."""
         self._num_meetings += 1
-        with self._reporting_missing(f"hybridpp meeting {self._num_meetings}", what):
+        with reporting_missing(self._store, self.rank, self.size, f"hybridpp meeting {self._num_meetings}", what):
             return self.control().all_gather(row)
-
-    @contextmanager
-    def _reporting_missing(self, round_name: str, what: str) -> Iterator[None]:
-        """Log from time to time which ranks are missing; the first waiting rank logs."""
-        over = threading.Event()
-        # If the store ended with the rank that hosts it, the ranks' messages report that.
-        with suppress(RuntimeError):
-            self._store.set(f"{round_name} {self.rank}", "")
-
-        def missing() -> list[int]:
-            with suppress(RuntimeError):
-                return [rank for rank in range(self.size) if not self._store.check([f"{round_name} {rank}"])]
-            return []
-
-        def tell() -> None:
-            waited_s, pause_s = 0.0, FIRST_NOTICE_S
-            while not over.wait(pause_s):
-                waited_s += pause_s
-                pause_s = waited_s
-                absent = missing()
-                if absent and min(set(range(self.size)) - set(absent)) == self.rank:
-                    LOGGER.warning(
-                        "[rank %d] has waited %.0f s for %s %s.", self.rank, waited_s, list_ranks(absent), what
-                    )
-
-        teller = threading.Thread(target=tell, daemon=True)
-        teller.start()
-        try:
-            yield
-        except PeerError as error:
-            if absent := missing():
-                error.add_note(f"hybridpp: rank {self.rank} waited for {list_ranks(absent)} {what}.")
-            raise
-        finally:
-            over.set()
-            teller.join()
 
 
 def _are_alike(rows: Sequence[Tensor], lists: Sequence[Sequence[int]]) -> bool:

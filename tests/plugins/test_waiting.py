@@ -15,7 +15,7 @@ from support import boosted, image_batch, model_loss, sgd, tiny_vit
 from torch import nn
 
 from hybridpp import DistCoordinator, HybridParallelPlugin, launch
-from hybridpp.cluster import current_world, torch_world
+from hybridpp.cluster import current_world, missing_ranks
 from hybridpp.errors import HybridppError, PeerError
 
 RAISE_IT = "raise timeout_s of launch_from_torch or launch."
@@ -50,8 +50,8 @@ def notices(path, wait):
     if dist.get_rank() == 1:
         wait_for(path)
     else:
-        torch_world.FIRST_NOTICE_S = 0.1
-        torch_world.LOGGER.addHandler(handler := logging.Handler())
+        missing_ranks.FIRST_NOTICE_S = 0.1
+        missing_ranks.LOGGER.addHandler(handler := logging.Handler())
         handler.emit = lambda record: (logged.append(record.getMessage()), path.touch())
     wait()
     return logged
