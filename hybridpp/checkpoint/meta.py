@@ -107,8 +107,9 @@ def _upwards(path: str) -> Iterator[str]:
 def _check_attributes(modules: dict[str, nn.Module]) -> None:
     for path, module in modules.items():
         for key, value in vars(module).items():
-            held = any(value is buffer for buffer in buffers_of(module).values())
-            if isinstance(value, Tensor) and value.is_meta and not held:
+            if not isinstance(value, Tensor) or not value.is_meta:
+                continue
+            if not any(value is buffer for buffer in buffers_of(module).values()):
                 raise ConfigError(
                     f"{f'{path}.{key}'.lstrip('.')} is a tensor on the meta device that is no parameter and no buffer, "
                     "so nothing can fill it. Register it as a buffer, or build the model under accelerate's "

@@ -33,7 +33,8 @@ def attributes_of(thing: Any) -> dict[str, Any]:
 
 def put_items(container: Any, contents: Contents) -> None:
     """Let a container hold what :func:`items_of` returned."""
-    if is_same(items_of(container), contents):
+    # Most hold what they held: that is seen without a copy.
+    if is_same(container if type(container) in (dict, list) else items_of(container), contents):
         return
     base = _base(container)
     base.clear(container)
@@ -67,6 +68,8 @@ def is_same(now: Contents, before: Contents) -> bool:
     """Whether both are the very same objects, in one order."""
     if len(now) != len(before):
         return False
+    if not now:
+        return True
     if isinstance(now, dict) and isinstance(before, dict):
         return list(now) == list(before) and all(map(is_, now.values(), before.values()))
     return all(map(is_, now, before))

@@ -87,6 +87,7 @@ __all__ = [
     "current_graph_task_id",
     "default_store",
     "drop_accumulated_hooks",
+    "fake_like",
     "foreach_copy_",
     "foreach_norm",
     "forget_flat_weights",
@@ -181,6 +182,22 @@ def storage_id(tensor: Tensor) -> int:
 def version_or_none(tensor: Tensor) -> int | None:
     """The version of a tensor; None if it was made in inference mode, where none is kept."""
     return None if tensor.is_inference() else version_of(tensor)
+
+
+def fake_like(mode: FakeTensorMode, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A fake of a tensor's sizes and strides; a parameter if the tensor is one.
+
+    Made directly: a parameter that is made of a fake takes ten times as long.
+    """
+    is_parameter = isinstance(tensor, nn.Parameter)
+    meta = torch.empty_strided(
+        tensor.size(), tensor.stride(), dtype=dtype, device="meta", requires_grad=is_parameter and tensor.requires_grad
+    )
+    fake = FakeTensor(mode, meta, device)
+    if is_parameter:
+        # As nn.Parameter marks what is not exactly a tensor.
+        fake._is_param = True
+    return fake
 
 
 def has_no_data(tensor: Tensor) -> bool:

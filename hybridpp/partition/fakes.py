@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.nn.snapshot import preserved_modules
-from hybridpp.nn.torch_private import FAKE_TENSOR_LOG, FakeTensorMode, buffers_of, parameters_of
+from hybridpp.nn.torch_private import FAKE_TENSOR_LOG, FakeTensorMode, buffers_of, fake_like, parameters_of
 
 
 class Fakes:
@@ -33,13 +33,10 @@ class Fakes:
     def __init__(self, model: nn.Module, device: torch.device, dtypes: Mapping[int, torch.dtype]):
         mode = self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._model, self._device = model, device
-        fakes: dict[int, Tensor] = {}
-        with mode:
-            for tensor in (*model.parameters(), *model.buffers()):
-                dtype = dtypes.get(id(tensor), tensor.dtype)
-                fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                fakes[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+        fakes = {
+            id(tensor): fake_like(mode, tensor, dtypes.get(id(tensor), tensor.dtype), device)
+            for tensor in (*model.parameters(), *model.buffers())
+        }
         self.names = {id(fakes[id(parameter)]): name for name, parameter in model.named_parameters()}
         self.parameters = [fakes[id(parameter)] for parameter in model.parameters()]
         self.buffers = [fakes[id(buffer)] for buffer in model.buffers()]
@@ -72,8 +69,7 @@ class Fakes:
             if known is None or buffer is known or not isinstance(buffer, Tensor):
                 continue
             if buffer.shape != fake.shape:
-                with self._mode:
-                    fake = torch.empty_strided(buffer.size(), buffer.stride(), dtype=fake.dtype, device=self._device)
+                fake = fake_like(self._mode, buffer, fake.dtype, self._device)
                 self._slots[number] = (module, key, fake)
                 is_new = True
             self.originals[id(fake)] = buffer

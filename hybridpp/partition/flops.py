@@ -9,13 +9,27 @@ from torch.utils.flop_counter import FlopCounterMode
 from hybridpp.nn.torch_private import ATTENTION_OPS, GROUPED_MM
 
 
+class _OneModule:
+    """Stands for torch's tracker of the module that runs, whose hooks take longer than the counting."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
 def flop_counter() -> FlopCounterMode:
-    """A counter that also covers what torch's counter omits: attention on the CPU, and grouped matrix products.
+    """A counter of all FLOPs, also of what torch's counter omits: attention on the CPU, and grouped matrix products.
 
     Torch's count for attention (2.11) refuses fewer heads of keys than of queries, so all attention is counted here.
     """
     counts = dict.fromkeys(ATTENTION_OPS, _attention_flops) | {GROUPED_MM: _grouped_flops}
-    return FlopCounterMode(display=False, custom_mapping=counts)
+    counter = FlopCounterMode(display=False, custom_mapping=counts)
+    counter.mod_tracker = _OneModule()  # type: ignore[assignment]  # all that the counter reads of a tracker
+    return counter
 
 
 def _attention_flops(

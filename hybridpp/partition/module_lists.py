@@ -15,6 +15,8 @@ def num_parameters(module: nn.Module, idle: Collection[int]) -> int:
 
 
 def is_idle(module: nn.Module, idle: Collection[int]) -> bool:
+    if not idle:
+        return False
     held = [id(parameter) in idle for parameter in module.parameters()]
     return bool(held) and all(held)
 

@@ -57,10 +57,10 @@ class Tracer:
         # Initial values of the attributes that units set. A rank's own units have set them since, other ranks' units
         # have not, and the trace must be the same on all ranks.
         self._initial: dict[tuple[int, str], AttributeSlot] = {}
-        with self._fakes.in_place():
-            for unit in interceptor.units:
-                parameters = model.get_submodule(unit).parameters()
-                self._unit_parameters[unit] = tuple(self._fakes.names[id(parameter)] for parameter in parameters)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for unit in interceptor.units:
+            parameters = model.get_submodule(unit).parameters()
+            self._unit_parameters[unit] = tuple(names[id(parameter)] for parameter in parameters)
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a staged model (such as an average of its weights) does not run, so it has no tracer."""

@@ -73,7 +73,10 @@ def find_traced_units(
         used = now if used is None else used & now
         called = {name for call in trace.calls for name in (call.name, *call.others)}
         uncalled |= {name for name in units.blocks if name not in called}
-        again = find_units(model, num_stages, named, used, uncalled)
+        if uncalled or not used.issuperset(name for name, _ in model.named_parameters()):
+            again = find_units(model, num_stages, named, used, uncalled)
+        else:
+            again = units  # nothing is known that was not assumed
         if again.units == units.units:
             return TracedUnits(units=again, interceptor=interceptor, tracer=tracer, trace=trace)
         units = again

@@ -149,3 +149,28 @@ def test_fake_and_meta_tensors_have_no_data():
     assert torch_private.has_no_data(fake)
     assert torch_private.has_no_data(torch.empty(1, device="meta"))
     assert not torch_private.has_no_data(torch.empty(1))
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("tensor", [torch.ones(2, 3).t(), torch.ones(0, 2), torch.empty(3, device="meta")])
+def test_a_fake_parameter_is_as_one_that_torch_makes_of_a_fake(tensor, requires_grad):
+    mode = torch_private.FakeTensorMode()
+    with mode:
+        like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=torch.bfloat16)
+        expected = nn.Parameter(like, requires_grad)
+    given = nn.Parameter(tensor, requires_grad)
+    made = torch_private.fake_like(mode, given, torch.bfloat16, torch.device("cpu"))
+    assert isinstance(made, nn.Parameter)
+    assert isinstance(made, torch_private.FakeTensor)
+    for name in ("shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "_version"):
+        assert getattr(made, name) == getattr(expected, name), name
+    assert made.stride() == expected.stride() == tensor.stride()
+    assert vars(made).keys() == vars(expected).keys()
+
+
+def test_a_fake_of_a_tensor_is_no_parameter_and_has_no_gradient():
+    made = torch_private.fake_like(
+        torch_private.FakeTensorMode(), torch.ones(2, requires_grad=True), torch.float32, torch.device("cpu")
+    )
+    assert not isinstance(made, nn.Parameter)
+    assert not made.requires_grad
