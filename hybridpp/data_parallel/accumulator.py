@@ -7,6 +7,9 @@ from torch import Tensor, nn
 from hybridpp.data_parallel.bucket import Bucket, split_into_buckets
 from hybridpp.nn.torch_private import version_of
 
+# Maximum number of sampled buckets, and of sampled elements in each.
+_MAX_SAMPLES = 16
+
 
 class GradientAccumulator:
     """The sums of a rank's gradients over micro-batches and calls, in flat buckets.
@@ -105,6 +108,39 @@ class GradientAccumulator:
             # The script may have set another tensor.
             if self._exposed[name].grad is None:
                 self._exposed[name].grad = bucket.views[name]
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Changes with every change of the sums, but not through ``.data``."""
+        return tuple(version_of(bucket.flat) for bucket in self.buckets)
+
+    def sample(self) -> list[Tensor]:
+        """Copies of some elements, at fixed positions in a few buckets."""
+        chosen = self.buckets[:: -(-len(self.buckets) // _MAX_SAMPLES) or 1]
+        return [bucket.sample(_MAX_SAMPLES) for bucket in chosen]
+
+    def scale(self, factor: float) -> None:
+        """Multiply all sums."""
+        self.zero_stale()
+        for bucket in self.buckets:
+            bucket.flat.mul_(factor)
+
+    def clamp(self, limit: float) -> None:
+        """Bring every element into ``[-limit, limit]``."""
+        self.zero_stale()
+        for bucket in self.buckets:
+            bucket.flat.clamp_(-limit, limit)
+
+    def to_host(self) -> list[Tensor]:
+        """Copies of all sums in host memory."""
+        self.zero_stale()
+        return [bucket.flat.to("cpu", copy=True) for bucket in self.buckets]
+
+    def from_host(self, copies: list[Tensor]) -> None:
+        """Set all sums to what :meth:`to_host` gave."""
+        self.zero_stale()
+        for bucket, flat in zip(self.buckets, copies, strict=True):
+            bucket.flat.copy_(flat)
 
     def sync_from_grad(self) -> dict[str, bool]:
         """Copy ``parameter.grad`` that the script replaced into the sums.

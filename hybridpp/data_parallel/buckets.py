@@ -15,15 +15,11 @@ from hybridpp.data_parallel.bucket_all_reduce import BucketAllReduce
 from hybridpp.data_parallel.gradient_hook import GradientHook
 from hybridpp.data_parallel.shared_gradients import SharedGradients, Summand
 from hybridpp.errors import ConfigError
-from hybridpp.nn.torch_private import version_of
 
 _UNKNOWN_BACKWARD = (
     "a backward pass outside of hybridpp reached a boosted model's parameters: its gradients would not be scaled or "
     "reduced. Call booster.backward(loss, optimizer) or booster.execute_pipeline."
 )
-
-# Maximum number of sampled buckets, and of sampled elements in each.
-_MAX_SAMPLES = 16
 
 
 class _State(Enum):
@@ -71,7 +67,6 @@ class GradientBuckets:
         self.parameters = parameters
         self._group = group
         self._accumulator = GradientAccumulator(parameters, capacity_mib, exposes_grad)
-        self._buckets = self._accumulator.buckets
         self._shared = SharedGradients(coalesced_group)
         for name, groups in (shared or {}).items():
             for one in groups:
@@ -220,12 +215,11 @@ class GradientBuckets:
     @property
     def version(self) -> tuple[int, ...]:
         """Changes with every change of the gradients, also through ``parameter.grad``, but not through ``.data``."""
-        return tuple(version_of(bucket.flat) for bucket in self._buckets)
+        return self._accumulator.version
 
     def sample(self) -> list[Tensor]:
         """Copies of some elements of the gradients, at fixed positions in a few buckets."""
-        chosen = self._buckets[:: -(-len(self._buckets) // _MAX_SAMPLES) or 1]
-        return [bucket.sample(_MAX_SAMPLES) for bucket in chosen]
+        return self._accumulator.sample()
 
     @property
     def is_syncing(self) -> bool:
@@ -269,8 +263,7 @@ class GradientBuckets:
         The sums are kept in host memory meanwhile.
         """
         self._enable_hooks()
-        self._accumulator.zero_stale()
-        host = [bucket.flat.to("cpu", copy=True) for bucket in self._buckets]
+        host = self._accumulator.to_host()
         used, state = set(self._used), self._state
         try:
             with self.no_sync():
@@ -279,25 +272,19 @@ class GradientBuckets:
                 yield
         finally:
             self._enable_hooks()
-            self._accumulator.zero_stale()
             self._used.clear()
             self._used.update(used)
             self._state = state
-            for bucket, flat in zip(self._buckets, host, strict=True):
-                bucket.flat.copy_(flat)
+            self._accumulator.from_host(host)
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
         if factor != 1.0:
-            self._accumulator.zero_stale()
-            for bucket in self._buckets:
-                bucket.flat.mul_(factor)
+            self._accumulator.scale(factor)
 
     def clamp(self, limit: float) -> None:
         """Bring every element into ``[-limit, limit]``."""
-        self._accumulator.zero_stale()
-        for bucket in self._buckets:
-            bucket.flat.clamp_(-limit, limit)
+        self._accumulator.clamp(limit)
 
     def zero(self, set_to_none: bool = True) -> None:
         """Drop all gradients; exposed ``parameter.grad`` become None, or zeros unless ``set_to_none``."""
