@@ -75,27 +75,33 @@ def prune_parameters(
     """
     visibility = ParameterVisibility()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    foreign = [parameter for parameter in model.parameters() if not set(stages) & set(owners[names[id(parameter)]])]
     # One per parameter, so that tied parameters stay tied.
-    placeholders = {
-        id(parameter): _placeholder(parameter, device, dtypes.get(id(parameter), parameter.dtype))
-        for parameter in model.parameters()
-        if not set(stages) & set(owners[names[id(parameter)]])
-    }
+    placeholders = {id(p): _placeholder(p, device, dtypes.get(id(p), p.dtype)) for p in foreign}
     for module in model.modules():
-        held = parameters_of(module)
-        freed = {key: placeholders[id(tensor)] for key, tensor in held.items() if id(tensor) in placeholders}
-        if freed:
-            vars(module)[PARAMETERS] = _OwnedTensors(module, held, set(freed), visibility)
-            vars(module).update(freed)
+        _free_parameters(module, placeholders, visibility)
     own = _outside(model, foreign_units)
     for unit in foreign_units:
         for module in model.get_submodule(unit).modules():
             if buffers_of(module) and module not in own:
-                vars(module).update(
-                    {key: _buffer_placeholder(buffer, device) for key, buffer in buffers_of(module).items()}
-                )
-                vars(module)[BUFFERS] = _OwnedTensors(module, buffers_of(module), set(buffers_of(module)), visibility)
+                _hide_buffers(module, device, visibility)
     return visibility
+
+
+def _free_parameters(module: nn.Module, placeholders: Mapping[int, Tensor], visibility: ParameterVisibility) -> None:
+    """Replace a module's own parameters that have a placeholder, by ``id``."""
+    held = parameters_of(module)
+    freed = {key: placeholders[id(tensor)] for key, tensor in held.items() if id(tensor) in placeholders}
+    if freed:
+        vars(module)[PARAMETERS] = _OwnedTensors(module, held, set(freed), visibility)
+        vars(module).update(freed)
+
+
+def _hide_buffers(module: nn.Module, device: torch.device, visibility: ParameterVisibility) -> None:
+    """Hide a module's own buffers."""
+    held = buffers_of(module)
+    vars(module).update({key: _buffer_placeholder(buffer, device) for key, buffer in held.items()})
+    vars(module)[BUFFERS] = _OwnedTensors(module, held, set(held), visibility)
 
 
 def _outside(model: nn.Module, units: set[str]) -> set[nn.Module]:
