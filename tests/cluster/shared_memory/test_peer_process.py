@@ -21,7 +21,7 @@ GONE = r"^rank 1 is gone: its process has ended\. Its own error says why\.$"
 
 
 @contextmanager
-def peer(run, timeout_s=10.0):
+def peer(run, timeout_s=60.0):
     """This process's link to a forked one, which calls ``run`` with its own, and that process."""
     with SocketRendezvous() as meeting:
         process = multiprocessing.get_context("fork").Process(target=_peer, args=(meeting.address, run))
@@ -58,7 +58,7 @@ def assert_gone_soon(link):
     start = time.monotonic()
     with pytest.raises(PeerError, match=GONE):
         received(link)
-    assert time.monotonic() - start < 5, "not after the time limit"
+    assert time.monotonic() - start < 30, "not after the time limit"
 
 
 def sleep(link):
@@ -201,14 +201,15 @@ def test_a_stopped_rank_is_silent_and_goes_on_when_it_may():
         while True:
             link.send(torch.tensor(received(link)))
 
-    with peer(run, timeout_s=0.5) as (link, process):
+    # Long enough for a busy machine to run the peer in the meantime.
+    with peer(run, timeout_s=2.0) as (link, process):
         link.send(torch.full((1,), 1.0))
         assert received(link) == [1.0]
         os.kill(process.pid, signal.SIGSTOP)
         for number in range(1000):
             link.send(torch.full((1,), float(number)))
         late = torch.zeros(1)
-        with pytest.raises(PeerError, match=r"^rank 1 said nothing for 0 s\. It hangs, or does something else"):
+        with pytest.raises(PeerError, match=r"^rank 1 said nothing for 2 s\. It hangs, or does something else"):
             link.receive(late).wait()
         os.kill(process.pid, signal.SIGCONT)
         link.take(Channel.POINT_TO_POINT)

@@ -21,7 +21,7 @@ class Ranks:
     """Threads that meet."""
 
     meetings: list[SocketRendezvous]
-    timeout_s: float = 10.0
+    timeout_s: float = 60.0
     met: dict[int, dict[int, socket.socket]] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
 
@@ -113,7 +113,7 @@ def test_silent_and_wrong_callers_hold_nobody_up(make, stranger):
     stranger(first, b"gone").close()
     start = time.monotonic()
     ranks.run()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     ranks.assert_connected()
     assert all(map(was_turned_away, strangers))
     first.close()
