@@ -1,5 +1,6 @@
 """Ranks as processes: forked ones for functions and scripts, and torchrun as users call it."""
 
+import gc
 import io
 import multiprocessing
 import os
@@ -65,6 +66,8 @@ def _rank(function: Callable[[], Any], rank: int, num_ranks: int, port: int, pip
 def _after_fork() -> None:
     # A forked child hangs in OpenMP if the parent used it, unless it says first that it needs one thread.
     torch.set_num_threads(1)
+    # What it inherits stays until its end: a search for garbage among that takes longer than most that is done here.
+    gc.freeze()
     # Nor can a forked child use CUDA, where the parent did.
     torch.cuda.is_available = lambda: False
 
