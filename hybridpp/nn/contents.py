@@ -14,6 +14,9 @@ Contents: TypeAlias = dict[Any, Any] | list[Any]
 
 def items_of(container: Any) -> Contents:
     """A new dict or list of what a dict, list, deque or set holds, whatever subclass of those it is."""
+    kind = type(container)
+    if kind is dict or kind is list:  # nearly all; others take five times as long
+        return kind.copy(container)
     base = _base(container)
     if base is dict:
         return dict.copy(container)

@@ -60,12 +60,11 @@ class Snapshot:
 
         What lies deeper is not in it, nor are the values of tensors.
         """
-        found = []
+        containers: list[Any] = []
         for module in model.modules():
             attributes = vars(module)
-            containers = (value for value in attributes.values() if is_container(value))
-            found += [Holder.of_items(container) for container in (attributes, *containers)]
-        return cls((holder, holder.read(holder.thing)) for holder in found)
+            containers += [attributes, *filter(is_container, attributes.values())]
+        return cls((Holder.of_items(container), items_of(container)) for container in containers)
 
     @classmethod
     def reachable_from(cls, tree: Any, num_levels: int | None = None) -> "Snapshot":

@@ -22,6 +22,8 @@ from hybridpp.partition.hooks import HookOnFakes
 # Number of cached results; the least recently used are dropped. A trace of a large model needs dozens.
 _MAX_RESULTS = 1024
 
+_PLAIN = (bool, int, float, str)
+
 
 @dataclass(frozen=True)
 class _Shape:
@@ -126,12 +128,12 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 
 def _is_plain(leaf: Any) -> bool:
-    return leaf is None or isinstance(leaf, bool | int | float | str)
+    return leaf is None or isinstance(leaf, _PLAIN)
 
 
 def _is_setting(value: Any) -> bool:
     """Whether an attribute is a plain value, or a tuple or list of such (the strides of a convolution)."""
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):
         return all(map(_is_setting, value))
     return _is_plain(value)
 
