@@ -80,6 +80,10 @@ class Booster:
         The model keeps its class and its names. After the call it holds only this rank's parameters. The optimizer
         works on these and keeps the settings of every parameter group.
 
+        If it raises (or is interrupted), the model and the optimizer are as they were before the call, so that it can
+        be called again with other settings. If this rank's shard or stages were all that was left of the model by then,
+        a note of the exception says so, and the model must be made anew.
+
         Collective: all ranks of the world, with the same model and weights.
 
         Args:

@@ -2,7 +2,7 @@
 
 from hybridpp.checkpoint.folder import SaveTarget, open_folder
 from hybridpp.checkpoint.gather import gather_tensors
-from hybridpp.checkpoint.meta import allocate, derive_buffers
+from hybridpp.checkpoint.meta import allocate, derive_buffers, swap_value, without_flat_weights
 from hybridpp.checkpoint.read import CheckpointContents
 
 __all__ = [
@@ -12,4 +12,6 @@ __all__ = [
     "derive_buffers",
     "gather_tensors",
     "open_folder",
+    "swap_value",
+    "without_flat_weights",
 ]

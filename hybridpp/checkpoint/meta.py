@@ -31,15 +31,23 @@ def allocate(model: nn.Module, others: Iterable[Tensor], device: torch.device) -
         for module in model.modules()
         if isinstance(module, nn.RNNBase) and any(id(parameter) in waiting for parameter in module.parameters())
     ]
+    with without_flat_weights(recurrent):
+        for tensor in waiting.values():
+            swap_value(tensor, torch.empty_like(tensor, device=device, requires_grad=False))
+
+
+@contextmanager
+def without_flat_weights(recurrent: Iterable[nn.RNNBase]) -> Iterator[None]:
+    """Inside, values of these modules' weights may be swapped; torch refuses that while there are weak references."""
     for module in recurrent:
         forget_flat_weights(module)
-    for tensor in waiting.values():
-        _become(tensor, torch.empty_like(tensor, device=device, requires_grad=False))
+    yield
     for module in recurrent:
         remake_flat_weights(module)
 
 
-def _become(tensor: Tensor, value: Tensor) -> None:
+def swap_value(tensor: Tensor, value: Tensor) -> None:
+    """Let a tensor refer to other values, also to ones on the meta device or from there; it stays the same object."""
     new = nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
     vars(new).update(vars(tensor))
     torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]  # torch
@@ -71,7 +79,7 @@ def derive_buffers(model: nn.Module) -> None:
 def _derive(buffer: Tensor, path: str, key: str, holders: list[nn.Module]) -> None:
     buffers = buffers_of(holders[0])
     if buffer.is_meta:  # else it is in several places, and this was the first
-        _become(buffer, torch.empty_like(buffer, device="cpu"))
+        swap_value(buffer, torch.empty_like(buffer, device="cpu"))
     version = version_of(buffer)
     for place, holder in enumerate(holders):
         _reset(holder, next((above for above in holders[place:] if isinstance(above, PreTrainedModel)), None))

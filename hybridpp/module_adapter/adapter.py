@@ -21,6 +21,7 @@ class ModuleAdapter:
     Args:
         model: as the script made it.
         order: how layers are nested, the innermost first; None: :data:`~hybridpp.module_adapter.ORDER`.
+        before_irreversible: called before something is done that cannot be undone.
 
     Attributes:
         model: as given.
@@ -36,11 +37,17 @@ class ModuleAdapter:
         False
     """
 
-    def __init__(self, model: nn.Module, order: Sequence[AdapterLayer] | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        order: Sequence[AdapterLayer] | None = None,
+        before_irreversible: Callable[[], None] = lambda: None,
+    ):
         self.model = model
         self._order = _order.ORDER if order is None else tuple(order)
         self._wrappers: dict[nn.Module, ModuleWrapper] = {}
         self._changes: list[Change] = []
+        self._before_irreversible = before_irreversible
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleAdapter":
         """A copy of a boosted model is no boosted model: what is on it can be run, and not be taken off."""
@@ -98,7 +105,12 @@ class ModuleAdapter:
         return handle
 
     def noted(self, owner: nn.Module | Tensor, what: str, undo: Callable[[], None] | None) -> None:
-        """Take note of something else that was done to ``owner``, and of how it is undone; None: it cannot be."""
+        """Take note of something else that is done to ``owner``, and of how it is undone; None: it cannot be.
+
+        What cannot be undone is noted before it is done.
+        """
+        if undo is None:
+            self._before_irreversible()
         self._changes.append(HookPut(owner, what, undo))
 
     @property

@@ -74,8 +74,13 @@ def is_same(now: Contents, before: Contents) -> bool:
     if not now:
         return True
     if isinstance(now, dict) and isinstance(before, dict):
-        return list(now) == list(before) and all(map(is_, now.values(), before.values()))
+        return all(map(_is_same_key, now, before)) and all(map(is_, now.values(), before.values()))
     return all(map(is_, now, before))
+
+
+def _is_same_key(one: Any, other: Any) -> bool:
+    # By hash first, as a dict looks it up: two parameters, which an optimizer's state has as keys, cannot be compared.
+    return one is other or (hash(one) == hash(other) and bool(one == other))
 
 
 def is_container(thing: Any) -> bool:

@@ -70,8 +70,8 @@ def shard(adapter: ModuleAdapter, spec: ShardingSpec, group: Group, *, share_mem
         if sharding is not None:
             # Other kernels than those of linear layers may copy, or refuse, what is not contiguous.
             allow_view = share_memory and (sharding.dim == 0 or id(parameter) in views)
-            divide(parameter, sharding, group.rank, allow_view=allow_view)
             adapter.noted(parameter, "tensor-parallel shard", undo=None)
+            divide(parameter, sharding, group.rank, allow_view=allow_view)
     context = TensorParallelContext(group)
     layers: dict[nn.Module, ShardedLayer] = {}
     regions: list[str] = []

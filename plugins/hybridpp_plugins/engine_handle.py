@@ -32,6 +32,10 @@ class CopiedModel:
         return self._model()
 
 
+class FailedBoost:
+    """Replaces the engine in a model that a failed boost left without all its parameters."""
+
+
 def attach_engine(adapter: ModuleAdapter, engine: object) -> None:
     """Attach its engine to a boosted model, so that both are freed together.
 

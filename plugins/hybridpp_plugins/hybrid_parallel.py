@@ -36,6 +36,7 @@ from hybridpp_plugins.model_info import check_parts
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.place_model import BoostContext
 from hybridpp_plugins.preview_tp import preview_tensor_parallel
+from hybridpp_plugins.rollback import undone_on_failure
 from hybridpp_plugins.sample import Samples, find_samples
 from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.settings import parse_settings
@@ -296,15 +297,16 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, PreviewsTenso
         def samples() -> Samples:
             return find_samples(parts.model, parts.dataloader, sample, device).called_by(signature, parts.criterion)
 
-        context = BoostContext(self.settings, self.layout, self._planner, device, samples)
-        with preserved_random_state(device):
-            engine = boost(parts, context, self._num_boosted)
-        engine.know(signature)
+        with undone_on_failure(parts.model, parts.optimizer) as rollback:
+            context = BoostContext(self.settings, self.layout, self._planner, device, samples, rollback)
+            with preserved_random_state(device):
+                engine = boost(parts, context, self._num_boosted)
+            engine.know(signature)
+            attach_engine(engine.adapter, engine)
+            scheduler: Any = parts.lr_scheduler
+            if scheduler is not None and engine.optimizer is not None:
+                scheduler = SkipAwareScheduler(scheduler, engine.optimizer)
         self._num_boosted += 1
-        attach_engine(engine.adapter, engine)
-        scheduler: Any = parts.lr_scheduler
-        if scheduler is not None and engine.optimizer is not None:
-            scheduler = SkipAwareScheduler(scheduler, engine.optimizer)
         return parts._replace(optimizer=engine.optimizer, lr_scheduler=scheduler)
 
     def _engine(self, model: nn.Module) -> Engine:

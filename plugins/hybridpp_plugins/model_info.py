@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from hybridpp.cluster import Group
 from hybridpp.errors import ConfigError
 from hybridpp.plugin import Boosted
-from hybridpp_plugins.engine_handle import ENGINE
+from hybridpp_plugins.engine_handle import ENGINE, FailedBoost
 from hybridpp_plugins.optimizer import HybridOptimizer
+from hybridpp_plugins.rollback import UNUSABLE
 from hybridpp_plugins.uninitialized import UninitializedWeights
 
 # Elements of each parameter that are compared between ranks: enough to detect different initialisations.
@@ -59,10 +60,13 @@ def check_parts(parts: Boosted) -> None:
     """Refuse a model or an LR scheduler that cannot be boosted.
 
     Raises:
-        ConfigError: the model is no module or is boosted already, or the scheduler cannot step.
+        ConfigError: the model is no module, is boosted already or is what a failed boost left, or the scheduler cannot
+            step.
     """
     if not isinstance(parts.model, nn.Module):
         raise ConfigError(f"boost needs a torch.nn.Module: got {type(parts.model).__name__}.")
+    if isinstance(vars(parts.model).get(ENGINE), FailedBoost):
+        raise ConfigError(UNUSABLE)
     if ENGINE in vars(parts.model):
         raise ConfigError("this model is boosted already. Call booster.boost once.")
     if parts.lr_scheduler is not None and not callable(getattr(parts.lr_scheduler, "step", None)):

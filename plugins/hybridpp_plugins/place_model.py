@@ -26,6 +26,7 @@ from hybridpp.precision import (
 )
 from hybridpp_plugins.apply_tp import AppliedTensorParallel
 from hybridpp_plugins.layout import Layout
+from hybridpp_plugins.rollback import Rollback
 from hybridpp_plugins.sample import NO_SAMPLES, Samples
 from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.settings import PluginSettings
@@ -41,6 +42,7 @@ class BoostContext(NamedTuple):
         planner: says which rank runs each stage.
         device: where this rank computes.
         find_samples: gives batches that the model can be called with.
+        rollback: puts the model and the optimizer back.
     """
 
     settings: PluginSettings
@@ -48,6 +50,7 @@ class BoostContext(NamedTuple):
     planner: SchedulePlanner
     device: torch.device
     find_samples: Callable[[], Samples]
+    rollback: Rollback
 
 
 class PlacedModel(NamedTuple):

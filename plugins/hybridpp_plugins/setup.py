@@ -33,7 +33,7 @@ from hybridpp_plugins.wrap_optimizer import wrap_optimizer
 
 def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
     """Bring the parts into the layout, in place; ``index`` numbers a job's models. Collective: all ranks."""
-    (model, optimizer), (settings, layout, planner, device, find_samples) = parts[:2], context
+    (model, optimizer), (settings, layout, planner, device, find_samples, rollback) = parts[:2], context
     seed = torch.initial_seed() + index
     original = OriginalModelInfo.of(model)
     module_dtypes = _module_dtypes(model, settings)
@@ -41,7 +41,7 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
         check_optimizer(optimizer, original.names)
     check_same_weights(model, seed, layout.control)
     derive_buffers(model)
-    adapter = ModuleAdapter(model)
+    adapter = ModuleAdapter(model, before_irreversible=rollback.forget)
     applied_tp = apply_tensor_parallel(adapter, settings.parallel, layout, find_samples)
     if optimizer is not None:
         check_locality(optimizer, original.names, layout, device)

@@ -29,6 +29,15 @@ class FrozenList(list):
     __setitem__ = __delitem__ = append = extend = clear = copy = _refuse
 
 
+def test_a_dict_with_tensors_as_keys_is_put_back():
+    first, second = torch.ones(2), torch.ones(3)
+    held = {first: 1, second: 2}
+    before = items_of(held)
+    held[torch.ones(4)] = held.pop(first)
+    put_items(held, before)
+    assert list(map(id, held)) == [id(first), id(second)]
+
+
 class Slotted:
     __slots__ = ("__weakref__", "_hidden", "shown")
 
