@@ -14,6 +14,7 @@ from hybridpp.nn.torch_private import (
     buffers_of,
     forget_flat_weights,
     parameters_of,
+    register_hooks_again,
     remake_flat_weights,
     transient_buffers_of,
     version_of,
@@ -51,6 +52,7 @@ def swap_value(tensor: Tensor, value: Tensor) -> None:
     new = nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
     vars(new).update(vars(tensor))
     torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]  # torch
+    register_hooks_again(tensor)
 
 
 def derive_buffers(model: nn.Module) -> None:

@@ -103,6 +103,7 @@ __all__ = [
     "pop_function_mode",
     "push_function_mode",
     "pytree",
+    "register_hooks_again",
     "remake_flat_weights",
     "saved_tensor_hooks",
     "storage_id",
@@ -139,6 +140,14 @@ backward_hooks_of: Callable[[Tensor], Mapping[int, Callable[..., Any]] | None] =
 accumulated_hooks_of: Callable[[Tensor], dict[int, Callable[..., Any]] | None] = attrgetter(
     "_post_accumulate_grad_hooks"
 )
+
+
+def register_hooks_again(tensor: Tensor) -> None:
+    """Let autograd call the hooks of a tensor whose value was swapped: the dicts stay, what autograd knows does not."""
+    for name in ("_post_accumulate_grad_hooks", "_backward_hooks"):
+        hooks = vars(TensorBase)[name]
+        if hooks.__get__(tensor) is not None:
+            hooks.__set__(tensor, hooks.__get__(tensor))
 
 
 def drop_accumulated_hooks(tensor: Tensor) -> None:

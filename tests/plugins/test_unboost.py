@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from support import assert_same, boosted, image_batch, model_loss, sgd, tiny_vit
+from support import assert_near, assert_same, boosted, image_batch, model_loss, replica_part, sgd, tiny_vit
 from torch import nn
 from transformers import (
     BertConfig,
@@ -22,7 +22,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hybridpp.cluster import Loopback
+from hybridpp.cluster import Loopback, current_world
 from hybridpp.errors import ConfigError
 
 IDS = torch.arange(8).reshape(2, 4) % 7
@@ -260,3 +260,39 @@ def test_describe_names_layers_hooks_and_attributes():
     assert rows["vit.layers.*.mlp.fc1"] == "RNG stream of a layer, deferred weight gradients"
     assert rows["vit.layers.*.layernorm_before"] == "dtype boundary"
     assert rows["vit.layers.*.mlp.fc1.weight"] == "cast to bfloat16, hook on its gradient"
+
+
+def hooked(model):
+    """The model with hooks of the script's, and attributes, on modules and weights."""
+    model.vit.layers[0].register_forward_hook(lambda module, args, output: None)
+    for parameter in (model.classifier.weight, model.vit.layernorm.weight):
+        parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+        parameter.mine = "an attribute"
+    return model
+
+
+@pytest.mark.parametrize("is_meta", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_unboosted_replicas_have_the_weights_of_one_process(precision, is_meta, tmp_path):
+    batch = image_batch(4)
+    tiny_vit().save_pretrained(tmp_path)
+
+    def run():
+        with torch.device("meta" if is_meta else "cpu"):
+            model = hooked(tiny_vit())
+        before = everything(model)
+        num_microbatches = 2 // current_world().size  # so that bf16 rounds the same sums
+        booster, _, optimizer = boosted(model, sgd, batch, precision=precision, num_microbatches=num_microbatches)
+        if is_meta:
+            booster.load_model(model, tmp_path)
+        part = replica_part(batch, booster.plugin.layout.here.dp, booster.plugin.dp_size)
+        for _ in range(2):
+            booster.execute_pipeline(iter([part]), model, model_loss, optimizer)
+            optimizer.step()
+        booster.unboost(model)
+        assert differences(before, everything(model)) == []
+        return dict(model.state_dict())
+
+    (one,), (first, second) = Loopback(1).run(run), Loopback(2).run(run)
+    assert_same(first, second)
+    assert_near(first, one, 1e-6)
