@@ -45,15 +45,15 @@ class ParallelConfig(ConfigBase):
             )
         if self.zero_stage != 0:
             raise ConfigError(
-                f"sharded optimizer state is not implemented yet: got zero_stage={self.zero_stage}. Use zero_stage=0."
+                f"sharded optimizer state is not supported yet: got zero_stage={self.zero_stage}. Use zero_stage=0."
             )
         self._check_sequences()
 
     def _check_sequences(self) -> None:
         mode: str | None = self.sequence_parallelism_mode  # whatever a script gave
         if mode not in (None, "split_gather"):
-            built = "not built yet" if mode in ("ring", "all_to_all", "ring_attn") else "unknown"
-            raise ConfigError(f"sequence_parallelism_mode={mode!r} is {built}. Use 'split_gather'.")
+            known = "not supported yet" if mode in ("ring", "all_to_all", "ring_attn") else "unknown"
+            raise ConfigError(f"sequence_parallelism_mode={mode!r} is {known}. Use 'split_gather'.")
         if not self.enable_sequence_parallelism and mode is not None:
             raise ConfigError(
                 f"sequence_parallelism_mode={mode!r} has no effect without enable_sequence_parallelism=True. Give "

@@ -64,18 +64,18 @@ def _split_largest(
             not one of many of its kind, is split; 0: there are too few.
     """
     candidates = []
-    for place, name in enumerate(blocks):
+    for index, name in enumerate(blocks):
         size = num_parameters(model.get_submodule(name), idle)
         if total and (2 * size <= total or not _is_apart(model, name)):
             continue
         inner = _opened(model, name, share, idle)
         if len(inner) > 1:
-            candidates.append((size, -place, inner))
+            candidates.append((size, -index, inner))
     if not candidates:
         return None
-    _, negative_place, inner = max(candidates)
-    place = -negative_place
-    return [*blocks[:place], *inner, *blocks[place + 1 :]]
+    _, negative_index, inner = max(candidates)
+    index = -negative_index
+    return [*blocks[:index], *inner, *blocks[index + 1 :]]
 
 
 def _opened(model: nn.Module, name: str, share: float, idle: Collection[int]) -> list[str]:

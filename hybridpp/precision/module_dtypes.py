@@ -45,8 +45,8 @@ def find_module_dtypes(
     if half is None:
         return module_dtypes
     seen: dict[nn.Module, tuple[str, torch.dtype | None]] = {}
-    for name, module, told in _walk(model, "", patterns, half, None):
-        format = torch.float32 if told is None and module in in_fp32 else told
+    for name, module, chosen in _walk(model, "", patterns, half, None):
+        format = torch.float32 if chosen is None and module in in_fp32 else chosen
         other, before = seen.setdefault(module, (name, format))
         if before is not format:
             raise ConfigError(_in_two_formats(other, name))

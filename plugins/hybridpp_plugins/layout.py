@@ -86,13 +86,13 @@ class Layout:
             ranks_of.setdefault(self.grid.coordinate(rank).dp, []).append(rank)
         return tuple(tuple(ranks) for ranks in ranks_of.values())
 
-    def rank_of(self, replica: int, place: int) -> int:
+    def rank_of(self, replica: int, position: int) -> int:
         """The first tensor-parallel rank at a pipeline position of a replica."""
-        return self.grid.rank(Coordinate(replica, place, 0))
+        return self.grid.rank(Coordinate(replica, position, 0))
 
-    def ranks_at(self, replica: int, place: int) -> tuple[int, ...]:
+    def ranks_at(self, replica: int, position: int) -> tuple[int, ...]:
         """The tensor-parallel ranks at a pipeline position of a replica."""
-        return tuple(self.grid.rank(Coordinate(replica, place, tp)) for tp in range(self.grid.tp_size))
+        return tuple(self.grid.rank(Coordinate(replica, position, tp)) for tp in range(self.grid.tp_size))
 
     def stage_manager(self, placement: tuple[int, ...]) -> StageManager:
         """This rank's position in its pipeline, whose stages are on the positions ``placement``."""
@@ -106,7 +106,7 @@ class Layout:
         groups: dict[tuple[int, ...], Group] = {}
         for chosen in places:
             group = self._split(
-                [[line[place] for place in chosen] for line in self.grid.groups("pp")], "pp, shared weights"
+                [[line[position] for position in chosen] for line in self.grid.groups("pp")], "pp, shared weights"
             )
             if group is not None:
                 groups[chosen] = group

@@ -1,4 +1,4 @@
-"""Sort the plugin's keyword arguments into the dataclasses that check them; refuse by name what is not built."""
+"""Sort the plugin's keyword arguments into the dataclasses that check them; refuse by name what is not supported."""
 
 from collections.abc import Mapping
 from dataclasses import fields

@@ -22,7 +22,7 @@ from hybridpp.config import ParallelConfig, PartitionConfig
         (
             ParallelConfig,
             {"zero_stage": 1},
-            "sharded optimizer state is not implemented yet: got zero_stage=1. Use zero_stage=0.",
+            "sharded optimizer state is not supported yet: got zero_stage=1. Use zero_stage=0.",
         ),
         (
             PartitionConfig,

@@ -44,7 +44,7 @@ def everyone_raises(num_ranks, function, error, text):
         ),
         ({"tensor_parallel_plan": {"*": "colwise"}}, "a tensor-parallel style is one of column[:<heads>], gathered"),
         ({"pp_size": 0}, "pp_size must be an integer of at least 1: got pp_size=0."),
-        ({"zero_stage": 1}, "sharded optimizer state is not implemented yet: got zero_stage=1. Use zero_stage=0."),
+        ({"zero_stage": 1}, "sharded optimizer state is not supported yet: got zero_stage=1. Use zero_stage=0."),
         ({"pp_style": "zbv", "schedule": "1f1b"}, "pp_style and schedule are one setting: got 'zbv' and '1f1b'."),
         (
             {"enable_sequence_parallelism": True},
@@ -52,9 +52,9 @@ def everyone_raises(num_ranks, function, error, text):
         ),
         (
             {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring"},
-            "sequence_parallelism_mode='ring' is not built yet. Use 'split_gather'.",
+            "sequence_parallelism_mode='ring' is not supported yet. Use 'split_gather'.",
         ),
-        ({"sequence_parallelism_mode": "all_to_all"}, "sequence_parallelism_mode='all_to_all' is not built yet."),
+        ({"sequence_parallelism_mode": "all_to_all"}, "sequence_parallelism_mode='all_to_all' is not supported yet."),
         ({"sequence_parallelism_mode": "ulysses"}, "sequence_parallelism_mode='ulysses' is unknown."),
         ({"sequence_parallelism_mode": "split_gather"}, "has no effect without enable_sequence_parallelism=True."),
         ({"num_model_chunks": 0}, "num_model_chunks must be an integer of at least 1: got num_model_chunks=0."),

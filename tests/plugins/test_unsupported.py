@@ -116,7 +116,7 @@ def test_what_asks_for_more_is_refused_with_the_way_out(name, value, instead):
 
 
 def test_attention_over_a_ring_is_named():
-    with pytest.raises(ConfigError, match=r"^sequence_parallelism_mode='ring_attn' is not built yet"):
+    with pytest.raises(ConfigError, match=r"^sequence_parallelism_mode='ring_attn' is not supported yet"):
         HybridParallelPlugin(**GOOD, enable_sequence_parallelism=True, sequence_parallelism_mode="ring_attn")
 
 
