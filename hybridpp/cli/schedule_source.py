@@ -6,7 +6,7 @@ from pathlib import Path
 from hybridpp.cli.argtypes import positive
 from hybridpp.cli.files import reading
 from hybridpp.errors import ConfigError
-from hybridpp.schedule import Programs, check_program, load_schedule, make_schedule
+from hybridpp.schedule import Programs, check_on_devices, check_program, load_schedule, make_schedule
 
 
 def add_sizes(parser: ArgumentParser) -> None:
@@ -51,4 +51,5 @@ def load_plan(path: str, arguments: Namespace) -> Programs:
     with reading(path):
         programs = load_schedule(path)
     check_program(programs)
+    check_on_devices(programs)
     return programs

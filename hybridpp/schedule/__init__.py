@@ -2,6 +2,7 @@
 
 from hybridpp.schedule.action import Action, ActionKind, Program, Programs
 from hybridpp.schedule.check import check_program
+from hybridpp.schedule.device_model import STRICTEST, DeviceModel, Drains, Streams, check_on_devices, find_deadlock
 from hybridpp.schedule.files import load_schedule, save_schedule
 from hybridpp.schedule.forward_only import forward_only
 from hybridpp.schedule.gpipe import gpipe
@@ -19,15 +20,21 @@ from hybridpp.schedule.zero_bubble import interleaved_zero_bubble, zb_h1, zb_h2
 
 __all__ = [
     "SCHEDULES",
+    "STRICTEST",
     "Action",
     "ActionKind",
     "CompletedSends",
+    "DeviceModel",
+    "Drains",
     "Program",
     "Programs",
     "ScheduleEntry",
+    "Streams",
+    "check_on_devices",
     "check_program",
     "completed_sends",
     "fill_weight_gradients",
+    "find_deadlock",
     "find_schedule",
     "forward_only",
     "gpipe",

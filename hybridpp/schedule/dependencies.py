@@ -1,8 +1,17 @@
 """Dependencies between actions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from hybridpp.schedule.action import Action, ActionKind, Programs
+
+UNIT_DURATIONS: Mapping[ActionKind, float] = {
+    ActionKind.FORWARD: 1,
+    ActionKind.BACKWARD: 2,
+    ActionKind.INPUT_GRADIENT: 1,
+    ActionKind.WEIGHT_GRADIENT: 1,
+}
+"""Durations of compute actions, in forwards: a backward pass has twice the floating-point operations."""
 
 
 def result(action: Action) -> Action:
@@ -55,3 +64,31 @@ def walk(programs: Programs) -> Iterator[tuple[int, int]]:
             position[rank] += 1
             done.add(result(action))
             ready += waiting.pop(result(action), ())
+
+
+class Span(NamedTuple):
+    """When an action runs, in the unit of the durations."""
+
+    start: float
+    end: float
+
+
+def earliest_spans(programs: Programs, durations: Mapping[ActionKind, float] = UNIT_DURATIONS) -> dict[Action, Span]:
+    """When each action of compute programs runs if all start as early as possible and messages take no time.
+
+    Actions that never run, because the programs deadlock, are left out.
+
+    Args:
+        programs: what each rank computes.
+        durations: of actions by their kind, above 0.
+    """
+    num_stages = count_stages(programs)
+    spans: dict[Action, Span] = {}
+    ends: dict[Action, float] = {}
+    free = [0.0] * len(programs)
+    for rank, position in walk(programs):
+        action = programs[rank][position]
+        start = max([free[rank], *(ends[need] for need in needs(action, num_stages))])
+        free[rank] = ends[result(action)] = start + durations[action.kind]
+        spans[action] = Span(start, free[rank])
+    return spans

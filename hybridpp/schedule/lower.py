@@ -1,87 +1,86 @@
 """Lowering: add sends, receives and the reduction of gradients to compute programs."""
 
 from collections import deque
-from collections.abc import Iterator
-from typing import TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from hybridpp.schedule.action import Action, ActionKind, Program, Programs
+from hybridpp.schedule.dependencies import UNIT_DURATIONS, Span, earliest_spans
 
-_Channel: TypeAlias = tuple[int, int, ActionKind]
-"""The sending rank, the receiving rank, and the kind of receive. Messages on one channel arrive in order."""
-
-# Actions that take a gradient from the next stage and produce one for the previous stage.
-_GOES_BACK = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
+# The send and the receive of an action's result, and by how much the receiving stage is higher.
+_MESSAGES = {
+    ActionKind.FORWARD: (ActionKind.SEND_ACTIVATION, ActionKind.RECEIVE_ACTIVATION, 1),
+    ActionKind.BACKWARD: (ActionKind.SEND_GRADIENT, ActionKind.RECEIVE_GRADIENT, -1),
+    ActionKind.INPUT_GRADIENT: (ActionKind.SEND_GRADIENT, ActionKind.RECEIVE_GRADIENT, -1),
+}
 # Actions that add to the gradients of a stage's parameters.
 _FILLS_GRADIENTS = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
 
 
-def lower(programs: Programs) -> Programs:
-    """Programs with communication added.
+class _Post(NamedTuple):
+    """A communication to start.
 
-    A result is sent right after it is computed; stages on the same rank pass it without a message. Each stage's
-    gradients are reduced after the last action that adds to them, B or W.
+    Attributes:
+        time: end of the action that it carries the result of. With that action's rank and position, it is the same for
+            a send and its receive, so all ranks agree on one order of all messages.
+        rank: of that action.
+        position: of that action in the rank's program.
+        action: the send, receive or reduction.
+    """
 
-    A receive is posted one compute action ahead of its use, so that the transfer overlaps with that action. On each
-    channel (from one rank to another, activations or gradients) receives are posted in the order of the sends: if a
-    message is needed before an earlier one of its channel, the earlier one is posted first. All schedules in this
-    package use messages in the order of the sends, so a rank has at most two posted receives that are not yet used, for
-    the current action and for the next one, whatever the number of micro-batches.
+    time: float
+    rank: int
+    position: int
+    action: Action
+
+
+def lower(programs: Programs, durations: Mapping[ActionKind, float] = UNIT_DURATIONS) -> Programs:
+    """Programs with communication added, in the order of one global clock.
+
+    The clock is that of the compute programs, each action as early as possible. A message has the time at which its
+    sender has computed it. Before each compute action a rank starts exactly the sends and receives whose time has come,
+    in the order of their times; equal times are ordered by the sender's rank and program. So whatever waits, waits for
+    something that is earlier in one order on all ranks. Such programs cannot deadlock, even if sends wait for their
+    receives, if all messages of a rank go through one queue, or if a device drains before it goes on
+    (:func:`~hybridpp.schedule.find_deadlock`).
+
+    Stages on the same rank pass results without a message. Each stage's gradients are reduced after the last action
+    that adds to them, B or W.
 
     Args:
         programs: compute programs that :func:`~hybridpp.schedule.check_program` accepts.
+        durations: of actions by their kind, above 0. They decide how early receives are posted.
     """
+    spans = earliest_spans(programs, durations)
     rank_of = {action.stage: rank for rank, program in enumerate(programs) for action in program}
-    channels: dict[_Channel, deque[Action]] = {}
+    posts: list[list[_Post]] = [[] for _ in programs]
     for rank, program in enumerate(programs):
-        for action in program:
-            for receive in _arrives_as(action):
-                peer = rank_of.get(receive.stage, rank)
-                if peer != rank:
-                    channels.setdefault((rank, peer, receive.kind), deque()).append(receive)
-    return tuple(_lower_rank(rank, program, rank_of, channels) for rank, program in enumerate(programs))
+        last_gradient = {action.stage: action for action in program if action.kind in _FILLS_GRADIENTS}
+        for position, action in enumerate(program):
+            when = (spans[action].end, rank, position)
+            for peer, post in _messages(action, rank, rank_of):
+                posts[peer].append(_Post(*when, post))
+            if last_gradient.get(action.stage) == action:
+                posts[rank].append(_Post(*when, Action(action.stage, ActionKind.REDUCE_GRADIENTS)))
+    # Not by the action: of one result, the send comes before the reduction.
+    ordered = [sorted(own, key=lambda post: post[:3]) for own in posts]
+    return tuple(_merged(program, deque(own), spans) for program, own in zip(programs, ordered, strict=True))
 
 
-def _lower_rank(
-    rank: int, program: Program, rank_of: dict[int, int], channels: dict[_Channel, deque[Action]]
-) -> Program:
-    last_gradient = {action.stage: action for action in program if action.kind in _FILLS_GRADIENTS}
+def _merged(program: Program, posts: deque[_Post], spans: Mapping[Action, Span]) -> Program:
+    """A rank's program, each action after the posts whose time has come when it starts."""
     lowered: list[Action] = []
-    posted: set[Action] = set()
-    for now, following in zip((None, *program), (*program, None), strict=True):
-        # `following` is received for before `now` is computed: one action ahead.
-        if following is not None:
-            for receive, source in _receives(following, rank, rank_of):
-                channel = channels.get((source, rank, receive.kind))
-                while receive not in posted:
-                    # A receive without a send is added as well: invalid programs are not corrected here.
-                    lowered.append(channel.popleft() if channel else receive)
-                    posted.add(lowered[-1])
-        if now is not None:
-            lowered.append(now)
-            lowered.extend(_sends(now, rank, rank_of))
-            if last_gradient.get(now.stage) == now:
-                lowered.append(Action(now.stage, ActionKind.REDUCE_GRADIENTS))
-    return tuple(lowered)
+    for action in program:
+        while posts and posts[0].time <= spans[action].start:
+            lowered.append(posts.popleft().action)
+        lowered.append(action)
+    return (*lowered, *(post.action for post in posts))
 
 
-def _arrives_as(action: Action) -> Iterator[Action]:
-    """The receive for the action's result, if its consumer were on another rank."""
-    if action.kind is ActionKind.FORWARD:
-        yield Action(action.stage + 1, ActionKind.RECEIVE_ACTIVATION, action.microbatch)
-    elif action.kind in _GOES_BACK:
-        yield Action(action.stage - 1, ActionKind.RECEIVE_GRADIENT, action.microbatch)
-
-
-def _receives(action: Action, rank: int, rank_of: dict[int, int]) -> Iterator[tuple[Action, int]]:
-    """The receives that an action needs, each with the sending rank."""
-    if action.kind is ActionKind.FORWARD and rank_of.get(action.stage - 1, rank) != rank:
-        yield action._replace(kind=ActionKind.RECEIVE_ACTIVATION), rank_of[action.stage - 1]
-    if action.kind in _GOES_BACK and rank_of.get(action.stage + 1, rank) != rank:
-        yield action._replace(kind=ActionKind.RECEIVE_GRADIENT), rank_of[action.stage + 1]
-
-
-def _sends(action: Action, rank: int, rank_of: dict[int, int]) -> Iterator[Action]:
-    if action.kind is ActionKind.FORWARD and rank_of.get(action.stage + 1, rank) != rank:
-        yield action._replace(kind=ActionKind.SEND_ACTIVATION)
-    if action.kind in _GOES_BACK and rank_of.get(action.stage - 1, rank) != rank:
-        yield action._replace(kind=ActionKind.SEND_GRADIENT)
+def _messages(action: Action, rank: int, rank_of: Mapping[int, int]) -> Iterator[tuple[int, Action]]:
+    """The send and the receive of an action's result, each with its rank; none if the consumer is on the same rank."""
+    send, receive, further = _MESSAGES.get(action.kind, (None, None, 0))
+    peer = rank_of.get(action.stage + further, rank)
+    if send is not None and receive is not None and peer != rank:
+        yield rank, action._replace(kind=send)
+        yield peer, Action(action.stage + further, receive, action.microbatch)

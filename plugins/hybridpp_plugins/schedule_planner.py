@@ -12,6 +12,7 @@ from hybridpp.schedule import (
     Action,
     ActionKind,
     Programs,
+    check_on_devices,
     check_program,
     forward_only,
     load_schedule,
@@ -46,7 +47,8 @@ class SchedulePlanner:
         self._num_chunks = config.num_model_chunks
         self._example_size = config.num_microbatches or num_ranks
         self._make: Maker
-        if isinstance(schedule, str) and not _is_file(schedule):
+        self._is_known = isinstance(schedule, str) and not _is_file(schedule)
+        if self._is_known:
             self.placement = stages_placement(schedule, num_ranks, config.num_model_chunks)
             self._make = lambda p, m: make_schedule(schedule, p, m, config.num_model_chunks)
         else:
@@ -83,6 +85,8 @@ class SchedulePlanner:
                 f"{placement(programs)} for {num_microbatches}, and the model is cut for {self.placement}. Use one "
                 "placement."
             )
+        if not self._is_known:
+            check_on_devices(programs)
         return rank_programs(programs)
 
     def _checked(self, num_microbatches: int) -> Programs:

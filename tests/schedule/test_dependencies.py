@@ -1,7 +1,7 @@
 import pytest
 
 from hybridpp.schedule import Action, ActionKind, gpipe, one_f_one_b
-from hybridpp.schedule.dependencies import count_stages, needs, walk
+from hybridpp.schedule.dependencies import Span, count_stages, earliest_spans, needs, walk
 
 LETTERS = {str(kind): kind for kind in ActionKind}
 
@@ -45,3 +45,26 @@ def test_a_walk_ends_where_programs_deadlock():
 def test_stages_are_counted_by_the_highest():
     assert count_stages(((action("0F0"),), (action("3F0"),))) == 4
     assert count_stages(()) == 0
+
+
+def test_each_action_runs_as_early_as_its_rank_and_its_data_allow():
+    durations = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 3}
+    spans = earliest_spans(one_f_one_b(2, 2), durations)
+    found = {str(action): (span.start, span.end) for action, span in spans.items()}
+    assert found == {
+        "0F0": (0, 1),
+        "0F1": (1, 2),
+        "1F0": (1, 2),
+        "1B0": (2, 5),
+        "1F1": (5, 6),
+        "0B0": (5, 8),
+        "1B1": (6, 9),
+        "0B1": (9, 12),
+    }
+
+
+def test_what_never_runs_has_no_time():
+    programs = ((action("0B0"), action("0F0")), (action("1F0"), action("1B0")))
+    assert earliest_spans(programs) == {}
+    assert earliest_spans(programs[::-1]) == {}
+    assert earliest_spans(((action("0F0"), action("0B0")),)) == {action("0F0"): Span(0, 1), action("0B0"): Span(1, 3)}

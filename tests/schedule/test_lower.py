@@ -1,5 +1,4 @@
 from collections import defaultdict
-from itertools import pairwise
 from textwrap import dedent
 
 import pytest
@@ -9,12 +8,15 @@ from hybridpp.schedule import (
     ActionKind,
     check_program,
     forward_only,
+    gpipe,
     lower,
+    make_schedule,
     one_f_one_b,
     parse_action,
     placement,
     render,
 )
+from hybridpp.schedule.dependencies import UNIT_DURATIONS, earliest_spans
 
 USES = {
     ActionKind.RECEIVE_ACTIVATION: (ActionKind.FORWARD,),
@@ -50,8 +52,8 @@ every_program = pytest.mark.parametrize("programs", PROGRAMS.values(), ids=PROGR
 
 def test_1f1b_with_two_stages_and_three_microbatches():
     assert render(lower(one_f_one_b(2, 3))) == (
-        "rank 0 | 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0B0 0RECV_B1 0F2 0SEND_F2 0RECV_B2 0B1 0B2 0REDUCE_GRAD\n"
-        "rank 1 | 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2 1REDUCE_GRAD\n"
+        "rank 0 | 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0SEND_F2 0RECV_B1 0B1 0RECV_B2 0B2 0REDUCE_GRAD\n"
+        "rank 1 | 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1RECV_F2 1SEND_B1 1F2 1B2 1SEND_B2 1REDUCE_GRAD\n"
     )
 
 
@@ -62,15 +64,15 @@ def test_one_stage_only_reduces():
 def test_evaluation_sends_activations_only():
     assert render(lower(forward_only((0, 1, 2), 2))) == dedent("""\
         rank 0 | 0F0 0SEND_F0 0F1 0SEND_F1
-        rank 1 | 1RECV_F0 1RECV_F1 1F0 1SEND_F0 1F1 1SEND_F1
-        rank 2 | 2RECV_F0 2RECV_F1 2F0 2F1
+        rank 1 | 1RECV_F0 1F0 1RECV_F1 1SEND_F0 1F1 1SEND_F1
+        rank 2 | 2RECV_F0 2F0 2RECV_F1 2F1
     """)
 
 
 def test_a_split_backward_sends_after_part_one_and_reduces_after_part_two():
     programs = programs_of("0F0 0F1 0I0 0W0 0B1", "1F0 1I0 1F1 1B1 1W0")
     assert render(lower(programs)) == dedent("""\
-        rank 0 | 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0I0 0RECV_B1 0W0 0B1 0REDUCE_GRAD
+        rank 0 | 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0I0 0W0 0RECV_B1 0B1 0REDUCE_GRAD
         rank 1 | 1RECV_F0 1F0 1RECV_F1 1I0 1SEND_B0 1F1 1B1 1SEND_B1 1W0 1REDUCE_GRAD
     """)
 
@@ -83,7 +85,7 @@ def test_what_is_computed_stays_as_it_was(programs):
 def test_receives_are_posted_in_send_order_whichever_is_used_first():
     """Rank 1 needs the second message first; it must not take the first one for it."""
     assert render(lower(programs_of("0F0 0F1 0B0 0B1", "1F1 1B1 1F0 1B0"))) == dedent("""\
-        rank 0 | 0F0 0SEND_F0 0RECV_B1 0RECV_B0 0F1 0SEND_F1 0B0 0B1 0REDUCE_GRAD
+        rank 0 | 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0RECV_B0 0B0 0B1 0REDUCE_GRAD
         rank 1 | 1RECV_F0 1RECV_F1 1F1 1B1 1SEND_B1 1F0 1B0 1SEND_B0 1REDUCE_GRAD
     """)
 
@@ -107,12 +109,53 @@ def test_sends_and_receives_between_two_ranks_have_the_same_order(programs):
     assert all(source != target for source, target, _ in sent)
 
 
+def times_of(programs, durations=UNIT_DURATIONS):
+    """When each message is sent, with the sender's rank and position, by its receive."""
+    return {
+        receive: (span.end, rank, position)
+        for rank, program in enumerate(programs)
+        for position, action in enumerate(program)
+        for span in [earliest_spans(programs, durations)[action]]
+        if action.kind in SENDS
+        for step, kind in [ARRIVES[SENDS[action.kind]]]
+        for receive in [action._replace(stage=action.stage + step, kind=kind)]
+    }
+
+
+UNEVEN = {
+    ActionKind.FORWARD: 3,
+    ActionKind.BACKWARD: 5,
+    ActionKind.INPUT_GRADIENT: 3,
+    ActionKind.WEIGHT_GRADIENT: 2,
+}
+
+
+@pytest.mark.parametrize("durations", [UNIT_DURATIONS, UNEVEN], ids=["unit", "uneven"])
 @every_program
-def test_a_result_leaves_right_after_it_was_computed(programs):
-    for row in lower(programs):
-        for before, action in pairwise(row):
+def test_all_ranks_post_messages_in_one_order_when_their_time_has_come(programs, durations):
+    times, spans = times_of(programs, durations), earliest_spans(programs, durations)
+    for row in lower(programs, durations):
+        posted = []
+        for action in row:
             if action.kind in ARRIVES:
-                assert action == before._replace(kind=SENDS[before.kind])
+                step, kind = ARRIVES[action.kind]
+                action = action._replace(stage=action.stage + step, kind=kind)
+            if action.kind in USES:
+                posted.append(times[action])
+            elif action in spans:
+                assert all(time <= spans[action].start for time, *_ in posted)
+                left = [a for a in row[row.index(action) :] if a.kind in USES]
+                assert all(times[receive][0] > spans[action].start for receive in left)
+        assert posted == sorted(posted)
+
+
+@every_program
+def test_a_result_leaves_before_the_next_one_is_computed(programs):
+    for row in lower(programs):
+        for place, action in enumerate(row):
+            if action.kind in ARRIVES:
+                computed = [before for before in row[:place] if before.kind.computes][-1]
+                assert action == computed._replace(kind=SENDS[computed.kind])
 
 
 @every_program
@@ -143,16 +186,21 @@ def most_posted(row):
     return most
 
 
-@pytest.mark.parametrize(
-    "programs",
-    [
-        *(programs for _, programs in every_schedule(ranks=(2, 3, 4, 7), microbatches=(1, 9, 40), chunks=(1, 2, 3))),
-        forward_only((0, 1, 2, 2, 1, 0), 40),
-        forward_only((0, 1, 2, 0, 1, 2), 40),
-    ],
-)
-def test_at_most_two_receives_are_posted_for_any_number_of_microbatches(programs):
-    assert max(map(most_posted, lower(programs))) <= 2
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved", "interleaved-zb"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 7])
+def test_posted_receives_do_not_grow_with_the_number_of_microbatches(name, num_ranks):
+    few, many = (max(map(most_posted, lower(make_schedule(name, num_ranks, m)))) for m in (40, 80))
+    assert few == many <= 6
+
+
+def test_gpipe_with_chunks_posts_what_it_holds():
+    """Rank 0 gets the activations for its second stage while it still computes its first one."""
+    assert [max(map(most_posted, lower(gpipe(2, m, 2)))) for m in (9, 40)] == [8, 39]
+
+
+def test_evaluation_posts_few_receives_in_any_placement():
+    for where in ((0, 1, 2, 2, 1, 0), (0, 1, 2, 0, 1, 2)):
+        assert max(map(most_posted, lower(forward_only(where, 40)))) <= 3
 
 
 @every_program
@@ -164,4 +212,4 @@ def test_gradients_are_reduced_once_per_stage_after_the_last_addition(programs):
             assert len(places) == bool(adding)
             if adding:
                 assert places[0] > adding[-1]
-                assert {action.kind for action in row[adding[-1] + 1 : places[0]]} <= {ActionKind.SEND_GRADIENT}
+                assert not any(action.kind.computes for action in row[adding[-1] + 1 : places[0]])

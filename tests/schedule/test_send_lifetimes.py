@@ -47,8 +47,8 @@ def show(lowered):
 
 def test_a_gradient_that_came_back_says_that_the_activation_was_received():
     assert show(lower(one_f_one_b(2, 2))) == dedent("""\
-        rank 0 | 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 (0SEND_F0 0SEND_F1) 0B1 0REDUCE_GRAD
-        rank 1 | 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 (1SEND_B0) 1B1 1SEND_B1 1REDUCE_GRAD
+        rank 0 | 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 (0SEND_F0 0SEND_F1) 0RECV_B1 0B1 0REDUCE_GRAD
+        rank 1 | 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE_GRAD
     """)
 
 
