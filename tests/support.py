@@ -113,9 +113,10 @@ def train(
     dp_size: int = 1,
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
     criterion: Any = model_loss,
+    in_order: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Train on in-process ranks, one step per batch.
+    """Train on in-process ranks, one step per batch; ``in_order`` as in Loopback.
 
     Returns ``losses`` by rank and step; ``weights`` after the last step and ``gradients`` of the first one, whole, by
     name; ``names`` of what each rank owns.
@@ -137,7 +138,7 @@ def train(
         weights, gradients = (whole_over_tp(booster, model, tensors) for tensors in (weights, gradients))
         return {"losses": losses, "weights": weights, "gradients": gradients}
 
-    ranks = Loopback(pp_size * dp_size * tp_size).run(run)
+    ranks = Loopback(pp_size * dp_size * tp_size, in_order=in_order).run(run)
     whole: dict[str, Any] = {"losses": [rank["losses"] for rank in ranks], "weights": {}, "gradients": {}}
     whole["names"] = [set(rank["weights"]) for rank in ranks]
     for rank in ranks:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from hybridpp.cluster.loopback_group import LoopbackGroup
+from hybridpp.cluster.loopback_messages import Mailboxes, MessageQueues, Messages
 from hybridpp.cluster.turn_taking import RankAborted, TurnTaking
 from hybridpp.cluster.world import Group, override
 
@@ -21,10 +22,17 @@ T = TypeVar("T")
 class Loopback:
     """A world of ``size`` ranks in this process.
 
+    Args:
+        size: number of ranks.
+        in_order: handle messages as the strictest device does: all that a rank sends and receives is in one queue, a
+            send is done when it is received, and the first message between two ranks in a group waits for both. What
+            may deadlock on a device raises DeadlockError here.
+
     Attributes:
         size: number of ranks.
         turns: that they take, in the latest run.
-        shared: what is on its way between them there.
+        shared: collectives there that not all ranks have called yet.
+        messages: on their way there.
 
     Example:
         >>> from hybridpp.cluster import current_world
@@ -32,10 +40,12 @@ class Loopback:
         [0, 1]
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, *, in_order: bool = False):
         self.size = size
+        self._in_order = in_order
         self.turns = TurnTaking(size)
         self.shared: dict[Any, Any] = {}
+        self.messages: Messages = Mailboxes()
 
     def run(self, function: Callable[[], T]) -> list[T]:
         """Call ``function`` once on every rank and return the results in rank order.
@@ -45,6 +55,7 @@ class Loopback:
         """
         turns = self.turns = TurnTaking(self.size)
         self.shared = {}
+        self.messages = MessageQueues() if self._in_order else Mailboxes()
         results: list[Any] = [None] * self.size
 
         def work(rank: int) -> None:
@@ -96,7 +107,8 @@ class LoopbackWorld:
         return None
 
     def _group(self, key: Any, ranks: Iterable[int]) -> LoopbackGroup:
-        return LoopbackGroup(self._loopback.turns, self._loopback.shared, (key, tuple(ranks)), self.rank)
+        loopback = self._loopback
+        return LoopbackGroup(loopback.turns, loopback.shared, loopback.messages, (key, tuple(ranks)), self.rank)
 
     def release_unused(self) -> None:
         """Groups in one process take nothing."""

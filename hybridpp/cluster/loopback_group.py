@@ -1,23 +1,17 @@
 """Messages and collectives between ranks inside one process."""
 
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from hybridpp.cluster.loopback_messages import MessageEnd, Messages
 from hybridpp.cluster.turn_taking import TurnTaking
 from hybridpp.cluster.world import Pending, Work, check_real
 
 T = TypeVar("T")
-
-
-class _Done:
-    """A completed communication."""
-
-    def wait(self) -> None:
-        return
 
 
 class _Pending:
@@ -48,31 +42,13 @@ def _sum(parts: list[Tensor]) -> None:
         part.detach().copy_(total)
 
 
-class _Mailbox:
-    """Messages from one rank to another, matched with receives in order."""
-
-    def __init__(self) -> None:
-        self.messages: deque[Tensor] = deque()
-        self.receives: deque[tuple[Tensor, list[bool]]] = deque()
-
-    def match(self) -> None:
-        while self.messages and self.receives:
-            target, done = self.receives.popleft()
-            message = self.messages.popleft()
-            # copy_ would broadcast and cast, where a real backend would misinterpret the data.
-            assert (message.shape, message.dtype) == (target.shape, target.dtype), (
-                f"sent {message.dtype} {tuple(message.shape)}, expected {target.dtype} {tuple(target.shape)}"
-            )
-            target.copy_(message)
-            done.append(True)
-
-
 class LoopbackGroup:
     """Ranks of one process that communicate through a dict that they share.
 
     Args:
         turns: that the ranks take.
-        shared: everything on its way between them.
+        shared: collectives that not all of them have called yet.
+        messages: on their way between them.
         key: of this group, the same on all its members; its second part is their ranks, in order.
         rank: this one, in the world.
     """
@@ -80,7 +56,14 @@ class LoopbackGroup:
     process_group = None
     overlaps = True
 
-    def __init__(self, turns: TurnTaking, shared: dict[Any, Any], key: tuple[Any, tuple[int, ...]], rank: int):
+    def __init__(
+        self,
+        turns: TurnTaking,
+        shared: dict[Any, Any],
+        messages: Messages,
+        key: tuple[Any, tuple[int, ...]],
+        rank: int,
+    ):
         self.ranks = key[1]
         self.rank = self.ranks.index(rank)
         self.size = len(self.ranks)
@@ -88,6 +71,7 @@ class LoopbackGroup:
         self._key = key
         self._turns = turns
         self._shared = shared
+        self._messages = messages
         self._num_collectives: dict[str, int] = {}
 
     def _collect(
@@ -127,23 +111,20 @@ class LoopbackGroup:
         pending = self._collect("reduce_scatter", total, _sum)[1]
         return _Result(pending, lambda: total.chunk(self.size, dim)[self.rank].contiguous())
 
-    def _mailbox(self, source: int, target: int) -> _Mailbox:
-        box: _Mailbox = self._shared.setdefault((self._key, source, target), _Mailbox())
-        return box
-
     def send(self, tensor: Tensor, peer: int) -> Work:
-        check_real(tensor)
-        box = self._mailbox(self.rank, peer)
-        box.messages.append(tensor.detach().clone())
-        box.match()
-        self._turns.post()
-        return _Done()
+        return self._post(tensor, peer, f"rank {self.ranks[peer]} to receive", is_send=True)
 
     def receive(self, tensor: Tensor, peer: int) -> Work:
+        return self._post(tensor, peer, f"a message from rank {self.ranks[peer]}", is_send=False)
+
+    def _post(self, tensor: Tensor, peer: int, what: str, *, is_send: bool) -> Work:
         check_real(tensor)
-        box = self._mailbox(peer, self.rank)
-        done: list[bool] = []
-        box.receives.append((tensor.detach(), done))
-        box.match()
-        what = f"a message from rank {self.ranks[peer]}"
-        return _Pending(self._turns, self._world_rank, lambda: bool(done), what)
+        messages, rank, other = self._messages, self._world_rank, self.ranks[peer]
+        if messages.connect(self._key, rank, other):
+            self._turns.post()
+        connected = partial(messages.is_connected, self._key, other, rank)
+        self._turns.wait_until(rank, connected, f"the first message of rank {other} in its group")
+        source, target = (rank, other) if is_send else (other, rank)
+        done = messages.post(MessageEnd((self._key, source, target), is_send, tensor.detach()))
+        self._turns.post()
+        return _Pending(self._turns, rank, lambda: bool(done), what)

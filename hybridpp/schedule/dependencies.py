@@ -66,14 +66,16 @@ def walk(programs: Programs) -> Iterator[tuple[int, int]]:
             ready += waiting.pop(result(action), ())
 
 
-class Span(NamedTuple):
+class StartEnd(NamedTuple):
     """When an action runs, in the unit of the durations."""
 
     start: float
     end: float
 
 
-def earliest_spans(programs: Programs, durations: Mapping[ActionKind, float] = UNIT_DURATIONS) -> dict[Action, Span]:
+def earliest_times(
+    programs: Programs, durations: Mapping[ActionKind, float] = UNIT_DURATIONS
+) -> dict[Action, StartEnd]:
     """When each action of compute programs runs if all start as early as possible and messages take no time.
 
     Actions that never run, because the programs deadlock, are left out.
@@ -83,12 +85,12 @@ def earliest_spans(programs: Programs, durations: Mapping[ActionKind, float] = U
         durations: of actions by their kind, above 0.
     """
     num_stages = count_stages(programs)
-    spans: dict[Action, Span] = {}
+    intervals: dict[Action, StartEnd] = {}
     ends: dict[Action, float] = {}
     free = [0.0] * len(programs)
     for rank, position in walk(programs):
         action = programs[rank][position]
         start = max([free[rank], *(ends[need] for need in needs(action, num_stages))])
         free[rank] = ends[result(action)] = start + durations[action.kind]
-        spans[action] = Span(start, free[rank])
-    return spans
+        intervals[action] = StartEnd(start, free[rank])
+    return intervals

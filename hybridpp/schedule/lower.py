@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from hybridpp.schedule.action import Action, ActionKind, Program, Programs
-from hybridpp.schedule.dependencies import UNIT_DURATIONS, Span, earliest_spans
+from hybridpp.schedule.dependencies import UNIT_DURATIONS, StartEnd, earliest_times
 
 # The send and the receive of an action's result, and by how much the receiving stage is higher.
 _MESSAGES = {
@@ -51,27 +51,27 @@ def lower(programs: Programs, durations: Mapping[ActionKind, float] = UNIT_DURAT
         programs: compute programs that :func:`~hybridpp.schedule.check_program` accepts.
         durations: of actions by their kind, above 0. They decide how early receives are posted.
     """
-    spans = earliest_spans(programs, durations)
+    intervals = earliest_times(programs, durations)
     rank_of = {action.stage: rank for rank, program in enumerate(programs) for action in program}
     posts: list[list[_Post]] = [[] for _ in programs]
     for rank, program in enumerate(programs):
         last_gradient = {action.stage: action for action in program if action.kind in _FILLS_GRADIENTS}
         for position, action in enumerate(program):
-            when = (spans[action].end, rank, position)
+            when = (intervals[action].end, rank, position)
             for peer, post in _messages(action, rank, rank_of):
                 posts[peer].append(_Post(*when, post))
             if last_gradient.get(action.stage) == action:
                 posts[rank].append(_Post(*when, Action(action.stage, ActionKind.REDUCE_GRADIENTS)))
     # Not by the action: of one result, the send comes before the reduction.
     ordered = [sorted(own, key=lambda post: post[:3]) for own in posts]
-    return tuple(_merged(program, deque(own), spans) for program, own in zip(programs, ordered, strict=True))
+    return tuple(_merged(program, deque(own), intervals) for program, own in zip(programs, ordered, strict=True))
 
 
-def _merged(program: Program, posts: deque[_Post], spans: Mapping[Action, Span]) -> Program:
+def _merged(program: Program, posts: deque[_Post], intervals: Mapping[Action, StartEnd]) -> Program:
     """A rank's program, each action after the posts whose time has come when it starts."""
     lowered: list[Action] = []
     for action in program:
-        while posts and posts[0].time <= spans[action].start:
+        while posts and posts[0].time <= intervals[action].start:
             lowered.append(posts.popleft().action)
         lowered.append(action)
     return (*lowered, *(post.action for post in posts))

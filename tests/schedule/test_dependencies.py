@@ -1,7 +1,7 @@
 import pytest
 
 from hybridpp.schedule import Action, ActionKind, gpipe, one_f_one_b
-from hybridpp.schedule.dependencies import Span, count_stages, earliest_spans, needs, walk
+from hybridpp.schedule.dependencies import StartEnd, count_stages, earliest_times, needs, walk
 
 LETTERS = {str(kind): kind for kind in ActionKind}
 
@@ -49,8 +49,8 @@ def test_stages_are_counted_by_the_highest():
 
 def test_each_action_runs_as_early_as_its_rank_and_its_data_allow():
     durations = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 3}
-    spans = earliest_spans(one_f_one_b(2, 2), durations)
-    found = {str(action): (span.start, span.end) for action, span in spans.items()}
+    intervals = earliest_times(one_f_one_b(2, 2), durations)
+    found = {str(action): (interval.start, interval.end) for action, interval in intervals.items()}
     assert found == {
         "0F0": (0, 1),
         "0F1": (1, 2),
@@ -65,6 +65,9 @@ def test_each_action_runs_as_early_as_its_rank_and_its_data_allow():
 
 def test_what_never_runs_has_no_time():
     programs = ((action("0B0"), action("0F0")), (action("1F0"), action("1B0")))
-    assert earliest_spans(programs) == {}
-    assert earliest_spans(programs[::-1]) == {}
-    assert earliest_spans(((action("0F0"), action("0B0")),)) == {action("0F0"): Span(0, 1), action("0B0"): Span(1, 3)}
+    assert earliest_times(programs) == {}
+    assert earliest_times(programs[::-1]) == {}
+    assert earliest_times(((action("0F0"), action("0B0")),)) == {
+        action("0F0"): StartEnd(0, 1),
+        action("0B0"): StartEnd(1, 3),
+    }

@@ -16,7 +16,7 @@ from hybridpp.schedule import (
     placement,
     render,
 )
-from hybridpp.schedule.dependencies import UNIT_DURATIONS, earliest_spans
+from hybridpp.schedule.dependencies import UNIT_DURATIONS, earliest_times
 
 USES = {
     ActionKind.RECEIVE_ACTIVATION: (ActionKind.FORWARD,),
@@ -112,10 +112,10 @@ def test_sends_and_receives_between_two_ranks_have_the_same_order(programs):
 def times_of(programs, durations=UNIT_DURATIONS):
     """When each message is sent, with the sender's rank and position, by its receive."""
     return {
-        receive: (span.end, rank, position)
+        receive: (interval.end, rank, position)
         for rank, program in enumerate(programs)
         for position, action in enumerate(program)
-        for span in [earliest_spans(programs, durations)[action]]
+        for interval in [earliest_times(programs, durations)[action]]
         if action.kind in SENDS
         for step, kind in [ARRIVES[SENDS[action.kind]]]
         for receive in [action._replace(stage=action.stage + step, kind=kind)]
@@ -133,7 +133,7 @@ UNEVEN = {
 @pytest.mark.parametrize("durations", [UNIT_DURATIONS, UNEVEN], ids=["unit", "uneven"])
 @every_program
 def test_all_ranks_post_messages_in_one_order_when_their_time_has_come(programs, durations):
-    times, spans = times_of(programs, durations), earliest_spans(programs, durations)
+    times, intervals = times_of(programs, durations), earliest_times(programs, durations)
     for row in lower(programs, durations):
         posted = []
         for action in row:
@@ -142,10 +142,10 @@ def test_all_ranks_post_messages_in_one_order_when_their_time_has_come(programs,
                 action = action._replace(stage=action.stage + step, kind=kind)
             if action.kind in USES:
                 posted.append(times[action])
-            elif action in spans:
-                assert all(time <= spans[action].start for time, *_ in posted)
+            elif action in intervals:
+                assert all(time <= intervals[action].start for time, *_ in posted)
                 left = [a for a in row[row.index(action) :] if a.kind in USES]
-                assert all(times[receive][0] > spans[action].start for receive in left)
+                assert all(times[receive][0] > intervals[action].start for receive in left)
         assert posted == sorted(posted)
 
 
