@@ -6,6 +6,8 @@ READY := $(VENV)/.ready
 NPROC ?= 4
 ARGS ?=
 export OMP_NUM_THREADS ?= 1
+# Jobs and tests start many interpreters, each of which would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: vit test models models-pp models-tp models-sp models-others others gpu gpu-test gpu-fp16 gpu-launches gpu-memory lint clean
 

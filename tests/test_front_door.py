@@ -2,6 +2,7 @@ import doctest
 import importlib
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,22 @@ def test_loads_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=30, check=False)
     assert done.returncode == 0
+
+
+def test_a_job_without_transformers_models_does_not_import_transformers():
+    code = """
+import sys, torch
+from hybridpp import Booster, HybridParallelPlugin
+model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+booster = Booster(plugin=HybridParallelPlugin(precision="fp32"), device="cpu")
+model, *_ = booster.boost(model, sample=torch.zeros(1, 2))
+booster.save_model(model, sys.argv[1])
+booster.load_model(model, sys.argv[1])
+sys.exit("transformers" in sys.modules)
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", code, f"{folder}/weights"]
+        assert subprocess.run(command, cwd=ROOT, timeout=100, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("name", hybridpp._MODULE_OF)

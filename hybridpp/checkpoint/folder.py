@@ -5,19 +5,22 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from hybridpp.checkpoint.atomic_replace import replace_weights
-from hybridpp.checkpoint.pretrained import open_pretrained
 from hybridpp.checkpoint.read import CheckpointContents, open_plain
 from hybridpp.checkpoint.single_file import open_file, stage_file, without_aliases, write_file
 from hybridpp.checkpoint.staging_folder import remove_leftovers, stage
 from hybridpp.errors import CheckpointError
+from hybridpp.nn.pretrained_model import is_pretrained_model
 from hybridpp.saving import is_file_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _ADAPTER = "adapter_config.json"
 
@@ -49,7 +52,7 @@ class SaveTarget:
                 f"a model is saved to a folder: {self._path} is a file. Pass another path, or one that ends with "
                 ".safetensors or .pt, for a single file."
             )
-        if isinstance(self._model, PreTrainedModel) and (self._path / _ADAPTER).is_file():
+        if is_pretrained_model(self._model) and (self._path / _ADAPTER).is_file():
             raise CheckpointError(
                 f"{self._path} holds an adapter ({_ADAPTER}), which from_pretrained would apply to the saved model. "
                 "Pass another path, or move the adapter away."
@@ -87,7 +90,7 @@ class SaveTarget:
                 shutil.rmtree(self._staged)
 
     def _stage_folder(self, state: dict[str, Tensor], dtype: torch.dtype | None, max_shard_size: str) -> None:
-        if isinstance(self._model, PreTrainedModel):
+        if is_pretrained_model(self._model):
             # transformers writes the names that older versions and the hub know, and takes dtype and ties from a model:
             # the complete model on the meta device replaces the one that holds only a stage.
             shell = _shell(self._model, dtype)
@@ -111,9 +114,9 @@ def _errors_explained(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _shell(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
+def _shell(model: "PreTrainedModel", dtype: torch.dtype | None) -> "PreTrainedModel":
     with torch.device("meta"):
-        shell: PreTrainedModel = type(model)(copy.deepcopy(model.config))
+        shell = type(model)(copy.deepcopy(model.config))
     if model.can_generate():
         shell.generation_config = model.generation_config
     if dtype is not None:
@@ -132,6 +135,11 @@ def open_folder(model: nn.Module, path: Path, strict: bool) -> CheckpointContent
             return open_file(path)
         if not path.is_dir():
             raise CheckpointError(f"there is no folder or file {path}. Pass the folder that save_model wrote.")
-        return open_pretrained(model, path, strict) if isinstance(model, PreTrainedModel) else open_plain(path)
+        if not is_pretrained_model(model):
+            return open_plain(path)
+        # transformers' loading takes 3 s to import, which jobs without its models do not need.
+        from hybridpp.checkpoint.pretrained import open_pretrained  # noqa: PLC0415
+
+        return open_pretrained(model, path, strict)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Check permissions, or pass another path.") from error

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from hybridpp.errors import ConfigError
+from hybridpp.nn.pretrained_model import is_pretrained_model
 from hybridpp.nn.snapshot import Replacements
 from hybridpp.nn.torch_private import (
     buffers_of,
@@ -19,6 +19,9 @@ from hybridpp.nn.torch_private import (
     transient_buffers_of,
     version_of,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def allocate(model: nn.Module, others: Iterable[Tensor], device: torch.device) -> None:
@@ -84,7 +87,7 @@ def _derive(buffer: Tensor, path: str, key: str, holders: list[nn.Module]) -> No
         swap_value(buffer, torch.empty_like(buffer, device="cpu"))
     version = version_of(buffer)
     for place, holder in enumerate(holders):
-        _reset(holder, next((above for above in holders[place:] if isinstance(above, PreTrainedModel)), None))
+        _reset(holder, next(filter(is_pretrained_model, holders[place:]), None))
         # Written to, or replaced by another one.
         if version_of(buffer) != version or (buffers.get(key) is not buffer and not _is_meta(buffers.get(key))):
             return
@@ -99,7 +102,7 @@ def _is_meta(tensor: Tensor | None) -> bool:
     return tensor is None or tensor.is_meta
 
 
-def _reset(module: nn.Module, owner: PreTrainedModel | None) -> None:
+def _reset(module: nn.Module, owner: "PreTrainedModel | None") -> None:
     if owner is not None:
         owner._init_weights(module)  # type: ignore[no-untyped-call]  # transformers
     elif callable(reset := getattr(module, "reset_parameters", None)):

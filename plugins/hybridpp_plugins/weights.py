@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from hybridpp.checkpoint import CheckpointContents, SaveTarget, gather_tensors, open_folder
 from hybridpp.cluster import gather_objects
 from hybridpp.errors import CheckpointError, PeerError
+from hybridpp.nn.pretrained_model import is_pretrained_model
 from hybridpp_plugins.apply_tp import gather_tp_tensors, placements
 from hybridpp_plugins.engine import Engine
 
@@ -132,7 +132,7 @@ def _check(
     unexpected = sorted(name for name in contents.shapes if name not in known)
     if strict and (missing or unexpected):
         hub = ""
-        if path.is_file() and isinstance(engine.model, PreTrainedModel):
+        if path.is_file() and is_pretrained_model(engine.model):
             hub = " Hub names are converted only when a folder is loaded: pass the folder."
         raise CheckpointError(
             f"{path} does not fit {kind}: missing {missing}, unexpected {unexpected}. "
