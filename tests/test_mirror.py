@@ -29,7 +29,6 @@ TESTED_THROUGH = {
     "hybridpp/cluster/shared_memory/group.py": "tests/cluster/shared_memory/test_connect.py",
     "hybridpp/cluster/shared_memory/linux.py": "tests/cluster/shared_memory/test_arena.py",
     "hybridpp/cluster/world.py": "tests/cluster/shared_memory/test_link.py",
-    "hybridpp/data_parallel/accumulator.py": "tests/data_parallel/test_buckets.py",
     "hybridpp/data_parallel/bucket_all_reduce.py": "tests/data_parallel/test_buckets.py",
     "hybridpp/data_parallel/gradient_hook.py": "tests/data_parallel/test_buckets.py",
     "hybridpp/data_parallel/reducer.py": TYPES_ONLY,

@@ -3,65 +3,23 @@ import weakref
 
 import pytest
 import torch
+from data_parallel.replicas import (
+    NUM_REPLICAS,
+    TINY_MIB,
+    accumulate,
+    assert_equal,
+    loss,
+    make_buckets,
+    make_model,
+    on_replicas,
+    plain,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hybridpp.cluster import Loopback, current_world
+from hybridpp.cluster import current_world
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.errors import ConfigError
-
-NUM_REPLICAS = 3
-TINY_MIB = 64 / 2**20  # 16 fp32 elements: one parameter per bucket
-
-
-def make_model(dtype=torch.float32):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 7, bias=False), nn.Linear(7, 1)).to(dtype)
-
-
-def data(replica, number, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(100 * replica + number)
-    return torch.randn(2, 4, generator=generator).to(dtype)
-
-
-def loss(model, replica, number):
-    return model(data(replica, number, next(model.parameters()).dtype)).float().square().sum()
-
-
-def plain(num_replicas, numbers):
-    """The same sums by plain accumulation in one process."""
-    model = make_model()
-    for replica in range(num_replicas):
-        for number in numbers:
-            loss(model, replica, number).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def make_buckets(model, group=None, capacity_mib=25.0, shared=None):
-    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return GradientBuckets(trainable, group or current_world().control(), capacity_mib, shared)
-
-
-def accumulate(buckets, model, numbers):
-    """What a pipeline step does: several backward passes, the last one announced, then the rest of the reduction."""
-    replica = current_world().rank
-    buckets.begin()
-    for number in numbers:
-        if number == numbers[-1]:
-            buckets.begin_last_backward()
-        loss(model, replica, number).backward()
-    buckets.launch_remaining()
-    buckets.finish_grad_sync()
-
-
-def assert_equal(buckets, expected):
-    assert set(buckets.gradients) == set(expected)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(buckets.gradients[name], gradient, rtol=1e-5, atol=1e-5, msg=f"{name} differs")
-
-
-def on_replicas(function, num_replicas=NUM_REPLICAS):
-    return Loopback(num_replicas).run(function)
 
 
 @pytest.mark.parametrize("capacity_mib", [TINY_MIB, 2 * TINY_MIB, 25.0])
@@ -188,46 +146,6 @@ def test_the_models_own_zero_grad_counts(reset):
     assert_equal(buckets, plain(1, [2]))
 
 
-def test_zeros_are_written_once():
-    model = make_model()
-    buckets = make_buckets(model)
-    accumulate(buckets, model, [0])
-    model.zero_grad()
-    buckets.zero()
-    gradients, version = buckets.gradients, buckets.version
-    buckets.zero()
-    buckets.begin()
-    assert buckets.version == version
-    assert all(parameter.grad is gradients[name] for name, parameter in model.named_parameters())
-    # What the script writes itself, and then drops, is forgotten like any other gradient.
-    for parameter in model.parameters():
-        parameter.grad.add_(1.0)
-        parameter.grad = None
-    accumulate(buckets, model, [1])
-    assert_equal(buckets, plain(1, [1]))
-
-
-@pytest.mark.parametrize("outside_first", [False, True])
-def test_a_sum_starts_as_a_copy_of_its_first_part_wherever_that_comes_from(outside_first):
-    model = make_model()
-    buckets = make_buckets(model)
-    accumulate(buckets, model, [0])
-    buckets.consume()
-    for gradient in buckets.gradients.values():
-        gradient.fill_(torch.nan)  # what is left there does not count
-    version = buckets.version
-    buckets.begin()
-    assert buckets.version == version  # and no zeros were written over it
-    assert all(parameter.grad is None for parameter in model.parameters())
-    parts = [lambda: loss(model, 0, 1).backward(), lambda: buckets.add("0.weight", torch.ones(5, 4))]
-    for part in reversed(parts) if outside_first else parts:
-        part()
-        assert model[0].weight.grad is not None
-    assert all(parameter.grad is buckets.gradients[name] for name, parameter in model.named_parameters())
-    expected = plain(1, [1])
-    assert_equal(buckets, expected | {"0.weight": expected["0.weight"] + 1})
-
-
 def test_a_gradient_that_another_hook_takes_away_is_looked_at_each_time():
     model = make_model()
     taken = []
@@ -248,45 +166,6 @@ def test_a_gradient_that_another_hook_takes_away_is_looked_at_each_time():
         assert model[0].weight.grad is (None if number == 1 else buckets._accumulator.views["0.weight"])
     buckets.finish_grad_sync()
     assert_equal(buckets, plain(1, [1, 2]) | {"0.weight": plain(1, [2])["0.weight"]})
-
-
-def test_zeros_are_there_for_whoever_asks_for_them():
-    model = make_model()
-    buckets = make_buckets(model)
-    accumulate(buckets, model, [0])
-    for _ in range(2):  # the second time there is nothing to write
-        buckets.zero(set_to_none=False)
-        assert all(not parameter.grad.any() for parameter in model.parameters())
-    accumulate(buckets, model, [0])
-    buckets.zero()
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(not gradient.any() for gradient in buckets.gradients.values())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_gradients_add_up_in_fp32(dtype):
-    parameter = nn.Parameter(torch.zeros(3, dtype=dtype))
-    buckets = GradientBuckets({"w": parameter}, current_world().control(), 25.0)
-    buckets.begin()
-    small = 2.0**-12  # lost beside 1 in half precision
-    for factor in (1.0, small, small):
-        (parameter * factor).float().sum().backward()
-    buckets.finish_grad_sync()
-    assert buckets.gradients["w"].dtype is torch.float32
-    assert buckets.gradients["w"].tolist() == [1 + 2 * small] * 3
-    assert parameter.grad is None
-
-
-def test_float64_and_fp32_parameters_have_buckets_of_their_own():
-    model = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1).double(), "c": nn.Linear(2, 1)})
-    buckets = make_buckets(model)
-    buckets.begin()
-    (model["a"](torch.ones(2)) + model["b"](torch.ones(2).double()).float() + model["c"](torch.ones(2))).backward()
-    buckets.finish_grad_sync()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is buckets.gradients[name]
-        assert buckets.gradients[name].dtype == parameter.dtype
-        assert torch.equal(parameter.grad, torch.ones_like(parameter))
 
 
 def test_parameters_that_no_backward_reached_are_unused():
@@ -407,16 +286,6 @@ def test_a_gradient_that_comes_in_parts_is_complete_or_refused(use_reentrant, nu
     text = "one backward pass added to the gradient of 'shared.(weight|bias)' again after its reduction had started."
     with pytest.raises(ConfigError, match=f"^{text} .* checkpoint with use_reentrant=False.$"):
         on_replicas(run, num_replicas)
-
-
-def test_scale_and_clamp_reach_every_element():
-    model = make_model()
-    buckets = make_buckets(model, capacity_mib=TINY_MIB)
-    accumulate(buckets, model, [0])
-    expected = {name: (-2 * gradient).clamp(-0.5, 0.5) for name, gradient in plain(1, [0]).items()}
-    buckets.scale(-2.0)
-    buckets.clamp(0.5)
-    assert_equal(buckets, expected)
 
 
 def test_a_model_is_freed_with_its_buckets():
