@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpp.pipeline import Executor, Microbatch, P2PGroups, PipelineStep, RankProgram, Transport, rank_programs
+from hybridpp.pipeline import Executor, Microbatch, PipelineStep, RankProgram, Transport, rank_programs
 from hybridpp.schedule import make_schedule
 
 CPU = torch.device("cpu")
@@ -116,7 +116,7 @@ def main() -> None:
         programs = rank_programs(make_schedule(name, 2, args.microbatches))
         for rank, program in enumerate(programs):
             lane = Nowhere(rank)
-            transport = Transport(P2PGroups(lane, lane), P2PGroups(lane, lane), CPU)
+            transport = Transport(lane, CPU)
             executor = Executor(HandsOn(len(program.placement)), transport, CPU)
             step = make_step(args.microbatches)
             size = len(program.actions)

@@ -21,7 +21,7 @@ from hybridpp.pipeline.split_backward_ops import Gradients, SplitBackwardOps, sp
 from hybridpp.pipeline.stage import PipelineStage, StageIO, TensorMeta
 from hybridpp.pipeline.stage_manager import StageManager
 from hybridpp.pipeline.step import MicrobatchLoss, PipelineStep, StepResult
-from hybridpp.pipeline.transport import P2PGroups, Transport
+from hybridpp.pipeline.transport import Transport
 from hybridpp.pipeline.weight_gradients import WeightGradients
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
     "LossReduction",
     "Microbatch",
     "MicrobatchLoss",
-    "P2PGroups",
     "PipelineStage",
     "PipelineStep",
     "RankBatchInfo",

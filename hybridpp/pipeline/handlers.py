@@ -124,7 +124,7 @@ class Handlers:
     def _receive_activations(self, action: Action) -> None:
         peer = self._placement[action.stage - 1]
         specs = self._plan(action).incoming_specs
-        self._arriving[action._replace(kind=ActionKind.FORWARD)] = self._transport.receive_activations(specs, peer)
+        self._arriving[action._replace(kind=ActionKind.FORWARD)] = self._transport.receive(specs, peer)
 
     def _forward(self, action: Action) -> None:
         stage, _, place = action
@@ -198,11 +198,11 @@ class Handlers:
 
     def _send_activations(self, action: Action) -> None:
         tensors = self._take(self._leaving, action)
-        self._sent[action] = self._transport.send_activations(tensors, self._placement[action.stage + 1])
+        self._sent[action] = self._transport.send(tensors, self._placement[action.stage + 1])
 
     def _receive_gradients(self, action: Action) -> None:
         specs = [spec for spec in self._plan(action).outgoing_specs if spec.requires_grad]
-        handle = self._transport.receive_gradients(specs, self._placement[action.stage + 1])
+        handle = self._transport.receive(specs, self._placement[action.stage + 1])
         self._arriving[action._replace(kind=ActionKind.BACKWARD)] = handle
 
     def _backward(self, action: Action) -> None:
@@ -257,7 +257,7 @@ class Handlers:
 
     def _send_gradients(self, action: Action) -> None:
         tensors = self._take(self._leaving, action)
-        self._sent[action] = self._transport.send_gradients(tensors, self._placement[action.stage - 1])
+        self._sent[action] = self._transport.send(tensors, self._placement[action.stage - 1])
 
     def _reduce_gradients(self, action: Action) -> None:
         # Stages of one rank share its gradients: they are complete after the last of them.

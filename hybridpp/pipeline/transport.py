@@ -1,36 +1,12 @@
 """Carry activations to the next stage and gradients to the previous one."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridpp.cluster import Group, Work
 from hybridpp.pipeline.stage import TensorMeta
-
-
-class P2PGroups(NamedTuple):
-    """One group of a pipeline's ranks per direction, so that messages of the two directions do not block each other.
-
-    If messages go in one direction only (one stage per rank), both may be the same group.
-
-    Attributes:
-        ascending: carries messages to a higher rank in the group.
-        descending: carries messages to a lower rank in the group.
-    """
-
-    ascending: Group
-    descending: Group
-
-    def between(self, source: int, target: int) -> Group:
-        """The group that carries messages from rank ``source`` to rank ``target``."""
-        return self.ascending if source < target else self.descending
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the group."""
-        return self.ascending.rank
 
 
 class RecvHandle:
@@ -69,39 +45,25 @@ class SendHandle:
 class Transport:
     """Sends and receives lists of tensors whose shapes both sides know.
 
+    Messages between two ranks arrive in the order in which they are sent, activations and gradients alike, so both
+    ranks must start them in one order (:func:`~hybridpp.schedule.lower`).
+
     Args:
-        activations: the pipeline's groups for activations.
-        gradients: other groups of the same ranks, so that activations and gradients do not block each other.
+        group: the pipeline's ranks.
         device: of received tensors.
     """
 
-    def __init__(self, activations: P2PGroups, gradients: P2PGroups, device: torch.device):
-        self.rank = activations.rank
-        self._activations, self._gradients = activations, gradients
-        self._device = device
+    def __init__(self, group: Group, device: torch.device):
+        self.rank = group.rank
+        self._group, self._device = group, device
 
-    def send_activations(self, tensors: Sequence[Tensor], peer: int) -> SendHandle:
-        """Start to send to the next stage, on rank ``peer``."""
-        return _send(self._activations.between(self.rank, peer), tensors, peer)
+    def send(self, tensors: Sequence[Tensor], peer: int) -> SendHandle:
+        """Start to send to rank ``peer``."""
+        # Backends send contiguous memory only.
+        dense = [tensor.detach().contiguous() for tensor in tensors]
+        return SendHandle(dense, [self._group.send(tensor, peer) for tensor in dense])
 
-    def send_gradients(self, tensors: Sequence[Tensor], peer: int) -> SendHandle:
-        """Start to send to the previous stage, on rank ``peer``."""
-        return _send(self._gradients.between(self.rank, peer), tensors, peer)
-
-    def receive_activations(self, specs: Sequence[TensorMeta], peer: int) -> RecvHandle:
-        """Start to receive from the previous stage, on rank ``peer``."""
-        return self._receive(self._activations.between(peer, self.rank), specs, peer)
-
-    def receive_gradients(self, specs: Sequence[TensorMeta], peer: int) -> RecvHandle:
-        """Start to receive from the next stage, on rank ``peer``."""
-        return self._receive(self._gradients.between(peer, self.rank), specs, peer)
-
-    def _receive(self, group: Group, specs: Sequence[TensorMeta], peer: int) -> RecvHandle:
+    def receive(self, specs: Sequence[TensorMeta], peer: int) -> RecvHandle:
+        """Start to receive from rank ``peer``."""
         tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs]
-        return RecvHandle(tensors, [group.receive(tensor, peer) for tensor in tensors])
-
-
-def _send(group: Group, tensors: Sequence[Tensor], peer: int) -> SendHandle:
-    # Backends send contiguous memory only.
-    dense = [tensor.detach().contiguous() for tensor in tensors]
-    return SendHandle(dense, [group.send(tensor, peer) for tensor in dense])
+        return RecvHandle(tensors, [self._group.receive(tensor, peer) for tensor in tensors])

@@ -56,8 +56,8 @@ class DeviceModel:
 
     Attributes:
         streams: which messages are in one queue.
-        one_group: one group carries all messages; False: one for each of activations and gradients and, where stages
-            on one rank make it necessary, each direction.
+        one_group: one group carries all messages, as here; False: one for each of activations and gradients and, where
+            stages on one rank make it necessary, each direction.
         lazy_communicators: a host that uses a pair of ranks in a group for the first time waits until its peer does.
         drains: when a host waits for its device.
         in_order: a device starts everything in the order in which it was issued.

@@ -177,7 +177,7 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, PreviewsTenso
         self.zero_stage = self.settings.parallel.zero_stage
         self._planner = SchedulePlanner(self.settings.pipeline, pp_size)
         grid = RankGrid(dp_size=self.dp_size, pp_size=pp_size, tp_size=tp_size)
-        self.layout = Layout.create(world, grid, self._planner.placement)
+        self.layout = Layout.create(world, grid)
         self.stage_manager: StageManager = self.layout.stage_manager(self._planner.placement)
         self._num_boosted = 0
         self._closed = False

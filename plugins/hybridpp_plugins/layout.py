@@ -6,7 +6,7 @@ from functools import cached_property
 from weakref import WeakSet
 
 from hybridpp.cluster import Axis, Coordinate, Group, RankGrid, World
-from hybridpp.pipeline import P2PGroups, StageManager
+from hybridpp.pipeline import StageManager
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,7 @@ class Layout:
         here: this rank's coordinate.
         control: all ranks, for small host tensors.
         tp: this rank's tensor-parallel ranks.
-        pp: the ranks of this rank's pipeline, by position.
-        activations: the same ranks, for activations.
-        gradients: the same ranks, for gradients.
+        pp: the ranks of this rank's pipeline, by position. It carries all activations and gradients.
         dp: the ranks that hold the same stage of other replicas.
     """
 
@@ -31,36 +29,27 @@ class Layout:
     control: Group
     tp: Group
     pp: Group
-    activations: P2PGroups
-    gradients: P2PGroups
     dp: Group
     _groups: WeakSet[Group] = field(default_factory=WeakSet, repr=False, compare=False)
 
     @classmethod
-    def create(cls, world: World, grid: RankGrid, placement: tuple[int, ...]) -> "Layout":
-        """Create the groups, for stages on the pipeline positions ``placement``. Collective: all ranks of ``world``."""
-
+    def create(cls, world: World, grid: RankGrid) -> "Layout":
+        """Create the groups. Collective: all ranks of ``world``."""
         groups: WeakSet[Group] = WeakSet()
 
-        def along(axis: Axis, purpose: str = "") -> Group:
-            group = world.split(grid.groups(axis), f"{axis}{purpose}")
+        def along(axis: Axis) -> Group:
+            group = world.split(grid.groups(axis), axis)
             assert group is not None, "every rank is in one group of each axis"
             groups.add(group)
             return group
 
-        pp, up = along("pp"), along("pp", ", gradients")
-        # If the placement returns to a rank, messages of one kind go in both directions and need a group per direction.
-        # Every group costs a gloo thread, or an NCCL communicator, so only the necessary ones are created.
-        one_way = list(placement) == sorted(placement)
         layout = cls(
             world=world,
             grid=grid,
             here=grid.coordinate(world.rank),
             control=world.control(),
             tp=along("tp"),
-            pp=pp,
-            activations=P2PGroups(pp, pp if one_way else along("pp", ", activations back")),
-            gradients=P2PGroups(up, up if one_way else along("pp", ", gradients back")),
+            pp=along("pp"),
             dp=along("dp"),
             _groups=groups,
         )

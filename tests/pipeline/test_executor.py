@@ -9,7 +9,7 @@ from support import boosted, sgd
 from torch import nn
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.pipeline import Executor, Microbatch, P2PGroups, PipelineStep, Transport, rank_programs
+from hybridpp.pipeline import Executor, Microbatch, PipelineStep, Transport, rank_programs
 from hybridpp.schedule import Action, ActionKind, forward_only, one_f_one_b
 
 
@@ -101,8 +101,7 @@ def run_recorded(num_stages, num_microbatches, training, fail_at=None):
         world = current_world()
         ranks = [list(range(num_stages))]
         stage = Recorded(world.rank, num_stages)
-        lanes = [P2PGroups(world.split(ranks), world.split(ranks)) for _ in range(2)]
-        executor = Executor(stage, Transport(*lanes, world.device), world.device)
+        executor = Executor(stage, Transport(world.split(ranks), world.device), world.device)
         programs = one_f_one_b(num_stages, num_microbatches)
         if not training:
             programs = forward_only(range(num_stages), num_microbatches)

@@ -15,7 +15,6 @@ from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.pipeline import (
     Executor,
     Microbatch,
-    P2PGroups,
     PipelineStep,
     RankProgram,
     Transport,
@@ -156,7 +155,6 @@ def unchecked(programs):
 def on_rank(program, num_stages, num_microbatches, training):
     """Run one rank: its part of each stage's gradient, the outputs it has, and the forwards it did."""
     world = current_world()
-    lanes = [P2PGroups(Answered(world), Answered(world)) for _ in range(2)]
     stages = Scales(num_stages)
     step = PipelineStep(
         microbatches=[Microbatch(torch.full((1, 1), float(BASE**n)), 1, 1.0) for n in range(num_microbatches)],
@@ -168,7 +166,7 @@ def on_rank(program, num_stages, num_microbatches, training):
         begin_last_backward=lambda names: False,
         reduce_gradients=lambda: None,
     )
-    executor = Executor(stages, Transport(*lanes, world.device), world.device, stages.weight_gradients)
+    executor = Executor(stages, Transport(Answered(world), world.device), world.device, stages.weight_gradients)
     with torch.set_grad_enabled(training):
         result = executor.run(program, step)
     return torch.stack([*stages.gradients.values()]).flatten(), result.outputs, stages.forwards

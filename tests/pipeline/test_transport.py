@@ -3,7 +3,7 @@ from typing import NamedTuple
 import torch
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.pipeline import P2PGroups, Transport
+from hybridpp.pipeline import Transport
 
 CPU = torch.device("cpu")
 
@@ -24,8 +24,7 @@ def on_a_pipeline(num_stages, function):
     def run():
         world = current_world()
         stages = [list(range(num_stages))]
-        lanes = [P2PGroups(world.split(stages), world.split(stages)) for _ in range(2)]
-        return function(world.rank, Transport(*lanes, CPU))
+        return function(world.rank, Transport(world.split(stages), CPU))
 
     return Loopback(num_stages).run(run)
 
@@ -38,12 +37,12 @@ def test_values_go_down_and_gradients_up_at_the_same_time():
         seen = []
         for microbatch in range(2):
             specs = [spec_of(tensor) for tensor in values(0, 0)]
-            down = transport.receive_activations(specs, stage - 1) if stage > 0 else None
-            up = transport.receive_gradients(specs, stage + 1) if stage < 2 else None
+            down = transport.receive(specs, stage - 1) if stage > 0 else None
+            up = transport.receive(specs, stage + 1) if stage < 2 else None
             if stage < 2:
-                transport.send_activations(values(stage, microbatch), stage + 1)
+                transport.send(values(stage, microbatch), stage + 1)
             if stage > 0:
-                transport.send_gradients(values(stage, microbatch + 5), stage - 1)
+                transport.send(values(stage, microbatch + 5), stage - 1)
             seen.append([receipt and [tensor.tolist() for tensor in receipt.wait()] for receipt in (down, up)])
         return seen
 
@@ -72,8 +71,8 @@ def test_tensors_of_any_layout_and_dtype_travel():
 
     def run(stage, transport):
         if stage == 0:
-            return transport.send_activations(tensors, 1).wait()
-        return transport.receive_activations([spec_of(tensor) for tensor in tensors], 0).wait()
+            return transport.send(tensors, 1).wait()
+        return transport.receive([spec_of(tensor) for tensor in tensors], 0).wait()
 
     received = on_a_pipeline(2, run)[1]
     for ours, theirs in zip(received, tensors, strict=True):
@@ -85,8 +84,8 @@ def test_tensors_of_any_layout_and_dtype_travel():
 def test_a_receipt_may_be_asked_twice():
     def run(stage, transport):
         if stage == 0:
-            return transport.send_activations([torch.ones(2)], 1).wait()
-        receipt = transport.receive_activations([Spec((2,))], 0)
+            return transport.send([torch.ones(2)], 1).wait()
+        receipt = transport.receive([Spec((2,))], 0)
         return receipt.wait() == receipt.wait()
 
     assert on_a_pipeline(2, run) == [None, True]
@@ -95,21 +94,21 @@ def test_a_receipt_may_be_asked_twice():
 def test_no_values_are_no_message():
     def run(stage, transport):
         if stage == 0:
-            transport.send_activations([], 1)
-            return transport.send_activations([torch.ones(1)], 1).wait()
-        assert transport.receive_activations([], 0).wait() == []
-        return transport.receive_activations([Spec((1,))], 0).wait()[0].item()
+            transport.send([], 1)
+            return transport.send([torch.ones(1)], 1).wait()
+        assert transport.receive([], 0).wait() == []
+        return transport.receive([Spec((1,))], 0).wait()[0].item()
 
     assert on_a_pipeline(2, run) == [None, 1.0]
 
 
-def test_messages_of_the_two_directions_have_a_lane_each():
+def test_both_ends_may_send_first():
     def run(rank, transport):
         peer = 1 - rank
         # Both send first and in both kinds, as the ends of a loop of stages do.
-        sent = [transport.send_activations([torch.tensor(1.0 + rank)], peer)]
-        sent.append(transport.send_gradients([torch.tensor(5.0 + rank)], peer))
-        received = [transport.receive_activations([Spec(())], peer), transport.receive_gradients([Spec(())], peer)]
+        sent = [transport.send([torch.tensor(1.0 + rank)], peer)]
+        sent.append(transport.send([torch.tensor(5.0 + rank)], peer))
+        received = [transport.receive([Spec(())], peer), transport.receive([Spec(())], peer)]
         values = [receipt.wait()[0].item() for receipt in received]
         for message in sent:
             message.wait()
@@ -139,8 +138,8 @@ class SlowGroup:
 
 def test_a_tensor_is_kept_until_it_is_away_and_no_longer():
     group = SlowGroup()
-    transport = Transport(P2PGroups(group, group), P2PGroups(group, group), CPU)
-    sent = transport.send_activations([torch.ones(3)], 1)
+    transport = Transport(group, CPU)
+    sent = transport.send([torch.ones(3)], 1)
     assert len(group.under_way) == 1
     sent.wait()
     assert group.under_way == []

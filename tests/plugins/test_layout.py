@@ -67,9 +67,9 @@ def _forty_closed():
 def test_forty_closed_plugins_take_no_more_than_the_first():
     for seen in run_ranks(_forty_closed, 2):
         assert_no_more([closed for _, closed in seen])
-        # Each of the groups has threads of gloo's, and descriptors.
+        # The pipeline's group has threads of gloo's, and descriptors.
         for held, closed in seen:
-            assert closed[0] < held[0] - 3
+            assert closed[0] <= held[0] - 3
             assert closed[1] < held[1] - 5
 
 
@@ -96,7 +96,7 @@ def _closed_beside_another():
     assert pipelines[0] is pipelines[1]
     before = taken()
     first.close()
-    assert taken() == before
+    assert_no_more([before, taken()])
     total = torch.ones(1)
     second.layout.pp.all_reduce(total).wait()
     with pytest.raises(PeerError, match=r"^group pp was released: its plugin was closed, or the job"):
@@ -105,7 +105,7 @@ def _closed_beside_another():
         first.layout.pp.send(torch.ones(1), 1 - first.layout.here.pp)
     del pipelines
     second.close()
-    return total.item(), first.pp_group, second.pp_group, taken()[0] < before[0] - 5
+    return total.item(), first.pp_group, second.pp_group, taken()[0] <= before[0] - 3
 
 
 def test_a_closed_plugin_leaves_groups_to_a_plugin_that_shares_them():
