@@ -3,8 +3,10 @@
 import copy
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest import mock
 
 import torch
 from models.pool import Result
@@ -57,15 +59,35 @@ def examine(
         yield result
 
 
+@contextmanager
+def _casts_to_double() -> Iterator[None]:
+    """Inside, what a model casts to fp32 by itself (RAFT its coordinates) is fp64."""
+    to = Tensor.to
+
+    def widened(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        double = [torch.float64 if arg is torch.float32 else arg for arg in args]
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return to(self, *double, **kwargs)
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        with mock.patch.object(Tensor, "to", widened), mock.patch.object(Tensor, "float", Tensor.double):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def _in_double(specimen: Specimen, compare: Comparison) -> Result | None:
     """The comparison in fp64, if that removes the difference: it was rounding then."""
     model: Any = copy.deepcopy(specimen.model).double()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # others have no kernel for fp64
     batch = {name: value.double() if value.is_floating_point() else value for name, value in specimen.batch.items()}
-    try:
-        expected = plain_step(copy.deepcopy(model), batch, 2)
-    except Exception:
-        return None
-    found = compare(Specimen(model, batch, specimen.task), expected)
+    with _casts_to_double():
+        try:
+            expected = plain_step(copy.deepcopy(model), batch, 2)
+        except Exception:
+            return None
+        found = compare(Specimen(model, batch, specimen.task), expected)
     return found | {"double": True} if found["right"] else None
