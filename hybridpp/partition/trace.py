@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hybridpp.errors import PartitionError
+from hybridpp.nn.force_eager import force_eager
 from hybridpp.nn.snapshot import put_entry
 from hybridpp.nn.torch_private import (
     DataDependentOutputException,
@@ -117,7 +118,7 @@ class Tracer:
         with (
             self._fakes.in_place(),
             # Compiled code cannot run on fakes, and a failed attempt would disable its compilation.
-            torch.compiler.set_stance("force_eager"),
+            force_eager(),
             self._interceptor.hooks.disabled_for_trace(),
             self._interceptor.active(recorder),
             self._finest.active(recorder.note_inner),

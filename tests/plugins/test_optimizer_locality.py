@@ -77,8 +77,9 @@ def test_parts_of_all_parameters_are_refused_by_name(sizes):
         "NormedTogether's update of a parameter depends on other parameters, of which a rank holds only a part: got "
         f"tp_size={sizes['tp_size']}, pp_size={sizes['pp_size']}. Use tp_size=1, pp_size=1, or {INSTEAD}."
     )
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(ConfigError) as refused:
         divided(make_optimizer=NormedTogether, **sizes)
+    assert refused.value.args == (message,)
 
 
 def test_replicas_hold_everything():
