@@ -146,7 +146,7 @@ class TorchWorld:
     def _make(self, lists: Sequence[Sequence[int]], name: str) -> TorchGroup | None:
         mine = None
         for ranks in lists:
-            process_group = dist.new_group(list(ranks), timeout=self._timeout)
+            process_group = dist.new_group(list(ranks), timeout=self._timeout, group_desc=f"hybridpp {name}")
             if self.rank in ranks:
                 mine = self._group(process_group, name)
         return mine

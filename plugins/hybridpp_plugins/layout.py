@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from weakref import WeakSet
+from itertools import pairwise
+from weakref import ref
+
+import torch
 
 from hybridpp.cluster import Axis, Coordinate, Group, RankGrid, World
 from hybridpp.pipeline import StageManager
@@ -30,17 +33,18 @@ class Layout:
     tp: Group
     pp: Group
     dp: Group
-    _groups: WeakSet[Group] = field(default_factory=WeakSet, repr=False, compare=False)
+    # In order of creation, the same on all ranks.
+    _groups: list[ref[Group]] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def create(cls, world: World, grid: RankGrid) -> "Layout":
         """Create the groups. Collective: all ranks of ``world``."""
-        groups: WeakSet[Group] = WeakSet()
+        groups: list[ref[Group]] = []
 
         def along(axis: Axis) -> Group:
             group = world.split(grid.groups(axis), axis)
             assert group is not None, "every rank is in one group of each axis"
-            groups.add(group)
+            groups.append(ref(group))
             return group
 
         layout = cls(
@@ -57,14 +61,38 @@ class Layout:
         world.release_unused()
         return layout
 
+    def connect(self, device: torch.device, placement: Sequence[int]) -> None:
+        """Use every connection of this rank once, in one order on all ranks. Collective: all ranks of the world.
+
+        NCCL makes the communicator of a group, or of a pair of its ranks, at its first use, for which the host waits.
+        In a step that takes time, and what other ranks wait for may be issued only later.
+
+        Args:
+            device: of what is communicated in a step.
+            placement: the pipeline position of every stage.
+        """
+        token = torch.zeros(1, device=device)
+        for group in (found for reference in self._groups if (found := reference()) is not None):
+            if group is not self.pp and group.size > 1:
+                group.all_reduce(token).wait()
+        own = self.pp.rank
+        for pair in dict.fromkeys(tuple(sorted(pair)) for pair in pairwise(placement) if len(set(pair)) == 2):
+            for source, target in (pair, pair[::-1]):
+                if own == source:
+                    self.pp.send(token, target).wait()
+                elif own == target:
+                    self.pp.receive(token, source).wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     def close(self) -> None:
         """Release all groups that no other layout uses. Collective: all ranks of the world."""
-        self.world.release(tuple(self._groups))
+        self.world.release([group for reference in self._groups if (group := reference()) is not None])
 
     def _split(self, lists: Sequence[Sequence[int]], name: str) -> Group | None:
         group = self.world.split(lists, name)
         if group is not None:
-            self._groups.add(group)
+            self._groups.append(ref(group))
         return group
 
     @cached_property

@@ -52,6 +52,7 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
     if optimizer is not None:
         buckets, boosted = _wrap_optimizer(optimizer, adapter, applied_tp, placed, original, context)
         boosted.progress = progress
+    layout.connect(device, planner.placement)
     transport = Transport(layout.pp, device)
     executor = Executor(staged, transport, device, applied_tp.weight_gradients, applied_tp.in_a_step)
     diagnosis = NonFiniteDiagnosis(staged, executor, buckets, layout, device)

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from hybridpp_plugins.layout import Layout
 from schedule.test_device_model import one_ahead
-from support import assert_same, boosted, train
+from support import assert_same, boosted, sgd, train
 from torch import nn
 
-from hybridpp.cluster import Loopback
+from hybridpp.cluster import Loopback, current_world
+from hybridpp.cluster.loopback_group import LoopbackGroup
+from hybridpp.cluster.loopback_messages import MessageQueues
 from hybridpp.errors import DeadlockError
 from hybridpp.pipeline import executor
 from hybridpp.schedule import SCHEDULES
@@ -63,3 +66,42 @@ def test_receives_one_action_ahead_would_deadlock(monkeypatch):
     with pytest.raises(DeadlockError, match="every rank waits for another"):
         trained(schedule="1f1b", pp_size=2, num_microbatches=3)
     trained(in_order=False, schedule="1f1b", pp_size=2, num_microbatches=3)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    [
+        (3, {"pp_size": 3}),
+        (2, {"pp_size": 2, "schedule": "interleaved"}),
+        (2, {"pp_size": 1}),
+        (2, {"tp_size": 2, "tensor_parallel_plan": {"0": "column", "1": "row"}}),
+    ],
+)
+def test_a_step_makes_no_connection_that_boost_has_not_made(monkeypatch, num_ranks, settings):
+    in_a_step, made = set(), []
+    connect, all_reduce = MessageQueues.connect, LoopbackGroup.all_reduce
+
+    def connecting(self, group, rank, peer):
+        is_first = connect(self, group, rank, peer)
+        if is_first and rank in in_a_step:
+            made.append((rank, peer))
+        return is_first
+
+    def reducing(self, tensor):
+        if "all_reduce" not in self._num_collectives and self._world_rank in in_a_step and self.size > 1:
+            made.append(self.ranks)
+        return all_reduce(self, tensor)
+
+    def run():
+        booster, model, optimizer = boosted(layers(), sgd, BATCHES[0][:2], num_microbatches=2, **settings)
+        in_a_step.add(current_world().rank)
+        booster.execute_pipeline(iter(BATCHES), model, loss_of, optimizer)
+
+    monkeypatch.setattr(MessageQueues, "connect", connecting)
+    monkeypatch.setattr(LoopbackGroup, "all_reduce", reducing)
+    Loopback(num_ranks, in_order=True).run(run)
+    assert made == []
+    monkeypatch.setattr(Layout, "connect", lambda *arguments: None)
+    in_a_step.clear()
+    Loopback(num_ranks, in_order=True).run(run)
+    assert made, "without it, the step does"
