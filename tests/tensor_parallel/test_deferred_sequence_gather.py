@@ -28,7 +28,8 @@ def calls_of_step(monkeypatch, num_layers, **layout):
         return call
 
     def sent(group, tensor, peer):
-        messages.append(tuple(tensor.shape))
+        if tensor.dim() == 3:  # not what boost sends once
+            messages.append(tuple(tensor.shape))
         return send(group, tensor, peer)
 
     for name in counts:
@@ -73,7 +74,7 @@ def test_gradients_of_norms_are_summed_in_one_message(monkeypatch):
     all_reduce = LoopbackGroup.all_reduce
 
     def noted(group, tensor):
-        if tensor.dim() == 1 and len(group.ranks) == 2:
+        if tensor.dim() == 1 and tensor.numel() > 1 and len(group.ranks) == 2:
             sizes.append(tensor.numel())
         return all_reduce(group, tensor)
 
