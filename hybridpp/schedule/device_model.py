@@ -47,7 +47,7 @@ class Drains(Enum):
     NEVER = "never"
     FIRST_KERNEL = "before the first compute action of each kind: kernels are loaded then"
     COMMUNICATOR = "before it makes a communicator"
-    ALWAYS = "before every compute action"
+    ALWAYS = "before every compute action, and before it makes a communicator"
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class _Rank:
         pair = (machine.group(message, self._rank), frozenset((self._rank, peer)))
         if not machine.model.lazy_communicators or (self._rank, pair) in machine.users:
             return
-        if machine.model.drains is Drains.COMMUNICATOR:
+        if machine.model.drains in (Drains.COMMUNICATOR, Drains.ALWAYS):
             yield from self._drain()
         machine.users.add((self._rank, pair))
         yield True
