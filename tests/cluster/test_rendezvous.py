@@ -103,8 +103,8 @@ def test_a_store_that_ends_meanwhile_is_sought_again(port):
 
 def test_ranks_that_do_not_come_are_named_on_every_rank(port):
     address = StoreAddress("127.0.0.1", port)
-    text = r"ranks 1, 3 did not call launch within 0\.3 s; 2 of 4 ranks did\. .* raise timeout_s of launch_from_torch"
-    refused(on_threads(*(meeting(address, rank, 4, timeout_s=0.3) for rank in (0, 2))), text)
+    text = r"ranks 1, 3 did not call launch within 1\.5 s; 2 of 4 ranks did\. .* raise timeout_s of launch_from_torch"
+    refused(on_threads(*(meeting(address, rank, 4, timeout_s=1.5) for rank in (0, 2))), text)
 
 
 def test_a_rank_0_that_does_not_come_is_named(port, monkeypatch):
@@ -134,7 +134,7 @@ def test_other_settings_are_refused_on_every_rank(port):
 
 def test_two_processes_of_one_rank_are_refused(port):
     address = StoreAddress("127.0.0.1", port)
-    results = on_threads(meeting(address, 0, 3, 0.5), *[meeting(address, 1, 3, 0.5)] * 2)
+    results = on_threads(meeting(address, 0, 3, 1.5), *[meeting(address, 1, 3, 1.5)] * 2)
     assert "two processes call themselves rank 1 of 3. Give each a rank of its own." in results
 
 
