@@ -9,10 +9,13 @@ from hybridpp.cluster.world import World, override
 
 
 def current_world() -> World:
-    """The in-process world if one is running, else the job of ``torch.distributed``, else a world of one rank."""
+    """The in-process world if one is running, else the job of ``torch.distributed``, else a world of one rank.
+
+    A script that joined no job computes where a rank of a job would: on a CUDA device if there is one.
+    """
     world = override.get()
     if world is not None:
         return world
     if dist.is_initialized():
         return job_world(shared_memory_wanted())
-    return LoopbackWorld(Loopback(1), 0)
+    return LoopbackWorld(Loopback(1), 0, device=None)

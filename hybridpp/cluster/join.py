@@ -1,14 +1,16 @@
 """Join the processes of a job: meet, connect, seed, and let the others know when this one ends."""
 
 import logging
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from hybridpp.cluster.devices import RankDevice, choose_backend, device_for, identify, warning_about
 from hybridpp.cluster.exit_reports import report_exit
-from hybridpp.cluster.rendezvous import StoreAddress, meet
+from hybridpp.cluster.rendezvous import Entry, StoreAddress, meet
 from hybridpp.cluster.seeds import set_seed
 from hybridpp.cluster.torch_world import job_world
 from hybridpp.errors import ConfigError, LaunchError
@@ -26,7 +28,6 @@ class ProcessRank(NamedTuple):
     rank: int
     world_size: int
     local_rank: int
-    local_world_size: int
 
 
 def join_job(
@@ -54,18 +55,20 @@ def join_job(
         LaunchError: a job is already joined; or ranks did not come in time, or with other arguments.
         ConfigError: the backend is unknown or cannot work here, or a number is out of range.
     """
-    backend = _backend(backend, process.local_world_size)
+    _check_backend(backend)
     _check_numbers(process, timeout_s)
     if dist.is_initialized():
         raise LaunchError("this process has already joined a job. Call launch or launch_from_torch once.")
     rank, world_size = process.rank, process.world_size
-    if torch.cuda.is_available():
-        torch.cuda.set_device(process.local_rank % torch.cuda.device_count())
+    device = device_for(process.local_rank)
+    if device is not None:
+        torch.cuda.set_device(device)
     alike = {"world_size": world_size, "backend": backend, "seed": seed, "timeout_s": timeout_s}
-    store = meet(address, rank, world_size, alike, timeout_s)
+    entry = Entry(settings=alike, own=identify(device), decide=lambda own: _choose(backend, own))
+    store, chosen = meet(address, rank, world_size, entry, timeout_s)
     timeout = timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except RuntimeError as error:
         raise LaunchError(
             f"rank {rank} met the {world_size} ranks of the job, and could not connect to them: {error}. One of them "
@@ -76,7 +79,7 @@ def join_job(
     world.control()
     world.stop_exit_report = report_exit(world.exit_reports)
     set_seed(seed)
-    _LOGGER.debug("[rank %d] joined %d ranks over %s", rank, world_size, backend)
+    _LOGGER.debug("[rank %d] joined %d ranks over %s", rank, world_size, chosen)
 
 
 def _check_numbers(process: ProcessRank, timeout_s: float) -> None:
@@ -92,15 +95,20 @@ def _check_numbers(process: ProcessRank, timeout_s: float) -> None:
         )
 
 
-def _backend(asked: str | None, local_world_size: int) -> str:
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if asked is None:
-        return "nccl" if num_devices >= local_world_size else "gloo"
-    if asked not in ("nccl", "gloo"):
+def _check_backend(asked: str | None) -> None:
+    if asked not in (None, "nccl", "gloo"):
         raise ConfigError(f"backend is one of nccl, gloo: got {asked!r}.")
-    if asked == "nccl" and num_devices < local_world_size:
+    if asked == "nccl" and not dist.is_nccl_available():
         raise ConfigError(
-            f"nccl needs a CUDA device for every process of a host: got {local_world_size} processes, "
-            f"{num_devices} devices. Use backend='gloo', or fewer processes."
+            "this build of torch has no NCCL. Use backend='gloo', or install torch for CUDA from pytorch.org."
         )
-    return asked
+
+
+def _choose(asked: str | None, own: Sequence[Any]) -> str:
+    """Choose the backend for all ranks, on rank 0; ``own`` are their devices."""
+    devices = [RankDevice(*one) for one in own]
+    backend = choose_backend(asked, devices)
+    warning = warning_about(backend, asked, devices)
+    if warning:
+        _LOGGER.warning("[rank 0] %s", warning)
+    return backend

@@ -1,7 +1,6 @@
 """Launch: join a job as its launcher or the caller says. The only file that reads the environment."""
 
 import os
-import re
 from typing import Any
 
 import torch.distributed as dist
@@ -38,8 +37,8 @@ def launch_from_torch(
 
     Args:
         config: accepted for scripts that pass ``{}``; settings are passed to the plugin.
-        backend: ``"nccl"`` or ``"gloo"``; None takes nccl where every process of this host has a CUDA device of its
-            own, else gloo (device memory then travels through host memory).
+        backend: ``"nccl"`` or ``"gloo"``; None takes nccl where every rank has a CUDA device of its own, else gloo
+            (device memory then travels through host memory, and rank 0 warns).
         seed: of Python's, numpy's and torch's generators, the same on every rank.
         timeout_s: time limit in seconds for waiting for another rank, here and in every communication of the job. Raise
             it if one rank works alone for longer while others wait (downloads the data set, or writes to a slow disk).
@@ -55,11 +54,10 @@ def launch_from_torch(
             "Pass them to HybridParallelPlugin."
         )
     rank, world_size, local_rank = (_number(name) for name in _TORCHRUN[:3])
-    local_world_size = _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else world_size
     # The agent may be the one that listens there; torch's own rendezvous asks the same variable.
     is_external = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = StoreAddress(os.environ["MASTER_ADDR"], _number("MASTER_PORT"), is_external)
-    _join(address, ProcessRank(rank, world_size, local_rank, local_world_size), backend, seed, timeout_s)
+    _join(address, ProcessRank(rank, world_size, local_rank), backend, seed, timeout_s)
 
 
 def launch_from_slurm(
@@ -80,10 +78,7 @@ def launch_from_slurm(
     """
     _require(_SLURM, "launch_from_slurm", "srun", "Start the script with: srun python your_script.py")
     rank, world_size, local_rank = map(_number, _SLURM)
-    # "4(x2),3": of this host alone there is no number. All hosts must agree, and the largest rules out most.
-    tasks = re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", str(world_size)))
-    process = ProcessRank(rank, world_size, local_rank, max(map(int, tasks)))
-    _join(StoreAddress(host, _port(port)), process, backend, seed, timeout_s)
+    _join(StoreAddress(host, _port(port)), ProcessRank(rank, world_size, local_rank), backend, seed, timeout_s)
 
 
 def launch_from_openmpi(
@@ -104,9 +99,7 @@ def launch_from_openmpi(
     """
     _require(_OPENMPI, "launch_from_openmpi", "mpirun", "Start the script with: mpirun -n 4 python your_script.py")
     rank, world_size, local_rank = map(_number, _OPENMPI)
-    local = "OMPI_COMM_WORLD_LOCAL_SIZE"
-    process = ProcessRank(rank, world_size, local_rank, _number(local) if local in os.environ else world_size)
-    _join(StoreAddress(host, _port(port)), process, backend, seed, timeout_s)
+    _join(StoreAddress(host, _port(port)), ProcessRank(rank, world_size, local_rank), backend, seed, timeout_s)
 
 
 def launch(
@@ -117,7 +110,6 @@ def launch(
     *,
     backend: str | None = None,
     local_rank: int | None = None,
-    local_world_size: int | None = None,
     seed: int = 1024,
     timeout_s: float = TIMEOUT_S,
 ) -> None:
@@ -131,8 +123,8 @@ def launch(
         host: address of rank 0.
         port: free port there.
         backend: as in :func:`launch_from_torch`.
-        local_rank: this process among those of its host; None means all are on one host.
-        local_world_size: number of processes on this host; None means all.
+        local_rank: this process among those of its host; None means all are on one host. It chooses the CUDA device
+            where the process sees several.
         seed, timeout_s: as in :func:`launch_from_torch`.
 
     Raises:
@@ -140,9 +132,7 @@ def launch(
         LaunchError: a job is already joined; or ranks did not come in time, or with other arguments.
     """
     local_rank = rank if local_rank is None else local_rank
-    local_world_size = world_size if local_world_size is None else local_world_size
-    process = ProcessRank(rank, world_size, local_rank, local_world_size)
-    _join(StoreAddress(host, _port(port)), process, backend, seed, timeout_s)
+    _join(StoreAddress(host, _port(port)), ProcessRank(rank, world_size, local_rank), backend, seed, timeout_s)
 
 
 def check_joined() -> None:

@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from hybridpp.cluster.devices import default_device
 from hybridpp.cluster.loopback_group import LoopbackGroup
 from hybridpp.cluster.loopback_messages import Mailboxes, MessageQueues, Messages
 from hybridpp.cluster.turn_taking import RankAborted, TurnTaking
 from hybridpp.cluster.world import Group, override
 
 T = TypeVar("T")
+_CPU = torch.device("cpu")
 
 
 class Loopback:
@@ -89,15 +91,26 @@ class Loopback:
 
 
 class LoopbackWorld:
-    """One rank's view of a :class:`Loopback`."""
+    """One rank's view of a :class:`Loopback`.
 
-    def __init__(self, loopback: Loopback, rank: int):
+    Args:
+        loopback: the world.
+        rank: this one.
+        device: where it computes unless told otherwise; None: on the CUDA device if there is one, else on the CPU.
+    """
+
+    def __init__(self, loopback: Loopback, rank: int, device: torch.device | None = _CPU):
         self.rank = rank
         self.size = loopback.size
-        self.device = torch.device("cpu")
+        self._device = device
         self._loopback = loopback
         self._num_splits = 0
         self._control: LoopbackGroup | None = None
+
+    @property
+    def device(self) -> torch.device:
+        # Asked when needed, because asking initialises CUDA.
+        return self._device or default_device()
 
     def split(self, groups: Sequence[Sequence[int]], name: str = "") -> LoopbackGroup | None:
         self._num_splits += 1

@@ -9,13 +9,14 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
-from hybridpp.errors import LaunchError
+from hybridpp.errors import ConfigError, HybridppError, LaunchError
 from hybridpp.nn.torch_private import PrefixStore, Store, TCPStore
 
 # Not the distributed logger, which needs the world that is created here.
@@ -27,6 +28,7 @@ FIRST_NOTICE_S = 10.0
 _LOOK_S = 0.01
 # Rank 0 times out first, so that the others get the reason.
 _GRACE_S = 5.0
+_REFUSALS: dict[str, type[HybridppError]] = {kind.__name__: kind for kind in (LaunchError, ConfigError)}
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,24 @@ class StoreAddress:
         )
 
 
-def meet(address: StoreAddress, rank: int, world_size: int, settings: Mapping[str, object], timeout_s: float) -> Store:
-    """Returns a store for this attempt of the job.
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What a rank brings to the rendezvous, as JSON holds it.
+
+    Attributes:
+        settings: must be equal on all ranks, by argument name.
+        own: of this rank.
+        decide: rank 0 calls it with ``own`` of all ranks, in order; every rank gets the result, or the ConfigError that
+            it raises.
+    """
+
+    settings: Mapping[str, object]
+    own: Any = None
+    decide: Callable[[Sequence[Any]], Any] = lambda own: None
+
+
+def meet(address: StoreAddress, rank: int, world_size: int, entry: Entry, timeout_s: float) -> tuple[Store, Any]:
+    """Returns a store for this attempt of the job, and what ``entry.decide`` returned.
 
     Collective: all ranks of the job.
 
@@ -65,18 +83,19 @@ def meet(address: StoreAddress, rank: int, world_size: int, settings: Mapping[st
         address: of a store that all ranks see.
         rank: this process.
         world_size: number of processes.
-        settings: settings that must be equal on all ranks, by argument name.
+        entry: of this rank.
         timeout_s: seconds to wait for the others.
 
     Raises:
         LaunchError: on every rank that joined: a rank is missing, or has other settings.
+        ConfigError: on every rank: ``entry.decide`` raised it on rank 0.
     """
     timer = WaitTimer(rank, timeout_s if rank == 0 else timeout_s + _GRACE_S)
     join = _coordinate if rank == 0 else _register
     while True:
         try:
             store = address.open(rank, min(FIRST_NOTICE_S, max(_LOOK_S, timer.left_s)))
-            name = join(PrefixStore("hybridpp", store), rank, world_size, settings, timer)
+            name, decision = join(PrefixStore("hybridpp", store), rank, world_size, entry, timer)
         except dist.DistNetworkError as error:
             # The store of an earlier job of these processes may have been reached, and have ended since: once more.
             if (rank == 0 and not address.is_external) or timer.left_s <= 0:
@@ -84,7 +103,7 @@ def meet(address: StoreAddress, rank: int, world_size: int, settings: Mapping[st
             timer.wait_on(f"the store of the job at {address.host}:{address.port}")
         else:
             store.set_timeout(timedelta(seconds=timeout_s))
-            return PrefixStore(f"hybridpp/{name}", store)
+            return PrefixStore(f"hybridpp/{name}", store), decision
 
 
 class WaitTimer:
@@ -127,28 +146,32 @@ def list_ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {some}"
 
 
-def _coordinate(store: Store, rank: int, world_size: int, settings: Mapping[str, object], timer: WaitTimer) -> str:
-    """Rank 0: answer requests with the attempt's name until all ranks are present."""
+def _coordinate(store: Store, rank: int, world_size: int, entry: Entry, timer: WaitTimer) -> tuple[str, Any]:
+    """Rank 0: answer requests with the attempt's name until all ranks are present, and decide."""
     name = secrets.token_hex(8)
     missing = _answer_until_all_are_here(store, name, world_size, timer)
-    if missing:
-        refusal = (
-            f"{list_ranks(missing)} did not call launch within {timer.timeout_s:g} s; {world_size - len(missing)} of "
-            f"{world_size} ranks did. Their own output says why, if they were started; where they only take longer, "
-            "raise timeout_s of launch_from_torch or launch."
-        )
-    else:
-        theirs = {other: json.loads(store.get(_here(name, other))) for other in range(1, world_size)}
-        refusal = _difference(json.loads(json.dumps(settings)), theirs)
-    store.set(_verdict(name), refusal)
-    if refusal:
+    refusal, decision = None, None
+    try:
+        if missing:
+            raise LaunchError(
+                f"{list_ranks(missing)} did not call launch within {timer.timeout_s:g} s; {world_size - len(missing)} "
+                f"of {world_size} ranks did. Their own output says why, if they were started; where they only take "
+                "longer, raise timeout_s of launch_from_torch or launch."
+            )
+        entries = [json.loads(_as_text(entry)), *(json.loads(store.get(_here(name, n))) for n in range(1, world_size))]
+        _check_alike([settings for settings, _ in entries])
+        decision = entry.decide([own for _, own in entries])
+    except (LaunchError, ConfigError) as error:
+        refusal = error
+    store.set(_verdict(name), json.dumps([refusal and type(refusal).__name__, str(refusal), decision]))
+    if refusal is not None:
         # The store may end with this process.
         others = world_size - 1 - len(missing)
         until = time.monotonic() + _GRACE_S
         while store.add(_heard(name), 0) < others and time.monotonic() < until:
             time.sleep(_LOOK_S)
-        raise LaunchError(refusal)
-    return name
+        raise refusal
+    return name, decision
 
 
 def _answer_until_all_are_here(store: Store, name: str, world_size: int, timer: WaitTimer) -> list[int]:
@@ -169,21 +192,21 @@ def _answer_until_all_are_here(store: Store, name: str, world_size: int, timer: 
     return missing
 
 
-def _register(store: Store, rank: int, world_size: int, settings: Mapping[str, object], timer: WaitTimer) -> str:
-    """Other ranks: request the attempt's name, and wait until rank 0 reports that all are present."""
+def _register(store: Store, rank: int, world_size: int, entry: Entry, timer: WaitTimer) -> tuple[str, Any]:
+    """Other ranks: request the attempt's name, and wait for what rank 0 decides."""
     number = store.add(_QUESTIONS, 1)
     _await(store, _answer(number), timer, "rank 0 to call launch")
     name = store.get(_answer(number)).decode()
     if store.add(f"{name}/processes of rank {rank}", 1) > 1:
         raise LaunchError(f"two processes call themselves rank {rank} of {world_size}. Give each a rank of its own.")
-    store.set(_here(name, rank), json.dumps(settings))
+    store.set(_here(name, rank), _as_text(entry))
     # Rank 0 logs for whom it waits, so this rank does not.
     _await(store, _verdict(name), timer, "")
-    refusal = store.get(_verdict(name)).decode()
+    refusal, text, decision = json.loads(store.get(_verdict(name)))
     if refusal:
         store.add(_heard(name), 1)
-        raise LaunchError(refusal)
-    return name
+        raise _REFUSALS[refusal](text)
+    return name, decision
 
 
 def _await(store: Store, key: str, timer: WaitTimer, what: str) -> None:
@@ -199,16 +222,19 @@ def _await(store: Store, key: str, timer: WaitTimer, what: str) -> None:
             time.sleep(_LOOK_S)
 
 
-def _difference(mine: dict[str, object], theirs: Mapping[int, dict[str, object]]) -> str:
-    """The first setting that differs from rank 0's, as a message; empty if all agree."""
-    for rank, settings in theirs.items():
-        for name, value in mine.items():
-            if settings[name] != value:
-                return (
-                    f"all ranks must be launched alike: {name} is {value!r} on rank 0 and {settings[name]!r} on rank "
+def _check_alike(settings: Sequence[dict[str, object]]) -> None:
+    """Refuse settings that differ from rank 0's."""
+    for rank, theirs in enumerate(settings):
+        for name, value in settings[0].items():
+            if theirs[name] != value:
+                raise LaunchError(
+                    f"all ranks must be launched alike: {name} is {value!r} on rank 0 and {theirs[name]!r} on rank "
                     f"{rank}. Pass the same everywhere."
                 )
-    return ""
+
+
+def _as_text(entry: Entry) -> str:
+    return json.dumps([entry.settings, entry.own])
 
 
 def _answer(number: int) -> str:

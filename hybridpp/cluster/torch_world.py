@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridpp.cluster.devices import default_device
 from hybridpp.cluster.exit_reports import ExitReports
 from hybridpp.cluster.missing_ranks import reporting_missing
 from hybridpp.cluster.torch_group import TorchGroup
@@ -55,7 +56,7 @@ class TorchWorld:
     @property
     def device(self) -> torch.device:
         """The current CUDA device if there is one, else the CPU."""
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        return default_device()
 
     def split(self, groups: Sequence[Sequence[int]], name: str = "") -> TorchGroup | None:
         """See :meth:`hybridpp.cluster.world.World.split`."""

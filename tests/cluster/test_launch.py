@@ -160,21 +160,6 @@ def test_unknown_backend(environment):
         launch(0, 1, "127.0.0.1", 1, backend="mpi")
 
 
-def test_nccl_needs_a_device_for_every_process_of_the_host(environment):
-    devices = torch.cuda.device_count()
-    text = (
-        f"nccl needs a CUDA device for every process of a host: got 1000 processes, {devices} devices. "
-        "Use backend='gloo', or fewer processes."
-    )
-    environment(WORLD_SIZE="4000", LOCAL_WORLD_SIZE="1000")
-    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
-        launch_from_torch(backend="nccl")
-    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
-        launch(0, 4000, "127.0.0.1", 1, backend="nccl", local_world_size=1000)
-    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
-        launch(0, 1000, "127.0.0.1", 1, backend="nccl")
-
-
 @pytest.mark.parametrize("value", ["no", "2", ""])
 def test_a_wrong_value_for_shared_memory_is_refused_before_joining(environment, value):
     environment(HYBRIDPP_SHARED_MEMORY=value)

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from hybridpp.cluster import rendezvous
-from hybridpp.cluster.rendezvous import StoreAddress, list_ranks, meet
+from hybridpp.cluster.rendezvous import Entry, StoreAddress, list_ranks, meet
 from hybridpp.errors import LaunchError
 
 
@@ -52,7 +52,7 @@ def on_threads(*calls):
 
 
 def meeting(address, rank, size, timeout_s=5.0, **changes):
-    return lambda: meet(address, rank, size, settings(**changes), timeout_s)
+    return lambda: meet(address, rank, size, Entry(settings=settings(**changes)), timeout_s)[0]
 
 
 def refused(results, text):

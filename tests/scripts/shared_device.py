@@ -15,7 +15,7 @@ parser.add_argument("--schedule", default="1f1b")
 parser.add_argument("--device", default="cuda")
 args = parser.parse_args()
 
-launch_from_torch()
+launch_from_torch(backend="gloo")
 # cuDNN would round fp32 to TF32.
 torch.backends.cudnn.allow_tf32 = False
 coordinator = DistCoordinator()
