@@ -33,7 +33,7 @@ from vit import make_batch
 from hybridpp import launch_from_torch
 
 MICROBATCH, NUM_RANKS = 4, 2
-OURS = ("1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v")
+OURS = ("1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v")
 ALONE, AT_ONCE = "one process", "one process on each rank"
 # Ours of the same name.
 TORCHS = {

@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace
 from functools import partial
 from statistics import fmean, quantiles
 
-from hybridpp.cli.argtypes import per_stage
+from hybridpp.cli.argtypes import per_stage, positive
 from hybridpp.cli.files import read, write
 from hybridpp.cli.schedule_source import add_sizes, programs_of
 from hybridpp.errors import ConfigError
@@ -37,6 +37,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         parser.add_argument(flag, type=per_stage, metavar="X[,X...]", help=help_text)
     parser.add_argument("--costs", metavar="FILE", help="take these from a JSON file instead")
     parser.add_argument("--measured", metavar="FILE", help="take times from a measured timeline (JSON) instead")
+    parser.add_argument("--steps", type=positive, default=1, metavar="N", help="steps in a row, each rank on its own")
+    parser.add_argument(
+        "--barrier", action="store_true", help="all ranks wait for each other between steps, as in fp16 or to clip"
+    )
     parser.add_argument(
         "--draw", metavar="FILE", help="draw it, into a .svg, .png or .pdf file; below what was measured"
     )
@@ -47,8 +51,13 @@ def run(arguments: Namespace) -> str:
     """Returns a line per rank, and the step's time."""
     programs = programs_of(arguments.schedule, arguments)
     measured = None if arguments.measured is None else Timeline.from_json(read(arguments.measured))
-    simulation = simulate(programs, _costs(arguments, len(placement(programs)), measured))
-    lines = [_table(simulation)]
+    simulation = simulate(
+        programs,
+        _costs(arguments, len(placement(programs)), measured),
+        arguments.steps,
+        barrier=arguments.barrier,
+    )
+    lines = [_table(simulation, arguments.steps)]
     if measured is not None:
         lines += _expected(programs, measured)
     if arguments.draw is not None:
@@ -83,7 +92,7 @@ def _expected(programs: Programs, measured: Timeline) -> list[str]:
     return [f"with times that vary as measured: {fmean(times):,.1f} ms; 95 % of steps take at most {most:,.1f}"]
 
 
-def _table(simulation: Simulation) -> str:
+def _table(simulation: Simulation, num_steps: int) -> str:
     timeline = simulation.timeline
     titles = ["rank", "busy ms", "idle", "activations"]
     rows = [
@@ -98,5 +107,7 @@ def _table(simulation: Simulation) -> str:
     if any(simulation.peak_bytes):
         titles.append("MiB held")
         rows = [[*row, f"{held / 2**20:,.1f}"] for row, held in zip(rows, simulation.peak_bytes, strict=True)]
-    step = f"step: {timeline.makespan_ms:,.1f} ms, {100 * simulation.idle_share:.1f} % idle"
-    return f"{text_table(titles, rows)}\n\n{step}"
+    each = f" ({timeline.makespan_ms / num_steps:,.1f} each)" if num_steps > 1 else ""
+    steps = f"{num_steps} steps" if num_steps > 1 else "step"
+    total = f"{steps}: {timeline.makespan_ms:,.1f} ms{each}, {100 * simulation.idle_share:.1f} % idle"
+    return f"{text_table(titles, rows)}\n\n{total}"

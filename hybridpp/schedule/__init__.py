@@ -3,6 +3,7 @@
 from hybridpp.schedule.action import Action, ActionKind, Program, Programs
 from hybridpp.schedule.check import check_program
 from hybridpp.schedule.device_model import STRICTEST, DeviceModel, Drains, Streams, check_on_devices, find_deadlock
+from hybridpp.schedule.eager_1f1b import eager_1f1b
 from hybridpp.schedule.files import load_schedule, save_schedule
 from hybridpp.schedule.forward_only import forward_only
 from hybridpp.schedule.gpipe import gpipe
@@ -33,6 +34,7 @@ __all__ = [
     "check_on_devices",
     "check_program",
     "completed_sends",
+    "eager_1f1b",
     "fill_weight_gradients",
     "find_deadlock",
     "find_schedule",

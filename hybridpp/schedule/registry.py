@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from hybridpp.errors import ScheduleError
 from hybridpp.schedule.action import Programs
+from hybridpp.schedule.eager_1f1b import eager_1f1b
 from hybridpp.schedule.gpipe import gpipe
 from hybridpp.schedule.interleaved import interleaved
 from hybridpp.schedule.one_f_one_b import one_f_one_b
@@ -71,6 +72,14 @@ _ENTRIES = (
         summary="holds the fewest activations",
     ),
     ScheduleEntry(
+        name="eager-1f1b",
+        make=lambda num_ranks, num_microbatches, _: eager_1f1b(num_ranks, num_microbatches),
+        placement=looped,
+        num_chunks=1,
+        takes_chunks=False,
+        summary="runs further ahead, splits only the last backwards; holds twice as much",
+    ),
+    ScheduleEntry(
         name="interleaved",
         make=interleaved,
         placement=looped,
@@ -92,7 +101,7 @@ _ENTRIES = (
         placement=looped,
         num_chunks=1,
         takes_chunks=False,
-        summary="runs further ahead than zb-h1, splits only the end; holds twice as much",
+        summary="no idle time between steps that overlap; holds twice as much as zb-h1",
     ),
     ScheduleEntry(
         name="interleaved-zb",

@@ -1,6 +1,8 @@
 """Schedules that compute weight gradients in what would be idle time."""
 
-from hybridpp.schedule.action import Programs
+from collections import deque
+
+from hybridpp.schedule.action import Action, ActionKind, Program, Programs
 from hybridpp.schedule.counts import check_counts
 from hybridpp.schedule.interleaved import interleaved
 from hybridpp.schedule.memory import peak_activations
@@ -28,27 +30,42 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Programs:
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Programs:
-    """Based on ZB-H2 (Qi et al. 2023, arXiv:2401.10241): twice as many warmup forwards as 1F1B, few split backwards.
+    """ZB-H2 (Qi et al. 2023, arXiv:2401.10241): no rank idles between its first forward and its last weight gradient.
 
     With 3 ranks and 6 micro-batches, where an unsplit backward takes two slots::
 
-        rank 0 | 0F0 0F1 0F2 0F3 0F4 .   .   0B0 --- 0F5 0B1 --- 0B2 --- 0B3 --- 0B4 --- 0B5 ---
-        rank 1 | .   1F0 1F1 1F2 .   1B0 --- 1F3 1B1 --- 1F4 1I2 1F5 1I3 1I4 1W2 1I5 1W3 1W4 1W5
-        rank 2 | .   .   2F0 2B0 --- 2F1 2B1 --- 2F2 2I2 2F3 2I3 2F4 2I4 2F5 2I5 2W2 2W3 2W4 2W5
+        rank 0 | 0F0 0F1 0F2 0F3 0F4 0B0 --- 0F5 0B1 --- 0B2 --- 0B3 --- 0B4 --- 0B5 --- .   .
+        rank 1 | .   1F0 1F1 1F2 1I0 1W0 1F3 1I1 1F4 1I2 1F5 1I3 1W1 1I4 1W2 1I5 1W3 1W4 1W5 .
+        rank 2 | .   .   2F0 2I0 2W0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2F5 2I5 2W1 2W2 2W3 2W4 2W5
 
-    A rank of ``p`` holds at most ``min(m, 2 p - 1)`` activations of the ``m`` micro-batches. With equal costs and
-    messages that take no time it idles like ZB-H1; with slow messages, or micro-batches of uneven duration, it idles
-    less. While the pipeline is full, the warmup is deep enough that no rank waits for the full backward of another.
-    Only at the end ranks do, so the backwards of the last ``2 (p - 1)`` micro-batches are split (none on the first
-    rank, for which no rank waits), because a split backward costs more than an unsplit one.
+    A rank of ``p`` holds at most ``min(m, 2 p - 1)`` activations of the ``m`` micro-batches. With equal costs rank
+    ``r`` computes from slot ``r`` to slot ``r + 3 m``, for ``m >= 2 p - 1`` without a pause: so a step alone idles like
+    ZB-H1, and steps that follow each other without a barrier idle ``p - 1`` slots altogether.
+
+    Each rank runs ``2 (p - r) - 1`` forwards ahead. A weight gradient follows its input gradient, except for the last
+    ``2 p - 1`` micro-batches: there forwards come first, so that the gradients reach the first rank in time. The first
+    rank, for which no rank waits, splits no backward.
 
     Raises:
         ScheduleError: a count is below 1.
     """
     check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
-    programs = tuple(row(rank, num_microbatches, warmup=2 * (num_ranks - 1 - rank)) for rank in range(num_ranks))
-    num_unsplit = [num_microbatches] + [num_microbatches - 2 * (num_ranks - 1)] * (num_ranks - 1)
-    return fill_weight_gradients(programs, [2 * num_ranks - 1] * num_ranks, num_unsplit)
+    first = row(0, num_microbatches, warmup=2 * (num_ranks - 1))
+    return (first, *(_h2_row(rank, num_ranks, num_microbatches) for rank in range(1, num_ranks)))
+
+
+def _h2_row(rank: int, num_ranks: int, num_microbatches: int) -> Program:
+    forwards = deque(Action(rank, ActionKind.FORWARD, microbatch) for microbatch in range(num_microbatches))
+    warmup = min(2 * (num_ranks - rank) - 1, num_microbatches)
+    program = [forwards.popleft() for _ in range(warmup)]
+    deferred: deque[Action] = deque()
+    for microbatch in range(num_microbatches):
+        program.append(Action(rank, ActionKind.INPUT_GRADIENT, microbatch))
+        deferred.append(Action(rank, ActionKind.WEIGHT_GRADIENT, microbatch))
+        if microbatch < num_microbatches - (2 * num_ranks - 1):
+            program.append(deferred.popleft())
+        program.append(forwards.popleft() if forwards else deferred.popleft())
+    return (*program, *deferred)
 
 
 def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Programs:

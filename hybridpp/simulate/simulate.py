@@ -2,9 +2,9 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from hybridpp.errors import ConfigError
 from hybridpp.schedule import Action, ActionKind, Program, Programs, check_program, peak_activations, placement
@@ -33,18 +33,38 @@ class Simulation:
         return self.timeline.idle_share
 
 
-def simulate(programs: Programs, costs: Costs) -> Simulation:
-    """Simulate a step of compute programs (before lowering) with these costs.
+def simulate(programs: Programs, costs: Costs, num_steps: int = 1, *, barrier: bool = False) -> Simulation:
+    """Simulate steps of compute programs (before lowering) with these costs.
 
     A rank runs its actions in order. An action starts when its rank is free and its inputs have arrived. Messages block
     neither ranks nor each other, except for the time that a rank itself spends on each.
 
+    Args:
+        programs: of one step.
+        costs: of each stage.
+        num_steps: steps in a row. A rank begins the next one when it is done with its own part of the step before.
+            Micro-batches are numbered over all steps.
+        barrier: whether all ranks wait for each other between two steps, as they do in fp16 and where the norm of all
+            gradients is needed.
+
     Raises:
         ScheduleError: the programs are incomplete or deadlock.
-        ConfigError: the costs are for another number of stages.
+        ConfigError: the costs are for another number of stages, or there is no step.
     """
     _check(programs, costs)
-    return _simulated(programs, costs, lambda action: costs.compute_ms(action.stage, action.kind))
+    if num_steps < 1:
+        raise ConfigError(f"num_steps must be at least 1: got {num_steps}.")
+
+    def compute_ms(action: Action) -> float:
+        return costs.compute_ms(action.stage, action.kind)
+
+    steps = [_numbered_from(programs, step) for step in range(num_steps)]
+    # Without a barrier, all steps are one program of each rank.
+    parts = steps if barrier else [tuple(tuple(chain(*rows)) for rows in zip(*steps, strict=True))]
+    spans: list[Span] = []
+    for part in parts:
+        spans += _spans(part, costs, compute_ms, begin_ms=max((span.end_ms for span in spans), default=0.0))
+    return _simulation(programs, costs, spans)
 
 
 def simulate_draws(programs: Programs, measured: Timeline, num_draws: int = 100, seed: int = 0) -> list[Simulation]:
@@ -76,7 +96,7 @@ def simulate_draws(programs: Programs, measured: Timeline, num_draws: int = 100,
             )
     generator = random.Random(seed)
     return [
-        _simulated(programs, costs, lambda action: generator.choice(seen[action.stage, action.kind]))
+        _simulation(programs, costs, _spans(programs, costs, lambda one: generator.choice(seen[one.stage, one.kind])))
         for _ in range(num_draws)
     ]
 
@@ -90,14 +110,26 @@ def _check(programs: Programs, costs: Costs) -> None:
         )
 
 
-def _simulated(programs: Programs, costs: Costs, compute_ms: Callable[[Action], float]) -> Simulation:
+def _numbered_from(programs: Programs, step: int) -> Programs:
+    """The programs of one of several steps: micro-batches are numbered over all of them."""
+    first = step * (1 + max((action.microbatch or 0 for program in programs for action in program), default=0))
+    return tuple(
+        tuple(action._replace(microbatch=first + (action.microbatch or 0)) for action in program)
+        for program in programs
+    )
+
+
+def _simulation(programs: Programs, costs: Costs, spans: Iterable[Span]) -> Simulation:
+    """The result of spans of one or more steps, which hold the same."""
     peak_bytes = tuple(_peak_bytes(program, costs) for program in programs)
-    return Simulation(Timeline(tuple(_spans(programs, costs, compute_ms))), peak_activations(programs), peak_bytes)
+    return Simulation(Timeline(tuple(spans)), peak_activations(programs), peak_bytes)
 
 
-def _spans(programs: Programs, costs: Costs, compute_ms: Callable[[Action], float]) -> Iterator[Span]:
+def _spans(
+    programs: Programs, costs: Costs, compute_ms: Callable[[Action], float], begin_ms: float = 0.0
+) -> Iterator[Span]:
     rank_of = placement(programs)
-    free_ms = [0.0] * len(programs)
+    free_ms = [begin_ms] * len(programs)
     made_ms: dict[Action, float] = {}
 
     def message_ms(source: int, target: int) -> float:

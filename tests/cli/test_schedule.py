@@ -70,6 +70,7 @@ def test_a_comparison_takes_chunks_where_schedules_choose(printed):
         "schedule": "stages",
         "gpipe": "6",
         "1f1b": "2",
+        "eager-1f1b": "2",
         "interleaved": "6",
         "zb-h1": "2",
         "zb-h2": "2",

@@ -10,9 +10,9 @@ from torch import nn
 from hybridpp import HybridParallelPlugin
 from hybridpp.cluster import Loopback
 from hybridpp.errors import ConfigError, ScheduleError
-from hybridpp.schedule import one_f_one_b, save_schedule, zb_h1
+from hybridpp.schedule import SCHEDULES, one_f_one_b, save_schedule, zb_h1
 
-NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v")
+NAMES = tuple(SCHEDULES)
 GOOD = {"tp_size": 1, "pp_size": 1, "precision": "fp32", "num_microbatches": 2}
 
 
@@ -117,7 +117,7 @@ def test_pp_style_is_the_same_setting(style, one_process):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"schedule": "zb-h9"}, "unknown schedule 'zb-h9'. Use one of 'gpipe', '1f1b', 'interleaved', 'zb-h1',"),
+        ({"schedule": "zb-h9"}, "unknown schedule 'zb-h9'. Use one of 'gpipe', '1f1b', 'eager-1f1b', 'interleaved',"),
         ({"num_model_chunks": 2}, "schedule '1f1b' has 1 stage per rank: got num_chunks=2."),
         ({"schedule": [["0F0"], ["1F0"]]}, "is for 2 ranks and 1 micro-batches: got pp_size=1 and a batch of 2"),
         ({"schedule": [["0F0", "0B0", "0B1", "0F1"]]}, "0B1 (rank 0, position 2)"),

@@ -5,6 +5,7 @@ from textwrap import indent
 import pytest
 
 from hybridpp.schedule import (
+    eager_1f1b,
     forward_only,
     gpipe,
     interleaved,
@@ -23,6 +24,7 @@ from hybridpp.schedule import (
     [
         (gpipe, (2, 2, 2), render_grid),
         (one_f_one_b, (3, 4), render_grid),
+        (eager_1f1b, (3, 6), render_grid),
         (interleaved, (2, 4, 2), render),
         (zb_h1, (3, 4), render_grid),
         (zb_h2, (3, 6), render_grid),

@@ -129,7 +129,7 @@ def most_open(lowered):
     return most
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v"])
+@pytest.mark.parametrize("name", ["1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_open_sends_do_not_grow_with_the_number_of_microbatches(name, num_ranks):
     """GPipe's do: nothing comes back before all has gone forward."""

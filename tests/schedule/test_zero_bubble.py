@@ -17,6 +17,7 @@ from hybridpp.schedule import (
     zb_h1,
     zb_h2,
 )
+from hybridpp.schedule.dependencies import earliest_times
 
 
 def test_zb_h1_with_two_ranks_and_three_microbatches():
@@ -45,7 +46,16 @@ def test_zb_h2_holds_and_idles_as_its_docstring_says(p, m):
     assert max(peak_activations(programs)) == min(m, 2 * p - 1)
     assert makespan(programs) == makespan(zb_h1(p, m))
     split = [sum(action.kind is ActionKind.INPUT_GRADIENT for action in program) for program in programs]
-    assert split == [0] + [min(m, 2 * (p - 1))] * (p - 1)
+    assert split == [0] + [m] * (p - 1)
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_zb_h2_is_a_parallelogram(p, m):
+    programs, times = zb_h2(p, m), earliest_times(zb_h2(p, m))
+    for rank, program in enumerate(programs):
+        assert times[program[0]].start == rank
+        if m >= 2 * p - 1:
+            assert times[program[-1]].end == rank + 3 * m
 
 
 @pytest.mark.parametrize(("p", "m", "v"), SIZES_WITH_CHUNKS)

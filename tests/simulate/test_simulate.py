@@ -186,8 +186,35 @@ def test_ranks_do_one_thing_at_a_time_in_order_and_after_what_it_needs(schedule,
 
 def test_running_further_ahead_hides_slow_messages():
     costs = Costs(num_stages=4, send_ms=0.5)
-    waits = {name: simulate(make_schedule(name, 4, 16), costs).timeline.idle_share for name in ("zb-h1", "zb-h2")}
-    assert waits["zb-h2"] < 0.75 * waits["zb-h1"]
+    waits = {name: simulate(make_schedule(name, 4, 16), costs).idle_share for name in ("zb-h1", "eager-1f1b")}
+    assert waits["eager-1f1b"] < 0.75 * waits["zb-h1"]
+
+
+def test_zb_h2_hardly_idles_in_steps_that_overlap():
+    schedule, costs = make_schedule("zb-h2", 4, 8), Costs(num_stages=4)
+    assert simulate(schedule, costs).idle_share == pytest.approx(1 / 9)
+    assert simulate(schedule, costs, 10).idle_share == pytest.approx(3 / 243)
+    assert simulate(schedule, costs, 10, barrier=True).idle_share == pytest.approx(1 / 9)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("barrier", [False, True])
+def test_several_steps_hold_what_one_holds_and_take_no_longer(name, barrier):
+    schedule = make_schedule(name, 3, 4)
+    costs = Costs(num_stages=len(placement(schedule)), send_ms=0.2, activation_bytes=3, weight_gradient_bytes=1)
+    one, four = simulate(schedule, costs), simulate(schedule, costs, 4, barrier=barrier)
+    assert (four.peak_activations, four.peak_bytes) == (one.peak_activations, one.peak_bytes)
+    computed = [(span.stage, span.kind, span.microbatch) for span in four.timeline.spans if span.computes]
+    assert len(set(computed)) == len(computed) == 4 * sum(map(len, schedule))
+    assert {span.microbatch for span in four.timeline.spans} == set(range(16))
+    assert four.timeline.makespan_ms <= 4 * one.timeline.makespan_ms + 1e-9
+    if barrier:
+        assert four.timeline.makespan_ms == pytest.approx(4 * one.timeline.makespan_ms)
+
+
+def test_no_step_is_refused():
+    with pytest.raises(ConfigError, match=re.escape("num_steps must be at least 1: got 0.")):
+        simulate(one_f_one_b(2, 2), Costs(num_stages=2), 0)
 
 
 def test_a_heavier_last_stage_costs_zero_bubble_v_most_of_what_it_gains():
