@@ -77,6 +77,10 @@ class GradientAccumulator:
     def _holds_numbers(self, bucket: Bucket) -> bool:
         return version_of(bucket.flat) != self._zero_versions[bucket]
 
+    def mark_written(self, bucket: Bucket) -> None:
+        """Note that something wrote to a bucket of zeros, which its version may not show."""
+        self._zero_versions[bucket] = -1
+
     def add(self, name: str, gradient: Tensor) -> None:
         """Add to the sum of the parameter ``name``."""
         if name not in self._stale:

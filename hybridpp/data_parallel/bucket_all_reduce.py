@@ -4,8 +4,9 @@ from collections.abc import Collection, Iterable
 
 import torch
 
-from hybridpp.cluster import Group
+from hybridpp.cluster import Group, Work
 from hybridpp.data_parallel.accumulator import GradientAccumulator
+from hybridpp.data_parallel.bucket import Bucket
 from hybridpp.errors import ConfigError
 
 
@@ -36,6 +37,8 @@ class BucketAllReduce:
         self._deferred: set[str] = set()
         self._in_last_backward = False
         self._num_launched = 0
+        # Forgotten reductions, which may still write to their buckets.
+        self._cancelled: list[tuple[Bucket, Work]] = []
 
     def begin(self, pending: Collection[str] | None) -> None:
         """Prepare for the last backward pass, which may add to the parameters in ``pending`` (None: to all)."""
@@ -97,12 +100,25 @@ class BucketAllReduce:
         self._in_last_backward = False
 
     def cancel(self) -> None:
-        """Forget running reductions."""
+        """Forget running reductions, without waiting: a replica that failed never joins them. See :meth:`settle`."""
         self._in_last_backward = False
         for bucket in self._buckets:
+            if bucket.work is not None:
+                self._cancelled.append((bucket, bucket.work))
             bucket.cancel()
 
+    def settle(self) -> None:
+        """Wait for forgotten reductions; what they wrote counts as nothing."""
+        for bucket, work in self._cancelled:
+            work.wait()
+            self._accumulator.mark_written(bucket)
+        self._cancelled.clear()
+
     def reached_anywhere(self) -> set[str]:
-        """The parameters that a backward pass reached on any replica, after :meth:`finish`. Waits for the device."""
-        flags = [flag for bucket in self._buckets for flag in zip(bucket.views, bucket.flags.tolist(), strict=True)]
-        return {name for name, flag in flags if flag}
+        """The parameters that a backward pass reached on any replica, after :meth:`finish`.
+
+        The host waits for the device once.
+        """
+        names = [name for bucket in self._buckets for name in bucket.views]
+        flags = torch.cat([bucket.flags for bucket in self._buckets]).tolist()
+        return {name for name, flag in zip(names, flags, strict=True) if flag}

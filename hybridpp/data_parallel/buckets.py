@@ -115,6 +115,8 @@ class GradientBuckets:
 
     def begin(self) -> None:
         """Get ready for backward passes."""
+        if self._all_reduce is not None:
+            self._all_reduce.settle()
         if self._state is _State.CONSUMED:
             self.zero()
         self._enable_hooks()
@@ -250,7 +252,7 @@ class GradientBuckets:
                 self._used.discard(name)
 
     def abort(self) -> None:
-        """After an error in a step: drop its gradients and running reductions."""
+        """After an error in a step: drop its gradients and running reductions, which the next step waits for."""
         if self._all_reduce is not None:
             self._all_reduce.cancel()
         self.zero(set_to_none=False)

@@ -326,3 +326,58 @@ def test_a_pass_that_replaces_gradients_is_added_too():
     buckets.finish_grad_sync()
     for name, gradient in plain(1, range(3)).items():
         torch.testing.assert_close(buckets.gradients[name], gradient)
+
+
+class LateGroup(CountingGroup):
+    """Its first reductions write their sums when they like, as a device does: at the latest when one waits."""
+
+    def __init__(self, group, num_late):
+        super().__init__(group, [])
+        self.late, self._num_late = [], num_late
+
+    def all_reduce(self, tensor):
+        if self._num_late == 0:
+            return self._group.all_reduce(tensor)
+        self._num_late -= 1
+        self.late.append(LateWork(tensor))
+        return self.late[-1]
+
+
+class LateWork:
+    def __init__(self, tensor):
+        self._tensor, self.is_waited_for = tensor, False
+
+    def write(self):
+        # Through ``data``, because a device's writes change no version.
+        self._tensor.data.fill_(1000.0)
+
+    def wait(self):
+        self.is_waited_for = True
+        self.write()
+
+
+@pytest.mark.parametrize("when", ["before the next step", "at the wait for it"])
+def test_a_reduction_that_ends_after_a_failed_step_changes_nothing(when):
+    def run():
+        model, group = make_model(), LateGroup(current_world().control(), 2)
+        buckets = make_buckets(model, group, TINY_MIB)
+        buckets.begin()
+        buckets.begin_last_backward()
+        loss(model, group.rank, 0).backward()
+        first, second = group.late
+        buckets.abort()
+        assert not first.is_waited_for, "a replica that failed may never join it"
+        assert not any(gradient.any() for gradient in buckets.gradients.values())
+        if when == "before the next step":
+            first.write(), second.write()
+        accumulate(buckets, model, [1, 2])
+        assert first.is_waited_for
+        assert second.is_waited_for
+        assert_equal(buckets, plain(2, [1, 2]))
+        # A parameter that no pass reaches counts as zero, not as what was written there.
+        model[2].weight.requires_grad_(False)
+        buckets.consume()
+        accumulate(buckets, model, [3])
+        assert not buckets.gradients["2.weight"].any()
+
+    on_replicas(run, 2)
