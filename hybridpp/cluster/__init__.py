@@ -24,6 +24,7 @@ from hybridpp.cluster.seeds import (
     stream_seed,
     stream_seeder,
 )
+from hybridpp.cluster.wire_format import resolved
 from hybridpp.cluster.world import Group, Pending, Work, World
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "microbatch_key",
     "preserved_random_state",
     "random_state",
+    "resolved",
     "seed_stream",
     "set_random_state",
     "set_seed",

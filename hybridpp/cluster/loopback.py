@@ -1,7 +1,7 @@
 """Ranks inside one process, for tests and single-process runs.
 
 Each rank is a thread, but only one runs at a time, until it waits for another rank. So runs are deterministic, torch's
-per-process random generator is saved and restored per rank, and a deadlock is detected as soon as every rank waits.
+per-process random generators are saved and restored per rank, and a deadlock is detected as soon as every rank waits.
 """
 
 import threading
@@ -112,7 +112,9 @@ class LoopbackWorld:
         # Asked when needed, because asking initialises CUDA.
         return self._device or default_device()
 
-    def split(self, groups: Sequence[Sequence[int]], name: str = "") -> LoopbackGroup | None:
+    def split(
+        self, groups: Sequence[Sequence[int]], name: str = "", *, point_to_point: bool = False
+    ) -> LoopbackGroup | None:
         self._num_splits += 1
         for ranks in groups:
             if self.rank in ranks:

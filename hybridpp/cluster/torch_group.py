@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridpp.cluster.exit_reports import ExitReason, no_exit_reason, timeout_error
 from hybridpp.cluster.shared_memory import PendingSum, SharedMemoryGroup, connect, sum_in_order
+from hybridpp.cluster.wire_format import as_carried, resolved
 from hybridpp.cluster.world import Pending, Work, check_real
 from hybridpp.errors import PeerError
 from hybridpp.nn.torch_private import timeout_of
@@ -123,7 +124,7 @@ class TorchGroup:
 
     def start_all_gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
         self._started[0] += 1
-        source = tensor.cpu() if self._staged(tensor) else tensor
+        source = resolved(tensor.cpu() if self._staged(tensor) else tensor)
         shared_memory_group = self._exchanging(source.nbytes)
 
         def gathered(parts: list[Tensor]) -> list[Tensor]:
@@ -135,7 +136,7 @@ class TorchGroup:
         if shared_memory_group is not None:
             return _Mapped(shared_memory_group.exchange([source] * self.size, source.shape), gathered)
         parts = [torch.empty_like(source) for _ in self.ranks]
-        work = self._start(dist.all_gather, parts, source, async_op=True)
+        work = self._start(dist.all_gather, list(map(as_carried, parts)), as_carried(source), async_op=True)
         return _Mapped(_WithResult(work, parts), gathered)
 
     def all_gather_along(self, tensor: Tensor, dim: int) -> Tensor:
@@ -147,7 +148,7 @@ class TorchGroup:
     def start_reduce_scatter(self, tensor: Tensor, dim: int) -> Pending[Tensor]:
         check_real(tensor)
         self._started[0] += 1
-        parts = [part.contiguous() for part in tensor.chunk(self.size, dim)]
+        parts = [resolved(part).contiguous() for part in tensor.chunk(self.size, dim)]
         if not self._host_only:
             mine = torch.empty_like(parts[self.rank])
             work = self._start(dist.reduce_scatter, mine, parts, async_op=True)
@@ -172,7 +173,7 @@ class TorchGroup:
         host = tensor.cpu() if self._staged(tensor) else tensor
         if self._shared_memory_group is not None:
             return self._shared_memory_group.link(peer).send(host)
-        work = self._start(dist.isend, host, group_dst=peer)
+        work = self._start(dist.isend, as_carried(host), group_dst=peer)
         return work if host is tensor else _Staged(work, host, None)
 
     def receive(self, tensor: Tensor, peer: int) -> Work:
@@ -184,7 +185,7 @@ class TorchGroup:
         if self._shared_memory_group is not None:
             work: Work = self._shared_memory_group.link(peer).receive(host)
         else:
-            work = self._start(dist.irecv, host, group_src=peer)
+            work = self._start(dist.irecv, as_carried(host), group_src=peer)
         return work if host is tensor else _Staged(work, host, tensor)
 
 

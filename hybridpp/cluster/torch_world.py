@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from datetime import timedelta
 from weakref import WeakSet
 
 import torch
@@ -15,9 +16,11 @@ from hybridpp.cluster.missing_ranks import reporting_missing
 from hybridpp.cluster.torch_group import TorchGroup
 from hybridpp.cluster.world import Group
 from hybridpp.errors import LaunchError
-from hybridpp.nn.torch_private import HashStore, default_store, timeout_of
+from hybridpp.nn.torch_private import HashStore, default_store, nccl_options, timeout_of
 
 _Key = tuple[str, tuple[tuple[int, ...], ...]]
+# Thread blocks that move a message: by NVLink's rates, four move 33 MB (4096 tokens of width 4096) in half a ms.
+_MESSAGE_CTAS = 4
 _MAKING = "to make groups with it. Every rank must make the same plugins, and boost the same models"
 
 
@@ -55,22 +58,28 @@ class TorchWorld:
 
     @property
     def device(self) -> torch.device:
-        """The current CUDA device if there is one, else the CPU."""
-        return default_device()
+        """The device that the default group is bound to, else the current CUDA device if there is one, else the CPU."""
+        # A script that initialised the group itself may have named the device there only.
+        bound: torch.device | None = getattr(self.process_group, "bound_device_id", None)
+        return bound or default_device()
 
-    def split(self, groups: Sequence[Sequence[int]], name: str = "") -> TorchGroup | None:
+    def split(
+        self, groups: Sequence[Sequence[int]], name: str = "", *, point_to_point: bool = False
+    ) -> TorchGroup | None:
         """See :meth:`hybridpp.cluster.world.World.split`."""
         if self.process_group is None:
             raise LaunchError("this job was left: destroy() was called. Launch again, and make a new plugin.")
         lists = tuple(tuple(sorted(ranks)) for ranks in groups)
         if all(len(ranks) == 1 for ranks in lists):
-            return self._single() if (self.rank,) in lists else None
+            # On every rank: where the default group is bound to devices, NCCL splits its communicator for a group.
+            single = self._single()
+            return single if (self.rank,) in lists else None
         key = (name, lists)
         rows = self._meet(self._started(key))
         if key in self._groups and not _are_alike(rows, lists):
             self._close(key)
         if key not in self._groups:
-            self._groups[key] = self._make(lists, name)
+            self._groups[key] = self._make(lists, name, point_to_point)
             self._users[key] = WeakSet()
             self._num_made += 1
         group = self._groups[key]
@@ -114,7 +123,7 @@ class TorchWorld:
             self._single()
             whole = self.process_group
             if whole is None or dist.get_backend() != "gloo":
-                whole = dist.new_group(backend="gloo", timeout=self._timeout)
+                whole = dist.new_group(backend="gloo", timeout=self._timeout, group_desc="hybridpp control")
             self._control = self._group(whole, "all ranks")
         return self._control
 
@@ -140,14 +149,22 @@ class TorchWorld:
         if self._alone is None:
             ranks = [self.rank]
             self._alone = self._group(
-                dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True), "this rank alone"
+                dist.new_group(
+                    ranks, timeout=self._timeout, group_desc="hybridpp one rank", use_local_synchronization=True
+                ),
+                "this rank alone",
             )
         return self._alone
 
-    def _make(self, lists: Sequence[Sequence[int]], name: str) -> TorchGroup | None:
+    def _make(self, lists: Sequence[Sequence[int]], name: str, point_to_point: bool) -> TorchGroup | None:
         mine = None
         for ranks in lists:
-            process_group = dist.new_group(list(ranks), timeout=self._timeout, group_desc=f"hybridpp {name}")
+            process_group = dist.new_group(
+                list(ranks),
+                timeout=self._timeout,
+                pg_options=_nccl_options(self._timeout) if point_to_point and _uses_nccl() else None,
+                group_desc=f"hybridpp {name}",
+            )
             if self.rank in ranks:
                 mine = self._group(process_group, name)
         return mine
@@ -178,6 +195,20 @@ class TorchWorld:
         self._num_meetings += 1
         with reporting_missing(self._store, self.rank, self.size, f"hybridpp meeting {self._num_meetings}", what):
             return self.control().all_gather(row)
+
+
+def _uses_nccl() -> bool:
+    """Whether device memory of the default group travels over NCCL; other backends refuse its options."""
+    return "nccl" in dist.get_backend_config()
+
+
+def _nccl_options(timeout: timedelta) -> object:
+    """Options for messages that are under way while ranks compute.
+
+    Their kernels take multiprocessors from the computation, so they are few; their stream goes first, because the next
+    stage waits for them.
+    """
+    return nccl_options(timeout, is_high_priority_stream=True, max_ctas=_MESSAGE_CTAS)
 
 
 def _are_alike(rows: Sequence[Tensor], lists: Sequence[Sequence[int]]) -> bool:

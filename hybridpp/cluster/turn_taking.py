@@ -56,11 +56,12 @@ class TurnTaking:
             if all(self._waiting.get(other, (-1,))[0] == self._posted for other in self._alive):
                 places = "; ".join(f"rank {other} waits for {self._waiting[other][1]}" for other in sorted(self._alive))
                 raise DeadlockError(f"every rank waits for another: {places}.")
-            # Each rank has its own generator state, as in separate processes.
-            generator = torch.default_generator.get_state()
+            # Each rank has its own generator states, as in separate processes.
+            before = [(generator, generator.get_state()) for generator in _generators()]
             self._pass_on(rank)
             self.acquire(rank)
-            torch.default_generator.set_state(generator)
+            for generator, state in before:
+                generator.set_state(state)
         self._waiting.pop(rank, None)
 
     def leave(self, rank: int) -> None:
@@ -68,3 +69,10 @@ class TurnTaking:
         self._alive.discard(rank)
         self._waiting.pop(rank, None)
         self._pass_on(rank)
+
+
+def _generators() -> tuple[torch.Generator, ...]:
+    """The default generators of this process: the host's, and those of the CUDA devices once CUDA is in use."""
+    is_in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
+    on_devices = torch.cuda.default_generators if is_in_use else ()
+    return torch.default_generator, *on_devices

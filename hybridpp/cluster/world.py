@@ -110,7 +110,7 @@ class World(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def split(self, groups: Sequence[Sequence[int]], name: str = "") -> Group | None:
+    def split(self, groups: Sequence[Sequence[int]], name: str = "", *, point_to_point: bool = False) -> Group | None:
         """The group of this rank, given disjoint lists of ranks; None if it is in none of them.
 
         Members are numbered by rank, whatever the order of the list (as in ``torch.distributed``). A second call with
@@ -122,6 +122,7 @@ class World(Protocol):
         Args:
             groups: lists of ranks.
             name: name of the groups in errors.
+            point_to_point: whether the groups send messages while their ranks compute; the same for groups of one name.
         """
 
     def release_unused(self) -> None:

@@ -99,6 +99,7 @@ __all__ = [
     "is_functorch_active",
     "is_view",
     "make_wrapper_subclass",
+    "nccl_options",
     "parameters_of",
     "pop_function_mode",
     "push_function_mode",
@@ -251,6 +252,16 @@ def timeout_of(process_group: dist.ProcessGroup) -> timedelta:
     device = torch.device("cuda" if dist.get_backend(process_group) == "nccl" else "cpu")
     timeout: timedelta = process_group._get_backend(device).options._timeout
     return timeout
+
+
+def nccl_options(timeout: timedelta, *, is_high_priority_stream: bool, max_ctas: int) -> Any:
+    """Options of a NCCL group; only where torch has NCCL, and ``max_ctas`` only where that has a configuration."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=is_high_priority_stream)
+    if hasattr(options, "config"):
+        options.config.max_ctas = max_ctas
+    # new_group() warns of options that have another one than its argument.
+    options._timeout = timeout
+    return options
 
 
 def default_store() -> Store:

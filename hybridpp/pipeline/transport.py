@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybridpp.cluster import Group, Work
+from hybridpp.cluster import Group, Work, resolved
 from hybridpp.pipeline.stage import TensorMeta
 
 
@@ -59,8 +59,8 @@ class Transport:
 
     def send(self, tensors: Sequence[Tensor], peer: int) -> SendHandle:
         """Start to send to rank ``peer``."""
-        # Backends send contiguous memory only.
-        dense = [tensor.detach().contiguous() for tensor in tensors]
+        # Backends send contiguous memory only, as it is.
+        dense = [resolved(tensor.detach()).contiguous() for tensor in tensors]
         return SendHandle(dense, [self._group.send(tensor, peer) for tensor in dense])
 
     def receive(self, specs: Sequence[TensorMeta], peer: int) -> RecvHandle:

@@ -42,7 +42,7 @@ class Layout:
         groups: list[ref[Group]] = []
 
         def along(axis: Axis) -> Group:
-            group = world.split(grid.groups(axis), axis)
+            group = world.split(grid.groups(axis), axis, point_to_point=axis == "pp")
             assert group is not None, "every rank is in one group of each axis"
             groups.append(ref(group))
             return group

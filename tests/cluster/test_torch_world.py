@@ -1,13 +1,17 @@
 import time
+from datetime import timedelta
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from hybridpp_plugins.layout import Layout
 from processes import run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hybridpp.cluster import DistCoordinator, Loopback, current_world
+from hybridpp.cluster import DistCoordinator, Loopback, RankGrid, current_world
+from hybridpp.cluster.torch_world import TorchWorld
 from hybridpp.errors import PartitionError
 
 HALF = (torch.float16, torch.bfloat16)
@@ -132,3 +136,55 @@ def test_a_job_that_the_script_joined_by_itself_is_a_world(tmp_path):
         return total.item(), current_world().size, second.ranks
 
     assert run_ranks(run, 2) == [(2.0, 1, (0, 1))] * 2
+
+
+class NcclOptions:
+    """As torch has them in builds with NCCL."""
+
+    def __init__(self, is_high_priority_stream):
+        self.is_high_priority_stream, self.config = is_high_priority_stream, SimpleNamespace(max_ctas=None)
+
+
+def groups_of_a_pipeline():
+    """What is asked of torch for each group: description, time limit, and the options of NCCL."""
+    asked = []
+    new_group = dist.new_group
+
+    def recorded(*args, pg_options=None, **options):
+        told = pg_options and (pg_options.is_high_priority_stream, pg_options.config.max_ctas, pg_options._timeout)
+        asked.append((options["group_desc"], options["timeout"].total_seconds(), told))
+        return new_group(*args, **options)
+
+    dist.new_group = recorded
+    world = current_world()
+    grid = RankGrid(dp_size=1, pp_size=2, tp_size=1)
+    Layout.create(world, grid)
+    on_gloo = list(asked)
+    asked.clear()
+    dist.get_backend_config, dist.ProcessGroupNCCL = lambda: "cpu:gloo,cuda:nccl", SimpleNamespace(Options=NcclOptions)
+    world._groups.clear(), world._users.clear()
+    Layout.create(world, grid)
+    return on_gloo, asked
+
+
+def test_a_pipelines_messages_go_first_and_take_few_multiprocessors():
+    (on_gloo, on_nccl), other = run_ranks(groups_of_a_pipeline, 2)
+    assert other == (on_gloo, on_nccl)
+    assert on_gloo == [("hybridpp pp", 30.0, None)]
+    assert on_nccl == [("hybridpp pp", 30.0, (True, 4, timedelta(seconds=30)))]
+
+
+def a_script_bound_its_group():
+    """How a world finds what ``init_process_group(device_id=...)`` did: torch then splits one communicator for all."""
+    world = TorchWorld()
+    single = world.split([[0]])
+    descriptions = {group.group_desc for group in dist.distributed_c10d._world.pg_map}
+    before = world.device
+    world.process_group = SimpleNamespace(bound_device_id=torch.device("cuda", 3))
+    return single is None, world._alone is None, sorted(descriptions), str(before), str(world.device)
+
+
+def test_a_default_group_that_is_bound_to_a_device_sets_the_device():
+    first, second = run_ranks(a_script_bound_its_group, 2)
+    assert first == (False, False, ["default_pg", "hybridpp one rank"], "cpu", "cuda:3")
+    assert second == (True, False, *first[2:]), "a group of some ranks is made by all of them"

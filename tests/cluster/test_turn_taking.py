@@ -62,3 +62,25 @@ def test_ranks_run_in_a_fixed_order_and_switch_only_where_one_waits():
     assert turns == order()
     assert turns[::2] == turns[1::2]
     assert [rank for step, rank in turns[::2] if step == 0] == [0, 1, 2]
+
+
+def test_each_rank_has_its_own_numbers_of_every_generator(monkeypatch):
+    device = torch.Generator()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", (device,))
+
+    def draw():
+        group = current_world().control()
+        numbers = []
+        for generator in (torch.default_generator, device):
+            generator.manual_seed(group.rank)
+        for _ in range(2):
+            group.all_reduce(torch.zeros(1)).wait()
+            numbers.append([torch.rand(1, generator=one).item() for one in (torch.default_generator, device)])
+        return numbers
+
+    def alone(seed):
+        one = torch.Generator().manual_seed(seed)
+        return [[torch.rand(1, generator=one).item()] * 2 for _ in range(2)]
+
+    assert Loopback(2).run(draw) == [alone(0), alone(1)]
