@@ -13,6 +13,7 @@ from hybridpp.cluster.launch import (
     launch_from_torch,
 )
 from hybridpp.cluster.loopback import Loopback
+from hybridpp.cluster.random_draws import DrawMonitor, default_generators, has_drawn
 from hybridpp.cluster.seeds import (
     RandomState,
     microbatch_key,
@@ -31,6 +32,7 @@ __all__ = [
     "Axis",
     "Coordinate",
     "DistCoordinator",
+    "DrawMonitor",
     "Group",
     "Loopback",
     "Pending",
@@ -40,9 +42,11 @@ __all__ = [
     "World",
     "check_joined",
     "current_world",
+    "default_generators",
     "disable_existing_loggers",
     "gather_objects",
     "get_dist_logger",
+    "has_drawn",
     "launch",
     "launch_from_openmpi",
     "launch_from_slurm",

@@ -108,6 +108,12 @@ class StagePlan:
         return len(self.stages) - 1 - self.stages[::-1].index(self.stage)
 
     @cached_property
+    def is_seeded_everywhere(self) -> bool:
+        """Whether RNG streams are set for all units: the seeds tell apart calls that activation checkpointing repeats."""
+        repeated = [call.name for call in self.calls if call.checkpointed]
+        return len(repeated) > len(set(repeated))
+
+    @cached_property
     def outgoing_set(self) -> frozenset[Value]:
         """``outgoing`` as a set."""
         return frozenset(self.outgoing)

@@ -15,6 +15,7 @@ from hybridpp.nn.torch_private import forward_hooks_of, forward_pre_hooks_of, py
 from hybridpp.partition.blocks import finest_units
 from hybridpp.partition.calls import CallArguments
 from hybridpp.partition.compiled import forbid_compile, refuse_compiled
+from hybridpp.partition.drawing_parts import DrawingParts
 from hybridpp.partition.hooks import run_once
 from hybridpp.partition.intercept import ForwardListener, Interceptor
 from hybridpp.partition.module_outputs import AttributeDelta
@@ -99,6 +100,7 @@ class StagedModel:
         refuse_compiled(model, [model])
         self._finest = Interceptor(adapter, AdapterLayer.UNIT_RNG, finest_units(model))
         self._layer_listener = ForwardListener(adapter, inner_linear_layers(model, self._finest.units))
+        self._drawing_parts = DrawingParts(model)
         if num_stages > 1:
             self._assignment = cut_into_stages(
                 adapter, num_stages, samples, self._finest, prepare=self._prepare, device=device, staging=staging
@@ -221,7 +223,8 @@ class StagedModel:
             The values of ``plan.outgoing``; on the last stage the model's result (else None); and what
             :meth:`recomputing` takes, where gradients are enabled (else None).
         """
-        rng = UnitRng(key, self._device)
+        parts = None if plan.is_seeded_everywhere else self._drawing_parts.now(torch.is_grad_enabled())
+        rng = UnitRng(key, self._device, parts, self._staging.draws)
         self._restore_attributes()
         run = self._stage_run(plan, received, rng)
         # Not the run itself, which holds activations.
@@ -242,12 +245,14 @@ class StagedModel:
                 result = copy_context().run(self.model, *args, **kwargs)
         except StageDone:
             rest.put()
+            rng.finish(is_last=False)
             return run.outgoing(), None, self._context_of(plan, run, received, rng, key)
         if plan.last_local is not None:
             raise PartitionError(
                 f"the forward ended before unit {plan.calls[plan.last_local].name!r}, the last of stage {plan.stage}: "
                 "something on the way caught the exception that leaves it. Do not catch BaseException in the model."
             )
+        rng.finish(is_last=True)
         return [], result, self._context_of(plan, run, received, rng, key)
 
     def _context_of(
@@ -290,7 +295,7 @@ class StagedModel:
         """
         self._restore_attributes()
         replay = context.replay
-        recompute = RecomputeRng(context.rng_trace, context.key, self._device)
+        recompute = RecomputeRng(context.rng_trace, context.key, self._device, self._staging.draws)
         with (
             self._staging.recompute_context(),
             self._visibility.showing_all(),

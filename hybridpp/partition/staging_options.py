@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hybridpp.cluster import DrawMonitor
 from hybridpp.config import PartitionConfig, PipelineGradientCheckpointConfig
 from hybridpp.partition.memory import TrainingStateSpec
 from hybridpp.partition.plan import BoundarySharding
@@ -25,6 +26,7 @@ class StagingOptions:
         boundary_sharding: of the values between stages; None: they are sent unsharded.
         state_spec: what a rank keeps for each trainable weight.
         ranks: the rank of each stage; empty: one stage per rank.
+        draws: of the model.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -36,3 +38,4 @@ class StagingOptions:
     boundary_sharding: BoundarySharding | None = None
     state_spec: TrainingStateSpec = field(default_factory=TrainingStateSpec)
     ranks: Sequence[int] = ()
+    draws: DrawMonitor = field(default_factory=DrawMonitor)

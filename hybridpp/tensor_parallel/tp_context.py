@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridpp.cluster import Group
+from hybridpp.cluster import DrawMonitor, Group
 from hybridpp.errors import PartitionError
 from hybridpp.nn.torch_private import has_no_data, storage_id, version_of
 from hybridpp.tensor_parallel.collectives import copy_to_ranks
@@ -50,6 +50,7 @@ class TensorParallelContext:
 
     Attributes:
         overlap_fn: called while gradients are being summed.
+        draws: where no draws are expected, generators are left alone.
         keeps_logits_sharded: whether the output of a sharded head stays sharded until it is read in full, also where no
             gradients are computed.
     """
@@ -57,6 +58,7 @@ class TensorParallelContext:
     def __init__(self, group: Group):
         self.group = group
         self.overlap_fn: Callable[[], None] = _nothing
+        self.draws = DrawMonitor()
         self.keeps_logits_sharded = False
         self._copied: tuple[Tensor, int, Tensor] | None = None
         self._joined: tuple[Tensor, int, Tensor] | None = None
@@ -184,11 +186,12 @@ class TensorParallelContext:
 
     def fork_rng(self, y: Tensor) -> None:
         """Let random numbers be this rank's own from now on, for sharded activations like ``y``."""
-        if type(y) is not Tensor or y.is_meta:
+        if not self.draws.expected or type(y) is not Tensor or y.is_meta:
             return
         generator = _generator(y.device)
         if self._before is not None and self._before.seed == generator.initial_seed():
             return
+        self.draws.note(generator)
         state = generator.get_state()
         # From the complete state, so that each call in the forward gets other numbers. The CPU's generator uses
         # 32 bits of a seed.
@@ -204,4 +207,5 @@ class TensorParallelContext:
         before, self._before = self._before, None
         # If a forward ended in between (activation checkpointing stops early), others have seeded the generator.
         if before is not None and before.seed == before.generator.initial_seed():
+            self.draws.note(before.generator)
             before.generator.set_state(before.state)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hybridpp.cluster import Group, get_dist_logger
+from hybridpp.cluster import DrawMonitor, Group, get_dist_logger
 from hybridpp.config import ParallelConfig
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.module_adapter import ModuleAdapter
@@ -44,12 +44,14 @@ class AppliedTensorParallel(NamedTuple):
         summed: parameters whose gradients are sums over all ranks that share layers, by name.
         between_stages: what of the values between stages travels; None: all of it.
         in_a_step: what to be in while a schedule runs.
+        draws: whether the layers draw random numbers.
     """
 
     weight_gradients: WeightGradients
     summed: frozenset[str]
     between_stages: BoundarySharding | None = None
     in_a_step: Callable[[], AbstractContextManager[None]] = nullcontext
+    draws: DrawMonitor | None = None
 
 
 def apply_tensor_parallel(
@@ -81,7 +83,11 @@ def apply_tensor_parallel(
     sharding.context.overlap_fn = weight_gradients.run_overlapped
     between = ShardsBetweenStages(sequences.blocks, tp) if sequences.blocks else None
     return AppliedTensorParallel(
-        weight_gradients, sharding.partial_grad | sequences.partial_grad, between, sharding.context.keep_logits_sharded
+        weight_gradients,
+        sharding.partial_grad | sequences.partial_grad,
+        between,
+        sharding.context.keep_logits_sharded,
+        sharding.context.draws,
     )
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from hybridpp.checkpoint import allocate
-from hybridpp.cluster import gather_objects
+from hybridpp.cluster import DrawMonitor, gather_objects
 from hybridpp.config import Precision
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn.torch_private import apply_to_tensors
-from hybridpp.partition import BoundarySharding, StagedModel, StagingOptions, TrainingStateSpec, finest_units
+from hybridpp.partition import StagedModel, StagingOptions, TrainingStateSpec, finest_units
 from hybridpp.pipeline import call_arguments
 from hybridpp.precision import (
     FunctionCasts,
@@ -102,7 +102,7 @@ def place_model(
         FunctionCasts(adapter, finest_units(model), settings.precision_config.fp32_losses) if half else None
     )
     working = _Working(working_dtype(model, settings.precision), module_dtypes, function_casts, state_spec)
-    staged = _cut(adapter, context, working, samples, applied_tp.between_stages)
+    staged = _cut(adapter, context, working, samples, applied_tp)
     masters = _bring(adapter, settings.precision, working, context.device, uninitialized)
     return PlacedModel(staged, masters, function_casts)
 
@@ -112,7 +112,7 @@ def _cut(
     context: BoostContext,
     working: _Working,
     samples: Samples,
-    parts: BoundarySharding | None,
+    applied_tp: AppliedTensorParallel,
 ) -> StagedModel:
     model, settings, layout, placement = adapter.model, context.settings, context.layout, context.planner.placement
     staging = StagingOptions(
@@ -122,9 +122,10 @@ def _cut(
         recomputation=settings.pipeline.recomputation,
         broadcast=lambda seconds: list(gather_objects(layout.control, seconds)[0]),
         recompute_context=working.function_casts.recompute_context if working.function_casts else nullcontext,
-        boundary_sharding=parts,
+        boundary_sharding=applied_tp.between_stages,
         state_spec=working.state_spec,
         ranks=placement,
+        draws=applied_tp.draws or DrawMonitor(),
     )
     mine = [stage for stage, rank in enumerate(placement) if rank == layout.here.pp]
     calls = [call_arguments(batch) for batch in samples.batches]
