@@ -109,7 +109,7 @@ class StagePlan:
 
     @cached_property
     def is_seeded_everywhere(self) -> bool:
-        """Whether RNG streams are set for all units: the seeds tell apart calls that activation checkpointing repeats."""
+        """Whether all units set their RNG streams: activation checkpointing tells repeated calls apart by the seeds."""
         repeated = [call.name for call in self.calls if call.checkpointed]
         return len(repeated) > len(set(repeated))
 
