@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 import hybridpp
 from hybridpp.cluster import Loopback
 from hybridpp.config import (
+    CompileConfig,
     LossScaleConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -24,13 +25,24 @@ from hybridpp.config import (
     PrecisionConfig,
 )
 
-PAGES = ("layouts", "batches", "precision", "tensor_parallelism", "memory", "saving", "running", "extending")
+PAGES = (
+    "layouts",
+    "compiling",
+    "batches",
+    "precision",
+    "tensor_parallelism",
+    "memory",
+    "saving",
+    "running",
+    "extending",
+)
 SNIPPETS = [
     pytest.param(page, block, id=f"{page}-{number}")
     for page in PAGES
     for number, block in enumerate(blocks(f"docs/{page}.md", "python"))
 ]
 CONFIGS = (
+    CompileConfig,
     LossScaleConfig,
     OptimizerConfig,
     ParallelConfig,

@@ -1,11 +1,13 @@
 """Settings as frozen dataclasses that validate themselves. Imports no torch, so bad settings are reported early."""
 
 from hybridpp.config.base import require_bools
+from hybridpp.config.compile import CompileConfig
 from hybridpp.config.parallel import ParallelConfig, PartitionConfig, cut_side
 from hybridpp.config.pipeline import PipelineConfig, PipelineGradientCheckpointConfig
 from hybridpp.config.precision import LossScaleConfig, OptimizerConfig, Precision, PrecisionConfig
 
 __all__ = [
+    "CompileConfig",
     "LossScaleConfig",
     "OptimizerConfig",
     "ParallelConfig",

@@ -21,11 +21,13 @@ needs to know of the step is in an object that is bound to it, and that the step
 :meth:`CallRouter.active` is such a context. What the backward pass needs of a forward is returned by that forward
 (``StageContext`` in ``partition/``) and held by the executor.
 
-**Seams.** Two layers of the order are used by nothing yet. ``COMPILE`` is the innermost: its ``inner`` is the user's
-own forward, which an object that is bound to the layer may compile at the first call. ``GATHER_PARAMETERS`` (ZeRO-3) is
-a :class:`CallRouter` around the hooks, because hooks may read weights; inside random numbers and stages, because a
-stage that does not run a module gathers nothing; and as a router it also runs where recomputation runs a block again.
-Both are shown by ``tests/module_adapter/test_seams.py``.
+**Compiled modules.** ``COMPILE`` is the innermost layer: its ``inner`` is the user's own forward, which is compiled at
+the first call. What is put on modules inside of it is compiled with it (:meth:`ModuleAdapter.expect_compiled`).
+
+**Seams.** One layer of the order is used by nothing yet. ``GATHER_PARAMETERS`` (ZeRO-3) is a :class:`CallRouter` around
+the hooks, because hooks may read weights; inside random numbers and stages, because a stage that does not run a module
+gathers nothing; and as a router it also runs where recomputation runs a block again. ``tests/module_adapter/
+test_seams.py`` shows it.
 
 **Taking off.** Everything is recorded with what was there before. :meth:`ModuleAdapter.remove` puts all of it back,
 last things first, or refuses where the script has set something over it since.

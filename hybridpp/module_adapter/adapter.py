@@ -1,6 +1,6 @@
 """Everything that is put on the modules of one model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,12 +46,17 @@ class ModuleAdapter:
         self.model = model
         self._order = _order.ORDER if order is None else tuple(order)
         self._wrappers: dict[nn.Module, ModuleWrapper] = {}
+        self._compiled: set[nn.Module] = set()
         self._changes: list[Change] = []
         self._before_irreversible = before_irreversible
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleAdapter":
         """A copy of a boosted model is no boosted model: what is on it can be run, and not be taken off."""
         return ModuleAdapter(nn.Module())
+
+    def expect_compiled(self, modules: Iterable[nn.Module]) -> None:
+        """Take note of modules whose calls are compiled with the layers inside their hooks; before one is put there."""
+        self._compiled.update(modules)
 
     def wrap(self, module: nn.Module, layer: AdapterLayer, function: Forward, *bound: Any) -> None:
         """Let a call of ``module.forward`` be ``function(*bound, inner, *args, **kwargs)``, inside its hooks.
@@ -74,7 +79,7 @@ class ModuleAdapter:
 
     def _wrapper(self, module: nn.Module) -> ModuleWrapper:
         if module not in self._wrappers:
-            self._wrappers[module] = ModuleWrapper(module, self._order)
+            self._wrappers[module] = ModuleWrapper(module, self._order, module in self._compiled)
         return self._wrappers[module]
 
     def take_off(self, layer: AdapterLayer) -> None:

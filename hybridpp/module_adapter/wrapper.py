@@ -24,15 +24,33 @@ class _Run(NamedTuple):
     bound: tuple[Any, ...]
 
 
+class _CompilableCall:
+    def __init__(self, function: Forward, bound: tuple[Any, ...]):
+        self.function, self.bound = function, bound
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*self.bound, *args, **kwargs)
+
+
+def _compilable_partial(function: Forward, *bound: Any) -> Forward:
+    """``functools.partial(function, *bound)`` of which torch's compiler makes one code for all modules of a kind.
+
+    It recognises a partial, or an object, that is a module's forward by its identity, but a method by its function.
+    """
+    return _CompilableCall(function, bound).run
+
+
 class ModuleWrapper:
     """The layers of one module, and the attributes of it that a call goes through.
 
     Args:
         module: as the script made it.
         order: of the layers, the innermost first.
+        is_compiled: whether calls of the module are compiled.
     """
 
-    def __init__(self, module: nn.Module, order: Sequence[AdapterLayer]):
+    def __init__(self, module: nn.Module, order: Sequence[AdapterLayer], is_compiled: bool = False):
+        self._bind: Callable[..., Any] = _compilable_partial if is_compiled else functools.partial
         self._module = module
         self._order = order
         # MISSING: the class's own counts.
@@ -85,7 +103,7 @@ class ModuleWrapper:
             return self._found[name]
         nested: Any = innermost or self._own[name]
         for run in present:
-            nested = functools.partial(run.function, *run.bound, nested)
+            nested = self._bind(run.function, *run.bound, nested)
         return nested
 
     def _set(self, name: str, value: Any) -> None:

@@ -4,6 +4,7 @@ from hybridpp.partition.annotations import annotate_split_points, set_execution_
 from hybridpp.partition.block_calls import block_calls
 from hybridpp.partition.blocks import ModuleUnits, find_units, finest_units
 from hybridpp.partition.calls import CallArguments, TensorSpec, Trace, UnitCall
+from hybridpp.partition.compile_blocks import compile_blocks
 from hybridpp.partition.compiled import compiled_parts
 from hybridpp.partition.concrete_fallback import UntraceableUnitError
 from hybridpp.partition.containers import is_cache
@@ -34,6 +35,7 @@ __all__ = [
     "UntraceableUnitError",
     "annotate_split_points",
     "block_calls",
+    "compile_blocks",
     "compiled_parts",
     "describe_cut",
     "find_units",

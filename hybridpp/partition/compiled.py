@@ -1,20 +1,76 @@
 """Modules that ``torch.compile`` was applied to: blocks may be compiled, containers may not."""
 
-from collections.abc import Iterable
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Never
 
+import torch
 from torch import nn
 
 from hybridpp.errors import PartitionError
-from hybridpp.module_adapter import ModuleAdapter
+from hybridpp.module_adapter import Forward, ModuleAdapter
 from hybridpp.nn.torch_private import compiled_call_of
+
+# Different blocks, training and evaluation, several formats and shapes: more than torch's 8 by default.
+_MAX_GRAPHS = 64
+_COMPILER = f"{torch.__name__}._dynamo"
+_ADVICE = (
+    "hybridpp: compile_blocks=True makes one graph of each block. Pass compile_blocks={'fullgraph': False} to run what "
+    "cannot be compiled as it was written, or leave compile_blocks out."
+)
+
+
+class CompiledForward:
+    """Runs forwards compiled. Blocks share it, so that torch finds what it compiled for the first of its kind."""
+
+    def __init__(self, keywords: Mapping[str, Any]):
+        known = inspect.signature(torch.compile).parameters
+        more = {"recompile_limit": _MAX_GRAPHS, "isolate_recompiles": True}
+        # Torch 2.11 has neither: there at most 8 graphs serve all models.
+        compiler: Any = torch.compile
+        self._compiled: Callable[..., Any] = compiler(
+            _call, **keywords, **{name: value for name, value in more.items() if name in known}
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompiledForward":
+        """The same: it belongs to no module."""
+        return self
+
+    def run(self, inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        """Call ``inner`` compiled."""
+        try:
+            return self._compiled(inner, args, kwargs)
+        except Exception as error:
+            if type(error).__module__.startswith(_COMPILER):
+                error.add_note(_ADVICE)
+            raise
+
+
+def _call(inner: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return inner(*args, **kwargs)
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is compiled: in place, by a wrapper around it, or its forward."""
+    return is_compiled_by_script(module) or has_compiled_forward(module)
+
+
+def is_compiled_by_script(module: nn.Module) -> bool:
+    """Whether it was compiled before boost."""
     if compiled_call_of(module) is not None or hasattr(type(module), "_opt_mod_attributes"):
         return True
     return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+
+
+def has_compiled_forward(module: nn.Module) -> bool:
+    """Whether the innermost layer around its forward is a :class:`CompiledForward`."""
+    forward = vars(module).get("forward")
+    while isinstance(forward, functools.partial):
+        if isinstance(getattr(forward.func, "__self__", None), CompiledForward):
+            return True
+        forward = forward.args[-1] if forward.args else None
+    return False
 
 
 def compiled_parts(model: nn.Module) -> set[nn.Module]:

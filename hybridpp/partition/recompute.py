@@ -14,7 +14,7 @@ from hybridpp.nn.checkpointing import in_checkpoint
 from hybridpp.nn.snapshot import Snapshot
 from hybridpp.nn.torch_private import version_or_none
 from hybridpp.partition.calls import UnitCall
-from hybridpp.partition.compiled import is_compiled
+from hybridpp.partition.compiled import is_compiled_by_script
 from hybridpp.partition.containers import ContainerSnapshot, tensors_in
 from hybridpp.partition.unit_state import UnitStateRecorder
 
@@ -74,7 +74,7 @@ class Recomputable:
         self._recorders: Mapping[str, UnitStateRecorder] = {}
         for name, module in modules.items():
             # A unit that is compiled in place is compiled together with its hooks.
-            wrap = adapter.wrap_call if is_compiled(module) else adapter.wrap
+            wrap = adapter.wrap_call if is_compiled_by_script(module) else adapter.wrap
             wrap(module, AdapterLayer.RECOMPUTE, self._run, name)
 
     @contextmanager

@@ -11,6 +11,7 @@ from hybridpp.pipeline.batch import (
 from hybridpp.pipeline.batch_dim_checks import check_batch_dims, watch_sequence_axes
 from hybridpp.pipeline.batch_dims import leaf_dims
 from hybridpp.pipeline.batch_sync import RankBatchInfo, read_batch, sync_batch
+from hybridpp.pipeline.compiled_wgrad import compile_keywords
 from hybridpp.pipeline.criterion import CriterionAdapter, SignatureCache, takes_targets, without_target
 from hybridpp.pipeline.executor import Executor, RankProgram, rank_programs
 from hybridpp.pipeline.forward_signature import ForwardSignature
@@ -51,6 +52,7 @@ __all__ = [
     "WeightGradients",
     "call_arguments",
     "check_batch_dims",
+    "compile_keywords",
     "confirm_sum",
     "detect_reduction",
     "duplicate_samples",

@@ -30,6 +30,9 @@ class WgradQueue(Protocol):
     def try_defer(self, task: "WgradTask", overlap_comm: bool) -> bool:
         """Keep the task of a layer's weight gradients for later; False: the caller computes them now."""
 
+    def add(self, tasks: list["WgradTask"]) -> None:
+        """Compute weight gradients, and add them to the sums."""
+
 
 class LayerBinding:
     """A layer of the model with its operations and its queue.
@@ -39,7 +42,7 @@ class LayerBinding:
         is_deferrable: whether its weight gradients may be deferred in the current step.
     """
 
-    __slots__ = ("is_deferrable", "module", "names", "ops", "queue")
+    __slots__ = ("__weakref__", "is_deferrable", "module", "names", "ops", "queue")
 
     def __init__(self, ops: SplitBackwardOps, module: nn.Module, names: tuple[str, ...], queue: WgradQueue):
         self.ops, self.module, self.names, self.queue = ops, module, names, queue

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
 from hybridpp.nn.torch_private import current_graph_task_id, is_any_autocast_enabled, parameters_of
+from hybridpp.pipeline.compiled_wgrad import number_of, separated_linear
 from hybridpp.pipeline.deferred_wgrad import LayerBinding, WgradTask, deferred_wgrad
 from hybridpp.pipeline.split_backward_ops import SavedInput, SplitBackwardOps, split_backward_ops
 
@@ -56,7 +57,8 @@ class WeightGradients:
     Args:
         adapter: of the model.
         layers: the operations of modules that tensor parallelism shards; other modules are recognised by class.
-        excluded: modules whose weight gradients are never deferred (those inside compiled modules).
+        excluded: modules whose weight gradients are never deferred (those in modules that the script compiled).
+        compiled: modules in compiled blocks; the weight gradients of those that are ``nn.Linear`` can be deferred.
 
     Attributes:
         overlaps_comm: whether some layers' weight gradients overlap communication under every schedule. Without such
@@ -68,6 +70,7 @@ class WeightGradients:
         adapter: ModuleAdapter,
         layers: Mapping[nn.Module, SplitBackwardOps] | None = None,
         excluded: Collection[nn.Module] = (),
+        compiled: Collection[nn.Module] = (),
     ):
         model = adapter.model
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -83,6 +86,8 @@ class WeightGradients:
         self._others: Counter[str] = Counter()
         for module in model.modules():
             ops = None if module in excluded else (layers or {}).get(module) or split_backward_ops(module)
+            is_compiled = module in compiled
+            ops = None if is_compiled and type(module).forward is not nn.Linear.forward else ops
             if ops is None:
                 self._others[type(module).__name__] += any(p.requires_grad for p in module.parameters(recurse=False))
                 continue
@@ -90,7 +95,8 @@ class WeightGradients:
             binding = LayerBinding(ops, module, tuple(names[id(p)] for p in parameters if p is not None), self)
             self._bindings.append(binding)
             separable.update(binding.names)
-            adapter.wrap(module, AdapterLayer.WEIGHT_GRADIENTS, self._run, binding)
+            run, more = (self._run_compiled, (number_of(binding),)) if is_compiled else (self._run, ())
+            adapter.wrap(module, AdapterLayer.WEIGHT_GRADIENTS, run, binding, *more)
         self.overlaps_comm = any(binding.ops.overlap_comm for binding in self._bindings)
         trainable = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
         self._num_separable = sum(size for name, size in trainable.items() if name in separable)
@@ -258,6 +264,20 @@ class WeightGradients:
                 y = y.view(x.shape[:count] + y.shape[1:])
             return y if ops.post_forward is None else ops.post_forward(y)
         return forward(*args, **kwargs)
+
+    def _run_compiled(
+        self, binding: LayerBinding, number: Tensor, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """In code that is compiled: what it reads, the compiler compares at every call of a block."""
+        if not (self._recording and self._splits and binding.is_deferrable) or kwargs or len(args) != 1:
+            return forward(*args, **kwargs)
+        module: Any = binding.module
+        x, weight, bias = args[0], module.weight, module.bias
+        is_separable = x.dim() > 1 and x.requires_grad and x.dtype is weight.dtype and torch.is_grad_enabled()
+        if not is_separable or torch.is_autocast_enabled(x.device.type):
+            return forward(x)
+        y = separated_linear(x.flatten(0, -2), weight, bias, number)
+        return y.view(x.shape[:-1] + y.shape[-1:])
 
 
 def _is_plain_input(x: Any, binding: LayerBinding) -> bool:

@@ -1,7 +1,7 @@
 """Apply tensor parallelism: sharded layers with deferred weight gradients, gradient sums, gathered tensors."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -55,15 +55,27 @@ class AppliedTensorParallel(NamedTuple):
 
 
 def apply_tensor_parallel(
-    adapter: ModuleAdapter, config: ParallelConfig, layout: Layout, find_samples: Callable[[], Samples]
+    adapter: ModuleAdapter,
+    config: ParallelConfig,
+    layout: Layout,
+    find_samples: Callable[[], Samples],
+    compiled: Collection[nn.Module] = (),
 ) -> AppliedTensorParallel:
     """Let this rank hold its part of the model's layers; before the model is cut.
 
     The user's plan says which layers are sharded; without one, a plan is searched. Collective: all ranks.
+
+    Args:
+        adapter: of the model.
+        config: the plan, and the number of ranks.
+        layout: the ranks.
+        find_samples: gives batches that the model can be called with.
+        compiled: modules in compiled blocks whose weight gradients may be deferred.
     """
     model, tp = adapter.model, layout.tp
     if tp.size == 1:
-        return AppliedTensorParallel(WeightGradients(adapter, excluded=compiled_parts(model)), frozenset())
+        excluded = compiled_parts(model).difference(compiled)
+        return AppliedTensorParallel(WeightGradients(adapter, excluded=excluded, compiled=compiled), frozenset())
     kinds = {module: split_backward_ops(module) for module in model.modules()}
     if config.tensor_parallel_plan is not None:
         plan = plan_from_patterns(model, config.tensor_parallel_plan, tp.size)

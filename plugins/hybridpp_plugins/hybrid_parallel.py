@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from hybridpp.cluster import RankGrid, check_joined, current_world, preserved_random_state
 from hybridpp.config import ParallelConfig, PipelineGradientCheckpointConfig, Precision, require_bools
 from hybridpp.errors import ClosedError, ConfigError
-from hybridpp.pipeline import ForwardSignature, StageManager
+from hybridpp.pipeline import ForwardSignature, StageManager, compile_keywords
 from hybridpp.plugin import (
     Boosted,
     Criterion,
@@ -61,6 +61,8 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, PreviewsTenso
         pp_size: ranks of each pipeline; 1: no pipeline. The script stays the same.
         precision: number format of the forward and the backward pass; with fp16 and bf16, fp32 masters are kept.
         enable_all_optimization: let torch use its fastest fp32 matrix kernels (TF32 on CUDA); no effect on the CPU.
+        compile_blocks: whether ``torch.compile`` compiles the model's blocks, equal blocks once; or a dict of its
+            keywords. Needs ``tp_size=1``.
 
         num_microbatches: micro-batches per batch. With ``pp_size > 1``, give this or ``microbatch_size``; else 1.
         microbatch_size: samples per micro-batch.
@@ -135,6 +137,7 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, PreviewsTenso
         *,
         precision: Precision | Literal["fp32", "fp16", "bf16"] = "fp32",
         enable_all_optimization: bool = False,
+        compile_blocks: bool | Mapping[str, Any] = False,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
         schedule: str | Path | Sequence[Sequence[Any]] | Callable[[int, int], Any] | None = None,
@@ -176,6 +179,8 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, PreviewsTenso
         self.max_norm = self.settings.optimizer.max_norm
         self.zero_stage = self.settings.parallel.zero_stage
         self._planner = SchedulePlanner(self.settings.pipeline, pp_size)
+        if self.settings.compile.is_on and self._planner.splits_backward:
+            compile_keywords(self.settings.compile.keywords)
         grid = RankGrid(dp_size=self.dp_size, pp_size=pp_size, tp_size=tp_size)
         self.layout = Layout.create(world, grid)
         self.stage_manager: StageManager = self.layout.stage_manager(self._planner.placement)

@@ -7,6 +7,7 @@ import torch
 
 from hybridpp.cluster import gather_objects, preserved_random_state
 from hybridpp.data_parallel import GradientReducer
+from hybridpp.nn.force_eager import force_eager
 from hybridpp.nn.snapshot import preserved_buffer_values
 from hybridpp.partition import StagedModel
 from hybridpp.pipeline import Executor, PipelineStep, RankProgram
@@ -125,6 +126,8 @@ class NonFiniteDiagnosis:
             preserved_random_state(self._device),
             preserved_buffer_values(self._staged.model),
             aside,
+            # Compiled code has no modules to look at.
+            force_eager(),
             detector.hooks(),
             self._staged.watched(detector.unit),
         ):

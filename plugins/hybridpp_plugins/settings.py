@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from hybridpp.config import (
+    CompileConfig,
     LossScaleConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -29,6 +30,7 @@ class PluginSettings(NamedTuple):
     precision: Precision
     precision_config: PrecisionConfig
     optimizer: OptimizerConfig
+    compile: CompileConfig
     optimize_kernels: bool
 
 
@@ -60,12 +62,18 @@ def parse_settings(given: Mapping[str, Any], other: Mapping[str, Any]) -> Plugin
         precision=Precision.parse(precision_config.precision),
         precision_config=precision_config,
         optimizer=_take(OptimizerConfig, values, loss_scale=_take(LossScaleConfig, values)),
+        compile=_take(CompileConfig, values),
         optimize_kernels=values["enable_all_optimization"],
     )
     if settings.precision is Precision.FP16 and settings.optimizer.error_if_nonfinite:
         raise ConfigError(
             "fp16 finds its loss scale by steps that overflow, and skips them: got error_if_nonfinite=True with "
             "precision='fp16'. Leave it out, or use precision='bf16'."
+        )
+    if settings.compile.is_on and settings.parallel.tp_size > 1:
+        raise ConfigError(
+            "compile_blocks makes one graph of a block, which has collectives inside where its layers are sharded: got "
+            f"tp_size={settings.parallel.tp_size}. Leave compile_blocks out, or use tp_size=1 and more stages."
         )
     for style in (settings.parallel.tensor_parallel_plan or {}).values():
         parse_style(style)

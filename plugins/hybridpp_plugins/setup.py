@@ -1,6 +1,6 @@
 """Set up a boosted model: shard it, place it on this rank, wrap the optimizer, create the engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from hybridpp.cluster import get_dist_logger
 from hybridpp.config import Precision
 from hybridpp.data_parallel import GradientBuckets, RunningStatistics
 from hybridpp.module_adapter import ModuleAdapter
-from hybridpp.partition import StagedModel
-from hybridpp.pipeline import Executor, Transport
+from hybridpp.partition import StagedModel, compile_blocks, compiled_parts
+from hybridpp.pipeline import Executor, Transport, compile_keywords
 from hybridpp.plugin import Boosted
 from hybridpp.precision import ModuleDtypes, find_module_dtypes, norm_modules, torch_dtype
 from hybridpp_plugins.apply_tp import AppliedTensorParallel, apply_tensor_parallel
@@ -27,6 +27,7 @@ from hybridpp_plugins.optimizer_locality import check_locality
 from hybridpp_plugins.optimizer_memory import optimizer_memory
 from hybridpp_plugins.optimizer_state import RunProgress
 from hybridpp_plugins.place_model import BoostContext, PlacedModel, place_model
+from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.settings import PluginSettings
 from hybridpp_plugins.wrap_optimizer import wrap_optimizer
 
@@ -42,7 +43,8 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
     check_same_weights(model, seed, layout.control)
     derive_buffers(model)
     adapter = ModuleAdapter(model, before_irreversible=rollback.forget)
-    applied_tp = apply_tensor_parallel(adapter, settings.parallel, layout, find_samples)
+    compiled = _compile_blocks(adapter, settings, planner)
+    applied_tp = apply_tensor_parallel(adapter, settings.parallel, layout, find_samples, compiled)
     if optimizer is not None:
         check_locality(optimizer, original.names, layout, device)
     state_spec = optimizer_memory(optimizer, settings.precision)
@@ -81,6 +83,20 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
     if boosted is not None and settings.precision is not Precision.FP32:
         boosted.grad_access_warning.watch(adapter, lambda: engine.is_running)
     return engine
+
+
+def _compile_blocks(
+    adapter: ModuleAdapter, settings: PluginSettings, planner: SchedulePlanner
+) -> Collection[nn.Module]:
+    """Compile the blocks, if that is wanted; returns the modules in them whose weight gradients may be deferred."""
+    adapter.expect_compiled(compiled_parts(adapter.model))
+    if not settings.compile.is_on:
+        return ()
+    keywords = settings.compile.keywords
+    if not planner.splits_backward:
+        compile_blocks(adapter, keywords)
+        return ()
+    return compile_blocks(adapter, compile_keywords(keywords))
 
 
 def _wrap_optimizer(

@@ -70,7 +70,8 @@ SWITCHES = [
     for cls in vars(settings_module).values()
     if is_dataclass(cls)
     for field in fields(cls)
-    if isinstance(field.default, bool)
+    # compile_blocks takes a dict, too.
+    if isinstance(field.default, bool) and field.name != "compile_blocks"
 ]
 
 

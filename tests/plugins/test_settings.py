@@ -16,6 +16,7 @@ from support import ROOT
 from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.cluster import Loopback
 from hybridpp.config import (
+    CompileConfig,
     LossScaleConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -25,7 +26,15 @@ from hybridpp.config import (
 )
 from hybridpp.errors import ConfigError
 
-CONFIGS = (ParallelConfig, PipelineConfig, PartitionConfig, PrecisionConfig, OptimizerConfig, LossScaleConfig)
+CONFIGS = (
+    ParallelConfig,
+    PipelineConfig,
+    PartitionConfig,
+    PrecisionConfig,
+    OptimizerConfig,
+    LossScaleConfig,
+    CompileConfig,
+)
 FIELDS = {field.name: (cls, field) for cls in CONFIGS for field in fields(cls) if field.name != "loss_scale"}
 PARAMETERS = {
     name: parameter

@@ -1,0 +1,105 @@
+"""Linear layers in compiled blocks, whose backward pass leaves the weights' gradients to a queue.
+
+A compiler must not look at the queue, so the forward and the input's gradient are operators. They know the layer by a
+tensor that holds its number: a number itself would be a constant, and each layer another graph.
+
+The input and the gradient of the output are kept beyond the operator's call. So the compiler must not write to
+memory that it takes for free (``compile_keywords``).
+"""
+
+from collections.abc import Mapping
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hybridpp.errors import ConfigError
+from hybridpp.pipeline.deferred_wgrad import LayerBinding, WgradTask
+
+# Inductor's: memory of a tensor that the graph needs no more goes back to the allocator, and is not written to before.
+_KEEPS_MEMORY = {"allow_buffer_reuse": False, "inplace_buffers": False}
+_RUNS_AS_WRITTEN = ("eager", "aot_eager")
+
+_BINDINGS: WeakValueDictionary[int, LayerBinding] = WeakValueDictionary()
+_numbers = count()
+
+
+def compile_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of ``torch.compile`` for blocks that run :func:`separated_linear`.
+
+    Args:
+        keywords: the user's.
+
+    Raises:
+        ConfigError: they let a compiler write to memory that is still needed.
+    """
+    backend = keywords.get("backend", "inductor")
+    if callable(backend) or backend in _RUNS_AS_WRITTEN:
+        return dict(keywords)
+    options = keywords.get("options") or {}
+    if backend != "inductor" or "mode" in keywords or options.get("triton.cudagraphs"):
+        raise ConfigError(
+            "compile_blocks under a schedule that splits backward passes keeps tensors of compiled code for W, which "
+            f"needs inductor without CUDA graphs and without a mode: got compile_blocks={dict(keywords)!r}. Leave "
+            "these keywords out, or use a schedule that splits nothing, such as '1f1b'."
+        )
+    return {**keywords, "options": {**options, **_KEEPS_MEMORY}}
+
+
+def number_of(binding: LayerBinding) -> Tensor:
+    """A tensor by which the operators know a layer, as long as somebody holds the binding."""
+    number = next(_numbers)
+    _BINDINGS[number] = binding
+    return torch.tensor(number)
+
+
+def separated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor) -> Tensor:
+    """``functional.linear`` on an input of rows, whose weights' gradients are left to the queue of a layer.
+
+    Args:
+        x: shape ``[rows, inputs]``; requires a gradient.
+        weight: the layer's.
+        bias: the layer's.
+        number: of :func:`number_of`.
+    """
+    result: Tensor = torch.ops.hybridpp.separated_linear(x, weight, bias, number)
+    return result
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor) -> Tensor:
+    return functional.linear(x, weight, bias)
+
+
+def _input_gradient(dy: Tensor, x: Tensor, weight: Tensor, number: Tensor) -> Tensor:
+    binding = _BINDINGS[int(number)]
+    dx = binding.ops.input_gradient(binding.module, dy, x, weight)
+    task = WgradTask(binding, dy, x, None)
+    if not binding.queue.try_defer(task, False):
+        binding.queue.add([task])
+    return dx
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, number = inputs
+    ctx.save_for_backward(x, weight, number)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    x, weight, number = ctx.saved_tensors
+    return torch.ops.hybridpp.separated_input_gradient(dy, x, weight, number), None, None, None
+
+
+_LIBRARY: Any = torch.library.Library("hybridpp", "DEF")  # type: ignore[no-untyped-call]  # torch
+_LIBRARY.define("separated_linear(Tensor x, Tensor weight, Tensor? bias, Tensor number) -> Tensor")
+_LIBRARY.define("separated_input_gradient(Tensor dy, Tensor x, Tensor weight, Tensor number) -> Tensor")
+for _kind in ("CPU", "CUDA"):
+    _LIBRARY.impl("separated_linear", _forward, _kind)
+    _LIBRARY.impl("separated_input_gradient", _input_gradient, _kind)
+torch.library.register_fake("hybridpp::separated_linear", _forward, lib=_LIBRARY)
+torch.library.register_fake(
+    "hybridpp::separated_input_gradient", lambda dy, x, weight, number: x.new_empty(x.shape), lib=_LIBRARY
+)
+torch.library.register_autograd("hybridpp::separated_linear", _backward, setup_context=_save, lib=_LIBRARY)

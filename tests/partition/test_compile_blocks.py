@@ -1,0 +1,183 @@
+"""compile_blocks: one graph for equal blocks, and the numbers of the uncompiled run."""
+
+import copy
+import re
+
+import pytest
+import torch
+from compiled_blocks import ROWS, Block, Blocks, mean_square, run, run_compiled
+from support import assert_near, assert_same, boosted, sgd, tiny_vit
+from torch import nn
+from torch._dynamo.utils import counters
+from transformers import ViTForImageClassification
+
+from hybridpp import Booster, HybridParallelPlugin
+from hybridpp.errors import ConfigError, PartitionError
+
+# The compiler looks at it of every tensor.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_checkpoint_config": {}},
+        {"precision": "bf16", "pp_size": 2},
+        {"pp_size": 2, "schedule": "zb-v"},
+    ],
+    ids=str,
+)
+def test_twelve_equal_blocks_are_one_graph_with_the_same_numbers(settings):
+    expected = run(lambda: Blocks(12), **settings)
+    actual, graphs = run_compiled(lambda: Blocks(12), **settings)
+    # Each rank compiles.
+    assert len(graphs) == settings.get("pp_size", 1)
+    assert sum(counters["graph_break"].values()) == 0
+    assert actual["losses"] == expected["losses"]
+    for kind in ("gradients", "weights"):
+        assert_near(actual[kind], expected[kind], 1e-6)
+
+
+def test_in_half_precision_one_stage_has_a_graph_that_looks_for_functions():
+    # A forward on a new kind of arguments runs with a function mode on; with several stages, a trace has done that.
+    _, graphs = run_compiled(lambda: Blocks(12), precision="bf16")
+    assert len(graphs) == 2
+
+
+def test_dropout_does_not_depend_on_the_layout():
+    expected, _ = run_compiled(lambda: Blocks(4, 0.5))
+    assert expected["losses"] != run(lambda: Blocks(4, 0.0))["losses"] * 2
+    for settings in (
+        {"pp_size": 2, "schedule": "interleaved", "gradient_checkpoint_config": {}},
+        {"pp_size": 2, "schedule": "zb-h1"},
+    ):
+        actual, _ = run_compiled(lambda: Blocks(4, 0.5), **settings)
+        assert actual["losses"][0] == expected["losses"][0], settings
+        assert_near(actual["gradients"], expected["gradients"], 1e-6)
+
+
+def test_replicas_and_evaluation():
+    expected = run(dp_size=1)
+    actual, _ = run_compiled(dp_size=2, pp_size=2, schedule="zb-h1")
+    assert_near(actual["gradients"], expected["gradients"], 1e-6)
+    booster, model, _ = boosted(Blocks(), sgd, ROWS, compile_blocks={"backend": "eager"})
+    model.eval()
+    with torch.no_grad():
+        outputs = booster.execute_pipeline(iter([ROWS]), model, mean_square, return_outputs=True)["outputs"]
+    torch.testing.assert_close(outputs, Blocks().eval()(ROWS))
+
+
+class Breaks(Block):
+    """Not one graph."""
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def broken_blocks():
+    model = Blocks()
+    model.blocks = nn.ModuleList(Breaks() for _ in range(2))
+    return model
+
+
+def test_a_block_that_is_not_one_graph_is_an_error_that_says_what_to_do():
+    with pytest.raises(Exception, match=r"graph_break") as error:
+        run(broken_blocks, compile_blocks={"backend": "eager"})
+    assert "compile_blocks={'fullgraph': False}" in "".join(error.value.__notes__)
+    expected = run(broken_blocks)
+    actual = run(broken_blocks, compile_blocks={"backend": "eager", "fullgraph": False})
+    assert actual["losses"] == expected["losses"]
+
+
+def test_what_the_script_compiled_stays_as_it_is():
+    theirs = []
+
+    def make_model():
+        model = Blocks()
+        model.blocks[1].compile(backend=lambda graph, _: theirs.append(graph) or graph.forward)
+        return model
+
+    expected = run()
+    actual, ours = run_compiled(make_model, backend="eager")
+    assert (len(theirs), len(ours)) == (1, 1)
+    assert actual["losses"] == expected["losses"]
+    assert_same(actual["gradients"], expected["gradients"])
+
+
+def test_blocks_that_the_script_compiled_are_one_graph_in_half_precision():
+    def make_model():
+        model = Blocks(12)
+        for block in model.blocks:
+            block.compile(backend="eager", fullgraph=True)
+        return model
+
+    run(make_model, precision="bf16", pp_size=2)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_describe_shows_it_and_unboost_takes_it_off():
+    booster, model, _ = boosted(Blocks(), sgd, ROWS, compile_blocks={"backend": "eager"})
+    table = booster.plugin.describe(model)
+    assert re.search(r"blocks\.\* +\| +4 \| Block +\| stage, .*compiled forward", table)
+    booster.unboost(model)
+    assert "forward" not in vars(model.blocks[0])
+    torch.testing.assert_close(model(ROWS), Blocks()(ROWS))
+
+
+def test_a_copy_of_the_model_runs_compiled_with_its_own_weights():
+    booster, model, optimizer = boosted(Blocks(), sgd, ROWS, compile_blocks={"backend": "eager"}, precision="bf16")
+    copied = copy.deepcopy(model)
+    booster.execute_pipeline(iter([ROWS]), model, mean_square, optimizer)
+    optimizer.step()
+    with torch.no_grad():
+        expected = Blocks()(ROWS)
+        torch.testing.assert_close(copied(ROWS).float(), expected, atol=0.05, rtol=0.05)
+        assert (model(ROWS).float() - expected).abs().max() > 0.1
+
+
+def test_a_nan_is_found_where_it_is():
+    def make_model():
+        model = Blocks()
+        with torch.no_grad():
+            model.blocks[2].wide.bias[3] = torch.nan
+        return model
+
+    with pytest.raises(Exception, match=r"parameter 'blocks\.2\.wide\.bias' holds NaN"):
+        run(make_model, compile_blocks={"backend": "eager"}, pp_size=2)
+
+
+def test_a_model_without_blocks_is_refused():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    with pytest.raises(
+        PartitionError, match=r"^compile_blocks found no block in Sequential: no module of a ModuleList"
+    ):
+        run(lambda: model, compile_blocks=True)
+
+
+def test_sharded_layers_are_refused_early():
+    text = "compile_blocks makes one graph of a block, which has collectives inside where its layers are sharded"
+    with pytest.raises(ConfigError, match=f"^{text}: got tp_size=2"):
+        HybridParallelPlugin(tp_size=2, compile_blocks=True)
+
+
+@pytest.mark.parametrize(
+    "given", [{"mode": "max-autotune"}, {"options": {"triton.cudagraphs": True}}, {"backend": "cudagraphs"}]
+)
+def test_a_compiler_that_reuses_what_w_needs_is_refused_early(given):
+    with pytest.raises(ConfigError, match=r"^compile_blocks under a schedule that splits backward passes keeps"):
+        HybridParallelPlugin(pp_size=1, schedule="zb-h1", num_microbatches=2, compile_blocks=given)
+    HybridParallelPlugin(pp_size=1, compile_blocks=given)
+
+
+def test_the_model_stays_what_it_is():
+    booster = Booster(plugin=HybridParallelPlugin(compile_blocks={"backend": "eager"}), device="cpu")
+    assert isinstance(booster.boost(tiny_vit()).model, ViTForImageClassification)
