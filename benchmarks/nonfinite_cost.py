@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from hybridpp_plugins import step_epilogue
+from hybridpp_plugins import step_message
 from hybridpp_plugins.nonfinite_report import NonFiniteDiagnosis
 from hybridpp_plugins.nonfinite_steps import NonFiniteSteps
 from transformers import ViTConfig, ViTForImageClassification
@@ -50,19 +50,21 @@ class Bare:
     """Inside, nothing looks for what is not finite."""
 
     def __enter__(self) -> None:
-        self._before = (step_epilogue._rank_losses, NonFiniteSteps.wants_search, StageRun.__call__)
-        step_epilogue._rank_losses = _unchecked_mean
+        self._before = (step_message._report, NonFiniteSteps.wants_search, StageRun.__call__)
+        step_message._report = _unchecked_mean
         NonFiniteSteps.wants_search = _never  # type: ignore[method-assign]  # for a measurement
         StageRun.__call__ = _unwatched  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
-        step_epilogue._rank_losses, NonFiniteSteps.wants_search, StageRun.__call__ = self._before  # type: ignore[method-assign]
+        step_message._report, NonFiniteSteps.wants_search, StageRun.__call__ = self._before  # type: ignore[method-assign]
 
 
-def _unchecked_mean(batch: Any, result: Any, losses: list[float], reduction: Any) -> step_epilogue._RankLosses:
+def _unchecked_mean(
+    batch: Any, result: Any, losses: list[float], reduction: Any, failed: bool
+) -> step_message.RankReport:
     shares = (microbatch.share for microbatch in batch.microbatches)
     total = math.fsum(value * share for value, share in zip(losses, shares, strict=True))
-    return step_epilogue._RankLosses(total, 0.0, -1.0, reduction)
+    return step_message.RankReport(failed, total, 0.0, -1.0, reduction)
 
 
 def _never(self: Any, norm: float | None) -> bool:

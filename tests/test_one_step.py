@@ -14,7 +14,7 @@ SPINE = (
     "hybridpp/pipeline/executor.py",
     "hybridpp/pipeline/handlers.py",
     "hybridpp/partition/staged_model.py",
-    "hybridpp/pipeline/transport.py",
+    "hybridpp/pipeline/boundary.py",
 )
 MAX_FILES, MAX_SPINE_LINES = 20, 1_200
 ADVICE = "correct the section One training step of ARCHITECTURE.md, or keep the step from entering another file"

@@ -10,22 +10,24 @@ from hybridpp.pipeline.batch import (
 )
 from hybridpp.pipeline.batch_dim_checks import check_batch_dims, watch_sequence_axes
 from hybridpp.pipeline.batch_dims import leaf_dims
-from hybridpp.pipeline.batch_sync import RankBatchInfo, read_batch, sync_batch
+from hybridpp.pipeline.batch_reader import BatchReader, RankBatchInfo, read_batch, start_sync
+from hybridpp.pipeline.boundary import Transport
 from hybridpp.pipeline.compiled_wgrad import compile_keywords
 from hybridpp.pipeline.criterion import CriterionAdapter, SignatureCache, takes_targets, without_target
 from hybridpp.pipeline.executor import Executor, RankProgram, rank_programs
 from hybridpp.pipeline.forward_signature import ForwardSignature
 from hybridpp.pipeline.loss_reduction import LossReduction, SumTracer, confirm_sum, detect_reduction, duplicate_samples
 from hybridpp.pipeline.merge import merge_outputs
+from hybridpp.pipeline.read_ahead import ReadAheadIterator
 from hybridpp.pipeline.recorder import DeviceRecorder, HostRecorder, Recorder
 from hybridpp.pipeline.split_backward_ops import Gradients, SplitBackwardOps, split_backward_ops
 from hybridpp.pipeline.stage import PipelineStage, StageIO, TensorMeta
 from hybridpp.pipeline.stage_manager import StageManager
 from hybridpp.pipeline.step import MicrobatchLoss, PipelineStep, StepResult
-from hybridpp.pipeline.transport import Transport
 from hybridpp.pipeline.weight_gradients import WeightGradients
 
 __all__ = [
+    "BatchReader",
     "CriterionAdapter",
     "DeviceRecorder",
     "Executor",
@@ -39,6 +41,7 @@ __all__ = [
     "PipelineStep",
     "RankBatchInfo",
     "RankProgram",
+    "ReadAheadIterator",
     "Recorder",
     "SignatureCache",
     "SplitBackwardOps",
@@ -63,7 +66,7 @@ __all__ = [
     "read_batch",
     "split_backward_ops",
     "split_batch",
-    "sync_batch",
+    "start_sync",
     "takes_targets",
     "to_plain_containers",
     "watch_sequence_axes",

@@ -1,5 +1,6 @@
 """Batches and micro-batches."""
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,6 +13,9 @@ from torch import Tensor
 from hybridpp.errors import DataError
 from hybridpp.nn.torch_private import pytree
 from hybridpp.pipeline.batch_dims import Dims, PerSample, leaf_dims, mark_sample_lists
+
+# Of larger tensors, this many evenly spaced elements are compared: enough to distinguish two batches.
+_MAX_COMPARED = 4096
 
 TOTAL_KEY = "num_items_in_batch"
 """The argument by which Hugging Face models accept the number of items that their loss is divided by."""
@@ -232,3 +236,38 @@ def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, tuple | list):
         return tuple(inputs), {}
     return (inputs,), {}
+
+
+def digest(batch: Any) -> int:
+    """A number that is equal for equal batches, and in practice for no others. Waits for devices that hold tensors."""
+    texts, tensors = [], []
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            texts.append(f"{tuple(leaf.shape)} {leaf.dtype}")
+            tensors.append(_some_bytes(leaf))
+        else:
+            # The repr of other objects may differ between processes.
+            texts.append(repr(leaf) if isinstance(leaf, str | int | float | None) else type(leaf).__qualname__)
+    total = zlib.crc32(repr(texts).encode())
+    for tensor in _on_host(tensors):
+        total = zlib.crc32(tensor.numpy().tobytes(), total)
+    return total
+
+
+def _some_bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    # Odd, so that the sample covers all columns of a tensor whose row length is a power of two.
+    step = -(-flat.numel() // _MAX_COMPARED) | 1
+    # As bytes, because numpy has no bfloat16.
+    return flat[::step].contiguous().view(torch.uint8)
+
+
+def _on_host(tensors: list[Tensor]) -> list[Tensor]:
+    """One-dimensional tensors, copied to host memory; the host waits once per device, not once per tensor."""
+    moved = list(tensors)
+    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
+        places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
+        joined = torch.cat([tensors[place] for place in places]).cpu()
+        for place, part in zip(places, torch.split(joined, [len(tensors[place]) for place in places]), strict=True):
+            moved[place] = part
+    return moved

@@ -12,13 +12,12 @@ from hybridpp.errors import ConfigError, ScheduleError
 from hybridpp.nn.half import HALF_DTYPES, widened
 from hybridpp.nn.torch_private import pytree
 from hybridpp.pipeline.batch import call_arguments
-from hybridpp.pipeline.boundary import StageInput, StageOutput
+from hybridpp.pipeline.boundary import RecvHandle, SendHandle, StageInput, StageOutput, Transport
 from hybridpp.pipeline.deferred_wgrad import WgradTask
 from hybridpp.pipeline.forward_signature import describe_arguments
 from hybridpp.pipeline.recorder import Recorder
 from hybridpp.pipeline.stage import PipelineStage
 from hybridpp.pipeline.step import PipelineStep, StepResult
-from hybridpp.pipeline.transport import RecvHandle, SendHandle, Transport
 from hybridpp.pipeline.weight_gradients import WeightGradients
 from hybridpp.schedule import Action, ActionKind, Program
 

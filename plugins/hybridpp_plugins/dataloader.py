@@ -8,8 +8,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from hybridpp.config import require_bools
-from hybridpp.data_parallel import SeededCollate, SeededDataset, ShardedBatchSampler, ShardedIterableDataset
+from hybridpp.data_parallel import (
+    SeededCollate,
+    SeededDataset,
+    ShardedBatchSampler,
+    ShardedIterableDataset,
+)
 from hybridpp.errors import ConfigError, DataError
+from hybridpp.pipeline import ReadAheadIterator
 
 # Options of DataLoader that select samples.
 _TAKEN = ("sampler", "batch_sampler", "generator")
@@ -108,4 +114,11 @@ class DataLoaderConfig:
         # Seeds the workers: equal on all ranks of a replica, different between replicas.
         generator = torch.Generator().manual_seed(self.seed + self.replica)
         options = {name: value for name, value in self.options.items() if name not in _TAKEN}
-        return DataLoader(dataset, num_workers=self.num_workers, generator=generator, **more, **options)
+        return ReplicaDataLoader(dataset, num_workers=self.num_workers, generator=generator, **more, **options)
+
+
+class ReplicaDataLoader(DataLoader[Any]):
+    """A ``DataLoader`` whose iterators can read a batch ahead, so that all ranks can check it in time."""
+
+    def __iter__(self) -> Any:
+        return ReadAheadIterator(super().__iter__())

@@ -1,6 +1,6 @@
 """The engine of one boosted model, which runs its steps."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from hybridpp.errors import ConfigError
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.partition import StagedModel
 from hybridpp.pipeline import (
+    BatchReader,
     CriterionAdapter,
     Executor,
     ForwardSignature,
@@ -27,9 +28,6 @@ from hybridpp.pipeline import (
     SplitBatch,
     StepResult,
     merge_outputs,
-    read_batch,
-    split_batch,
-    sync_batch,
 )
 from hybridpp.plugin import Criterion
 from hybridpp.precision import MasterWeights, ModuleDtypes
@@ -43,10 +41,14 @@ from hybridpp_plugins.nonfinite_report import NonFiniteDiagnosis
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.optimizer_state import RunProgress
 from hybridpp_plugins.schedule_planner import SchedulePlanner
-from hybridpp_plugins.step_epilogue import StepEpilogue
+from hybridpp_plugins.step_epilogue import PendingEnd, StepEpilogue
 from hybridpp_plugins.timeline_recording import TimelineRecording
 
 _FIRST_EVALUATION = 2**62
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 @dataclass
@@ -107,6 +109,7 @@ class Engine:
             self.criterion_check,
             self.diagnosis.diagnose,
         )
+        self._reader = BatchReader(self.layout.control, self.layout.pipelines, self.pipeline)
         self._has_losses = self.layout.here.pp == self.planner.placement[-1]
         recomputation = self.pipeline.recomputation
         self._max_stored = (recomputation.max_stored_microbatches or 0) if recomputation else 0
@@ -156,9 +159,12 @@ class Engine:
         called = self.signatures.of(criterion if training or return_loss else None)
         self.is_running = True
         try:
-            batch, infos = self._read_batch(data_iter, called, training)
+            batch, infos, failure = self._reader.read(
+                data_iter, called, training, self._check_trained if training else _nothing, self.first_step
+            )
+            self._reader.read_ahead(data_iter, called, training)
             task = self._task(batch, infos, called, training, return_outputs)
-            result, loss = self._run(batch, task, self._program(infos, training))
+            result, loss = self._run(batch, task, self._program(infos, training), failure)
         finally:
             self.is_running = False
         if training:
@@ -172,35 +178,9 @@ class Engine:
         loss = loss.to(self.device, non_blocking=True) if loss is not None and return_loss else None
         return {"loss": loss, "outputs": outputs}
 
-    def _read_batch(
-        self, data_iter: Iterator[Any], called: CriterionAdapter | ForwardSignature, training: bool
-    ) -> tuple[SplitBatch, list[RankBatchInfo]]:
-        """This rank's batch, and the batch info of every rank. Collective: all ranks."""
-        loss_of = called if isinstance(called, CriterionAdapter) else None
-
-        def prepare() -> SplitBatch:
-            if training and self.optimizer is not None:
-                self.optimizer.target.check(self.model)
-            batch = split_batch(
-                read_batch(data_iter),
-                num_microbatches=self.pipeline.num_microbatches,
-                microbatch_size=self.pipeline.microbatch_size,
-                num_items=loss_of.num_items if loss_of else None,
-                sums=loss_of is not None and loss_of.sums,
-                dims=self.pipeline.batch_dims or 0,
-            )
-            called.model_inputs(batch.microbatches[0].inputs)
-            if self.first_step is not None:
-                self.first_step.check(batch, data_iter)
-            return batch
-
-        checks = self.first_step if training and self.first_step and self.first_step.compares else None
-        batch, infos = sync_batch(
-            self.layout.control, self.layout.pipelines, training, prepare, compare=checks is not None
-        )
-        if checks is not None:
-            checks.compare(infos)
-        return batch, infos
+    def _check_trained(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.target.check(self.model)
 
     def _program(self, infos: list[RankBatchInfo], training: bool) -> RankProgram:
         """This rank's program. A schedule that does not fit some replica's batch is refused on every rank."""
@@ -252,17 +232,25 @@ class Engine:
         is_known = criterion.declares_reduction or criterion.identity is self.criterion_check.known.get(training)
         return self._has_losses and not is_known
 
-    def _run(self, batch: SplitBatch, task: PipelineStep, program: RankProgram) -> tuple[StepResult, Tensor | None]:
+    def _run(
+        self, batch: SplitBatch, task: PipelineStep, program: RankProgram, failure: Exception | None
+    ) -> tuple[StepResult, Tensor | None]:
         """Run all micro-batches, then the end of the step. Collective: all ranks."""
         optimizer = self.optimizer if task.training else None
         if optimizer is not None:
             optimizer.begin_accumulation()
+        end: PendingEnd | None = None
+
+        def losses_known(result: StepResult) -> None:
+            nonlocal end
+            end = self.epilogue.begin(batch, result, task, failure)
+
         try:
             with preserved_random_state(self.device):
-                result = self._execute(batch, task, program)
+                result = self._execute(batch, task, program, losses_known if task.criterion is not None else _nothing)
             if optimizer is not None:
                 optimizer.end_accumulation()
-            loss = self.epilogue.close(batch, result, program, task) if task.criterion is not None else None
+            loss = None if end is None else self.epilogue.close(end, program, task, failure)
         except BaseException:
             if task.training and self.buckets is not None:
                 self.buckets.abort()
@@ -270,13 +258,15 @@ class Engine:
             raise
         return result, loss
 
-    def _execute(self, batch: SplitBatch, task: PipelineStep, program: RankProgram) -> StepResult:
+    def _execute(
+        self, batch: SplitBatch, task: PipelineStep, program: RankProgram, losses_known: Callable[[StepResult], None]
+    ) -> StepResult:
         recorder = None if self.recording is None else self.recording.recorder
         checks = self.first_step
         if self.statistics.is_needed:
             self.statistics.begin()
         with checks.watched(self.model, batch, task.training) if checks else nullcontext():
-            result = self.executor.run(program, task, recorder)
+            result = self.executor.run(program, task, recorder, losses_known)
         if self.statistics.is_needed:
             self.statistics.finish()
         if task.training:

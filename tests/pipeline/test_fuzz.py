@@ -149,7 +149,7 @@ class Scales:
 
 def unchecked(programs):
     """What :func:`rank_programs` gives, as far as that can be told of programs that do not run."""
-    return [RankProgram(row, ((),) * len(row), placement(programs)) for row in lower(programs)]
+    return [RankProgram(row, ((),) * len(row), placement(programs), 0) for row in lower(programs)]
 
 
 def on_rank(program, num_stages, num_microbatches, training):

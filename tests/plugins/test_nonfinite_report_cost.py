@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from hybridpp_plugins import step_epilogue
+from hybridpp_plugins import step_message
 from hybridpp_plugins.nonfinite_steps import NonFiniteSteps
 from support import boosted, image_batch, model_loss, sgd, tiny_vit
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,10 +73,10 @@ def cost(by_hand, prepare=lambda booster, model: None, **settings):
     return Loopback(1).run(run)[0]
 
 
-def unchecked(batch, result, losses, reduction):
+def unchecked(batch, result, losses, reduction, failed):
     shares = [microbatch.share for microbatch in batch.microbatches]
     total = math.fsum(value * share for value, share in zip(losses, shares, strict=True))
-    return step_epilogue._RankLosses(total, 0.0, -1.0, reduction)
+    return step_message.RankReport(failed, total, 0.0, -1.0, reduction)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
@@ -84,7 +84,7 @@ def unchecked(batch, result, losses, reduction):
 def test_no_operation_and_hardly_a_call(precision, by_hand, monkeypatch):
     settings = {"precision": precision, "max_norm": 1.0, "initial_scale": 8.0}
     operations, calls = cost(by_hand, **settings)
-    monkeypatch.setattr(step_epilogue, "_rank_losses", unchecked)
+    monkeypatch.setattr(step_message, "_report", unchecked)
     monkeypatch.setattr(NonFiniteSteps, "wants_search", lambda self, norm: False)
 
     def prepare(booster, model):

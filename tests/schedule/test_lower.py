@@ -186,7 +186,9 @@ def most_posted(row):
     return most
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved", "interleaved-zb"])
+@pytest.mark.parametrize(
+    "name", ["gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved", "interleaved-zb"]
+)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 7])
 def test_posted_receives_do_not_grow_with_the_number_of_microbatches(name, num_ranks):
     few, many = (max(map(most_posted, lower(make_schedule(name, num_ranks, m)))) for m in (40, 80))

@@ -5,7 +5,7 @@ import torch
 
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.errors import ConfigError, DataError, PeerError
-from hybridpp.pipeline import RankBatchInfo, read_batch, split_batch, sync_batch
+from hybridpp.pipeline import RankBatchInfo, read_batch, split_batch, start_sync
 
 PIPELINES = ((0, 1), (2, 3))
 
@@ -32,7 +32,7 @@ def outcomes(prepares, training=(True, True, True, True)):
     def run():
         world = current_world()
         try:
-            return sync_batch(world.control(), PIPELINES, training[world.rank], prepares[world.rank])
+            return start_sync(world.control(), PIPELINES, training[world.rank], prepares[world.rank]).wait()
         except (ConfigError, DataError, PeerError, OSError, StopIteration) as error:
             return error
 
@@ -146,7 +146,7 @@ def test_a_batch_that_no_other_rank_must_hold_is_not_looked_at():
 
     def run():
         world = current_world()
-        return sync_batch(world.control(), ((0,), (1,)), True, batch_of(torch.ones(4, device="meta")))
+        return start_sync(world.control(), ((0,), (1,)), True, batch_of(torch.ones(4, device="meta"))).wait()
 
     for batch, reports in Loopback(2).run(run):
         assert batch.num_items == 4

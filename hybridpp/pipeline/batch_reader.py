@@ -1,0 +1,297 @@
+"""Reads a rank's batches, and checks with all ranks that they go together: where it can, during the step before."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor
+
+from hybridpp.cluster import Group, Pending
+from hybridpp.config import PipelineConfig
+from hybridpp.errors import ConfigError, DataError, PeerError
+from hybridpp.pipeline.batch import SplitBatch, digest, split_batch, to_plain_containers
+from hybridpp.pipeline.criterion import CriterionAdapter
+from hybridpp.pipeline.forward_signature import ForwardSignature
+from hybridpp.pipeline.read_ahead import ReadAheadIterator
+
+Called: TypeAlias = CriterionAdapter | ForwardSignature
+
+_READY, _EXHAUSTED, _FAILED = 0.0, 1.0, 2.0
+
+
+@dataclass(frozen=True)
+class RankBatchInfo:
+    """The batch of one rank before a step.
+
+    Attributes:
+        status: ready, out of data, or failed.
+        num_items: number of items that the batch's loss is a mean over.
+        num_microbatches: number of micro-batches.
+        digest: of the batch, equal on ranks that hold the same batch; 0 if digests are not compared.
+        training: 1 if gradients are enabled.
+    """
+
+    status: float
+    num_items: float = 0.0
+    num_microbatches: float = 0.0
+    digest: float = 0.0
+    training: float = 0.0
+
+
+def read_batch(data_iter: Iterator[Any]) -> Any:
+    """The next batch, in containers that torch's pytree supports.
+
+    Raises:
+        DataError: ``data_iter`` is no iterator, or yields no batch.
+        StopIteration: the data has ended.
+    """
+    if not hasattr(data_iter, "__next__"):
+        raise DataError(f"execute_pipeline takes an iterator: got {type(data_iter).__name__}. Pass iter(dataloader).")
+    return to_plain_containers(next(data_iter))
+
+
+class PendingBatch:
+    """This rank's batch, and the exchange of all ranks' batch infos that was started with it.
+
+    Args:
+        batch: of this rank.
+        failure: why there is none; None: there is one.
+        exchange: of the infos.
+        pipelines: groups of ranks that must hold the same batch.
+    """
+
+    def __init__(
+        self,
+        batch: SplitBatch,
+        failure: BaseException | None,
+        exchange: Pending[list[Tensor]],
+        pipelines: tuple[tuple[int, ...], ...],
+    ):
+        self._batch, self._failure, self._exchange, self._pipelines = batch, failure, exchange, pipelines
+
+    def wait(self) -> tuple[SplitBatch, list[RankBatchInfo]]:
+        """This rank's batch, and every rank's info, by rank.
+
+        Raises:
+            StopIteration: every rank is out of data.
+            DataError: some ranks are out of data, or the ranks of a pipeline hold different batches.
+            PeerError: reading failed on other ranks; their own error says why.
+            Exception: what reading raised, on the rank that raised it.
+        """
+        batch_infos = [RankBatchInfo(*row.tolist()) for row in self._exchange.wait()]
+        if self._failure is not None and not isinstance(self._failure, StopIteration):
+            raise self._failure
+        _check(batch_infos, self._pipelines)
+        if self._failure is not None:
+            raise self._failure
+        if sum(info.num_items for info in batch_infos) == 0:
+            raise DataError(
+                "the criterion counts no items in any replica's batch, so its mean is not defined. "
+                "Check criterion.num_items and the labels."
+            )
+        return self._batch, batch_infos
+
+    def drop(self) -> None:
+        """Complete the exchange of a batch that will not be used."""
+        self._exchange.wait()
+
+
+def start_sync(
+    control: Group,
+    pipelines: tuple[tuple[int, ...], ...],
+    training: bool,
+    prepare: Callable[[], SplitBatch],
+    compare: bool = False,
+) -> PendingBatch:
+    """Read this rank's batch, and begin to check that all ranks can run a step with theirs.
+
+    Collective: every rank of ``control``; one small all-gather of host memory, for which the result waits.
+
+    Args:
+        control: all ranks of the world.
+        pipelines: groups of ranks that must hold the same batch; batches are compared if a group has several ranks.
+        training: whether gradients are enabled on this rank.
+        prepare: reads and splits this rank's batch. What it raises, the result raises.
+        compare: whether to compute digests even if every group is a single rank.
+    """
+    batch = SplitBatch()
+    failure: BaseException | None = None
+    try:
+        batch = prepare()
+        is_looked_at = compare or any(len(ranks) > 1 for ranks in pipelines)
+        number = float(digest(batch.full_batch)) if is_looked_at else 0.0
+        mine = RankBatchInfo(_READY, batch.num_items, float(len(batch.microbatches)), number, float(training))
+    except StopIteration as error:
+        failure, mine = error, RankBatchInfo(_EXHAUSTED)
+    except Exception as error:
+        failure, mine = error, RankBatchInfo(_FAILED)
+    exchange = control.start_all_gather(torch.tensor(astuple(mine), dtype=torch.float64))
+    return PendingBatch(batch, failure, exchange, pipelines)
+
+
+def _check(batch_infos: list[RankBatchInfo], pipelines: tuple[tuple[int, ...], ...]) -> None:
+    failed = [rank for rank, info in enumerate(batch_infos) if info.status == _FAILED]
+    if failed:
+        raise PeerError(f"reading the batch failed on {_ranks(failed)}. See the error printed there.")
+    exhausted = [rank for rank, info in enumerate(batch_infos) if info.status == _EXHAUSTED]
+    if exhausted and len(exhausted) < len(batch_infos):
+        raise DataError(
+            f"the data ended on {_ranks(exhausted)} but not on the others. Give every rank an iterator of the same "
+            "length: use plugin.prepare_dataloader, and take len(dataloader) steps."
+        )
+    for ranks in pipelines:
+        if len({batch_infos[rank].digest for rank in ranks}) > 1:
+            raise DataError(
+                f"the ranks of one pipeline must hold the same batch: {_ranks(ranks)} hold different ones. "
+                "Use plugin.prepare_dataloader, or seed the sampler and the transforms alike on all of them."
+            )
+    if len({info.training for info in batch_infos}) > 1:
+        wanting = [rank for rank, info in enumerate(batch_infos) if info.training]
+        raise ConfigError(
+            f"gradients must be enabled on all ranks or on none: they are enabled on {_ranks(wanting)} only. "
+            "Call execute_pipeline under torch.no_grad() on every rank, or on none."
+        )
+
+
+def _ranks(ranks: list[int] | tuple[int, ...]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+class FirstBatchChecks(Protocol):
+    """Looks at the first batch that a model is trained with.
+
+    Attributes:
+        compares: whether :meth:`compare` wants digests of all batches.
+    """
+
+    compares: bool
+
+    def check(self, batch: SplitBatch, data_iter: Iterator[Any]) -> None:
+        """Refuse a batch of this rank."""
+
+    def compare(self, batch_infos: list[RankBatchInfo]) -> None:
+        """Look at the batches of all ranks."""
+
+
+class _Ahead(NamedTuple):
+    """A batch that was read ahead.
+
+    Attributes:
+        pending: the batch, and its exchange.
+        use: what it was prepared for.
+        num_taken: items taken from its iterator before it.
+    """
+
+    pending: PendingBatch
+    use: Any
+    num_taken: int
+
+
+class BatchReader:
+    """Reads the batches of one boosted model.
+
+    Whether all ranks can run a step with their batches is found out in an exchange that all ranks take part in. For
+    iterators of the plugin's dataloaders it runs during the step before, so that no rank waits for the others between
+    two steps: ranks that are done begin the next step while others still work on this one.
+
+    Args:
+        control: all ranks of the world.
+        pipelines: groups of ranks that must hold the same batch; batches are compared if a group has several ranks.
+        config: how batches are split.
+    """
+
+    def __init__(self, control: Group, pipelines: tuple[tuple[int, ...], ...], config: PipelineConfig):
+        self._control, self._pipelines, self._config = control, pipelines, config
+        self._ahead: WeakKeyDictionary[ReadAheadIterator, _Ahead] = WeakKeyDictionary()
+        # A batch that was read ahead from these was used otherwise: for another model, or by the script itself.
+        self._shared: WeakSet[ReadAheadIterator] = WeakSet()
+
+    def read(
+        self,
+        data_iter: Iterator[Any],
+        called: Called,
+        training: bool,
+        check: Callable[[], None],
+        checks: FirstBatchChecks | None,
+    ) -> tuple[SplitBatch, list[RankBatchInfo], Exception | None]:
+        """This rank's batch; the batch info of every rank; and what ``check`` raised, if the others do not know yet.
+
+        Collective: all ranks.
+
+        Args:
+            data_iter: of batches.
+            called: how the model and the criterion are called.
+            training: whether gradients are enabled.
+            check: refuses a model that cannot be trained.
+            checks: of the first training step; None after it.
+
+        Raises:
+            Exception: see :meth:`PendingBatch.wait`.
+        """
+        ahead = self._take(data_iter, _use(called, training))
+        if ahead is not None:
+            batch, infos = ahead.wait()
+            try:
+                check()
+            except Exception as error:
+                return batch, infos, error
+            return batch, infos, None
+
+        def prepare() -> SplitBatch:
+            check()
+            batch = self._split(read_batch(data_iter), called)
+            if checks is not None:
+                checks.check(batch, data_iter)
+            return batch
+
+        compares = training and checks is not None and checks.compares
+        batch, infos = self._start(prepare, training, compares).wait()
+        if checks is not None and compares:
+            checks.compare(infos)
+        return batch, infos, None
+
+    def read_ahead(self, data_iter: Iterator[Any], called: Called, training: bool) -> None:
+        """Read the next batch, and begin its exchange. Collective: all ranks, with iterators of one kind.
+
+        Problems are raised when the batch is used.
+        """
+        if not isinstance(data_iter, ReadAheadIterator) or data_iter in self._shared:
+            return
+        pending = self._start(lambda: self._split(to_plain_containers(data_iter.peek()), called), training)
+        self._ahead[data_iter] = _Ahead(pending, _use(called, training), data_iter.num_taken)
+
+    def _take(self, data_iter: Iterator[Any], use: Any) -> PendingBatch | None:
+        """The batch that was read ahead, if it is the next one and was prepared for this use."""
+        if not isinstance(data_iter, ReadAheadIterator) or (ahead := self._ahead.pop(data_iter, None)) is None:
+            return None
+        if ahead.num_taken == data_iter.num_taken and ahead.use == use:
+            data_iter.skip()
+            return ahead.pending
+        ahead.pending.drop()
+        self._shared.add(data_iter)
+        return None
+
+    def _start(self, prepare: Callable[[], SplitBatch], training: bool, compare: bool = False) -> PendingBatch:
+        return start_sync(self._control, self._pipelines, training, prepare, compare)
+
+    def _split(self, batch: Any, called: Called) -> SplitBatch:
+        loss_of = called if isinstance(called, CriterionAdapter) else None
+        split = split_batch(
+            batch,
+            num_microbatches=self._config.num_microbatches,
+            microbatch_size=self._config.microbatch_size,
+            num_items=loss_of.num_items if loss_of else None,
+            sums=loss_of is not None and loss_of.sums,
+            dims=self._config.batch_dims or 0,
+        )
+        called.model_inputs(split.microbatches[0].inputs)
+        return split
+
+
+def _use(called: Called, training: bool) -> Any:
+    """What the preparation of a batch depends on; equal for criteria that a script defines again at every step."""
+    if isinstance(called, CriterionAdapter):
+        return training, called.identity, called.num_items, called.sums
+    return training, called
