@@ -121,6 +121,9 @@ class OptimizerConfig(ConfigBase):
         error_if_nonfinite: what ``optimizer.step`` does if the gradient norm is inf or NaN, in fp32 and bf16. True
             raises and False skips the step, on every rank; both compute the norm at every step. None raises if the norm
             is computed anyway (``max_norm``). fp16 always skips, to adapt its loss scale.
+        fused_optimizer: whether an Adam or AdamW whose ``fused`` and ``foreach`` are None uses torch's fused kernels on
+            parameters on CUDA (None) or CUDA and CPU (True). A fused optimizer clips and unscales in its kernel, unless
+            this is False.
         loss_scale: the fp16 loss scale.
     """
 
@@ -128,7 +131,15 @@ class OptimizerConfig(ConfigBase):
     ddp_bucket_cap_mb: float = 25.0
     communication_dtype: Any = None
     error_if_nonfinite: bool | None = None
+    fused_optimizer: bool | None = None
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+
+    @property
+    def fuses_on(self) -> tuple[str, ...]:
+        """The kinds of devices on which an optimizer that leaves the choice to torch is fused."""
+        if self.fused_optimizer is None:
+            return ("cuda",)
+        return ("cuda", "cpu") if self.fused_optimizer else ()
 
     @property
     def communication_precision(self) -> Precision | None:
@@ -146,6 +157,8 @@ class OptimizerConfig(ConfigBase):
         _ = self.communication_precision
         if self.error_if_nonfinite is not None:
             require_bools(error_if_nonfinite=self.error_if_nonfinite)
+        if self.fused_optimizer is not None:
+            require_bools(fused_optimizer=self.fused_optimizer)
         if self.max_norm < 0:
             raise ConfigError(f"max_norm must be at least 0, where 0 means no clipping: got max_norm={self.max_norm}.")
         require_positive("gradient reduction", ddp_bucket_cap_mb=self.ddp_bucket_cap_mb)

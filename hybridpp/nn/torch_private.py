@@ -41,6 +41,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormWithStatistics
 from torch.nn.modules.conv import _ConvNd as ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
+from torch.optim.optimizer import _global_optimizer_pre_hooks as GLOBAL_STEP_PRE_HOOKS
 from torch.overrides import _get_current_function_mode as current_function_mode
 from torch.overrides import _pop_mode as pop_function_mode
 from torch.overrides import _push_mode as push_function_mode
@@ -55,6 +56,7 @@ __all__ = [
     "FAKE_TENSOR_LOG",
     "GLOBAL_FORWARD_HOOKS",
     "GLOBAL_FORWARD_PRE_HOOKS",
+    "GLOBAL_STEP_PRE_HOOKS",
     "GROUPED_MM",
     "PARAMETERS",
     "VERSION",
@@ -107,6 +109,7 @@ __all__ = [
     "register_hooks_again",
     "remake_flat_weights",
     "saved_tensor_hooks",
+    "step_pre_hooks_of",
     "storage_id",
     "takes_kwargs",
     "timeout_of",
@@ -155,6 +158,11 @@ def drop_accumulated_hooks(tensor: Tensor) -> None:
     """Let a tensor have no dict of these hooks any more, as before the first was registered."""
     vars(TensorBase)["_post_accumulate_grad_hooks"].__set__(tensor, None)
 
+
+# An optimizer.
+step_pre_hooks_of: Callable[[torch.optim.Optimizer], Mapping[int, Callable[..., Any]]] = attrgetter(
+    "_optimizer_step_pre_hooks"
+)
 
 is_view: Callable[[Tensor], bool] = Tensor._is_view
 make_wrapper_subclass: Callable[..., Tensor] = Tensor._make_wrapper_subclass

@@ -1,5 +1,6 @@
 """Optimizers, learning-rate schedules and the gradient norm."""
 
+from hybridpp.optim.fused import can_divide, divided_in_kernel, fuse_by_default
 from hybridpp.optim.gradient_norm import GlobalGradNorm, gradient_norms, total_norm
 from hybridpp.optim.hybrid_adam import HybridAdam
 from hybridpp.optim.locality import Locality, LocalityUnknown, find_localities
@@ -45,7 +46,10 @@ __all__ = [
     "PolynomialLR",
     "PolynomialWarmupLR",
     "StepLR",
+    "can_divide",
+    "divided_in_kernel",
     "find_localities",
+    "fuse_by_default",
     "gradient_norms",
     "total_norm",
 ]

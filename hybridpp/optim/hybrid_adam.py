@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Adam
 
 from hybridpp.errors import ConfigError
+from hybridpp.optim.fused import is_dense
 
 _FUSED_DEVICE_TYPES = frozenset({"cpu", "cuda", "mps", "xpu"})
 
@@ -107,19 +108,7 @@ class HybridAdam(Adam):
 
 
 def _can_fuse(param: Tensor) -> bool:
-    return param.is_floating_point() and param.device.type in _FUSED_DEVICE_TYPES and _is_dense(param)
-
-
-def _is_dense(param: Tensor) -> bool:
-    """Whether the elements fill one block of memory without gaps or overlap, in any order of dimensions."""
-    expected_stride = 1
-    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected_stride:
-            return False
-        expected_stride *= size
-    return True
+    return param.is_floating_point() and param.device.type in _FUSED_DEVICE_TYPES and is_dense(param)
 
 
 def _laid_out_like(param: Tensor, value: Tensor) -> Tensor:

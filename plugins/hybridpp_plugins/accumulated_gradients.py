@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from hybridpp.cluster import Group
-from hybridpp.data_parallel import GradientReducer
+from hybridpp.data_parallel import GradientReducer, UpdateTarget
 from hybridpp.errors import ConfigError
-from hybridpp.optim import GlobalGradNorm
+from hybridpp.optim import GlobalGradNorm, can_divide, divided_in_kernel
 from hybridpp_plugins.manual_clipping import ManualClippingDetector, ManualScaling
 
 
@@ -19,6 +21,7 @@ class AccumulatedGradients:
     Args:
         reducer: holds the gradients.
         norm: computes their norm over all ranks.
+        in_kernel: whether a fused optimizer may scale them.
 
     Attributes:
         scale: the factor that the gradients contain.
@@ -30,7 +33,7 @@ class AccumulatedGradients:
             not exposed, or the model is on one rank.
     """
 
-    def __init__(self, reducer: GradientReducer, norm: GlobalGradNorm):
+    def __init__(self, reducer: GradientReducer, norm: GlobalGradNorm, in_kernel: bool = True):
         self.scale = 1.0
         self.cached_norm: float | None = None
         self.round = self.num_passes = self.num_manual_passes = 0
@@ -38,6 +41,7 @@ class AccumulatedGradients:
         self.clip_detector = ManualClippingDetector(reducer) if reducer.exposes_grad and is_split else None
         self._reducer = reducer
         self._norm = norm
+        self._in_kernel = in_kernel
         self._is_unscaled = False
         # The version of the gradients that the cached norm belongs to.
         self._version: tuple[int, ...] = ()
@@ -158,10 +162,20 @@ class AccumulatedGradients:
         self.cached_norm = None
         self._record_for_detector()
 
-    def use(self, factor: float) -> None:
-        """Divide the gradients by the scale and multiply them by ``factor``, for a step."""
-        self._reducer.scale(factor / self.scale)
-        self.scale, self._is_unscaled = 1.0, False
+    def used(self, factor: float, optimizer: Optimizer, target: UpdateTarget) -> AbstractContextManager[None]:
+        """A context for a step, in or before which gradients are divided by the scale and multiplied by ``factor``.
+
+        Args:
+            factor: above 0.
+            optimizer: if it is fused, its kernels divide while they read, which saves a pass over all gradients.
+            target: what it updates, which holds its gradients.
+        """
+        scale, self.scale, self._is_unscaled = self.scale, 1.0, False
+        is_fused = all(group.get("fused") for group in optimizer.param_groups)
+        if self._in_kernel and is_fused and factor != scale and can_divide(optimizer, target.tensors.values()):
+            return divided_in_kernel(optimizer, scale / factor)
+        self._reducer.scale(factor / scale)
+        return nullcontext()
 
     def check_clipping(self) -> None:
         """Exchange and check what :attr:`clip_detector` found. Collective: all ranks, one all-gather."""

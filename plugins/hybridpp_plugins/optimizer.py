@@ -66,7 +66,7 @@ class HybridOptimizer(WrappedOptimizer):
         self.norm = norm
         self._max_norm = config.max_norm
         self._needs_norm = self._scales or config.max_norm > 0 or config.error_if_nonfinite is not None
-        self.accumulated = AccumulatedGradients(reducer, norm)
+        self.accumulated = AccumulatedGradients(reducer, norm, config.fused_optimizer is not False)
         self.nonfinite_steps = NonFiniteSteps(config, self._scales, self.loss_scaler, self.accumulated)
         self.grad_access_warning = GradAccessWarning(reducer)
 
@@ -242,8 +242,11 @@ class HybridOptimizer(WrappedOptimizer):
                 return
             self._count_applied()
             factor = clip_factor(norm, self._max_norm)
-        self.accumulated.use(factor)
-        with self.target.lent(self._reducer.gradients, set(self._reducer.unused_parameters())):
+        unused = set(self._reducer.unused_parameters())
+        with (
+            self.target.lent(self._reducer.gradients, unused),
+            self.accumulated.used(factor, self._optimizer, self.target),
+        ):
             self._optimizer.step()
         self.target.push()
         self._reducer.consume()

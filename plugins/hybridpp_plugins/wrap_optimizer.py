@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from hybridpp.config import Precision
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.module_adapter import ModuleAdapter
-from hybridpp.optim import GlobalGradNorm
+from hybridpp.optim import GlobalGradNorm, fuse_by_default
 from hybridpp.precision import MasterWeights, ReplicatedTarget, torch_dtype
 from hybridpp.tensor_parallel import ParameterSharding
 from hybridpp_plugins.apply_tp import counts_here, local_state, placements, share_replicated_gradients
@@ -45,6 +45,7 @@ def wrap_optimizer(
     model = adapter.model
     owned = dict(model.named_parameters())
     _repoint(optimizer, names, owned, masters, layout.tp.rank)
+    unfuse = fuse_by_default(optimizer, settings.optimizer.fuses_on)
     trainable = {name: parameter for name, parameter in owned.items() if parameter.requires_grad}
     sharded = placements(model)
     buckets = _buckets(trainable, summed, ranks_of_parameter, sharded, settings, layout)
@@ -53,9 +54,9 @@ def wrap_optimizer(
     norm = _norm(trainable, ranks_of_parameter, sharded, layout)
     owner = OptimizerStateOwner(optimizer, owned, masters, sharded, layout.tp, settings.precision)
     target = ReplicatedTarget(trainable, masters)
-    return buckets, HybridOptimizer(
-        optimizer, buckets, target, masters, norm, settings.optimizer, settings.precision, owner
-    )
+    boosted = HybridOptimizer(optimizer, buckets, target, masters, norm, settings.optimizer, settings.precision, owner)
+    boosted.on_release = unfuse
+    return buckets, boosted
 
 
 def _repoint(

@@ -1,5 +1,6 @@
 """A wrapper of an optimizer whose state dict also records its rank, its layout and the run's progress."""
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +28,7 @@ class WrappedOptimizer(Optimizer):
         owner: as given.
         progress: of the run; the engine counts in it.
         resumed_at: the step counts of the last ``load_state_dict``; None before one.
+        on_release: puts back what boost changed of the wrapped optimizer's settings.
         holds_gradients: whether there was a backward pass since the last step.
     """
 
@@ -45,6 +47,7 @@ class WrappedOptimizer(Optimizer):
         self._masters = masters
         self._control = control
         self._is_released = False
+        self.on_release: Callable[[], None] = lambda: None
         self.applied_steps = 0
         self.loss_scaler = loss_scaler
         self.owner = owner
@@ -73,6 +76,7 @@ class WrappedOptimizer(Optimizer):
     def release(self) -> None:
         """Refuse to be used from now on: the model is unboosted, and the wrapped optimizer updates it."""
         self._is_released = True
+        self.on_release()
 
     def _refuse_released(self) -> NoReturn:
         raise ConfigError(
