@@ -1,5 +1,6 @@
 """Implementations of one pipeline step: this library, torch's pipelining, a hand-written loop, and one process."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.distributed import pipelining
 from vit import HandCut, cross_entropy, make_vit
 
 from hybridpp import Booster, HybridParallelPlugin
+from hybridpp.pipeline import ReadAheadIterator
 
 Batch = dict[str, Tensor]
 StepFunction = Callable[[], None]
@@ -45,9 +47,12 @@ def hybridpp(hidden: int, batch: Batch, num_microbatches: int, schedule: str) ->
     booster = Booster(plugin=plugin)
     boosted = booster.boost(model, optimizer, lambda outputs, inputs: outputs.loss, sample=batch)
 
+    # As from the plugin's dataloader.
+    batches = ReadAheadIterator(itertools.repeat(batch))
+
     def step() -> None:
         boosted.optimizer.zero_grad()
-        booster.execute_pipeline(iter([batch]), boosted.model, boosted.criterion, boosted.optimizer)
+        booster.execute_pipeline(batches, boosted.model, boosted.criterion, boosted.optimizer)
 
     return step
 

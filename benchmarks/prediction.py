@@ -64,7 +64,7 @@ def main() -> None:
         print("| hidden | schedule | measured (ms) | by means off by | by draws off by | idle | idle of draws |")
         print("|--:|---|--:|--:|--:|--:|--:|", flush=True)
     for hidden in args.hidden:
-        for schedule in ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"):
+        for schedule in ("1f1b", "interleaved", "zb-h1", "eager-1f1b", "zb-v"):
             steps = recorded_steps(hidden, schedule, args.steps)
             if dist.get_rank() == 0:
                 print(f"| {hidden} | {schedule} | {compare(steps, schedule)} |", flush=True)

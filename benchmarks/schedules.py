@@ -5,7 +5,8 @@
 Forward and backward of a ViT (12 layers, 65 tokens, fp32, micro-batches of 4), gloo, one thread per rank. Every round
 runs each variant once, and one process alone, in a new random order; medians over the rounds. Efficiency is the time of
 one process over (ranks x the pipeline's time), of the medians and of the lower quartiles. The last row is the upper
-limit of any schedule: each rank does all the work at once.
+limit of any schedule: each rank does all the work at once. With ``--steps N``, N steps run in a row in each round,
+without a barrier between them; times are of one step.
 
 A model's position in memory changes its speed by up to 5 %, for as long as it exists. So everything is built several
 times, each time in new processes (a gloo group has a thread that wakes a hundred times per second, even if its variant
@@ -58,17 +59,17 @@ def variants(hidden: int, num_microbatches: int, names: list[str]) -> dict[str, 
     return {name: makers[name]() for name in chosen}
 
 
-def measure(steps: dict[str, StepFunction], rounds: int, order: random.Random) -> dict[str, list[float]]:
-    """Seconds of every step, by variant; the first round is left out."""
+def measure(steps: dict[str, StepFunction], rounds: int, order: random.Random, in_a_row: int) -> dict[str, list[float]]:
+    """Seconds of a step in every round, by variant; the first round is left out."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds + 1):
         for name in order.sample(list(steps), len(steps)):
             dist.barrier()
             start = time.perf_counter()
-            if name != ALONE or dist.get_rank() == 0:
+            for _ in range(in_a_row if name != ALONE or dist.get_rank() == 0 else 0):
                 steps[name]()
             dist.barrier()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append((time.perf_counter() - start) / in_a_row)
     return {name: times[1:] for name, times in seconds.items()}
 
 
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, nargs="+", default=[192, 384])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8])
     parser.add_argument("--rounds", type=int, default=5, help="with each of what is built")
+    parser.add_argument("--steps", type=int, default=1, help="in a row, in every round")
     parser.add_argument("--builds", type=int, default=4, help="how often everything is built anew")
     parser.add_argument("--only", nargs="+", default=[], help="variants whose name contains one of these")
     parser.add_argument("--build", type=int, help=argparse.SUPPRESS)
@@ -88,7 +90,8 @@ def main() -> None:
     for hidden in args.hidden:
         for num_microbatches in args.microbatches:
             seconds = builds(hidden, num_microbatches, args)
-            print(f"\nhidden {hidden}, {num_microbatches} micro-batches, load {os.getloadavg()[0]:.1f}\n")
+            sizes = f"hidden {hidden}, {num_microbatches} micro-batches, {args.steps} steps in a row"
+            print(f"\n{sizes}, load {os.getloadavg()[0]:.1f}\n")
             print("| | median (ms) | efficiency | of the fastest quarters |\n|---|--:|--:|--:|")
             _table(seconds)
             _against_torch(seconds)
@@ -113,6 +116,7 @@ def builds(hidden: int, num_microbatches: int, args: argparse.Namespace) -> dict
                 "hidden": hidden,
                 "microbatches": num_microbatches,
                 "rounds": args.rounds,
+                "steps": args.steps,
                 "build": build,
                 "to": to,
             }
@@ -129,7 +133,7 @@ def run_build(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     launch_from_torch(seed=0)
     steps = variants(*args.hidden, *args.microbatches, args.only)
-    seconds = measure(steps, args.rounds, random.Random(args.build))
+    seconds = measure(steps, args.rounds, random.Random(args.build), args.steps)
     if dist.get_rank() == 0:
         args.to.write_text(json.dumps(seconds))
     dist.destroy_process_group()
