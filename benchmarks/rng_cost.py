@@ -53,7 +53,7 @@ def forward_of(num_blocks: int, num_layers: int, seeds_all: bool) -> Callable[[t
     staged = StagedModel(ModuleAdapter(Blocks(num_blocks, num_layers)), 1, [0], device=CPU, samples=[])
     plan = staged.plans((), {})[0]
     if seeds_all:
-        staged._drawing_parts.now = lambda is_grad_enabled: None  # type: ignore[assignment,method-assign,return-value]
+        staged._drawing_parts.now = lambda stage, is_grad_enabled: None  # type: ignore[assignment,method-assign,return-value]
     return lambda x: staged.forward(plan, (x,), {}, [], 0, False)
 
 

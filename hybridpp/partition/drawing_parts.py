@@ -16,7 +16,7 @@ def _is_rate(name: str, value: Any) -> bool:
 
 
 class DrawingParts:
-    """For each part of the forward (an RNG stream) whether it draws, by mode; parts not seen yet are missing.
+    """For each part of a stage's forward (an RNG stream) whether it draws, by mode; parts not seen yet are missing.
 
     The mode is what usually decides it: the training flags of all modules, the rates of dropout that they hold, and
     whether gradients are enabled.
@@ -30,10 +30,10 @@ class DrawingParts:
         self._rates = [(held, name) for held in self._held for name, value in held.items() if _is_rate(name, value)]
         self._by_mode: dict[Any, dict[int, bool]] = {}
 
-    def now(self, is_grad_enabled: bool) -> dict[int, bool]:
-        """What is known in the present mode, to be added to."""
+    def now(self, stage: int, is_grad_enabled: bool) -> dict[int, bool]:
+        """What is known of a stage in the present mode, to be added to. What it does not run draws nothing there."""
         flags = [held.get("training") for held in self._held]
-        mode = is_grad_enabled, *flags, *[held.get(name) for held, name in self._rates]
+        mode = stage, is_grad_enabled, *flags, *[held.get(name) for held, name in self._rates]
         parts = self._by_mode.pop(mode, None)
         self._by_mode[mode] = parts = {} if parts is None else parts  # now the most recent
         while len(self._by_mode) > _MAX_MODES:

@@ -137,7 +137,7 @@ class UnitRng:
 
     def finish(self, is_last: bool) -> None:
         """End the forward; the criterion, which follows the last stage's, draws as part of the model's last part."""
-        self._end(is_complete=is_last)
+        self._end()
         if not self._trusted:
             return
         stream = self._trusted[-1][1]

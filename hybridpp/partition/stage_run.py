@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hybridpp.errors import PartitionError
 from hybridpp.module_adapter import Forward
+from hybridpp.nn.deferred_tensor import DeferredTensor
 from hybridpp.nn.torch_private import pytree
 from hybridpp.partition.calls import CallArguments, Same, TensorSpec, UnitCall
 from hybridpp.partition.containers import ContainerSnapshot, flatten, tensors_in
@@ -148,7 +149,7 @@ class StageRun:
     def _local(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._inside = True
         try:
-            return forward(*args, **kwargs)
+            return forward(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
         finally:
             self._inside = False
 
@@ -241,3 +242,8 @@ class StageRun:
             self._values[value] = sharding.unshard(shard, self._plan.calls[value.call].leaves[value.leaf])
             if value in self._plan.outgoing_set:
                 self._outgoing_shards[value] = shard.clone()
+
+
+def _plain(argument: Any) -> Any:
+    """An argument of an own unit: a plain tensor, which compiled code takes, too."""
+    return argument.values_now() if type(argument) is DeferredTensor else argument

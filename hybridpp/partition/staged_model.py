@@ -223,7 +223,7 @@ class StagedModel:
             The values of ``plan.outgoing``; on the last stage the model's result (else None); and what
             :meth:`recomputing` takes, where gradients are enabled (else None).
         """
-        parts = None if plan.is_seeded_everywhere else self._drawing_parts.now(torch.is_grad_enabled())
+        parts = None if plan.is_seeded_everywhere else self._drawing_parts.now(plan.stage, torch.is_grad_enabled())
         rng = UnitRng(key, self._device, parts, self._staging.draws)
         self._restore_attributes()
         run = self._stage_run(plan, received, rng)

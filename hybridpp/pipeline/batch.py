@@ -35,23 +35,6 @@ class Microbatch:
     num_samples: int
     share: float
 
-    def on(self, device: torch.device) -> Any:
-        """A copy of the inputs on ``device``."""
-        # A copy even on the same device: parts of one tensor share a version counter, so a model that writes to its
-        # inputs would break the backward passes of earlier micro-batches.
-        return _copied(self.inputs, device)
-
-
-def _copied(tree: Any, device: torch.device) -> Any:
-    # Handles most batches: torch's pytree creates reference cycles at every call.
-    if isinstance(tree, Tensor):
-        return tree.to(device, non_blocking=True, copy=True)
-    if type(tree) is dict:
-        return {name: _copied(value, device) for name, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_copied(value, device) for value in tree)
-    return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device, non_blocking=True, copy=True), tree)
-
 
 @dataclass(frozen=True)
 class SplitBatch:

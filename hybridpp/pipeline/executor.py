@@ -10,6 +10,7 @@ from torch import nn
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.pipeline.boundary import Transport
 from hybridpp.pipeline.handlers import Handlers
+from hybridpp.pipeline.input_copies import InputCopies
 from hybridpp.pipeline.recorder import Recorder
 from hybridpp.pipeline.stage import PipelineStage
 from hybridpp.pipeline.step import PipelineStep, StepResult
@@ -81,6 +82,7 @@ class Executor:
         self._device = device
         self._weight_gradients = weight_gradients or WeightGradients(ModuleAdapter(nn.Module()))
         self._around = around
+        self._inputs = InputCopies(device)
 
     def run(
         self,
@@ -104,7 +106,14 @@ class Executor:
             ScheduleError: the program runs an action before its inputs exist, twice, or not at all.
         """
         handlers = Handlers(
-            self._stages, self._transport, self._device, self._weight_gradients, program.placement, step, recorder
+            self._stages,
+            self._transport,
+            self._device,
+            self._weight_gradients,
+            program.placement,
+            step,
+            recorder,
+            self._inputs,
         )
         handlers.expect(program.actions)
         actions = list(zip(program.actions, program.completed_sends, strict=True))

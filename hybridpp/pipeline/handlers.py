@@ -9,12 +9,14 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from hybridpp.errors import ConfigError, ScheduleError
-from hybridpp.nn.half import HALF_DTYPES, widened
+from hybridpp.nn.deferred_tensor import deferred
+from hybridpp.nn.half import HALF_DTYPES
 from hybridpp.nn.torch_private import pytree
 from hybridpp.pipeline.batch import call_arguments
 from hybridpp.pipeline.boundary import RecvHandle, SendHandle, StageInput, StageOutput, Transport
 from hybridpp.pipeline.deferred_wgrad import WgradTask
 from hybridpp.pipeline.forward_signature import describe_arguments
+from hybridpp.pipeline.input_copies import InputCopies, StepInputs
 from hybridpp.pipeline.recorder import Recorder
 from hybridpp.pipeline.stage import PipelineStage
 from hybridpp.pipeline.step import PipelineStep, StepResult
@@ -49,6 +51,7 @@ class Handlers:
         placement: tuple[int, ...],
         step: PipelineStep,
         recorder: Recorder | None,
+        inputs: InputCopies,
     ):
         num_microbatches = len(step.microbatches)
         losses = torch.zeros(num_microbatches, dtype=torch.float64, device=device)
@@ -60,6 +63,8 @@ class Handlers:
         self._placement = placement
         self._step = step
         self._recorder = recorder
+        is_cut = len(placement) > 1
+        self._inputs = StepInputs(inputs, step.microbatches, step.training, is_cut)
         # Planned before the first action and in order, so that every rank traces a new signature at the same point.
         self._plans = [stages.plans(*self._call(microbatch.inputs)) for microbatch in step.microbatches]
         self._arriving: dict[Action, RecvHandle] = {}
@@ -88,6 +93,8 @@ class Handlers:
 
     def expect(self, program: Program) -> None:
         """Prepare for a program: find the action after which this rank's gradients are complete."""
+        forwards = [(stage, place or 0) for stage, kind, place in program if kind is ActionKind.FORWARD]
+        self._inputs.expect(forwards)
         self._split = {(stage, place) for stage, kind, place in program if kind is ActionKind.INPUT_GRADIENT}
         self._defers = bool(self._split) or self._weight_gradients.overlaps_comm
         if self._defers:
@@ -135,7 +142,7 @@ class Handlers:
         if self._recorder is not None:
             self._recorder.start()
         stage_input = StageInput(tensors, plan.incoming_specs, step.training)
-        inputs = step.microbatches[microbatch].on(self._device)
+        inputs = self._inputs.take(stage, microbatch)
         args, kwargs = self._call(inputs)
         num_stored = sum(not graph.recomputes for graph in self._graphs.values())
         recompute = step.training and num_stored >= step.max_stored_microbatches
@@ -164,7 +171,7 @@ class Handlers:
         """On the last stage, compute and keep the loss, and keep the outputs; the loss to start the backward from."""
         # Checking the leaves first is cheaper than rebuilding the output.
         if any(isinstance(leaf, Tensor) and leaf.dtype in HALF_DTYPES for leaf in pytree.tree_leaves(outputs)):
-            outputs = pytree.tree_map_only(Tensor, widened, outputs)
+            outputs = pytree.tree_map_only(Tensor, _widened_when_read, outputs)
         loss = None
         if self._step.criterion is not None:
             loss = self._loss(microbatch, outputs, inputs)
@@ -269,3 +276,12 @@ class Handlers:
                 f"{key} runs before its inputs exist, or a second time. Check the program with check_program."
             )
         return held.pop(key)
+
+
+def _widened_when_read(output: Tensor) -> Tensor:
+    """An output in fp32 if it is in half precision. Logits are large, and most criteria read only the model's loss."""
+    if output.dtype not in HALF_DTYPES:
+        return output
+    if output.dim() == 0 or type(output) is not Tensor or output.layout is not torch.strided:
+        return output.float()
+    return deferred(output, output.float, dtype=torch.float32, device=output.device)

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
 from hybridpp.nn.checkpointing import may_run_again
+from hybridpp.nn.deferred_tensor import DeferredTensor
 from hybridpp.nn.torch_private import current_function_mode, pop_function_mode, push_function_mode, pytree
 from hybridpp.precision.loss_functions import LOSS_FUNCTIONS, widened_arguments
 from hybridpp.precision.mixed_dtype_rules import MIXED_DTYPE_RULES, CastRule
@@ -135,4 +136,8 @@ def _kind(arguments: Any) -> Any:
     Shapes and numbers are not part of it.
     """
     leaves, tree = pytree.tree_flatten(arguments)
-    return tree, tuple(leaf if isinstance(leaf, bool | str | None) else type(leaf) for leaf in leaves)
+    return tree, tuple(leaf if isinstance(leaf, bool | str | None) else _type(leaf) for leaf in leaves)
+
+
+def _type(leaf: Any) -> type:
+    return Tensor if type(leaf) is DeferredTensor else type(leaf)

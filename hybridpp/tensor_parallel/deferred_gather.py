@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from hybridpp.cluster import Group
+from hybridpp.nn.metadata_functions import METADATA_FUNCTIONS
 from hybridpp.nn.torch_private import (
-    VERSION,
     DisableTorchFunctionSubclass,
     backward_hooks_of,
     is_view,
@@ -67,7 +67,7 @@ class DeferredGatherTensor(Tensor):
                 result = first.kept[func](first, func, *args[1:], **kwargs)
                 if result is not NotImplemented:
                     return result
-            if func in _ABOUT:
+            if func in METADATA_FUNCTIONS:
                 with DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
         args, kwargs = gathered((args, kwargs))
@@ -233,23 +233,3 @@ def elementwise(lazy: DeferredGatherTensor, func: Any, *args: Any, **kwargs: Any
     if local.device != lazy.local.device:
         return NotImplemented
     return like(lazy, local, lambda whole: func(whole, *args, **kwargs))
-
-
-# Known without a value.
-_ABOUT = {
-    Tensor.dim,
-    Tensor.element_size,
-    Tensor.is_complex,
-    Tensor.is_floating_point,
-    Tensor.is_inference,
-    Tensor.nelement,
-    Tensor.numel,
-    Tensor.size,
-    Tensor.__len__,
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_nested", "is_sparse")
-    ),
-    *(getattr(Tensor, name).__get__ for name in ("itemsize", "layout", "ndim", "requires_grad", "shape")),
-    VERSION.__get__,
-}

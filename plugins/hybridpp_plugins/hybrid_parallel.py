@@ -222,7 +222,7 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, PreviewsTenso
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
-        pin_memory: bool = False,
+        pin_memory: bool | None = None,
         seed_samples: bool = True,
         distributed_sampler_cls: None = None,
         **options: Any,
@@ -241,7 +241,8 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, PreviewsTenso
             drop_last: whether to skip an incomplete last global batch.
             collate_fn: makes a batch from samples; None stacks them.
             num_workers: processes that load data.
-            pin_memory: whether to put batches in page-locked memory.
+            pin_memory: whether to put batches in page-locked memory, from which a device copies without the host; None:
+                if this rank computes on a CUDA device.
             seed_samples: whether Python's, numpy's and torch's generators are seeded for each sample with the seed, the
                 epoch and its index, so that random augmentation is the same for any number of workers and replicas.
                 The dataset is then wrapped, and samples are loaded one at a time.
@@ -253,6 +254,8 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, PreviewsTenso
                 fit the dataset.
             DataError: the dataset has no length, is empty, or is too small for one step.
         """
+        if pin_memory is None:
+            pin_memory = self.layout.world.device.type == "cuda"
         require_bools(pin_memory=pin_memory)
         if distributed_sampler_cls is not None:
             raise ConfigError(

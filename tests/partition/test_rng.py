@@ -120,7 +120,7 @@ def seeds(monkeypatch):
 
 def seeded_everywhere(model, keys, monkeypatch, change=lambda model, key: None):
     with monkeypatch.context() as patch:
-        patch.setattr(DrawingParts, "now", lambda self, is_grad_enabled: None)
+        patch.setattr(DrawingParts, "now", lambda self, stage, is_grad_enabled: None)
         run, found = Run(model), []
         for key in keys:
             change(model, key)
@@ -249,7 +249,7 @@ def test_a_failed_forward_teaches_nothing(monkeypatch):
 def test_divided_layers_draw_as_before(monkeypatch):
     batches, settings = [image_batch(4, seed=seed) for seed in range(2)], {"num_microbatches": 2, "tp_size": 2}
     found = train(lambda: tiny_vit(0.3, num_layers=2), batches, make_optimizer=sgd, **settings)
-    monkeypatch.setattr(DrawingParts, "now", lambda self, is_grad_enabled: None)
+    monkeypatch.setattr(DrawingParts, "now", lambda self, stage, is_grad_enabled: None)
     expected = train(lambda: tiny_vit(0.3, num_layers=2), batches, make_optimizer=sgd, **settings)
     assert found["losses"] == expected["losses"]
     assert_same(found["weights"], expected["weights"])
@@ -264,3 +264,13 @@ def test_divided_layers_that_draw_nothing_fork_no_generator(monkeypatch):
     forks.clear()
     train(lambda: tiny_vit(num_layers=2), [image_batch(4)], num_microbatches=4, tp_size=2)
     assert len(forks) == once
+
+
+def test_no_stage_seeds_units_that_draw_nothing(seeds):
+    def count(num_microbatches):
+        seeds.clear()
+        train(lambda: tiny_vit(num_layers=2), [image_batch(6)], num_microbatches=num_microbatches, pp_size=2)
+        return len(seeds)
+
+    # On the first stage one seed per micro-batch; on the last another one, for the criterion.
+    assert count(6) - count(3) == 3 * (1 + 2)

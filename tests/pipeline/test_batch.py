@@ -196,23 +196,6 @@ def test_an_empty_batch(batch):
         split(batch, size=2)
 
 
-def test_inputs_are_moved_with_their_structure():
-    (microbatch,) = split({"a": torch.zeros(2), "b": (1, torch.tensor(2.0))}, count=1).microbatches
-    moved = microbatch.on(torch.device("meta"))
-    assert (moved["a"].device.type, moved["b"][0], moved["b"][1].device.type) == ("meta", 1, "meta")
-
-
-def test_what_a_model_writes_to_its_inputs_stays_in_the_microbatch():
-    batch = torch.ones(4)
-    weight = torch.ones(2, requires_grad=True)
-    losses = [
-        (microbatch.on(torch.device("cpu")).mul_(3) * weight).sum() for microbatch in split(batch, count=2).microbatches
-    ]
-    sum(losses).backward()
-    assert weight.grad.tolist() == [6, 6]
-    assert batch.tolist() == [1, 1, 1, 1]
-
-
 def test_how_a_model_is_called():
     tensor = torch.zeros(2)
     assert call_arguments({"x": tensor}) == ((), {"x": tensor})

@@ -260,3 +260,13 @@ def test_random_augmentation_depends_on_the_sample_alone_by_default(seed_samples
     one = drawn(1, num_workers=1)
     assert (drawn(2, num_workers=1) == one) == seed_samples
     assert (drawn(2) == one) == seed_samples
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "pins"),
+    [("cuda", None, True), ("cuda", False, False), ("cpu", None, False), ("cpu", True, True)],
+)
+def test_batches_are_page_locked_where_a_device_reads_them(device, given, pins, monkeypatch):
+    one = plugin()
+    monkeypatch.setattr(type(one.layout.world), "device", property(lambda self: torch.device(device)))
+    assert one.prepare_dataloader([0, 1], batch_size=1, pin_memory=given).pin_memory is pins

@@ -10,7 +10,9 @@ from support import assert_near, assert_same, boosted, image_batch, model_loss, 
 
 from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.cluster import Loopback, current_world
+from hybridpp.nn.deferred_tensor import deferred
 from hybridpp.optim import LinearWarmupLR, OneCycleLR
+from hybridpp.pipeline import handlers
 
 BATCHES = [image_batch(8, seed) for seed in range(4)]
 
@@ -359,3 +361,65 @@ def test_a_hundred_updates_of_a_ten_thousandth_add_up_as_in_fp32(precision):
     ((_, half),) = Loopback(1).run(lambda: run(precision))
     assert (full - start).abs().max() > 1e-2 * start.abs().mean()
     torch.testing.assert_close(half, full, rtol=1e-5, atol=0)
+
+
+class Heads(torch.nn.Module):
+    """A model whose own loss is small, and whose logits are not."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+        self.head = torch.nn.Linear(4, 64)
+
+    def forward(self, x, labels):
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+        return transformers.modeling_outputs.SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+READERS = {
+    "loss": (lambda outputs, _: outputs.loss, 0),
+    "container only": (lambda outputs, _: outputs.loss * (len(outputs.to_tuple()) == 2 and outputs[1].shape[1] > 0), 0),
+    "attribute": (lambda outputs, inputs: torch.nn.functional.cross_entropy(outputs.logits, inputs["labels"]), 1),
+    "key": (lambda outputs, inputs: torch.nn.functional.cross_entropy(outputs["logits"], inputs["labels"]), 1),
+    "index": (lambda outputs, inputs: (outputs[1] ** 2).mean(), 1),
+    "tuple": (lambda outputs, inputs: (outputs.to_tuple()[1] ** 2).mean(), 1),
+    "dtype": (lambda outputs, inputs: (outputs.logits.to(torch.float32).float() ** 2).mean(), 1),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_logits_are_widened_only_where_the_criterion_reads_them(name, monkeypatch):
+    criterion, reads = READERS[name]
+    widened, seen = [], []
+
+    def noting(like, make, *, dtype, device):
+        return deferred(like, lambda: (widened.append(tuple(like.shape)), make())[1], dtype=dtype, device=device)
+
+    def watched(outputs, inputs):
+        seen.append((type(outputs).__name__, outputs.logits.dtype, outputs.logits.requires_grad))
+        return criterion(outputs, inputs)
+
+    watched.reduction = "mean"
+    batch = {"x": torch.randn(4, 4), "labels": torch.tensor([1, 2, 3, 4])}
+    runs = []
+    for wrapper in (noting, lambda like, make, **_: make()):
+        monkeypatch.setattr(handlers, "deferred", wrapper)
+        runs.append(train(Heads, [batch], num_microbatches=2, precision="bf16", criterion=watched))
+    assert widened == [(2, 64)] * 2 * reads
+    assert set(seen) == {("SequenceClassifierOutput", torch.float32, True)}
+    assert runs[0]["losses"] == runs[1]["losses"]
+    assert_same(runs[0]["gradients"], runs[1]["gradients"])
+    assert runs[0]["gradients"]["head.weight"].abs().max() > 0
+
+
+def test_outputs_that_a_script_asks_for_are_plain_and_in_fp32():
+    batch = {"x": torch.randn(4, 4), "labels": torch.tensor([1, 2, 3, 4])}
+    booster, model, _ = boosted(Heads(), None, batch, precision="bf16")
+    with torch.no_grad():
+        outputs = booster.execute_pipeline(iter([batch]), model, model_loss, return_outputs=True)["outputs"]
+    assert type(outputs.logits) is torch.Tensor
+    assert outputs.logits.dtype is torch.float32

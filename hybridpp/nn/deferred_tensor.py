@@ -1,0 +1,102 @@
+"""Tensors whose values are made only when they are read: copies to a device, conversions."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpp.nn.metadata_functions import METADATA_FUNCTIONS
+from hybridpp.nn.torch_private import DisableTorchFunctionSubclass, make_wrapper_subclass, pytree
+
+# Of a tensor with a gradient these are the values' own.
+_OF_GRAPH = frozenset({Tensor.grad_fn.__get__, Tensor.is_leaf.__get__})  # type: ignore[attr-defined]  # torch
+
+
+class DeferredTensor(Tensor):
+    """A tensor whose values are made when an operation needs them.
+
+    It has the shape, dtype and device of the values. Reading these makes nothing, and a conversion to another dtype is
+    deferred, too; all other operations get the values, a plain tensor that is made once. So results are right in any
+    case. A write goes to the values, which every later operation reads.
+    """
+
+    _make: Callable[[], Tensor] | None
+    _made: Tensor | None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, DeferredTensor) and first._made is None:
+            with DisableTorchFunctionSubclass():
+                if func in METADATA_FUNCTIONS and not (func in _OF_GRAPH and first.requires_grad):
+                    return func(*args, **kwargs)
+                if func is Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype) and not kwargs:
+                    return first if args[1] is first.dtype else _converted(first, args[1])
+        args, kwargs = with_values((args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares a function of C there
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # Below autograd: reached only around torch's functions (arguments of an autograd function).
+        args, kwargs = pytree.tree_map_only(DeferredTensor, lambda one: one.values_now().detach(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def values_now(self) -> Tensor:
+        """The values; made at the first call."""
+        if self._made is None:
+            assert self._make is not None
+            with DisableTorchFunctionSubclass():
+                wants_gradient = self.requires_grad
+            # The first reader (a metric under no_grad) does not decide for the others.
+            with torch.set_grad_enabled(wants_gradient):
+                self._made, self._make = self._make(), None
+        return self._made
+
+
+def deferred(like: Tensor, make: Callable[[], Tensor], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor that is made when it is read.
+
+    Args:
+        like: a plain, strided tensor of the same shape, strides and differentiability.
+        make: makes the values; a function of ``like``, if that requires a gradient and gradients are enabled.
+        dtype: of the values; if ``like`` requires a gradient, a conversion is all that may distinguish them.
+        device: of the values.
+    """
+    if like.requires_grad and torch.is_grad_enabled():
+        lazy: Any = _Present.apply(like, dtype, device)  # type: ignore[no-untyped-call]  # torch
+    else:
+        lazy = _wrapper(like, dtype, device)
+    lazy._make, lazy._made = make, None
+    return lazy  # type: ignore[no-any-return]  # a DeferredTensor
+
+
+def with_values(tree: Any) -> Any:
+    """``tree`` with the values of deferred tensors."""
+    return pytree.tree_map_only(DeferredTensor, DeferredTensor.values_now, tree)
+
+
+def _converted(lazy: DeferredTensor, dtype: torch.dtype) -> Tensor:
+    return deferred(lazy, lambda: lazy.values_now().to(dtype), dtype=dtype, device=lazy.device)
+
+
+def _wrapper(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return make_wrapper_subclass(DeferredTensor, like.shape, strides=like.stride(), dtype=dtype, device=device)
+
+
+class _Present(torch.autograd.Function):
+    """Autograd's view of it, for autograd functions, which get the tensor itself."""
+
+    @staticmethod
+    def forward(ctx: Any, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+        ctx.dtype = like.dtype
+        return _wrapper(like, dtype, device)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return dy.to(ctx.dtype), None, None
