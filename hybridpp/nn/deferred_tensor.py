@@ -10,7 +10,7 @@ from hybridpp.nn.metadata_functions import METADATA_FUNCTIONS
 from hybridpp.nn.torch_private import DisableTorchFunctionSubclass, make_wrapper_subclass, pytree
 
 # Of a tensor with a gradient these are the values' own.
-_OF_GRAPH = frozenset({Tensor.grad_fn.__get__, Tensor.is_leaf.__get__})  # type: ignore[attr-defined]  # torch
+_OF_GRAPH = frozenset(getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf"))
 
 
 class DeferredTensor(Tensor):

@@ -11,9 +11,8 @@ from torch.overrides import TorchFunctionMode
 from hybridpp.cluster import Loopback
 
 _READS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "cpu", "nonzero"}
-# These read batches, messages of the control group, or states of generators: all are in host memory on every machine.
+# These read batches, or messages of the control group: both are in host memory on every machine.
 _HOST_ONLY = {
-    "random_draws.py:has_drawn",
     "batch_reader.py:wait",
     "batch.py:digest",
     "step_message.py:summary_of",
