@@ -22,6 +22,7 @@ import torch.nn.modules.module as module_globals
 from torch import Tensor, nn
 from torch._C import (
     DisableTorchFunctionSubclass,
+    DispatchKey,
     TensorBase,
     _are_functorch_transforms_active,
     _current_graph_task_id,
@@ -30,6 +31,7 @@ from torch._C import (
 )
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -70,6 +72,7 @@ __all__ = [
     "HashStore",
     "InstanceNorm",
     "NormWithStatistics",
+    "OpOverload",
     "PrefixStore",
     "Store",
     "TCPStore",
@@ -98,6 +101,7 @@ __all__ = [
     "has_no_data",
     "index_sampler_of",
     "is_any_autocast_enabled",
+    "is_composite",
     "is_functorch_active",
     "is_view",
     "make_wrapper_subclass",
@@ -177,6 +181,12 @@ ATTENTION_OPS = (
     torch.ops.aten._scaled_dot_product_cudnn_attention,
 )
 GROUPED_MM = torch.ops.aten._grouped_mm
+
+
+def is_composite(operator: OpOverload) -> bool:
+    """Whether an operator is made of others for every kind of tensor (those of TorchScript are not dispatched)."""
+    return operator.namespace != "prim" and operator.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
+
 
 # Autograd, autocast, functorch.
 current_graph_task_id = _current_graph_task_id

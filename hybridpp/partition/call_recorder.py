@@ -16,7 +16,7 @@ from hybridpp.partition.calls import Same, TensorSpec, Trace, UnitCall
 from hybridpp.partition.concrete_fallback import UntraceableUnitError, run_on_concrete_values
 from hybridpp.partition.containers import ContainerRef, ContainerSnapshot, flatten, tensors_in
 from hybridpp.partition.fakes import Fakes
-from hybridpp.partition.flops import flop_counter
+from hybridpp.partition.flops import FlopCounter
 from hybridpp.partition.module_outputs import AttributeKey, AttributeSlot, AttributeSnapshot
 from hybridpp.partition.object_state import RemoteObject, holds_tensors, may_hide_tensors
 from hybridpp.partition.resets import AttributeReset, ResetSearch, UnitCallKey
@@ -185,7 +185,7 @@ class CallRecorder:
         """The unit's result, and the sources of the tensors that it used, by ``id``."""
         self._depth += 1
         objects = Snapshot.reachable_from((args, kwargs))
-        counter = flop_counter() if self._count_flops else None
+        counter = FlopCounter() if self._count_flops else None
         try:
             with self.taints.paused(call.name) as used, counter or nullcontext():
                 try:

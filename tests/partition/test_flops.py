@@ -5,20 +5,20 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from hybridpp.partition.flops import flop_counter
+from hybridpp.partition.flops import FlopCounter
 
 B, H, S, D = 2, 3, 5, 4  # batch, heads, sequence, head width
 
 
 def counted(function, *shapes, device="cpu"):
-    with FakeTensorMode(), flop_counter() as counter:
+    with FakeTensorMode(), FlopCounter() as counter:
         function(*(torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes))
     return counter.get_total_flops()
 
 
 def test_what_modules_do_is_counted_as_by_torch():
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(16, 5))
-    with flop_counter() as ours, FlopCounterMode(display=False) as theirs:
+    with FlopCounter() as ours, FlopCounterMode(display=False) as theirs:
         model(torch.ones(2, 3, 4, 4)).sum().backward()
     convolution, linear = 2 * 2 * (2 * 2 * 4) * (3 * 3 * 3), 2 * 2 * 16 * 5
     # Backward: the images need no gradient.
