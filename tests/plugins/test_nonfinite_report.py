@@ -100,7 +100,7 @@ def named(value):
 
 
 def test_activations():
-    cases = [(name, *case) for name in MODULES for case in CASES]
+    cases = [(name, *CASES[place % len(CASES)]) for place, name in enumerate(MODULES)]
 
     def spoiler(name, microbatch, value):
         return lambda model: spoil_output(model, name, At(microbatch, value))
@@ -125,9 +125,9 @@ MADE_BY = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_gradients_on_their_way_back(schedule):
-    cases = [(name, *case) for name in MADE_BY for case in CASES]
+@pytest.mark.parametrize(("schedule", "first"), [("1f1b", 0), ("zb-h1", 1)])
+def test_gradients_on_their_way_back(schedule, first):
+    cases = [(name, *CASES[(first + place) % len(CASES)]) for place, name in enumerate(MADE_BY)]
 
     def spoiler(name, microbatch, value):
         spoil = At(microbatch, value)
@@ -148,9 +148,9 @@ def test_gradients_on_their_way_back(schedule):
         assert text == f"{what} (stage {rank}, micro-batch {microbatch}) on rank {rank}"
 
 
-@pytest.mark.parametrize(("schedule", "first"), [("1f1b", 0), ("zb-h1", 1)])
+@pytest.mark.parametrize(("schedule", "first"), [("1f1b", 0), ("zb-h1", 3)])
 def test_gradients_of_parameters(schedule, first):
-    names = [name for name, _ in tiny_vit().named_parameters()][first::4]
+    names = [name for name, _ in tiny_vit().named_parameters()][first::7]
     cases = [(name, *CASES[place % len(CASES)]) for place, name in enumerate(names)]
 
     def spoiler(name, microbatch, value):

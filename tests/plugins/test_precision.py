@@ -21,8 +21,7 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-5)
 
 
-@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize(("precision", "make_optimizer"), [("fp16", adamw), ("bf16", sgd)])
 def test_half_precision_is_bit_equal_over_pipeline_sizes_and_near_fp32(precision, make_optimizer):
     make_model = functools.partial(tiny_vit, 0.1)
     options = {"num_microbatches": 2, "make_optimizer": make_optimizer}
@@ -37,7 +36,7 @@ def test_half_precision_is_bit_equal_over_pipeline_sizes_and_near_fp32(precision
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_masters_keep_updates_that_half_precision_would_round_away(precision):
-    steps, lr = 50, 1e-5
+    steps, lr = 20, 1e-5
 
     def run():
         booster, model, optimizer = boosted(
@@ -93,8 +92,7 @@ def inject(model, where, value):
         parameter.register_hook(lambda gradient: torch.full_like(gradient, value))
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-@pytest.mark.parametrize("where", [0, 1, 2, 3])
+@pytest.mark.parametrize(("where", "value"), [(0, math.inf), (1, math.nan), (2, math.nan), (3, math.inf)])
 def test_an_overflow_on_one_rank_makes_every_rank_skip_and_back_off(where, value):
     def run():
         booster, model, optimizer = boosted(
@@ -190,8 +188,10 @@ def test_a_scale_too_large_for_fp16_is_found_and_lowered():
     assert scale == 2.0 ** (24 - skipped)
 
 
-@pytest.mark.parametrize(("pp_size", "dp_size"), [(1, 1), (2, 1), (4, 1), (2, 2)])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "pp_size", "dp_size"),
+    [("fp32", 4, 1), ("fp32", 2, 2), ("bf16", 1, 1), ("bf16", 2, 2), ("fp16", 2, 1), ("fp16", 2, 2)],
+)
 def test_the_norm_is_that_of_the_whole_models_gradient(precision, pp_size, dp_size):
     batch = image_batch(8)
     model = tiny_vit()
@@ -211,7 +211,15 @@ def test_the_norm_is_that_of_the_whole_models_gradient(precision, pp_size, dp_si
     assert norms[0] == pytest.approx(expected, rel={"fp32": 1e-5, "fp16": 1e-3, "bf16": 1e-2}[precision])
 
 
-@pytest.mark.parametrize("pp_size", [1, 2, 4])
+@functools.cache
+def clipped_in_one_process():
+    return train(tiny_vit, BATCHES, **CLIPPED)["weights"]
+
+
+CLIPPED = {"make_optimizer": adamw, "max_norm": 0.1, "num_microbatches": 2}
+
+
+@pytest.mark.parametrize("pp_size", [2, 4])
 def test_clipping_is_torchs_and_bit_equal_over_pipeline_sizes(pp_size):
     model = tiny_vit()
     optimizer = adamw(model.parameters())
@@ -220,10 +228,9 @@ def test_clipping_is_torchs_and_bit_equal_over_pipeline_sizes(pp_size):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
-    options = {"make_optimizer": adamw, "max_norm": 0.1, "num_microbatches": 2}
-    result = train(tiny_vit, BATCHES, pp_size=pp_size, **options)
+    result = train(tiny_vit, BATCHES, pp_size=pp_size, **CLIPPED)
     assert_near(result["weights"], {name: p.detach() for name, p in model.named_parameters()}, 1e-5)
-    assert_same(result["weights"], train(tiny_vit, BATCHES, **options)["weights"])
+    assert_same(result["weights"], clipped_in_one_process())
 
 
 def write(parameter):
@@ -238,8 +245,9 @@ def clear(parameter):
     parameter.grad = None
 
 
-@pytest.mark.parametrize("asks_before", [False, True])
-@pytest.mark.parametrize("change", [write, replace, clear])
+@pytest.mark.parametrize(
+    ("change", "asks_before"), [(write, False), (write, True), (replace, True), (clear, False), (clear, True)]
+)
 def test_gradients_that_one_stage_changes_by_hand_count_in_the_norm_of_all(change, asks_before):
     batch = image_batch(4)
     model = tiny_vit()
