@@ -88,6 +88,11 @@ def is_container(thing: Any) -> bool:
     return isinstance(thing, _BASES)
 
 
+def is_empty(container: Any) -> bool:
+    """Whether it is exactly a dict, list, deque or set, no subclass, that holds nothing."""
+    return type(container) in _EXACT and not container
+
+
 def has_attributes(thing: Any) -> bool:
     """Whether an object has a place for attributes of its own."""
     return _dict_of(thing) is not None or bool(_slots(thing))

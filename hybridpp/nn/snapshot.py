@@ -13,6 +13,7 @@ from hybridpp.nn.contents import (
     attributes_of,
     has_attributes,
     is_container,
+    is_empty,
     is_same,
     items_of,
     put_attributes,
@@ -53,6 +54,8 @@ class Snapshot:
 
     def __init__(self, before: Iterable[tuple[Holder, Contents]]):
         self._before = list(before)
+        # Containers that held nothing, as most of a module's do; they need no copy.
+        self._empty: list[Any] = []
 
     @classmethod
     def of_modules(cls, model: nn.Module) -> "Snapshot":
@@ -64,7 +67,9 @@ class Snapshot:
         for module in model.modules():
             attributes = vars(module)
             containers += [attributes, *filter(is_container, attributes.values())]
-        return cls((Holder.of_items(container), items_of(container)) for container in containers)
+        made = cls((Holder.of_items(held), items_of(held)) for held in containers if not is_empty(held))
+        made._empty = [container for container in containers if is_empty(container)]
+        return made
 
     @classmethod
     def reachable_from(cls, tree: Any, num_levels: int | None = None) -> "Snapshot":
@@ -78,6 +83,8 @@ class Snapshot:
 
     def has_changed(self) -> bool:
         """Whether any of them holds something else now."""
+        if any(self._empty):
+            return True
         return any(not is_same(holder.read(holder.thing), contents) for holder, contents in self._before)
 
     def tensors(self) -> list[Tensor]:
@@ -89,6 +96,8 @@ class Snapshot:
         """Let all of them hold that again; what did not change is not written to."""
         for holder, contents in self._before:
             holder.put(holder.thing, contents)
+        for container in filter(None, self._empty):
+            container.clear()
 
 
 class Replacements:

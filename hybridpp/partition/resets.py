@@ -43,10 +43,6 @@ class _AttributeValue(NamedTuple):
     value: Any
     contents: Contents | None = None
 
-    @classmethod
-    def of(cls, value: Any) -> "_AttributeValue":
-        return cls(value, items_of(value) if is_container(value) else None)
-
     def equals(self, other: "_AttributeValue") -> bool:
         if self.contents is not None and other.contents is not None:
             return type(self.value) is type(other.value) and is_same(self.contents, other.contents)
@@ -65,6 +61,24 @@ class _AttributeValue(NamedTuple):
         )
 
 
+class _State:
+    """The attributes of a module, and what the containers among them hold."""
+
+    def __init__(self, module: nn.Module):
+        now = attributes_now(module)
+        self.attributes = {name: value for name, value in now.items() if name not in MODULE_INTERNALS}
+        self._contents = {name: items_of(value) for name, value in self.attributes.items() if is_container(value)}
+
+    def __getitem__(self, name: str) -> _AttributeValue:
+        return _AttributeValue(self.attributes.get(name, MISSING), self._contents.get(name))
+
+    def is_that_of(self, other: "_State") -> bool:
+        """Whether both hold the very same objects."""
+        return is_same(self.attributes, other.attributes) and all(
+            map(is_same, self._contents.values(), other._contents.values())
+        )
+
+
 class ResetSearch:
     """Finds, in one trace, the attributes that are reset after each cut.
 
@@ -77,7 +91,7 @@ class ResetSearch:
     def __init__(self, model: nn.Module, units: Iterable[str], cuts: Sequence[UnitCallKey]):
         self._cuts = cuts
         self._parts = dict(model.named_modules()) if cuts else {}
-        self._before = {path: _state(part) for path, part in self._parts.items()}
+        self._before = {path: _State(part) for path, part in self._parts.items()}
         self._inside = {part for unit in units for part in model.get_submodule(unit).modules()} if cuts else set()
         self._at_cuts: list[dict[tuple[str, str], _AttributeValue]] = []
         self._assigned: dict[int, Any] = {}
@@ -85,10 +99,8 @@ class ResetSearch:
 
     def tensors(self) -> list[Tensor]:
         """The attributes of units that are tensors before the forward."""
-        kept = (
-            held for path, state in self._before.items() if self._parts[path] in self._inside for held in state.values()
-        )
-        return [held.value for held in kept if isinstance(held.value, Tensor)]
+        inside = (state for path, state in self._before.items() if self._parts[path] in self._inside)
+        return [value for state in inside for value in state.attributes.values() if isinstance(value, Tensor)]
 
     def note_call(self, call: UnitCallKey, assigned: Mapping[Any, Any]) -> None:
         """Record the end of a call, and the attributes that the unit assigned."""
@@ -110,19 +122,19 @@ class ResetSearch:
         """
         if not self._cuts:
             return ()
-        now = {path: _state(part) for path, part in self._parts.items()}
+        now = {path: _State(self._parts[path]) for changed in self._at_cuts for path, _ in changed}
         return tuple(
             tuple(
                 AttributeReset(*key, value)
                 for key, held in changed.items()
-                if (value := self._value_after(cut, key, held, now[key[0]].get(key[1], _NOTHING))) is not held
+                if (value := self._value_after(cut, key, held, now[key[0]][key[1]])) is not held
             )
             for cut, changed in zip(self._cuts, self._at_cuts, strict=False)
         )
 
     def _value_after(self, cut: UnitCallKey, key: tuple[str, str], held: _AttributeValue, end: _AttributeValue) -> Any:
         """The value to replace ``held`` by; ``held`` itself if there is no reset."""
-        before = self._before[key[0]].get(key[1], _NOTHING)
+        before = self._before[key[0]][key[1]]
         if end.equals(before):
             return _AS_BEFORE
         if end.equals(held):
@@ -142,10 +154,12 @@ class ResetSearch:
     def _changed(self) -> dict[tuple[str, str], _AttributeValue]:
         changed = {}
         for path, part in self._parts.items():
-            before, now = self._before[path], _state(part)
-            for name in (before | now) if before.keys() != now.keys() else now:
-                held = now.get(name, _NOTHING)
-                if not held.equals(before.get(name, _NOTHING)):
+            before, now = self._before[path], _State(part)
+            if now.is_that_of(before):
+                continue
+            for name in before.attributes | now.attributes:
+                held = now[name]
+                if not held.equals(before[name]):
                     changed[path, name] = held
         return changed
 
@@ -159,26 +173,15 @@ class AttributeResetter:
     """
 
     def __init__(self, model: nn.Module, resets: Sequence[AttributeReset]):
-        self._held: list[tuple[nn.Module, str, _AttributeValue]] = []
+        self._held: list[tuple[nn.Module, str, Contents | None, Any]] = []
         for reset in resets:
             part = model.get_submodule(reset.module)
             value = attributes_now(part).get(reset.name, MISSING) if reset.as_before else copy.copy(reset.value)
-            self._held.append((part, reset.name, _AttributeValue.of(value)))
+            self._held.append((part, reset.name, items_of(value) if is_container(value) else None, value))
 
     def put(self) -> None:
         """Apply the resets."""
-        for part, name, held in self._held:
-            put_entry(owning_dict(part, name), name, held.value)
-            if held.contents is not None:
-                put_items(held.value, held.contents)
-
-
-_NOTHING = _AttributeValue(MISSING)
-
-
-def _state(module: nn.Module) -> dict[str, _AttributeValue]:
-    return {
-        name: _AttributeValue.of(value)
-        for name, value in attributes_now(module).items()
-        if name not in MODULE_INTERNALS
-    }
+        for part, name, contents, value in self._held:
+            put_entry(owning_dict(part, name), name, value)
+            if contents is not None:
+                put_items(value, contents)

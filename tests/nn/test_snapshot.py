@@ -104,6 +104,30 @@ def test_modules_are_put_back_after_an_error():
     assert state_of(model) == before
 
 
+class Named(dict):
+    """A container whose class has rules of its own."""
+
+    def clear(self):
+        raise AssertionError("no rule of the class is asked")
+
+    def __len__(self):
+        raise AssertionError("no rule of the class is asked")
+
+
+def test_what_was_empty_has_changed_when_it_is_filled():
+    model = small_model()
+    model[0].names = Named()
+    for fill in (lambda: model[0].losses.append(1), lambda: dict.update(model[0].names, a=1)):
+        snapshot = Snapshot.of_modules(model)
+        assert not snapshot.has_changed()
+        fill()
+        assert snapshot.has_changed()
+        snapshot.restore()
+        assert not snapshot.has_changed()
+        assert not model[0].losses
+        assert not list(dict.keys(model[0].names))
+
+
 def test_buffers_have_their_values_again_and_stay_the_same_tensors():
     model = nn.BatchNorm1d(1)
     buffer = model.running_mean
