@@ -60,9 +60,10 @@ def plan_of(model, sample=None, size=2):
     return find_tp_plan(model, lambda: find_samples(model, None, sample, cpu), size, current_world().control())
 
 
-@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
-    "make_model", [tiny_vit, llama, gpt2, bert, opt, bloom, mixtral], ids=lambda make: make.__name__
+    ("make_model", "size"),
+    [(tiny_vit, 2), (llama, 4), (gpt2, 2), (bert, 2), (opt, 2), (bloom, 4), (mixtral, 2), (mixtral, 4)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_the_plan_is_that_of_the_model_with_weights(make_model, size):
     model = empty(make_model)

@@ -57,9 +57,18 @@ def distance(tensors, expected):
     return math.sqrt(difference / math.fsum(tensor.square().sum().item() for tensor in expected.values()))
 
 
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("tp_size", "pp_size", "dp_size"), list(itertools.product([1, 2], repeat=3)))
+# Every layout with two of the formats, with tied weights in one of them; where all axes are used, in all.
+SIZES_AND_FORMATS = [
+    (*sizes, tied, list(DTYPES)[(number + tied) % len(DTYPES)])
+    for number, sizes in enumerate(itertools.product([1, 2], repeat=3))
+    for tied in (True, False)
+]
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size", "dp_size", "tied", "precision"),
+    [*SIZES_AND_FORMATS, *((2, 2, 2, True, precision) for precision in ("fp32", "fp16"))],
+)
 def test_norms_and_clipping_are_torchs_in_every_layout(tp_size, pp_size, dp_size, tied, precision):
     def run():
         booster, model, optimizer = boosted(
@@ -112,8 +121,10 @@ class PartlyTrained(torch.nn.Module):
         return x * self.scale
 
 
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize(("pp_size", "dp_size"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("pp_size", "dp_size", "precision"),
+    [(1, 2, "bf16"), (2, 1, "fp16"), *((2, 2, precision) for precision in DTYPES)],
+)
 def test_norms_of_what_is_partly_frozen_and_adds_up_over_calls(pp_size, dp_size, precision):
     batches = [(torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)),) for seed in range(2)]
 

@@ -25,7 +25,7 @@ coordinator = DistCoordinator()
 reach("launched")
 plugin = HybridParallelPlugin(tp_size=1, pp_size=2, num_microbatches=2, precision="fp32")
 reach("plugin")
-booster, model = Booster(plugin=plugin, device="cpu"), tiny_vit()
+booster, model = Booster(plugin=plugin, device="cpu"), tiny_vit(num_layers=2)
 model, optimizer, *_ = booster.boost(model, sgd(model.parameters()), sample=image_batch(2))
 reach("boosted")
 for step in range(3):

@@ -101,8 +101,9 @@ def test_formats_that_change_between_and_in_blocks_keep_shards(fp32_modules, mon
     assert sorted(messages) == [(2, 32, 16)] * 2 + [(2, 33, 16)] * 2
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("fp32_modules", MIXED, ids=str)
+@pytest.mark.parametrize(
+    ("fp32_modules", "precision"), list(zip(MIXED, ["bf16", "fp16", "bf16"], strict=True)), ids=str
+)
 def test_modules_in_fp32_beside_shards(precision, fp32_modules):
     options = {"num_microbatches": 2, "precision": precision, "fp32_modules": fp32_modules}
     make = functools.partial(vit, num_layers=4)
@@ -124,10 +125,17 @@ def off(run, expected):
     )
 
 
-@pytest.mark.parametrize("num_places", [64, 65, 197])
 @pytest.mark.parametrize(
-    "layout",
-    [{}, {"pp_size": 2}, {"pp_size": 2, "gradient_checkpoint_config": {}}, {"tp_size": 4, "pp_size": 2}],
+    ("num_places", "layout"),
+    [
+        (64, {}),
+        (197, {}),
+        (65, {"pp_size": 2}),
+        (64, {"pp_size": 2, "gradient_checkpoint_config": {}}),
+        (197, {"pp_size": 2, "gradient_checkpoint_config": {}}),
+        (64, {"tp_size": 4, "pp_size": 2}),
+        (65, {"tp_size": 4, "pp_size": 2}),
+    ],
     ids=str,
 )
 def test_gradients_are_those_of_one_process(num_places, layout):
