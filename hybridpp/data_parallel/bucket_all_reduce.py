@@ -1,8 +1,9 @@
 """The all-reduce of buckets over the replicas, overlapped with the last backward pass."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from hybridpp.cluster import Group, Work
 from hybridpp.data_parallel.accumulator import GradientAccumulator
@@ -39,6 +40,8 @@ class BucketAllReduce:
         self._num_launched = 0
         # Forgotten reductions, which may still write to their buckets.
         self._cancelled: list[tuple[Bucket, Work]] = []
+        # What the flags of the latest reduction say; None: they have not been read.
+        self._reached_anywhere: set[str] | None = None
 
     def begin(self, pending: Collection[str] | None) -> None:
         """Prepare for the last backward pass, which may add to the parameters in ``pending`` (None: to all)."""
@@ -88,6 +91,7 @@ class BucketAllReduce:
                 return
             self._accumulator.zero_stale([bucket])
             bucket.launch_reduce(self._group, self._reached, self._dtype)
+            self._reached_anywhere = None
             self._num_launched += 1
 
     def finish(self) -> None:
@@ -114,11 +118,21 @@ class BucketAllReduce:
             self._accumulator.mark_written(bucket)
         self._cancelled.clear()
 
+    def flags(self) -> Tensor:
+        """A flag per parameter, on the device: not 0 if a backward pass reached it on any replica."""
+        return torch.cat([bucket.flags for bucket in self._buckets])
+
+    def take_flags(self, flags: Sequence[float]) -> None:
+        """Take over what the host has read of :meth:`flags`, after :meth:`finish`."""
+        names = [name for bucket in self._buckets for name in bucket.views]
+        self._reached_anywhere = {name for name, flag in zip(names, flags, strict=True) if flag}
+
     def reached_anywhere(self) -> set[str]:
         """The parameters that a backward pass reached on any replica, after :meth:`finish`.
 
-        The host waits for the device once.
+        The host waits for the device, unless it has read the flags already.
         """
-        names = [name for bucket in self._buckets for name in bucket.views]
-        flags = torch.cat([bucket.flags for bucket in self._buckets]).tolist()
-        return {name for name, flag in zip(names, flags, strict=True) if flag}
+        if self._reached_anywhere is None:
+            self.take_flags(self.flags().tolist())
+        assert self._reached_anywhere is not None, "it was just set"
+        return self._reached_anywhere

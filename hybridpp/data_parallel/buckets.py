@@ -233,6 +233,17 @@ class GradientBuckets:
         if self._all_reduce is not None:
             self._all_reduce.launch_remaining()
 
+    def unread_flags(self) -> Tensor | None:
+        """What :meth:`unused_parameters` will read of the device, for the caller to read with other numbers."""
+        if self._all_reduce is None or self._state is not _State.REDUCED or len(self._used) == len(self.parameters):
+            return None
+        return self._all_reduce.flags()
+
+    def take_flags(self, flags: Sequence[float]) -> None:
+        """Take over the numbers of :meth:`unread_flags`."""
+        if self._all_reduce is not None:
+            self._all_reduce.take_flags(flags)
+
     def unused_parameters(self) -> list[str]:
         """Parameters whose gradients no backward pass has reached on any replica."""
         unused = [name for name in self.parameters if name not in self._used]

@@ -1,6 +1,6 @@
 """The update path's interface to a rank's gradients, independent of how they are stored."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -66,6 +66,12 @@ class GradientReducer(Protocol):
 
     def finish_grad_sync(self) -> None:
         """Complete all reductions. Reduces."""
+
+    def unread_flags(self) -> Tensor | None:
+        """What :meth:`unused_parameters` will read of the device, for the caller to read with other numbers."""
+
+    def take_flags(self, flags: Sequence[float]) -> None:
+        """Take over the numbers of :meth:`unread_flags`."""
 
     def unused_parameters(self) -> Collection[str]:
         """Parameters whose gradients no backward pass has reached on any replica."""

@@ -10,7 +10,7 @@ from hybridpp.pipeline.batch import (
 )
 from hybridpp.pipeline.batch_dim_checks import check_batch_dims, watch_sequence_axes
 from hybridpp.pipeline.batch_dims import leaf_dims
-from hybridpp.pipeline.batch_reader import BatchReader, RankBatchInfo, read_batch, start_sync
+from hybridpp.pipeline.batch_reader import BatchReader, RankBatchInfo, check_equal, read_batch, start_sync
 from hybridpp.pipeline.boundary import Transport
 from hybridpp.pipeline.compiled_wgrad import compile_keywords
 from hybridpp.pipeline.criterion import CriterionAdapter, SignatureCache, takes_targets, without_target
@@ -55,6 +55,7 @@ __all__ = [
     "WeightGradients",
     "call_arguments",
     "check_batch_dims",
+    "check_equal",
     "compile_keywords",
     "confirm_sum",
     "detect_reduction",

@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -45,12 +45,14 @@ class SplitBatch:
         num_items: number of items that the batch's loss is a mean over: samples, unless the criterion counts others.
         full_batch: the batch before the split.
         sums: whether the batch's loss is the sum, not the mean, over its items.
+        unchecked: some bytes of tensors on a device, which ranks that must hold the same batch have not compared yet.
     """
 
     microbatches: tuple[Microbatch, ...] = ()
     num_items: float = 0.0
     full_batch: Any = None
     sums: bool = False
+    unchecked: Sequence[Tensor] = ()
 
 
 def to_plain_containers(batch: Any) -> Any:
@@ -221,20 +223,40 @@ def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs,), {}
 
 
-def digest(batch: Any) -> int:
-    """A number that is equal for equal batches, and in practice for no others. Waits for devices that hold tensors."""
-    texts, tensors = [], []
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor):
-            texts.append(f"{tuple(leaf.shape)} {leaf.dtype}")
-            tensors.append(_some_bytes(leaf))
-        else:
-            # The repr of other objects may differ between processes.
-            texts.append(repr(leaf) if isinstance(leaf, str | int | float | None) else type(leaf).__qualname__)
-    total = zlib.crc32(repr(texts).encode())
-    for tensor in _on_host(tensors):
-        total = zlib.crc32(tensor.numpy().tobytes(), total)
-    return total
+class Summary(NamedTuple):
+    """Equal for equal batches, and in practice for no others.
+
+    Attributes:
+        texts: of everything in a batch.
+        samples: some bytes of each tensor.
+    """
+
+    texts: Sequence[str]
+    samples: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, batch: Any) -> "Summary":
+        texts, samples = [], []
+        for leaf in pytree.tree_leaves(batch):
+            if isinstance(leaf, Tensor):
+                texts.append(f"{tuple(leaf.shape)} {leaf.dtype}")
+                samples.append(_some_bytes(leaf))
+            else:
+                # The repr of other objects may differ between processes.
+                texts.append(repr(leaf) if isinstance(leaf, str | int | float | None) else type(leaf).__qualname__)
+        return cls(texts, samples)
+
+    def without_devices(self) -> tuple["Summary", list[Tensor]]:
+        """A summary without the samples that are on a device, and those."""
+        on_host = [sample for sample in self.samples if sample.is_cpu]
+        return self._replace(samples=on_host), [sample for sample in self.samples if not sample.is_cpu]
+
+    def digest(self) -> float:
+        """A number for it. Waits for devices that hold samples."""
+        total = zlib.crc32(repr(self.texts).encode())
+        for sample in _on_host(self.samples):
+            total = zlib.crc32(sample.numpy().tobytes(), total)
+        return float(total)
 
 
 def _some_bytes(tensor: Tensor) -> Tensor:
@@ -245,7 +267,7 @@ def _some_bytes(tensor: Tensor) -> Tensor:
     return flat[::step].contiguous().view(torch.uint8)
 
 
-def _on_host(tensors: list[Tensor]) -> list[Tensor]:
+def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """One-dimensional tensors, copied to host memory; the host waits once per device, not once per tensor."""
     moved = list(tensors)
     for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:

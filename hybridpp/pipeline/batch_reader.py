@@ -1,7 +1,7 @@
 """Reads a rank's batches, and checks with all ranks that they go together: where it can, during the step before."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridpp.cluster import Group, Pending
 from hybridpp.config import PipelineConfig
 from hybridpp.errors import ConfigError, DataError, PeerError
-from hybridpp.pipeline.batch import SplitBatch, digest, split_batch, to_plain_containers
+from hybridpp.pipeline.batch import SplitBatch, Summary, split_batch, to_plain_containers
 from hybridpp.pipeline.criterion import CriterionAdapter
 from hybridpp.pipeline.forward_signature import ForwardSignature
 from hybridpp.pipeline.read_ahead import ReadAheadIterator
@@ -31,6 +31,7 @@ class RankBatchInfo:
         num_microbatches: number of micro-batches.
         digest: of the batch, equal on ranks that hold the same batch; 0 if digests are not compared.
         training: 1 if gradients are enabled.
+        deferred: 1 if the digest leaves out the values of tensors on a device, which are compared with the losses.
     """
 
     status: float
@@ -38,6 +39,7 @@ class RankBatchInfo:
     num_microbatches: float = 0.0
     digest: float = 0.0
     training: float = 0.0
+    deferred: float = 0.0
 
 
 def read_batch(data_iter: Iterator[Any]) -> Any:
@@ -104,6 +106,7 @@ def start_sync(
     training: bool,
     prepare: Callable[[], SplitBatch],
     compare: bool = False,
+    defer: bool = False,
 ) -> PendingBatch:
     """Read this rank's batch, and begin to check that all ranks can run a step with theirs.
 
@@ -115,14 +118,26 @@ def start_sync(
         training: whether gradients are enabled on this rank.
         prepare: reads and splits this rank's batch. What it raises, the result raises.
         compare: whether to compute digests even if every group is a single rank.
+        defer: whether to leave values on a device to :func:`check_equal`, so that the host does not wait for it here;
+            the batch has them as ``unchecked``.
     """
     batch = SplitBatch()
     failure: BaseException | None = None
     try:
         batch = prepare()
         is_looked_at = compare or any(len(ranks) > 1 for ranks in pipelines)
-        number = float(digest(batch.full_batch)) if is_looked_at else 0.0
-        mine = RankBatchInfo(_READY, batch.num_items, float(len(batch.microbatches)), number, float(training))
+        summary = Summary.of(batch.full_batch) if is_looked_at else None
+        if summary is not None and defer:
+            summary, unchecked = summary.without_devices()
+            batch = replace(batch, unchecked=unchecked)
+        mine = RankBatchInfo(
+            status=_READY,
+            num_items=batch.num_items,
+            num_microbatches=float(len(batch.microbatches)),
+            digest=summary.digest() if summary is not None else 0.0,
+            training=float(training),
+            deferred=float(bool(batch.unchecked)),
+        )
     except StopIteration as error:
         failure, mine = error, RankBatchInfo(_EXHAUSTED)
     except Exception as error:
@@ -141,18 +156,32 @@ def _check(batch_infos: list[RankBatchInfo], pipelines: tuple[tuple[int, ...], .
             f"the data ended on {_ranks(exhausted)} but not on the others. Give every rank an iterator of the same "
             "length: use plugin.prepare_dataloader, and take len(dataloader) steps."
         )
-    for ranks in pipelines:
-        if len({batch_infos[rank].digest for rank in ranks}) > 1:
-            raise DataError(
-                f"the ranks of one pipeline must hold the same batch: {_ranks(ranks)} hold different ones. "
-                "Use plugin.prepare_dataloader, or seed the sampler and the transforms alike on all of them."
-            )
+    for is_deferred in (0.0, 1.0):
+        check_equal([info.digest if info.deferred == is_deferred else None for info in batch_infos], pipelines)
     if len({info.training for info in batch_infos}) > 1:
         wanting = [rank for rank, info in enumerate(batch_infos) if info.training]
         raise ConfigError(
             f"gradients must be enabled on all ranks or on none: they are enabled on {_ranks(wanting)} only. "
             "Call execute_pipeline under torch.no_grad() on every rank, or on none."
         )
+
+
+def check_equal(digests: Sequence[float | None], pipelines: tuple[tuple[int, ...], ...]) -> None:
+    """Refuse batches that differ within a pipeline.
+
+    Args:
+        digests: of the ranks' batches; None: not compared.
+        pipelines: groups of ranks that must hold the same batch.
+
+    Raises:
+        DataError: a group has two digests.
+    """
+    for ranks in pipelines:
+        if len({digests[rank] for rank in ranks} - {None}) > 1:
+            raise DataError(
+                f"the ranks of one pipeline must hold the same batch: {_ranks(ranks)} hold different ones. "
+                "Use plugin.prepare_dataloader, or seed the sampler and the transforms alike on all of them."
+            )
 
 
 def _ranks(ranks: list[int] | tuple[int, ...]) -> str:
@@ -247,7 +276,8 @@ class BatchReader:
             return batch
 
         compares = training and checks is not None and checks.compares
-        batch, infos = self._start(prepare, training, compares).wait()
+        defer = checks is None and _has_losses(called)
+        batch, infos = self._start(prepare, training, compares, defer).wait()
         if checks is not None and compares:
             checks.compare(infos)
         return batch, infos, None
@@ -259,7 +289,9 @@ class BatchReader:
         """
         if not isinstance(data_iter, ReadAheadIterator) or data_iter in self._shared:
             return
-        pending = self._start(lambda: self._split(to_plain_containers(data_iter.peek()), called), training)
+        pending = self._start(
+            lambda: self._split(to_plain_containers(data_iter.peek()), called), training, defer=_has_losses(called)
+        )
         self._ahead[data_iter] = _Ahead(pending, _use(called, training), data_iter.num_taken)
 
     def _take(self, data_iter: Iterator[Any], use: Any) -> PendingBatch | None:
@@ -273,8 +305,10 @@ class BatchReader:
         self._shared.add(data_iter)
         return None
 
-    def _start(self, prepare: Callable[[], SplitBatch], training: bool, compare: bool = False) -> PendingBatch:
-        return start_sync(self._control, self._pipelines, training, prepare, compare)
+    def _start(
+        self, prepare: Callable[[], SplitBatch], training: bool, compare: bool = False, defer: bool = False
+    ) -> PendingBatch:
+        return start_sync(self._control, self._pipelines, training, prepare, compare, defer)
 
     def _split(self, batch: Any, called: Called) -> SplitBatch:
         loss_of = called if isinstance(called, CriterionAdapter) else None
@@ -288,6 +322,11 @@ class BatchReader:
         )
         called.model_inputs(split.microbatches[0].inputs)
         return split
+
+
+def _has_losses(called: Called) -> bool:
+    """Whether losses end the step, with which the ranks compare what was deferred."""
+    return isinstance(called, CriterionAdapter)
 
 
 def _use(called: Called, training: bool) -> Any:

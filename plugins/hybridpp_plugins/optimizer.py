@@ -143,6 +143,16 @@ class HybridOptimizer(WrappedOptimizer):
         """The norms of the gradients that count on this rank, scaled, on the device."""
         return self.norm.parts(self._reducer.gradients)
 
+    def unread_flags(self) -> Tensor:
+        """What ``step`` will read of the device besides the norms, if anything, for the caller to read with them."""
+        flags = self._reducer.unread_flags()
+        return torch.empty(0, dtype=torch.float64) if flags is None else flags.double()
+
+    def take_flags(self, flags: list[float]) -> None:
+        """Take over the numbers of :meth:`unread_flags`, if there are any."""
+        if flags:
+            self._reducer.take_flags(flags)
+
     def take_norms(self, rows: list[Tensor]) -> None:
         """Set the norm from every rank's message; the result is the same on every rank."""
         self.accumulated.take_norms(rows)

@@ -1,15 +1,18 @@
 """The end of a step: one exchange of the losses and, if the optimizer needs it, the gradient norm."""
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
+import numpy
 import torch
 from torch import Tensor
 
 from hybridpp.cluster import Group, Pending, get_dist_logger
 from hybridpp.errors import NonFiniteLossError, PeerError
 from hybridpp.partition import StagedModel
-from hybridpp.pipeline import LossReduction, PipelineStep, RankProgram, SplitBatch, StepResult
+from hybridpp.pipeline import LossReduction, PipelineStep, RankProgram, SplitBatch, StepResult, check_equal
 from hybridpp_plugins.criterion_check import CriterionCheck
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.manual_clipping import ManualScaling
@@ -49,6 +52,7 @@ class StepEpilogue:
     ):
         self._staged = staged
         self._control = layout.control
+        self._pipelines = layout.pipelines
         # By replica, the tensor-parallel ranks of the last stage, which compute the same losses.
         self._last_stages = [layout.ranks_at(replica, placement[-1]) for replica in range(layout.grid.dp_size)]
         self._own_last = self._last_stages[layout.here.dp][0]
@@ -73,13 +77,13 @@ class StepEpilogue:
         detector = self._optimizer.accumulated.clip_detector if self._optimizer else None
         scaled = detector.report() if detector else _NOT_SCALED
 
-        def row(losses: list[float]) -> Tensor:
-            return row_of(batch, result, losses, self._criterion_check.reduction, scaled, failure is not None)
+        def row(losses: list[float], digest: float) -> Tensor:
+            return row_of(batch, result, losses, self._criterion_check.reduction, scaled, failure is not None, digest)
 
         losses = result.losses.double() if any(result.has_loss) else _NO_NUMBERS
         if optimizer and optimizer.tells_norm_early:
-            return _WithNorm(self._control, losses, row, optimizer)
-        return _LossesOnly(self._control, losses, row)
+            return _WithNorm(self._control, losses, batch.unchecked, row, optimizer)
+        return _LossesOnly(self._control, losses, batch.unchecked, row)
 
     def close(
         self, pending: "PendingEnd", program: RankProgram, task: PipelineStep, failure: Exception | None
@@ -95,6 +99,7 @@ class StepEpilogue:
             failure: why this rank refuses the step.
 
         Raises:
+            DataError: ranks of a pipeline hold other values of the batch on their devices.
             ConfigError: the criterion returns a sum, or the script clipped gradients by each rank's own norm.
             NonFiniteLossError: in training, a loss is inf or NaN.
             UnequalRanksError: tensor-parallel ranks computed different losses.
@@ -109,6 +114,7 @@ class StepEpilogue:
             raise PeerError(
                 f"the step was refused on rank{'s' * (len(summary.failed) > 1)} {ranks}. See the error printed there."
             )
+        check_equal(summary.digests, self._pipelines)
         if summary.reduction is not LossReduction.MEAN:
             self._criterion_check.raise_or_warn(summary.reduction, type(self._staged.model).__name__)
         detector = self._optimizer.accumulated.clip_detector if self._optimizer else None
@@ -144,18 +150,21 @@ class StepEpilogue:
             )
 
 
+_Row: TypeAlias = Callable[[list[float], float], Tensor]
+
+
 class _LossesOnly:
     """The exchange of losses, which begins as soon as the host knows them."""
 
-    def __init__(self, control: Group, losses: Tensor, row: Callable[[list[float]], Tensor]):
+    def __init__(self, control: Group, losses: Tensor, unchecked: Sequence[Tensor], row: _Row):
         self._control, self._row = control, row
-        self._losses = HostCopy(losses) if losses.numel() else None
+        self._copy = HostCopy([losses], unchecked, early=True)
         self._exchange: Pending[list[Tensor]] | None = None
-        if losses.is_cpu:
+        if losses.is_cpu and not unchecked:
             self._exchange = self._begin()
 
     def _begin(self) -> Pending[list[Tensor]]:
-        return self._control.start_all_gather(self._row(self._losses.tolist() if self._losses else []))
+        return self._control.start_all_gather(self._row(*self._copy.read()))
 
     def wait(self) -> Sequence[Tensor]:
         """The rows of all ranks."""
@@ -166,17 +175,21 @@ class _WithNorm:
     """The exchange of losses and norms, when all gradients are complete."""
 
     def __init__(
-        self, control: Group, losses: Tensor, row: Callable[[list[float]], Tensor], optimizer: HybridOptimizer
+        self, control: Group, losses: Tensor, unchecked: Sequence[Tensor], row: _Row, optimizer: HybridOptimizer
     ):
-        self._control, self._losses, self._row, self._optimizer = control, losses, row, optimizer
+        self._control, self._losses, self._unchecked = control, losses, unchecked
+        self._row, self._optimizer = row, optimizer
 
     def wait(self) -> Sequence[Tensor]:
         """The rows of all ranks; the optimizer gets the norm."""
         optimizer, parts = self._optimizer, self._optimizer.norm_parts()
-        # Both in one copy: this is the step's only wait for the device.
-        numbers = _joined(self._losses, parts).tolist()
-        split = self._losses.numel()
-        mine = torch.cat([self._row(numbers[:split]), optimizer.norm.message(numbers[split:])])
+        # All in one copy: this is the step's only wait for the device.
+        joined = [self._losses, parts, optimizer.unread_flags()]
+        numbers, digest = HostCopy(joined, self._unchecked, early=False).read()
+        before = self._losses.numel()
+        after = before + parts.numel()
+        optimizer.take_flags(numbers[after:])
+        mine = torch.cat([self._row(numbers[:before], digest), optimizer.norm.message(numbers[before:after])])
         rows = self._control.all_gather(mine)
         optimizer.take_norms([row[NUM_FIRST:] for row in rows])
         return rows
@@ -185,25 +198,35 @@ class _WithNorm:
 PendingEnd = _LossesOnly | _WithNorm
 
 
-def _joined(losses: Tensor, parts: Tensor) -> Tensor:
-    if not losses.numel() or not parts.numel():
-        return losses if losses.numel() else parts
-    return torch.cat([losses, parts])
-
-
 class HostCopy:
-    """A copy of a tensor in host memory. On CUDA the host waits for it when it is read, and for nothing behind it."""
+    """A copy of numbers, and of bytes of which only the digest is wanted, in host memory.
 
-    def __init__(self, tensor: Tensor):
-        self._copy, self._event = tensor, None
-        if tensor.is_cuda:
-            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._copy.copy_(tensor, non_blocking=True)
+    Args:
+        numbers: tensors of float64.
+        unchecked: tensors of uint8 on a device.
+        early: whether it is read later: on CUDA the host then waits for nothing that is started in between.
+    """
+
+    def __init__(self, numbers: Sequence[Tensor], unchecked: Sequence[Tensor], *, early: bool):
+        pieces = [piece for piece in numbers if piece.numel()]
+        self._has_bytes = bool(unchecked)
+        self._num_numbers = sum(piece.numel() for piece in pieces)
+        if unchecked:
+            device = unchecked[0].device
+            pieces = [piece.view(torch.uint8).to(device) for piece in (*pieces, *unchecked)]
+        self._copy, self._event = torch.cat(pieces) if pieces else _NO_NUMBERS, None
+        if early and self._copy.is_cuda:
+            pinned = torch.empty(self._copy.shape, dtype=self._copy.dtype, pin_memory=True)
+            pinned.copy_(self._copy, non_blocking=True)
+            self._copy = pinned
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
             self._event.record()
 
-    def tolist(self) -> list[float]:
-        """The numbers."""
+    def read(self) -> tuple[list[float], float]:
+        """The numbers, and the digest of the bytes; -1 of none."""
         if self._event is not None:
             self._event.synchronize()
-        return self._copy.tolist()
+        if not self._has_bytes:
+            return (self._copy.tolist() if self._num_numbers else []), -1.0
+        host, size = self._copy.cpu().numpy(), 8 * self._num_numbers
+        return host[:size].view(numpy.float64).tolist(), float(zlib.crc32(host[size:].tobytes()))

@@ -35,6 +35,7 @@ class StepSummary(NamedTuple):
         unequal: different losses of tensor-parallel ranks, by rank; empty: they are equal.
         scaled: how the script scaled gradients, by rank.
         failed: the ranks that refuse the step.
+        digests: of what ranks still compare of their batches, by rank; None: nothing.
     """
 
     loss: float
@@ -43,6 +44,7 @@ class StepSummary(NamedTuple):
     unequal: Mapping[int, float]
     scaled: Sequence[ManualScaling]
     failed: Sequence[int]
+    digests: Sequence[float | None]
 
 
 class RankReport(NamedTuple):
@@ -54,6 +56,7 @@ class RankReport(NamedTuple):
         bad: the first loss that is inf or NaN.
         place: index of the micro-batch with that loss; -1: there is none.
         reduction: of the criterion.
+        digest: of what ranks still compare of their batches; -1: nothing.
     """
 
     failed: float
@@ -61,6 +64,7 @@ class RankReport(NamedTuple):
     bad: float
     place: float
     reduction: float
+    digest: float = -1.0
 
 
 NUM_FIRST = len(RankReport._fields) + len(ManualScaling._fields)
@@ -74,9 +78,11 @@ def row_of(
     reduction: LossReduction,
     scaled: ManualScaling,
     failed: bool,
+    digest: float = -1.0,
 ) -> Tensor:
     """This rank's row, float64 of shape ``[NUM_FIRST]``; ``losses`` are the result's, in host memory."""
-    return torch.tensor([*_report(batch, result, losses, reduction, failed), *scaled], dtype=torch.float64)
+    report = _report(batch, result, losses, reduction, failed)._replace(digest=digest)
+    return torch.tensor([*report, *scaled], dtype=torch.float64)
 
 
 def _report(
@@ -112,6 +118,7 @@ def summary_of(rows: Sequence[Tensor], last_stages: Sequence[Sequence[int]], own
         unequal=_unequal({rank: one.total for rank, one in told.items()}, last_stages),
         scaled=[ManualScaling(*row[split:]) for row in numbers],
         failed=[rank for rank, report in enumerate(reports) if report.failed],
+        digests=[None if report.digest < 0 else report.digest for report in reports],
     )
 
 

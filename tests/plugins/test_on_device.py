@@ -1,0 +1,70 @@
+"""Steps on a pretend accelerator, in one process of their own: what would fail on a GPU, or wait for it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from support import ROOT
+
+
+@pytest.fixture(scope="module")
+def told():
+    """What tests/scripts/on_device.py prints, by case."""
+    path = [str(ROOT / folder) for folder in (".", "plugins", "tests")]
+    job = subprocess.run(
+        [sys.executable, str(ROOT / "tests/scripts/on_device.py")],
+        env={"PYTHONPATH": ":".join(path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert job.returncode == 0, job.stderr
+    lines = [json.loads(line) for line in job.stdout.splitlines() if line.startswith("{")]
+    return {name: value for line in lines for name, value in line.items()}
+
+
+ONE_WAIT = ["step_epilogue.py:read"]
+
+
+def test_operations_on_two_devices_raise(told):
+    assert told["mixed"].startswith("Expected all tensors to be on the same device: aten.add.Tensor got DeviceTensor")
+
+
+@pytest.mark.parametrize(("case", "tolerance"), [("pp", 1e-4), ("tp", 1e-6), ("host batch", 1e-6)])
+def test_a_step_mixes_no_devices_and_gives_the_cpus_losses(told, case, tolerance):
+    expected, _ = told["expected"]
+    assert told[case]["computes"] > 300, "it ran on the device"
+    for losses in told[case]["losses"]:
+        assert losses == pytest.approx(expected, abs=tolerance)
+
+
+def test_replicas_on_a_device_give_the_cpus_losses(told):
+    _, expected = told["expected"]
+    means = [sum(losses) / 2 for losses in zip(*told["dp"]["losses"], strict=True)]
+    assert means == pytest.approx(expected, abs=1e-3), "in bf16"
+
+
+@pytest.mark.parametrize("case", ["pp", "tp", "dp"])
+def test_a_step_with_a_batch_on_the_device_waits_for_it_once(told, case):
+    """With the digest of the batch, and with losses and norms."""
+    assert told[case]["waits"] == [ONE_WAIT] * 2
+
+
+def test_a_step_with_a_batch_of_host_memory_waits_only_for_the_losses(told):
+    assert told["host batch"]["waits"] == [[], ONE_WAIT]
+
+
+def test_flags_of_parameters_that_no_replica_reached_take_no_wait_more(told):
+    assert told["unreached"] == [ONE_WAIT] * 2
+
+
+def test_a_batch_on_the_device_that_differs_is_refused_behind_the_step(told):
+    text = "the ranks of one pipeline must hold the same batch: ranks 0, 1 hold different ones. "
+    assert told["other batch"].startswith(text)
+    assert told["other batch"].endswith(" True"), "the step changed no weight"
+
+
+def test_the_search_for_a_plan_ends_for_a_model_on_the_device(told):
+    """On a device, autograd has one thread for all in-process ranks, of which one would wait for the others in it."""
+    assert "sharded by a search" in told

@@ -1,0 +1,158 @@
+"""Steps on the pretend accelerator of device_sim.py; prints what happened in each case as a line of JSON."""
+
+import json
+from typing import Any
+
+import torch
+from device_sim import DEVICE, EVENTS
+from support import boosted, image_batch, model_loss, replica_part, sgd, tiny_vit, train
+from torch import nn
+
+from hybridpp.cluster import Loopback, current_world
+from hybridpp.errors import DataError
+
+TP_PLAN = {"*.q_proj": "column", "*.k_proj": "column", "*.v_proj": "column", "*.o_proj": "row"}
+CASES: dict[str, dict[str, Any]] = {
+    "pp": {"pp_size": 2, "schedule": "zb-h1", "precision": "fp16", "max_norm": 1.0},
+    "tp": {"tp_size": 2, "tensor_parallel_plan": TP_PLAN},
+    "dp": {"dp_size": 2, "precision": "bf16"},
+}
+NUM_STEPS = 2  # The first one does more.
+
+
+class WithUnused(nn.Module):
+    """Has a layer that no batch reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def small_vit() -> nn.Module:
+    return tiny_vit(num_layers=2)
+
+
+def batch_of(rank_batch: dict[str, torch.Tensor], on_device: bool) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(DEVICE) for name, tensor in rank_batch.items()} if on_device else rank_batch
+
+
+def run(settings: dict[str, Any], *, on_device: bool) -> dict[str, Any]:
+    """Steps on each rank: the losses, and the events of the last step."""
+    settings = dict(settings)
+    dp_size = settings.pop("dp_size", 1)
+    size = dp_size * settings.get("pp_size", 1) * settings.get("tp_size", 1)
+    # By rank, because ranks take turns within a step.
+    found: dict[int, list[Any]] = {rank: [] for rank in range(size)}
+
+    def rank() -> list[float]:
+        # Before boost: see device_sim.py.
+        model = small_vit().to(DEVICE)
+        booster, model, optimizer = boosted(
+            model, sgd, image_batch(2), device=str(DEVICE), num_microbatches=3, **settings
+        )
+        here, losses = current_world().rank, []
+        for step in range(NUM_STEPS):
+            batch = batch_of(
+                replica_part(image_batch(6 * dp_size, step), booster.plugin.layout.here.dp, dp_size), on_device
+            )
+            current_world().control().all_gather(torch.zeros(1))
+            start = len(EVENTS)
+            losses.append(booster.execute_pipeline(iter([batch]), model, model_loss, optimizer)["loss"])
+            optimizer.step()
+            found[here] = [event for event in EVENTS[start:] if event.rank == here]
+        return [loss.item() for loss in losses]
+
+    EVENTS.clear()
+    losses = Loopback(size).run(rank)
+    return {
+        "losses": losses,
+        "waits": [[event.place for event in found[here] if event.stalls] for here in range(size)],
+        "uploads": [sorted({event.place for event in found[here] if event.kind == "upload"}) for here in range(size)],
+        "computes": len([event for event in found[0] if event.kind == "compute"]),
+    }
+
+
+def unreached() -> list[list[str]]:
+    """Where ranks wait in a step of replicas of which a parameter is reached by none."""
+    found: dict[int, list[str]] = {}
+
+    def rank() -> None:
+        sample = {"x": torch.ones(2, 4)}
+        booster, model, optimizer = boosted(WithUnused().to(DEVICE), sgd, sample, device=str(DEVICE), max_norm=1.0)
+        here = current_world().rank
+        for step in range(2):
+            batch = {"x": torch.full((2, 4), 1.0 + here + step, device=DEVICE)}
+            start = len(EVENTS)
+            booster.execute_pipeline(iter([batch]), model, lambda y, _: y.square().mean(), optimizer)
+            optimizer.step()
+            found[here] = [event.place for event in EVENTS[start:] if event.rank == here and event.stalls]
+
+    Loopback(2).run(rank)
+    return [found[0], found[1]]
+
+
+def other_batch() -> str:
+    """What two ranks of a pipeline get that hold other values on their devices in the second step."""
+
+    def rank() -> str:
+        booster, model, optimizer = boosted(
+            small_vit().to(DEVICE), sgd, image_batch(2), device=str(DEVICE), num_microbatches=3, pp_size=2
+        )
+        for step in range(NUM_STEPS):
+            batch = batch_of(image_batch(6, step + (current_world().rank if step == 1 else 0)), True)
+            before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+            try:
+                booster.execute_pipeline(iter([batch]), model, model_loss, optimizer)
+            except DataError as error:
+                assert step == 1
+                optimizer.step()
+                same = (bool((tensor == before[name]).all()) for name, tensor in model.named_parameters())
+                return f"{error} {all(same)}"
+            optimizer.step()
+        return "nothing"
+
+    first, second = Loopback(2).run(rank)
+    assert first == second
+    return first
+
+
+def mixed() -> str:
+    """What an operation on tensors of two devices says."""
+    try:
+        torch.ones(2, device=DEVICE) + torch.ones(2)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def plan_on_device() -> int:
+    """How many parameters a search for a plan shards, of a model that is on the device."""
+
+    def rank() -> int:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(3)))
+        numbers = sum(tensor.numel() for tensor in model.parameters())
+        _, model, _ = boosted(model.to(DEVICE), sgd, torch.ones(2, 16), device=str(DEVICE), tp_size=2)
+        return numbers - sum(tensor.numel() for tensor in model.parameters())
+
+    return Loopback(2).run(rank)[0]
+
+
+def tell(name: str, value: Any) -> None:
+    print(json.dumps({name: value}), flush=True)
+
+
+if __name__ == "__main__":
+    tell("mixed", mixed())
+    batches = [[image_batch(size, step) for step in range(NUM_STEPS)] for size in (6, 12)]
+    tell("expected", [train(small_vit, some, num_microbatches=3)["losses"][0] for some in batches])
+    for case, settings in CASES.items():
+        tell(case, run(settings, on_device=True))
+    tell("host batch", run({"pp_size": 2}, on_device=False))
+    tell("sharded by a search", plan_on_device())
+    tell("unreached", unreached())
+    tell("other batch", other_batch())
