@@ -17,6 +17,10 @@ from hybridpp.nn.torch_private import timeout_of
 T = TypeVar("T")
 R = TypeVar("R")
 
+# Torch 2.13 renamed them. From and to lists of tensors, every collective copies once more.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # Larger collectives use gloo, which distributes their work over the ranks and proceeds by itself.
 _MAX_EXCHANGED_BYTES = 2**21
 
@@ -127,20 +131,31 @@ class TorchGroup:
         source = resolved(tensor.cpu() if self._staged(tensor) else tensor)
         shared_memory_group = self._exchanging(source.nbytes)
 
+        if shared_memory_group is None:
+            # Parts that count their own versions, because the caller may write to each.
+            return _Mapped(self._start_stacked(source), lambda whole: [part.data for part in whole.to(tensor.device)])
+
         def gathered(parts: list[Tensor]) -> list[Tensor]:
-            if shared_memory_group is not None:
-                # A separate copy, because the caller may write to either.
-                parts[self.rank] = source.clone()
+            # A separate copy, because the caller may write to either.
+            parts[self.rank] = source.clone()
             return [part.to(tensor.device) for part in parts]
 
-        if shared_memory_group is not None:
-            return _Mapped(shared_memory_group.exchange([source] * self.size, source.shape), gathered)
-        parts = [torch.empty_like(source) for _ in self.ranks]
-        work = self._start(dist.all_gather, list(map(as_carried, parts)), as_carried(source), async_op=True)
-        return _Mapped(_WithResult(work, parts), gathered)
+        return _Mapped(shared_memory_group.exchange([source] * self.size, source.shape), gathered)
+
+    def _start_stacked(self, source: Tensor) -> Pending[Tensor]:
+        """Start to gather every member's tensor in one, whose first dimension is the members."""
+        source = source.contiguous()
+        whole = source.new_empty((self.size, *source.shape))
+        to, of = as_carried(whole).view(-1), as_carried(source).view(-1)
+        work = self._start(_all_gather_single, to, of, async_op=True)
+        return _WithResult(work, whole)
 
     def all_gather_along(self, tensor: Tensor, dim: int) -> Tensor:
-        return torch.cat(self.all_gather(tensor.contiguous()), dim)
+        if self._exchanging(tensor.nbytes) is not None or self._staged(tensor):
+            return torch.cat(self.all_gather(tensor.contiguous()), dim)
+        self._started[0] += 1
+        whole = self._start_stacked(resolved(tensor)).wait()
+        return whole.flatten(0, 1) if dim % tensor.dim() == 0 else torch.cat(whole.unbind(), dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         return self.start_reduce_scatter(tensor, dim).wait()
@@ -148,21 +163,20 @@ class TorchGroup:
     def start_reduce_scatter(self, tensor: Tensor, dim: int) -> Pending[Tensor]:
         check_real(tensor)
         self._started[0] += 1
-        parts = [resolved(part).contiguous() for part in tensor.chunk(self.size, dim)]
+        source = _by_member(resolved(tensor), self.size, dim)
         if not self._host_only:
-            mine = torch.empty_like(parts[self.rank])
-            work = self._start(dist.reduce_scatter, mine, parts, async_op=True)
-            # The parts are kept alive, because they are read until then.
-            return _Mapped(_WithResult(work, (mine, parts)), lambda both: both[0])
-        parts = [part.cpu() for part in parts]
-        shared_memory_group = self._exchanging(parts[0].nbytes)
+            mine = source.new_empty(source.shape[1:])
+            work = self._start(_reduce_scatter_single, mine.view(-1), source.view(-1), async_op=True)
+            # The source is kept alive, because it is read until then.
+            return _Mapped(_WithResult(work, (mine, source)), lambda both: both[0])
+        source = source.cpu()
+        shared_memory_group = self._exchanging(source[0].nbytes)
         if shared_memory_group is not None:
             return _Mapped(
-                shared_memory_group.exchange(parts, parts[0].shape),
+                shared_memory_group.exchange(list(source), source.shape[1:]),
                 lambda summands: sum_in_order(summands).to(tensor.device),
             )
         # gloo's reduce-scatter takes twice the time: it all-reduces first. As bytes, because gloo lacks some dtypes.
-        source = torch.stack(parts)
         target = torch.empty_like(source)
         to, of = (each.flatten().view(torch.uint8) for each in (target, source))
         work = self._start(dist.all_to_all_single, to, of, async_op=True)
@@ -245,6 +259,13 @@ class _Mapped(Generic[T, R]):
 
     def wait(self) -> R:
         return self._function(self._pending.wait())
+
+
+def _by_member(tensor: Tensor, size: int, dim: int) -> Tensor:
+    """The equal parts of a tensor along ``dim``, in a new first dimension: contiguous, copied at most once."""
+    if dim % tensor.dim() == 0:
+        return tensor.contiguous().unflatten(0, (size, -1))
+    return torch.stack(tensor.chunk(size, dim))
 
 
 def _is_gloos(error: RuntimeError) -> bool:

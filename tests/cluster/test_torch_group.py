@@ -1,9 +1,17 @@
 """Device memory over a backend that only knows host memory; the CPU plays the device."""
 
-import torch
-from processes import run_ranks
+from contextlib import contextmanager
+from datetime import timedelta
 
-from hybridpp.cluster import current_world
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run_ranks
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hybridpp.cluster import current_world, torch_group
+from hybridpp.cluster.torch_group import TorchGroup
 
 
 def _exchange():
@@ -27,3 +35,78 @@ def _exchange():
 def test_what_arrives_on_the_host_is_copied_to_the_device():
     ones, twos = [1.0] * 3, [2.0] * 3
     assert run_ranks(_exchange, 2) == [(twos, [3.0] * 3, [ones, twos]), (ones, [3.0] * 3, [ones, twos])]
+
+
+class Ops(TorchDispatchMode):
+    """Notes copies of tensors, and communication."""
+
+    COPIES = ("copy_", "_to_copy", "clone", "cat", "stack")
+
+    def __init__(self):
+        super().__init__()
+        self.copied, self.allocated, self.communication = [], 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        namespace, name = func.name().split("::")
+        name = name.split(".")[0]
+        if namespace == "c10d":
+            self.communication.append(name)
+        if name in self.COPIES:
+            self.copied.append(result.numel())
+        if name in ("empty", "new_empty", "empty_like"):
+            self.allocated += result.numel()
+        return result
+
+
+@contextmanager
+def device_group(size):
+    """A group whose backend reaches the tensors' memory, as NCCL does; nothing is sent."""
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield TorchGroup(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+COLLECTIVES = {
+    "gather along 0": (lambda group, x: group.all_gather_along(x, 0), [], 4, "_allgather_base_"),
+    "gather along 1": (lambda group, x: group.all_gather_along(x, 1), [4 * 64], 4, "_allgather_base_"),
+    "gather along -2": (lambda group, x: group.all_gather_along(x, -2), [], 4, "_allgather_base_"),
+    "gather parts": (lambda group, x: group.all_gather(x), [], 4, "_allgather_base_"),
+    "scatter 0": (lambda group, x: group.reduce_scatter(x, 0), [], 1 / 4, "_reduce_scatter_base_"),
+    "scatter 1": (lambda group, x: group.reduce_scatter(x, 1), [64], 1 / 4, "_reduce_scatter_base_"),
+    "scatter a view": (lambda group, x: group.reduce_scatter(x.t(), 0), [64], 1 / 4, "_reduce_scatter_base_"),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives_of_device_memory_copy_at_most_once(name, monkeypatch):
+    collective, copied, allocated, operation = COLLECTIVES[name]
+    monkeypatch.setattr(torch_group, "timeout_of", lambda group: timedelta(seconds=1))
+    x = torch.arange(64.0).reshape(8, 8)
+    with device_group(4) as group, Ops() as ops:
+        collective(group, x)
+    assert ops.communication == [operation]
+    assert ops.copied == copied
+    assert ops.allocated == allocated * 64
+
+
+def _writes():
+    group = current_world().split([[0, 1]])
+    group._exchanging = lambda num_bytes: None
+    weight = torch.ones(2, requires_grad=True)
+    first, second = group.all_gather(torch.tensor([1.0, 2.0]) + group.rank)
+    product = weight * first
+    second.add_(1)
+    product.sum().backward()
+    wide = [part.tolist() for part in group.all_gather(torch.tensor([1, -1], dtype=torch.int16))]
+    along = [group.all_gather_along(torch.arange(4.0).reshape(2, 2) + group.rank, dim).tolist() for dim in (0, 1, -1)]
+    scalars = [part.item() for part in group.all_gather(torch.tensor(group.rank))]
+    return weight.grad.tolist(), second.tolist(), wide, along, scalars
+
+
+def test_parts_of_a_large_collective_can_be_written_to_one_by_one():
+    columns = [[0, 1, 1, 2], [2, 3, 3, 4]]
+    along = [[[0, 1], [2, 3], [1, 2], [3, 4]], columns, columns]
+    assert run_ranks(_writes, 2) == [([1, 2], [3, 4], [[1, -1]] * 2, along, [0, 1])] * 2
