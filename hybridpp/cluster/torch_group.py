@@ -264,7 +264,7 @@ class _Mapped(Generic[T, R]):
 def _by_member(tensor: Tensor, size: int, dim: int) -> Tensor:
     """The equal parts of a tensor along ``dim``, in a new first dimension: contiguous, copied at most once."""
     if dim % tensor.dim() == 0:
-        return tensor.contiguous().unflatten(0, (size, -1))
+        return tensor.reshape(size, tensor.shape[0] // size, *tensor.shape[1:]).contiguous()
     return torch.stack(tensor.chunk(size, dim))
 
 
