@@ -124,6 +124,8 @@ class OptimizerConfig(ConfigBase):
         fused_optimizer: whether an Adam or AdamW whose ``fused`` and ``foreach`` are None uses torch's fused kernels on
             parameters on CUDA (None) or CUDA and CPU (True). A fused optimizer clips and unscales in its kernel, unless
             this is False.
+        fused_weight_gradients: whether the kernel that computes gradients of linear layers' half-precision weights adds
+            them to the fp32 sums, where the device has such a kernel.
         loss_scale: the fp16 loss scale.
     """
 
@@ -132,6 +134,7 @@ class OptimizerConfig(ConfigBase):
     communication_dtype: Any = None
     error_if_nonfinite: bool | None = None
     fused_optimizer: bool | None = None
+    fused_weight_gradients: bool = True
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
 
     @property

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 
 from hybridpp.data_parallel.bucket import Bucket, split_into_buckets
+from hybridpp.nn.fp32_products import add_product
 from hybridpp.nn.torch_private import version_of
 
 # Maximum number of sampled buckets, and of sampled elements in each.
@@ -90,6 +91,11 @@ class GradientAccumulator:
         self.views[name].copy_(gradient)
         if name in self._exposed:
             self._exposed[name].grad = self.views[name]
+
+    def add_product(self, name: str, a: Tensor, b: Tensor) -> None:
+        """Add ``a @ b`` to the fp32 sum of the half-precision parameter ``name``."""
+        add_product(self.views[name], a, b, keep=name not in self._stale)
+        self._stale.discard(name)
 
     def zero_stale(self, buckets: Iterable[Bucket] | None = None) -> dict[str, Tensor]:
         """Overwrite old values with zeros, in ``buckets`` (None: in all); returns the sums, by name."""

@@ -15,6 +15,8 @@ from hybridpp.data_parallel.bucket_all_reduce import BucketAllReduce
 from hybridpp.data_parallel.gradient_hook import GradientHook
 from hybridpp.data_parallel.shared_gradients import SharedGradients, Summand
 from hybridpp.errors import ConfigError
+from hybridpp.nn.fp32_products import adds_products
+from hybridpp.nn.half import HALF_DTYPES
 
 _UNKNOWN_BACKWARD = (
     "a backward pass outside of hybridpp reached a boosted model's parameters: its gradients would not be scaled or "
@@ -47,6 +49,7 @@ class GradientBuckets:
         exposes_grad: whether ``parameter.grad`` shows the gradients.
         coalesced_group: one of the groups in ``shared`` whose members hold the same parameters: all its sums go in one
             message.
+        fuses_products: whether :meth:`add_product` may be used.
 
     Attributes:
         parameters: as given.
@@ -63,6 +66,7 @@ class GradientBuckets:
         communication_dtype: torch.dtype | None = None,
         exposes_grad: bool = True,
         coalesced_group: Group | None = None,
+        fuses_products: bool = True,
     ):
         self.parameters = parameters
         self._group = group
@@ -73,6 +77,7 @@ class GradientBuckets:
                 self.add_shared(name, one, self._accumulator.views[name])
         self.communication_dtype = communication_dtype
         self.exposes_grad = exposes_grad
+        self._fuses_products = fuses_products
         self._used: set[str] = set()
         self._all_reduce: BucketAllReduce | None = None
         if group.size > 1:
@@ -86,6 +91,8 @@ class GradientBuckets:
         # Parameters whose hooks are disabled while autograd adds to the bucket in place: a hook costs more than adding
         # to a small gradient.
         self._unhooked: set[str] = set()
+        # Parameters to which something outside of autograd has added.
+        self._outside: set[str] = set()
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -165,10 +172,28 @@ class GradientBuckets:
         if self._state is _State.CONSUMED:
             raise ConfigError(_UNKNOWN_BACKWARD)
         self._used.update(names)
+        self._outside.update(names)
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add to a gradient outside of autograd."""
         self._accumulator.add(name, gradient)
+
+    def takes_products(self, name: str) -> bool:
+        """Whether :meth:`add_product` works for a parameter: a matrix in half precision, where a kernel is there."""
+        parameter, view = self.parameters.get(name), self._accumulator.views.get(name)
+        return (
+            self._fuses_products
+            and parameter is not None
+            and view is not None
+            and parameter.dtype in HALF_DTYPES
+            and view.dim() == 2
+            and view.is_contiguous()
+            and adds_products(view.device, parameter.dtype)
+        )
+
+    def add_product(self, name: str, a: Tensor, b: Tensor) -> None:
+        """Add ``a @ b`` to a gradient outside of autograd, without rounding it before; see :meth:`takes_products`."""
+        self._accumulator.add_product(name, a, b)
 
     def mark_complete(self, name: str) -> None:
         """Note that the last :meth:`add` of the step for this parameter is done."""
@@ -176,15 +201,16 @@ class GradientBuckets:
             self._all_reduce.complete(name)
 
     def _on_gradient(self, name: str) -> None:
-        """Autograd has added to a gradient."""
+        """Autograd has added to a gradient, or has been told that there is nothing to add."""
+        is_empty = self.parameters[name].grad is None
         self._accumulator.move_to_view(name)
         if self._state is _State.CONSUMED:
             raise ConfigError(_UNKNOWN_BACKWARD)
         self._used.add(name)
         if self._all_reduce is not None and self._all_reduce.arrived(name):
             return
-        # Further additions need no hook, unless another hook has replaced the gradient.
-        if self.parameters[name].grad is self._accumulator.views[name]:
+        # Further additions need no hook, unless another hook has replaced the gradient; nor does what is added outside.
+        if (is_empty and name in self._outside) or self.parameters[name].grad is self._accumulator.views[name]:
             self._unhooked.add(name)
             self._hooks[name].disable()
 

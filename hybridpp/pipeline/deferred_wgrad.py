@@ -30,6 +30,9 @@ class WgradQueue(Protocol):
     def try_defer(self, task: "WgradTask", overlap_comm: bool) -> bool:
         """Keep the task of a layer's weight gradients for later; False: the caller computes them now."""
 
+    def try_add(self, task: "WgradTask") -> bool:
+        """Add the weight's gradient to its sum in the kernel that computes it; False: the caller computes it now."""
+
     def add(self, tasks: list["WgradTask"]) -> None:
         """Compute weight gradients, and add them to the sums."""
 
@@ -40,13 +43,14 @@ class LayerBinding:
     Attributes:
         names: the parameter names: the weight's, then the bias's if there is one.
         is_deferrable: whether its weight gradients may be deferred in the current step.
+        adds_products: whether its weight's gradients are added to their sum in the kernel that computes them.
     """
 
-    __slots__ = ("__weakref__", "is_deferrable", "module", "names", "ops", "queue")
+    __slots__ = ("__weakref__", "adds_products", "is_deferrable", "module", "names", "ops", "queue")
 
     def __init__(self, ops: SplitBackwardOps, module: nn.Module, names: tuple[str, ...], queue: WgradQueue):
         self.ops, self.module, self.names, self.queue = ops, module, names, queue
-        self.is_deferrable = False
+        self.is_deferrable = self.adds_products = False
 
     def is_plain(self) -> bool:
         """Whether its parameters are on this rank, require gradients and have no gradient hooks of the user's."""
@@ -104,6 +108,8 @@ class DeferredWgradFunction(torch.autograd.Function):
         if binding.queue.try_defer(task, ops.overlap_comm and dx is not None):
             return None, dx, None, None
         task.start()
+        if binding.adds_products and binding.queue.try_add(task):
+            return None, dx, None, None
         return None, dx, *ops.weight_gradients(module, task.dy, task.input(), weight, ctx.needs_input_grad[3])
 
 

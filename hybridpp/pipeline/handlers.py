@@ -75,7 +75,7 @@ class Handlers:
         self._last: Action | None = None
         self._split: set[tuple[int, int | None]] = set()
         # Whether any weight gradient is deferred.
-        self._defers = weight_gradients.overlaps_comm
+        self._defers = weight_gradients.is_always_needed
 
     def by_kind(self) -> dict[ActionKind, Callable[[Action], None]]:
         """The handler of each kind of action."""
@@ -96,7 +96,7 @@ class Handlers:
         forwards = [(stage, place or 0) for stage, kind, place in program if kind is ActionKind.FORWARD]
         self._inputs.expect(forwards)
         self._split = {(stage, place) for stage, kind, place in program if kind is ActionKind.INPUT_GRADIENT}
-        self._defers = bool(self._split) or self._weight_gradients.overlaps_comm
+        self._defers = bool(self._split) or self._weight_gradients.is_always_needed
         if self._defers:
             self._weight_gradients.begin(splits=bool(self._split))
         self._last = next((action for action in reversed(program) if action.kind in _ADDS_TO_GRADIENTS), None)

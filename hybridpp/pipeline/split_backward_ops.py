@@ -46,6 +46,8 @@ class SplitBackwardOps(NamedTuple):
             ``x`` from it. ``later``: the weight's gradient waits for a W action. None: ``x`` itself is saved.
             ``input_gradient`` and ``pre_grad`` are given what is saved.
         pre_grad: ``(dy, x)`` gives the ``dy`` that the gradients above are computed from; None: ``dy`` itself.
+        factors: ``(module, dy, x)`` gives two matrices whose product is the weight's gradient; None: there are none.
+        bias_gradient: ``(module, dy, x)`` gives the gradient of the bias, where there are ``factors``.
         overlap_comm: whether to compute the weight's gradient while the backward of ``pre_forward`` communicates (see
             ``WeightGradients.run_overlapped``).
     """
@@ -59,6 +61,8 @@ class SplitBackwardOps(NamedTuple):
     post_forward: Callable[[Tensor], Tensor] | None = None
     save_input: Callable[[Tensor, bool], tuple[Tensor, SavedInput] | None] | None = None
     pre_grad: Callable[[Tensor, Tensor], Tensor] | None = None
+    factors: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    bias_gradient: Callable[[Any, Tensor, Tensor], Tensor] | None = None
     overlap_comm: bool = False
 
 
@@ -93,6 +97,14 @@ def _linear_weights(module: nn.Linear, dy: Tensor, x: Tensor, weight: Tensor, ha
     return rows.t() @ _rows(x), rows.sum(0) if has_bias else None
 
 
+def _linear_factors(module: nn.Linear, dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return _rows(dy).t(), _rows(x)
+
+
+def _sum_of_rows(module: nn.Module, dy: Tensor, x: Tensor) -> Tensor:
+    return _rows(dy).sum(0, dtype=torch.float32)
+
+
 def _conv1d(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = torch.mm(_rows(x), weight) if bias is None else torch.addmm(bias, _rows(x), weight)
     return rows.view(*x.shape[:-1], weight.shape[1])
@@ -105,6 +117,10 @@ def _conv1d_input(module: Any, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 def _conv1d_weights(module: Any, dy: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> Gradients:
     rows = _rows(dy)
     return _rows(x).t() @ rows, rows.sum(0) if has_bias else None
+
+
+def _conv1d_factors(module: Any, dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return _rows(x).t(), _rows(dy)
 
 
 def _conv2d(module: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -146,9 +162,13 @@ def _no_input_gradient(module: nn.Module, dy: Tensor, x: Tensor, weight: Tensor)
     raise AssertionError("indices have no gradient")
 
 
-_CONV1D = SplitBackwardOps(_conv1d, _conv1d_input, _conv1d_weights, input_dims=2)
+_CONV1D = SplitBackwardOps(
+    _conv1d, _conv1d_input, _conv1d_weights, input_dims=2, factors=_conv1d_factors, bias_gradient=_sum_of_rows
+)
 _KINDS: dict[Any, SplitBackwardOps] = {
-    nn.Linear.forward: SplitBackwardOps(_linear, _linear_input, _linear_weights, input_dims=2),
+    nn.Linear.forward: SplitBackwardOps(
+        _linear, _linear_input, _linear_weights, input_dims=2, factors=_linear_factors, bias_gradient=_sum_of_rows
+    ),
     nn.Conv2d.forward: SplitBackwardOps(_conv2d, _conv2d_input, _conv2d_weights, input_dims=4, any_dims=False),
     nn.Embedding.forward: SplitBackwardOps(_embedding, _no_input_gradient, _embedding_weights, input_dims=1),
 }

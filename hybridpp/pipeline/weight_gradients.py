@@ -35,6 +35,12 @@ class GradientSink(Protocol):
     def add(self, name: str, gradient: Tensor) -> None:
         """Add to the gradient of the parameter ``name``."""
 
+    def takes_products(self, name: str) -> bool:
+        """Whether :meth:`add_product` works for the parameter ``name``."""
+
+    def add_product(self, name: str, a: Tensor, b: Tensor) -> None:
+        """Add the product of two matrices to the gradient of the parameter ``name``."""
+
     def mark_complete(self, name: str) -> None:
         """Announce that the last :meth:`add` of the step for ``name`` is done."""
 
@@ -61,8 +67,8 @@ class WeightGradients:
         compiled: modules in compiled blocks; the weight gradients of those that are ``nn.Linear`` can be deferred.
 
     Attributes:
-        overlaps_comm: whether some layers' weight gradients overlap communication under every schedule. Without such
-            layers, only a schedule that splits the backward pass needs any of the methods.
+        is_always_needed: whether some layers' weight gradients overlap communication, or are added in the kernel that
+            computes them. Without such layers, only a schedule that splits backward passes needs any of the methods.
     """
 
     def __init__(
@@ -97,7 +103,7 @@ class WeightGradients:
             separable.update(binding.names)
             run, more = (self._run_compiled, (number_of(binding),)) if is_compiled else (self._run, ())
             adapter.wrap(module, AdapterLayer.WEIGHT_GRADIENTS, run, binding, *more)
-        self.overlaps_comm = any(binding.ops.overlap_comm for binding in self._bindings)
+        self.is_always_needed = any(binding.ops.overlap_comm for binding in self._bindings)
         trainable = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
         self._num_separable = sum(size for name, size in trainable.items() if name in separable)
         self._num_trainable = sum(trainable.values())
@@ -118,6 +124,9 @@ class WeightGradients:
     def attach_sink(self, sink: GradientSink) -> None:
         """Set where gradients accumulate; without a sink, nothing is deferred."""
         self._sink = sink
+        for binding in self._bindings:
+            binding.adds_products = binding.ops.factors is not None and sink.takes_products(binding.names[0])
+        self.is_always_needed |= any(binding.adds_products for binding in self._bindings)
 
     def begin(self, splits: bool) -> None:
         """Before a step.
@@ -127,7 +136,8 @@ class WeightGradients:
         """
         wanted = self._sink is not None
         for binding in self._bindings:
-            binding.is_deferrable = wanted and (splits or binding.ops.overlap_comm) and binding.is_plain()
+            is_called = splits or binding.ops.overlap_comm or binding.adds_products
+            binding.is_deferrable = wanted and is_called and binding.is_plain()
 
     @contextmanager
     def recording_forward(self, splits: bool) -> Iterator[None]:
@@ -192,14 +202,8 @@ class WeightGradients:
     def try_defer(self, task: WgradTask, overlap_comm: bool) -> bool:
         """Keep the task of a layer's weight gradients for later; False: the caller computes them now."""
         mode = self._mode
-        # With create_graph, autograd must record the computation.
-        if mode is _DISABLED or (mode is _FULL_BACKWARD and not overlap_comm) or torch.is_grad_enabled():
-            return False
-        # A nested backward pass (autograd.grad in a custom function) is not the schedule's.
-        pass_id = current_graph_task_id()
-        if self._pass_id is None:
-            self._pass_id = pass_id
-        if pass_id != self._pass_id or self._sink is None:
+        waits = overlap_comm or (mode is _INPUT_BACKWARD and self._splits)
+        if not waits or not self._is_pass_of_schedule() or self._sink is None:
             return False
         if mode is _FULL_BACKWARD:
             self._overlapped.append(task)
@@ -207,6 +211,34 @@ class WeightGradients:
             self._wgrad_tasks.append(task)
             self._sink.defer(task.binding.names)
         return True
+
+    def _is_pass_of_schedule(self) -> bool:
+        # With create_graph, autograd must record the computation.
+        if self._mode is _DISABLED or torch.is_grad_enabled():
+            return False
+        # A nested backward pass (autograd.grad in a custom function) is not the schedule's.
+        pass_id = current_graph_task_id()
+        if self._pass_id is None:
+            self._pass_id = pass_id
+        return pass_id == self._pass_id
+
+    def try_add(self, task: WgradTask) -> bool:
+        """Add a weight's gradient to its sum in the kernel that computes it; False: the caller computes it now."""
+        # The pass that completes gradients goes through autograd, whose hooks tell when each is complete.
+        if self._mode is not _FULL_BACKWARD or self._sink is None or not self._is_pass_of_schedule():
+            return False
+        self._sink.mark_reached(task.binding.names)
+        self._add_product(task, self._sink)
+        return True
+
+    def _add_product(self, task: WgradTask, sink: GradientSink) -> None:
+        binding, x = task.binding, task.input()
+        ops, module, names = binding.ops, binding.module, binding.names
+        assert ops.factors is not None
+        assert ops.bias_gradient is not None
+        sink.add_product(names[0], *ops.factors(module, task.dy, x))
+        if len(names) > 1:
+            sink.add(names[1], ops.bias_gradient(module, task.dy, x))
 
     def add(self, tasks: list[WgradTask], final: bool = False) -> None:
         """Run deferred tasks in order, and release their tensors.
@@ -228,15 +260,25 @@ class WeightGradients:
                 if tasks:
                     # Restore the next input while this gradient is computed.
                     tasks[-1].start()
-                binding, ops, module = task.binding, task.binding.ops, task.binding.module
-                weight: Any = parameters_of(module)["weight"]
-                gradients = ops.weight_gradients(module, task.dy, task.input(), weight, len(binding.names) > 1)
-                for name, gradient in zip(binding.names, gradients, strict=False):
-                    assert gradient is not None
-                    left[name] -= 1
-                    self._add(name, gradient, sums, is_last=not left[name] or ops.overlap_comm)
+                self._add_task(task, left, sums)
+                for name in task.binding.names:
+                    if not left[name] and name in sums:
+                        self._sink.add(name, sums.pop(name))
                     if final and not left[name]:
                         self._sink.mark_complete(name)
+
+    def _add_task(self, task: WgradTask, left: Counter[str], sums: dict[str, Tensor]) -> None:
+        assert self._sink is not None
+        left.subtract(task.binding.names)
+        if task.binding.adds_products:
+            self._add_product(task, self._sink)
+            return
+        binding, ops, module = task.binding, task.binding.ops, task.binding.module
+        weight: Any = parameters_of(module)["weight"]
+        gradients = ops.weight_gradients(module, task.dy, task.input(), weight, len(binding.names) > 1)
+        for name, gradient in zip(binding.names, gradients, strict=False):
+            assert gradient is not None
+            self._add(name, gradient, sums, is_last=not left[name] or ops.overlap_comm)
 
     def _add(self, name: str, gradient: Tensor, sums: dict[str, Tensor], is_last: bool) -> None:
         # As autograd does: contributions of one pass to a parameter are summed before they are accumulated.
@@ -249,8 +291,15 @@ class WeightGradients:
             sums[name] = gradient
 
     def _run(self, binding: LayerBinding, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
-        is_deferred = self._recording and binding.is_deferrable and (self._splits or binding.ops.overlap_comm)
-        if is_deferred and len(args) == 1 and not kwargs and _is_plain_input(args[0], binding):
+        wanted = self._splits or binding.ops.overlap_comm or binding.adds_products
+        if (
+            self._recording
+            and binding.is_deferrable
+            and wanted
+            and len(args) == 1
+            and not kwargs
+            and _is_plain_input(args[0], binding)
+        ):
             x, ops, parameters = args[0], binding.ops, parameters_of(binding.module)
             weight, bias = parameters["weight"], parameters.get("bias")
             x = x if ops.pre_forward is None else ops.pre_forward(x)

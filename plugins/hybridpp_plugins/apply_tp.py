@@ -141,6 +141,16 @@ def _join(kind: SplitBackwardOps, part: ShardedLayer) -> SplitBackwardOps:
             bias_gradient = part.bias_grad(dy.reshape(-1, dy.shape[-1]).sum(0))
         return gradient, bias_gradient
 
+    def factors(module: nn.Module, dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        assert kind.factors is not None
+        return kind.factors(module, part.local_grad(dy, x), part.local_input(x))
+
+    def bias_gradient(module: nn.Module, dy: Tensor, x: Tensor) -> Tensor:
+        if part.adds_bias:
+            return part.bias_grad(dy.reshape(-1, dy.shape[-1]).sum(0))
+        assert kind.bias_gradient is not None
+        return kind.bias_gradient(module, part.local_grad(dy, x), part.local_input(x))
+
     def save_input(x: Tensor, later: bool) -> tuple[Tensor, SavedShard] | None:
         # A recomputed input is used at once, so it is kept gathered, unless it waits for a W action.
         return None if recomputes_saved_tensors() and not later else part.save_input(x)
@@ -156,6 +166,8 @@ def _join(kind: SplitBackwardOps, part: ShardedLayer) -> SplitBackwardOps:
         post_forward=part.post_forward,
         save_input=save_input if part.kind is ShardKind.COLUMN else None,
         pre_grad=part.pre_grad,
+        factors=factors if kind.factors else None,
+        bias_gradient=bias_gradient if kind.bias_gradient else None,
         # Two autograd functions for one are worth it where they hide something.
         overlap_comm=part.kind in (ShardKind.COLUMN, ShardKind.GATHERED_COLUMN) and part.context.group.overlaps,
     )

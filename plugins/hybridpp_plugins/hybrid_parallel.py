@@ -99,6 +99,8 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, PreviewsTenso
             raises where ``max_norm`` is set, else the norm is not computed. fp16 always skips the step.
         fused_optimizer: where an Adam or AdamW that leaves the choice to torch uses fused kernels: on CUDA (None), also
             on CPU (True), or nowhere (False). Fused optimizers clip and unscale in their kernels, unless this is False.
+        fused_weight_gradients: whether the kernel that computes gradients of linear layers' half-precision weights adds
+            them to the fp32 sums, where the device has such a kernel (CUDA).
         ddp_bucket_cap_mb: size of the buffers that gradients are all-reduced in, in MB (2**20 bytes).
         communication_dtype: format of gradients in those all-reduces; None: fp32, in which they are accumulated.
 
@@ -161,6 +163,7 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, PreviewsTenso
         max_norm: float = 0.0,
         error_if_nonfinite: bool | None = None,
         fused_optimizer: bool | None = None,
+        fused_weight_gradients: bool = True,
         ddp_bucket_cap_mb: float = 25.0,
         communication_dtype: Literal["fp32", "fp16", "bf16"] | torch.dtype | None = None,
         initial_scale: float = 2.0**12,

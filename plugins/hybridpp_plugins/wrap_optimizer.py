@@ -118,6 +118,7 @@ def _buckets(
         communication_dtype=torch_dtype(settings.optimizer.communication_precision),
         exposes_grad=settings.precision is Precision.FP32,
         coalesced_group=layout.tp,
+        fuses_products=settings.optimizer.fused_weight_gradients,
     )
     if layout.tp.size > 1:
         share_replicated_gradients(buckets, sharded, layout)

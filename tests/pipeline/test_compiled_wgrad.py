@@ -28,6 +28,9 @@ class Sums:
     def add(self, name, gradient):
         self.added[name] = self.added.get(name, 0) + gradient
 
+    def takes_products(self, name):
+        return False
+
     def mark_complete(self, name):
         pass
 

@@ -1,0 +1,131 @@
+"""Weight gradients of linear layers that a kernel adds to the fp32 sums, with a kernel for the CPU in its place."""
+
+import pytest
+import torch
+from compiled_blocks import ROWS, Blocks, mean_square
+from support import boosted, gradients_of, sgd, train
+
+from hybridpp.data_parallel import GradientBuckets, accumulator, buckets
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Let the CPU have it; a list of the calls' shapes and whether they added."""
+    calls = []
+
+    def add_product(total, a, b, keep):
+        assert total.dtype is torch.float32
+        assert a.dtype is b.dtype is torch.bfloat16
+        calls.append((tuple(total.shape), keep))
+        product = a.float() @ b.float()
+        total.copy_(total + product if keep else product)
+
+    monkeypatch.setattr(accumulator, "add_product", add_product)
+    monkeypatch.setattr(buckets, "adds_products", lambda device, dtype: True)
+    return calls
+
+
+@pytest.fixture
+def hooked(monkeypatch):
+    """The names of the parameters whose gradients came from autograd."""
+    names = []
+    before = GradientBuckets._on_gradient
+    monkeypatch.setattr(GradientBuckets, "_on_gradient", lambda self, name: (names.append(name), before(self, name)))
+    return names
+
+
+def run(**settings):
+    return train(Blocks, [ROWS, ROWS], criterion=mean_square, precision="bf16", **{"num_microbatches": 2, **settings})
+
+
+LINEAR = {"first", "last"} | {f"blocks.{n}.{layer}" for n in range(4) for layer in ("wide", "narrow")}
+
+
+def test_no_half_precision_gradient_of_a_linear_layer_is_made(kernel, hooked):
+    run()
+    # Two steps of two micro-batches; the first of each overwrites what the sum held.
+    assert len(kernel) == len(LINEAR) * 4
+    assert sum(not keep for _, keep in kernel) == len(LINEAR) * 2 - len(LINEAR)  # new sums are zero
+    # Autograd says in the first pass that it has nothing to add, and is not asked again.
+    assert hooked.count("last.weight") == hooked.count("last.bias") == 2
+    assert hooked.count("blocks.0.norm.weight") == 4
+
+
+def test_without_a_kernel_or_the_switch_nothing_changes(kernel, hooked, monkeypatch):
+    run(fused_weight_gradients=False)
+    assert kernel == []
+    assert "first.weight" in hooked
+    monkeypatch.setattr(buckets, "adds_products", lambda device, dtype: False)
+    run()
+    assert kernel == []
+
+
+def test_a_gradient_is_rounded_once_less(kernel):
+    ours, theirs = run(num_microbatches=1), run(num_microbatches=1, fused_weight_gradients=False)
+    for name in ("first.weight", "blocks.1.wide.weight", "last.weight", "blocks.1.wide.bias"):
+        one, other = ours["gradients"][name], theirs["gradients"][name]
+        assert torch.equal(other, other.bfloat16().float())
+        assert not torch.equal(one, one.bfloat16().float()), name
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pp_size": 2},
+        {"pp_size": 2, "schedule": "zb-h1"},
+        {"dp_size": 2},
+        {"dp_size": 2, "pp_size": 2, "schedule": "zb-h1"},
+        {"gradient_checkpoint_config": {}},
+        {"tp_size": 2, "tensor_parallel_plan": {"*.wide": "column", "*.narrow": "row"}},
+    ],
+    ids=str,
+)
+def test_every_layout_sums_what_one_process_sums(settings, kernel):
+    # As many micro-batches over all replicas.
+    count = 4 // settings.get("dp_size", 1)
+    expected = run(num_microbatches=4, fused_weight_gradients=False)
+    actual = run(num_microbatches=count, **settings)
+    assert kernel
+    for kind in ("gradients", "weights"):
+        for name, tensor in expected[kind].items():
+            scale = tensor.abs().max().item()
+            torch.testing.assert_close(actual[kind][name], tensor, rtol=0, atol=0.02 * scale + 1e-6, msg=name)
+
+
+def test_pipelines_agree_bit_for_bit(kernel):
+    expected = run()
+    for settings in ({"pp_size": 2}, {"pp_size": 2, "schedule": "zb-h1"}, {"gradient_checkpoint_config": {}}):
+        actual = run(**settings)
+        for name, gradient in expected["gradients"].items():
+            assert torch.equal(actual["gradients"][name], gradient), (settings, name)
+
+
+def test_a_weight_that_two_layers_use_gets_both(kernel):
+    def tied():
+        model = Blocks()
+        model.blocks[1].wide.weight = model.blocks[0].wide.weight
+        return model
+
+    ours, theirs = (
+        train(tied, [ROWS], criterion=mean_square, precision="bf16", num_microbatches=2, fused_weight_gradients=fused)
+        for fused in (True, False)
+    )
+    name = "blocks.0.wide.weight"
+    torch.testing.assert_close(ours["gradients"][name], theirs["gradients"][name], rtol=0.02, atol=1e-4)
+
+
+def test_passes_of_the_script_and_of_a_schedule_add_up(kernel):
+    booster, model, optimizer = boosted(Blocks(), sgd, ROWS, precision="bf16")
+    booster.execute_pipeline(iter([ROWS]), model, mean_square, optimizer)
+    once = gradients_of(booster, model)
+    num_calls = len(kernel)
+    booster.backward(mean_square(model(ROWS), None), optimizer)
+    assert len(kernel) == num_calls
+    for name, gradient in gradients_of(booster, model).items():
+        torch.testing.assert_close(gradient, 2 * once[name], rtol=0.02, atol=1e-3)
+
+
+def test_in_fp32_autograd_adds_in_place(kernel):
+    train(Blocks, [ROWS], criterion=mean_square, num_microbatches=2)
+    assert kernel == []
