@@ -31,11 +31,7 @@ class _StageInputFunction(torch.autograd.Function):
 
 
 class StageInput:
-    """The values that a stage received for one micro-batch.
-
-    Attributes:
-        values: the tensors for the model, in the order of the specs.
-    """
+    """The values that a stage received for one micro-batch; it keeps their gradients, not the values."""
 
     def __init__(self, tensors: list[Tensor], specs: Sequence[TensorMeta], training: bool):
         self._specs = [spec for spec in specs if training and spec.requires_grad]
@@ -46,10 +42,15 @@ class StageInput:
             anchor = torch.zeros((), requires_grad=True)
             tracked = list(_StageInputFunction.apply(anchor, tracked, self._gradients))  # type: ignore[no-untyped-call]  # torch
         ready = iter(tracked)
-        self.values = [
+        self._values = [
             next(ready) if training and spec.requires_grad else tensor
             for tensor, spec in zip(tensors, specs, strict=True)
         ]
+
+    def take_values(self) -> list[Tensor]:
+        """The tensors for the model, in the order of the specs; call it once. Autograd keeps what it needs of them."""
+        values, self._values = self._values, []
+        return values
 
     def gradients(self) -> list[Tensor]:
         """The gradients of the differentiable values, after the backward pass; zeros for values without an effect."""

@@ -150,7 +150,7 @@ class Handlers:
         with self._weight_gradients.recording_forward((stage, place) in self._split) if defers else nullcontext():
             key = step.keys[microbatch]
             try:
-                found = self._stages.forward(plan, args, kwargs, stage_input.values, key, recompute)
+                found = self._stages.forward(plan, args, kwargs, stage_input.take_values(), key, recompute)
             except Exception as error:
                 error.add_note(f"hybridpp: in model(*{describe_arguments(args)}, **{describe_arguments(kwargs)})")
                 raise

@@ -1,7 +1,9 @@
+import weakref
 from typing import NamedTuple
 
 import pytest
 import torch
+from support import train
 from torch import nn
 
 from hybridpp.pipeline.boundary import StageInput, StageOutput
@@ -21,7 +23,7 @@ def arrive(*tensors, specs=None, training=True):
 
 def test_gradients_of_what_arrived():
     stage_input = arrive(torch.ones(2), torch.full((3,), 2.0))
-    first, second = stage_input.values
+    first, second = stage_input.take_values()
     (first.sum() * second.square().sum()).backward()
     assert [gradient.tolist() for gradient in stage_input.gradients()] == [[12.0] * 2, [8.0] * 3]
 
@@ -29,7 +31,7 @@ def test_gradients_of_what_arrived():
 def test_the_stage_may_write_to_what_arrived():
     sent = torch.tensor([-1.0, 3.0])
     stage_input = arrive(sent, torch.ones(2))
-    value, other = stage_input.values
+    value, other = stage_input.take_values()
     value.mul_(5)
     nn.functional.relu(value, inplace=True)
     other[0] = value[1]
@@ -40,7 +42,7 @@ def test_the_stage_may_write_to_what_arrived():
 
 def test_values_nothing_depends_on_have_zero_gradients():
     stage_input = arrive(torch.ones(2), torch.ones(3, dtype=torch.bfloat16))
-    stage_input.values[0].sum().backward()
+    stage_input.take_values()[0].sum().backward()
     used, unused = stage_input.gradients()
     assert used.tolist() == [1, 1]
     assert (unused.tolist(), unused.dtype) == ([0, 0, 0], torch.bfloat16)
@@ -55,35 +57,36 @@ def test_only_what_was_traced_as_differentiable_has_a_gradient():
     mask, ids = torch.ones(2, dtype=torch.bool), torch.ones(2)
     specs = [Spec(dtype=torch.bool, requires_grad=False), Spec(), Spec(requires_grad=False)]
     stage_input = arrive(mask, torch.ones(2), ids, specs=specs)
-    assert stage_input.values[0] is mask
-    assert stage_input.values[2] is ids
-    assert [value.requires_grad for value in stage_input.values] == [False, True, False]
-    (stage_input.values[1] * mask * ids).sum().backward()
+    values = stage_input.take_values()
+    assert values[0] is mask
+    assert values[2] is ids
+    assert [value.requires_grad for value in values] == [False, True, False]
+    (values[1] * mask * ids).sum().backward()
     assert [gradient.tolist() for gradient in stage_input.gradients()] == [[1, 1]]
 
 
 def test_in_evaluation_values_are_plain():
     tensor = torch.ones(2)
     stage_input = arrive(tensor, training=False)
-    assert stage_input.values[0] is tensor
+    assert stage_input.take_values()[0] is tensor
     assert not tensor.requires_grad
     assert stage_input.gradients() == []
 
 
 def test_nothing_arrives_at_the_first_stage():
     stage_input = arrive()
-    assert (stage_input.values, stage_input.gradients()) == ([], [])
+    assert (stage_input.take_values(), stage_input.gradients()) == ([], [])
 
 
 def two_stages(values, middle, end):
     """Gradients of ``end(middle(values))``, where ``middle`` is a stage of its own."""
     stage_input = arrive(*values)
-    outgoing = middle(*stage_input.values)
+    outgoing = middle(*stage_input.take_values())
     specs = [Spec(tuple(tensor.shape), tensor.dtype) for tensor in outgoing]
     stage_output = StageOutput(list(outgoing), specs)
     next_arrival = arrive(*(tensor.detach().clone() for tensor in outgoing), specs=specs)
     del outgoing
-    end(*next_arrival.values).backward()
+    end(*next_arrival.take_values()).backward()
     stage_output.backward(next_arrival.gradients())
     return stage_input.gradients()
 
@@ -134,3 +137,37 @@ def test_a_stage_without_differentiable_results_has_no_way_back():
     StageOutput([weight * 1], [Spec(requires_grad=False)]).backward([])
     StageOutput([weight.detach() * 1], [Spec()]).backward([torch.ones(2)])
     assert weight.grad is None
+
+
+class Shift(nn.Module):
+    """A block whose backward pass needs nothing of its input."""
+
+    def __init__(self, arrived=None):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4))
+        self.arrived = arrived
+
+    def forward(self, x):
+        if self.arrived is not None and type(x) is torch.Tensor:
+            self.arrived.append(weakref.ref(x))
+        return x + self.shift
+
+
+def test_what_arrived_is_freed_after_the_forward_where_autograd_does_not_keep_it():
+    arrived, alive = [], []
+
+    def criterion(outputs, inputs):
+        alive.append(sum(reference() is not None for reference in arrived[:-1]))
+        return outputs.mean()
+
+    criterion.reduction = "mean"
+
+    def make():
+        torch.manual_seed(0)
+        blocks = nn.Linear(4, 4), Shift(arrived), Shift()
+        return nn.Sequential(*map(nn.Sequential, blocks))
+
+    settings = {"num_microbatches": 4, "pp_size": 2, "schedule": "gpipe", "layers_per_stage": [1, 2]}
+    train(make, [(torch.randn(8, 4),)], criterion=criterion, **settings)
+    assert len(arrived) >= 4
+    assert alive == [0] * 4
