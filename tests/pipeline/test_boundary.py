@@ -153,7 +153,7 @@ class Shift(nn.Module):
         return x + self.shift
 
 
-def test_what_arrived_is_freed_after_the_forward_where_autograd_does_not_keep_it():
+def test_what_arrived_is_freed_unless_autograd_keeps_it():
     arrived, alive = [], []
 
     def criterion(outputs, inputs):
