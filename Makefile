@@ -9,7 +9,8 @@ export OMP_NUM_THREADS ?= 1
 # Jobs and tests start many interpreters, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: vit test models models-pp models-tp models-sp models-others others gpu gpu-test gpu-fp16 gpu-launches gpu-memory lint clean
+.PHONY: vit test models models-pp models-tp models-sp models-others others gpu gpu-test gpu-nccl gpu-fp16 gpu-launches gpu-memory gpu-llama gpu-compile \
+	gpu-profile lint clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -56,10 +57,13 @@ $(VENV)/.others: $(READY)
 # benchmarks from running. Other hosts have other packages: what those warn of is shown, and is no error.
 ON_GPU = HF_HUB_OFFLINE=1 PYTHONPATH=.:plugins $(PYTHON)
 gpu:
-	$(MAKE) --keep-going gpu-test gpu-fp16 gpu-launches gpu-memory
+	$(MAKE) --keep-going gpu-test gpu-nccl gpu-fp16 gpu-launches gpu-memory gpu-llama gpu-compile gpu-profile
 
 gpu-test:
 	$(ON_GPU) -m pytest tests/gpu -rs -W default $(ARGS)
+
+gpu-nccl:
+	timeout 7200 env $(ON_GPU) benchmarks/gpu/nccl.py
 
 gpu-fp16:
 	$(ON_GPU) benchmarks/gpu/fp16.py
@@ -71,6 +75,15 @@ gpu-memory:
 	$(ON_GPU) benchmarks/gpu/memory.py
 	$(ON_GPU) -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/gpu/memory.py \
 		--schedules 1f1b zb-h1 zb-v
+
+gpu-llama:
+	timeout 1200 env $(ON_GPU) benchmarks/gpu/llama.py
+
+gpu-compile:
+	timeout 1200 env $(ON_GPU) benchmarks/gpu/llama.py --compile
+
+gpu-profile:
+	timeout 1200 env $(ON_GPU) benchmarks/gpu/profile_step.py --trace /tmp/hybridpp-step.json
 
 lint: $(READY)
 	$(BIN)/ruff check .
