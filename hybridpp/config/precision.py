@@ -41,20 +41,23 @@ class PrecisionConfig(ConfigBase):
         fp32_modules: patterns of module names or classes, in which ``*`` matches anything: ``["*.router"]``. A pattern
             after ``!`` selects modules for half precision: ``["*.mlp", "!*.mlp.fc2"]``, or ``["!LayerNorm"]`` against
             the default. The last pattern that matches applies.
-        fp32_norms: whether norms hold fp32 weights and compute in fp32; otherwise they use half precision, except batch
-            normalisation.
+        fp32_norms: whether norms hold fp32 weights and compute in fp32 (True) or use half precision, except batch
+            normalisation (False). None: as True, but for torch's LayerNorm and RMSNorm on CUDA, whose kernels hold
+            statistics and sums in fp32.
         fp32_losses: whether torch's loss functions that the model's own forward calls compute in fp32; otherwise in the
             format of their inputs.
     """
 
     precision: Precision | Literal["fp32", "fp16", "bf16"] = Precision.FP32
     fp32_modules: Sequence[str] = ()
-    fp32_norms: bool = True
+    fp32_norms: bool | None = None
     fp32_losses: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "precision", Precision.parse(self.precision))
+        if self.fp32_norms is not None:
+            require_bools(fp32_norms=self.fp32_norms)
         given: Any = self.fp32_modules
         if isinstance(given, str) or not (
             isinstance(given, Sequence) and all(isinstance(pattern, str) and pattern.strip("!") for pattern in given)

@@ -6,7 +6,7 @@ from hybridpp.precision.loss_scale import LossScale, LossScaler, update_loss_sca
 from hybridpp.precision.master_weights import MasterWeights, ReplicatedTarget
 from hybridpp.precision.module_dtypes import ModuleDtypes, find_module_dtypes, wrap_dtype_boundaries
 from hybridpp.precision.nonfinite import Finding, NonFiniteDetector, StepPosition
-from hybridpp.precision.norm_modules import norm_modules
+from hybridpp.precision.norm_modules import fp32_norms, norm_modules
 
 __all__ = [
     "Finding",
@@ -22,6 +22,7 @@ __all__ = [
     "describe_dtypes",
     "dtype_changes",
     "find_module_dtypes",
+    "fp32_norms",
     "norm_modules",
     "torch_dtype",
     "update_loss_scale",

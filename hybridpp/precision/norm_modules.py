@@ -11,7 +11,30 @@ from hybridpp.nn.torch_private import BatchNorm, ConvNd, InstanceNorm
 _IS_CALLED = re.compile(r"norm(alization)?(layer)?(\d+[a-z]?)?(_?gated)?$", re.IGNORECASE)
 # Their subclasses may have any name (BitGroupNormActivation).
 _OF_TORCH = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, InstanceNorm)
+# On CUDA, the kernels behind these take half precision and hold mean, variance and all sums in fp32, those of the
+# gradients of weights too. GroupNorm's hold mean and variance in the format of the input.
+_FP32_INSIDE_ON_CUDA = (nn.LayerNorm.forward, nn.RMSNorm.forward)
 _OTHER_LAYERS = (nn.Linear, nn.Embedding, ConvNd)
+
+
+def fp32_norms(model: nn.Module, wanted: bool | None, device_type: str) -> set[nn.Module]:
+    """The norms that compute in fp32 in a half-precision model.
+
+    Args:
+        model: to be looked at.
+        wanted: whether norms do; None: those whose kernels on the device would compute sums or statistics in half
+            precision.
+        device_type: of the device that the model runs on.
+    """
+    norms = norm_modules(model) if wanted is not False else set()
+    if wanted is None and device_type == "cuda":
+        return {norm for norm in norms if not _is_fp32_inside_on_cuda(norm)}
+    return norms
+
+
+def _is_fp32_inside_on_cuda(norm: nn.Module) -> bool:
+    # A forward of its own may compute anything.
+    return "forward" not in vars(norm) and type(norm).forward in _FP32_INSIDE_ON_CUDA
 
 
 def norm_modules(model: nn.Module) -> set[nn.Module]:

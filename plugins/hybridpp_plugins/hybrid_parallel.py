@@ -91,7 +91,8 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, PreviewsTenso
 
         fp32_modules: patterns of names or classes of modules that compute in fp32: ``["*.router"]``; after ``!``,
             modules that do not.
-        fp32_norms: whether norms compute in fp32.
+        fp32_norms: whether norms compute in fp32; None: all but torch's LayerNorm and RMSNorm on CUDA, whose kernels
+            take half precision and compute in fp32.
         fp32_losses: whether torch's loss functions compute in fp32 inside the model's forward.
 
         max_norm: gradient norm (L2, over all parameters) to clip to; 0: no clipping.
@@ -158,7 +159,7 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, PreviewsTenso
         sequence_parallelism_mode: Literal["split_gather"] | None = None,
         zero_stage: int = 0,
         fp32_modules: Sequence[str] = (),
-        fp32_norms: bool = True,
+        fp32_norms: bool | None = None,
         fp32_losses: bool = True,
         max_norm: float = 0.0,
         error_if_nonfinite: bool | None = None,

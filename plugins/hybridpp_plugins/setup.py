@@ -15,7 +15,7 @@ from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.partition import StagedModel, compile_blocks, compiled_parts
 from hybridpp.pipeline import Executor, Transport, compile_keywords
 from hybridpp.plugin import Boosted
-from hybridpp.precision import ModuleDtypes, find_module_dtypes, norm_modules, torch_dtype
+from hybridpp.precision import ModuleDtypes, find_module_dtypes, fp32_norms, torch_dtype
 from hybridpp_plugins.apply_tp import AppliedTensorParallel, apply_tensor_parallel
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.grad_access_warning import GradAccessWarning
@@ -37,7 +37,7 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
     (model, optimizer), (settings, layout, planner, device, find_samples, rollback) = parts[:2], context
     seed = torch.initial_seed() + index
     original = OriginalModelInfo.of(model)
-    module_dtypes = _module_dtypes(model, settings)
+    module_dtypes = _module_dtypes(model, settings, device)
     if optimizer is not None:
         check_optimizer(optimizer, original.names)
     check_same_weights(model, seed, layout.control)
@@ -146,8 +146,8 @@ def _watch_manual_calls(
         staged.around_call = _quietly(boosted.grad_access_warning, staged.around_call)
 
 
-def _module_dtypes(model: nn.Module, settings: PluginSettings) -> ModuleDtypes:
-    in_fp32 = norm_modules(model) if settings.precision_config.fp32_norms else set()
+def _module_dtypes(model: nn.Module, settings: PluginSettings, device: torch.device) -> ModuleDtypes:
+    in_fp32 = fp32_norms(model, settings.precision_config.fp32_norms, device.type)
     return find_module_dtypes(model, settings.precision_config.fp32_modules, torch_dtype(settings.precision), in_fp32)
 
 

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from divided_models import LLAMA, VIT, llama, qwen3, t5, token_batch
+from hybridpp_plugins import setup
 from support import assert_near, assert_same, boosted, image_batch, model_loss, sgd, tiny_vit, train
 from torch import nn
 from transformers import LlamaForCausalLM
@@ -15,6 +16,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from hybridpp import HybridParallelPlugin
 from hybridpp.cluster import Loopback
 from hybridpp.errors import ConfigError
+from hybridpp.precision import fp32_norms
 
 HALF, FULL = torch.bfloat16, torch.float32
 MODELS = {
@@ -230,3 +232,95 @@ def test_in_fp32_the_switch_changes_nothing():
 def test_what_is_no_switch_is_refused():
     with pytest.raises(ConfigError, match=r"^fp32_norms must be True or False: got fp32_norms='no'\."):
         HybridParallelPlugin(tp_size=1, pp_size=1, num_microbatches=2, precision="fp16", fp32_norms="no")
+
+
+class OwnForward(nn.LayerNorm):
+    """May compute anything."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Renamed(nn.RMSNorm):
+    """Runs torch's forward."""
+
+
+def mixed_norms():
+    return nn.ModuleDict(
+        {
+            "layer": nn.LayerNorm(4),
+            "rms": nn.RMSNorm(4),
+            "renamed": Renamed(4),
+            "own": OwnForward(4),
+            "group": nn.GroupNorm(2, 4),
+            "instance": nn.InstanceNorm1d(4, affine=True),
+            "llama": LlamaRMSNorm(4),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "kept"),
+    [
+        (None, "cpu", "layer rms renamed own group instance llama"),
+        (None, "cuda", "own group instance llama"),
+        (True, "cuda", "layer rms renamed own group instance llama"),
+        (True, "cpu", "layer rms renamed own group instance llama"),
+        (False, "cuda", ""),
+        (False, "cpu", ""),
+    ],
+)
+def test_which_norms_need_fp32_depends_on_the_device(wanted, device, kept):
+    model = mixed_norms()
+    found = fp32_norms(model, wanted, device)
+    assert [name for name, norm in model.items() if norm in found] == kept.split()
+
+
+def test_a_forward_that_was_put_on_a_norm_may_compute_anything():
+    model = mixed_norms()
+    model["layer"].forward = lambda x: x
+    assert model["layer"] in fp32_norms(model, None, "cuda")
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    """Choose norms as on CUDA; they run on the CPU nevertheless."""
+    monkeypatch.setattr(setup, "fp32_norms", lambda model, wanted, device_type: fp32_norms(model, wanted, "cuda"))
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_on_cuda_layer_norms_run_in_half_precision_with_fp32_masters(precision):
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    batch = image_batch(4)
+    booster, model, optimizer = boosted(tiny_vit(), sgd, batch, precision=precision)
+    seen = []
+    norm = model.vit.layers[0].layernorm_before
+    norm.register_forward_hook(lambda module, args, out: seen.append((args[0].dtype, module.weight.dtype, out.dtype)))
+    assert "dtype boundary" not in booster.plugin.describe(model)
+    booster.execute_pipeline(iter([batch]), model, model_loss, optimizer)
+    optimizer.step()
+    assert seen == [(half, half, half)]
+    assert optimizer.target.tensors["vit.layers.0.layernorm_before.weight"].dtype is FULL
+    assert "LayerNorm" in booster.plugin.describe_precision(model)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_on_cuda_the_switch_and_patterns_put_layer_norms_in_fp32():
+    name = "vit.layers.0.layernorm_before"
+    for settings in ({"fp32_norms": True}, {"fp32_modules": ["LayerNorm"]}):
+        seen, _ = run_one(tiny_vit, image_batch(4), **settings)
+        assert seen[name] == ({FULL}, HALF)
+    seen, _ = run_one(tiny_vit, image_batch(4))
+    assert seen[name] == ({HALF}, HALF)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_on_cuda_norms_written_by_hand_stay_in_fp32():
+    seen, _ = run_one(llama, token_batch())
+    assert seen["model.norm"] == ({FULL}, HALF)
+
+
+def test_the_switch_is_true_false_or_none():
+    with pytest.raises(ConfigError, match=r"^fp32_norms must be True or False: got fp32_norms='no'"):
+        HybridParallelPlugin(fp32_norms="no")
