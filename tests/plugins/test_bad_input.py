@@ -73,7 +73,7 @@ def test_wrong_settings_are_refused_by_name(settings, text):
     [
         "enable_all_optimization",
         "enable_sequence_parallelism",
-        "fp32_norms",
+        "fused_weight_gradients",
         "fp32_losses",
         "find_unused_parameters",
         "overlap_communication",
