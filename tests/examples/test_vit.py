@@ -5,7 +5,7 @@ import re
 
 import pytest
 from PIL.Image import fromarray
-from processes import run_script, torchrun
+from processes import run_script
 from sklearn.datasets import load_digits
 from support import ROOT
 
@@ -15,7 +15,7 @@ SCRIPT = ROOT / "examples/vit/train.py"
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
-    # Forked: four interpreters would take 20 s to start. The other job starts as users start theirs.
+    # Forked: four interpreters would take 20 s to start. `make vit` starts as users start theirs.
     output = ("--output", str(folder), "--timeline", str(folder / "step.svg"))
     job = run_script(4, SCRIPT, "--epochs", "2", "--max-samples", "100", *output)
     assert job.returncode == 0, job.stderr
@@ -31,7 +31,7 @@ def tuned(trained, tmp_path_factory):
         parity = images / ("odd" if digit % 2 else "even")
         parity.mkdir(exist_ok=True)
         fromarray((pixels * 255 / 16).astype("uint8")).save(parity / f"{number}.png")
-    job = torchrun(
+    job = run_script(
         2,
         SCRIPT,
         *("--model", str(trained[0]), "--dataset", str(images), "--output", str(folder)),

@@ -101,9 +101,9 @@ def on_layout(run, layout):
     ("layout", "precision"),
     [
         *(("one", precision) for precision in PRECISIONS),
-        *(("pp2", precision) for precision in ("fp32", "fp16")),
-        *(("tp2", precision) for precision in ("fp32", "bf16")),
-        *(("dp2", precision) for precision in ("bf16", "fp16")),
+        ("pp2", "fp16"),
+        ("tp2", "bf16"),
+        ("dp2", "fp16"),
     ],
 )
 def test_three_steps_saved_and_three_more_are_six(tmp_path, layout, precision):
