@@ -138,8 +138,9 @@ class Booster:
 
         Returns:
             ``loss``: on every rank, a detached fp32 scalar, the mean (or sum) over this replica's batch; None if
-            ``return_loss`` is False. ``outputs``: on the ranks of the last stage, the model's output, merged over the
-            micro-batches; None on other ranks and if ``return_outputs`` is False.
+            ``return_loss`` is False. In evaluation it waits for the last stage when it is read. ``outputs``: on the
+            ranks of the last stage, the model's output, merged over the micro-batches; None on other ranks and if
+            ``return_outputs`` is False.
 
         Raises:
             ConfigError: the arguments do not fit together, or the criterion returns a sum without declaring it.

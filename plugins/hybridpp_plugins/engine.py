@@ -108,6 +108,7 @@ class Engine:
             self.optimizer,
             self.criterion_check,
             self.diagnosis.diagnose,
+            self.device,
         )
         self._reader = BatchReader(self.layout.control, self.layout.pipelines, self.pipeline)
         self._has_losses = self.layout.here.pp == self.planner.placement[-1]
@@ -157,6 +158,8 @@ class Engine:
         """One step of training, or of evaluation if gradients are disabled. Collective: all ranks."""
         training = torch.is_grad_enabled()
         called = self.signatures.of(criterion if training or return_loss else None)
+        if self.epilogue.unsettled:
+            self.epilogue.settle(0 if training else 1)
         self.is_running = True
         try:
             batch, infos, failure = self._reader.read(
@@ -164,7 +167,9 @@ class Engine:
             )
             self._reader.read_ahead(data_iter, called, training)
             task = self._task(batch, infos, called, training, return_outputs)
-            result, loss = self._run(batch, task, self._program(infos, training), failure)
+            result, loss = self._run(
+                batch, task, self._program(infos, training), failure, getattr(called, "identity", None)
+            )
         finally:
             self.is_running = False
         if training:
@@ -175,8 +180,7 @@ class Engine:
         if return_outputs and result.outputs:
             parts = [gathered(result.outputs[place]) for place in range(len(batch.microbatches))]
             outputs = merge_outputs(parts, batch.microbatches, self.pipeline.dims_of_outputs)
-        loss = loss.to(self.device, non_blocking=True) if loss is not None and return_loss else None
-        return {"loss": loss, "outputs": outputs}
+        return {"loss": loss if return_loss else None, "outputs": outputs}
 
     def _check_trained(self) -> None:
         if self.optimizer is not None:
@@ -233,7 +237,12 @@ class Engine:
         return self._has_losses and not is_known
 
     def _run(
-        self, batch: SplitBatch, task: PipelineStep, program: RankProgram, failure: Exception | None
+        self,
+        batch: SplitBatch,
+        task: PipelineStep,
+        program: RankProgram,
+        failure: Exception | None,
+        identity: Any,
     ) -> tuple[StepResult, Tensor | None]:
         """Run all micro-batches, then the end of the step. Collective: all ranks."""
         optimizer = self.optimizer if task.training else None
@@ -250,7 +259,7 @@ class Engine:
                 result = self._execute(batch, task, program, losses_known if task.criterion is not None else _nothing)
             if optimizer is not None:
                 optimizer.end_accumulation()
-            loss = None if end is None else self.epilogue.close(end, program, task, failure)
+            loss = None if end is None else self.epilogue.loss(end, program, task, failure, identity)
         except BaseException:
             if task.training and self.buckets is not None:
                 self.buckets.abort()

@@ -2,8 +2,9 @@
 
 import math
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy
 import torch
@@ -12,7 +13,15 @@ from torch import Tensor
 from hybridpp.cluster import Group, Pending, get_dist_logger
 from hybridpp.errors import NonFiniteLossError, PeerError
 from hybridpp.partition import StagedModel
-from hybridpp.pipeline import LossReduction, PipelineStep, RankProgram, SplitBatch, StepResult, check_equal
+from hybridpp.pipeline import (
+    LossReduction,
+    PendingLoss,
+    PipelineStep,
+    RankProgram,
+    SplitBatch,
+    StepResult,
+    check_equal,
+)
 from hybridpp_plugins.criterion_check import CriterionCheck
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.manual_clipping import ManualScaling
@@ -39,6 +48,10 @@ class StepEpilogue:
         optimizer: the boosted optimizer, if there is one.
         criterion_check: checks criteria on this rank.
         diagnose: finds the first inf or NaN of a step by running it again; collective.
+        device: of the losses that are returned.
+
+    Attributes:
+        unsettled: losses of evaluations whose exchange may still run.
     """
 
     def __init__(
@@ -49,6 +62,7 @@ class StepEpilogue:
         optimizer: HybridOptimizer | None,
         criterion_check: CriterionCheck,
         diagnose: Callable[[RankProgram, PipelineStep, BadLoss | None], str],
+        device: torch.device,
     ):
         self._staged = staged
         self._control = layout.control
@@ -60,6 +74,9 @@ class StepEpilogue:
         self._criterion_check = criterion_check
         self._tp_loss_check = TensorParallelLossCheck()
         self._diagnose = diagnose
+        self._device = device
+        self.unsettled: deque[PendingLoss] = deque()
+        self._evaluated: Any = None
         self._has_warned = False
 
     def begin(
@@ -84,6 +101,38 @@ class StepEpilogue:
         if optimizer and optimizer.tells_norm_early:
             return _WithNorm(self._control, losses, batch.unchecked, row, optimizer)
         return _LossesOnly(self._control, losses, batch.unchecked, row)
+
+    def loss(
+        self, pending: "PendingEnd", program: RankProgram, task: PipelineStep, failure: Exception | None, identity: Any
+    ) -> Tensor:
+        """The loss of this replica's batch, a scalar; in evaluation a tensor that waits for it when it is read.
+
+        In training it is known by now, or all ranks wait for the norm. In evaluation the last stage is behind the
+        others, which go on with the next batch.
+
+        Args:
+            pending, program, task, failure: see :meth:`close`.
+            identity: of the criterion.
+
+        Raises:
+            Exception: see :meth:`close`; in evaluation, when the loss is read or in a later step. What is wrong with a
+                criterion is raised in its first step, on all ranks.
+        """
+
+        def close() -> Tensor:
+            return self.close(pending, program, task, failure).to(self._device, non_blocking=True)
+
+        if task.training or identity != self._evaluated:
+            loss = close()
+            self._evaluated = self._evaluated if task.training else identity
+            return loss
+        self.unsettled.append(PendingLoss(close, self._device))
+        return self.unsettled[-1]
+
+    def settle(self, num_left: int = 0) -> None:
+        """Wait for the losses of evaluations, except the last ``num_left``. Call it before the next step."""
+        while len(self.unsettled) > num_left:
+            _ = self.unsettled.popleft().value
 
     def close(
         self, pending: "PendingEnd", program: RankProgram, task: PipelineStep, failure: Exception | None

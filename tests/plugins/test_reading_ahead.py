@@ -94,6 +94,53 @@ def test_they_do_where_all_need_the_norm():
         overlapping(max_norm=1.0)
 
 
+def evaluating(read):
+    """Rank 1 computes the last loss of a batch when rank 0 is at the next one; what the losses are, by rank."""
+
+    def run():
+        rank, signal = current_world().rank, current_world().split([[0, 1]], "signal")
+        booster, model, _, loader = made(tiny_vit().eval(), Images(), make_optimizer=None)
+        executor = booster.plugin._engine(model).executor
+        run_program, data, counted = executor.run, iter(loader), iter(range(1, 99))
+
+        def begin(*arguments):
+            # The first evaluation checks the criterion on all ranks.
+            if next(counted) > 2:
+                signal.send(torch.ones(1), 1)
+            return run_program(*arguments)
+
+        def loss(outputs, inputs):
+            number, microbatch = divmod(next(counted) - 1, 2)
+            if microbatch and 0 < number < 3:
+                signal.receive(torch.ones(1), 0).wait()
+            return outputs.loss.mean()
+
+        loss.reduction = "mean"
+        if rank == 0:
+            executor.run = begin
+        with torch.no_grad():
+            losses = [read(booster.execute_pipeline(data, model, loss)["loss"]) for _ in range(4)]
+        return [float(loss) for loss in losses]
+
+    return Loopback(2).run(run)
+
+
+def test_ranks_do_not_wait_for_the_last_stage_in_evaluation():
+    model = tiny_vit().eval()
+    with torch.no_grad():
+        expected = [
+            model(**{name: value[n : n + 2] for name, value in Images().images.items()}).loss.item()
+            for n in range(0, 8, 2)
+        ]
+    first, second = evaluating(lambda loss: loss)
+    assert first == second == pytest.approx(expected, abs=1e-6)
+
+
+def test_they_do_where_they_read_the_loss():
+    with pytest.raises(DeadlockError):
+        evaluating(lambda loss: loss.item())
+
+
 def messages(executed):
     """What each call of a step raises, by rank."""
 
