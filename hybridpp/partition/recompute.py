@@ -1,7 +1,8 @@
 """Activation checkpointing: blocks that store only their inputs and are recomputed in the backward pass."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,12 +32,21 @@ def blocks_by_stage(
 
 
 def recomputed_blocks(
-    config: PipelineGradientCheckpointConfig | None, blocks: Sequence[Sequence[str]]
+    config: PipelineGradientCheckpointConfig | None,
+    blocks: Sequence[Sequence[str]],
+    sequence_blocks: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> tuple[tuple[str, ...], ...]:
     """The blocks of each stage that are recomputed: the first ones.
 
+    Args:
+        config: how many; None: none.
+        blocks: of each stage.
+        sequence_blocks: blocks that run on sequence shards, with the modules inside that must run within the block's
+            forward.
+
     Raises:
-        PartitionError: a stage has fewer blocks than ``num_ckpt_layers_per_stage`` says.
+        PartitionError: a stage has fewer blocks than ``num_ckpt_layers_per_stage`` says, or a part of a block in
+            ``sequence_blocks`` would be recomputed without it.
     """
     if config is None:
         return ((),) * len(blocks)
@@ -49,7 +59,20 @@ def recomputed_blocks(
                 f"{len(names)}. The stages have {', '.join(str(len(stage_blocks)) for stage_blocks in blocks)}."
             )
         chosen.append(tuple(names[:count]))
+    _refuse_parts([name for names in chosen for name in names], sequence_blocks)
     return tuple(chosen)
+
+
+def _refuse_parts(recomputed: Sequence[str], sequence_blocks: Mapping[str, Collection[str]]) -> None:
+    """Refuse parts of sequence-parallel blocks: the sequence is sharded in the block's forward."""
+    for block, modules in sequence_blocks.items():
+        for name in recomputed:
+            if name != block and any(f"{module}.".startswith(f"{name}.") for module in modules):
+                raise PartitionError(
+                    f"a part of a sequence-parallel block cannot be recomputed alone: the cut is inside {block!r}, and "
+                    f"gradient_checkpoint_config recomputes {name!r}. Cut before or after {block!r}, or leave out "
+                    "gradient_checkpoint_config or enable_sequence_parallelism."
+                )
 
 
 class Recomputable:

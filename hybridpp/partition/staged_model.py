@@ -105,15 +105,17 @@ class StagedModel:
             self._assignment = cut_into_stages(
                 adapter, num_stages, samples, self._finest, prepare=self._prepare, device=device, staging=staging
             )
-            self._prune(adapter)
         else:
             self._assignment = one_stage(adapter, staging)
+        # Refused before parameters are freed, so that boost can be called again.
+        recomputed = recomputed_blocks(staging.recomputation, self._assignment.blocks, staging.sequence_blocks)
+        if num_stages > 1:
+            self._prune(adapter)
         self.owners = self._assignment.owners
         self._interceptor = self._assignment.interceptor
         self._containers = self._container_modules()
         refuse_compiled(model, self._containers)
         forbid_compile(adapter, (*self._containers, *self._interceptor.modules.values()))
-        recomputed = recomputed_blocks(staging.recomputation, self._assignment.blocks)
         self._recomputable = Recomputable(adapter, {stage: recomputed[stage] for stage in self.stages})
         adapter.wrap(model, AdapterLayer.MODEL, self._guarded)
 

@@ -1,6 +1,6 @@
 """Options of a staged model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -24,6 +24,8 @@ class StagingOptions:
         broadcast: gives every rank of the pipeline the first rank's numbers (for ``balance="time"``).
         recompute_context: the context in which activation checkpointing runs parts of the forward again.
         boundary_sharding: of the values between stages; None: they are sent unsharded.
+        sequence_blocks: blocks that run on sequence shards, with the modules inside that must run within the block's
+            forward.
         state_spec: what a rank keeps for each trainable weight.
         ranks: the rank of each stage; empty: one stage per rank.
         draws: of the model.
@@ -36,6 +38,7 @@ class StagingOptions:
     broadcast: Callable[[list[float]], list[float]] = list
     recompute_context: Callable[[], AbstractContextManager[None]] = nullcontext
     boundary_sharding: BoundarySharding | None = None
+    sequence_blocks: Mapping[str, Collection[str]] = field(default_factory=dict)
     state_spec: TrainingStateSpec = field(default_factory=TrainingStateSpec)
     ranks: Sequence[int] = ()
     draws: DrawMonitor = field(default_factory=DrawMonitor)

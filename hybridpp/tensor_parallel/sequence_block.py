@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hybridpp.errors import PartitionError
 from hybridpp.module_adapter import AdapterLayer
 from hybridpp.nn.linear import is_linear
+from hybridpp.nn.names import qualified
 from hybridpp.nn.torch_private import pytree
 from hybridpp.tensor_parallel.deferred_sequence_gather import deferred_sequence_gather, local_sequence_shard
 from hybridpp.tensor_parallel.sequence_collectives import gather_sequence, shard_sequence
@@ -25,7 +26,7 @@ CHECKPOINTING = "_gradient_checkpointing_func"
 """The attribute in which transformers' modules hold the function that checkpoints activations."""
 
 Key = int | str
-"""An argument of a call: its position, or its name."""
+"""An argument of a call: its index, or its name."""
 
 
 class RegionIO(NamedTuple):
@@ -33,7 +34,7 @@ class RegionIO(NamedTuple):
 
     Attributes:
         arguments: of the call.
-        results: leaves of what it returns, by number.
+        results: leaves of what it returns, by index.
     """
 
     arguments: tuple[Key, ...]
@@ -59,7 +60,7 @@ class SequenceBlock(NamedTuple):
     replicated: Mapping[str, RegionIO] = {}
 
 
-def run_sequence_parallel(name: str, block: SequenceBlock, sharding: ShardedModel) -> None:
+def run_sequence_parallel(name: str, block: SequenceBlock, sharding: ShardedModel) -> frozenset[str]:
     """Let a block of a sharded model run on sequence shards.
 
     Where transformers checkpoints activations inside the block, the recomputation runs on shards, too.
@@ -68,29 +69,38 @@ def run_sequence_parallel(name: str, block: SequenceBlock, sharding: ShardedMode
         name: of the block; may be empty.
         block: how it runs.
         sharding: the result of ``shard``.
+
+    Returns:
+        Names in the model of the modules inside that must run within the block's forward: they gather, scatter or set
+        the RNG stream, for which they need the length of the sequence.
     """
     adapter, context = sharding.adapter, sharding.context
     module = adapter.model.get_submodule(name)
     for inner, keys in block.gather_inputs.items():
-        region = module.get_submodule(inner)
-        if region in sharding.layers:
-            sharding.layers[region].gathers_input = True
+        reader = module.get_submodule(inner)
+        if reader in sharding.layers:
+            sharding.layers[reader].gathers_input = True
         else:
-            adapter.wrap(region, AdapterLayer.SEQUENCE_GATHER, _joined, keys, context, inner)
+            adapter.wrap(reader, AdapterLayer.SEQUENCE_GATHER, _run_on_gathered, keys, context, inner)
     for row in block.rows:
         sharding.layers[module.get_submodule(row)].scatters_output = True
-    for inner, ends in block.replicated.items():
-        region = module.get_submodule(inner)
-        adapter.wrap(region, AdapterLayer.SEQUENCE_REPLICATED, _replicated_region, ends, context, inner)
-    for layer in module.modules():
+    for inner, region in block.replicated.items():
+        replicated = module.get_submodule(inner)
+        adapter.wrap(replicated, AdapterLayer.SEQUENCE_REPLICATED, _run_replicated, region, context, inner)
+    inside = {*block.gather_inputs, *block.rows, *block.replicated}
+    for inner, layer in module.named_modules():
         if CHECKPOINTING in vars(layer):
             checkpoint = functools.partial(_checkpointed, context, getattr(layer, CHECKPOINTING))
             adapter.set_attribute(layer, CHECKPOINTING, checkpoint, "checkpoints of sharded sequences")
-        if is_linear(layer) and layer not in sharding.layers:
+        if layer in sharding.layers:
+            inside.add(inner)
+        elif is_linear(layer):
             # It is not wrapped, so that its weight's gradient can still be deferred.
-            handle = layer.register_forward_hook(functools.partial(_draw_again, context))
+            handle = layer.register_forward_hook(functools.partial(_refork_rng, context))
             adapter.hooked(layer, "hook on the RNG stream of sharded sequences", handle)
-    adapter.wrap(module, AdapterLayer.SEQUENCE_SHARD, _sharded, block, context, name)
+            inside.add(inner)
+    adapter.wrap(module, AdapterLayer.SEQUENCE_SHARD, _run_on_shard, block, context, name)
+    return frozenset(qualified(name, inner) for inner in inside)
 
 
 def _checkpointed(
@@ -104,7 +114,21 @@ def _checkpointed(
     return checkpoint(context.for_recompute(function), *args, **kwargs)
 
 
-def _joined(
+def _gather_arguments(
+    keys: tuple[Key, ...],
+    context: TensorParallelContext,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call of module ``name``, with sequence shards gathered."""
+    for key in keys:
+        full = context.gather_from_sp_region(_argument(args, kwargs, key, name))
+        args, kwargs = _with_argument(args, kwargs, key, full)
+    return args, kwargs
+
+
+def _run_on_gathered(
     keys: tuple[Key, ...],
     context: TensorParallelContext,
     name: str,
@@ -113,13 +137,12 @@ def _joined(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    for key in keys:
-        args, kwargs = _replaced(args, kwargs, key, context.gather_from_sp_region(_argument(args, kwargs, key, name)))
+    args, kwargs = _gather_arguments(keys, context, name, args, kwargs)
     return forward(*args, **kwargs)
 
 
-def _replicated_region(
-    ends: RegionIO,
+def _run_replicated(
+    region: RegionIO,
     context: TensorParallelContext,
     name: str,
     forward: Callable[..., Any],
@@ -127,34 +150,33 @@ def _replicated_region(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    for key in ends.arguments:
-        args, kwargs = _replaced(args, kwargs, key, context.gather_from_sp_region(_argument(args, kwargs, key, name)))
+    args, kwargs = _gather_arguments(region.arguments, context, name, args, kwargs)
     with context.replicated_region():
         output = forward(*args, **kwargs)
 
-    def shard(whole: Tensor) -> Tensor:
-        own = shard_sequence(context.unflatten_sequence(whole, is_shard=False), context.group)
-        return own.flatten(0, 1) if whole.dim() == 2 else own
+    def shard(full: Tensor) -> Tensor:
+        local = shard_sequence(context.unflatten_sequence(full, is_shard=False), context.group)
+        return local.flatten(0, 1) if full.dim() == 2 else local
 
-    own = _with_results(output, ends.results, shard)
-    for leaf in pytree.tree_leaves(own)[:1]:
+    sharded = _with_results(output, region.results, shard)
+    for leaf in pytree.tree_leaves(sharded)[:1]:
         context.refork_rng(leaf)
-    return own
+    return sharded
 
 
-def _with_results(output: Any, numbers: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> Any:
+def _with_results(output: Any, indices: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> Any:
     leaves, tree = pytree.tree_flatten(output)
-    for number in numbers:
-        if number < len(leaves) and isinstance(leaves[number], Tensor):
-            leaves[number] = change(leaves[number])
+    for index in indices:
+        if index < len(leaves) and isinstance(leaves[index], Tensor):
+            leaves[index] = change(leaves[index])
     return pytree.tree_unflatten(leaves, tree)
 
 
-def _draw_again(context: TensorParallelContext, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+def _refork_rng(context: TensorParallelContext, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
     context.refork_rng(output)
 
 
-def _sharded(
+def _run_on_shard(
     block: SequenceBlock,
     context: TensorParallelContext,
     name: str,
@@ -163,29 +185,29 @@ def _sharded(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    whole = _argument(args, kwargs, block.hidden, name)
-    length, group = whole.shape[1], context.group
-    shard = local_sequence_shard(whole, group)
-    args, kwargs = _replaced(args, kwargs, block.hidden, shard)
+    full = _argument(args, kwargs, block.hidden, name)
+    length, group = full.shape[1], context.group
+    shard = local_sequence_shard(full, group)
+    args, kwargs = _with_argument(args, kwargs, block.hidden, shard)
     with context.sequence_parallel_region(shard, length):
         output = forward(*args, **kwargs)
     # As for logits: without gradients a script may read a model's results on one rank alone.
-    join = deferred_sequence_gather if context.keeps_logits_sharded or torch.is_grad_enabled() else gather_sequence
-    return _with_results(output, block.results, lambda own: join(own, length, group))
+    gather = deferred_sequence_gather if context.keeps_logits_sharded or torch.is_grad_enabled() else gather_sequence
+    return _with_results(output, block.results, lambda local: gather(local, length, group))
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], key: Key, name: str) -> Tensor:
-    found = dict(enumerate(args)).get(key) if isinstance(key, int) else kwargs.get(key)
-    if not isinstance(found, Tensor):
+    argument = dict(enumerate(args)).get(key) if isinstance(key, int) else kwargs.get(key)
+    if not isinstance(argument, Tensor):
         raise PartitionError(
-            f"sequence parallelism expects the activations of {name!r} where they were on the sample, in argument "
-            f"{key!r}: the call has {len(args)} positional arguments and {sorted(kwargs)}. Call the model as on the "
-            "sample, or remove enable_sequence_parallelism."
+            f"sequence parallelism expects the activations of {name!r} in argument {key!r}, as on the sample: the call "
+            f"has {len(args)} positional arguments and {sorted(kwargs)}. Call the model as on the sample, or leave "
+            "enable_sequence_parallelism out."
         )
-    return found
+    return argument
 
 
-def _replaced(
+def _with_argument(
     args: tuple[Any, ...], kwargs: dict[str, Any], key: Key, value: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(key, int):

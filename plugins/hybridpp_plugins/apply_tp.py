@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,8 @@ class AppliedTensorParallel(NamedTuple):
         between_stages: what of the values between stages travels; None: all of it.
         in_a_step: what to be in while a schedule runs.
         draws: whether the layers draw random numbers.
+        sequence_blocks: blocks that run on sequence shards, with the modules inside that must run within the block's
+            forward.
     """
 
     weight_gradients: WeightGradients
@@ -52,6 +55,7 @@ class AppliedTensorParallel(NamedTuple):
     between_stages: BoundarySharding | None = None
     in_a_step: Callable[[], AbstractContextManager[None]] = nullcontext
     draws: DrawMonitor | None = None
+    sequence_blocks: Mapping[str, Collection[str]] = MappingProxyType({})
 
 
 def apply_tensor_parallel(
@@ -85,8 +89,7 @@ def apply_tensor_parallel(
     if config.enable_sequence_parallelism:
         sequences = sequence_plan(model, plan, find_samples, tp.size, layout.control)
     sharding = apply_spec(adapter, plan.spec, tp)
-    for name, block in sequences.blocks.items():
-        run_sequence_parallel(name, block, sharding)
+    sequence_blocks = {name: run_sequence_parallel(name, block, sharding) for name, block in sequences.blocks.items()}
     if plan.reasons or sequences.reasons or not sharding.layers:
         get_dist_logger().warning(_left_whole(model, plan, sequences), ranks=[0])
     for difference in dict.fromkeys(re.sub(_NUMBER, "*", line) for line in plan.differences):
@@ -100,6 +103,7 @@ def apply_tensor_parallel(
         between,
         sharding.context.keep_logits_sharded,
         sharding.context.draws,
+        sequence_blocks,
     )
 
 

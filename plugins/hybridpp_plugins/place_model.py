@@ -123,6 +123,7 @@ def _cut(
         broadcast=lambda seconds: list(gather_objects(layout.control, seconds)[0]),
         recompute_context=working.function_casts.recompute_context if working.function_casts else nullcontext,
         boundary_sharding=applied_tp.between_stages,
+        sequence_blocks=applied_tp.sequence_blocks,
         state_spec=working.state_spec,
         ranks=placement,
         draws=applied_tp.draws or DrawMonitor(),

@@ -578,6 +578,32 @@ def test_blocks_that_checkpoint_their_layers_are_refused_at_boost():
     refused(ConfigError, text, lambda: boosted(Net(Repeating), sgd, SEQUENCES[0], **SHARDS))
 
 
+def test_recomputed_parts_of_sequence_blocks_are_refused_at_boost():
+    layout = {"pp_size": 2, "split_points": {"blocks.1.up": "after"}, "gradient_checkpoint_config": {}}
+
+    def rank():
+        plan = DROPPING["tensor_parallel_plan"]
+        with pytest.raises(PartitionError) as refused:
+            boosted(Net(Block, 2), sgd, SEQUENCES[0], **SHARDS, **layout, tensor_parallel_plan=plan)
+        return str(refused.value)
+
+    (text,) = set(Loopback(4).run(rank))
+    assert text == (
+        "a part of a sequence-parallel block cannot be recomputed alone: the cut is inside 'blocks.1', and "
+        "gradient_checkpoint_config recomputes 'blocks.1.up'. Cut before or after 'blocks.1', or leave out "
+        "gradient_checkpoint_config or enable_sequence_parallelism."
+    )
+
+
+@pytest.mark.parametrize(("point", "counts"), [("blocks.0.up", [0, 1]), ("blocks.0.norm", [1, 1])])
+def test_recomputation_beside_a_cut_inside_a_sequence_block(point, counts):
+    """Only units that need nothing of the block around them are recomputed."""
+    layout = {"split_points": {point: "after"}, "gradient_checkpoint_config": {"num_ckpt_layers_per_stage": counts}}
+    layout |= {"pp_size": 2}
+    expected = train(lambda: Net(Block, 3), SEQUENCES, criterion=squares, num_microbatches=2)
+    assert_equal(train(lambda: Net(Block, 3), SEQUENCES, **DROPPING, **SHARDS, **layout), expected)
+
+
 def test_another_call_than_on_the_sample_says_so():
     class Named(Net):
         def forward(self, x):
@@ -589,7 +615,7 @@ def test_another_call_than_on_the_sample_says_so():
         booster, model, optimizer = boosted(Named(Block), sgd, SEQUENCES[0], **SHARDS)
         booster.execute_pipeline(iter([SEQUENCES[0][:, :4]]), model, squares, optimizer)
 
-    text = "expects the activations of 'blocks.0' where they were on the sample, in argument 0: the call has 0"
+    text = "expects the activations of 'blocks.0' in argument 0, as on the sample: the call has 0"
     refused(PartitionError, text, rank)
 
 
