@@ -19,7 +19,7 @@ from hybridpp.tensor_parallel.tp_context import TensorParallelContext
 
 
 class ReduceOutputsRegion:
-    """A module that computes with its own shards (all experts of a layer): replicated inputs, all-reduced outputs.
+    """A module that computes with shards (all experts of a layer): replicated inputs, all-reduced outputs.
 
     Collective: one all-reduce per input in the backward pass, one per output in the forward pass.
 
@@ -39,13 +39,13 @@ class ReduceOutputsRegion:
         first = next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
         if first is not None:
             context.fork_rng(first)
-        with self._zeros_beside_rank_0():
+        with self._zeros_except_on_rank_0():
             output = forward(*args, **kwargs)
         context.restore_rng()
-        return pytree.tree_map_only(Tensor, lambda own: sum_over_ranks(own.clone(), context.group), output)
+        return pytree.tree_map_only(Tensor, lambda local: sum_over_ranks(local.clone(), context.group), output)
 
     @contextmanager
-    def _zeros_beside_rank_0(self) -> Iterator[None]:
+    def _zeros_except_on_rank_0(self) -> Iterator[None]:
         parameters: Any = parameters_of(self._module)
         if self._context.group.rank == 0:
             yield
@@ -73,8 +73,8 @@ def apply_to_regions(
     for name in regions:
         if name in spec.reduce_outputs:
             module = model.get_submodule(name)
-            once = tuple(sorted(key for key in parameters_of(module) if qualified(name, key) in spec.rank0_only))
-            adapter.wrap(module, AdapterLayer.SHARD, ReduceOutputsRegion(module, once, context).run)
+            rank0_only = tuple(sorted(key for key in parameters_of(module) if qualified(name, key) in spec.rank0_only))
+            adapter.wrap(module, AdapterLayer.SHARD, ReduceOutputsRegion(module, rank0_only, context).run)
     for name in sorted(spec.copy_outputs):
         module = model.get_submodule(name)
         handle = module.register_forward_hook(functools.partial(_copy_outputs, context))

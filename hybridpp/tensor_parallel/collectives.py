@@ -48,23 +48,23 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, width: int) -> Tensor:
         ctx.group, ctx.width = group, x.shape[-1]
-        whole = x.repeat_interleave(group.size, -1) if has_no_data(x) else group.all_gather_along(x, -1)
-        return whole[..., :width].contiguous()
+        full = x.repeat_interleave(group.size, -1) if has_no_data(x) else group.all_gather_along(x, -1)
+        return full[..., :width].contiguous()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         return local_part(dy, ctx.group, ctx.width), None, None
 
 
-class _OwnPart(torch.autograd.Function):
+class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, width: int) -> Tensor:
-        ctx.group, ctx.whole = group, x.shape[-1]
+        ctx.group, ctx.full_width = group, x.shape[-1]
         return local_part(x, group, width)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return gather_from_ranks(dy, ctx.group, ctx.whole), None, None
+        return gather_from_ranks(dy, ctx.group, ctx.full_width), None, None
 
 
 def copy_to_ranks(x: Tensor, group: Group, overlap_fn: Callable[[], None] = _nothing) -> Tensor:
@@ -111,22 +111,22 @@ def gather_from_ranks(x: Tensor, group: Group, width: int) -> Tensor:
 
     Collective: one all-gather over ``group``; every member must call it.
     """
-    whole: Tensor = _Gather.apply(x, group, width)  # type: ignore[no-untyped-call]  # torch
-    return whole
+    full: Tensor = _Gather.apply(x, group, width)  # type: ignore[no-untyped-call]  # torch
+    return full
 
 
-def local_part(whole: Tensor, group: Group, width: int) -> Tensor:
+def local_part(full: Tensor, group: Group, width: int) -> Tensor:
     """This rank's ``width`` columns of a full tensor ``[..., V]``, padded with zeros; contiguous."""
-    start = min(group.rank * width, whole.shape[-1])
-    part = whole[..., start : start + width]
+    start = min(group.rank * width, full.shape[-1])
+    part = full[..., start : start + width]
     missing = width - part.shape[-1]
     return torch.nn.functional.pad(part, (0, missing)) if missing else part.contiguous()
 
 
-def scatter_to_ranks(whole: Tensor, group: Group, width: int) -> Tensor:
+def scatter_to_ranks(full: Tensor, group: Group, width: int) -> Tensor:
     """This rank's columns of a replicated tensor that requires a gradient, which is gathered.
 
     Collective: one all-gather over ``group`` in the backward pass; every member must run it.
     """
-    part: Tensor = _OwnPart.apply(whole, group, width)  # type: ignore[no-untyped-call]  # torch
+    part: Tensor = _Scatter.apply(full, group, width)  # type: ignore[no-untyped-call]  # torch
     return part

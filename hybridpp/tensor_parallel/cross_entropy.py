@@ -88,30 +88,30 @@ class _Losses(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, target: Tensor, group: Group, vocab_size: int, smoothing: float) -> Tensor:
         start = group.rank * x.shape[1]
         width = min(max(vocab_size - start, 0), x.shape[1])
-        own = x[:, :width].to(torch.promote_types(x.dtype, torch.float32))
-        is_here = (target >= start) & (target < start + width)
-        place = (target - start).masked_fill(~is_here, 0).unsqueeze(1)
-        told = [own.logsumexp(1), x.gather(1, place).squeeze(1).to(own.dtype).masked_fill(~is_here, 0.0)]
+        local = x[:, :width].to(torch.promote_types(x.dtype, torch.float32))
+        is_local = (target >= start) & (target < start + width)
+        target_index = (target - start).masked_fill(~is_local, 0).unsqueeze(1)
+        shares = [local.logsumexp(1), x.gather(1, target_index).squeeze(1).to(local.dtype).masked_fill(~is_local, 0.0)]
         if smoothing:
-            told.append(own.sum(1))
-        everyone = torch.stack(group.all_gather(torch.stack(told)))
-        total = everyone[:, 0].logsumexp(0)
-        losses = total - (1 - smoothing) * everyone[:, 1].sum(0)
+            shares.append(local.sum(1))
+        all_shares = torch.stack(group.all_gather(torch.stack(shares)))
+        total = all_shares[:, 0].logsumexp(0)
+        losses = total - (1 - smoothing) * all_shares[:, 1].sum(0)
         if smoothing:
-            losses -= smoothing / vocab_size * everyone[:, 2].sum(0)
-        ctx.save_for_backward(x, total, place, is_here)
+            losses -= smoothing / vocab_size * all_shares[:, 2].sum(0)
+        ctx.save_for_backward(x, total, target_index, is_local)
         ctx.vocab_size, ctx.width, ctx.smoothing = vocab_size, width, smoothing
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
-        x, total, place, is_here = ctx.saved_tensors
+        x, total, target_index, is_local = ctx.saved_tensors
         # Computed again from the logits, which are held anyway: nothing of their size is saved.
         dx = (x - total.unsqueeze(1)).exp_()
         if ctx.smoothing:
             dx -= ctx.smoothing / ctx.vocab_size
-        dx.scatter_add_(1, place, (is_here.to(dx.dtype) * (ctx.smoothing - 1)).unsqueeze(1))
+        dx.scatter_add_(1, target_index, (is_local.to(dx.dtype) * (ctx.smoothing - 1)).unsqueeze(1))
         dx *= dy.unsqueeze(1)
         dx[:, ctx.width :] = 0.0
         return dx.to(x.dtype), None, None, None, None

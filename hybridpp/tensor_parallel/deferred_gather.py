@@ -1,4 +1,4 @@
-"""Activations with the full shape of which a rank holds a shard: gathered only where all of one is needed."""
+"""Activations with the full shape of which a rank holds a shard: gathered only where the full tensor is read."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -26,9 +26,9 @@ _Replay = Callable[[Tensor], Tensor]
 class DeferredGatherTensor(Tensor):
     """A full activation of which this rank holds a shard along one dimension.
 
-    It has the full shape. Each subclass says which operations can be computed from shards; those may give another one
-    of its kind. For all other operations it is gathered first, once, and they give plain tensors. So results are right
-    in any case, also after a write to the full tensor or to a view of it.
+    It has the full shape. Each subclass lists the operations that can be computed from shards; their results may be
+    tensors of the same class. For all other operations it is gathered first, once, and they return plain tensors. So
+    results are right in any case, also after a write to the full tensor or to a view of it.
 
     Collective: every member of its group must do the same operations, because each may gather. Reading its shape, dtype
     or device and printing it do not.
@@ -52,7 +52,7 @@ class DeferredGatherTensor(Tensor):
     replay: _Replay | None
     kept: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
     _made_by: Any
-    _whole: Tensor | None
+    _full: Tensor | None
     _as_gathered: tuple[int, bool, bool] | None
     _gathered_from: int | None
 
@@ -88,34 +88,34 @@ class DeferredGatherTensor(Tensor):
 
     def full_tensor(self) -> Tensor:
         """The full activation, plain. Collective at the first call: one all-gather."""
-        if self._whole is None or self._gathered_from != version_or_none(self.local):
+        if self._full is None or self._gathered_from != version_or_none(self.local):
             with DisableTorchFunctionSubclass():
                 wants_gradient, is_inference = self.requires_grad, self.is_inference()
-            # The first reader (a metric under no_grad) does not decide for the others.
+            # The first reader (a metric under no_grad) does not decide for later ones.
             with torch.inference_mode(is_inference), torch.set_grad_enabled(wants_gradient):
                 if self.base is not None and self.replay is not None and self.has_gradient_of_local():
-                    whole: Tensor = self.replay(self.base.full_tensor())
+                    full: Tensor = self.replay(self.base.full_tensor())
                 else:
-                    whole = self.gather_with_gradient()
-            self._whole, self._as_gathered, self._gathered_from = whole, _state(whole), version_or_none(self.local)
-        return self._whole
+                    full = self.gather_with_gradient()
+            self._full, self._as_gathered, self._gathered_from = full, _state(full), version_or_none(self.local)
+        return self._full
 
     def gather_with_gradient(self) -> Tensor:
         """The full activation with its gradient. Collective: one all-gather."""
-        whole: Tensor = _Gathered.apply(self)  # type: ignore[no-untyped-call]  # torch
-        return whole
+        full: Tensor = _Gathered.apply(self)  # type: ignore[no-untyped-call]  # torch
+        return full
 
     def gathered_values(self) -> Tensor:
         """The values of the full activation, in memory of its own. Collective: one all-gather."""
         rows = self.local.detach().movedim(self.divided, -1)
-        whole = gather_from_ranks(rows, self.group, self.width).movedim(-1, self.divided).contiguous()
+        full = gather_from_ranks(rows, self.group, self.width).movedim(-1, self.divided).contiguous()
         # A function's result that is a view cannot be written to in place.
-        return unsafe_view(whole, whole.shape) if is_view(whole) else whole
+        return unsafe_view(full, full.shape) if is_view(full) else full
 
     @classmethod
-    def own(cls, whole: Tensor, group: Group, dim: int, width: int) -> Tensor:
+    def own(cls, full: Tensor, group: Group, dim: int, width: int) -> Tensor:
         """This rank's shard of a full tensor, ``width`` wide along ``dim``."""
-        return local_part(whole.movedim(dim, -1), group, width).movedim(-1, dim)
+        return local_part(full.movedim(dim, -1), group, width).movedim(-1, dim)
 
     def is_sharded(self) -> bool:
         """Whether the shard still has its values and its gradient."""
@@ -124,7 +124,7 @@ class DeferredGatherTensor(Tensor):
         link: DeferredGatherTensor | None = self
         while link is not None:
             # The full tensor may have been written to, or its gradient may be needed.
-            if link._whole is not None and (link._as_gathered is None or _state(link._whole) != link._as_gathered):
+            if link._full is not None and (link._as_gathered is None or _state(link._full) != link._as_gathered):
                 return False
             link = link.base
         return True
@@ -135,18 +135,16 @@ class DeferredGatherTensor(Tensor):
             return self.grad_fn is self._made_by
 
 
-def _state(whole: Tensor) -> tuple[int, bool, bool] | None:
+def _state(full: Tensor) -> tuple[int, bool, bool] | None:
     """A state that changes with what the shard does not show; None where versions are not counted."""
-    version = version_or_none(whole)
+    version = version_or_none(full)
     return (
-        None
-        if version is None
-        else (version, whole.requires_grad, bool(backward_hooks_of(whole)) or whole.retains_grad)
+        None if version is None else (version, full.requires_grad, bool(backward_hooks_of(full)) or full.retains_grad)
     )
 
 
 class _Present(torch.autograd.Function):
-    """Autograd's view of it: a full tensor; the shard's gradient is this rank's shard of its gradient."""
+    """The deferred tensor in autograd: a full tensor, of whose gradient the shard gets this rank's shard."""
 
     @staticmethod
     def forward(
@@ -195,7 +193,7 @@ def deferred_gather(
     """
     lazy: DeferredGatherTensor = _Present.apply(local, kind, group, dim, width)  # type: ignore[no-untyped-call]  # torch
     lazy.local, lazy.group, lazy.divided, lazy.width = local, group, dim, width
-    lazy.base, lazy.replay, lazy._whole, lazy._as_gathered, lazy._gathered_from = base, replay, None, None, None
+    lazy.base, lazy.replay, lazy._full, lazy._as_gathered, lazy._gathered_from = base, replay, None, None, None
     with DisableTorchFunctionSubclass():
         lazy._made_by = lazy.grad_fn
     return lazy
@@ -207,7 +205,7 @@ def gathered(tree: Any) -> Any:
 
 
 def like(lazy: DeferredGatherTensor, local: Tensor, replay: _Replay, dim: int | None = None) -> DeferredGatherTensor:
-    """The result ``local`` of an operation on the shard of ``lazy``, as one of its kind.
+    """The result ``local`` of an operation on the shard of ``lazy``, as a tensor of the same class.
 
     Args:
         lazy: the operation's argument.
@@ -218,7 +216,7 @@ def like(lazy: DeferredGatherTensor, local: Tensor, replay: _Replay, dim: int | 
     if local is lazy.local:
         return lazy
     dim = lazy.divided if dim is None else dim
-    # A view must see writes to the full tensor, and the other way round.
+    # A view must see writes to the full tensor, and the full tensor writes to the view.
     if storage_id(local) == storage_id(lazy.local):
         return deferred_gather(local, lazy.group, dim, lazy.width, lazy, replay, kind=type(lazy))
     return deferred_gather(local, lazy.group, dim, lazy.width, kind=type(lazy))
@@ -232,4 +230,4 @@ def elementwise(lazy: DeferredGatherTensor, func: Any, *args: Any, **kwargs: Any
     # On another device its group could not gather it.
     if local.device != lazy.local.device:
         return NotImplemented
-    return like(lazy, local, lambda whole: func(whole, *args, **kwargs))
+    return like(lazy, local, lambda full: func(full, *args, **kwargs))

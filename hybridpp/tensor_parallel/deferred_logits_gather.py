@@ -24,14 +24,14 @@ def _combined(lazy: DeferredGatherTensor, func: Any, other: Any, *args: Any, **k
     if not isinstance(other, Tensor):
         return elementwise(lazy, func, other, *args, **kwargs)
     sizes = zip(reversed(other.shape), reversed(lazy.shape), strict=False)
-    fits = other.dim() <= lazy.dim() and all(size in (1, whole) for size, whole in sizes)
+    fits = other.dim() <= lazy.dim() and all(size in (1, full_size) for size, full_size in sizes)
     if args or kwargs or type(other) not in (Tensor, nn.Parameter) or not fits or lazy.divided != lazy.dim() - 1:
         return NotImplemented
     if other.dim() and other.shape[-1] == lazy.width:
-        own = scatter_to_ranks(other, lazy.group, lazy.local.shape[-1])
+        local_other = scatter_to_ranks(other, lazy.group, lazy.local.shape[-1])
     else:
-        own = copy_to_ranks(other, lazy.group)
-    return like(lazy, func(lazy.local, own), lambda whole: func(whole, other))
+        local_other = copy_to_ranks(other, lazy.group)
+    return like(lazy, func(lazy.local, local_other), lambda full: func(full, other))
 
 
 def _reshaped(lazy: DeferredGatherTensor, func: Any, *sizes: Any, **kwargs: Any) -> Any:
@@ -44,7 +44,7 @@ def _reshaped(lazy: DeferredGatherTensor, func: Any, *sizes: Any, **kwargs: Any)
     if sizes[-1] != width and not (sizes[-1] == -1 and others_stay):
         return NotImplemented
     local = func(lazy.local, (*sizes[:-1], lazy.local.shape[-1]))
-    return like(lazy, local, lambda whole: func(whole, (*sizes[:-1], width)), local.dim() - 1)
+    return like(lazy, local, lambda full: func(full, (*sizes[:-1], width)), local.dim() - 1)
 
 
 def _flattened(lazy: DeferredGatherTensor, func: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
@@ -52,50 +52,50 @@ def _flattened(lazy: DeferredGatherTensor, func: Any, start_dim: int = 0, end_di
     if lazy.divided != num_dims - 1 or end_dim % num_dims == num_dims - 1:
         return NotImplemented
     local = func(lazy.local, start_dim, end_dim)
-    return like(lazy, local, lambda whole: func(whole, start_dim, end_dim), local.dim() - 1)
+    return like(lazy, local, lambda full: func(full, start_dim, end_dim), local.dim() - 1)
 
 
 def _transposed(lazy: DeferredGatherTensor, func: Any, dim0: int, dim1: int) -> Any:
-    one, other = dim0 % lazy.dim(), dim1 % lazy.dim()
-    dim = {one: other, other: one}.get(lazy.divided, lazy.divided)
-    return like(lazy, func(lazy.local, dim0, dim1), lambda whole: func(whole, dim0, dim1), dim)
+    first, second = dim0 % lazy.dim(), dim1 % lazy.dim()
+    dim = {first: second, second: first}.get(lazy.divided, lazy.divided)
+    return like(lazy, func(lazy.local, dim0, dim1), lambda full: func(full, dim0, dim1), dim)
 
 
 def _permuted(lazy: DeferredGatherTensor, func: Any, *dims: Any) -> Any:
     order = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], list | tuple) else dims
     if not all(isinstance(dim, int) for dim in order) or len(order) != lazy.dim():
         return NotImplemented
-    place = [dim % lazy.dim() for dim in order].index(lazy.divided)
-    return like(lazy, func(lazy.local, order), lambda whole: func(whole, order), place)
+    divided = [dim % lazy.dim() for dim in order].index(lazy.divided)
+    return like(lazy, func(lazy.local, order), lambda full: func(full, order), divided)
 
 
 def _indexed(lazy: DeferredGatherTensor, func: Any, index: Any) -> Any:
-    places = index if isinstance(index, tuple) else (index,)
-    if lazy.divided != lazy.dim() - 1 or not all(map(_is_index, places)):
+    indices = index if isinstance(index, tuple) else (index,)
+    if lazy.divided != lazy.dim() - 1 or not all(map(_is_index, indices)):
         return NotImplemented
-    if any(place is Ellipsis for place in places):
+    if any(item is Ellipsis for item in indices):
         # After the dots, dimensions count from the end: only `[..., i, :]` does not touch the last one.
-        leaves_last = places[-1] is Ellipsis or _is_all(places[-1])
+        leaves_last = indices[-1] is Ellipsis or _is_all(indices[-1])
     else:
-        used = sum(place.dim() if _is_mask(place) else place is not None for place in places)
-        leaves_last = used < lazy.dim() or (used == lazy.dim() and _is_all(places[-1]))
+        used = sum(item.dim() if _is_mask(item) else item is not None for item in indices)
+        leaves_last = used < lazy.dim() or (used == lazy.dim() and _is_all(indices[-1]))
     if not leaves_last:
         return NotImplemented
     local = lazy.local[index]
-    return like(lazy, local, lambda whole: whole[index], local.dim() - 1)
+    return like(lazy, local, lambda full: full[index], local.dim() - 1)
 
 
-def _is_index(place: Any) -> bool:
+def _is_index(item: Any) -> bool:
     # Lists of lists, arrays and so on have torch's own meaning.
-    return place is None or place is Ellipsis or type(place) in (int, slice, Tensor)
+    return item is None or item is Ellipsis or type(item) in (int, slice, Tensor)
 
 
-def _is_mask(place: Any) -> bool:
-    return isinstance(place, Tensor) and place.dtype in (torch.bool, torch.uint8)
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
 
 
-def _is_all(place: Any) -> bool:
-    return isinstance(place, slice) and place == slice(None)
+def _is_all(item: Any) -> bool:
+    return isinstance(item, slice) and item == slice(None)
 
 
 def _cross_entropy(

@@ -28,8 +28,8 @@ class DeferredSequenceTensor(DeferredGatherTensor):
         return gather_shards(self.local.detach(), self.width, self.group)
 
     @classmethod
-    def own(cls, whole: Tensor, group: Group, dim: int, width: int) -> Tensor:
-        return own_shard(whole, group)
+    def own(cls, full: Tensor, group: Group, dim: int, width: int) -> Tensor:
+        return own_shard(full, group)
 
 
 def _version(lazy: DeferredGatherTensor, get: Any) -> int:
@@ -56,13 +56,13 @@ def deferred_sequence_gather(shard: Tensor, length: int, group: Group) -> Tensor
     return deferred_gather(shard, group, 1, length, kind=DeferredSequenceTensor)
 
 
-def local_sequence_shard(whole: Tensor, group: Group) -> Tensor:
+def local_sequence_shard(full: Tensor, group: Group) -> Tensor:
     """This rank's shard of a full activation, which may be a :class:`DeferredSequenceTensor`.
 
     Collective: for a plain one, one all-gather over ``group`` in the backward pass; every member must run it.
     """
-    if isinstance(whole, DeferredSequenceTensor) and whole.is_sharded():
-        return whole.local
-    if isinstance(whole, DeferredGatherTensor):
-        whole = whole.full_tensor()
-    return shard_sequence(whole, group)
+    if isinstance(full, DeferredSequenceTensor) and full.is_sharded():
+        return full.local
+    if isinstance(full, DeferredGatherTensor):
+        full = full.full_tensor()
+    return shard_sequence(full, group)

@@ -44,15 +44,15 @@ class ShardedLayer:
 
     def run(self, forward: Callable[..., Tensor], x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
         """The layer around the module's own forward, which computes with this rank's shard."""
-        entered = self.pre_forward(x)
-        with self._without_bias(), self._keeping(entered):
-            y = forward(self.local_input(entered), *args, **kwargs)
+        full_input = self.pre_forward(x)
+        with self._without_bias(), self._saving_shard(full_input):
+            y = forward(self.local_input(full_input), *args, **kwargs)
         return self.post_forward(self.combine(y, x, parameters_of(self.module).get("bias")))
 
-    def _keeping(self, x: Tensor) -> AbstractContextManager[None]:
+    def _saving_shard(self, x: Tensor) -> AbstractContextManager[None]:
         """Inside, autograd saves as little of an input as possible."""
-        kept = self.save_input(x)
-        return nullcontext() if kept is None or has_saved_tensor_hooks() else save_as_shard(x, *kept)
+        saved = self.save_input(x)
+        return nullcontext() if saved is None or has_saved_tensor_hooks() else save_as_shard(x, *saved)
 
     @contextmanager
     def _without_bias(self) -> Iterator[None]:
@@ -63,8 +63,8 @@ class ShardedLayer:
             yield
             return
         # Conv1D needs one.
-        nothing: Any = None if isinstance(self.module, nn.Linear) else torch.zeros_like(bias)
-        parameters["bias"] = nothing
+        no_bias: Any = None if isinstance(self.module, nn.Linear) else torch.zeros_like(bias)
+        parameters["bias"] = no_bias
         try:
             yield
         finally:
@@ -92,12 +92,12 @@ class ShardedLayer:
         return y
 
     def post_forward(self, y: Tensor) -> Tensor:
-        """The output as others get it."""
+        """The output that the caller gets."""
         return y
 
-    def bias_grad(self, own: Tensor) -> Tensor:
+    def bias_grad(self, local: Tensor) -> Tensor:
         """The gradient of a bias that :meth:`combine` adds, from the sum of the output's gradients."""
-        return own
+        return local
 
     def local_grad(self, dy: Tensor, x: Tensor) -> Tensor:
         """The gradient of the own forward's output, from the gradient of :meth:`combine`'s."""
@@ -134,7 +134,7 @@ class ColumnParallel(ShardedLayer):
 
 
 class UncopiedColumnParallel(ColumnParallel):
-    """A column layer whose input was copied to the ranks where it was computed, because others read it, too."""
+    """A column layer whose input was copied to the ranks where it was computed: replicated modules read it, too."""
 
     def pre_forward(self, x: Tensor) -> Tensor:
         return x
@@ -173,8 +173,8 @@ class GatheredColumnParallel(ShardedLayer):
             return gather_from_ranks(y, self.context.group, self._width)
         return deferred_gather(y, self.context.group, y.dim() - 1, self._width, kind=DeferredLogitsTensor)
 
-    def bias_grad(self, own: Tensor) -> Tensor:
-        return self.context.group.all_gather_along(own, 0)[: self._width]
+    def bias_grad(self, local: Tensor) -> Tensor:
+        return self.context.group.all_gather_along(local, 0)[: self._width]
 
 
 class RowParallel(ShardedLayer):
@@ -201,8 +201,8 @@ class RowParallel(ShardedLayer):
                 self.context.unflatten_sequence(y, is_shard=False), bias, self.context.group
             )
             return shard.flatten(0, 1) if y.dim() == 2 else shard
-        whole = sum_over_ranks(y, self.context.group)
-        return whole if bias is None else whole + bias
+        full = sum_over_ranks(y, self.context.group)
+        return full if bias is None else full + bias
 
     def pre_grad(self, dy: Tensor, x: Tensor) -> Tensor:
         return gather_shards(dy, x.shape[1], self.context.group) if self.scatters_output else dy
@@ -240,7 +240,7 @@ class VocabParallel(ShardedLayer):
 
 def is_lookup(module: nn.Module) -> bool:
     """Whether a module is an embedding that :class:`VocabParallel` can divide: rows that do not affect each other."""
-    # A further parameter (T5Gemma2 puts one in the place of a row) would be masked and summed like the rows.
+    # Another parameter (T5Gemma2 has one that replaces a row) would be masked and summed like the rows.
     if not isinstance(module, nn.Embedding) or [name for name, _ in module.named_parameters()] != ["weight"]:
         return False
     return not (module.max_norm or module.sparse or module.scale_grad_by_freq)

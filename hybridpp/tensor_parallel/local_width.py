@@ -10,69 +10,71 @@ from hybridpp.nn.linear import linear_shape
 from hybridpp.nn.torch_private import pytree
 
 # The attribute of a narrowed tensor that holds the full one.
-_WHOLE = "_hybridpp_whole"
+_FULL = "_hybridpp_full"
 
 
 def run_on_local_width(adapter: ModuleAdapter, module: nn.Module, widths: Mapping[int, int], size: int) -> None:
     """Let a module get arguments as wide as its sharded layers' outputs, and those layers the full arguments.
 
     A narrowed argument is the first columns of the full one; the module may use only its shape. Linear layers inside
-    that get such a tensor itself get the full one, by hooks.
+    that are called with a narrowed argument get the full one, by hooks.
 
     Args:
         adapter: of the model.
         module: whose forward computes with the shapes.
-        widths: full widths of the arguments, by their number among all leaves of the call; other tensors stay.
+        widths: full widths of the arguments, by their index among all leaves of the call; others do not change.
         size: number of ranks.
     """
     adapter.wrap(module, AdapterLayer.LOCAL_WIDTH, _run, widths, size)
     for inner in module.modules():
         if linear_shape(inner) is not None:
-            adapter.hooked(inner, "hook on its complete input", inner.register_forward_pre_hook(_with_wholes))
+            adapter.hooked(inner, "hook on its complete input", inner.register_forward_pre_hook(_with_full_arguments))
 
 
 def _run(widths: Mapping[int, int], size: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     leaves, tree = pytree.tree_flatten((args, kwargs))
-    narrow: dict[int, Tensor] = {}
-    for number, width in widths.items():
-        leaf = leaves[number] if number < len(leaves) else None
+    narrowed: dict[int, Tensor] = {}
+    for index, width in widths.items():
+        leaf = leaves[index] if index < len(leaves) else None
         if isinstance(leaf, Tensor) and leaf.shape[-1:] == (width,):
-            if id(leaf) not in narrow:
-                narrow[id(leaf)] = leaf.narrow(-1, 0, width // size)
-                setattr(narrow[id(leaf)], _WHOLE, leaf)
-            leaves[number] = narrow[id(leaf)]
+            if id(leaf) not in narrowed:
+                narrowed[id(leaf)] = leaf.narrow(-1, 0, width // size)
+                setattr(narrowed[id(leaf)], _FULL, leaf)
+            leaves[index] = narrowed[id(leaf)]
     args, kwargs = pytree.tree_unflatten(leaves, tree)
     return forward(*args, **kwargs)
 
 
-def _with_wholes(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(getattr(leaf, _WHOLE, leaf) for leaf in args)
+def _with_full_arguments(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(getattr(leaf, _FULL, leaf) for leaf in args)
 
 
 def arguments_of_layers(block: nn.Module, name: str, layers: tuple[str, ...], run: Callable[[], Any]) -> dict[int, int]:
-    """The arguments of a module that layers inside are called with, by number; with their widths.
+    """The widths of the arguments of a module with which layers inside are called, by index.
 
     Args:
-        block: that holds them.
+        block: that holds the module.
         name: of the module.
-        layers: their names in the block.
+        layers: names of the layers in the block.
         run: runs the block.
     """
-    given: dict[int, Tensor] = {}
-    found: dict[int, int] = {}
+    arguments: dict[int, Tensor] = {}
+    widths_by_index: dict[int, int] = {}
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves = pytree.tree_leaves((args, kwargs))
-        given.update({number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
+        arguments.update({index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
 
-    def look(module: nn.Module, args: tuple[Any, ...]) -> None:
-        found.update({number: leaf.shape[-1] for number, leaf in given.items() if any(leaf is arg for arg in args)})
+    def record_widths(module: nn.Module, args: tuple[Any, ...]) -> None:
+        widths_by_index.update(
+            {index: leaf.shape[-1] for index, leaf in arguments.items() if any(leaf is arg for arg in args)}
+        )
 
-    hooks = [block.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)]
-    hooks += [block.get_submodule(layer).register_forward_pre_hook(look) for layer in layers]
+    hooks = [block.get_submodule(name).register_forward_pre_hook(record_arguments, with_kwargs=True)]
+    hooks += [block.get_submodule(layer).register_forward_pre_hook(record_widths) for layer in layers]
     try:
         run()
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return widths_by_index

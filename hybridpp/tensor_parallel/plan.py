@@ -1,4 +1,4 @@
-"""Tensor-parallel plans: styles of layers as users write them, and what a plan says."""
+"""Tensor-parallel plans, and the styles of layers as users write them."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -63,13 +63,13 @@ class LayerStyle(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a model is sharded, and what is said about it.
+    """How a model is sharded, with what users read about it.
 
     Attributes:
         spec: how it is sharded.
-        styles: the same in words for people, by the module's name: see :func:`parse_style`.
+        styles: the same as text, by the module's name: see :func:`parse_style`.
         reasons: why modules stay replicated that could be expected to be divided, by name.
-        differences: layers that the model's own plan (transformers' ``_tp_plan``) divides in another way, in words.
+        differences: layers that the model's own plan (transformers' ``_tp_plan``) divides in another way, as text.
     """
 
     spec: ShardingSpec = ShardingSpec()
@@ -87,7 +87,7 @@ def parse_style(text: str) -> LayerStyle:
     ``"fused_column:grouped:4"`` (groups), ``"partial_grad"``, ``"replicated"``.
 
     Raises:
-        ConfigError: it stands for none.
+        ConfigError: the text is no style.
 
     Example:
         >>> parse_style("fused_column:concatenated:3").parts

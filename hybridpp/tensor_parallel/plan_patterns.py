@@ -60,7 +60,7 @@ def plan_from_patterns(model: nn.Module, patterns: Mapping[str, str], size: int)
 
 
 def _generalised(names: Iterable[str]) -> list[str]:
-    """Names with a star in place of each number, without duplicates."""
+    """Names in which a star replaces each number, without duplicates."""
     return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
 
 

@@ -17,8 +17,8 @@ from hybridpp.nn.torch_private import has_no_data
 T = TypeVar("T")
 
 
-class _Then(Generic[T]):
-    """A function of the result of a pending communication."""
+class _Mapped(Generic[T]):
+    """A pending communication whose result is passed through a function."""
 
     def __init__(self, pending: Pending[T], function: Callable[[T], Tensor]):
         self._pending, self._function = pending, function
@@ -37,10 +37,10 @@ def shard_lengths(length: int, size: int) -> list[int]:
     return [length // size + (rank < length % size) for rank in range(size)]
 
 
-def own_shard(whole: Tensor, group: Group) -> Tensor:
+def own_shard(full: Tensor, group: Group) -> Tensor:
     """This rank's shard of a full ``[B, S, ...]``, in memory of its own."""
-    lengths = shard_lengths(whole.shape[1], group.size)
-    own = whole.narrow(1, sum(lengths[: group.rank]), lengths[group.rank])
+    lengths = shard_lengths(full.shape[1], group.size)
+    own = full.narrow(1, sum(lengths[: group.rank]), lengths[group.rank])
     return own.clone(memory_format=torch.contiguous_format)
 
 
@@ -55,10 +55,10 @@ def start_gather_shards(shard: Tensor, length: int, group: Group) -> Pending[Ten
     """Start :func:`gather_shards`, of a shard that is not fake. Collective: one all-gather."""
     lengths = shard_lengths(length, group.size)
 
-    def join(parts: list[Tensor]) -> Tensor:
+    def concatenate(parts: list[Tensor]) -> Tensor:
         return torch.cat([part.narrow(1, 0, own) for part, own in zip(parts, lengths, strict=True)], 1)
 
-    return _Then(group.start_all_gather(_filled(shard, lengths[0])), join)
+    return _Mapped(group.start_all_gather(_padded(shard, lengths[0])), concatenate)
 
 
 def reduce_scatter_shards(summand: Tensor, group: Group, overlap_fn: Callable[[], None] | None = None) -> Tensor:
@@ -76,7 +76,7 @@ def reduce_scatter_shards(summand: Tensor, group: Group, overlap_fn: Callable[[]
     if has_no_data(summand):
         return summand.new_empty((summand.shape[0], own, *summand.shape[2:]))
     if lengths[0] != lengths[-1]:
-        summand = torch.cat([_filled(part, lengths[0]) for part in torch.split(summand, lengths, 1)], 1)
+        summand = torch.cat([_padded(part, lengths[0]) for part in torch.split(summand, lengths, 1)], 1)
     pending = group.start_reduce_scatter(summand, 1)
     if overlap_fn is not None:
         overlap_fn()
@@ -84,24 +84,24 @@ def reduce_scatter_shards(summand: Tensor, group: Group, overlap_fn: Callable[[]
     return pending.wait().narrow(1, 0, own).clone(memory_format=torch.contiguous_format)
 
 
-def _filled(shard: Tensor, length: int) -> Tensor:
+def _padded(shard: Tensor, length: int) -> Tensor:
     missing = length - shard.shape[1]
-    filling = (0, 0) * (shard.dim() - 2) + (0, missing)
-    return functional.pad(shard, filling).contiguous() if missing else shard.contiguous()
+    padding = (0, 0) * (shard.dim() - 2) + (0, missing)
+    return functional.pad(shard, padding).contiguous() if missing else shard.contiguous()
 
 
-class _Shard(torch.autograd.Function):
+class _ShardSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: Group) -> Tensor:
-        ctx.length, ctx.group = whole.shape[1], group
-        return own_shard(whole, group)
+    def forward(ctx: Any, full: Tensor, group: Group) -> Tensor:
+        ctx.length, ctx.group = full.shape[1], group
+        return own_shard(full, group)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return gather_shards(dy, ctx.length, ctx.group), None
 
 
-class _Join(torch.autograd.Function):
+class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, length: int, group: Group) -> Tensor:
         ctx.group = group
@@ -112,18 +112,18 @@ class _Join(torch.autograd.Function):
         return own_shard(dy, ctx.group), None, None
 
 
-class _Copy(torch.autograd.Function):
+class _CopySequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, whole: Tensor, group: Group, overlap_fn: Callable[[], None]) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, full: Tensor, group: Group, overlap_fn: Callable[[], None]) -> Tensor:
         ctx.group, ctx.overlap_fn = group, overlap_fn
-        return whole.view_as(whole)
+        return full.view_as(full)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         return reduce_scatter_shards(dy, ctx.group, ctx.overlap_fn), None, None, None
 
 
-class _Sum(torch.autograd.Function):
+class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, summand: Tensor, bias: Tensor | None, group: Group) -> Tensor:
         ctx.length, ctx.group = summand.shape[1], group
@@ -132,17 +132,17 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        whole = gather_shards(dy, ctx.length, ctx.group)
-        bias_gradient = whole.reshape(-1, whole.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
-        return whole, bias_gradient, None
+        full = gather_shards(dy, ctx.length, ctx.group)
+        bias_gradient = full.reshape(-1, full.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+        return full, bias_gradient, None
 
 
-def shard_sequence(whole: Tensor, group: Group) -> Tensor:
+def shard_sequence(full: Tensor, group: Group) -> Tensor:
     """This rank's shard of a replicated activation; its gradient is gathered.
 
     Collective: one all-gather over ``group`` in the backward pass; every member must run it.
     """
-    shard: Tensor = _Shard.apply(whole, group)  # type: ignore[no-untyped-call]  # torch
+    shard: Tensor = _ShardSequence.apply(full, group)  # type: ignore[no-untyped-call]  # torch
     return shard
 
 
@@ -151,11 +151,11 @@ def gather_sequence(shard: Tensor, length: int, group: Group) -> Tensor:
 
     Collective: one all-gather over ``group``; every member must call it.
     """
-    whole: Tensor = _Join.apply(shard, length, group)  # type: ignore[no-untyped-call]  # torch
-    return whole
+    full: Tensor = _GatherSequence.apply(shard, length, group)  # type: ignore[no-untyped-call]  # torch
+    return full
 
 
-def copy_sequence(shard: Tensor, whole: Tensor, group: Group, overlap_fn: Callable[[], None]) -> Tensor:
+def copy_sequence(shard: Tensor, full: Tensor, group: Group, overlap_fn: Callable[[], None]) -> Tensor:
     """The full activation of ``shard``, for ranks that each compute something else with it.
 
     Args:
@@ -166,7 +166,7 @@ def copy_sequence(shard: Tensor, whole: Tensor, group: Group, overlap_fn: Callab
 
     Collective: one reduce-scatter over ``group`` in the backward pass; every member must run it.
     """
-    copied: Tensor = _Copy.apply(shard, whole.detach(), group, overlap_fn)  # type: ignore[no-untyped-call]  # torch
+    copied: Tensor = _CopySequence.apply(shard, full.detach(), group, overlap_fn)  # type: ignore[no-untyped-call]  # torch
     return copied
 
 
@@ -175,5 +175,5 @@ def reduce_scatter_sequence(summand: Tensor, bias: Tensor | None, group: Group) 
 
     Collective: one reduce-scatter over ``group`` forwards, one all-gather backwards; every member must run it.
     """
-    shard: Tensor = _Sum.apply(summand, bias, group)  # type: ignore[no-untyped-call]  # torch
+    shard: Tensor = _ReduceScatterSequence.apply(summand, bias, group)  # type: ignore[no-untyped-call]  # torch
     return shard

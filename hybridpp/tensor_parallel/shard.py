@@ -29,7 +29,7 @@ _SIZES = "sizes of its shard"
 
 
 class ShardedModel(NamedTuple):
-    """What :func:`shard` made of a model.
+    """The result of :func:`shard`: a model with this rank's shards.
 
     Attributes:
         adapter: of the model.
@@ -103,9 +103,9 @@ def _set_attribute(adapter: ModuleAdapter, module: nn.Module, attribute: str, va
         return
     # Other modules read the same configuration: this one gets a copy.
     holder, _, attribute = attribute.partition(".")
-    own = copy.copy(getattr(module, holder))
-    setattr(own, attribute, value)
-    adapter.set_attribute(module, holder, own, _SIZES)
+    copied = copy.copy(getattr(module, holder))
+    setattr(copied, attribute, value)
+    adapter.set_attribute(module, holder, copied, _SIZES)
 
 
 def _parameter_shardings(model: nn.Module, params: Mapping[str, DimShard], size: int) -> dict[int, ParameterSharding]:
@@ -118,7 +118,7 @@ def _parameter_shardings(model: nn.Module, params: Mapping[str, DimShard], size:
     shardings: dict[int, ParameterSharding] = {}
     for name, dim_shard in params.items():
         parameter = model.get_parameter(name)
-        # One copy of each piece is what no copies at all are.
+        # One copy of each piece is written as no copies.
         copies = dim_shard.copies if any(number > 1 for number in dim_shard.copies) else ()
         sharding = ParameterSharding(
             name=names[id(parameter)],
@@ -135,9 +135,9 @@ def _parameter_shardings(model: nn.Module, params: Mapping[str, DimShard], size:
 
 
 def _tied_modules(model: nn.Module, spec: ShardingSpec, shardings: Mapping[int, ParameterSharding]) -> ShardingSpec:
-    """What modules do that the spec does not name and that share a divided parameter: heads tied to an embedding.
+    """The spec of modules that the spec does not name and that share a divided parameter: heads tied to an embedding.
 
-    And embeddings: an encoder's and a decoder's may be two modules of one weight.
+    Embeddings, too: those of an encoder and a decoder may be two modules with one weight.
     """
     reduced, gathered = set[str](), set[str]()
     named = {id(model.get_submodule(name)) for name in spec.holders()}
@@ -153,7 +153,7 @@ def _tied_modules(model: nn.Module, spec: ShardingSpec, shardings: Mapping[int, 
         else:
             raise ConfigError(
                 f"{name!r} ({type(module).__name__}) holds {held[0]!r}, which tensor_parallel_plan divides for another "
-                "module, and cannot use a part of it. Leave that out of the plan."
+                "module, and cannot use a shard of it. Leave the other module out of the plan."
             )
     return ShardingSpec(reduce_outputs=frozenset(reduced), gather_outputs=frozenset(gathered))
 
@@ -172,9 +172,9 @@ def _sharded_layer(name: str, module: nn.Module, spec: ShardingSpec, context: Te
 
 
 def _set_sizes(adapter: ModuleAdapter, layer: ShardedLayer) -> None:
-    """Let a module's own record of its sizes, which its forward may read, be that of its shard.
+    """Set the attributes in which a module records its sizes, which its forward may read, to those of its shard.
 
-    An embedding and an ``nn.Linear`` whose outputs are gathered keep theirs: container code reads them
+    An embedding and an ``nn.Linear`` whose outputs are gathered keep the full sizes: container code reads them
     (``arange(num_embeddings)``, logits viewed by ``out_features``), and their forwards do not.
     """
     module = layer.module

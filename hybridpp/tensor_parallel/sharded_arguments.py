@@ -1,4 +1,4 @@
-"""Modules that compute with shards of some arguments and results, which are full outside (a bias per head)."""
+"""Modules that compute with shards of some arguments and results (a bias per head); callers see the full tensors."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,8 +25,8 @@ def shard_arguments(
     Args:
         adapter: of the model.
         module: whose forward computes with shards.
-        arguments: by the argument's number among all leaves of the call; their gradients are all-reduced.
-        results: by the result's number among all leaves.
+        arguments: by the argument's index among all leaves of the call; their gradients are all-reduced.
+        results: by the result's index among all leaves.
         context: of the model.
     """
     adapter.wrap(module, AdapterLayer.SHARDED_ARGUMENTS, _run, arguments, results, context)
@@ -43,23 +43,23 @@ def _run(
 ) -> Any:
     group = context.group
     leaves, tree = pytree.tree_flatten((args, kwargs))
-    for number, part in arguments.items():
-        if number < len(leaves) and isinstance(leaves[number], Tensor):
-            leaves[number] = part.select(copy_to_ranks(leaves[number], group), group.rank, group.size)
+    for index, part in arguments.items():
+        if index < len(leaves) and isinstance(leaves[index], Tensor):
+            leaves[index] = part.select(copy_to_ranks(leaves[index], group), group.rank, group.size)
     args, kwargs = pytree.tree_unflatten(leaves, tree)
     output = forward(*args, **kwargs)
     if not results:
         return output
     leaves, tree = pytree.tree_flatten(output)
-    for number, part in results.items():
-        if number < len(leaves) and isinstance(leaves[number], Tensor):
-            leaves[number] = _whole(leaves[number], part, group)
+    for index, part in results.items():
+        if index < len(leaves) and isinstance(leaves[index], Tensor):
+            leaves[index] = _gather_result(leaves[index], part, group)
     return pytree.tree_unflatten(leaves, tree)
 
 
-def _whole(own: Tensor, part: DimShard, group: Group) -> Tensor:
-    """The full tensor from all ranks' shards; each rank gets the gradient of its own."""
-    size = own.shape[part.dim] * group.size
-    places = part.index(group.rank, group.size, size).to(own.device)
-    empty = own.new_zeros((*own.shape[: part.dim], size, *own.shape[part.dim + 1 :]))
-    return sum_over_ranks(empty.index_add(part.dim, places, own), group)
+def _gather_result(local: Tensor, part: DimShard, group: Group) -> Tensor:
+    """The full tensor from all ranks' shards; each rank gets the gradient of its shard."""
+    size = local.shape[part.dim] * group.size
+    positions = part.index(group.rank, group.size, size).to(local.device)
+    zeros = local.new_zeros((*local.shape[: part.dim], size, *local.shape[part.dim + 1 :]))
+    return sum_over_ranks(zeros.index_add(part.dim, positions, local), group)

@@ -79,26 +79,26 @@ class DimShard:
             size: of the group.
             allow_view: return a view where the shard is one range. Else it is contiguous, in memory of its own.
         """
-        found = []
+        pieces = []
         ends = accumulate(self.widths)
         for (piece, copies), end, width in zip(self.pieces(), ends, self.local_widths(size), strict=True):
             start = min(rank // copies * width, piece)
             own = full.narrow(self.dim, end - piece + start, min(width, piece - start))
-            found.append(own)
+            pieces.append(own)
             if own.shape[self.dim] < width:
                 shape = [*own.shape]
                 shape[self.dim] = width - own.shape[self.dim]
-                found.append(own.new_zeros(shape))
-        return found[0] if allow_view and len(found) == 1 else torch.cat(found, self.dim)
+                pieces.append(own.new_zeros(shape))
+        return pieces[0] if allow_view and len(pieces) == 1 else torch.cat(pieces, self.dim)
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
         """The full tensor, from the shards of all ranks in order; padding is left out."""
         widths = self.local_widths(len(shards))
-        found = []
+        pieces = []
         for (piece, copies), end, width in zip(self.pieces(), accumulate(widths), widths, strict=True):
             own = [shard.narrow(self.dim, end - width, width) for shard in shards[::copies]]
-            found.append(torch.cat(own, self.dim).narrow(self.dim, 0, piece))
-        return torch.cat(found, self.dim)
+            pieces.append(torch.cat(own, self.dim).narrow(self.dim, 0, piece))
+        return torch.cat(pieces, self.dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +120,13 @@ class ShardingSpec:
         partial_grad: replicated parameters that are used on sharded activations: their gradients are sums over ranks.
         attributes: new values of modules' attributes, by the module's and the attribute's name; ``config.num_heads``
             is an attribute of the module's configuration, of which the module gets a copy.
-        arguments: arguments of which a module gets this rank's shard, by the module's name and the argument's number
+        arguments: arguments of which a module gets this rank's shard, by the module's name and the argument's index
             among all leaves of the call; their gradients are all-reduced.
-        results: results that a module computes a shard of (attention probabilities), by name and number among the
+        results: results that a module computes a shard of (attention probabilities), by name and index among the
             leaves; they are gathered.
         gather_inputs: replicated modules with sharded inputs and outputs (norms over the width of all heads): how the
             last dimension of those is divided. Inputs are gathered.
-        local_width_args: full widths of arguments, by name and number among the leaves, that modules get narrowed to
+        local_width_args: full widths of arguments, by name and index among the leaves, that modules get narrowed to
             the width of a rank's shard, because they compute with the shape; linear layers inside get them in full.
     """
 
@@ -148,7 +148,7 @@ class ShardingSpec:
         return dict.fromkeys(name.rpartition(".")[0] for name in self.params)
 
     def __or__(self, other: "ShardingSpec") -> "ShardingSpec":
-        """Both; where they differ about a name, what ``other`` says."""
+        """The union; where both have a name, ``other`` counts."""
         both: Any = {item.name: getattr(self, item.name) | getattr(other, item.name) for item in fields(self)}
         return ShardingSpec(**both)
 
@@ -157,7 +157,7 @@ class ShardingSpec:
         return self._renamed(lambda name: qualified(prefix, name))
 
     def of_block(self, block: str) -> "ShardingSpec":
-        """What is said about the submodule ``block``, with names inside of it."""
+        """The part of the spec for the submodule ``block``, with names inside of it."""
 
         def inner(name: str) -> str | None:
             return name.removeprefix(block).removeprefix(".") if f"{name}.".startswith(f"{block}.") else None

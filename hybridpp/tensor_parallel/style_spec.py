@@ -18,7 +18,7 @@ _COLUMNS = (ShardKind.COLUMN, ShardKind.FUSED_COLUMN)
 
 
 def spec_of_styles(model: nn.Module, styles: Mapping[str, str], size: int) -> ShardingSpec:
-    """What styles of modules stand for.
+    """The spec that styles of modules stand for.
 
     Args:
         model: with full parameters.
@@ -26,7 +26,7 @@ def spec_of_styles(model: nn.Module, styles: Mapping[str, str], size: int) -> Sh
         size: number of ranks.
 
     Raises:
-        ConfigError: a style fits its module or the number of ranks not, or a shared parameter has two.
+        ConfigError: a style does not fit its module or the number of ranks, or a shared parameter has two styles.
     """
     spec = ShardingSpec()
     shards: dict[int, DimShard] = {}
@@ -36,8 +36,8 @@ def spec_of_styles(model: nn.Module, styles: Mapping[str, str], size: int) -> Sh
         _check_module(name, style, model.get_submodule(name))
     for name, style in parsed.items():
         module = model.get_submodule(name)
-        one = _spec_of_layer(name, style, module, size)
-        for key, shard in one.params.items():
+        of_layer = _spec_of_layer(name, style, module, size)
+        for key, shard in of_layer.params.items():
             parameter: Any = model.get_parameter(key)
             if shards.setdefault(id(parameter), shard) != shard:
                 raise ConfigError(
@@ -45,7 +45,7 @@ def spec_of_styles(model: nn.Module, styles: Mapping[str, str], size: int) -> Sh
                     f"two ways: {name!r} as {style.kind}. Divide it in one way: an embedding's vocab fits a head's "
                     "gathered_column."
                 )
-        spec |= one
+        spec |= of_layer
     return spec
 
 
@@ -129,7 +129,7 @@ def fitting_sizes(count: int) -> str:
 
 
 def styles_of_spec(model: nn.Module, spec: ShardingSpec, size: int) -> dict[str, str]:
-    """What a spec does to each module, by name: a style, or for what no style says ("experts") a word.
+    """What a spec does to each module, by name: a style, or "experts", for which there is no style.
 
     Args:
         model: with full parameters.
@@ -159,7 +159,7 @@ def _style_of_linear(name: str, spec: ShardingSpec, size: int) -> str:
     if len(widths) == 1:
         return f"column:{size // copies[0]}" if copies else "column"
     if copies:
-        # Before the number of ranks that share a piece stands an x.
+        # As in "64x2": a piece of width 64 that 2 ranks share.
         pieces = zip(widths, copies, strict=True)
         shared = (f"{width}x{number}" if number > 1 else f"{width}" for width, number in pieces)
         return f"fused_column:concatenated:{','.join(shared)}"

@@ -25,8 +25,8 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
 
 
-class _Before(NamedTuple):
-    """A generator, its state before the fork, and the seed of the fork."""
+class _ForkedGenerator(NamedTuple):
+    """A forked generator: its state before the fork, and the seed of the fork."""
 
     generator: torch.Generator
     state: Tensor
@@ -61,11 +61,11 @@ class TensorParallelContext:
         self.draws = DrawMonitor()
         self.keeps_logits_sharded = False
         self._copied: tuple[Tensor, int, Tensor] | None = None
-        self._joined: tuple[Tensor, int, Tensor] | None = None
-        self._rejoined: tuple[Tensor, Tensor, RegatherHandle] | None = None
+        self._gathered: tuple[Tensor, int, Tensor] | None = None
+        self._regather: tuple[Tensor, Tensor, RegatherHandle] | None = None
         self._sequence_shape: tuple[int, int] | None = None
         self._is_replicated = False
-        self._before: _Before | None = None
+        self._before: _ForkedGenerator | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TensorParallelContext":
         # Groups cannot be copied; a copy of the model runs on the same ranks.
@@ -89,13 +89,13 @@ class TensorParallelContext:
         return self._copied[2]
 
     def _copied_to_tp_region(self, x: Tensor) -> Tensor:
-        self._rejoined = None
-        if self._joined is None or self._joined[0] is not x or self._joined[1] != version_of(x):
+        self._regather = None
+        if self._gathered is None or self._gathered[0] is not x or self._gathered[1] != version_of(x):
             return copy_to_ranks(x, self.group, self._while_summing)
-        shard = self._joined[2]
+        shard = self._gathered[2]
         copied = copy_sequence(shard, x, self.group, self._while_summing)
         if not has_no_data(x):
-            self._rejoined = (copied, shard, RegatherHandle(x.shape[1], self.group))
+            self._regather = (copied, shard, RegatherHandle(x.shape[1], self.group))
         return copied
 
     def saved_shard_of(self, x: Tensor) -> tuple[Tensor, SavedShard] | None:
@@ -104,21 +104,21 @@ class TensorParallelContext:
         Args:
             x: the result of :meth:`copy_to_tp_region`, or a view of all of it.
         """
-        if self._rejoined is None:
+        if self._regather is None:
             return None
-        copied, shard, rejoined = self._rejoined
+        copied, shard, regather = self._regather
         if storage_id(x) != storage_id(copied) or x.numel() != copied.numel():
             return None
-        return shard, SavedShard(rejoined, x.shape)
+        return shard, SavedShard(regather, x.shape)
 
     def gather_from_sp_region(self, shard: Tensor) -> Tensor:
         """The full activation of a shard, in a :meth:`sequence_parallel_region`.
 
         Collective: one all-gather; before :meth:`copy_to_tp_region`, also a reduce-scatter in the backward pass.
         """
-        whole = gather_sequence(shard, self._known_sequence_shape()[1], self.group)
-        self._joined = (whole, version_of(whole), shard)
-        return whole
+        full = gather_sequence(shard, self._known_sequence_shape()[1], self.group)
+        self._gathered = (full, version_of(full), shard)
+        return full
 
     def refork_rng(self, y: Tensor) -> None:
         """Fork the RNG again after a layer that ended the fork, for shards like ``y``."""
@@ -128,16 +128,16 @@ class TensorParallelContext:
 
     def _known_sequence_shape(self) -> tuple[int, int]:
         if self._sequence_shape is None:
-            # Only a part of the block is recomputed: without the block it would draw other numbers.
+            # Only a part of the block is recomputed: without the block's forward it would draw other numbers.
             raise PartitionError(
                 "sequence parallelism must know at boost which parts of a block the backward pass recomputes: the "
-                "model checkpoints activations inside of its blocks now, and did not then. Enable that before "
+                "model checkpoints activations inside its blocks now, and did not at boost. Enable that before "
                 "booster.boost, or set gradient_checkpoint_config={} instead."
             )
         return self._sequence_shape
 
     def unflatten_sequence(self, x: Tensor, *, is_shard: bool) -> Tensor:
-        """``[B, S, ...]`` of ``[B, S, ...]`` or ``[B * S, ...]``, for sequence parallelism; a shard has its own."""
+        """``[B, S, ...]`` of ``[B, S, ...]`` or ``[B * S, ...]``; of a shard, ``[B, s, ...]``."""
         if x.dim() != 2:
             return x
         batch, length = self._known_sequence_shape()
@@ -147,13 +147,13 @@ class TensorParallelContext:
     @contextmanager
     def replicated_region(self) -> Iterator[None]:
         """Inside, activations are replicated, in the middle of a sequence-parallel region."""
-        places, self._sequence_shape, self._is_replicated = self._sequence_shape, None, True
+        before, self._sequence_shape, self._is_replicated = self._sequence_shape, None, True
         self.restore_rng()
         try:
             yield
         finally:
             self.restore_rng()
-            self._sequence_shape, self._is_replicated = places, False
+            self._sequence_shape, self._is_replicated = before, False
 
     @contextmanager
     def sequence_parallel_region(self, shard: Tensor, length: int) -> Iterator[None]:
@@ -168,16 +168,16 @@ class TensorParallelContext:
 
     def for_recompute(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function for activation checkpointing: its recomputation runs in the same region."""
-        return functools.partial(self._repeat, (self._sequence_shape, self._is_replicated), function)
+        return functools.partial(self._run_again, (self._sequence_shape, self._is_replicated), function)
 
-    def _repeat(self, around: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _run_again(self, region: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         before = self._sequence_shape, self._is_replicated
-        self._sequence_shape, self._is_replicated = around
+        self._sequence_shape, self._is_replicated = region
         try:
             return function(*args, **kwargs)
         finally:
             self._sequence_shape, self._is_replicated = before
-            if before != around:
+            if before != region:
                 self.restore_rng()
 
     def _while_summing(self) -> None:
@@ -197,11 +197,11 @@ class TensorParallelContext:
         # 32 bits of a seed.
         seed = zlib.crc32(state.numpy().tobytes(), self.group.rank + 1)
         generator.manual_seed(seed)
-        self._before = _Before(generator, state, seed)
+        self._before = _ForkedGenerator(generator, state, seed)
 
     def restore_rng(self) -> None:
         """Let all ranks draw the same random numbers again, and free what was copied."""
-        self._copied = self._joined = self._rejoined = None
+        self._copied = self._gathered = self._regather = None
         if self._sequence_shape is not None:
             return
         before, self._before = self._before, None

@@ -151,7 +151,7 @@ def test_logits_divided_by_vocabulary_stay_divided():
         settings = {"precision": "fp16", "tp_size": 2, "tensor_parallel_plan": plan, "initial_scale": 2.0**24}
         booster, model, optimizer = boosted(model, sgd, token_batch(1), **settings)
         output = model(**token_batch(2))
-        gathered = output.logits._whole is not None
+        gathered = output.logits._full is not None
         booster.backward(output.loss, optimizer)
         optimizer.step()
         return gathered, optimizer.overflow_report
