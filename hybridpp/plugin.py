@@ -230,7 +230,7 @@ class TensorParallelPreview(NamedTuple):
         shapes: shape of what a rank holds of every parameter, by the parameter's name.
         sequence_parallel: blocks that run on shards of sequences.
         sequence_replicated: why other blocks do not.
-        differences: layers that the model's own plan (transformers' ``_tp_plan``) divides in another way, in words.
+        differences: layers that the model's own plan (transformers' ``_tp_plan``) divides in another way, as text.
     """
 
     styles: Mapping[str, str]

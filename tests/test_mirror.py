@@ -67,6 +67,7 @@ TESTED_THROUGH = {
     "hybridpp/plan_search/gradient_sketch.py": "tests/plan_search/test_model_search.py",
     "hybridpp/plan_search/layer_groups.py": "tests/plan_search/test_model_search.py",
     "hybridpp/plan_search/sequence_dataflow.py": "tests/plugins/test_apply_sp.py",
+    "hybridpp/plan_search/sequence_block_search.py": "tests/plugins/test_apply_sp.py",
     "hybridpp/plan_search/sequence_search.py": "tests/plugins/test_apply_sp.py",
     "hybridpp/plan_search/sequence_verify.py": "tests/plugins/test_apply_sp.py",
     "hybridpp/plan_search/size_attributes.py": "tests/plan_search/test_auxiliary_params.py",

@@ -16,27 +16,27 @@ class GroupSizes(NamedTuple):
     """Sizes that dimensions of parameters and arguments are compared with.
 
     Attributes:
-        told: numbers of heads that attributes contain.
+        known_heads: numbers of heads in attributes.
         heads: these, and other possible numbers of heads.
         width: number of inputs of the group's row layers.
     """
 
-    told: tuple[int, ...]
+    known_heads: tuple[int, ...]
     heads: tuple[int, ...]
     width: int
 
     def by_head(self, tp_size: int) -> Iterator[tuple[int, ...]]:
-        """Numbers of heads that ``tp_size`` divides: those of attributes, then all."""
-        for heads in (self.told, self.heads):
+        """Numbers of heads that ``tp_size`` divides: those in attributes, then all."""
+        for heads in (self.known_heads, self.heads):
             yield tuple(number for number in heads if number % tp_size == 0)
 
 
 def auxiliary_specs(
     block: nn.Module, call: BlockCall, reads: frozenset[str | int], sizes: GroupSizes, tp_size: int
 ) -> Iterator[ShardingSpec]:
-    """Specs for parameters and arguments around a group that have a dimension as long as there are heads.
+    """Specs for parameters and arguments around a group that have a dimension of the size of a number of heads.
 
-    Then for those with a dimension as long as the inputs of the row layers: depthwise convolutions, scales.
+    Then specs for those with a dimension of the width of the row layers' inputs: depthwise convolutions, scales.
 
     Args:
         block: that holds the group.
@@ -52,10 +52,10 @@ def auxiliary_specs(
     seen = [ShardingSpec()]
     for table in (ShardingSpec(), *tables):
         for some in ({}, *arguments):
-            division = table | ShardingSpec(arguments=some)
-            if division not in seen:
-                seen.append(division)
-                yield division
+            spec = table | ShardingSpec(arguments=some)
+            if spec not in seen:
+                seen.append(spec)
+                yield spec
 
 
 def specs_with_fused_channels(
@@ -116,7 +116,7 @@ def _tables(
 
 
 def _per_head_arguments(call: BlockCall, heads: tuple[int, ...]) -> Iterator[dict[tuple[str, int], DimShard]]:
-    """Arguments that may be sharded, by dimension: all with that dimension, then one alone.
+    """Arguments that may be sharded, by dimension: all with that dimension, then each alone.
 
     Biases of attention may have the heads in a dimension of their own, or flattened with the batch (ALiBi in Bloom).
     """
@@ -135,8 +135,8 @@ def _per_head_arguments(call: BlockCall, heads: tuple[int, ...]) -> Iterator[dic
         if dim in found:
             yield found[dim]
             if len(found[dim]) > 1:
-                for place, part in found[dim].items():
-                    yield {place: part}
+                for key, part in found[dim].items():
+                    yield {key: part}
 
 
 def _per_channel_gates(

@@ -18,7 +18,7 @@ class BlockCall:
 
     Attributes:
         tensors: the tensors among them; they may require gradients.
-        numbers: positions of these among the leaves of the arguments.
+        numbers: indices of these among the leaves of the arguments.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -28,7 +28,7 @@ class BlockCall:
         self._others = [None if isinstance(leaf, Tensor) or not _can_be_copied(leaf) else leaf for leaf in leaves]
 
     def arguments(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a forward, with other tensors in place of its own."""
+        """The arguments of a forward, with other tensors instead of its own."""
         leaves = [copy.deepcopy(leaf) for leaf in self._others]
         for number, tensor in zip(self.numbers, tensors, strict=True):
             leaves[number] = tensor
@@ -110,7 +110,7 @@ class ReferenceBlock:
     def __init__(self, block: nn.Module, call: BlockCall):
         self.block = block
         self.call = call
-        # Of a copy: state that a run leaves on the block is part of a graph.
+        # Run on a copy: state that a run leaves on the block is part of a graph.
         self.outcome = BlockOutcome(copy_block(block), call)
 
 
@@ -134,19 +134,19 @@ def copy_block(block: nn.Module) -> nn.Module:
 def randomized_copy(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReferenceBlock:
     """A copy of a block with random weights, in double precision where its kernels support it.
 
-    Random, because a mistake would not show in the weights of a new model: biases are zero, gates may be closed.
+    Random, because the weights of a new model hide mistakes: biases are zero, gates may be closed.
     """
     failure: Exception | None = None
     # Some kernels lack double precision, and some forwards run in training only.
     for training, dtype in product((False, True), (torch.float64, torch.float32)):
         try:
-            made, call = _randomized(block, args, kwargs, dtype)
-            return ReferenceBlock(made.train(training), call)
+            copied, call = _randomized(block, args, kwargs, dtype)
+            return ReferenceBlock(copied.train(training), call)
         except Exception as error:  # a block may raise anything
             if is_machine_failure(error):
                 raise
             failure = failure or error
-    assert failure is not None, "each try returned or raised"
+    assert failure is not None, "each attempt returned or raised"
     raise failure
 
 
@@ -160,20 +160,20 @@ def _randomized(
     kept = [value for module in block.modules() for value in vars(module).values() if isinstance(value, Tensor)]
     copies |= {id(value): value.detach().clone() for value in kept}
     copies |= {id(held): _filled(held) for held in block.buffers() if held.is_meta}
-    made = copy.deepcopy(block, copies).to(dtype)
+    copied = copy.deepcopy(block, copies).to(dtype)
 
     def cast(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        own = leaf.detach().to(dtype) if leaf.is_floating_point() else leaf.detach()
-        return own.clone().requires_grad_(leaf.requires_grad)
+        cast_leaf = leaf.detach().to(dtype) if leaf.is_floating_point() else leaf.detach()
+        return cast_leaf.clone().requires_grad_(leaf.requires_grad)
 
     args, kwargs = pytree.tree_map(cast, (args, kwargs))
     call = BlockCall(args, kwargs)
     first = next((tensor for tensor in call.tensors if tensor.is_floating_point()), None)
     if first is not None:
         first.requires_grad_()
-    return made, call
+    return copied, call
 
 
 def _numbers(held: nn.Parameter, generator: torch.Generator, dtype: torch.dtype) -> nn.Parameter:

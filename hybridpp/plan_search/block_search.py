@@ -22,7 +22,7 @@ from hybridpp.tensor_parallel.plan import ShardKind
 from hybridpp.tensor_parallel.sharding_spec import ShardingSpec
 
 _MAX_CANDIDATES = 160
-# Of a group with a number of heads that the ranks do not divide: nearly always nothing is right.
+# Where tp_size does not divide a group's number of heads, nearly every candidate is rejected.
 _MAX_INDIVISIBLE = 2 * LIKELY
 
 SampleCall: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -42,8 +42,8 @@ class BlockPlan:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-class _Found(NamedTuple):
-    """Layers that can be sharded, and how."""
+class _ShardedLayers(NamedTuple):
+    """Layers that can be sharded together, with the spec that was verified for them."""
 
     layers: frozenset[str]
     spec: ShardingSpec
@@ -56,7 +56,8 @@ class PlanSearch:
         block: of the model.
         call: arguments of its forward.
         tp_size: number of ranks.
-        own_plan: the kinds of layers that the model's own plan names, by their names in the block: tried first.
+        own_plan: kinds of the layers that the model's own plan names, by their names in the block; they are tried
+            first.
     """
 
     def __init__(
@@ -73,6 +74,9 @@ class PlanSearch:
         for name in self._flow.non_tensor_outputs:
             del self._layers[name]
         self._candidates = CandidateGenerator(self._block, self._call, self._layers, self._flow, tp_size)
+        # The union of the groups' first candidates, if it was rejected. Of one group it is the first candidate,
+        # which is not tried again.
+        self._rejected_union: tuple[ShardingSpec, Rejected] | None = None
         # Errors of groups for which every candidate raised.
         self._errors: dict[frozenset[str], str] = {}
 
@@ -81,24 +85,24 @@ class PlanSearch:
         groups, reasons = groups_of(self._flow, self._layers)
         reasons |= dict.fromkeys(self._flow.non_tensor_outputs, "does not return one tensor")
         likeliest_first = sorted(groups, key=self._likelihood, reverse=True)
-        found = self._first_candidates_together(likeliest_first) or self._one_after_another(likeliest_first, reasons)
+        sharded = self._first_candidates_together(likeliest_first) or self._one_after_another(likeliest_first, reasons)
         for name in expert_modules(self._block):
             candidates = expert_specs(self._block, name, self._tp_size)
             spec = self._first_verified(candidates, frozenset({name}))
             if spec is None:
                 reasons[name] = f"with each way to shard its tensors, the block {self._outcome(frozenset({name}))}"
             else:
-                found.append(_Found(frozenset({name}), spec))
-        plan = self._combined(found)
-        taken = frozenset[str]().union(*(one.layers for one in found))
+                sharded.append(_ShardedLayers(frozenset({name}), spec))
+        plan = self._combined(sharded)
+        taken = frozenset[str]().union(*(part.layers for part in sharded))
         plan.reasons |= {name: reason for name, reason in reasons.items() if name not in taken}
         self._add_idle(plan)
         return plan
 
-    def _first_candidates_together(self, likeliest_first: Sequence[LayerGroup]) -> list[_Found]:
-        """The likeliest candidate of every group, verified at once: most blocks need no other trial. Empty: rejected.
+    def _first_candidates_together(self, likeliest_first: Sequence[LayerGroup]) -> list[_ShardedLayers]:
+        """The likeliest candidates of all groups, verified in one trial, the only one for most blocks. Empty: rejected.
 
-        Each other group has layers that are taken then, so there is nothing left to try.
+        A group whose layers are in a likelier group is left out: if the trial succeeds, those layers are sharded.
         """
         spec, taken = ShardingSpec(), frozenset[str]()
         for group in likeliest_first:
@@ -107,12 +111,19 @@ class PlanSearch:
                 if candidate is None:
                     return []
                 spec, taken = spec | candidate, taken | group.layers
-        verified = verify(self._reference, spec, self._tp_size) if taken else Rejected()
-        return [] if isinstance(verified, Rejected) else [_Found(taken, verified)]
+        if not taken:
+            return []
+        verified = verify(self._reference, spec, self._tp_size)
+        if isinstance(verified, Rejected):
+            self._rejected_union = spec, verified
+            return []
+        return [_ShardedLayers(taken, verified)]
 
-    def _one_after_another(self, likeliest_first: Sequence[LayerGroup], reasons: dict[str, str]) -> list[_Found]:
-        """The first candidate of each group that is verified; ``reasons`` gets why there is none."""
-        found: list[_Found] = []
+    def _one_after_another(
+        self, likeliest_first: Sequence[LayerGroup], reasons: dict[str, str]
+    ) -> list[_ShardedLayers]:
+        """The first candidate of each group that is verified; where there is none, ``reasons`` gets the reason."""
+        sharded: list[_ShardedLayers] = []
         taken: set[str] = set()
         for candidates_of in (self._candidates.of, self._candidates.with_gathered_norms):
             # A block may be a stack of equal layers: where one of them cannot be sharded, neither can the others.
@@ -130,62 +141,62 @@ class PlanSearch:
                     rejected[kind] = group.layers
                     self._reject_like(group, group.layers, reasons)
                     continue
-                alike = [other for other in likeliest_first if self._kind(other) == kind and not other.layers & taken]
-                found.append(self._with_others_alike(_Found(group.layers, spec), alike))
-                taken |= found[-1].layers
-        return found
+                equal = [other for other in likeliest_first if self._kind(other) == kind and not other.layers & taken]
+                sharded.append(self._with_equal_groups(_ShardedLayers(group.layers, spec), equal))
+                taken |= sharded[-1].layers
+        return sharded
 
-    def _with_others_alike(self, one: _Found, groups: Iterable[LayerGroup]) -> _Found:
-        """With the equal layers of a stack, sharded in the same way; without them where that gives other results."""
-        inside = common_module(one.layers)
-        relative = one.spec.of_block(inside)
-        if relative.inside(inside) != one.spec:
-            return one
-        spec, layers = one.spec, one.layers
+    def _with_equal_groups(self, first: _ShardedLayers, groups: Iterable[LayerGroup]) -> _ShardedLayers:
+        """The layers with the equal ones of a stack, sharded in the same way; alone where that gives other results."""
+        inside = common_module(first.layers)
+        relative = first.spec.of_block(inside)
+        if relative.inside(inside) != first.spec:
+            return first
+        spec, layers = first.spec, first.layers
         for group in groups:
             if not group.layers & layers:
                 spec |= relative.inside(common_module(group.layers))
                 layers |= group.layers
-        if layers == one.layers:
-            return one
+        if layers == first.layers:
+            return first
         verified = verify(self._reference, spec, self._tp_size)
-        return one if isinstance(verified, Rejected) else _Found(layers, verified)
+        return first if isinstance(verified, Rejected) else _ShardedLayers(layers, verified)
 
     def _kind(self, group: LayerGroup) -> Hashable:
-        """Equal for groups whose layers are equal and have the same names but for numbers."""
+        """Equal for groups with equal layers whose names differ only in numbers."""
         return tuple(
             tuple(sorted((_pattern(name), self._layers[name]) for name in names))
             for names in (group.columns, group.rows)
         )
 
     def _reject_like(self, group: LayerGroup, example: frozenset[str], reasons: dict[str, str]) -> None:
-        """Give a group the reason for which the group ``example`` was rejected."""
+        """Reject a group for the reason for which the group ``example`` was rejected."""
         if example in self._errors:
             self._errors.setdefault(group.layers, self._errors[example])
         for name in (*group.columns, *group.rows):
             reasons.setdefault(name, self._reason(group, name))
 
-    def _combined(self, found: Sequence[_Found]) -> BlockPlan:
-        """Everything that was found, verified together; where that gives other results, what goes with the first."""
-        if not found:
+    def _combined(self, sharded: Sequence[_ShardedLayers]) -> BlockPlan:
+        """The union of all specs; where that gives other results, the first one and those that can be added to it."""
+        if not sharded:
             return BlockPlan()
-        plan = BlockPlan(found[0].spec)
-        both = self._union(one.spec for one in found) if len(found) > 2 else Rejected()
-        if not isinstance(both, Rejected):
-            return BlockPlan(both)
-        for one in found[1:]:
-            both = self._union((plan.spec, one.spec))
-            if isinstance(both, Rejected):
-                plan.reasons |= dict.fromkeys(one.layers, "can be sharded, but not together with other layers")
+        plan = BlockPlan(sharded[0].spec)
+        union = self._verified_union(part.spec for part in sharded) if len(sharded) > 2 else Rejected()
+        if not isinstance(union, Rejected):
+            return BlockPlan(union)
+        for part in sharded[1:]:
+            union = self._verified_union((plan.spec, part.spec))
+            if isinstance(union, Rejected):
+                plan.reasons |= dict.fromkeys(part.layers, "can be sharded, but not together with other layers")
             else:
-                plan.spec = both
+                plan.spec = union
         return plan
 
-    def _union(self, specs: Iterable[ShardingSpec]) -> ShardingSpec | Rejected:
+    def _verified_union(self, specs: Iterable[ShardingSpec]) -> ShardingSpec | Rejected:
         return verify(self._reference, reduce(or_, specs), self._tp_size)
 
     def _add_idle(self, plan: BlockPlan) -> None:
-        """Treat layers that did not run (experts without tokens) like those whose names differ in a number only."""
+        """Shard layers that did not run (experts without tokens) like layers whose names differ only in a number."""
         examples = {(_pattern(name), self._layers[name]): name for name in plan.spec.holders() if name in self._layers}
         for name in set(self._layers) - self._flow.reads.keys():
             example = examples.get((_pattern(name), self._layers[name]))
@@ -215,10 +226,13 @@ class PlanSearch:
     def _first_verified(self, candidates: Iterable[ShardingSpec], layers: frozenset[str]) -> ShardingSpec | None:
         rejections: list[Rejected] = []
         for candidate in candidates:
-            found = verify(self._reference, candidate, self._tp_size)
-            if not isinstance(found, Rejected):
-                return found
-            rejections.append(found)
+            if self._rejected_union is not None and candidate == self._rejected_union[0]:
+                rejections.append(self._rejected_union[1])
+                continue
+            verified = verify(self._reference, candidate, self._tp_size)
+            if not isinstance(verified, Rejected):
+                return verified
+            rejections.append(verified)
         error = common_error(rejections)
         if error is not None:
             self._errors.setdefault(layers, error)

@@ -31,7 +31,7 @@ from hybridpp.plan_search.size_attributes import (
 from hybridpp.tensor_parallel.local_width import arguments_of_layers
 from hybridpp.tensor_parallel.sharding_spec import DimShard, ShardingSpec
 
-# How many layouts are tried this way: nearly all such modules have one of the first.
+# Number of layouts tried with narrowed arguments: nearly all such modules have one of the first.
 _NUM_LOCAL_WIDTH_LAYOUTS = 4
 
 
@@ -41,17 +41,17 @@ class _LayerLayout:
 
     Attributes:
         spec: of the layers.
-        shared: new values of attributes that count heads which several ranks share.
+        shared: new values of attributes that count heads that several ranks share.
     """
 
     spec: ShardingSpec
     shared: AttributeValues
 
     def with_attributes(
-        self, some: Iterable[AttributeValues], more: ShardingSpec | None = None
+        self, choices: Iterable[AttributeValues], more: ShardingSpec | None = None
     ) -> Iterator[ShardingSpec]:
-        """One candidate for each choice of attributes, each with ``more``."""
-        for attributes in some:
+        """One candidate for each choice of attributes, with ``more`` added."""
+        for attributes in choices:
             spec = self.spec | ShardingSpec(attributes=attributes | self.shared)
             yield spec | more if more else spec
 
@@ -73,7 +73,7 @@ class CandidateGenerator:
         self._block, self._call, self._layers, self._flow, self._tp_size = block, call, layers, flow, tp_size
 
     def of(self, group: LayerGroup) -> Iterator[ShardingSpec]:
-        """Each layout with the likely attributes, with what is around the group, with all other attributes."""
+        """Each layout with the likely attributes, then with parameters around the group, then with other attributes."""
         layouts = self._layouts(group)
         found = divisible_attributes(self._block, self._layers, group, self._tp_size)
         widths, likely = self._widths(group), self._likely(group)
@@ -96,8 +96,10 @@ class CandidateGenerator:
         likely = self._likely(group)
         reads = frozenset[str | int]().union(*(self._flow.reads[name] for name in group.rows))
         width = max(self._layers[name].num_inputs for name in group.rows)
-        told = tuple(sorted(head_counts(found)))
-        sizes = GroupSizes(told, tuple(dict.fromkeys((*told, *sorted(row_heads(block, reads, width))))), width)
+        known_heads = tuple(sorted(head_counts(found)))
+        sizes = GroupSizes(
+            known_heads, tuple(dict.fromkeys((*known_heads, *sorted(row_heads(block, reads, width))))), width
+        )
         for layout in layouts:
             fused = fused_conv_channels(block, reads, width, layout.spec)
             wider = (
@@ -145,17 +147,17 @@ class CandidateGenerator:
         block, call = copy_block(self._block), self._call
         with torch.no_grad():
             # Copies: a block may write to its arguments.
-            own = [tensor.clone() for tensor in call.tensors]
-            found = arguments_of_layers(block, name, group.columns, lambda: call.run(block, own))
+            tensors = [tensor.clone() for tensor in call.tensors]
+            widths = arguments_of_layers(block, name, group.columns, lambda: call.run(block, tensors))
         return ShardingSpec(
-            local_width_args={(name, number): width for number, width in found.items() if width % self._tp_size == 0}
+            local_width_args={(name, index): width for index, width in widths.items() if width % self._tp_size == 0}
         )
 
     def _parts_by_width(self, group: LayerGroup, spec: ShardingSpec) -> dict[int, DimShard]:
         """How the last dimension of the outputs and inputs of a group's layers is divided, by its width."""
         parts = {self._layers[name].num_inputs: DimShard(-1, (self._layers[name].num_inputs,)) for name in group.rows}
-        made = {self._layers[name].num_outputs: spec.params[f"{name}.weight"] for name in group.columns}
-        return parts | {width: replace(part, dim=-1) for width, part in made.items()}
+        outputs = {self._layers[name].num_outputs: spec.params[f"{name}.weight"] for name in group.columns}
+        return parts | {width: replace(part, dim=-1) for width, part in outputs.items()}
 
     def _of_shared_heads(self, group: LayerGroup, spec: ShardingSpec) -> AttributeValues:
         copies = max((number for part in spec.params.values() for number in part.copies), default=1)

@@ -39,7 +39,7 @@ def layer_dataflow(
 ) -> LayerDataflow:
     """The dataflow of ``block(*args, **kwargs)``; arguments that require gradients are sources.
 
-    Hooks replace the layers' outputs by equal ones without a graph.
+    Hooks replace the layers' outputs by equal tensors without a graph.
     """
     origins: dict[int, str | int] = {id(parameter): name for name, parameter in block.named_parameters()}
     kept: list[Tensor] = []
@@ -70,14 +70,14 @@ def layer_dataflow(
     try:
         args, kwargs = pytree.tree_unflatten(leaves, tree)
         with torch.enable_grad():
-            flow.result = _sources(_stream(block(*args, **kwargs)), origins)
+            flow.result = _sources(_results_like_first(block(*args, **kwargs)), origins)
     finally:
         for handle in handles:
             handle.remove()
     return flow
 
 
-def _stream(output: Any) -> list[Tensor]:
+def _results_like_first(output: Any) -> list[Tensor]:
     tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
     return [tensor for tensor in tensors if tensor.shape == tensors[0].shape]
 

@@ -18,11 +18,11 @@ from hybridpp.tensor_parallel.plan import ShardKind
 _LEAST_SHARE = 0.25
 # Number of rows for the trial of an embedding on two ranks.
 _NUM_ROWS = 4
-# Questions with the same answer for a shard and the full tensor.
-_ALIKE = ("dtype", "device", "requires_grad", "is_meta", "is_cuda", "is_cpu", "is_sparse", "layout", "ndim")
-_ABOUT = {vars(TensorBase)[name].__get__ for name in _ALIKE}
+# Attributes that a shard and the full tensor have in common.
+_SAME_FOR_SHARDS = ("dtype", "device", "requires_grad", "is_meta", "is_cuda", "is_cpu", "is_sparse", "layout", "ndim")
+_METADATA = {vars(TensorBase)[name].__get__ for name in _SAME_FOR_SHARDS}
 _SHAPE = vars(TensorBase)["shape"].__get__
-_ABOUT |= {Tensor.dim, Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size}
+_METADATA |= {Tensor.dim, Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size}
 
 
 class EmbeddingsAndHeads(NamedTuple):
@@ -62,8 +62,8 @@ class TableUses:
     Attributes:
         tables: by the parameter's name.
         called: the modules that hold tables and were called.
-        otherwise: tables that were used in another way than by calling their modules with one tensor.
-        depth: number of such calls that are running.
+        otherwise: tables that were used in another way than by a call of their modules with one tensor.
+        depth: number of calls of such modules that are running.
     """
 
     def __init__(self, tables: Mapping[str, LargeTable]):
@@ -73,7 +73,7 @@ class TableUses:
         self.depth = 0
 
 
-class _Looking(TorchFunctionMode):
+class _UseRecorder(TorchFunctionMode):
     def __init__(self, uses: TableUses):
         super().__init__()
         self._uses = uses
@@ -82,9 +82,9 @@ class _Looking(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         uses = self._uses
-        # A trace reads shapes, too; that cannot be told from the model's own reads.
+        # A trace reads shapes, too, which looks like a read by the model.
         traced = func == _SHAPE and any(isinstance(leaf, FakeTensor) for leaf in args)
-        if not uses.depth and func not in _ABOUT and not traced:
+        if not uses.depth and func not in _METADATA and not traced:
             leaves = pytree.tree_leaves((args, kwargs))
             uses.otherwise |= {name for name, table in uses.tables.items() if table.is_in(leaves)}
         return func(*args, **(kwargs or {}))
@@ -110,7 +110,7 @@ def record_table_uses(tables: Mapping[str, LargeTable]) -> Iterator[TableUses]:
     """Inside, a run of the model records how its tables are used."""
     uses = TableUses(tables)
 
-    def enter(name: str, table: str) -> Any:
+    def before_call(name: str, table: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             uses.called.add(name)
             uses.depth += 1
@@ -119,16 +119,16 @@ def record_table_uses(tables: Mapping[str, LargeTable]) -> Iterator[TableUses]:
 
         return hook
 
-    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after_call(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         uses.depth -= 1
 
     hooks = []
     for name, table in tables.items():
-        for place, module in table.modules.items():
-            hooks.append(module.register_forward_pre_hook(enter(place, name), with_kwargs=True))
-            hooks.append(module.register_forward_hook(leave, always_call=True))
+        for holder, module in table.modules.items():
+            hooks.append(module.register_forward_pre_hook(before_call(holder, name), with_kwargs=True))
+            hooks.append(module.register_forward_hook(after_call, always_call=True))
     try:
-        with _Looking(uses):
+        with _UseRecorder(uses):
             yield uses
     finally:
         for hook in hooks:
@@ -137,21 +137,21 @@ def record_table_uses(tables: Mapping[str, LargeTable]) -> Iterator[TableUses]:
 
 def infer_embeddings_and_heads(uses: TableUses) -> EmbeddingsAndHeads:
     """Styles for tables that only embeddings and linear layers use."""
-    ends = EmbeddingsAndHeads({}, {})
+    found = EmbeddingsAndHeads({}, {})
     for table, (modules, _) in uses.tables.items():
         if not uses.called & modules.keys():
             continue
         first = next(iter(modules))
         if table in uses.otherwise:
-            ends.reasons[first] = "its weight is used in another way than by calling the module"
+            found.reasons[first] = "its weight is used in another way than by calling the module"
             continue
         styles = {name: _style(module) for name, module in modules.items()}
-        against = next((style.why_not for style in styles.values() if style.why_not), None)
-        if against is not None:
-            ends.reasons[first] = against
+        reason = next((style.why_not for style in styles.values() if style.why_not), None)
+        if reason is not None:
+            found.reasons[first] = reason
         else:
-            ends.styles.update({name: style.text for name, style in styles.items()})
-    return ends
+            found.styles.update({name: style.text for name, style in styles.items()})
+    return found
 
 
 class _Style(NamedTuple):
@@ -166,31 +166,31 @@ def _style(module: nn.Module) -> _Style:
         if type(module).forward is nn.Linear.forward:
             return _Style(ShardKind.GATHERED_COLUMN.value)
         if is_lookup(module):
-            why_not = _obstacle_by_row(module)
+            why_not = _row_sharding_obstacle(module)
             return _Style(why_not=why_not) if why_not else _Style(ShardKind.VOCAB.value)
-    return _Style(why_not="its weight is not that of a plain embedding or linear layer")
+    return _Style(why_not="it is no plain embedding or linear layer")
 
 
-def _obstacle_by_row(module: nn.Module) -> str | None:
-    """Why ranks cannot each look up their rows and sum; None: they can. Tried with a few rows."""
+def _row_sharding_obstacle(module: nn.Module) -> str | None:
+    """Why the table cannot be sharded by rows; None: it can. Tried with a few rows."""
     width = parameters_of(module)["weight"].shape[1]  # type: ignore[union-attr]  # it has one
     rows = torch.randn(_NUM_ROWS, width, generator=torch.Generator().manual_seed(0))
     ids = torch.tensor([[0, 3, 1], [2, 2, 0]])
     try:
         with torch.no_grad():
-            whole = _with_rows(module, rows)(ids)
+            full = _with_rows(module, rows)(ids)
             parts = [_with_rows(module, rows[start : start + 2])((ids - start) % 2) for start in (0, 2)]
-            # If it is not one row per id, the shape differs or it is no tensor.
-            own = [part * (ids // 2 == place).unsqueeze(-1) for place, part in enumerate(parts)]
-            alike = torch.equal(whole, own[0] + own[1])
+            # A module that does not return one row per id fails here.
+            masked = [part * (ids // 2 == rank).unsqueeze(-1) for rank, part in enumerate(parts)]
+            is_equal = torch.equal(full, masked[0] + masked[1])
     except Exception as error:  # the module may raise anything
         return f"in a trial with a few rows, it does not look up one row for each id ({failure_reason(error)})"
-    return None if alike else "in a trial with a few rows, it does not look up one row for each id"
+    return None if is_equal else "in a trial with a few rows, it does not look up one row for each id"
 
 
 def _with_rows(module: nn.Module, rows: Tensor) -> nn.Module:
     weight = parameters_of(module)["weight"]
-    made = copy.deepcopy(module, {id(weight): nn.Parameter(rows)})
-    # The same for all rows and for a rank's rows, as at run time.
-    vars(made)["num_embeddings"], vars(made)["padding_idx"] = _NUM_ROWS, None
-    return made
+    copied = copy.deepcopy(module, {id(weight): nn.Parameter(rows)})
+    # As at run time, for the full table and for a shard.
+    vars(copied)["num_embeddings"], vars(copied)["padding_idx"] = _NUM_ROWS, None
+    return copied

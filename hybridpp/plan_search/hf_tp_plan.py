@@ -1,4 +1,4 @@
-"""The plan that a transformers model brings along (``_tp_plan``): read, and compared with the plan that was found."""
+"""The tensor-parallel plan of a transformers model (``_tp_plan``): read it, and compare it with the plan found."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -46,7 +46,7 @@ def hf_tp_plan(model: nn.Module) -> OwnPlan:
 
 
 def differences(own: OwnPlan, blocks: Iterable[str], styles: Mapping[str, str]) -> tuple[str, ...]:
-    """Layers inside blocks that the model's own plan divides in another way than ``styles``, in words."""
+    """Layers inside blocks that the model's own plan divides in another way than ``styles``, as text."""
     inside = tuple(f"{block}." for block in blocks)
     found = []
     for name, kind in own.kinds.items():

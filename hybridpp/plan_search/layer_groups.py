@@ -59,14 +59,14 @@ def groups_of(flow: LayerDataflow, layers: dict[str, LinearShape]) -> tuple[list
 
 
 def _closures(flow: LayerDataflow, row: str) -> Iterator[LayerGroup]:
-    """Groups around one row: with everything it reads, then with less."""
+    """Groups around one row layer: with all layers that it reads, then with fewer."""
     reads = flow.layers_read_by(row)
     # Of a chain only the last layers are columns; those before them stay replicated or are rows of other groups.
     last = {name for name in reads if not flow.readers(name) & reads and name not in flow.result}
-    tries = [last, {name for name in last if flow.readers(name) == {row}}]
-    tries.append({name for name in reads if flow.readers(name) == {row} and name not in flow.result})
-    tries += [last - {name} for name in last if 1 < len(last) < 6]
-    for columns in tries:
+    choices = [last, {name for name in last if flow.readers(name) == {row}}]
+    choices.append({name for name in reads if flow.readers(name) == {row} and name not in flow.result})
+    choices += [last - {name} for name in last if 1 < len(last) < 6]
+    for columns in choices:
         group = _closed(flow, row, columns)
         if group is not None:
             yield group

@@ -23,20 +23,20 @@ def infer_plan(
 ) -> Plan:
     """How the blocks of a model can be sharded over ``tp_size`` ranks without a change of results.
 
-    Of each kind of block one copy with random weights is sharded in all ways that look possible. A plan contains only
-    what reproduces the results and all gradients of the complete block. The model is not changed. Its tensors must hold
-    memory; the values of its weights do not matter.
+    For each kind of block, one copy with random weights is sharded in every way that looks possible. The plan contains
+    only layers with which the results and all gradients of the complete block are reproduced. The model is not changed.
+    Its tensors must hold memory; the values of its weights do not matter.
 
     Args:
         model: with full parameters.
         blocks: names of the modules to shard.
-        sample_calls: arguments of one call of each block; blocks without stay replicated.
+        sample_calls: arguments of one call of each block; blocks without one stay replicated.
         tp_size: number of ranks.
     """
     known: dict[Hashable, BlockPlan] = {}
     own_plan = hf_tp_plan(model)
     reasons: dict[str, str] = {}
-    found: dict[str, BlockPlan] = {}
+    plans: dict[str, BlockPlan] = {}
     for name in blocks:
         if name not in sample_calls:
             reasons[name] = "was not called"
@@ -46,36 +46,36 @@ def infer_plan(
         kind = (kind_of(block, *sample_calls[name]), tuple(sorted(own.items())))
         if kind not in known:
             known[kind] = _plan_of(block, sample_calls[name], tp_size, own)
-        found[name] = known[kind]
-    for name, parameter in _shared_otherwise(model, found).items():
-        del found[name]
-        reasons[name] = f"{parameter!r} is shared with a module that uses it in another way"
+        plans[name] = known[kind]
+    for name, parameter in _shared_in_two_ways(model, plans).items():
+        del plans[name]
+        reasons[name] = f"{parameter!r} is shared with a module that is sharded in another way"
     spec = ShardingSpec()
-    for name, one in found.items():
-        reasons |= {qualified(name, inner): reason for inner, reason in one.reasons.items()}
-        spec |= one.spec.inside(name)
+    for name, plan in plans.items():
+        reasons |= {qualified(name, inner): reason for inner, reason in plan.reasons.items()}
+        spec |= plan.spec.inside(name)
     styles = styles_of_spec(model, spec, tp_size)
     return Plan(spec, styles, reasons, differences(own_plan, sample_calls, styles))
 
 
-def _shared_otherwise(model: nn.Module, found: Mapping[str, BlockPlan]) -> dict[str, str]:
+def _shared_in_two_ways(model: nn.Module, plans: Mapping[str, BlockPlan]) -> dict[str, str]:
     """Blocks that share a parameter with a module that divides it in another way, with the parameter's name."""
     uses: dict[str, tuple[str, Hashable]] = {}
-    for block, plan in found.items():
+    for block, plan in plans.items():
         uses |= {qualified(block, name): (block, part) for name, part in plan.spec.params.items()}
-        uses |= {qualified(block, name): (block, "once") for name in plan.spec.rank0_only}
+        uses |= {qualified(block, name): (block, "rank0_only") for name in plan.spec.rank0_only}
         uses |= {qualified(block, name): (block, "partial_grad") for name in plan.spec.partial_grad}
     held: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for key, parameter in parameters_of(module).items():
             if parameter is not None:
                 held.setdefault(id(parameter), []).append(qualified(name, key))
-    otherwise: dict[str, str] = {}
+    in_two_ways: dict[str, str] = {}
     for names in held.values():
         ways = [uses.get(name, ("", None)) for name in names]
         if len({way for _, way in ways}) > 1:
-            otherwise |= {block: names[0] for block, _ in ways if block}
-    return otherwise
+            in_two_ways |= {block: names[0] for block, _ in ways if block}
+    return in_two_ways
 
 
 def _plan_of(block: nn.Module, call: SampleCall, tp_size: int, own: Mapping[str, ShardKind]) -> BlockPlan:

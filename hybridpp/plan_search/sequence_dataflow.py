@@ -27,45 +27,45 @@ class SequenceDataflow(NamedTuple):
     flat: dict[str, tuple[int, ...]]
 
 
-def sequence_dataflow(reference: ReferenceBlock, place: int) -> SequenceDataflow:
-    """The dataflow of the tensor number ``place`` of a block's call."""
+def sequence_dataflow(reference: ReferenceBlock, index: int) -> SequenceDataflow:
+    """The dataflow of the tensor with this index in a block's call."""
     block, call = copy_block(reference.block).requires_grad_(False), reference.call
-    tensors = [x.detach().requires_grad_(number == place).clone() for number, x in enumerate(call.tensors)]
-    batch, length = tensors[place].shape[:2]
+    tensors = [x.detach().requires_grad_(number == index).clone() for number, x in enumerate(call.tensors)]
+    batch, length = tensors[index].shape[:2]
     flow = SequenceDataflow(
-        next((key for key, x in keyed(*call.arguments(tensors)) if x is tensors[place]), None), {}, {}, {}
+        next((key for key, x in keyed(*call.arguments(tensors)) if x is tensors[index]), None), {}, {}, {}
     )
 
     def is_flat(x: Any) -> bool:
         return isinstance(x, Tensor) and x.requires_grad and x.dim() == 2 and len(x) == batch * length
 
-    def is_some(x: Any, module: nn.Module) -> bool:
+    def is_hidden(x: Any, module: nn.Module) -> bool:
         if not isinstance(x, Tensor) or not x.requires_grad:
             return False
         return (is_flat(x) and is_linear(module)) or (x.dim() == 3 and x.shape[:2] == (batch, length))
 
-    def before(name: str) -> Any:
+    def before_call(name: str) -> Any:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            flow.reads.setdefault(name, {key: x for key, x in keyed(args, kwargs) if is_some(x, module)})
+            flow.reads.setdefault(name, {key: x for key, x in keyed(args, kwargs) if is_hidden(x, module)})
 
         return note
 
-    def behind(name: str) -> Any:
+    def after_call(name: str) -> Any:
         def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             leaves = list(enumerate(pytree.tree_leaves(output)))
-            flow.results.setdefault(name, tuple(number for number, x in leaves if is_some(x, module)))
+            flow.results.setdefault(name, tuple(number for number, x in leaves if is_hidden(x, module)))
             flow.flat.setdefault(name, tuple(number for number, x in leaves if is_flat(x) and not is_linear(module)))
 
         return note
 
     for name, module in block.named_modules():
         if name:
-            module.register_forward_pre_hook(before(name), with_kwargs=True)
-            module.register_forward_hook(behind(name))
+            module.register_forward_pre_hook(before_call(name), with_kwargs=True)
+            module.register_forward_hook(after_call(name))
     call.run(block, tensors)
     return flow
 
 
 def keyed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Key, Any]]:
-    """Arguments by position and by name."""
+    """Arguments by index and by name."""
     return [*enumerate(args), *kwargs.items()]

@@ -1,25 +1,15 @@
-"""Search for blocks of a sharded model that can run on sequence shards, verified by trials."""
+"""Search for the blocks of a sharded model that can run on sequence shards, verified by trials."""
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from itertools import islice, product
+from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hybridpp.nn.linear import is_linear, linear_shapes
-from hybridpp.nn.torch_private import NormWithStatistics, pytree
-from hybridpp.plan_search.block_run import ReferenceBlock, randomized_copy
 from hybridpp.plan_search.block_search import SampleCall
 from hybridpp.plan_search.model_search import kind_of
-from hybridpp.plan_search.sequence_dataflow import SequenceDataflow, sequence_dataflow
-from hybridpp.plan_search.sequence_verify import training_obstacle, verify_sequence
-from hybridpp.plan_search.trial_errors import failure_reason
-from hybridpp.plan_search.verify import Rejected, common_error
-from hybridpp.tensor_parallel.sequence_block import Key, RegionIO, SequenceBlock
+from hybridpp.plan_search.sequence_block_search import SequenceBlockPlan, search_sequence_block
+from hybridpp.tensor_parallel.sequence_block import SequenceBlock
 from hybridpp.tensor_parallel.sharding_spec import ShardingSpec
-
-_MAX_CANDIDATES = 24
 
 
 class SequencePlan(NamedTuple):
@@ -28,7 +18,7 @@ class SequencePlan(NamedTuple):
     Attributes:
         blocks: how, by name.
         partial_grad: their replicated parameters whose gradients are sums over the ranks.
-        reasons: why other blocks do not, by name.
+        reasons: why the other blocks do not, by name.
     """
 
     blocks: Mapping[str, SequenceBlock] = {}
@@ -36,232 +26,51 @@ class SequencePlan(NamedTuple):
     reasons: Mapping[str, str] = {}
 
 
-class _FoundSequence(NamedTuple):
-    """How one block runs on sequence shards, or why it does not; names are inside the block."""
-
-    block: SequenceBlock | None = None
-    partial_grad: frozenset[str] = frozenset()
-    reason: str = ""
-
-
 def infer_sequence(
     model: nn.Module, blocks: Iterable[str], sample_calls: Mapping[str, SampleCall], spec: ShardingSpec, tp_size: int
 ) -> SequencePlan:
     """Which blocks can run on sequence shards without a change of results.
 
-    Of each kind of block one copy with random weights is sharded over in-process ranks and compared with the complete
-    block: results and all gradients.
+    For each kind of block, one copy with random weights is sharded over in-process ranks, and its results and all
+    gradients are compared with those of the complete block.
 
     Args:
         model: with full parameters; it is not changed, and the values of its weights do not matter.
         blocks: names of the modules to examine.
-        sample_calls: arguments of one call of each block; blocks without are left out.
+        sample_calls: arguments of one call of each block; blocks without one are left out.
         spec: how the model will be sharded.
         tp_size: number of ranks.
     """
-    known: dict[Hashable, _FoundSequence] = {}
-    found: dict[str, _FoundSequence] = {}
+    known: dict[Hashable, SequenceBlockPlan] = {}
+    results: dict[str, SequenceBlockPlan] = {}
     for name in blocks:
         if name not in sample_calls:
-            found[name] = _FoundSequence(reason="was not called")
+            results[name] = SequenceBlockPlan(reason="was not called")
             continue
         inner = spec.of_block(name)
         kind = (kind_of(model.get_submodule(name), *sample_calls[name]), str(inner))
         if kind not in known:
-            known[kind] = _find(model.get_submodule(name), sample_calls[name], inner, tp_size)
-        found[name] = known[kind]
-    _leave_shared(model, found)
+            known[kind] = search_sequence_block(model.get_submodule(name), sample_calls[name], inner, tp_size)
+        results[name] = known[kind]
+    _leave_out_shared(model, results)
     return SequencePlan(
-        {name: one.block for name, one in found.items() if one.block is not None},
-        frozenset(f"{name}.{inner}" for name, one in found.items() for inner in one.partial_grad),
-        {name: one.reason for name, one in found.items() if one.block is None},
+        {name: result.block for name, result in results.items() if result.block is not None},
+        frozenset(f"{name}.{inner}" for name, result in results.items() for inner in result.partial_grad),
+        {name: result.reason for name, result in results.items() if result.block is None},
     )
 
 
-def _leave_shared(model: nn.Module, found: dict[str, _FoundSequence]) -> None:
+def _leave_out_shared(model: nn.Module, results: dict[str, SequenceBlockPlan]) -> None:
     """Leave out blocks with partial gradients in parameters that modules with complete gradients share."""
     names: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
     while True:
-        partial = {f"{name}.{inner}": name for name, one in found.items() for inner in one.partial_grad}
+        partial = {f"{name}.{inner}": name for name, result in results.items() for inner in result.partial_grad}
         bad = {partial[n] for same in names.values() if not same <= partial.keys() for n in same & partial.keys()}
         if not bad:
             return
         for name in bad:
-            found[name] = _FoundSequence(reason="shares parameters with modules that do not run on sequence shards")
-
-
-def _find(block: nn.Module, call: SampleCall, spec: ShardingSpec, tp_size: int) -> _FoundSequence:
-    try:
-        return _Search(randomized_copy(block, *_with_distinct_positions(call)), spec, tp_size).run()
-    except Exception as error:  # random numbers may make the block raise anything
-        return _FoundSequence(reason=f"cannot run alone ({failure_reason(error)})")
-
-
-def _with_distinct_positions(call: SampleCall) -> SampleCall:
-    """With random hidden states: a norm of nearly constant ones has no gradient to compare."""
-    leaves, tree = pytree.tree_flatten(call)
-    numbers = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    if numbers:
-        hidden = leaves[numbers[0]]
-        made = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2))
-        leaves[numbers[0]] = made.to(hidden.device, hidden.dtype).requires_grad_(hidden.requires_grad)
-    lively: SampleCall = pytree.tree_unflatten(leaves, tree)
-    return lively
-
-
-class _Search:
-    """Tries ways to run a block on sequence shards."""
-
-    def __init__(self, reference: ReferenceBlock, spec: ShardingSpec, tp_size: int):
-        self._reference = reference
-        self._spec = spec
-        self._tp_size = tp_size
-        layers = linear_shapes(reference.block)
-        self._rows = tuple(sorted(spec.reduce_outputs & layers.keys()))
-        self._columns = sorted(spec.copy_inputs & layers.keys())
-        floating = [place for place, tensor in enumerate(reference.call.tensors) if tensor.is_floating_point()]
-        self._place = floating[0] if floating else None
-        self._why = "on sequence shards, it gives different results"
-
-    def run(self) -> _FoundSequence:
-        """The first way that reproduces the reference block's results and gradients."""
-        reason = self._obstacle()
-        if reason is not None:
-            return _FoundSequence(reason=reason)
-        rejections: list[Rejected] = []
-        for block in islice(self._candidates(), _MAX_CANDIDATES):
-            partial_grad = verify_sequence(self._reference, self._spec, block, self._tp_size)
-            if not isinstance(partial_grad, Rejected):
-                return _FoundSequence(block, partial_grad)
-            rejections.append(partial_grad)
-        error = common_error(rejections)
-        return _FoundSequence(reason=f"on sequence shards, it raises {error}" if error else self._why)
-
-    def _obstacle(self) -> str | None:
-        if not self._rows:
-            return "it has no sharded row layer"
-        shape = () if self._place is None else tuple(self._reference.call.tensors[self._place].shape)
-        if len(shape) != 3 or shape[1] < 2:
-            return f"its activations must be [batch, sequence, hidden], with two positions or more: got {shape}"
-        return training_obstacle(self._reference, shape[1])
-
-    def _candidates(self) -> Iterator[SequenceBlock]:
-        """Ways to run the block: gathered as close to the column layers as possible, then further out.
-
-        Then with replicated sequences in all modules that are not sharded; then in one of the modules that hold row
-        layers.
-        """
-        assert self._place is not None, "looked at before"
-        flow = sequence_dataflow(self._reference, self._place)
-        if flow.hidden is None:
-            return
-        needed = {name: self._around(name, flow) for name in _of_all_places(self._reference.block)}
-        for name, around in needed.items():
-            if around is None:
-                self._why = (
-                    f"{name or 'it'!r} may read all positions at once, and no module around it takes hidden states"
-                )
-                return
-        # Experts get the tokens routed to them, which have no sequence dimension to shard.
-        needed |= {row: self._around(row, flow) for row in self._rows if not flow.results.get(row)}
-        shape = self._reference.call.tensors[self._place].shape
-        leaves = self._reference.outcome.results.items()
-        results = tuple(n for n, x in leaves if x.dim() == 3 and x.shape[:2] == shape[:2])
-        others = self._idle(flow)
-        for more in ([], *([others] if others else []), *([name] for name in self._around_rows(flow))):
-            outermost = _outermost(name for name in (*needed.values(), *more) if name is not None)
-            replicated = {name: RegionIO(tuple(flow.reads[name]), _leaves(flow, name)) for name in outermost}
-            rows = tuple(name for name in self._rows if not _is_in(name, replicated))
-            for places in product(*self._chains(flow, replicated)) if rows else ():
-                yield SequenceBlock(flow.hidden, results, dict(places), rows, replicated)
-
-    def _chains(self, flow: SequenceDataflow, replicated: Iterable[str]) -> list[list[tuple[str, tuple[Key, ...]]]]:
-        """The modules before which each activation that column layers read may be gathered, with arguments."""
-        together: dict[tuple[int, str], list[str]] = {}
-        for name in self._columns:
-            for tensor in flow.reads.get(name, {}).values() if not _is_in(name, replicated) else ():
-                together.setdefault((id(tensor), name.rpartition(".")[0]), []).append(name)
-        return [
-            [(name, _joined_keys(flow.reads[name], read)) for name in _outwards(names) if flow.reads.get(name)]
-            for (read, _), names in together.items()
-        ]
-
-    def _around(self, name: str, flow: SequenceDataflow) -> str | None:
-        """The smallest module around this one that takes and returns hidden states."""
-        return next((n for n in _outwards([name]) if flow.reads.get(n) and _leaves(flow, n)), None)
-
-    def _around_rows(self, flow: SequenceDataflow) -> list[str]:
-        """Modules around row layers that add to their own input: gathered, it would not fit a shard."""
-        return [
-            name
-            for name, results in flow.results.items()
-            if results
-            and flow.reads[name]
-            and name not in self._rows
-            and any(_is_in(row, [name]) for row in self._rows)
-        ]
-
-    def _idle(self, flow: SequenceDataflow) -> list[str]:
-        """The largest modules with hidden states and weights that are not sharded: attention that stays replicated."""
-        found: list[str] = []
-        for name, results in flow.results.items():
-            module = self._reference.block.get_submodule(name)
-            divided = any(_is_in(layer, [name]) for layer in (*self._columns, *self._rows))
-            if (
-                flow.reads[name]
-                and results
-                and not divided
-                and not is_linear(module)
-                and any(map(_has_matrix, module.modules()))
-            ):
-                found.append(name)
-        return _outermost(found)
-
-
-def _leaves(flow: SequenceDataflow, name: str) -> tuple[int, ...]:
-    """Which leaves of a module's results depend on hidden states position by position."""
-    return tuple(sorted((*flow.results.get(name, ()), *flow.flat.get(name, ()))))
-
-
-def _of_all_places(block: nn.Module) -> list[str]:
-    """Modules that may read all positions at once, without a sign of it in the numbers of one run.
-
-    Batch normalization does in training. A matrix that is no linear layer's may be a router's, which records its
-    choices.
-    """
-    return [
-        name
-        for name, module in block.named_modules()
-        if isinstance(module, NormWithStatistics)
-        or (_has_matrix(module) and not is_linear(module) and not isinstance(module, nn.Embedding))
-    ]
-
-
-def _has_matrix(module: nn.Module) -> bool:
-    return any(sum(size > 1 for size in held.shape) > 1 for held in module.parameters(recurse=False))
-
-
-def _outermost(names: Iterable[str]) -> list[str]:
-    """The names that are inside none of the others."""
-    different = sorted(set(names))
-    return [name for name in different if not _is_in(name, [other for other in different if other != name])]
-
-
-def _is_in(name: str, modules: Iterable[str]) -> bool:
-    return any(f"{name}.".startswith(f"{module}.") for module in modules)
-
-
-def _joined_keys(read: Mapping[Key, Tensor], by_columns: int) -> tuple[Key, ...]:
-    """The arguments of a module that its column layers read, by ``id``; if none, all: they depend on them."""
-    return tuple(key for key, x in read.items() if id(x) == by_columns) or tuple(read)
-
-
-def _outwards(names: list[str]) -> Iterator[str]:
-    """The smallest module that holds all of these (it may be one of them), then those around it, without the block."""
-    first, *others = names
-    while first:
-        if all(f"{name}.".startswith(f"{first}.") for name in others):
-            yield first
-        first = first.rpartition(".")[0]
+            results[name] = SequenceBlockPlan(
+                reason="shares parameters with modules that do not run on sequence shards"
+            )

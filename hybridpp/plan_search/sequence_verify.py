@@ -51,14 +51,14 @@ def _summed(
     reference: ReferenceBlock, ranks: list[tuple[BlockOutcome, dict[str, ParameterSharding | None]]]
 ) -> frozenset[str] | Rejected:
     expected = reference.outcome
-    same = all(close(one.results[n], x) for one, _ in ranks for n, x in expected.results.items())
+    same = all(close(rank.results[n], x) for rank, _ in ranks for n, x in expected.results.items())
     same = same and all(
-        key in one.left and close(one.left[key], x) for one, _ in ranks for key, x in expected.left.items()
+        key in rank.left and close(rank.left[key], x) for rank, _ in ranks for key, x in expected.left.items()
     )
-    if not same or not all(one.gradients for one, _ in ranks):
+    if not same or not all(rank.gradients for rank, _ in ranks):
         return Rejected()
     params = {name: sharding.shard for name, sharding in ranks[0][1].items() if sharding is not None}
-    summed = partial_gradients(expected, [one for one, _ in ranks], params)
+    summed = partial_gradients(expected, [rank for rank, _ in ranks], params)
     return Rejected() if summed is None else summed
 
 
@@ -77,7 +77,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
 
 def training_obstacle(reference: ReferenceBlock, length: int) -> str | None:
-    """Why a block that is right in evaluation would not be in training; None: no reason is known.
+    """Why a block that was verified in evaluation would be wrong in training; None: no reason is known.
 
     Args:
         reference: the block with its arguments.

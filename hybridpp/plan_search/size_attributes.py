@@ -15,10 +15,10 @@ from hybridpp.tensor_parallel.style_spec import fitting_sizes
 AttributeValues: TypeAlias = dict[tuple[str, str], int]
 """Values of attributes, by the module's and the attribute's name."""
 
-# Names decide only what is tried first; results decide what is right.
+# Names decide only the order of the trials; their results decide what is right.
 _HEADS = re.compile(r"heads?$|^n_?heads?|^h$|heads_|_heads?_")
 _SIZES = re.compile(r"dim|size|width|scale|groups|per_head|idx|index|^layer|drop")
-_KEPT = re.compile(r"idx|index|_id$|^layer|max_|position|window|vocab|epoch|seed")
+_UNCHANGED = re.compile(r"idx|index|_id$|^layer|max_|position|window|vocab|epoch|seed")
 _SHARED = re.compile(r"kv|key_value|query_groups")
 _MAX_NAMES = 6
 LIKELY = 6
@@ -30,9 +30,9 @@ def divisible_attributes(
 ) -> AttributeValues:
     """The attributes around a group of layers that ``tp_size`` divides."""
     return {
-        place: value
-        for place, value in _numbers(block, layers, group).items()
-        if value > 1 and value % tp_size == 0 and not _KEPT.search(place[1])
+        key: value
+        for key, value in _numbers(block, layers, group).items()
+        if value > 1 and value % tp_size == 0 and not _UNCHANGED.search(key[1])
     }
 
 
@@ -75,13 +75,13 @@ def _scope(block: nn.Module, layers: dict[str, LinearShape], group: LayerGroup) 
     """Modules that may compute with the group's activations: those around its layers that hold no other layers."""
     top = common_module(group.layers)
     paths = [name.split(".")[:-1] for name in group.layers]
-    ways = {".".join(path[:depth]) for path in paths for depth in range(len(path) + 1)}
-    ways = {name for name in ways if _inside(name, top)}
+    around = {".".join(path[:depth]) for path in paths for depth in range(len(path) + 1)}
+    around = {name for name in around if _inside(name, top)}
     others = set(layers) - group.layers
     return [
         name
         for name, _ in block.named_modules()
-        if name in ways
+        if name in around
         or (_inside(name, top) and name not in layers and not any(_inside(other, name) for other in others))
     ]
 
@@ -114,7 +114,7 @@ def attribute_choices(found: AttributeValues, widths: set[int], tp_size: int) ->
 
 
 def _divided(found: AttributeValues, keys: set[str], tp_size: int) -> AttributeValues:
-    return {place: value // tp_size for place, value in found.items() if place[1] in keys}
+    return {key: value // tp_size for key, value in found.items() if key[1] in keys}
 
 
 def head_counts(found: AttributeValues) -> set[int]:
@@ -131,11 +131,11 @@ def indivisible(block: nn.Module, layers: dict[str, LinearShape], group: LayerGr
     rows = [layers[name].num_inputs for name in group.rows]
     for (name, key), value in _numbers(block, layers, group).items():
         of_group = _is_head_count(key.rpartition(".")[2]) and all(width % value == 0 for width in rows)
-        told = "." not in key or re.search(
+        is_relevant = "." not in key or re.search(
             r"attn|attention", f"{name} {type(block.get_submodule(name)).__name__}", re.I
         )
         shared = re.search(_SHARED, key) and tp_size % value == 0
-        if of_group and told and not shared and value % tp_size:
+        if of_group and is_relevant and not shared and value % tp_size:
             return _not_divisible(qualified(name, key), value, tp_size)
     return next((_not_divisible("its width", width, tp_size) for width in rows if width % tp_size), None)
 

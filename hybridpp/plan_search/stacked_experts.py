@@ -30,8 +30,8 @@ def expert_specs(block: nn.Module, name: str, tp_size: int) -> Iterator[Sharding
     biases = {key: p for key, p in parameters_of(module).items() if p is not None and p.dim() == 2}
     for last, dim in product(reversed(weights), (2, 1)):
         width = weights[last].shape[dim]
-        ways = [list(_expert_input_layouts(weights[key].shape, width)) for key in weights if key != last]
-        for chosen in product(*ways):
+        layouts = [list(_expert_input_layouts(weights[key].shape, width)) for key in weights if key != last]
+        for chosen in product(*layouts):
             parts = dict(zip((key for key in weights if key != last), chosen, strict=True))
             pieces = {sum(part.widths): part.widths for part in parts.values()}
             parts[last] = DimShard(dim, (width,))

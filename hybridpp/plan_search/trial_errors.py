@@ -2,18 +2,18 @@
 
 import torch
 
-_MOST = 200
+_MAX_LENGTH = 200
 # Failures of the machine: memory ran out, or a device does not respond. The next trial would fail, too.
-_OF_THE_MACHINE = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+_MACHINE_FAILURES = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 def is_machine_failure(error: Exception) -> bool:
     """Whether an error says nothing about the candidate, so that the search must end with it."""
-    return isinstance(error, _OF_THE_MACHINE)
+    return isinstance(error, _MACHINE_FAILURES)
 
 
 def failure_reason(error: Exception) -> str:
-    """An error as a reason, in a few words.
+    """An error as a reason, shortened.
 
     Raises:
         Exception: the error itself, if :func:`is_machine_failure`.
@@ -21,4 +21,4 @@ def failure_reason(error: Exception) -> str:
     if is_machine_failure(error):
         raise error
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text if len(text) <= _MOST else f'{text[:_MOST]}…'}"
+    return f"{type(error).__name__}: {text if len(text) <= _MAX_LENGTH else f'{text[:_MAX_LENGTH]}…'}"

@@ -27,7 +27,7 @@ class Rejected(NamedTuple):
 
 
 def common_error(rejections: Sequence[Rejected]) -> str | None:
-    """The first candidate's error, if all raised; else None: different numbers say more than errors."""
+    """The first candidate's error, if all raised; else None: that results differ is the better reason."""
     return rejections[0].error if rejections and all(rejected.error for rejected in rejections) else None
 
 
@@ -71,7 +71,7 @@ def _verify(reference: ReferenceBlock, spec: ShardingSpec, tp_size: int) -> Shar
         more = spec | ShardingSpec(results=results)
         try:
             found = _verified(reference, more, _run(reference, more, tp_size))
-        except Exception as error:  # the same; another way may be right
+        except Exception as error:  # the same; another candidate may be right
             rejected = _rejected(error)
             continue
         if found is not None:
@@ -93,24 +93,24 @@ def _run(reference: ReferenceBlock, spec: ShardingSpec, tp_size: int) -> list[Bl
 def _summed_arguments(reference: ReferenceBlock, ranks: list[BlockOutcome]) -> dict[tuple[str, int], DimShard]:
     """Arguments that ranks read in full for their shards of activations, so that their gradients are sums over ranks.
 
-    As shards that hold all of it, whatever its size will be.
+    They are returned as shards that hold the full argument, whatever its size will be.
     """
     expected = reference.outcome.gradients
     scale = _scale(reference.outcome)
     everything = DimShard(0, (1,), (len(ranks),), repeated=True)
     found: dict[tuple[str, int], DimShard] = {}
-    for place, number in enumerate(reference.call.numbers):
-        if place not in expected or not reference.call.tensors[place].dim():
+    for index, number in enumerate(reference.call.numbers):
+        if index not in expected or not reference.call.tensors[index].dim():
             continue
-        own = [rank.gradients[place] for rank in ranks]
-        alike = all(_same(one, expected[place], scale) for one in own)
-        if not alike and _same(_sum(own), expected[place], scale):
+        gradients = [rank.gradients[index] for rank in ranks]
+        is_replicated = all(_same(gradient, expected[index], scale) for gradient in gradients)
+        if not is_replicated and _same(_sum(gradients), expected[index], scale):
             found["", number] = everything
     return found
 
 
 def _scale(expected: BlockOutcome) -> float:
-    return max((largest(numbers) for whole in expected.gradients.values() for numbers in whole), default=0.0)
+    return max((largest(numbers) for gradient in expected.gradients.values() for numbers in gradient), default=0.0)
 
 
 def _partial(reference: ReferenceBlock, rank: BlockOutcome, tp_size: int) -> Iterator[dict[tuple[str, int], DimShard]]:
@@ -129,13 +129,13 @@ def _partial(reference: ReferenceBlock, rank: BlockOutcome, tp_size: int) -> Ite
     samples = reference.call.tensors[0].shape[0] if reference.call.tensors and reference.call.tensors[0].dim() else 1
     if any(part.dim == 0 and part.widths[0] % samples == 0 for part in plain.values()):
         yield {
-            place: DimShard(0, (part.widths[0] // samples,), repeated=True) if part.dim == 0 else part
-            for place, part in plain.items()
+            key: DimShard(0, (part.widths[0] // samples,), repeated=True) if part.dim == 0 else part
+            for key, part in plain.items()
         }
 
 
-def _leaves_alike(rank: BlockOutcome, expected: BlockOutcome) -> bool:
-    """Whether the tensors left on modules are the reference's; state may be sharded, a loss is one number."""
+def _same_attributes(rank: BlockOutcome, expected: BlockOutcome) -> bool:
+    """Whether the tensors left on modules equal the reference's; those of another shape are sharded state."""
     return all(
         key in rank.left and (rank.left[key].shape != x.shape or close(rank.left[key], x))
         for key, x in expected.left.items()
@@ -146,7 +146,7 @@ def _verified(reference: ReferenceBlock, spec: ShardingSpec, ranks: list[BlockOu
     expected = reference.outcome
     if not all(close(rank.results[number], result) for rank in ranks for number, result in expected.results.items()):
         return None
-    if not all(_leaves_alike(rank, expected) for rank in ranks):
+    if not all(_same_attributes(rank, expected) for rank in ranks):
         return None
     partial = partial_gradients(expected, ranks, spec.params)
     return None if partial is None else replace(spec, partial_grad=partial)
@@ -164,38 +164,38 @@ def partial_gradients(
     """
     scale = _scale(expected)
     partial = set()
-    for name, whole in expected.gradients.items():
-        found = [rank.gradients[name] for rank in ranks]
+    for name, full in expected.gradients.items():
+        gradients = [rank.gradients[name] for rank in ranks]
         if isinstance(name, str) and name in params:
             dim = params[name].dim
-            own = [gradient[dim] for gradient in found]
-            if not close(_together(own, params[name], whole[dim]), whole[dim], scale):
+            local = [gradient[dim] for gradient in gradients]
+            if not close(_unsharded(local, params[name], full[dim]), full[dim], scale):
                 return None
-        elif not all(_same(gradient, whole, scale) for gradient in found):
-            if not isinstance(name, str) or not _same(_sum(found), whole, scale):
+        elif not all(_same(gradient, full, scale) for gradient in gradients):
+            if not isinstance(name, str) or not _same(_sum(gradients), full, scale):
                 return None
             partial.add(name)
-        elif isinstance(name, str) and not _alike(found) and _same(_sum(found), whole, scale):
-            # Gradients so small (biases of keys, to which a softmax is blind) that both would do: replicated
-            # computations give equal ones on all ranks.
+        elif isinstance(name, str) and not _all_same(gradients) and _same(_sum(gradients), full, scale):
+            # Gradients so small that both pass (biases of keys, which a softmax cancels): replicated computations would
+            # give the same on all ranks.
             partial.add(name)
     return frozenset(partial)
 
 
-def _alike(found: list[Sketch]) -> bool:
-    return all(_same(one, found[0], 0.0) for one in found[1:])
+def _all_same(sketches: list[Sketch]) -> bool:
+    return all(_same(sketch, sketches[0], 0.0) for sketch in sketches[1:])
 
 
 def _same(found: Sketch, expected: Sketch, scale: float) -> bool:
-    return all(close(one, other, scale) for one, other in zip(found, expected, strict=True))
+    return all(close(x, y, scale) for x, y in zip(found, expected, strict=True))
 
 
-def _sum(found: list[Sketch]) -> Sketch:
-    return tuple(torch.stack(numbers).sum(0) for numbers in zip(*found, strict=True))
+def _sum(sketches: list[Sketch]) -> Sketch:
+    return tuple(torch.stack(numbers).sum(0) for numbers in zip(*sketches, strict=True))
 
 
-def _together(found: list[Tensor], part: DimShard, like: Tensor) -> Tensor:
-    total = torch.zeros_like(like)
-    for rank, numbers in enumerate(found):
-        total.index_add_(0, part.index(rank, len(found), len(like)), numbers)
-    return total
+def _unsharded(shards: list[Tensor], part: DimShard, like: Tensor) -> Tensor:
+    full = torch.zeros_like(like)
+    for rank, shard_of_rank in enumerate(shards):
+        full.index_add_(0, part.index(rank, len(shards), len(like)), shard_of_rank)
+    return full

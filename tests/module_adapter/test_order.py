@@ -346,7 +346,7 @@ PUT_ON = {
     Layer.LOCAL_WIDTH: {"around layers"},
     # sequence_block.py: a module of the block around column layers; layers themselves gather without it.
     Layer.SEQUENCE_GATHER: {"around layers"},
-    # sequence_search.py: modules of the block around row layers; and those with a matrix that are no linear layers, or
+    # sequence_block_search.py: modules around row layers; those with a matrix that are no linear layers, or
     # modules around them. A norm with running statistics is among those, but the input of none of them is gathered:
     # the gather joins the last dimension, and of an input [B, S, H] running statistics are over S.
     Layer.SEQUENCE_REPLICATED: {"around layers", "stacked weights", "matrix"},

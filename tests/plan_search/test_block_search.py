@@ -58,6 +58,14 @@ def test_a_block_of_attention_and_layers_needs_one_trial(trials):
     assert [right for _, right in trials] == [True]
 
 
+def test_the_first_candidate_of_a_single_group_is_tried_once(trials):
+    plan = infer(Block(other=Unsplittable()))
+    assert plan.reasons.keys() == {"0.parts.other.up", "0.parts.other.down"}
+    first = trials[0][0]
+    assert [spec for spec, _ in trials].count(first) == 1
+    assert len(trials) > 1
+
+
 def test_equal_layers_of_a_stack_are_tried_together(trials):
     plan = infer(Block(other=Unsplittable(), stack=Stack(Gated, 5)))
     assert all(styles_of(plan, f"stack.stack.{number}") == GATED for number in range(5))
