@@ -229,4 +229,5 @@ def test_equal_layers_of_a_block_are_rejected_together(monkeypatch):
         assert len(set(plan.reasons.values())) == 2 * number
         tried[number] = len(calls)
         calls.clear()
-    assert tried[1] == tried[3] > 0
+    # The trial of all first candidates together is, of one group, the trial of its first.
+    assert tried[1] == tried[3] - 1 > 0
