@@ -24,10 +24,10 @@ def block_calls(
     units has placeholder values: random floats, zero integers, ``True``.
 
     Args:
-        model: also on the meta device; it is left as it was found.
+        model: also on the meta device; it is not changed.
         blocks: names of the modules; none of them holds another one.
         sample: positional and keyword arguments of one micro-batch, on the CPU.
-        training: in which mode the forward is traced.
+        training: whether the forward is traced in training mode.
     """
     calls: dict[str, CallArguments] = {}
 

@@ -62,7 +62,7 @@ def find_units(
         for name in named:
             find_module(model, name)
         blocks = [block for block in blocks if not any(_related(block, name) for name in named)]
-        order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+        order = {name: index for index, (name, _) in enumerate(model.named_modules())}
         blocks = sorted({*blocks, *named}, key=order.__getitem__)
     elif num_stages > 1:
         blocks = refined(model, num_stages, _LIST_SHARE, idle, uncalled)
@@ -83,8 +83,8 @@ def _blocks(model: nn.Module, share: float, idle: Collection[int] = ()) -> list[
     return lists_of_blocks("", model, share, idle) or children
 
 
-def _related(one: str, other: str) -> bool:
-    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+def _related(first: str, second: str) -> bool:
+    return f"{first}.".startswith(f"{second}.") or f"{second}.".startswith(f"{first}.")
 
 
 def _units(model: nn.Module, blocks: list[str]) -> list[str]:

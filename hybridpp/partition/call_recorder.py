@@ -1,4 +1,4 @@
-"""Record every unit call of one forward: what it is given, what it returns, and what each of these depends on."""
+"""Record every unit call of one forward: its arguments, its results, and what each of them depends on."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -31,7 +31,7 @@ class CallRecorder:
 
     Args:
         model: the complete model, with fake tensors as parameters.
-        fakes: these.
+        fakes: those fake tensors.
         unit_parameters: names of the parameters that each unit holds.
         cache: results of units from earlier calls and traces.
         count_flops: whether the FLOPs of each call are counted.
@@ -123,14 +123,14 @@ class CallRecorder:
 
         ``versions`` are those of the arguments before the call.
         """
-        places = {id(argument): place for place, argument in enumerate(arguments)}
-        written = {place for place in places.values() if version_of(arguments[place]) != versions[place]}
-        call.arguments = {number: places[id(leaf)] for number, leaf in enumerate(leaves) if id(leaf) in places}
-        for place in places.values():
-            if place in written and place not in call.arguments.values():
-                call.arguments[len(leaves)] = place
-                leaves.append(arguments[place])
-        changed = {number for number, place in call.arguments.items() if place in written}
+        indices = {id(argument): index for index, argument in enumerate(arguments)}
+        written = {index for index in indices.values() if version_of(arguments[index]) != versions[index]}
+        call.arguments = {number: indices[id(leaf)] for number, leaf in enumerate(leaves) if id(leaf) in indices}
+        for index in indices.values():
+            if index in written and index not in call.arguments.values():
+                call.arguments[len(leaves)] = index
+                leaves.append(arguments[index])
+        changed = {number for number, index in call.arguments.items() if index in written}
         first: dict[int, int] = {}
         call.leaves = tuple(
             Same(first[id(leaf)])
@@ -232,7 +232,7 @@ class CallRecorder:
 
     def finish(self, result: Any, resets: tuple[tuple[AttributeReset, ...], ...]) -> Trace:
         """The trace of a forward that returned ``result``."""
-        for call, place, leaf, version in self._outputs:
+        for call, number, leaf, version in self._outputs:
             if version_of(leaf) != version:
-                call.written |= {place}
+                call.written |= {number}
         return Trace(tuple(self.calls), self.taints.sources(result), resets)

@@ -47,9 +47,9 @@ class UnitCall:
         tree: structure of its result, of the changes to containers, and of the attributes it set on its modules.
         leaves: for each leaf of ``tree`` a :class:`TensorSpec`, :class:`Same`, or the leaf itself if it is no tensor;
             after them, the arguments that it wrote to in place without returning them.
-        arguments: leaves that are an argument itself (returned or written to): the argument's position, by leaf.
+        arguments: leaves that are an argument itself (returned or written to): the argument's index, by leaf.
         written: leaves that are written to in place after they were returned.
-        changed: positions of the containers (lists, dicts, objects) among its arguments whose contents it changed.
+        changed: indices of the containers (lists, dicts, objects) among its arguments whose contents it changed.
         uses_refs: whether containers among its arguments are part of its result, or were put into others.
         assigned: the attributes of its modules that it set to tensors.
         appended: the lists and dicts among the attributes of its modules to which it added tensors.

@@ -73,7 +73,7 @@ def run_on_concrete_values(module: nn.Module, call: ForwardCall, buffers: Mappin
 
 
 class _ConcreteRun:
-    """Fakes and the made-up tensors that stand for them."""
+    """Fakes, and the concrete tensors that replace them."""
 
     def __init__(self, buffers: Mapping[int, Tensor], dense: bool):
         self._buffers = buffers
@@ -97,9 +97,9 @@ class _ConcreteRun:
             before.restore()
             raise
         replace_tensors(objects, self.fake)
-        # Lists and dicts were copied with the inputs; objects were not, and are as they should be.
-        places = [place for place in copies.changed() if not own.shares(place, copies)]
-        own.repeat(places, pytree.tree_map(self.fake, copies.changes(places)))
+        # Lists and dicts were copied with the inputs; objects were not, and need no change.
+        changed = [index for index in copies.changed() if not own.shares(index, copies)]
+        own.repeat(changed, pytree.tree_map(self.fake, copies.changes(changed)))
         for number, version in versions.items():
             tensor = self._real[number]
             if version_of(tensor) != version:

@@ -1,5 +1,5 @@
-"""Containers of values that are sent between stages: those that torch's pytree knows, dataclasses, and what units write
-to."""
+"""Containers of values that are sent between stages: those that torch's pytree knows, dataclasses, and those
+that units write to."""
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -20,10 +20,10 @@ _CLOSED = (Tensor, nn.Module, type, tuple, FunctionType, MethodType, ModuleType)
 
 
 class ContainerRef:
-    """Reference to a container among a call's arguments, by its position."""
+    """Reference to a container among a call's arguments, by its index."""
 
-    def __init__(self, place: int):
-        self.place = place
+    def __init__(self, index: int):
+        self.index = index
 
 
 class PreviousItem:
@@ -44,7 +44,7 @@ def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """Leaves and structure, as in torch's pytree; dataclasses and namespaces are flattened, too."""
     leaves, spec = pytree.tree_flatten(tree)
     if any(map(_is_record, leaves)):
-        return pytree.tree_flatten(_opened(tree))
+        return pytree.tree_flatten(_with_records(tree))
     return leaves, spec
 
 
@@ -57,8 +57,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def _is_plain(tree: Any, found: list[Tensor]) -> bool:
-    """Whether a tree consists of the common kinds only, whose tensors are found here five times as fast as by
-    pytree."""
+    """Whether a tree consists of the common kinds only, which is five times as fast as pytree."""
     if isinstance(tree, Tensor):
         found.append(tree)
         return True
@@ -73,7 +72,7 @@ def _is_plain(tree: Any, found: list[Tensor]) -> bool:
 class ContainerSnapshot(Snapshot):
     """Snapshot of the containers among a call's arguments (lists, dicts, objects with attributes) before the call.
 
-    Containers are identified by position, so that changes can be repeated on the arguments of another call.
+    Containers are identified by index, so that changes can be repeated on the arguments of another call.
 
     Args:
         tree: the arguments.
@@ -84,19 +83,19 @@ class ContainerSnapshot(Snapshot):
         self._containers = [holder.thing for holder, _ in self._before]
 
     def changed(self) -> tuple[int, ...]:
-        """Positions of the containers whose contents have changed."""
+        """Indices of the containers whose contents have changed."""
         return tuple(n for n, (holder, held) in enumerate(self._before) if not is_same(holder.read(holder.thing), held))
 
-    def shares(self, place: int, other: "ContainerSnapshot") -> bool:
-        """Whether the container at a position is the same object in both."""
-        return self._containers[place] is other._containers[place]
+    def shares(self, index: int, other: "ContainerSnapshot") -> bool:
+        """Whether the container at this index is the same object in both."""
+        return self._containers[index] is other._containers[index]
 
-    def changes(self, places: Iterable[int]) -> list[Any]:
+    def changes(self, indices: Iterable[int]) -> list[Any]:
         """The contents of these containers now, with references to previous items and to the containers."""
-        return [self._change(place) for place in places if place < len(self._containers)]
+        return [self._change(index) for index in indices if index < len(self._containers)]
 
-    def _change(self, place: int) -> Any:
-        holder, held = self._before[place]
+    def _change(self, index: int) -> Any:
+        holder, held = self._before[index]
         old = {id(value): key for key, value in _items(held)}
 
         def named(value: Any) -> Any:
@@ -104,10 +103,10 @@ class ContainerSnapshot(Snapshot):
 
         return _mapped(holder.read(holder.thing), named)
 
-    def repeat(self, places: Iterable[int], changes: Iterable[Any]) -> None:
+    def repeat(self, indices: Iterable[int], changes: Iterable[Any]) -> None:
         """Apply the result of :meth:`changes` of another call."""
-        for place, changed in zip(places, changes, strict=True):
-            holder, held = self._before[place]
+        for index, changed in zip(indices, changes, strict=True):
+            holder, held = self._before[index]
 
             def value_of(value: Any, held: Any = held) -> Any:
                 return held[value.key] if isinstance(value, PreviousItem) else self.from_refs(value)
@@ -120,12 +119,12 @@ class ContainerSnapshot(Snapshot):
 
     def to_refs(self, tree: Any) -> Any:
         """``tree`` with these containers replaced by :class:`ContainerRef`."""
-        places = {id(container): place for place, container in enumerate(self._containers)}
-        return _replaced(tree, lambda part: id(part) in places, lambda part: ContainerRef(places[id(part)]))
+        indices = {id(container): index for index, container in enumerate(self._containers)}
+        return _replaced(tree, lambda part: id(part) in indices, lambda part: ContainerRef(indices[id(part)]))
 
     def from_refs(self, tree: Any) -> Any:
         """``tree`` with :class:`ContainerRef` replaced by these containers."""
-        return _replaced(tree, lambda part: isinstance(part, ContainerRef), lambda part: self._containers[part.place])
+        return _replaced(tree, lambda part: isinstance(part, ContainerRef), lambda part: self._containers[part.index])
 
 
 def _containers(tree: Any) -> list[tuple[Holder, Contents]]:
@@ -192,16 +191,16 @@ def _fields(record: Any) -> list[tuple[str, Any]]:
     return list(vars(record).items())
 
 
-def _opened(tree: Any) -> Any:
+def _with_records(tree: Any) -> Any:
     return pytree.tree_map(lambda leaf: _Record(leaf) if _is_record(leaf) else leaf, tree)
 
 
-def _take_apart(opened: _Record) -> tuple[list[Any], tuple[type, tuple[str, ...]]]:
-    found = _fields(opened.record)
-    return [_opened(value) for _, value in found], (type(opened.record), tuple(name for name, _ in found))
+def _flatten_record(wrapped: _Record) -> tuple[list[Any], tuple[type, tuple[str, ...]]]:
+    found = _fields(wrapped.record)
+    return [_with_records(value) for _, value in found], (type(wrapped.record), tuple(name for name, _ in found))
 
 
-def _put_together(values: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
+def _unflatten_record(values: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
     record_type, names = context
     # Without __init__ and __post_init__: the fields are complete.
     record: Any = object.__new__(record_type)
@@ -210,4 +209,4 @@ def _put_together(values: Iterable[Any], context: tuple[type, tuple[str, ...]]) 
     return record
 
 
-pytree.register_pytree_node(_Record, _take_apart, _put_together)
+pytree.register_pytree_node(_Record, _flatten_record, _unflatten_record)

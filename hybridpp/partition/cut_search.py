@@ -20,7 +20,7 @@ class Segments:
 
     Args:
         trace: of the forward.
-        ends: the places of the calls that end them, in order; what follows the last belongs to it.
+        ends: indices of the calls that end them, in order; later calls belong to the last segment.
         names: of all parameters; those that nothing uses belong to the first.
     """
 
@@ -44,7 +44,7 @@ class BudgetedCutSearch:
     """Finds the cut with the cheapest most expensive stage among those within the memory limit.
 
     Where each rank runs one stage, that is the best there is. Where ranks run several, which of them fit together
-    cannot be said of one alone: few cuts are all looked at, of many those near the best by cost and by memory.
+    cannot be decided for one stage: few cuts are all compared; of many, those near the best by cost and by memory.
 
     Args:
         costs: of each segment.
@@ -110,21 +110,21 @@ class BudgetedCutSearch:
         held = dict.fromkeys(ranks, 0.0)
         for rank, (start, end) in zip(ranks, pairwise((0, *ends)), strict=True):
             held[rank] += own(start, end)
-        for size, places in shared:
-            for rank in {ranks[bisect_right(ends, place)] for place in places}:
+        for size, segments in shared:
+            for rank in {ranks[bisect_right(ends, segment)] for segment in segments}:
                 held[rank] += size
         return max(held.values())
 
     @cached_property
     def _alone_and_shared(self) -> tuple[Interval, list[tuple[int, list[int]]]]:
         """What parameters of one segment alone take; each other one's size, with its segments."""
-        places: dict[str, list[int]] = {}
-        for place, names in enumerate(self._segments.names):
+        segments_of: dict[str, list[int]] = {}
+        for segment, names in enumerate(self._segments.names):
             for name in names:
-                places.setdefault(name, []).append(place)
+                segments_of.setdefault(name, []).append(segment)
         own = [0] * len(self._costs)
         shared = []
-        for name, at in places.items():
+        for name, at in segments_of.items():
             if len(at) == 1:
                 own[at[0]] += self._held.sizes[name]
             else:

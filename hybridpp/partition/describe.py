@@ -60,7 +60,7 @@ def describe_cut(
     dtypes: Mapping[int, torch.dtype] | None = None,
     held: MemoryBudget | None = None,
 ) -> tuple[StageSummary, ...]:
-    """The stages that ``model`` would be cut into; it is left as it was found.
+    """The stages that ``model`` would be cut into; it is not changed.
 
     Args:
         model: also on the meta device.

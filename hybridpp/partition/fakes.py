@@ -16,18 +16,18 @@ class Fakes:
     """A fake for every parameter and buffer of a model; nothing is allocated.
 
     The model itself is traced, not a copy: whatever was done to the instance (a patched forward, hooks) counts. It may
-    be stripped of tensors later; the fakes still know all of them.
+    be pruned later; there are fakes for all of its tensors still.
 
     Args:
         model: on any device, also the meta device.
         device: device of the fakes.
-        dtypes: of the fakes that stand for tensors which will be cast, by the tensor's ``id``.
+        dtypes: of the fakes of tensors that will be cast, by the tensor's ``id``.
 
     Attributes:
         names: the name of each fake parameter, by ``id``; a tied parameter has its first name.
         parameters: the fake parameters.
         buffers: the fake buffers.
-        originals: the buffers that they stand for, by ``id`` of the fake.
+        originals: the buffers of the fakes, by ``id`` of the fake.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtypes: Mapping[int, torch.dtype]):
@@ -50,27 +50,27 @@ class Fakes:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model holds the fakes; afterwards all that its modules held before."""
+        """Inside, the model holds the fakes; afterwards, what it held before."""
         with preserved_modules(self._model):
             for module, key, fake in self._slots:
-                # What was pruned must be found among the parameters and buffers again. Anew, also what is there: all of
-                # a module's tensors come in the order they were registered in.
-                del _place(module, key)[key]
-                home: dict[str, Any] = parameters_of(module) if isinstance(fake, nn.Parameter) else buffers_of(module)
-                home[key] = fake
+                # Pruned tensors are plain attributes, and must be parameters or buffers again. All are set anew, so
+                # that a module's tensors have the order in which they were registered.
+                del _owning_dict(module, key)[key]
+                owner: dict[str, Any] = parameters_of(module) if isinstance(fake, nn.Parameter) else buffers_of(module)
+                owner[key] = fake
             yield
 
     def renew(self) -> None:
         """Update the fakes of buffers that the forward has replaced, such as tables that grow with the inputs."""
         is_new = False
-        for number, (module, key, fake) in enumerate(self._slots):
-            buffer = _place(module, key)[key]
-            known = self.originals.get(id(fake))
-            if known is None or buffer is known or not isinstance(buffer, Tensor):
+        for index, (module, key, fake) in enumerate(self._slots):
+            buffer = _owning_dict(module, key)[key]
+            original = self.originals.get(id(fake))
+            if original is None or buffer is original or not isinstance(buffer, Tensor):
                 continue
             if buffer.shape != fake.shape:
                 fake = fake_like(self._mode, buffer, fake.dtype, self._device)
-                self._slots[number] = (module, key, fake)
+                self._slots[index] = (module, key, fake)
                 is_new = True
             self.originals[id(fake)] = buffer
         if is_new:
@@ -79,7 +79,7 @@ class Fakes:
             self.originals = {id(fake): self.originals[id(fake)] for fake in self.buffers}
 
 
-# The entries (of 1 to 2 KB) of a process that torch's cache of what operations do to fakes may grow to.
+# Largest number of entries (of 1 to 2 KB) in torch's cache of the results of operations on fakes, per process.
 _MAX_CACHED = 8192
 
 
@@ -91,21 +91,21 @@ def bound_cache() -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress torch's log of what fakes do not support: it also raises, and the trace has a fallback."""
+    """Suppress torch's log of operations that fakes do not support: torch also raises, and the trace has a fallback."""
     log = FAKE_TENSOR_LOG
 
-    # One of its own for each: in-process ranks take turns in here, and do not leave in the order they came.
-    def nothing(record: logging.LogRecord) -> bool:
+    # A filter for each caller: in-process ranks take turns here, and leave in another order than they entered.
+    def drop(record: logging.LogRecord) -> bool:
         return False
 
-    log.addFilter(nothing)
+    log.addFilter(drop)
     try:
         yield
     finally:
-        log.removeFilter(nothing)
+        log.removeFilter(drop)
 
 
-def _place(module: nn.Module, key: str) -> dict[str, Any]:
-    """Where a tensor of a module is kept: what was stripped is a plain attribute."""
-    places: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module), module.__dict__)
-    return next(place for place in places if key in place)
+def _owning_dict(module: nn.Module, key: str) -> dict[str, Any]:
+    """The dict that holds a tensor of a module: a pruned tensor is a plain attribute."""
+    dicts: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module), module.__dict__)
+    return next(held for held in dicts if key in held)

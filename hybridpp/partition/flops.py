@@ -10,19 +10,19 @@ from hybridpp.nn.torch_private import ATTENTION_OPS, GROUPED_MM, OpOverload, Tor
 
 
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
-    """Counts all FLOPs, also of what torch's counter omits: attention on the CPU, and grouped matrix products.
+    """Counts all FLOPs, also those that torch's counter omits: attention on the CPU, and grouped matrix products.
 
-    Torch's counter (2.13) takes a third of the time that a block takes on fakes, nearly all of it for operators that it
-    does not count. It is left those that are made of others. Its count for attention refuses fewer heads of keys than
-    of queries, so all attention is counted here.
+    Torch's counter (2.13) takes a third of the time of a block on fakes, nearly all of it for operators that it does
+    not count, so it gets composite operators only. Its count for attention refuses fewer heads of keys than of
+    queries, so all attention is counted here.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch
-        self._torchs = FlopCounterMode(display=False, custom_mapping=_COUNTS)
-        self._torchs.mod_tracker = _OneModule()  # type: ignore[assignment]  # all that the counter reads of a tracker
+        self._torch_counter = FlopCounterMode(display=False, custom_mapping=_COUNTS)
+        self._torch_counter.mod_tracker = _OneModule()  # type: ignore[assignment]  # all that the counter reads of a tracker
         self._total = 0
 
     def get_total_flops(self) -> int:
@@ -35,11 +35,11 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         kwargs = kwargs or {}
         kind = _KINDS.get(func)
         if kind is None:
-            kind = _KINDS[func] = _kind(func, self._torchs)
+            kind = _KINDS[func] = _kind(func, self._torch_counter)
         if kind is _COMPOSITE:
-            with self._torchs:
+            with self._torch_counter:
                 result = func(*args, **kwargs)
-            self._total += self._torchs.get_total_flops()
+            self._total += self._torch_counter.get_total_flops()
             return result
         result = func(*args, **kwargs)
         if kind is not _FREE:
@@ -48,7 +48,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
 
 class _OneModule:
-    """Stands for torch's tracker of the module that runs, whose hooks take longer than the counting."""
+    """Replaces torch's tracker of the module that runs, whose hooks take longer than the counting."""
 
     parents = frozenset({"Global"})
 
@@ -67,7 +67,7 @@ def _kind(func: Any, torchs: FlopCounterMode) -> Callable[..., int]:
 
 
 def _COMPOSITE(*_: Any, **__: Any) -> int:
-    raise AssertionError("what an operator is made of is counted, not the operator")
+    raise AssertionError("a composite operator is counted by its parts")
 
 
 def _FREE(*_: Any, **__: Any) -> int:
@@ -82,11 +82,11 @@ def _attention_flops(
 
 
 def _grouped_flops(first_shape: Sequence[int], second_shape: Sequence[int], *_: Any, **__: Any) -> int:
-    # Groups are along a dimension of both, or share out the columns of the second alone.
+    # Groups are along a dimension of both, or divide the columns of the second only.
     repeated = first_shape[0] if len(first_shape) > len(second_shape) else 1
     return 2 * math.prod(first_shape) * second_shape[-1] // repeated
 
 
 _COUNTS = dict.fromkeys(ATTENTION_OPS, _attention_flops) | {GROUPED_MM: _grouped_flops}
-# What each operator met so far counts; whether it does depends on torch alone.
+# The count of each operator seen so far; it depends on torch only.
 _KINDS: dict[Any, Callable[..., int]] = {}

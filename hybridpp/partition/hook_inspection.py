@@ -46,7 +46,7 @@ def only_observes(hook: Hook) -> bool:
 
 
 def feeds_container_code(hook: Hook, model: nn.Module) -> bool:
-    """Whether what a hook sees may enter the model's forward other than as the module's result.
+    """Whether values that a hook sees may enter the model's forward other than as the module's result.
 
     It refers to a module of the model, to an attribute of one, or to a context variable (by which transformers collects
     hidden states). Such a hook is container code: it runs on every stage.

@@ -30,29 +30,29 @@ _MAX_KNOWN = 1024
 class ModelHooks:
     """Classification of a model's hooks, and their treatment in a trace.
 
-    One that only looks, as its code shows, is not run. Any other may be part of what its module computes (a norm of the
-    weights, another format of the output), so it is run on fakes, or on placeholder values where it looks at values;
-    what it changes in Python's objects is undone afterwards.
+    A hook that only observes, judged by its code, is not run. Any other may be part of what its module computes (a norm
+    of the weights, another format of the output), so it is run on fakes, or on concrete values if it reads values. Its
+    changes of Python's objects are undone afterwards.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         # By id; the hooks are kept alive, so that ids stay unique.
-        self._glue: dict[int, tuple[Hook, bool]] = {}
+        self._container_code: dict[int, tuple[Hook, bool]] = {}
         self._run: dict[int, Hook] = {}
         self._changing: set[int] = set()
 
     @contextmanager
     def disabled_for_trace(self) -> Iterator[None]:
         """Disable or replace the hooks inside, for a trace."""
-        places = [held for held in _hook_dicts(self._model) if any(map(self._is_apart, held.values()))]
-        reach = Reachable(hook for held in places for hook in held.values() if self._is_apart(hook))
-        # The dicts are everybody's, so others may come or go meanwhile.
+        dicts = [held for held in _hook_dicts(self._model) if any(map(self._is_replaced, held.values()))]
+        reach = Reachable(hook for held in dicts for hook in held.values() if self._is_replaced(hook))
+        # Other code registers and removes hooks in the same dicts meanwhile.
         replaced = Replacements()
         try:
-            for held in places:
+            for held in dicts:
                 for key, hook in list(held.items()):
-                    if self._is_apart(hook):
+                    if self._is_replaced(hook):
                         stand_in = partial(_left_out, hook) if only_observes(hook) else HookOnFakes(hook, self._note)
                         replaced.put(held, key, stand_in)
             with reach.restored():
@@ -67,16 +67,16 @@ class ModelHooks:
 
     def is_container_code(self, hook: Hook) -> bool:
         """See :func:`feeds_container_code`."""
-        if id(hook) not in self._glue:
-            if len(self._glue) >= _MAX_KNOWN:
+        if id(hook) not in self._container_code:
+            if len(self._container_code) >= _MAX_KNOWN:
                 self._forget_gone()
-            self._glue[id(hook)] = hook, is_users(hook) and feeds_container_code(hook, self._model)
-        return self._glue[id(hook)][1]
+            self._container_code[id(hook)] = hook, is_users(hook) and feeds_container_code(hook, self._model)
+        return self._container_code[id(hook)][1]
 
     def _forget_gone(self) -> None:
         """Drop entries of removed hooks: a script may register new ones in every step."""
         there = {id(hook) for held in _hook_dicts(self._model) for hook in held.values()}
-        self._glue = {key: known for key, known in self._glue.items() if key in there}
+        self._container_code = {key: known for key, known in self._container_code.items() if key in there}
         self._run = {key: hook for key, hook in self._run.items() if key in there}
         self._changing &= there
 
@@ -86,7 +86,7 @@ class ModelHooks:
         after = [key for key, hook in forward_hooks_of(module).items() if self.is_container_code(hook)]
         return ContainerCodeHooks(module, before, after) if before or after else None
 
-    def _is_apart(self, hook: Hook) -> bool:
+    def _is_replaced(self, hook: Hook) -> bool:
         return is_users(hook) and not self.is_container_code(hook)
 
     def _note(self, hook: Hook, changed: bool) -> None:

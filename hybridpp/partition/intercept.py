@@ -27,7 +27,7 @@ class Interceptor(CallRouter):
 
     Attributes:
         units: their names.
-        hooks: what is known of the model's hooks.
+        hooks: the classification of the model's hooks.
     """
 
     def __init__(self, adapter: ModuleAdapter, layer: AdapterLayer, units: Iterable[str]):

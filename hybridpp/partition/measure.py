@@ -30,7 +30,7 @@ def unit_costs(
         trace: with FLOPs if ``balance`` is ``"flops"``.
         balance: ``"flops"`` of the forward, with parameters where there are none (an embedding); ``"parameters"``; or
             ``"time"``.
-        seconds: measures the calls, in the trace's order; called for ``"time"`` only, when the first cost is asked for.
+        seconds: measures the calls, in the trace's order; called for ``"time"`` only, when the first cost is needed.
     """
     if balance == "time":
 
@@ -42,7 +42,7 @@ def unit_costs(
         return lambda call: measured()[id(call)]
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     counts_flops = balance == "flops"
-    # Whole numbers: else rounding decides between equally good cuts, and Python's versions sum floats differently.
+    # Integers: floats would let rounding decide between equally good cuts, and Python's versions sum them differently.
     return lambda call: (call.flops if counts_flops else 0) + sum(sizes[name] for name in call.parameters)
 
 
@@ -80,7 +80,7 @@ def measure_seconds(
 ) -> list[float]:
     """Seconds of each unit call of the model's forward, the minimum of several runs.
 
-    The model is left as it was found, wherever its tensors are.
+    The model is not changed, on whatever device its tensors are.
 
     Args:
         model: the complete model; it must fit on ``device``.

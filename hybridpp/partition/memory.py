@@ -80,22 +80,22 @@ class MemoryBudget:
             return
         stages = [stage for stage, at in enumerate(self.ranks) if at == rank]
         which = f"stage{'s' if len(stages) > 1 else ''} {' and '.join(map(str, stages))} (rank {rank} of the pipeline)"
-        told = f"got memory_limit={format_bytes(self.limit)}"
+        limit_text = f"got memory_limit={format_bytes(self.limit)}"
         if least is None:
             raise PartitionError(
                 f"the parameters of {which} take {format_bytes(held[rank])}, with gradients and optimizer "
-                f"state: {told}. "
+                f"state: {limit_text}. "
                 "Choose another cut, or remove layers_per_stage, split_points and annotations."
             )
         raise PartitionError(
-            f"no cut within the memory limit was found: {told}, and in the one that needs least, {which} needs "
+            f"no cut within the memory limit was found: {limit_text}, and in the one that needs least, {which} needs "
             f"{format_bytes(least)} for parameters, gradients and optimizer state. Use memory_limit="
             f"'{format_bytes(least).replace(' ', '')}' or more, or raise pp_size or tp_size."
         )
 
 
 def imbalance(names: Sequence[set[str]], numbers: Mapping[str, int]) -> tuple[int, float] | None:
-    """The stage that holds most of the parameters, and how many times their mean, if that is more than three times it.
+    """The stage that holds most of the parameters, and the ratio to the mean, if that is above three.
 
     Args:
         names: of what each stage holds.

@@ -43,8 +43,8 @@ def lists_of_blocks(prefix: str, module: nn.Module, share: float, idle: Collecti
     Args:
         prefix: name of ``module``.
         module: where to look.
-        share: of the largest list's parameters, which a list needs to be a big one.
-        idle: parameters that do not count, by ``id``; what holds such only is left out.
+        share: of the largest list's parameters that a large list holds at least.
+        idle: parameters that do not count, by ``id``; modules that hold only such parameters are left out.
     """
     lists = [(name, found) for name, found in outermost_lists(prefix, module) if not is_idle(found, idle)]
     sizes = [num_parameters(found, idle) for _, found in lists]

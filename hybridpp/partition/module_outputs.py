@@ -14,7 +14,7 @@ AttributeKey: TypeAlias = tuple[str, str]
 """An attribute: the module's name inside the unit, and the attribute's name."""
 
 AttributeSlot: TypeAlias = tuple[dict[str, Any], str, Any]
-"""Where an attribute is kept, its name, and a value for it."""
+"""The dict that holds an attribute, its name, and a value for it."""
 
 MODULE_INTERNALS = frozenset(vars(nn.Module()))
 
@@ -47,7 +47,7 @@ class AttributeSnapshot:
         return {key: found[key] for key in sorted(found)}
 
     def has_changed(self) -> bool:
-        """Whether any is something else now, tensors or not; a container that holds something else is none."""
+        """Whether an attribute is another object now, tensor or not; changed contents of a container do not count."""
         return any(
             value is not self._before[path].get(name, MISSING) or len(held) != len(self._before[path])
             for path, part in self._parts.items()
@@ -56,7 +56,7 @@ class AttributeSnapshot:
         )
 
     def before(self, keys: Iterable[AttributeKey]) -> "list[AttributeSlot]":
-        """Where these are kept, and what they were; without buffers."""
+        """The slots of these attributes, with their values before; without buffers."""
         slots = [(self._parts[path].__dict__, name, self._before[path].get(name, MISSING)) for path, name in keys]
         return [
             slot for slot, (path, name) in zip(slots, keys, strict=True) if name not in buffers_of(self._parts[path])
@@ -95,7 +95,7 @@ class AttributeDelta:
         return attributes_now(self._module.get_submodule(key[0])).get(key[1])
 
     def now(self) -> tuple[dict[AttributeKey, Any], dict[AttributeKey, Any]]:
-        """Their values now, and the changes of lists and dicts."""
+        """The attributes' values now, and the changes of lists and dicts."""
         changes = {key: (given.changes([0]) or [None])[0] for key, given in self._lists.items()}
         return {key: self._value(key) for key in self._keys}, changes
 
@@ -119,5 +119,5 @@ def attributes_now(module: nn.Module) -> dict[str, Any]:
 
 
 def owning_dict(module: nn.Module, name: str) -> dict[str, Any]:
-    """Where a module keeps one of them."""
+    """The dict that holds an attribute of a module."""
     return buffers_of(module) if name in buffers_of(module) else vars(module)

@@ -16,7 +16,7 @@ _CLOSED = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
 
 
 class RemoteObject:
-    """Stands for an object with tensors that a unit of another stage returned; any use of it raises an error."""
+    """Replaces an object with tensors that a unit of another stage returned; any use of it raises an error."""
 
     def __init__(self, unit: str, thing: Any):
         vars(self)["_text"] = (

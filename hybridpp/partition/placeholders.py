@@ -1,4 +1,4 @@
-"""Placeholders: what stands for values that a stage has not received and does not need."""
+"""Placeholders for values that a stage has not received and does not need."""
 
 import torch
 from torch import Tensor

@@ -21,13 +21,13 @@ class CutPoint(NamedTuple):
 
 
 def block_ends(trace: Trace, blocks: Sequence[str]) -> list[int]:
-    """The places of the calls of blocks, after each of which a stage can end."""
-    return [place for place, call in enumerate(trace.calls) if call.name in set(blocks)]
+    """Indices of the calls of blocks, after each of which a stage can end."""
+    return [index for index, call in enumerate(trace.calls) if call.name in set(blocks)]
 
 
-def cut_after(trace: Trace, places: Iterable[int]) -> tuple[CutPoint, ...]:
-    """The cut after the calls at these places."""
-    return tuple(CutPoint(trace.calls[place].name, trace.calls[place].occurrence) for place in places)
+def cut_after(trace: Trace, indices: Iterable[int]) -> tuple[CutPoint, ...]:
+    """The cut after the calls with these indices."""
+    return tuple(CutPoint(trace.calls[index].name, trace.calls[index].occurrence) for index in indices)
 
 
 def cut_at_counts(trace: Trace, ends: Sequence[int], counts: Sequence[int]) -> tuple[CutPoint, ...]:
@@ -166,7 +166,7 @@ def stage_plan(
     """
     last_use: dict[Value, int] = {}
     for sources, at in (
-        *((call.sources, place) for call, place in zip(trace.calls, stages, strict=True)),
+        *((call.sources, at_stage) for call, at_stage in zip(trace.calls, stages, strict=True)),
         (trace.result_sources, stages[-1]),
     ):
         for source in sources:

@@ -28,10 +28,10 @@ def refined(
 
     Args:
         model: to be cut.
-        num_stages: into which; None: as finely as it can be, for whatever number.
+        num_stages: number of stages; None: the finest cut, for any number of stages.
         share: of the largest list, see :func:`lists_of_blocks`.
         idle: parameters that do not count, by ``id``.
-        uncalled: names of modules that the forward never calls: what is in them is called by others.
+        uncalled: names of modules that the forward never calls: their children are called instead.
     """
     blocks = _parts("", model, share, idle)
     blocks = [part for name in blocks for part in (name in uncalled and _opened(model, name, share, idle)) or [name]]
@@ -53,15 +53,15 @@ def refined(
 def _split_largest(
     model: nn.Module, blocks: list[str], share: float, idle: Collection[int], total: int
 ) -> list[str] | None:
-    """The blocks with the largest that can be split replaced by its parts; None where none can, or none needs to be.
+    """The blocks, with the largest one that can be split replaced by its parts; None: no block can or need be split.
 
     Args:
         model: of the blocks.
         blocks: their names.
         share: of the largest list.
         idle: parameters that do not count.
-        total: of the model's parameters, where blocks are enough: only one that holds more than half of them, and is
-            not one of many of its kind, is split; 0: there are too few.
+        total: number of the model's parameters, if there are enough blocks: then only a block is split that holds more
+            than half of them and is not one of many of its kind; 0: there are too few blocks.
     """
     candidates = []
     for index, name in enumerate(blocks):
@@ -79,7 +79,7 @@ def _split_largest(
 
 
 def _opened(model: nn.Module, name: str, share: float, idle: Collection[int]) -> list[str]:
-    """What a block may be replaced by: what is in its lists, or its children where it is no member of a list itself."""
+    """The blocks that may replace a block: those in its lists, or its children if it is no member of a list."""
     if is_compiled(model.get_submodule(name)):
         return []
     find = _parts if _is_apart(model, name) else lists_of_blocks
@@ -104,7 +104,7 @@ def _is_apart(model: nn.Module, name: str) -> bool:
 def _parts(prefix: str, module: nn.Module, share: float, idle: Collection[int]) -> list[str]:
     """The members of a module's big lists, where those hold most of its layers; else its children as well.
 
-    A module that wraps a single one is not there: what counts are the parts of that.
+    A module that wraps a single module counts as that module.
     """
     listed = lists_of_blocks(prefix, module, share, idle)
     if listed and not _is_mostly_outside_of_lists(module):

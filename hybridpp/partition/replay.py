@@ -18,7 +18,7 @@ class Replay:
 
     Args:
         calls: what the stage's forward recorded.
-        run: a stage run of the same stage and micro-batch that was not run.
+        run: another stage run of the same stage and micro-batch, not used yet.
         device: the stage's device.
     """
 
@@ -31,8 +31,8 @@ class Replay:
 
     def __call__(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = self._find(name)
-        if found is not None and not self._inside and not self._run.is_own(found.place):
-            output = self._run.remote_result(found.place, (args, kwargs))
+        if found is not None and not self._inside and not self._run.is_own(found.call_index):
+            output = self._run.remote_result(found.call_index, (args, kwargs))
             seed_stream(found.seed_after, 0, self._device)
             return output
         before, self._inside = self._inside, True

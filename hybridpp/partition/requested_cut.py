@@ -61,13 +61,13 @@ def stage_numbers_of(model: nn.Module) -> dict[str, int]:
 
 def _on_one_stage(model: nn.Module, marked: Mapping[str, int]) -> list[str]:
     """The outermost annotated modules with one stage; lists are excluded, because they have no forward."""
-    whole = [
+    on_one_stage = [
         name
         for name in marked
         if len({marked[inner] for inner in marked if _within(inner, name)}) == 1
         and not isinstance(model.get_submodule(name), nn.ModuleList | nn.ModuleDict)
     ]
-    return [name for name in whole if not any(_within(name, outer) for outer in whole if outer != name)]
+    return [name for name in on_one_stage if not any(_within(name, outer) for outer in on_one_stage if outer != name)]
 
 
 def _within(inner: str, outer: str) -> bool:
@@ -87,10 +87,10 @@ def check_single_stage(config: PartitionConfig) -> None:
     """
     num_stages = len(config.layers_per_stage or [0])
     if config.split_points or num_stages > 1:
-        asked = f"split_points={dict(config.split_points)}" if config.split_points else ""
+        setting = f"split_points={dict(config.split_points)}" if config.split_points else ""
         raise PartitionError(
             "one stage is not cut: got "
-            f"{asked or f'layers_per_stage={list(config.layers_per_stage or [])}'} with pp_size=1. Leave it out, or "
+            f"{setting or f'layers_per_stage={list(config.layers_per_stage or [])}'} with pp_size=1. Leave it out, or "
             "raise pp_size."
         )
 
@@ -114,27 +114,27 @@ def _by_counts(trace: Trace, blocks: Sequence[str], num_stages: int, counts: Seq
 
 
 def _by_names(trace: Trace, num_stages: int, points: Mapping[str, str]) -> tuple[CutPoint, ...]:
-    places = []
+    ends = []
     for inner, outer in permutations(points, 2):
         if _within(inner, outer):
             raise PartitionError(
                 f"a module and a module inside it cannot both be split points: got {outer!r} and {inner!r}. Remove one."
             )
     for name, side in points.items():
-        called = [place for place, call in enumerate(trace.calls) if call.name == name]
+        called = [index for index, call in enumerate(trace.calls) if call.name == name]
         if not called:
             raise PartitionError(f"the forward does not call {name!r}, so it cannot be cut there. Name another module.")
-        place = called[0] - 1 if side == "before" else called[-1]
-        if not 0 <= place < len(trace.calls) - 1:
+        index = called[0] - 1 if side == "before" else called[-1]
+        if not 0 <= index < len(trace.calls) - 1:
             raise PartitionError(f"nothing runs {side} {name!r}, so a cut there leaves a stage empty. Remove it.")
-        places.append(place)
-    if len(set(places)) != num_stages - 1:
+        ends.append(index)
+    if len(set(ends)) != num_stages - 1:
         raise PartitionError(
-            f"split points give one stage more than there are points: got {len(set(places))} different ones "
+            f"split points give one stage more than there are points: got {len(set(ends))} different ones "
             f"({', '.join(f'{side} {name}' for name, side in points.items())}), {num_stages} stages. "
-            f"Give {num_stages - 1}, or use pp_size={len(set(places)) + 1}."
+            f"Give {num_stages - 1}, or use pp_size={len(set(ends)) + 1}."
         )
-    return cut_after(trace, sorted(places))
+    return cut_after(trace, sorted(ends))
 
 
 def _by_stage_numbers(trace: Trace, num_stages: int, numbers: Mapping[str, int]) -> tuple[CutPoint, ...]:
@@ -145,7 +145,7 @@ def _by_stage_numbers(trace: Trace, num_stages: int, numbers: Mapping[str, int])
         )
     last_of: dict[int, int] = {}
     latest = 0
-    for place, call in enumerate(trace.calls):
+    for index, call in enumerate(trace.calls):
         around = [name for name in numbers if _within(call.name, name)]
         if not around:
             continue
@@ -156,7 +156,7 @@ def _by_stage_numbers(trace: Trace, num_stages: int, numbers: Mapping[str, int])
                 f"module of stage {latest}. Set it to {latest} or more."
             )
         latest = stage
-        last_of[stage] = place
+        last_of[stage] = index
     missing = [stage for stage in range(num_stages) if stage not in last_of]
     if missing:
         raise PartitionError(f"the forward calls no module of stage {missing[0]}. Set pipeline_stage on one it calls.")

@@ -33,7 +33,7 @@ class AttributeReset(NamedTuple):
 
     @property
     def as_before(self) -> bool:
-        """Whether the attribute and its contents end as they began."""
+        """Whether the attribute and its contents are the same at the end as at the start."""
         return self.value is _AS_BEFORE
 
 
@@ -52,7 +52,7 @@ class _AttributeValue(NamedTuple):
 
     @property
     def is_constant(self) -> bool:
-        """Whether it is a typical reset value; a number is none, as it may be a count."""
+        """Whether it is a typical reset value; a number is not, as it may be a count."""
         return (
             self.value is MISSING
             or self.value is None
@@ -72,7 +72,7 @@ class _State:
     def __getitem__(self, name: str) -> _AttributeValue:
         return _AttributeValue(self.attributes.get(name, MISSING), self._contents.get(name))
 
-    def is_that_of(self, other: "_State") -> bool:
+    def equals(self, other: "_State") -> bool:
         """Whether both hold the very same objects."""
         return is_same(self.attributes, other.attributes) and all(
             map(is_same, self._contents.values(), other._contents.values())
@@ -118,7 +118,7 @@ class ResetSearch:
         """The resets of the rest of the forward, per cut; call it after the forward.
 
         Raises:
-            PartitionError: container code put a new tensor there, which only it can compute.
+            PartitionError: container code set an attribute to a new tensor, which only that code can compute.
         """
         if not self._cuts:
             return ()
@@ -155,7 +155,7 @@ class ResetSearch:
         changed = {}
         for path, part in self._parts.items():
             before, now = self._before[path], _State(part)
-            if now.is_that_of(before):
+            if now.equals(before):
                 continue
             for name in before.attributes | now.attributes:
                 held = now[name]
@@ -165,7 +165,7 @@ class ResetSearch:
 
 
 class AttributeResetter:
-    """Applies the resets of the rest of the forward to a stage's model when it leaves the forward.
+    """Applies the resets of the rest of the forward to a stage's model when the stage leaves the forward.
 
     Args:
         model: before the forward.

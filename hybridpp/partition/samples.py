@@ -17,8 +17,8 @@ def make_samples(
 ) -> list[dict[str, Tensor]]:
     """Sample batches with the sizes of the model's configuration; all elements of a tensor are equal.
 
-    The first has its main input alone; for a model of text and images another one has both, for one of videos another
-    one has frames. The caller tries which of them the forward runs on.
+    The first sample has the model's main input only. For a model of text and images, a second one has both; for a model
+    of videos, a second one has frames. The caller tries which of them the forward runs on.
 
     Args:
         model: of the transformers library.
@@ -52,7 +52,7 @@ class _Maker:
             "input_features": self._spectrum,
             "input_values": self._sound,
         }
-        # Of several inputs, the text alone.
+        # If there are several inputs, only the text.
         named = (_TEXT, self._main, *kinds)
         name = next((name for name in named if name in self._takes), self._main)
         if name not in kinds:
@@ -68,11 +68,11 @@ class _Maker:
         return batch
 
     def with_image(self) -> list[dict[str, Tensor]]:
-        both = {_TEXT, "pixel_values"} <= self._takes
-        return [{**self.main(), "pixel_values": self._image()}] if both else []
+        takes_both = {_TEXT, "pixel_values"} <= self._takes
+        return [{**self.main(), "pixel_values": self._image()}] if takes_both else []
 
     def with_frames(self) -> list[dict[str, Tensor]]:
-        """Videos, where those go by the name of images."""
+        """Videos, if their input has the name of images."""
         frames = self._find("num_frames", "frames_per_clip") if "pixel_values" in self._takes else None
         return [{"pixel_values": self._video()}] if frames else []
 
@@ -88,14 +88,14 @@ class _Maker:
         return self._zeros(frames, self._number("num_channels", "in_channels", default=3), *self._sides())
 
     def _sides(self) -> tuple[int, int]:
-        found = self._find("image_size", "img_size", "input_size") or 224
-        height, width = found if isinstance(found, list | tuple) else (found, found)
+        size = self._find("image_size", "img_size", "input_size") or 224
+        height, width = size if isinstance(size, list | tuple) else (size, size)
         return height, width
 
     def _spectrum(self) -> Tensor:
         bins = self._number("num_mel_bins", "feature_size", "input_feat_per_channel", default=80)
         frames = 2 * self._number("max_source_positions", default=512)
-        # Convolutions over time want the bins first.
+        # Convolutions over time need the bins first.
         return self._zeros(bins, frames) if "conv1" in self._submodules else self._zeros(frames, bins)
 
     def _sound(self) -> Tensor:

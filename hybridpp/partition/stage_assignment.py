@@ -55,15 +55,15 @@ class StageAssignment:
     tracer: Tracer | None = None
     cut: tuple[CutPoint, ...] = ()
 
-    def units_of_others(self, mine: Sequence[int]) -> set[str]:
+    def units_of_others(self, own_stages: Sequence[int]) -> set[str]:
         """Units that no stage of this rank calls; one that is never called belongs to stage 0, like its parameters."""
-        return {unit for unit, stages in self.callers.items() if not (stages or {0}) & set(mine)}
+        return {unit for unit, stages in self.callers.items() if not (stages or {0}) & set(own_stages)}
 
-    def parameters_of_others(self, mine: Sequence[int]) -> list[str]:
+    def parameters_of_others(self, own_stages: Sequence[int]) -> list[str]:
         """Names of the parameters that no stage of this rank holds."""
-        return [name for name, stages in self.owners.items() if not set(stages).intersection(mine)]
+        return [name for name, stages in self.owners.items() if not set(stages).intersection(own_stages)]
 
-    def plans(self, mine: Sequence[int], arguments: CallArguments, sharding: BoundarySharding | None) -> Plans:
+    def plans(self, own_stages: Sequence[int], arguments: CallArguments, sharding: BoundarySharding | None) -> Plans:
         """The plans of this rank's stages for such arguments, which are traced; for two stages or more.
 
         Raises:
@@ -79,7 +79,7 @@ class StageAssignment:
                     f"for this input, stage {min(missing)} needs parameter {name!r}, which was given to stage "
                     f"{self.owners[name][0]} at boost. Boost with a sample that uses it there."
                 )
-        return {stage: stage_plan(trace, stages, stage, sharding) for stage in mine}
+        return {stage: stage_plan(trace, stages, stage, sharding) for stage in own_stages}
 
 
 def one_stage(adapter: ModuleAdapter, staging: StagingOptions) -> StageAssignment:
@@ -156,7 +156,7 @@ def _choose_cut(
     staging: StagingOptions,
 ) -> tuple[CutPoint, ...]:
     def seconds() -> list[float]:
-        # One rank's clock decides, or the ranks would cut in different places.
+        # One rank's clock decides, or the ranks would choose different cuts.
         return staging.broadcast(measure_seconds(model, found.interceptor, sample, device, staging.dtypes))
 
     costs = unit_costs(model, found.trace, staging.partition.balance, seconds)
@@ -188,7 +188,7 @@ def _warn_of_imbalance(model: nn.Module, trace: Trace, stages: tuple[int, ...], 
     stage, times = found
     get_dist_logger().warning(
         f"stage {stage} of {type(model).__name__} holds {times:.1f} times as many parameters as the mean of "
-        f"the {len(held)} stages, as that shares out {config.balance} best. Where memory is "
+        f"the {len(held)} stages, because that balances {config.balance} best. Where memory is "
         'short, use balance="parameters", memory_limit= or layers_per_stage=.',
         ranks=[0],
     )

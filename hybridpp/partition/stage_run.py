@@ -28,9 +28,9 @@ class StageDone(BaseException):
 
 
 class CheckpointedCall(NamedTuple):
-    """A unit call that activation checkpointing may repeat: its position, and the random seed after it."""
+    """A unit call that activation checkpointing may repeat: its index, and the random seed after it."""
 
-    place: int
+    call_index: int
     seed_after: int
 
 
@@ -40,13 +40,13 @@ class StageRun:
     Args:
         plan: of the stage.
         received: the values of ``plan.incoming``.
-        placeholders: for the rest.
+        placeholders: for values that were not received.
         rng: of the forward.
         modules: the units, by name.
         sharding: of ``plan.sharded``.
 
     Attributes:
-        checkpointed_calls: what activation checkpointing may call again, by unit and random seed.
+        checkpointed_calls: the calls that activation checkpointing may repeat, by unit and random seed.
         deltas: attributes that were set on modules of other stages' units, to be undone.
         watch: wraps the calls of own units, for diagnosis.
     """
@@ -78,32 +78,32 @@ class StageRun:
     def __call__(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inside:
             return forward(*args, **kwargs)
-        place = self._next
+        index = self._next
         self._next += 1
-        call = self._expect(place, name)
+        call = self._expect(index, name)
         if self.watch is not None:
             forward = functools.partial(self.watch, name, forward)
         if call is None or not call.checkpointed:
-            return self._run(call, place, forward, (args, kwargs))
+            return self._run(call, index, forward, (args, kwargs))
         seed = torch.default_generator.initial_seed()
         try:
-            return self._run(call, place, forward, (args, kwargs))
+            return self._run(call, index, forward, (args, kwargs))
         finally:
-            self.checkpointed_calls[name, seed] = CheckpointedCall(place, torch.default_generator.initial_seed())
+            self.checkpointed_calls[name, seed] = CheckpointedCall(index, torch.default_generator.initial_seed())
 
-    def _run(self, call: UnitCall | None, place: int, forward: Forward, inputs: CallArguments) -> Any:
-        if call is not None and not self.is_own(place):
+    def _run(self, call: UnitCall | None, index: int, forward: Forward, inputs: CallArguments) -> Any:
+        if call is not None and not self.is_own(index):
             self._rng.skip(call.inner)
-            return self.remote_result(place, inputs)
-        if call is None or place not in self._plan.calls_with_outgoing:
+            return self.remote_result(index, inputs)
+        if call is None or index not in self._plan.calls_with_outgoing:
             output = self._local(forward, *inputs)
         else:
-            output = self._run_with_outgoing(call, place, forward, inputs)
-        if call is not None and place == self._plan.last_local:
+            output = self._run_with_outgoing(call, index, forward, inputs)
+        if call is not None and index == self._plan.last_local:
             raise StageDone
         return output
 
-    def _run_with_outgoing(self, call: UnitCall, place: int, forward: Forward, inputs: CallArguments) -> Any:
+    def _run_with_outgoing(self, call: UnitCall, index: int, forward: Forward, inputs: CallArguments) -> Any:
         """Run an own unit whose result contains outgoing values."""
         # Before the unit runs, because it may write to its arguments' containers.
         arguments = [] if call.is_simple else tensors_in(inputs)
@@ -111,11 +111,11 @@ class StageRun:
         deltas = self._delta_of(call)
         output = self._local(forward, *inputs)
         if call.is_simple and isinstance(output, Tensor):
-            self._keep_leaf(call, Value(place, 0), output)
+            self._keep_leaf(call, Value(index, 0), output)
             return output
         returned = given.to_refs(output) if call.uses_refs else output
         assigned = deltas.now() if deltas else ({}, {})
-        self._keep(call, place, (returned, given.changes(call.changed), *assigned), arguments)
+        self._keep(call, index, (returned, given.changes(call.changed), *assigned), arguments)
         return output
 
     def _delta_of(self, call: UnitCall) -> AttributeDelta | None:
@@ -123,16 +123,16 @@ class StageRun:
             return None
         return AttributeDelta(self._modules[call.name], call.assigned, call.appended)
 
-    def _expect(self, place: int, name: str) -> UnitCall | None:
+    def _expect(self, index: int, name: str) -> UnitCall | None:
         if not self._plan.calls:
             return None
-        expected = self._plan.calls[place].name if place < len(self._plan.calls) else "nothing"
+        expected = self._plan.calls[index].name if index < len(self._plan.calls) else "nothing"
         if expected != name:
             raise PartitionError(
                 f"the forward called unit {name!r} where its trace had {expected!r}: it branches on values, not only "
                 "on shapes. Move that branch into a block, or use pp_size=1."
             )
-        return self._plan.calls[place]
+        return self._plan.calls[index]
 
     def next_is_own(self) -> bool:
         """Whether this stage runs the next call."""
@@ -142,9 +142,9 @@ class StageRun:
         """Whether this stage ran the latest call."""
         return 0 < self._next <= len(self._plan.calls) and self.is_own(self._next - 1)
 
-    def is_own(self, place: int) -> bool:
+    def is_own(self, index: int) -> bool:
         """Whether a call is run by this stage."""
-        return self._plan.stages[place] == self._plan.stage
+        return self._plan.stages[index] == self._plan.stage
 
     def _local(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._inside = True
@@ -153,21 +153,23 @@ class StageRun:
         finally:
             self._inside = False
 
-    def remote_result(self, place: int, inputs: CallArguments) -> Any:
+    def remote_result(self, index: int, inputs: CallArguments) -> Any:
         """The result of a unit of another stage, which is not run."""
-        call = self._plan.calls[place]
+        call = self._plan.calls[index]
         if call.is_simple:
-            return self._stand_in(call, Value(place, 0), [])
+            return self._received_or_placeholder(call, Value(index, 0), [])
         arguments = tensors_in(inputs)
         leaves: list[Any] = []
         for number, spec in enumerate(call.leaves):
             same = isinstance(spec, Same)
-            leaves.append(leaves[spec.leaf] if same else self._stand_in(call, Value(place, number), arguments))
+            leaves.append(
+                leaves[spec.leaf] if same else self._received_or_placeholder(call, Value(index, number), arguments)
+            )
         output, changes, assigned, appended = pytree.tree_unflatten(leaves[: call.tree.num_leaves], call.tree)
         deltas = self._delta_of(call)
         if deltas is not None:
             deltas.repeat(
-                assigned if call.name not in self._plan.own_units else self._arrived(assigned, deltas), appended
+                assigned if call.name not in self._plan.own_units else self._received_only(assigned, deltas), appended
             )
             self.deltas.append(deltas)
         if call.changed or call.uses_refs:
@@ -176,9 +178,9 @@ class StageRun:
             output = given.from_refs(output)
         return output
 
-    def _arrived(self, assigned: Mapping[AttributeKey, Any], deltas: AttributeDelta) -> dict[AttributeKey, Any]:
-        """For a unit that this stage runs, too: received values only, so that placeholders do not replace its own
-        values.
+    def _received_only(self, assigned: Mapping[AttributeKey, Any], deltas: AttributeDelta) -> dict[AttributeKey, Any]:
+        """For a unit that this stage runs, too: received values only, so that placeholders do not replace the values of
+        this stage's calls.
 
         An attribute that is None gets a placeholder, because the forward may test for None.
         """
@@ -186,7 +188,7 @@ class StageRun:
         now = deltas.now()[0]
         return {key: v for key, v in assigned.items() if now[key] is None or here.issuperset(map(id, tensors_in(v)))}
 
-    def _stand_in(self, call: UnitCall, at: Value, arguments: list[Tensor]) -> Any:
+    def _received_or_placeholder(self, call: UnitCall, at: Value, arguments: list[Tensor]) -> Any:
         spec = call.leaves[at.leaf]
         if not isinstance(spec, TensorSpec):
             return spec
@@ -199,7 +201,7 @@ class StageRun:
             value = self._placeholders.get(spec)
         return value.clone() if at.leaf in call.written else value
 
-    def _keep(self, call: UnitCall, place: int, output: Any, arguments: list[Tensor]) -> None:
+    def _keep(self, call: UnitCall, index: int, output: Any, arguments: list[Tensor]) -> None:
         """Store outgoing values."""
         leaves, tree = flatten(output)
         if tree != call.tree:
@@ -208,7 +210,7 @@ class StageRun:
         leaves = [*leaves, *[None] * call.tree.num_leaves][: call.tree.num_leaves]
         leaves += [arguments[call.arguments[number]] for number in range(call.tree.num_leaves, len(call.leaves))]
         for number in range(len(call.leaves)):
-            value = Value(place, number)
+            value = Value(index, number)
             if value in self._plan.outgoing_set:
                 self._keep_leaf(call, value, leaves[number] if number < len(leaves) else None)
 

@@ -117,7 +117,7 @@ class StagedModel:
         refuse_compiled(model, self._containers)
         forbid_compile(adapter, (*self._containers, *self._interceptor.modules.values()))
         self._recomputable = Recomputable(adapter, {stage: recomputed[stage] for stage in self.stages})
-        adapter.wrap(model, AdapterLayer.MODEL, self._guarded)
+        adapter.wrap(model, AdapterLayer.MODEL, self._run_or_refuse)
 
     def _prune(self, adapter: ModuleAdapter) -> None:
         """Take from the model what other ranks' stages own."""
@@ -134,7 +134,7 @@ class StagedModel:
         inside = {part for unit in self._interceptor.modules.values() for part in unit.modules()}
         return [module for module in self.model.modules() if module not in inside]
 
-    def _guarded(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _run_or_refuse(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not self._running and self.num_stages > 1:
             raise PartitionError(
                 f"this rank holds stage {', '.join(map(str, self.stages))} of {self.num_stages} only, so the model "
@@ -252,7 +252,7 @@ class StagedModel:
         if plan.last_local is not None:
             raise PartitionError(
                 f"the forward ended before unit {plan.calls[plan.last_local].name!r}, the last of stage {plan.stage}: "
-                "something on the way caught the exception that leaves it. Do not catch BaseException in the model."
+                "the model caught the exception that leaves the forward. Do not catch BaseException in the model."
             )
         rng.finish(is_last=True)
         return [], result, self._context_of(plan, run, received, rng, key)

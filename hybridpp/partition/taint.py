@@ -1,4 +1,4 @@
-"""Follow values through the container code between units: which unit outputs and parameters a tensor was made from."""
+"""Follow values through the container code between units: the unit outputs and parameters that a tensor depends on."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,21 +30,21 @@ _NOTHING: frozenset[Source] = frozenset()
 class TaintMode(TorchFunctionMode):
     """While active, every torch function passes the sources of its arguments on to its results.
 
-    A fake tensor of unknown origin (made inside a function that torch function modes do not see) counts as made from
-    every value so far: more than necessary is sent then, but nothing is missing.
+    A fake tensor of unknown origin (created in a function that torch function modes do not see) counts as computed from
+    every value so far: more is sent than necessary, but nothing is missing.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._sources: dict[int, frozenset[Source]] = {}
-        # What was written in place, by the memory it went to: views of that memory see it too.
+        # Sources of in-place writes, by the memory that was written to: views of that memory see them too.
         self._written: dict[int, frozenset[Source]] = {}
-        # Keeps every marked tensor alive: an id stays its own as long as the tensor does.
+        # Keeps every marked tensor alive, so that ids stay unique.
         self._alive: list[Tensor] = []
         self._everything: frozenset[Source] = _NOTHING
         self._paused = False
         self._used: dict[int, frozenset[Source]] = {}
-        # What units made, by the unit; whatever of it comes out again in a way that was seen is marked.
+        # The unit that created each tensor; those that leave the unit in a known way are marked.
         self._made_in: Any = WeakIdKeyDictionary()
         self._unit = ""
         self._excused: set[str] = set()
@@ -84,13 +84,13 @@ class TaintMode(TorchFunctionMode):
             unit = None if id(tensor) in self._sources else self._made_in.get(tensor)
             if unit is not None and unit not in self._excused:
                 raise PartitionError(
-                    f"container code uses a tensor that unit {unit!r} made and did not return: what it leaves outside "
-                    "its own modules cannot be sent to another stage. Return it, set it as an attribute of the "
+                    f"container code uses a tensor that unit {unit!r} created and did not return: what it stores "
+                    "outside its own modules cannot be sent to another stage. Return it, set it as an attribute of the "
                     "module, or use pp_size=1."
                 )
 
     def excuse(self, unit: str) -> None:
-        """Allow this unit's tensors outside of its result: they may be in an object that is handled otherwise."""
+        """Allow this unit's tensors outside of its result: they may be in an object that is handled separately."""
         self._excused.add(unit)
 
     @contextmanager
@@ -129,11 +129,11 @@ class TaintMode(TorchFunctionMode):
         return result
 
     def _note(self, arguments: list[Tensor], results: list[Tensor]) -> None:
-        given = set(map(id, arguments))
-        for argument in given & self._sources.keys():
+        ids = set(map(id, arguments))
+        for argument in ids & self._sources.keys():
             self._used[argument] = self._sources[argument]
         for result in results:
-            if id(result) not in given:
+            if id(result) not in ids:
                 self._made_in[result] = self._unit
 
 

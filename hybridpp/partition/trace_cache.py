@@ -1,4 +1,4 @@
-"""Cache of units' results, so that tracing a model of many equal blocks runs one of them."""
+"""Cache of units' results, so that a trace of a model with many equal blocks runs one of them."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -44,14 +44,14 @@ class _Result:
     inner: tuple[str, ...]
 
 
-class _Itself:
+class _ById:
     """A key by identity; it keeps the object alive, so that its id stays unique."""
 
     def __init__(self, thing: Any):
         self._thing = thing
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and other._thing is self._thing
+        return isinstance(other, _ById) and other._thing is self._thing
 
     def __hash__(self) -> int:
         return id(self._thing)
@@ -89,14 +89,14 @@ class TraceCache:
             self._kinds[name] = tuple(_kind(module) for module in modules)
         training = tuple(module.training for module in modules)
         hooks = [hook for module in modules for hook in _hooks(module)]
-        return self._kinds[name], training, tuple(map(_Itself, hooks)), torch.is_grad_enabled(), tree, tuple(kinds)
+        return self._kinds[name], training, tuple(map(_ById, hooks)), torch.is_grad_enabled(), tree, tuple(kinds)
 
-    def lookup(self, key: Hashable, name: str, mode_of: list[Tensor]) -> tuple[Any, int, tuple[str, ...]] | None:
+    def lookup(self, key: Hashable, name: str, arguments: list[Tensor]) -> tuple[Any, int, tuple[str, ...]] | None:
         """New fakes of the result, its FLOPs and the names of the finest units inside; None if it is not cached."""
         result = self._results.pop(key, None)
         if result is not None:
             self._results[key] = result  # now the most recent
-        fake = next((tensor for tensor in mode_of if isinstance(tensor, FakeTensor)), None)
+        fake = next((tensor for tensor in arguments if isinstance(tensor, FakeTensor)), None)
         if result is None or fake is None:
             return None
         leaves = [_make(leaf, fake) if isinstance(leaf, _Shape) else leaf for leaf in result.leaves]

@@ -47,10 +47,10 @@ def find_traced_units(
     """Find the units of a model and trace it; repeat if the forward does not use a large part of it.
 
     A tower that does not run for the sample (an image decoder in a model that reads images) may hold the largest lists
-    of modules; or a supposed block is never called, but its children are. Most models are traced once.
+    of modules, or a block may never be called although its children are. Most models are traced once.
 
     Args:
-        adapter: of the complete model. What an earlier round put on the layer ``STAGE`` is taken off.
+        adapter: of the complete model. Wrappers of an earlier round on the layer ``STAGE`` are taken off.
         num_stages: number of stages to cut it into.
         sample: positional and keyword arguments, real tensors.
         finest: interceptor of its finest units.
@@ -68,18 +68,18 @@ def find_traced_units(
         interceptor = Interceptor(adapter, AdapterLayer.STAGE, units.units)
         tracer = Tracer(model, interceptor, finest, device, dtypes)
         trace = tracer.trace(*sample, count_flops=count_flops)
-        # A unit counts as used completely, so a finer round may find less, but never more; so the loop terminates.
-        now = _used(trace)
-        used = now if used is None else used & now
+        # A unit counts as used completely, so a finer round can find fewer used parameters, but no others.
+        newly_used = _used(trace)
+        used = newly_used if used is None else used & newly_used
         called = {name for call in trace.calls for name in (call.name, *call.others)}
         uncalled |= {name for name in units.blocks if name not in called}
         if uncalled or not used.issuperset(name for name, _ in model.named_parameters()):
-            again = find_units(model, num_stages, named, used, uncalled)
+            refined = find_units(model, num_stages, named, used, uncalled)
         else:
-            again = units  # nothing is known that was not assumed
-        if again.units == units.units:
-            return TracedUnits(units=again, interceptor=interceptor, tracer=tracer, trace=trace)
-        units = again
+            refined = units
+        if refined.units == units.units:
+            return TracedUnits(units=refined, interceptor=interceptor, tracer=tracer, trace=trace)
+        units = refined
 
 
 def first_traceable_sample(
@@ -88,19 +88,19 @@ def first_traceable_sample(
     samples: Sequence[CallArguments],
     prepare: Callable[[tuple[Any, ...], dict[str, Any]], CallArguments],
     finest: Interceptor,
-    **how: Any,
+    **options: Any,
 ) -> tuple[CallArguments, TracedUnits]:
     """The first sample that the forward runs on, as ``prepare`` returns it, and its :func:`find_traced_units`."""
     *others, last = samples
     for sample in others:
         try:
             prepared = prepare(*sample)
-            return prepared, find_traced_units(adapter, num_stages, prepared, finest, **how)
+            return prepared, find_traced_units(adapter, num_stages, prepared, finest, **options)
         except Exception as error:  # whatever a model's forward raises
             if isinstance(error, HybridppError) and not isinstance(error, UntraceableUnitError):
                 raise
     prepared = prepare(*last)
-    return prepared, find_traced_units(adapter, num_stages, prepared, finest, **how)
+    return prepared, find_traced_units(adapter, num_stages, prepared, finest, **options)
 
 
 def _used(trace: Trace) -> set[str]:

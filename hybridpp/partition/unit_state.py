@@ -17,11 +17,11 @@ _Mode: TypeAlias = tuple[bool, ...]
 class UnitStateRecorder:
     """Records the state of a unit at its calls.
 
-    Attributes that are set are cheap to note. What is written in place has to be copied beforehand, so the first call
-    (with the unit's parts in training or not, as they are) copies all, and the following ones what that one wrote to.
+    Assigned attributes are cheap to record. Tensors that are written in place must be copied beforehand: the first call
+    (in each mode of the unit's modules, training or evaluation) copies all, later calls those that it wrote to.
 
     Args:
-        name: the unit's.
+        name: of the unit.
         module: the unit.
     """
 
@@ -40,11 +40,11 @@ class UnitStateRecorder:
         """Record the end of that call.
 
         Raises:
-            PartitionError: it wrote where its state cannot be copied.
+            PartitionError: it wrote to tensors whose values before are not known.
         """
         mode = tuple(part.training for part in self.module.modules())
         written, known = state.written(), self._written.get(mode)
-        if state.wrote_unseen() or (known is not None and not written <= known):
+        if state.wrote_to_uncopied() or (known is not None and not written <= known):
             raise PartitionError(
                 f"unit {self.name!r} writes in place to a tensor that it keeps, so it cannot be recomputed. Give the "
                 "attribute a new tensor, or leave gradient_checkpoint_config out."
@@ -60,7 +60,7 @@ class UnitState:
     Args:
         module: the unit.
         written: the tensors among their attributes to copy; None: all.
-        deeply: whether objects among their attributes are looked into.
+        deeply: whether objects among their attributes are recorded, too.
     """
 
     def __init__(self, module: nn.Module, written: Iterable[AttributeKey] | None, deeply: bool):
@@ -91,8 +91,8 @@ class UnitState:
         """Whether the contents of objects among the attributes have changed."""
         return self._objects is not None and self._objects.has_changed()
 
-    def wrote_unseen(self) -> bool:
-        """Whether a tensor that such an object holds was written to in place."""
+    def wrote_to_uncopied(self) -> bool:
+        """Whether a tensor in an object among the attributes was written to in place."""
         return any(version_or_none(tensor) != version for tensor, version in self._deep)
 
     def keep(self, written: frozenset[AttributeKey]) -> None:
@@ -101,7 +101,7 @@ class UnitState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the state inside; buffers are copies, because not all writes to them are seen."""
+        """Inside, the state is restored; buffers are copies, because not all writes to them are detected."""
         later = Snapshot.of_modules(self._module), self._objects and Snapshot.reachable_from(self._values())
         self._attributes.restore()
         if self._objects is not None:

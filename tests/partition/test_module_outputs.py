@@ -86,7 +86,7 @@ class GlobalList(user_models.Base):
 def test_a_tensor_left_where_nobody_can_follow_it_is_refused():
     run(GlobalList)
     text = (
-        "container code uses a tensor that unit 'blocks.0' made and did not return: what it leaves outside its own "
+        "container code uses a tensor that unit 'blocks.0' created and did not return: what it stores outside its own "
         "modules cannot be sent to another stage. Return it, set it as an attribute of the module, or use pp_size=1."
     )
     with pytest.raises(PartitionError, match=f"^{re.escape(text)}"):

@@ -50,7 +50,7 @@ def test_a_stage_with_far_more_than_its_share_of_parameters_is_named(caplog):
 
     (said,) = boost()
     assert said.endswith(
-        "stage 3 of Convolutions holds 3.6 times as many parameters as the mean of the 4 stages, as that shares out "
+        "stage 3 of Convolutions holds 3.6 times as many parameters as the mean of the 4 stages, because that balances "
         'flops best. Where memory is short, use balance="parameters", memory_limit= or layers_per_stage=.'
     )
     assert boost(balance="parameters") == boost(layers_per_stage=[2, 2, 2, 2]) == []

@@ -104,7 +104,7 @@ def test_what_a_unit_made_and_nobody_saw_come_out_is_refused():
             _ = fine + 1
         assert stray.shape == (1,)
         with pytest.raises(
-            PartitionError, match=r"^container code uses a tensor that unit 'block' made and did not return: "
+            PartitionError, match=r"^container code uses a tensor that unit 'block' created and did not return: "
         ):
             _ = stray + 1
 
