@@ -58,6 +58,49 @@ limits: dict[str, int] = {}
     assert list(type_names(ast.parse(source))) == ["Group", "Key", "Axis"]
 
 
+# Names that say nothing to who reads only one function, with what to write.
+VAGUE_NAMES = {
+    "behind": "after",
+    "mine": "own_..., local",
+    "place": "index, position, rank",
+    "places": "indices, positions, ranks",
+    "said": "what it is: message, report",
+    "theirs": "what it is: saved, expected, second",
+    "told": "what it is: message, report",
+    "whole": "full, complete, unsharded",
+}
+PLAIN_PACKAGES = (
+    *("checkpoint", "cli", "config", "module_adapter", "nn", "optim"),
+    *("partition", "plan_search", "simulate", "tensor_parallel", "timeline"),
+)
+
+
+def names_in(tree: ast.Module) -> Iterator[str]:
+    """Names of variables, arguments, attributes, functions and classes, without underscores around them."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.arg(arg=name) | ast.Attribute(attr=name):
+                yield name.strip("_")
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name.strip("_")
+
+
+def test_names_are_terms_of_the_field():
+    found = {
+        f"{path.relative_to(ROOT)}: {name}": VAGUE_NAMES[name]
+        for package in PLAIN_PACKAGES
+        for path in sorted((ROOT / "hybridpp" / package).rglob("*.py"))
+        for name in names_in(ast.parse(path.read_text()))
+        if name in VAGUE_NAMES
+    }
+    assert found == {}
+
+
+def test_vague_names_are_found():
+    source = "def f(whole): self._place = [told for told in whole]"
+    assert VAGUE_NAMES.keys() & set(names_in(ast.parse(source))) == {"whole", "place", "told"}
+
+
 def test_names_of_tests_have_at_most_70_characters():
     names = [
         node.name

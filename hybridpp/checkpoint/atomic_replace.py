@@ -6,7 +6,7 @@ A rename changes one file only, so one rename decides, and until then the old se
     several, same config      files under new names, then the index; where there is a model.safetensors, which is read
                               before any index, its removal decides
     another config            files and index under new names, then a config.json that points to them: it decides; then
-                              the usual names, and the config as it shall be
+                              the usual names, and the final config
 
 For the moments in which there are a ``model.safetensors`` and an index, a note says that the index does not count
 (:mod:`hybridpp.checkpoint.staging_folder`).
@@ -38,8 +38,8 @@ class _NewWeights:
     """Weight files in a staging folder, and how they are moved to the target.
 
     Attributes:
-        staging: where they are, with an index under the usual name unless ``is_direct``.
-        folder: where they go.
+        staging: the folder that holds them, with an index under the usual name unless ``is_direct``.
+        folder: the target.
         files: their names, which do not exist in the folder.
         is_single: whether there is one file, whose final name is ``model.safetensors``.
         is_direct: whether it can have that name at once.
@@ -66,16 +66,16 @@ def replace_weights(staging: Path, folder: Path) -> None:
         sync(path)
     # The index that may exist next to a model.safetensors.
     stale = digest_of((folder if new.is_direct else staging) / INDEX)
-    apart = _index_apart(staging)
-    apart_files = () if new.is_direct else (*new.files, apart)
-    write_unfinished(staging, UnfinishedSave(stale=(stale,) if stale else (), files=apart_files))
+    unique_index = _unique_index_name(staging)
+    unique_files = () if new.is_direct else (*new.files, unique_index)
+    write_unfinished(staging, UnfinishedSave(stale=(stale,) if stale else (), files=unique_files))
     sync(folder)
     _move_others(new)
     if new.is_direct:
         _move(staging / SINGLE_FILE, folder / SINGLE_FILE)
         current = {SINGLE_FILE}
     else:
-        _move_by_index(new, apart)
+        _move_by_index(new, unique_index)
         current = {SINGLE_FILE} if new.is_single else {INDEX, *new.files}
     _remove((old | files_of_a_model(folder)) - current, folder)
     shutil.rmtree(staging)
@@ -92,17 +92,17 @@ def _prepare(staging: Path, folder: Path, old: set[str]) -> _NewWeights:
     names = {name: name for name in sorted(set(locations.values()))}
     if is_single or any(os.path.lexists(folder / name) for name in names):
         names = {name: f"model-{identity(staging)}{name.removeprefix('model')}" for name in names}
-        for name, apart in names.items():
-            os.replace(staging / name, staging / apart)
+        for name, unique_name in names.items():
+            os.replace(staging / name, staging / unique_name)
     index = {"metadata": {}} if is_single else json.loads((staging / INDEX).read_text())
-    if is_single:  # transformers wants a size
+    if is_single:  # transformers needs a size
         index["metadata"]["total_size"] = (staging / names[SINGLE_FILE]).stat().st_size
     index["weight_map"] = {key: names[name] for key, name in locations.items()}
     (staging / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return _NewWeights(staging, folder, tuple(names.values()), is_single, is_direct, changes_config)
 
 
-def _index_apart(staging: Path) -> str:
+def _unique_index_name(staging: Path) -> str:
     """A unique name for an index."""
     return f"model-{identity(staging)}.safetensors.index.json"
 
@@ -120,22 +120,22 @@ def _move_others(new: _NewWeights) -> None:
     """Move files that are neither weights nor the config that must change with them."""
     later = {*new.files, INDEX, *([CONFIG] if new.changes_config else [])}
     for path in sorted(new.staging.rglob("*")):
-        place = path.relative_to(new.staging)
-        if path.is_file() and str(place) not in later and str(place) != NOTE:
-            (new.folder / place).parent.mkdir(parents=True, exist_ok=True)
-            _move(path, new.folder / place)
+        relative = path.relative_to(new.staging)
+        if path.is_file() and str(relative) not in later and str(relative) != NOTE:
+            (new.folder / relative).parent.mkdir(parents=True, exist_ok=True)
+            _move(path, new.folder / relative)
 
 
-def _move_by_index(new: _NewWeights, apart: str) -> None:
+def _move_by_index(new: _NewWeights, unique_index: str) -> None:
     staging, folder = new.staging, new.folder
     for name in new.files:
         _move(staging / name, folder / name)
     if new.changes_config:
-        shutil.copyfile(staging / INDEX, staging / apart)
-        sync(staging / apart)
-        _move(staging / apart, folder / apart)
+        shutil.copyfile(staging / INDEX, staging / unique_index)
+        sync(staging / unique_index)
+        _move(staging / unique_index, folder / unique_index)
         pointing = staging / f"pointing-{CONFIG}"
-        pointing.write_text(json.dumps({**json.loads((staging / CONFIG).read_text()), POINTER: apart}, indent=2))
+        pointing.write_text(json.dumps({**json.loads((staging / CONFIG).read_text()), POINTER: unique_index}, indent=2))
         sync(pointing)
         _move(pointing, folder / CONFIG)
     _move(staging / INDEX, folder / INDEX)

@@ -101,8 +101,8 @@ def _look_alike(some: dict[str, TensorLocation], others: dict[str, TensorLocatio
         return False
     for key, location in some.items():
         with opened(location.file) as one, opened(others[key].file) as other:
-            mine, theirs = one.get_slice(key), other.get_slice(key)
-            if mine.get_shape() != theirs.get_shape() or mine.get_dtype() != theirs.get_dtype():
+            first, second = one.get_slice(key), other.get_slice(key)
+            if first.get_shape() != second.get_shape() or first.get_dtype() != second.get_dtype():
                 return False
             if not all(map(_same_bits, _ends(one, key), _ends(other, key))):
                 return False

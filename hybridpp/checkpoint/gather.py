@@ -20,20 +20,22 @@ def gather_tensors(control: Group, sources: Sequence[int], tensors: Mapping[str,
         sources: ranks to take tensors from.
         tensors: this rank's, by global name.
     """
-    mine = {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()}
-    listed = gather_objects(control, mine if control.rank in sources else {})
+    own_specs = {
+        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()
+    }
+    listed = gather_objects(control, own_specs if control.rank in sources else {})
     owner = {name: rank for rank in reversed(sources) for name in listed[rank]}
-    whole: dict[str, Tensor] = {}
+    complete: dict[str, Tensor] = {}
     for name in sorted(owner):
         rank = owner[name]
         if rank == control.rank:
             host = tensors[name].detach().cpu().contiguous()
             if rank == 0:
-                whole[name] = host
+                complete[name] = host
             else:
                 control.send(host, 0).wait()
         elif control.rank == 0:
             dtype, shape = listed[rank][name]
-            whole[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-            control.receive(whole[name], rank).wait()
-    return whole
+            complete[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            control.receive(complete[name], rank).wait()
+    return complete

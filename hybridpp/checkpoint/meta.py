@@ -51,7 +51,7 @@ def without_flat_weights(recurrent: Iterable[nn.RNNBase]) -> Iterator[None]:
 
 
 def swap_value(tensor: Tensor, value: Tensor) -> None:
-    """Let a tensor refer to other values, also to ones on the meta device or from there; it stays the same object."""
+    """Let a tensor refer to other values, also from or to the meta device; it stays the same object."""
     new = nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
     vars(new).update(vars(tensor))
     torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]  # torch
@@ -83,11 +83,11 @@ def derive_buffers(model: nn.Module) -> None:
 
 def _derive(buffer: Tensor, path: str, key: str, holders: list[nn.Module]) -> None:
     buffers = buffers_of(holders[0])
-    if buffer.is_meta:  # else it is in several places, and this was the first
+    if buffer.is_meta:  # else several modules hold it, and it was computed for the first one
         swap_value(buffer, torch.empty_like(buffer, device="cpu"))
     version = version_of(buffer)
-    for place, holder in enumerate(holders):
-        _reset(holder, next(filter(is_pretrained_model, holders[place:]), None))
+    for depth, holder in enumerate(holders):
+        _reset(holder, next(filter(is_pretrained_model, holders[depth:]), None))
         # Written to, or replaced by another one.
         if version_of(buffer) != version or (buffers.get(key) is not buffer and not _is_meta(buffers.get(key))):
             return
@@ -132,16 +132,16 @@ def _check_attributes(modules: dict[str, nn.Module]) -> None:
 
 @contextmanager
 def _all_on_meta(model: nn.Module) -> Iterator[None]:
-    """Inside, parameters and buffers that have numbers now are out of reach of those who would reset them."""
+    """Inside, parameters and buffers with values are on the meta device, so that no initialisation overwrites them."""
     replaced = Replacements()
     try:
         for module in model.modules():
-            homes: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
-            held = [(home, *item) for home in homes for item in home.items()]
-            for home, key, tensor in held:
+            dicts: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
+            entries = [(held, *item) for held in dicts for item in held.items()]
+            for held, key, tensor in entries:
                 if tensor is not None and not tensor.is_meta:
                     empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-                    replaced.put(home, key, nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty)
+                    replaced.put(held, key, nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty)
         yield
     finally:
         replaced.restore()

@@ -100,8 +100,8 @@ def open_pretrained(model: PreTrainedModel, path: Path, strict: bool) -> Checkpo
         if others:
             # Not from safetensors files, or computed (sinusoids): only transformers' load of the complete model has
             # them.
-            whole = _load(model, path)[0].state_dict()
-            yield from ((name, InMemory(whole[name])) for name in others)
+            complete = _load(model, path)[0].state_dict()
+            yield from ((name, InMemory(complete[name])) for name in others)
 
     return CheckpointContents(shapes, read)
 

@@ -67,8 +67,8 @@ def render_cut(
     return "\n".join([text_table(titles, rows, totals, left=(1,)), *_shared(stages)])
 
 
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f}" if whole else "-"
+def _percent(part: int, total: int) -> str:
+    return f"{100 * part / total:.1f}" if total else "-"
 
 
 def _held(summary: StageSummary, shares: Mapping[str, RankShare]) -> tuple[str, str]:

@@ -39,25 +39,25 @@ def fuse_by_default(optimizer: Optimizer, device_types: Collection[str]) -> Call
     """
     if inspect.unwrap(type(optimizer).step) is not _ADAM:
         return lambda: None
-    # By place, because loading a state replaces the groups.
+    # By index, because loading a state replaces the groups.
     chosen: set[int] = set()
 
     def choose(_: Optimizer | None = None) -> None:
-        for place, group in enumerate(optimizer.param_groups):
+        for index, group in enumerate(optimizer.param_groups):
             if _is_undecided(group) and all(_can_fuse(param, device_types) for param in group["params"]):
                 group["fused"] = True
                 _move_steps(optimizer, group, to_device=True)
-                chosen.add(place)
+                chosen.add(index)
 
     choose()
-    # A loaded state brings the groups that it was saved with.
+    # A loaded state replaces the groups by the saved ones.
     handle = optimizer.register_load_state_dict_post_hook(choose)
 
     def undo() -> None:
         handle.remove()
-        for place in chosen:
-            optimizer.param_groups[place]["fused"] = None
-            _move_steps(optimizer, optimizer.param_groups[place], to_device=False)
+        for index in chosen:
+            optimizer.param_groups[index]["fused"] = None
+            _move_steps(optimizer, optimizer.param_groups[index], to_device=False)
 
     return undo
 
@@ -92,7 +92,7 @@ def divided_in_kernel(optimizer: Optimizer, divisor: float) -> Iterator[None]:
 
 
 def can_divide(optimizer: Optimizer, updated: Collection[Tensor]) -> bool:
-    """Whether :func:`divided_in_kernel` divides the gradients of all tensors that are updated, and nobody sees before.
+    """Whether :func:`divided_in_kernel` divides the gradients of all updated tensors, and no hook reads them before.
 
     Args:
         optimizer: of any class; all its groups are fused.
@@ -107,11 +107,13 @@ def can_divide(optimizer: Optimizer, updated: Collection[Tensor]) -> bool:
     if step_pre_hooks_of(optimizer) or GLOBAL_STEP_PRE_HOOKS:
         return False
     reached = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    return bool(reached) and all(id(one) in reached and _is_divisible(one) for one in updated if one.grad is not None)
+    return bool(reached) and all(
+        id(param) in reached and _is_divisible(param) for param in updated if param.grad is not None
+    )
 
 
 def _is_divisible(updated: Tensor) -> bool:
     gradient = updated.grad
     assert gradient is not None
-    # The kernels divide in fp32. What is laid out in another way is copied before (see HybridAdam).
+    # The kernels divide in fp32. Gradients with other strides are copied before (see HybridAdam).
     return updated.dtype is gradient.dtype is torch.float32 and gradient.stride() == updated.stride()

@@ -23,19 +23,19 @@ def gradient_norms(gradients: Sequence[Tensor]) -> Tensor:
     """
     if not gradients:
         return torch.empty(0, dtype=torch.float64)
-    gradients = [one.float() if one.dtype in HALF_DTYPES else one for one in gradients]
-    large = [place for place, gradient in enumerate(gradients) if gradient.numel() > _BLOCK]
+    gradients = [gradient.float() if gradient.dtype in HALF_DTYPES else gradient for gradient in gradients]
+    large = [index for index, gradient in enumerate(gradients) if gradient.numel() > _BLOCK]
     if not large:
         return torch.stack(foreach_norm(gradients)).double()
-    cut = {place: _cut(gradients[place]) for place in large}
+    cut = {index: _cut(gradients[index]) for index in large}
     # One call for small gradients and for the remainders that fill no block.
-    rest = torch.stack(foreach_norm([cut[n][1] if n in cut else one for n, one in enumerate(gradients)]))
-    found = rest.double()
-    by_block = torch.cat([part for place in large for part in (cut[place][0], rest[place : place + 1])]).double()
-    totals = foreach_norm(torch.split(by_block, [len(cut[place][0]) + 1 for place in large]))
-    at = found.unbind()
-    foreach_copy_([at[place] for place in large], totals)
-    return found
+    rest = torch.stack(foreach_norm([cut[n][1] if n in cut else gradient for n, gradient in enumerate(gradients)]))
+    norms = rest.double()
+    by_block = torch.cat([part for index in large for part in (cut[index][0], rest[index : index + 1])]).double()
+    totals = foreach_norm(torch.split(by_block, [len(cut[index][0]) + 1 for index in large]))
+    totals_by_gradient = norms.unbind()
+    foreach_copy_([totals_by_gradient[index] for index in large], totals)
+    return norms
 
 
 def _cut(gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,8 +86,8 @@ class GlobalGradNorm:
 
     def parts(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The norms of this rank's gradients, on the device; those that count come first."""
-        own = self.unique
-        counted = [own[name](gradients[name]) if name in own else gradients[name] for name in self.counted]
+        unique = self.unique
+        counted = [unique[name](gradients[name]) if name in unique else gradients[name] for name in self.counted]
         return gradient_norms([*counted, *(gradients[name] for name in self.copied)])
 
     def message(self, parts: list[float]) -> Tensor:

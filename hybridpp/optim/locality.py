@@ -88,19 +88,19 @@ class _StandIn:
 
     Args:
         real: the parameter that it replaces.
-        place: index of the parameter group.
+        group_index: index of the parameter group.
         dims: dimensions along which it is cut.
         generator: draws the numbers.
         device: where the numbers are.
     """
 
     def __init__(
-        self, real: Tensor, place: int, dims: Collection[int], generator: torch.Generator, device: torch.device
+        self, real: Tensor, group_index: int, dims: Collection[int], generator: torch.Generator, device: torch.device
     ):
-        self.real, self.place, self.dims = real, place, sorted(dims)
+        self.real, self.group_index, self.dims = real, group_index, sorted(dims)
         shape, dtype = _shape(real.dim()), torch.promote_types(real.dtype, torch.float32)
         draws = [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(_NUM_STEPS + 1)]
-        weights, *gradients = [draw * 0.1 * (place + 1) for draw in draws]
+        weights, *gradients = [draw * 0.1 * (group_index + 1) for draw in draws]
         # Rows and columns of different magnitude, as an optimizer may normalise over either.
         if real.dim():
             slope = torch.linspace(0.5, 2.0, shape[0]).reshape(-1, *[1] * (real.dim() - 1))
@@ -130,11 +130,11 @@ def _standins(
     first_of: dict[Any, int] = {}
     kinds: list[int | None] = []
     needed: dict[tuple[int, int], tuple[Tensor, set[int]]] = {}
-    for place, (group, divided) in enumerate(zip(groups, cuts, strict=True)):
+    for group_index, (group, divided) in enumerate(zip(groups, cuts, strict=True)):
         if not group["params"]:
             kinds.append(None)
             continue
-        kinds.append(kind := first_of.setdefault(_signature(group), place))
+        kinds.append(kind := first_of.setdefault(_signature(group), group_index))
         for parameter in group["params"]:
             dims = {dim for num_dims, dim in divided if num_dims == parameter.dim()}
             needed.setdefault((kind, parameter.dim()), (parameter, set()))[1].update(dims)
@@ -157,7 +157,7 @@ def _kind(value: Any) -> Any:
 
 def _compare(optimizer: Optimizer, standins: list[_StandIn]) -> dict[int, Locality]:
     """The locality of each group that has stand-ins."""
-    found = dict.fromkeys((one.place for one in standins), Locality.ELEMENTS)
+    found = dict.fromkeys((one.group_index for one in standins), Locality.ELEMENTS)
     together = _stepped(optimizer, standins)
     if not all(bool(weights.isfinite().all()) for weights in together):
         raise LocalityUnknown("it produces inf or NaN")
@@ -169,10 +169,10 @@ def _compare(optimizer: Optimizer, standins: list[_StandIn]) -> dict[int, Locali
         )
         for one, dim, uncut, *halves in zip(standins, dims, together, first, second, strict=True):
             if dim is not None and not torch.equal(torch.cat(halves, dim), uncut):
-                found[one.place] = Locality.PARAMETERS
+                found[one.group_index] = Locality.PARAMETERS
     for one, expected in zip(standins, together, strict=True):
         if not torch.equal(_stepped(optimizer, [one])[0], expected):
-            found[one.place] = Locality.EVERYTHING
+            found[one.group_index] = Locality.EVERYTHING
     return found
 
 
@@ -211,12 +211,14 @@ def _copy(optimizer: Optimizer, standins: list[_StandIn], parameters: list[nn.Pa
     memo: dict[int, Any] = {id(optimizer): trial, id(optimizer.state): trial.state}
     memo.update({id(real): parameters[0] for group in optimizer.param_groups for real in group["params"]})
     groups = []
-    for place, group in enumerate(optimizer.param_groups):
-        mine = [parameter for one, parameter in zip(standins, parameters, strict=True) if one.place == place]
+    for group_index, group in enumerate(optimizer.param_groups):
+        of_group = [
+            parameter for one, parameter in zip(standins, parameters, strict=True) if one.group_index == group_index
+        ]
         settings = {key: copy.deepcopy(value, memo) for key, value in group.items() if key != "params"}
         if "param_names" in settings:
-            settings["param_names"] = [str(number) for number in range(len(mine))]
-        groups.append(_with_learning_rate({"params": mine, **settings}))
+            settings["param_names"] = [str(number) for number in range(len(of_group))]
+        groups.append(_with_learning_rate({"params": of_group, **settings}))
         memo[id(group)] = groups[-1]
     memo[id(optimizer.param_groups)] = vars(trial)["param_groups"] = groups
     for name, value in vars(optimizer).items():
@@ -229,10 +231,10 @@ def _copy(optimizer: Optimizer, standins: list[_StandIn], parameters: list[nn.Pa
 
 def _with_learning_rate(group: dict[str, Any]) -> dict[str, Any]:
     # With a learning rate of 0, as at the start of a warm-up, no optimizer changes anything.
-    given = group.get("lr")
-    if isinstance(given, Tensor):
-        group["lr"] = torch.full_like(given, _LEARNING_RATE)
-    elif isinstance(given, int | float) and not isinstance(given, bool):
+    learning_rate = group.get("lr")
+    if isinstance(learning_rate, Tensor):
+        group["lr"] = torch.full_like(learning_rate, _LEARNING_RATE)
+    elif isinstance(learning_rate, int | float) and not isinstance(learning_rate, bool):
         group["lr"] = _LEARNING_RATE
     return group
 

@@ -135,8 +135,8 @@ def _spans(
     def message_ms(source: int, target: int) -> float:
         return costs.message_ms(source, target) if rank_of[source] != rank_of[target] else 0.0
 
-    for rank, place in walk(programs):
-        action = programs[rank][place]
+    for rank, index in walk(programs):
+        action = programs[rank][index]
         stage, kind, microbatch = action
         needed = needs(action, len(rank_of))
         num_received = sum(rank_of[need.stage] != rank for need in needed)

@@ -1,4 +1,4 @@
-"""Sequence parallelism: which blocks run on sequence shards, and how shards travel between stages."""
+"""Sequence parallelism: which blocks run on sequence shards, and how shards are sent between stages."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -34,14 +34,14 @@ def sequence_plan(
         with preserved_random_state(torch.device("cpu")):
             return infer_sequence(model, blocks, calls_of_blocks(model, blocks, find_samples()), plan.spec, size)
 
-    found = of_first_rank(find, control)
-    if not found.blocks:
-        name, reason = next(iter(found.reasons.items()), ("", "it has no blocks"))
+    plan_of_blocks = of_first_rank(find, control)
+    if not plan_of_blocks.blocks:
+        name, reason = next(iter(plan_of_blocks.reasons.items()), ("", "it has no blocks"))
         raise ConfigError(
             f"no block of {type(model).__name__} can run on sequence shards: "
             f"{name or 'all'}: {reason}. Leave enable_sequence_parallelism out."
         )
-    return found
+    return plan_of_blocks
 
 
 class ShardsBetweenStages:

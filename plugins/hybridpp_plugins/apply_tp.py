@@ -43,8 +43,8 @@ class AppliedTensorParallel(NamedTuple):
     Attributes:
         weight_gradients: runs its layers.
         summed: parameters whose gradients are sums over all ranks that share layers, by name.
-        between_stages: what of the values between stages travels; None: all of it.
-        in_a_step: what to be in while a schedule runs.
+        between_stages: shards the values between stages; None: they are sent unsharded.
+        in_a_step: the context in which a schedule runs.
         draws: whether the layers draw random numbers.
         sequence_blocks: blocks that run on sequence shards, with the modules inside that must run within the block's
             forward.
@@ -91,10 +91,10 @@ def apply_tensor_parallel(
     sharding = apply_spec(adapter, plan.spec, tp)
     sequence_blocks = {name: run_sequence_parallel(name, block, sharding) for name, block in sequences.blocks.items()}
     if plan.reasons or sequences.reasons or not sharding.layers:
-        get_dist_logger().warning(_left_whole(model, plan, sequences), ranks=[0])
+        get_dist_logger().warning(_replicated_modules(model, plan, sequences), ranks=[0])
     for difference in dict.fromkeys(re.sub(_NUMBER, "*", line) for line in plan.differences):
         get_dist_logger().info(f"tensor parallelism differs from the model's own plan: {difference}", ranks=[0])
-    weight_gradients = WeightGradients(adapter, _joined(kinds, sharding))
+    weight_gradients = WeightGradients(adapter, _operations_of_layers(kinds, sharding))
     sharding.context.overlap_fn = weight_gradients.run_overlapped
     between = ShardsBetweenStages(sequences.blocks, tp) if sequences.blocks else None
     return AppliedTensorParallel(
@@ -107,7 +107,7 @@ def apply_tensor_parallel(
     )
 
 
-def _left_whole(model: nn.Module, plan: Plan, sequences: SequencePlan) -> str:
+def _replicated_modules(model: nn.Module, plan: Plan, sequences: SequencePlan) -> str:
     """One line that lists the replicated modules, and why they are replicated."""
     listed: dict[str, int] = {}
     reasons = [*plan.reasons.items(), *((name, f"full sequences, {why}") for name, why in sequences.reasons.items())]
@@ -121,14 +121,16 @@ def _left_whole(model: nn.Module, plan: Plan, sequences: SequencePlan) -> str:
     )
 
 
-def _joined(
+def _operations_of_layers(
     kinds: Mapping[nn.Module, SplitBackwardOps | None], sharding: ShardedModel
 ) -> dict[nn.Module, SplitBackwardOps]:
     """The operations of the sharded layers."""
-    return {module: _join(kind, part) for module, part in sharding.layers.items() if (kind := kinds[module])}
+    return {
+        module: _with_communication(kind, part) for module, part in sharding.layers.items() if (kind := kinds[module])
+    }
 
 
-def _join(kind: SplitBackwardOps, part: ShardedLayer) -> SplitBackwardOps:
+def _with_communication(kind: SplitBackwardOps, part: ShardedLayer) -> SplitBackwardOps:
     """The operations of a layer kind, combined with the communication of a sharded layer."""
 
     def forward(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -179,8 +181,8 @@ def _join(kind: SplitBackwardOps, part: ShardedLayer) -> SplitBackwardOps:
 
 def placements(model: nn.Module) -> dict[str, ParameterSharding]:
     """The sharding of this rank's sharded parameters, by name."""
-    found = {name: sharding_of(parameter) for name, parameter in model.named_parameters()}
-    return {name: placement for name, placement in found.items() if placement is not None}
+    shardings = {name: sharding_of(parameter) for name, parameter in model.named_parameters()}
+    return {name: sharding for name, sharding in shardings.items() if sharding is not None}
 
 
 def share_replicated_gradients(
@@ -191,14 +193,14 @@ def share_replicated_gradients(
     Collective: all ranks of the world.
     """
     replicated_views = [
-        (name, *one)
+        (name, size, view)
         for name, gradient in buckets.gradients.items()
         if name in sharded
-        for one in sharded[name].replicated_views(gradient)
+        for size, view in sharded[name].replicated_views(gradient)
     ]
-    mine = {size for _, size, _ in replicated_views}
+    own_sizes = {size for _, size, _ in replicated_views}
     # Stages differ in what they hold; the world makes groups together.
-    rows = layout.control.all_gather(torch.tensor([size in mine for size in range(layout.grid.tp_size + 1)]))
+    rows = layout.control.all_gather(torch.tensor([size in own_sizes for size in range(layout.grid.tp_size + 1)]))
     sizes = [size for size in range(layout.grid.tp_size + 1) if any(bool(row[size]) for row in rows)]
     groups = {size: layout.group_of_copies(size) for size in sizes}
     for name, size, view in replicated_views:
@@ -212,11 +214,13 @@ def counts_here(name: str, sharded: Mapping[str, ParameterSharding], tp: Group) 
 
 def local_state(parameter: nn.Parameter, state: Mapping[str, Any], tp_rank: int) -> dict[str, Any]:
     """This rank's shard of the optimizer state of an unsharded parameter."""
-    place = sharding_of(parameter)
-    if place is None:
+    sharding = sharding_of(parameter)
+    if sharding is None:
         return dict(state)
     return {
-        key: place.take(value, tp_rank) if isinstance(value, Tensor) and value.shape == place.full_shape else value
+        key: sharding.take(value, tp_rank)
+        if isinstance(value, Tensor) and value.shape == sharding.full_shape
+        else value
         for key, value in state.items()
     }
 
@@ -228,9 +232,9 @@ def gather_tp_tensors(
 
     Collective: one all-gather over ``tp`` for each sharded tensor.
     """
-    whole = {}
+    full = {}
     for name, tensor in tensors:
         parts = tp.all_gather(tensor.detach()) if name in sharded else [tensor]
         if tp.rank == 0:
-            whole[name] = sharded[name].join([part.cpu() for part in parts]) if name in sharded else tensor
-    return whole
+            full[name] = sharded[name].join([part.cpu() for part in parts]) if name in sharded else tensor
+    return full

@@ -59,7 +59,7 @@ class CriterionCheck:
             return criterion(outputs, inputs)
 
     def inspect(self, microbatch: int, loss: Tensor, outputs: Any, inputs: Any) -> None:
-        """Judge the first loss that comes by."""
+        """Check the first loss."""
         criterion, pipeline = self._pending, self._pipeline
         if criterion is None or pipeline is None:
             return
@@ -86,7 +86,7 @@ class CriterionCheck:
         """
         self.reduction = LossReduction.MEAN
         if reduction is LossReduction.SUM:
-            self.known.clear()  # it is looked at again, should the script go on
+            self.known.clear()  # it is checked again if the script goes on
             raise ConfigError(
                 "the criterion returns a sum over samples without declaring it: for twice the samples it returned "
                 "twice "

@@ -72,7 +72,7 @@ def _pickled(error: Exception) -> bytes:
     try:
         message = pickle.dumps(error)
         pickle.loads(message)
-    except Exception:  # some errors take other arguments than they keep
+    except Exception:  # some errors cannot be built from their args
         message = pickle.dumps(ConfigError(f"on rank 0: {type(error).__name__}: {error}"))
     return message
 

@@ -65,7 +65,7 @@ class Layout:
         """Use every connection of this rank once, in one order on all ranks. Collective: all ranks of the world.
 
         NCCL makes the communicator of a group, or of a pair of its ranks, at its first use, for which the host waits.
-        In a step that takes time, and what other ranks wait for may be issued only later.
+        In a step, that would take time, and could delay a message that other ranks wait for.
 
         Args:
             device: of what is communicated in a step.
@@ -115,18 +115,18 @@ class Layout:
         """This rank's position in its pipeline, whose stages are on the positions ``placement``."""
         return StageManager(self.here.pp, self.pp.ranks, placement)
 
-    def groups_within_pipelines(self, places: list[tuple[int, ...]]) -> dict[tuple[int, ...], Group]:
+    def groups_within_pipelines(self, position_sets: list[tuple[int, ...]]) -> dict[tuple[int, ...], Group]:
         """For each set of pipeline positions, the group of the ranks there; only the groups that this rank is in.
 
         Collective: all ranks of the world, with the same sets.
         """
         groups: dict[tuple[int, ...], Group] = {}
-        for chosen in places:
+        for positions in position_sets:
             group = self._split(
-                [[line[position] for position in chosen] for line in self.grid.groups("pp")], "pp, shared weights"
+                [[line[position] for position in positions] for line in self.grid.groups("pp")], "pp, shared weights"
             )
             if group is not None:
-                groups[chosen] = group
+                groups[positions] = group
         return groups
 
     def group_of_copies(self, size: int) -> Group:
@@ -137,5 +137,5 @@ class Layout:
         lines = self.grid.groups("tp")
         neighbours = [line[start : start + size] for line in lines for start in range(0, len(line), size)]
         group = self._split(neighbours, "tp, copies")
-        assert group is not None, "every rank is in one"
+        assert group is not None, "every rank is in one of them"
         return group

@@ -1,4 +1,4 @@
-"""Calls of the model that the script makes itself: what is kept of them, so that they can be run again."""
+"""Records of the script's own calls of the model, from which the calls can be run again."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -60,9 +60,9 @@ class ManualCall:
         set_random_state(self.random, device)
         returned = _tensors(forward(*self.args, **self.kwargs))
         starts = []
-        for place, gradient in self.gradients.items():
-            on_output_gradient(returned[place], gradient)
-            starts.append(start := _end(returned[place]))
+        for index, gradient in self.gradients.items():
+            on_output_gradient(returned[index], gradient)
+            starts.append(start := _end(returned[index]))
             # The total gradient, which includes paths through other outputs: a returned loss depends on the logits.
             start.register_hook(functools.partial(_replaced, gradient))  # type: ignore[no-untyped-call]  # torch
         torch.autograd.backward(starts, [torch.zeros_like(start) for start in starts])
@@ -121,13 +121,13 @@ class ManualCallRecorder:
         self._num_made += 1
         call = ManualCall(self._num_made, args, kwargs, random_state(self._device))
         output = forward(*args, **kwargs)
-        for place, tensor in enumerate(_tensors(output)):
+        for index, tensor in enumerate(_tensors(output)):
             if (end := _end(tensor)).requires_grad:
-                end.register_hook(functools.partial(self._came_back, call, place))  # type: ignore[no-untyped-call]  # torch
+                end.register_hook(functools.partial(self._came_back, call, index))  # type: ignore[no-untyped-call]  # torch
         return output
 
-    def _came_back(self, call: ManualCall, place: int, gradient: Tensor) -> None:
-        call.gradients[place] = gradient
+    def _came_back(self, call: ManualCall, index: int, gradient: Tensor) -> None:
+        call.gradients[index] = gradient
         call.size += gradient.nbytes
         if call.number not in self._numbers:
             self._numbers.append(call.number)

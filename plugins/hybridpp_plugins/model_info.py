@@ -1,4 +1,4 @@
-"""Record and check what ``boost`` is given, before it changes."""
+"""Record and check the arguments of ``boost`` before it changes them."""
 
 import inspect
 import zlib

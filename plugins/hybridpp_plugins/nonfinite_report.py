@@ -163,8 +163,10 @@ class NonFiniteDiagnosis:
         )
 
     def _about(self, bad_loss: BadLoss, findings: list[Finding]) -> list[Finding]:
-        mine = self._layout.pipelines[self._layout.here.dp]
-        return [found for found in findings if bad_loss.rank in mine and found.microbatch == bad_loss.microbatch]
+        own_pipeline = self._layout.pipelines[self._layout.here.dp]
+        return [
+            found for found in findings if bad_loss.rank in own_pipeline and found.microbatch == bad_loss.microbatch
+        ]
 
     def _gradients(self) -> Mapping[str, torch.Tensor]:
         return self._reducer.gradients if self._reducer else {}

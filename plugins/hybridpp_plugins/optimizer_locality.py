@@ -25,13 +25,13 @@ def check_locality(optimizer: Optimizer, names: dict[int, str], layout: Layout, 
         ConfigError: its updates depend on unsharded parameters of which ranks hold shards, or on all parameters.
     """
     groups = optimizer.param_groups
-    places = [[(parameter, sharding_of(parameter)) for parameter in group["params"]] for group in groups]
-    sharded = [[names[id(parameter)] for parameter, place in group if place] for group in places]
+    shardings = [[(parameter, sharding_of(parameter)) for parameter in group["params"]] for group in groups]
+    sharded = [[names[id(parameter)] for parameter, sharding in group if sharding] for group in shardings]
     if layout.grid.pp_size == 1 and not any(sharded):
         return
     name, sizes = type(optimizer).__name__, f"tp_size={layout.grid.tp_size}, pp_size={layout.grid.pp_size}"
     try:
-        cuts = [{(parameter.dim(), place.dim) for parameter, place in group if place} for group in places]
+        cuts = [{(parameter.dim(), sharding.dim) for parameter, sharding in group if sharding} for group in shardings]
         found = find_localities(optimizer, cuts, device)
     except LocalityUnknown as reason:
         get_dist_logger().warning(

@@ -127,11 +127,11 @@ class OptimizerStateOwner:
                 f"of this rank {[len(group) for group in self._groups]}. {_WAY_OUT}"
             )
         for there, here in zip(groups, self._groups, strict=True):
-            for theirs, ours in zip(there, here, strict=True):
-                if list(theirs) != ours:
+            for saved, current in zip(there, here, strict=True):
+                if list(saved) != current:
                     raise ConfigError(
-                        f"this state belongs to another rank or layout: it has {_in_words(theirs)} where this rank "
-                        f"has {_in_words(ours)}. {_WAY_OUT}"
+                        f"this state belongs to another rank or layout: it has {_in_words(saved)} where this rank "
+                        f"has {_in_words(current)}. {_WAY_OUT}"
                     )
 
 

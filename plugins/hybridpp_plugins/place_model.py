@@ -128,10 +128,10 @@ def _cut(
         ranks=placement,
         draws=applied_tp.draws or DrawMonitor(),
     )
-    mine = [stage for stage, rank in enumerate(placement) if rank == layout.here.pp]
+    own_stages = [stage for stage, rank in enumerate(placement) if rank == layout.here.pp]
     calls = [call_arguments(batch) for batch in samples.batches]
     with samples.explained(model):
-        return StagedModel(adapter, len(placement), mine, device=context.device, samples=calls, staging=staging)
+        return StagedModel(adapter, len(placement), own_stages, device=context.device, samples=calls, staging=staging)
 
 
 def _bring(

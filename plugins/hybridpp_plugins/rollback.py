@@ -1,4 +1,4 @@
-"""Leave a model and its optimizer as they were found where boost fails midway."""
+"""Restore a model and its optimizer if boost fails midway."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,9 +23,9 @@ UNUSABLE = (
 
 @contextmanager
 def undone_on_failure(model: nn.Module, optimizer: Optimizer | None) -> Iterator["Rollback"]:
-    """Put the model and the optimizer back if what happens inside fails; else the exception says that it cannot be.
+    """Restore the model and the optimizer if the code inside fails; if that is impossible, add a note to the error.
 
-    A model that cannot be put back is marked, so that boost refuses it.
+    A model that cannot be restored is marked, so that boost refuses it.
     """
     rollback = Rollback(model, optimizer)
     try:
@@ -41,17 +41,17 @@ def undone_on_failure(model: nn.Module, optimizer: Optimizer | None) -> Iterator
 
 
 class Rollback:
-    """What boost changes of a model and an optimizer, as it is when this is made.
+    """The state of a model and an optimizer before boost.
 
-    Of containers the contents are noted, of tensors the values that they refer to: no value is copied, and the memory
-    of those that boost casts or moves is held until boost ends.
+    It holds the contents of containers and references to the values of tensors: no value is copied, and the memory of
+    those that boost casts or moves is held until boost ends.
 
     Args:
         model: as the script made it.
         optimizer: the user's, or None.
 
     Attributes:
-        is_possible: whether :meth:`put_back` can put it back.
+        is_possible: whether :meth:`put_back` can restore it.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None):
@@ -64,18 +64,18 @@ class Rollback:
         with without_flat_weights(self._empty):
             modules = Snapshot.of_modules(model)
         self._snapshots = [modules, Snapshot((holder, holder.read(holder.thing)) for holder in held)]
-        self._tensors = [_FoundTensor.of(tensor) for tensor in tensors.values()]
+        self._tensors = [_TensorState.of(tensor) for tensor in tensors.values()]
         self.is_possible = True
 
     def forget(self) -> None:
-        """Hold nothing any more: boost is done, or this rank is about to free what other ranks will hold."""
+        """Drop the state: boost is done, or this rank is about to free what other ranks will hold."""
         self._snapshots.clear()
         self._tensors.clear()
         self._empty.clear()
         self.is_possible = False
 
     def put_back(self) -> None:
-        """Let the model and the optimizer be as they were."""
+        """Restore the model and the optimizer."""
         for snapshot in self._snapshots:
             snapshot.restore()
         with without_flat_weights(self._empty):
@@ -83,7 +83,7 @@ class Rollback:
                 tensor.put_back()
 
 
-class _FoundTensor(NamedTuple):
+class _TensorState(NamedTuple):
     """A parameter or a buffer.
 
     Attributes:
@@ -103,7 +103,7 @@ class _FoundTensor(NamedTuple):
     hooks: tuple[dict[int, Any], dict[int, Any]] | None
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "_FoundTensor":
+    def of(cls, tensor: Tensor) -> "_TensorState":
         hooks = accumulated_hooks_of(tensor)
         return cls(
             tensor,

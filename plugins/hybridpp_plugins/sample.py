@@ -1,4 +1,4 @@
-"""Sample batches that show how a model is called: from the dataset, without side effects, or made."""
+"""Sample batches that show how a model is called: from the dataset, without side effects, or generated."""
 
 import random
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ class Samples:
 
     @contextmanager
     def explained(self, model: nn.Module) -> Iterator[None]:
-        """A context for running the forward, in which an error on made batches becomes a :class:`ConfigError`.
+        """A context for running the forward, in which an error on generated batches becomes a :class:`ConfigError`.
 
         Raises:
             ConfigError: the forward raised on the last made batch.

@@ -53,7 +53,7 @@ def parse_settings(given: Mapping[str, Any], other: Mapping[str, Any]) -> Plugin
     for name in SYNONYMS:
         _merge_synonym(values, name, other.get(name))
     if values["pp_size"] == 1 and values["num_microbatches"] is None and values["microbatch_size"] is None:
-        values["num_microbatches"] = 1  # nothing has to be kept busy
+        values["num_microbatches"] = 1  # no other stage has to be kept busy
     precision_config = _take(PrecisionConfig, values)
     settings = PluginSettings(
         parallel=_take(ParallelConfig, values),

@@ -20,8 +20,8 @@ class LineByLine(inspect.Signature):
     def __str__(self) -> str:
         lines, parameters = [], list(self.parameters.values())
         kinds = [parameter.kind for parameter in parameters]
-        for place, parameter in enumerate(parameters):
-            before, after = kinds[:place], kinds[place + 1 :]
+        for index, parameter in enumerate(parameters):
+            before, after = kinds[:index], kinds[index + 1 :]
             first_keyword_only = parameter.kind is parameter.KEYWORD_ONLY and parameter.kind not in before
             if first_keyword_only and parameter.VAR_POSITIONAL not in before:
                 lines.append("*")

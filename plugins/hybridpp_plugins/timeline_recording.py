@@ -20,20 +20,20 @@ class TimelineRecording:
         # All ranks leave this exchange within about one message latency: the common zero of their clocks.
         layout.control.all_gather(torch.zeros(1))
         self._zero_ms = time.monotonic_ns() / 1e6
-        place = layout.pp.rank
+        position = layout.pp.rank
         self.recorder: HostRecorder | DeviceRecorder = (
-            DeviceRecorder(place, device) if device.type == "cuda" else HostRecorder(place)
+            DeviceRecorder(position, device) if device.type == "cuda" else HostRecorder(position)
         )
 
     def finish(self) -> None:
         """Gather the spans of all ranks. Collective: all ranks."""
-        mine = [
+        own_spans = [
             span._replace(start_ms=span.start_ms - self._zero_ms, end_ms=span.end_ms - self._zero_ms)
             for span in self.recorder.spans()
         ]
-        rows = gather_objects(self._layout.control, mine)
+        rows = gather_objects(self._layout.control, own_spans)
         layout = self._layout
-        pipeline = [layout.rank_of(layout.here.dp, place) for place in range(layout.grid.pp_size)]
+        pipeline = [layout.rank_of(layout.here.dp, position) for position in range(layout.grid.pp_size)]
         self._timeline = Timeline(tuple(Span(*fields) for rank in pipeline for fields in rows[rank]))
 
     @property

@@ -1,4 +1,4 @@
-"""Give the plain model back: what boost put on it comes off, and its weights are what they were trained to."""
+"""Give the plain model back, as before boost, with its trained weights."""
 
 import torch
 
@@ -8,7 +8,7 @@ from hybridpp_plugins.wrap_optimizer import restore_optimizer
 
 
 def unboost(engine: Engine) -> None:
-    """Take everything off a boosted model whose every rank holds all of it; nothing is communicated.
+    """Take everything off a boosted model that each rank holds completely; nothing is communicated.
 
     Weights have the values that the optimizer works on (the fp32 masters, rounded to the dtype before boost), on the
     device of boost. Gradients are forgotten. The optimizer that was given to boost works on the model's parameters

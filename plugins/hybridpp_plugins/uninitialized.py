@@ -128,7 +128,7 @@ class UninitializedWeights:
         if control is not None:
             missing = {name for names in gather_objects(control, sorted(missing)) for name in names}
         if missing:
-            raise ConfigError(self._told(missing))
+            raise ConfigError(self._message(missing))
         if control is not None:
             self._forget(set(self._names))
 
@@ -144,7 +144,7 @@ class UninitializedWeights:
             if master is not None and not torch.equal(master.to(value.dtype), value):
                 self._masters.set(name, value)
 
-    def _told(self, missing: set[str]) -> str:
+    def _message(self, missing: set[str]) -> str:
         if missing == self._names and not self._loaded:
             return (
                 "the model was boosted on the meta device and its weights have no values yet. Call booster.load_model("

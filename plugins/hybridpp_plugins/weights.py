@@ -53,14 +53,14 @@ def _gather(engine: Engine, copy: nn.Module | None) -> dict[str, Tensor]:
     sources = engine.layout.pipelines[0]
     tensors: dict[str, Tensor] = {}
     if control.rank in sources:
-        mine = (
+        own_tensors = (
             (name, tensor.to(engine.original.dtypes.get(name, tensor.dtype)))
             for name, tensor in _full_precision(engine, copy)
         )
-        tensors = gather_tp_tensors(mine, placements(engine.model), engine.layout.tp)
-    whole = gather_tensors(control, sources, tensors)
-    whole |= {alias: whole[name] for alias, name in engine.original.aliases.items() if name in whole}
-    return {name: whole[name] for name in (*engine.original.dtypes, *whole) if name in whole}
+        tensors = gather_tp_tensors(own_tensors, placements(engine.model), engine.layout.tp)
+    complete = gather_tensors(control, sources, tensors)
+    complete |= {alias: complete[name] for alias, name in engine.original.aliases.items() if name in complete}
+    return {name: complete[name] for name in (*engine.original.dtypes, *complete) if name in complete}
 
 
 def _full_precision(engine: Engine, copy: nn.Module | None) -> list[tuple[str, Tensor]]:
@@ -79,18 +79,18 @@ def _full_precision(engine: Engine, copy: nn.Module | None) -> list[tuple[str, T
 def load_weights(engine: Engine, path: Path, strict: bool) -> None:
     """Read what this rank owns. No weight changes unless the folder fits on all ranks. Collective: all ranks."""
     failure: Exception | None = None
-    places: dict[str, str] = {}
+    stored_names: dict[str, str] = {}
     try:
         contents = open_folder(engine.model, path, strict)
-        places = _places(engine, contents)
-        targets = _check(engine, contents, places, path, strict)
+        stored_names = _stored_names(engine, contents)
+        targets = _check(engine, contents, stored_names, path, strict)
     except Exception as error:
         failure = error
     _agree(engine, failure, "reading the weights")
     uninitialized = engine.original.uninitialized
     lacking = uninitialized.lacking()
     try:
-        _copy(engine, contents, places, targets)
+        _copy(engine, contents, stored_names, targets)
     except (OSError, SafetensorError) as error:
         failure = CheckpointError(f"{path} cannot be read: {error}. Copy it again, or save the model again.")
         failure.__cause__ = error
@@ -101,10 +101,10 @@ def load_weights(engine: Engine, path: Path, strict: bool) -> None:
     except Exception:
         uninitialized.mark(lacking)
         raise
-    uninitialized.fill(places)
+    uninitialized.fill(stored_names)
 
 
-def _places(engine: Engine, contents: CheckpointContents) -> dict[str, str]:
+def _stored_names(engine: Engine, contents: CheckpointContents) -> dict[str, str]:
     """The stored name of each weight of the complete model. A tied weight may be stored under any of its names."""
     names = {name: name for name in (*engine.staged.owners, *engine.original.buffer_names) if name in contents.shapes}
     for alias, name in engine.original.aliases.items():
@@ -114,7 +114,7 @@ def _places(engine: Engine, contents: CheckpointContents) -> dict[str, str]:
 
 
 def _check(
-    engine: Engine, contents: CheckpointContents, places: Mapping[str, str], path: Path, strict: bool
+    engine: Engine, contents: CheckpointContents, stored_names: Mapping[str, str], path: Path, strict: bool
 ) -> dict[str, Tensor]:
     """This rank's tensors that the folder holds.
 
@@ -128,7 +128,7 @@ def _check(
         if name not in engine.original.aliases and isinstance(tensor, Tensor)
     }
     known = {*engine.staged.owners, *engine.original.aliases, *engine.original.buffer_names}
-    missing = sorted(name for name in targets if name not in places)
+    missing = sorted(name for name in targets if name not in stored_names)
     unexpected = sorted(name for name in contents.shapes if name not in known)
     if strict and (missing or unexpected):
         hub = ""
@@ -138,10 +138,10 @@ def _check(
             f"{path} does not fit {kind}: missing {missing}, unexpected {unexpected}. "
             f"Use strict=False to load what fits.{hub}"
         )
-    targets = {name: tensor for name, tensor in targets.items() if name in places}
+    targets = {name: tensor for name, tensor in targets.items() if name in stored_names}
     sharded = placements(engine.model)
     for name, tensor in targets.items():
-        there = contents.shapes[places[name]]
+        there = contents.shapes[stored_names[name]]
         here = sharded[name].full_shape if name in sharded else tuple(tensor.shape)
         if there != here:
             raise CheckpointError(
@@ -153,9 +153,9 @@ def _check(
 
 @torch.no_grad()
 def _copy(
-    engine: Engine, contents: CheckpointContents, places: Mapping[str, str], targets: Mapping[str, Tensor]
+    engine: Engine, contents: CheckpointContents, stored_names: Mapping[str, str], targets: Mapping[str, Tensor]
 ) -> None:
-    wanted = {places[name]: name for name in targets}
+    wanted = {stored_names[name]: name for name in targets}
     sharded = placements(engine.model)
     for there, stored in contents.read(list(wanted)):
         name = wanted[there]
@@ -168,8 +168,12 @@ def _copy(
 
 def _agree(engine: Engine, failure: Exception | None, what: str) -> None:
     """Fail on all ranks if one rank failed, so that none waits, and report the reason. Collective: all ranks."""
-    told = None if failure is None else [isinstance(failure, CheckpointError), str(failure)]
-    failed = [(rank, said) for rank, said in enumerate(gather_objects(engine.layout.control, told)) if said is not None]
+    own_failure = None if failure is None else [isinstance(failure, CheckpointError), str(failure)]
+    failed = [
+        (rank, failure_of_rank)
+        for rank, failure_of_rank in enumerate(gather_objects(engine.layout.control, own_failure))
+        if failure_of_rank is not None
+    ]
     if failure is not None:
         raise failure
     if failed:

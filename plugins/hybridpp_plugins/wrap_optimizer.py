@@ -68,8 +68,8 @@ def _repoint(
 ) -> None:
     """Replace the optimizer's parameters by this rank's; groups and their settings are kept, even if empty."""
     for group in optimizer.param_groups:
-        kept = [place for place, parameter in enumerate(group["params"]) if names[id(parameter)] in owned]
-        before = [group["params"][place] for place in kept]
+        kept = [index for index, parameter in enumerate(group["params"]) if names[id(parameter)] in owned]
+        before = [group["params"][index] for index in kept]
         after = [masters.masters.get(names[id(parameter)], parameter) for parameter in before]
         for parameter in group["params"]:
             state = optimizer.state.pop(parameter, None)
@@ -78,7 +78,7 @@ def _repoint(
                 optimizer.state[target] = local_state(parameter, state, tp_rank)
         group["params"] = after
         if "param_names" in group:
-            group["param_names"] = [group["param_names"][place] for place in kept]
+            group["param_names"] = [group["param_names"][index] for index in kept]
 
 
 def restore_optimizer(optimizer: Optimizer, masters: MasterWeights, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -86,7 +86,7 @@ def restore_optimizer(optimizer: Optimizer, masters: MasterWeights, parameters: 
 
     Args:
         optimizer: the user's.
-        masters: what it worked on, where there are some.
+        masters: fp32 masters that it worked on, if any.
         parameters: of the model, by name.
     """
     originals = {id(master): parameters[name] for name, master in masters.masters.items()}
