@@ -13,7 +13,11 @@ from hybridpp.nn.torch_private import DisableTorchFunctionSubclass, make_wrapper
 _OF_GRAPH = frozenset(getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf"))
 
 
-class DeferredTensor(Tensor):
+class MadeWhenRead(Tensor):
+    """Any tensor whose values may not exist yet: only its shape, dtype and device are known without work."""
+
+
+class DeferredTensor(MadeWhenRead):
     """A tensor whose values are made when an operation needs them.
 
     It has the shape, dtype and device of the values. Reading these makes nothing, and a conversion to another dtype is
@@ -63,7 +67,8 @@ def deferred(like: Tensor, make: Callable[[], Tensor], *, dtype: torch.dtype, de
     """A tensor that is made when it is read.
 
     Args:
-        like: a plain, strided tensor of the same shape, strides and differentiability.
+        like: a plain, strided tensor of the same shape, strides and differentiability; or one that is made when it is
+            read.
         make: makes the values; a function of ``like``, if that requires a gradient and gradients are enabled.
         dtype: of the values; if ``like`` requires a gradient, a conversion is all that may distinguish them.
         device: of the values.
@@ -86,7 +91,9 @@ def _converted(lazy: DeferredTensor, dtype: torch.dtype) -> Tensor:
 
 
 def _wrapper(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return make_wrapper_subclass(DeferredTensor, like.shape, strides=like.stride(), dtype=dtype, device=device)
+    # Strides of values that do not exist yet are not known.
+    strides = None if isinstance(like, MadeWhenRead) else like.stride()
+    return make_wrapper_subclass(DeferredTensor, like.shape, strides=strides, dtype=dtype, device=device)
 
 
 class _Present(torch.autograd.Function):

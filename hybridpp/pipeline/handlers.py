@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from hybridpp.errors import ConfigError, ScheduleError
-from hybridpp.nn.deferred_tensor import deferred
+from hybridpp.nn.deferred_tensor import MadeWhenRead, deferred
 from hybridpp.nn.half import HALF_DTYPES
 from hybridpp.nn.torch_private import pytree
 from hybridpp.pipeline.batch import call_arguments
@@ -282,6 +282,7 @@ def _widened_when_read(output: Tensor) -> Tensor:
     """An output in fp32 if it is in half precision. Logits are large, and most criteria read only the model's loss."""
     if output.dtype not in HALF_DTYPES:
         return output
-    if output.dim() == 0 or type(output) is not Tensor or output.layout is not torch.strided:
+    is_known = isinstance(output, MadeWhenRead) or (type(output) is Tensor and output.layout is torch.strided)
+    if output.dim() == 0 or not is_known:
         return output.float()
     return deferred(output, output.float, dtype=torch.float32, device=output.device)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hybridpp.cluster import Group
+from hybridpp.nn.deferred_tensor import MadeWhenRead
 from hybridpp.nn.metadata_functions import METADATA_FUNCTIONS
 from hybridpp.nn.torch_private import (
     DisableTorchFunctionSubclass,
@@ -23,7 +24,7 @@ from hybridpp.tensor_parallel.collectives import gather_from_ranks, local_part
 _Replay = Callable[[Tensor], Tensor]
 
 
-class DeferredGatherTensor(Tensor):
+class DeferredGatherTensor(MadeWhenRead):
     """A full activation of which this rank holds a shard along one dimension.
 
     It has the full shape. Each subclass lists the operations that can be computed from shards; their results may be

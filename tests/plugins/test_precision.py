@@ -399,8 +399,9 @@ READERS = {
 }
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("name", READERS)
-def test_logits_are_widened_only_where_the_criterion_reads_them(name, monkeypatch):
+def test_logits_are_widened_only_where_the_criterion_reads_them(name, tp_size, monkeypatch):
     criterion, reads = READERS[name]
     widened, seen = [], []
 
@@ -416,8 +417,10 @@ def test_logits_are_widened_only_where_the_criterion_reads_them(name, monkeypatc
     runs = []
     for wrapper in (noting, lambda like, make, **_: make()):
         monkeypatch.setattr(handlers, "deferred", wrapper)
-        runs.append(train(Heads, [batch], num_microbatches=2, precision="bf16", criterion=watched))
-    assert widened == [(2, 64)] * 2 * reads
+        plan = {"tensor_parallel_plan": {"head": "gathered_column"}} if tp_size > 1 else {}
+        settings = {"num_microbatches": 2, "precision": "bf16", "tp_size": tp_size, **plan}
+        runs.append(train(Heads, [batch], criterion=watched, **settings))
+    assert widened == [(2, 64)] * 2 * reads * tp_size
     assert set(seen) == {("SequenceClassifierOutput", torch.float32, True)}
     assert runs[0]["losses"] == runs[1]["losses"]
     assert_same(runs[0]["gradients"], runs[1]["gradients"])
