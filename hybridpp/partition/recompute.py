@@ -6,12 +6,15 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hybridpp.cluster import get_dist_logger
 from hybridpp.config import PipelineGradientCheckpointConfig
 from hybridpp.errors import PartitionError
 from hybridpp.module_adapter import AdapterLayer, Forward, ModuleAdapter
 from hybridpp.nn.checkpointing import in_checkpoint
+from hybridpp.nn.pretrained_model import has_cache_switch
 from hybridpp.nn.snapshot import Snapshot
 from hybridpp.nn.torch_private import version_or_none
 from hybridpp.partition.calls import UnitCall
@@ -158,3 +161,16 @@ class _RecomputedCall:
         finally:
             later[0].restore()
             later[1].restore()
+
+
+def warn_of_cache(model: nn.Module) -> None:
+    """Warn of a transformers model whose key-value cache would undo recomputation: it is one of the blocks' arguments.
+
+    It is not switched off: that changes the kernels' memory layout, and with it the results' last bits.
+    """
+    if has_cache_switch(model) and getattr(getattr(model, "config", None), "use_cache", False):
+        get_dist_logger().warning(
+            f"{type(model).__name__} caches keys and values, so those of every block are kept for the backward pass, "
+            "although gradient_checkpoint_config recomputes the blocks. Set model.config.use_cache = False.",
+            ranks=[0],
+        )

@@ -23,7 +23,7 @@ from hybridpp.partition.placeholders import Placeholders
 from hybridpp.partition.plan import StagePlan
 from hybridpp.partition.plan_cache import PlanCache, Plans
 from hybridpp.partition.prune import ParameterVisibility, prune_parameters
-from hybridpp.partition.recompute import Recomputable, recomputed_blocks
+from hybridpp.partition.recompute import Recomputable, recomputed_blocks, warn_of_cache
 from hybridpp.partition.replay import Replay
 from hybridpp.partition.resets import AttributeResetter
 from hybridpp.partition.rng import RecomputeRng, RngTrace, UnitRng, inner_linear_layers
@@ -101,6 +101,8 @@ class StagedModel:
         self._finest = Interceptor(adapter, AdapterLayer.UNIT_RNG, finest_units(model))
         self._layer_listener = ForwardListener(adapter, inner_linear_layers(model, self._finest.units))
         self._drawing_parts = DrawingParts(model)
+        if staging.recomputation is not None:
+            warn_of_cache(model)
         if num_stages > 1:
             self._assignment = cut_into_stages(
                 adapter, num_stages, samples, self._finest, prepare=self._prepare, device=device, staging=staging

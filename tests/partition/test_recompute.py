@@ -295,3 +295,22 @@ def test_numbers_for_other_stages_are_refused_when_the_plugin_is_made():
             )
 
     Loopback(2).run(run)
+
+
+@pytest.mark.parametrize(("use_cache", "settings"), [(True, {}), (False, {"gradient_checkpoint_config": {}})])
+def test_a_cache_that_undoes_no_recomputation_is_not_reported(use_cache, settings, caplog):
+    model = gpt2()
+    model.config.use_cache = use_cache
+    boosted(model, sgd, {"input_ids": torch.zeros(1, 2, dtype=torch.long)}, **settings)
+    boosted(tiny_vit(), sgd, image_batch(2), gradient_checkpoint_config={})
+    assert not caplog.records
+
+
+def test_a_cache_that_keeps_what_is_recomputed_is_reported_once(caplog):
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    train(gpt2, [{"input_ids": ids, "labels": ids}] * 2, num_microbatches=2, pp_size=2, gradient_checkpoint_config={})
+    (message,) = [record.message for record in caplog.records]
+    assert message.endswith(
+        "GPT2LMHeadModel caches keys and values, so those of every block are kept for the backward pass, although "
+        "gradient_checkpoint_config recomputes the blocks. Set model.config.use_cache = False."
+    )
