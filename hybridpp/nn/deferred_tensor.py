@@ -63,7 +63,7 @@ class DeferredTensor(MadeWhenRead):
         return self._made
 
 
-def deferred(like: Tensor, make: Callable[[], Tensor], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+def deferred(like: Tensor, make: Callable[[], Tensor], *, dtype: torch.dtype, device: torch.device) -> DeferredTensor:
     """A tensor that is made when it is read.
 
     Args:

@@ -18,7 +18,6 @@ from hybridpp.pipeline.executor import Executor, RankProgram, rank_programs
 from hybridpp.pipeline.forward_signature import ForwardSignature
 from hybridpp.pipeline.loss_reduction import LossReduction, SumTracer, confirm_sum, detect_reduction, duplicate_samples
 from hybridpp.pipeline.merge import merge_outputs
-from hybridpp.pipeline.pending_loss import PendingLoss
 from hybridpp.pipeline.read_ahead import ReadAheadIterator
 from hybridpp.pipeline.recorder import DeviceRecorder, HostRecorder, Recorder
 from hybridpp.pipeline.split_backward_ops import Gradients, SplitBackwardOps, split_backward_ops
@@ -38,7 +37,6 @@ __all__ = [
     "LossReduction",
     "Microbatch",
     "MicrobatchLoss",
-    "PendingLoss",
     "PipelineStage",
     "PipelineStep",
     "RankBatchInfo",

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hybridpp.cluster import Group, Pending, get_dist_logger
 from hybridpp.errors import NonFiniteLossError, PeerError
+from hybridpp.nn.deferred_tensor import DeferredTensor, deferred
 from hybridpp.partition import StagedModel
 from hybridpp.pipeline import (
     LossReduction,
-    PendingLoss,
     PipelineStep,
     RankProgram,
     SplitBatch,
@@ -31,6 +31,7 @@ from hybridpp_plugins.tp_loss_check import TensorParallelLossCheck
 
 _NOT_SCALED = ManualScaling()
 _NO_NUMBERS = torch.empty(0, dtype=torch.float64)
+_SCALAR = torch.empty(())
 
 
 class StepEpilogue:
@@ -75,7 +76,7 @@ class StepEpilogue:
         self._tp_loss_check = TensorParallelLossCheck()
         self._diagnose = diagnose
         self._device = device
-        self.unsettled: deque[PendingLoss] = deque()
+        self.unsettled: deque[DeferredTensor] = deque()
         self._evaluated: Any = None
         self._has_warned = False
 
@@ -126,13 +127,14 @@ class StepEpilogue:
             loss = close()
             self._evaluated = self._evaluated if task.training else identity
             return loss
-        self.unsettled.append(PendingLoss(close, self._device))
-        return self.unsettled[-1]
+        loss = deferred(_SCALAR, close, dtype=torch.float32, device=self._device)
+        self.unsettled.append(loss)
+        return loss
 
     def settle(self, num_left: int = 0) -> None:
         """Wait for the losses of evaluations, except the last ``num_left``. Call it before the next step."""
         while len(self.unsettled) > num_left:
-            _ = self.unsettled.popleft().value
+            self.unsettled.popleft().values_now()
 
     def close(
         self, pending: "PendingEnd", program: RankProgram, task: PipelineStep, failure: Exception | None

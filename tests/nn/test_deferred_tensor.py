@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -155,3 +156,34 @@ def test_without_gradients_it_requires_none():
         lazy = widened(weight)
     assert not lazy.requires_grad
     assert not (lazy + 0).requires_grad
+
+
+SCALAR_READS = {
+    "item": lambda loss: loss.item(),
+    "float": float,
+    "an array": numpy.asarray,
+    "a sum from 0": lambda loss: 0 + loss,
+    "a running sum": lambda loss: torch.zeros(()).add_(loss),
+    "stacked": lambda loss: torch.stack([loss, loss]).mean(),
+    "formatted": lambda loss: float(f"{loss:.2f}"),
+    "an entry": lambda loss: torch.zeros(2).index_fill(0, torch.tensor([1]), loss)[1],
+    "an operator": lambda loss: torch.ops.aten.add.Tensor(loss, torch.tensor(0.0)),
+}
+
+
+@pytest.mark.parametrize("read", SCALAR_READS.values(), ids=SCALAR_READS)
+def test_a_scalar_is_its_value_however_it_is_read(read):
+    source = Source(torch.tensor(2.5))
+    for _ in range(2):
+        assert float(read(source.lazy)) == 2.5
+    assert source.copies == 1
+
+
+def test_what_making_raises_is_raised_at_every_read():
+    def make():
+        raise RuntimeError("the peer is gone")
+
+    lazy = deferred(torch.empty(()), make, dtype=torch.float32, device=CPU)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the peer is gone"):
+            lazy.item()
