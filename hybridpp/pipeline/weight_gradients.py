@@ -224,8 +224,8 @@ class WeightGradients:
 
     def try_add(self, task: WgradTask) -> bool:
         """Add a weight's gradient to its sum in the kernel that computes it; False: the caller computes it now."""
-        # The pass that completes gradients goes through autograd, whose hooks tell when each is complete.
-        if self._mode is not _FULL_BACKWARD or self._sink is None or not self._is_pass_of_schedule():
+        # When all layers that use a weight have added, autograd calls the hook on its gradient, with nothing to add.
+        if self._sink is None or not self._is_pass_of_schedule():
             return False
         self._sink.mark_reached(task.binding.names)
         self._add_product(task, self._sink)

@@ -6,6 +6,7 @@ from compiled_blocks import ROWS, Blocks, mean_square
 from support import boosted, gradients_of, sgd, train
 
 from hybridpp.data_parallel import GradientBuckets, accumulator, buckets
+from hybridpp.data_parallel.bucket import Bucket
 
 
 @pytest.fixture
@@ -91,6 +92,17 @@ def test_every_layout_sums_what_one_process_sums(settings, kernel):
         for name, tensor in expected[kind].items():
             scale = tensor.abs().max().item()
             torch.testing.assert_close(actual[kind][name], tensor, rtol=0, atol=0.02 * scale + 1e-6, msg=name)
+
+
+def test_replicas_reduce_each_bucket_when_its_last_gradient_was_added(kernel, monkeypatch):
+    log = []
+    launch = Bucket.launch_reduce
+    monkeypatch.setattr(Bucket, "launch_reduce", lambda self, *args: (log.append(len(kernel)), launch(self, *args)))
+    # Buckets of one parameter each, nearly.
+    run(dp_size=2, ddp_bucket_cap_mb=1e-4)
+    assert len(kernel) == 2 * 2 * 2 * len(LINEAR)
+    # In the last pass, reductions start between the additions of kernels.
+    assert len(set(log)) > len(LINEAR)
 
 
 def test_pipelines_agree_bit_for_bit(kernel):
