@@ -123,7 +123,8 @@ def _cut(
         broadcast=lambda seconds: list(gather_objects(layout.control, seconds)[0]),
         recompute_context=working.function_casts.recompute_context if working.function_casts else nullcontext,
         boundary_sharding=applied_tp.between_stages,
-        sequence_blocks=applied_tp.sequence_blocks,
+        # A copy of the model (averaged weights) copies this, which a read-only mapping refuses.
+        sequence_blocks=dict(applied_tp.sequence_blocks),
         state_spec=working.state_spec,
         ranks=placement,
         draws=applied_tp.draws or DrawMonitor(),
