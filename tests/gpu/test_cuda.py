@@ -13,6 +13,8 @@ from support import ROOT, assert_same, boosted, image_batch, model_loss, sgd, ti
 from torch.utils.data import DataLoader
 
 from hybridpp.nn.fp32_products import add_product, adds_products
+from hybridpp.pipeline import Microbatch
+from hybridpp.pipeline.input_copies import InputCopies, StepInputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -282,3 +284,28 @@ def test_compiled_blocks_train_as_uncompiled_ones(schedule):
     expected = run()
     for name, gradient in run(compile_blocks=True).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_inputs_copied_ahead_arrive_whole_whatever_memory_they_come_from():
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def batch(seed):
+        images = torch.randn(64, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
+        return {
+            "pageable": images,
+            "pinned": images.pin_memory(),
+            "strided": images.transpose(1, 2),
+            "channels last": images.contiguous(memory_format=torch.channels_last).pin_memory(),
+            "on the device": images.to(device),
+        }
+
+    microbatches = [Microbatch(batch(seed), 64, 1.0) for seed in range(6)]
+    inputs = StepInputs(InputCopies(device), microbatches, training=True, is_cut=False)
+    inputs.expect([(0, number) for number in range(6)])
+    busy = torch.randn(2048, 2048, device=device)
+    for number, microbatch in enumerate(microbatches):
+        taken = inputs.take(0, number)
+        busy = (busy @ busy).clamp(-1, 1)
+        for name, tensor in taken.items():
+            assert tensor.device == device
+            assert torch.equal(tensor.cpu(), microbatch.inputs[name].cpu()), name
