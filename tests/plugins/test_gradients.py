@@ -196,9 +196,17 @@ def frozen_vit(*patterns):
     return model
 
 
-@pytest.mark.parametrize("pp_size", [1, 2, 4])
+FIRST, BLOCKS, LAST, BIASES = (
+    ("embeddings", "layers.0."),
+    ("layers.",),
+    ("classifier", "layers.3.", "layernorm."),
+    ("bias",),
+)
+
+
 @pytest.mark.parametrize(
-    "frozen", [("embeddings", "layers.0."), ("layers.",), ("classifier", "layers.3.", "layernorm."), ("bias",)]
+    ("frozen", "pp_size"),
+    [(FIRST, 1), (BLOCKS, 2), (BIASES, 2), (FIRST, 4), (BLOCKS, 4), (LAST, 4)],
 )
 def test_frozen_parameters_and_whole_frozen_stages(pp_size, frozen):
     make_model = functools.partial(frozen_vit, *frozen)
@@ -260,8 +268,7 @@ def test_parameters_that_several_stages_use_get_the_sum_of_their_gradients(pp_si
     assert_near(result["weights"], {name: p.detach() for name, p in model.named_parameters()})
 
 
-@pytest.mark.parametrize("pp_size", [1, 2, 4])
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(("pp_size", "named"), [(1, False), (2, True), (2, False), (4, True)])
 def test_every_parameter_group_keeps_its_settings(pp_size, named):
     def make_groups(model):
         decay = [(n, p) for n, p in model.named_parameters() if p.dim() > 1]
