@@ -4,8 +4,8 @@ It is torch's backend for devices written in Python, which is private, experimen
 for ever: so only ``tests/scripts/on_device.py`` imports this file, in a process of its own.
 
 Operations that mix devices raise. What cannot run: moving a parameter by ``parameter.data = ...`` from the CPU, since
-tensors of the two devices are of different classes (move the model before boost); streams, events and pinned memory.
-The search for a tensor-parallel plan runs, and finds none: its numbers differ here, which has not been explained.
+tensors of the two devices are of different classes (move the model before boost, which unties what is tied); streams,
+events and pinned memory.
 """
 
 import sys

@@ -197,5 +197,5 @@ def _sum(sketches: list[Sketch]) -> Sketch:
 def _unsharded(shards: list[Tensor], part: DimShard, like: Tensor) -> Tensor:
     full = torch.zeros_like(like)
     for rank, shard_of_rank in enumerate(shards):
-        full.index_add_(0, part.index(rank, len(shards), len(like)), shard_of_rank)
+        full.index_add_(0, part.index(rank, len(shards), len(like)).to(full.device), shard_of_rank)
     return full

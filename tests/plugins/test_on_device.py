@@ -7,6 +7,8 @@ import sys
 import pytest
 from support import ROOT
 
+pytestmark = pytest.mark.timeout(300)  # of the first test, which starts the process
+
 
 @pytest.fixture(scope="module")
 def told():
@@ -17,7 +19,7 @@ def told():
         env={"PYTHONPATH": ":".join(path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert job.returncode == 0, job.stderr
     lines = [json.loads(line) for line in job.stdout.splitlines() if line.startswith("{")]
@@ -31,7 +33,7 @@ def test_operations_on_two_devices_raise(told):
     assert told["mixed"].startswith("Expected all tensors to be on the same device: aten.add.Tensor got DeviceTensor")
 
 
-@pytest.mark.parametrize(("case", "tolerance"), [("pp", 1e-4), ("tp", 1e-6), ("host batch", 1e-6)])
+@pytest.mark.parametrize(("case", "tolerance"), [("pp", 1e-4), ("host batch", 1e-6)])
 def test_a_step_mixes_no_devices_and_gives_the_cpus_losses(told, case, tolerance):
     expected, _ = told["expected"]
     assert told[case]["computes"] > 300, "it ran on the device"
@@ -45,7 +47,7 @@ def test_replicas_on_a_device_give_the_cpus_losses(told):
     assert means == pytest.approx(expected, abs=1e-3), "in bf16"
 
 
-@pytest.mark.parametrize("case", ["pp", "tp", "dp"])
+@pytest.mark.parametrize("case", ["pp", "dp"])
 def test_a_step_with_a_batch_on_the_device_waits_for_it_once(told, case):
     """With the digest of the batch, and with losses and norms."""
     assert told[case]["waits"] == [ONE_WAIT] * 2
@@ -65,6 +67,12 @@ def test_a_batch_on_the_device_that_differs_is_refused_behind_the_step(told):
     assert told["other batch"].endswith(" True"), "the step changed no weight"
 
 
-def test_the_search_for_a_plan_ends_for_a_model_on_the_device(told):
+def test_the_search_for_a_plan_finds_what_it_finds_on_the_cpu(told):
     """On a device, autograd has one thread for all in-process ranks, of which one would wait for the others in it."""
-    assert "sharded by a search" in told
+    on_cpu, on_device = told["search"]
+    assert on_device["parameters"] == on_cpu["parameters"]
+    # Transformers itself looks for packed sequences, on the host.
+    for own, *others in on_device["waits"]:
+        assert own.startswith("staged_model.py:")
+        assert others == ONE_WAIT
+    assert on_device["losses"] == pytest.approx(on_cpu["losses"], abs=1e-6)

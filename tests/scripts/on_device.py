@@ -7,14 +7,13 @@ import torch
 from device_sim import DEVICE, EVENTS
 from support import boosted, image_batch, model_loss, replica_part, sgd, tiny_vit, train
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.errors import DataError
 
-TP_PLAN = {"*.q_proj": "column", "*.k_proj": "column", "*.v_proj": "column", "*.o_proj": "row"}
 CASES: dict[str, dict[str, Any]] = {
     "pp": {"pp_size": 2, "schedule": "zb-h1", "precision": "fp16", "max_norm": 1.0},
-    "tp": {"tp_size": 2, "tensor_parallel_plan": TP_PLAN},
     "dp": {"dp_size": 2, "precision": "bf16"},
 }
 NUM_STEPS = 2  # The first one does more.
@@ -129,17 +128,30 @@ def mixed() -> str:
     return ""
 
 
-def plan_on_device() -> int:
-    """How many parameters a search for a plan shards, of a model that is on the device."""
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=False, use_cache=False, **sizes)).train()
 
-    def rank() -> int:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(3)))
-        numbers = sum(tensor.numel() for tensor in model.parameters())
-        _, model, _ = boosted(model.to(DEVICE), sgd, torch.ones(2, 16), device=str(DEVICE), tp_size=2)
-        return numbers - sum(tensor.numel() for tensor in model.parameters())
 
-    return Loopback(2).run(rank)[0]
+def plan_on_device(device: torch.device) -> dict[str, Any]:
+    """Steps of a model on a device, sharded by a plan that is searched there: parameters of rank 0, losses, waits."""
+    tokens = torch.arange(24).reshape(2, 12)
+    batch = {name: tokens.to(device) for name in ("input_ids", "labels")}
+    waits: dict[int, list[str]] = {}
+
+    def rank() -> dict[str, Any]:
+        booster, model, optimizer = boosted(llama().to(device), sgd, batch, device=str(device), tp_size=2, max_norm=1.0)
+        here, losses = current_world().rank, []
+        for _ in range(NUM_STEPS):
+            start = len(EVENTS)
+            losses.append(booster.execute_pipeline(iter([batch]), model, model_loss, optimizer)["loss"])
+            optimizer.step()
+            waits[here] = [event.place for event in EVENTS[start:] if event.rank == here and event.stalls]
+        parameters = sum(tensor.numel() for tensor in model.parameters())
+        return {"parameters": parameters, "losses": [loss.item() for loss in losses]}
+
+    return Loopback(2).run(rank)[0] | {"waits": [waits[0], waits[1]]}
 
 
 def tell(name: str, value: Any) -> None:
@@ -153,6 +165,6 @@ if __name__ == "__main__":
     for case, settings in CASES.items():
         tell(case, run(settings, on_device=True))
     tell("host batch", run({"pp_size": 2}, on_device=False))
-    tell("sharded by a search", plan_on_device())
+    tell("search", [plan_on_device(device) for device in (torch.device("cpu"), DEVICE)])
     tell("unreached", unreached())
     tell("other batch", other_batch())
