@@ -118,6 +118,10 @@ class Scales:
     def defer(self, names):
         """A part of the gradient follows later: nothing to prepare."""
 
+    def takes_products(self, name):
+        """Gradients come complete."""
+        return False
+
     def mark_reached(self, names):
         """Nothing else looks."""
 

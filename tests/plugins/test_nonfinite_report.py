@@ -214,7 +214,7 @@ def test_looking_changes_nothing(precision):
         engine, examined = booster.plugin._engine(model), []
         close = engine.epilogue.close
 
-        def step_reduce(batch, result, program, task):
+        def step_reduce(end, program, task, failure):
             engine.buckets.finish_grad_sync()
             before = (
                 dict(optimizer.gradients()),
@@ -225,7 +225,7 @@ def test_looking_changes_nothing(precision):
             assert_same(dict(optimizer.gradients()), before[0])
             assert_same(model.state_dict(), before[1])
             assert torch.equal(torch.get_rng_state(), before[2])
-            return close(batch, result, program, task)
+            return close(end, program, task, failure)
 
         engine.epilogue.close = step_reduce
         for _ in range(2):
