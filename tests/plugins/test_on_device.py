@@ -5,14 +5,19 @@ import subprocess
 import sys
 
 import pytest
+from made_once import made_once
 from support import ROOT
 
 pytestmark = pytest.mark.timeout(300)  # of the first test, which starts the process
 
 
 @pytest.fixture(scope="module")
-def told():
+def told(tmp_path_factory):
     """What tests/scripts/on_device.py prints, by case."""
+    return made_once(tmp_path_factory, "on_device", run_on_device)
+
+
+def run_on_device():
     path = [str(ROOT / folder) for folder in (".", "plugins", "tests")]
     job = subprocess.run(
         [sys.executable, str(ROOT / "tests/scripts/on_device.py")],
