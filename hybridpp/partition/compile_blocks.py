@@ -30,9 +30,9 @@ def compile_blocks(adapter: ModuleAdapter, keywords: Mapping[str, Any]) -> set[n
     blocks = [module for name in finest_units(model) if _is_block(model, name, module := model.get_submodule(name))]
     if not blocks:
         raise PartitionError(
-            f"compile_blocks found no block in {type(model).__name__}: no module of a ModuleList or Sequential has "
-            "modules inside. Leave compile_blocks out, and call module.compile() before boost on what "
-            "shall be compiled."
+            f"compile_blocks found no block in {type(model).__name__}: every module of a ModuleList or Sequential is a "
+            "single layer or a Sequential again. Leave compile_blocks out, and call module.compile() before boost on "
+            "what shall be compiled."
         )
     compiled, inside = CompiledForward(keywords), set[nn.Module]()
     for module in blocks:

@@ -158,7 +158,7 @@ def test_a_nan_is_found_where_it_is():
 def test_a_model_without_blocks_is_refused():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     with pytest.raises(
-        PartitionError, match=r"^compile_blocks found no block in Sequential: no module of a ModuleList"
+        PartitionError, match=r"^compile_blocks found no block in Sequential: every module of a ModuleList"
     ):
         run(lambda: model, compile_blocks=True)
 
