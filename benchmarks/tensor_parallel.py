@@ -28,7 +28,8 @@ from vit import make_batch, make_vit
 from hybridpp import Booster, HybridParallelPlugin, launch_from_torch
 from hybridpp.cluster import current_world
 from hybridpp.module_adapter import ModuleAdapter
-from hybridpp.tensor_parallel import plan_from_patterns, shard
+from hybridpp.sharding_plan import plan_from_patterns
+from hybridpp.tensor_parallel import shard
 
 NUM_SAMPLES, NUM_LAYERS, NUM_HEADS, NUM_TOKENS = 4, 12, 6, 65
 # Per layer: two sums forwards, two backwards.

@@ -24,7 +24,8 @@ from vit import make_batch, make_vit
 
 from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.cluster import Loopback
-from hybridpp.tensor_parallel import gathered, sharding_of
+from hybridpp.sharded_activations import gathered
+from hybridpp.tensor_parallel import sharding_of
 
 MIB = 2**20
 LLAMA = {

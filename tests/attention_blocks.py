@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hybridpp.plan_search.model_search import infer_plan
-from hybridpp.tensor_parallel import Plan
+from hybridpp.sharding_plan import Plan
 
 WIDTH, HEADS, HEAD = 16, 4, 4
 

@@ -71,7 +71,7 @@ VAGUE_NAMES = {
 }
 PLAIN_PACKAGES = (
     *("checkpoint", "cli", "config", "module_adapter", "nn", "optim"),
-    *("partition", "plan_search", "simulate", "tensor_parallel", "timeline"),
+    *("partition", "plan_search", "sharded_activations", "sharding_plan", "simulate", "tensor_parallel", "timeline"),
 )
 
 

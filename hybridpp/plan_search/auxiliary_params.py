@@ -9,7 +9,7 @@ from hybridpp.nn.linear import linear_shape
 from hybridpp.nn.names import qualified
 from hybridpp.nn.torch_private import parameters_of
 from hybridpp.plan_search.block_run import BlockCall
-from hybridpp.tensor_parallel.sharding_spec import DimShard, ShardingSpec
+from hybridpp.sharding_plan.sharding_spec import DimShard, ShardingSpec
 
 
 class GroupSizes(NamedTuple):

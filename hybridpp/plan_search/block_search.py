@@ -18,8 +18,8 @@ from hybridpp.plan_search.layer_groups import LayerGroup, common_module, groups_
 from hybridpp.plan_search.size_attributes import LIKELY, indivisible
 from hybridpp.plan_search.stacked_experts import expert_modules, expert_specs
 from hybridpp.plan_search.verify import Rejected, common_error, verify
-from hybridpp.tensor_parallel.plan import ShardKind
-from hybridpp.tensor_parallel.sharding_spec import ShardingSpec
+from hybridpp.sharding_plan.plan import ShardKind
+from hybridpp.sharding_plan.sharding_spec import ShardingSpec
 
 _MAX_CANDIDATES = 160
 # Where tp_size does not divide a group's number of heads, nearly every candidate is rejected.

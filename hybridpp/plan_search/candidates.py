@@ -20,6 +20,7 @@ from hybridpp.plan_search.block_run import BlockCall, copy_block
 from hybridpp.plan_search.dataflow import LayerDataflow
 from hybridpp.plan_search.fused_layouts import fused_layouts
 from hybridpp.plan_search.layer_groups import LayerGroup, common_module
+from hybridpp.plan_search.narrowed_arguments import arguments_of_layers
 from hybridpp.plan_search.size_attributes import (
     LIKELY,
     AttributeValues,
@@ -28,8 +29,7 @@ from hybridpp.plan_search.size_attributes import (
     head_counts,
     shared_heads,
 )
-from hybridpp.tensor_parallel.local_width import arguments_of_layers
-from hybridpp.tensor_parallel.sharding_spec import DimShard, ShardingSpec
+from hybridpp.sharding_plan.sharding_spec import DimShard, ShardingSpec
 
 # Number of layouts tried with narrowed arguments: nearly all such modules have one of the first.
 _NUM_LOCAL_WIDTH_LAYOUTS = 4

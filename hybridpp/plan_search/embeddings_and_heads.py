@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hybridpp.nn.embedding import is_lookup
 from hybridpp.nn.torch_private import FakeTensor, TensorBase, parameters_of, pytree
 from hybridpp.plan_search.trial_errors import failure_reason
-from hybridpp.tensor_parallel.layers import is_lookup
-from hybridpp.tensor_parallel.plan import ShardKind
+from hybridpp.sharding_plan.plan import ShardKind
 
 # A smaller table is not worth the communication.
 _LEAST_SHARE = 0.25

@@ -10,7 +10,7 @@ from hybridpp.nn.linear import LinearShape
 from hybridpp.nn.torch_private import parameters_of
 from hybridpp.plan_search.dataflow import LayerDataflow
 from hybridpp.plan_search.layer_groups import LayerGroup
-from hybridpp.tensor_parallel.sharding_spec import DimShard, ShardingSpec
+from hybridpp.sharding_plan.sharding_spec import DimShard, ShardingSpec
 
 _Pieces: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """Widths of the pieces of a layer, and how many ranks share a shard of each."""

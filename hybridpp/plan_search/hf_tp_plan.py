@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from hybridpp.nn.linear import is_linear
-from hybridpp.tensor_parallel.plan import ShardKind
+from hybridpp.sharding_plan.plan import ShardKind
 
 
 class OwnPlan(NamedTuple):

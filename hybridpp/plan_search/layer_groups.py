@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from hybridpp.nn.linear import LinearShape
 from hybridpp.plan_search.dataflow import LayerDataflow
-from hybridpp.tensor_parallel.plan import ShardKind
+from hybridpp.sharding_plan.plan import ShardKind
 
 
 class LayerGroup(NamedTuple):

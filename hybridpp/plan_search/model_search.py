@@ -10,9 +10,9 @@ from hybridpp.nn.torch_private import parameters_of, pytree
 from hybridpp.plan_search.block_search import BlockPlan, PlanSearch, SampleCall
 from hybridpp.plan_search.hf_tp_plan import differences, hf_tp_plan
 from hybridpp.plan_search.trial_errors import failure_reason
-from hybridpp.tensor_parallel.plan import Plan, ShardKind
-from hybridpp.tensor_parallel.sharding_spec import ShardingSpec
-from hybridpp.tensor_parallel.style_spec import styles_of_spec
+from hybridpp.sharding_plan.plan import Plan, ShardKind
+from hybridpp.sharding_plan.sharding_spec import ShardingSpec
+from hybridpp.sharding_plan.style_spec import styles_of_spec
 
 
 def infer_plan(

@@ -15,8 +15,8 @@ from hybridpp.plan_search.sequence_dataflow import SequenceDataflow, sequence_da
 from hybridpp.plan_search.sequence_verify import training_obstacle, verify_sequence
 from hybridpp.plan_search.trial_errors import failure_reason
 from hybridpp.plan_search.verify import Rejected, common_error
+from hybridpp.sharding_plan.sharding_spec import ShardingSpec
 from hybridpp.tensor_parallel.sequence_block import Key, RegionIO, SequenceBlock
-from hybridpp.tensor_parallel.sharding_spec import ShardingSpec
 
 _MAX_CANDIDATES = 24
 

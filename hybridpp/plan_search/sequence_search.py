@@ -8,8 +8,8 @@ from torch import nn
 from hybridpp.plan_search.block_search import SampleCall
 from hybridpp.plan_search.model_search import kind_of
 from hybridpp.plan_search.sequence_block_search import SequenceBlockPlan, search_sequence_block
+from hybridpp.sharding_plan.sharding_spec import ShardingSpec
 from hybridpp.tensor_parallel.sequence_block import SequenceBlock
-from hybridpp.tensor_parallel.sharding_spec import ShardingSpec
 
 
 class SequencePlan(NamedTuple):

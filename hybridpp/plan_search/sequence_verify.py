@@ -13,10 +13,10 @@ from hybridpp.plan_search.block_run import BlockOutcome, ReferenceBlock, Results
 from hybridpp.plan_search.gradient_sketch import close
 from hybridpp.plan_search.trial_errors import failure_reason
 from hybridpp.plan_search.verify import Rejected, partial_gradients
+from hybridpp.sharding_plan.sharding_spec import ShardingSpec
 from hybridpp.tensor_parallel.parameter_sharding import ParameterSharding, sharding_of
 from hybridpp.tensor_parallel.sequence_block import CHECKPOINTING, SequenceBlock, run_sequence_parallel
 from hybridpp.tensor_parallel.shard import shard
-from hybridpp.tensor_parallel.sharding_spec import ShardingSpec
 
 
 def verify_sequence(

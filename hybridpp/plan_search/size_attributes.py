@@ -10,7 +10,7 @@ from torch import nn
 from hybridpp.nn.linear import LinearShape
 from hybridpp.nn.names import qualified
 from hybridpp.plan_search.layer_groups import LayerGroup, common_module
-from hybridpp.tensor_parallel.style_spec import fitting_sizes
+from hybridpp.sharding_plan.style_spec import fitting_sizes
 
 AttributeValues: TypeAlias = dict[tuple[str, str], int]
 """Values of attributes, by the module's and the attribute's name."""

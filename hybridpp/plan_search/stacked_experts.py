@@ -7,7 +7,7 @@ from torch import nn
 
 from hybridpp.nn.names import qualified
 from hybridpp.nn.torch_private import parameters_of
-from hybridpp.tensor_parallel.sharding_spec import DimShard, ShardingSpec
+from hybridpp.sharding_plan.sharding_spec import DimShard, ShardingSpec
 
 
 def expert_modules(block: nn.Module) -> list[str]:

@@ -12,8 +12,8 @@ from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.plan_search.block_run import BlockOutcome, ReferenceBlock, ResultsDiffer, copy_block
 from hybridpp.plan_search.gradient_sketch import Sketch, close, largest
 from hybridpp.plan_search.trial_errors import failure_reason
+from hybridpp.sharding_plan.sharding_spec import DimShard, ShardingSpec
 from hybridpp.tensor_parallel.shard import shard
-from hybridpp.tensor_parallel.sharding_spec import DimShard, ShardingSpec
 
 
 class Rejected(NamedTuple):

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
 from hybridpp.nn.names import qualified
 from hybridpp.nn.torch_private import parameters_of, pytree
-from hybridpp.tensor_parallel.collectives import sum_over_ranks
+from hybridpp.sharded_activations.collectives import sum_over_ranks
+from hybridpp.sharding_plan.sharding_spec import ShardingSpec
 from hybridpp.tensor_parallel.gathered_modules import run_on_gathered
 from hybridpp.tensor_parallel.local_width import run_on_local_width
 from hybridpp.tensor_parallel.sharded_arguments import shard_arguments
-from hybridpp.tensor_parallel.sharding_spec import ShardingSpec
 from hybridpp.tensor_parallel.tp_context import TensorParallelContext
 
 

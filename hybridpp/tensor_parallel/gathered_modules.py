@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hybridpp.cluster import Group
 from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
 from hybridpp.nn.torch_private import has_no_data, pytree
-from hybridpp.tensor_parallel.sharding_spec import DimShard
+from hybridpp.sharding_plan.sharding_spec import DimShard
 from hybridpp.tensor_parallel.tp_context import TensorParallelContext
 
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from hybridpp.nn.checkpointing import has_saved_tensor_hooks
 from hybridpp.nn.torch_private import has_no_data, parameters_of
-from hybridpp.tensor_parallel.collectives import gather_from_ranks, scatter_to_ranks, sum_over_ranks
-from hybridpp.tensor_parallel.deferred_gather import deferred_gather
-from hybridpp.tensor_parallel.deferred_logits_gather import DeferredLogitsTensor
-from hybridpp.tensor_parallel.plan import ShardKind
-from hybridpp.tensor_parallel.saved_shard import SavedShard, save_as_shard
-from hybridpp.tensor_parallel.sequence_collectives import gather_shards, reduce_scatter_sequence
+from hybridpp.sharded_activations.collectives import gather_from_ranks, scatter_to_ranks, sum_over_ranks
+from hybridpp.sharded_activations.deferred_gather import deferred_gather
+from hybridpp.sharded_activations.deferred_logits_gather import DeferredLogitsTensor
+from hybridpp.sharded_activations.saved_shard import SavedShard, save_as_shard
+from hybridpp.sharded_activations.sequence_collectives import gather_shards, reduce_scatter_sequence
+from hybridpp.sharding_plan.plan import ShardKind
 from hybridpp.tensor_parallel.tp_context import TensorParallelContext
 
 
@@ -236,11 +236,3 @@ class VocabParallel(ShardedLayer):
     def local_grad(self, dy: Tensor, x: Tensor) -> Tensor:
         # The same rows count forwards and backwards.
         return dy.masked_fill(self._is_foreign(x).unsqueeze(-1), 0)
-
-
-def is_lookup(module: nn.Module) -> bool:
-    """Whether a module is an embedding that :class:`VocabParallel` can divide: rows that do not affect each other."""
-    # Another parameter (T5Gemma2 has one that replaces a row) would be masked and summed like the rows.
-    if not isinstance(module, nn.Embedding) or [name for name, _ in module.named_parameters()] != ["weight"]:
-        return False
-    return not (module.max_norm or module.sparse or module.scale_grad_by_freq)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.cluster import Axis
-from hybridpp.tensor_parallel.sharding_spec import DimShard, Narrowable
+from hybridpp.sharding_plan.sharding_spec import DimShard, Narrowable
 
 _ATTRIBUTE = "hybridpp_sharding"
 

@@ -17,8 +17,8 @@ from hybridpp.module_adapter import AdapterLayer
 from hybridpp.nn.linear import is_linear
 from hybridpp.nn.names import qualified
 from hybridpp.nn.torch_private import pytree
-from hybridpp.tensor_parallel.deferred_sequence_gather import deferred_sequence_gather, local_sequence_shard
-from hybridpp.tensor_parallel.sequence_collectives import gather_sequence, shard_sequence
+from hybridpp.sharded_activations.deferred_sequence_gather import deferred_sequence_gather, local_sequence_shard
+from hybridpp.sharded_activations.sequence_collectives import gather_sequence, shard_sequence
 from hybridpp.tensor_parallel.shard import ShardedModel
 from hybridpp.tensor_parallel.tp_context import TensorParallelContext
 

@@ -9,8 +9,10 @@ from torch import nn
 from hybridpp.cluster import Group
 from hybridpp.errors import ConfigError
 from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
+from hybridpp.nn.embedding import is_lookup
 from hybridpp.nn.linear import is_linear, output_dim
 from hybridpp.nn.torch_private import parameters_of
+from hybridpp.sharding_plan.sharding_spec import DimShard, ShardingSpec
 from hybridpp.tensor_parallel.apply_spec import apply_to_regions
 from hybridpp.tensor_parallel.layers import (
     ColumnParallel,
@@ -19,10 +21,8 @@ from hybridpp.tensor_parallel.layers import (
     ShardedLayer,
     UncopiedColumnParallel,
     VocabParallel,
-    is_lookup,
 )
 from hybridpp.tensor_parallel.parameter_sharding import ParameterSharding, divide, sharding_of
-from hybridpp.tensor_parallel.sharding_spec import DimShard, ShardingSpec
 from hybridpp.tensor_parallel.tp_context import TensorParallelContext
 
 _SIZES = "sizes of its shard"

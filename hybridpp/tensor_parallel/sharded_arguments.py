@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from hybridpp.cluster import Group
 from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
 from hybridpp.nn.torch_private import pytree
-from hybridpp.tensor_parallel.collectives import copy_to_ranks, sum_over_ranks
-from hybridpp.tensor_parallel.sharding_spec import DimShard
+from hybridpp.sharded_activations.collectives import copy_to_ranks, sum_over_ranks
+from hybridpp.sharding_plan.sharding_spec import DimShard
 from hybridpp.tensor_parallel.tp_context import TensorParallelContext
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from hybridpp.cluster import DrawMonitor, Group
 from hybridpp.errors import PartitionError
 from hybridpp.nn.torch_private import has_no_data, storage_id, version_of
-from hybridpp.tensor_parallel.collectives import copy_to_ranks
-from hybridpp.tensor_parallel.saved_shard import RegatherHandle, SavedShard
-from hybridpp.tensor_parallel.sequence_collectives import copy_sequence, gather_sequence, shard_lengths
+from hybridpp.sharded_activations.collectives import copy_to_ranks
+from hybridpp.sharded_activations.saved_shard import RegatherHandle, SavedShard
+from hybridpp.sharded_activations.sequence_collectives import copy_sequence, gather_sequence, shard_lengths
 
 
 def _nothing() -> None:

@@ -10,7 +10,9 @@ from hybridpp.cluster import Group, preserved_random_state
 from hybridpp.errors import ConfigError
 from hybridpp.partition import TensorSpec, find_units
 from hybridpp.plan_search import SequencePlan, infer_sequence
-from hybridpp.tensor_parallel import Plan, SequenceBlock, deferred_sequence_gather, local_sequence_shard, shard_lengths
+from hybridpp.sharded_activations import deferred_sequence_gather, local_sequence_shard, shard_lengths
+from hybridpp.sharding_plan import Plan
+from hybridpp.tensor_parallel import SequenceBlock
 from hybridpp_plugins.find_tp_plan import calls_of_blocks, of_first_rank
 from hybridpp_plugins.sample import Samples
 

@@ -17,17 +17,9 @@ from hybridpp.nn.checkpointing import recomputes_saved_tensors
 from hybridpp.partition import BoundarySharding, compiled_parts
 from hybridpp.pipeline import Gradients, SplitBackwardOps, WeightGradients, split_backward_ops
 from hybridpp.plan_search import SequencePlan
-from hybridpp.tensor_parallel import (
-    ParameterSharding,
-    Plan,
-    SavedShard,
-    ShardedLayer,
-    ShardedModel,
-    ShardKind,
-    plan_from_patterns,
-    run_sequence_parallel,
-    sharding_of,
-)
+from hybridpp.sharded_activations import SavedShard
+from hybridpp.sharding_plan import Plan, ShardKind, plan_from_patterns
+from hybridpp.tensor_parallel import ParameterSharding, ShardedLayer, ShardedModel, run_sequence_parallel, sharding_of
 from hybridpp.tensor_parallel import shard as apply_spec
 from hybridpp_plugins.apply_sp import ShardsBetweenStages, sequence_plan
 from hybridpp_plugins.find_tp_plan import find_tp_plan

@@ -31,7 +31,7 @@ from hybridpp.pipeline import (
 )
 from hybridpp.plugin import Criterion
 from hybridpp.precision import MasterWeights, ModuleDtypes
-from hybridpp.tensor_parallel import gathered
+from hybridpp.sharded_activations import gathered
 from hybridpp_plugins.criterion_check import CriterionCheck
 from hybridpp_plugins.engine_handle import CopiedModel
 from hybridpp_plugins.first_step_checks import FirstStepChecks

@@ -15,7 +15,7 @@ from hybridpp.nn.torch_private import pytree
 from hybridpp.partition import CallArguments, block_calls, find_units, is_cache
 from hybridpp.pipeline import call_arguments
 from hybridpp.plan_search import infer_embeddings_and_heads, infer_plan, large_tables, record_table_uses
-from hybridpp.tensor_parallel import Plan, spec_of_styles
+from hybridpp.sharding_plan import Plan, spec_of_styles
 from hybridpp_plugins.sample import Samples
 
 _T = TypeVar("_T")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridpp.cluster import RandomState, random_state, set_random_state
 from hybridpp.nn.torch_private import version_or_none
-from hybridpp.tensor_parallel import DeferredGatherTensor
+from hybridpp.sharded_activations import DeferredGatherTensor
 
 _Forward = Callable[..., Any]
 

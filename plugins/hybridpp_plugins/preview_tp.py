@@ -11,7 +11,8 @@ from hybridpp.config import ParallelConfig
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.plan_search import SequencePlan
 from hybridpp.plugin import SequenceParallelBlock, TensorParallelPreview
-from hybridpp.tensor_parallel import Plan, SequenceBlock, shard
+from hybridpp.sharding_plan import Plan
+from hybridpp.tensor_parallel import SequenceBlock, shard
 from hybridpp_plugins.apply_sp import sequence_plan
 from hybridpp_plugins.find_tp_plan import find_tp_plan
 from hybridpp_plugins.sample import Samples, find_samples

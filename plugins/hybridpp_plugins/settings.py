@@ -17,7 +17,7 @@ from hybridpp.config import (
     require_bools,
 )
 from hybridpp.errors import ConfigError
-from hybridpp.tensor_parallel import parse_style
+from hybridpp.sharding_plan import parse_style
 from hybridpp_plugins.unsupported import HINTS, SYNONYMS, UNSUPPORTED, is_switch, refuse_unsupported
 
 

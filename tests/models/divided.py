@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridpp.cluster import Loopback
 from hybridpp.partition import find_units
-from hybridpp.tensor_parallel import Plan
+from hybridpp.sharding_plan import Plan
 
 SIZES = (2, 4)
 TOLERANCE = 1e-5

@@ -15,7 +15,8 @@ from hybridpp.module_adapter import ORDER, ModuleAdapter, order
 from hybridpp.module_adapter import AdapterLayer as Layer
 from hybridpp.pipeline import WeightGradients
 from hybridpp.precision import wrap_dtype_boundaries
-from hybridpp.tensor_parallel import DimShard, ShardingSpec, shard
+from hybridpp.sharding_plan import DimShard, ShardingSpec
+from hybridpp.tensor_parallel import shard
 
 BATCH = [image_batch(4)]
 IDS = torch.arange(16).reshape(2, 8) % 7

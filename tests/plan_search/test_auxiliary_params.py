@@ -8,7 +8,7 @@ from attention_blocks import HEAD, HEADS, WIDTH, Attention, Block, Gated, Shaped
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hybridpp.tensor_parallel.sharding_spec import DimShard
+from hybridpp.sharding_plan.sharding_spec import DimShard
 
 
 class Scaled(Attention):

@@ -7,7 +7,7 @@ from torch import nn
 from hybridpp.plan_search import infer_plan
 from hybridpp.plan_search.candidates import CandidateGenerator
 from hybridpp.plan_search.hf_tp_plan import OwnPlan, differences, hf_tp_plan
-from hybridpp.tensor_parallel import ShardKind
+from hybridpp.sharding_plan import ShardKind
 
 
 def with_plan(plan: dict[str, str], **parts: nn.Module) -> nn.Module:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hybridpp.plan_search import block_search
 from hybridpp.plan_search.model_search import infer_plan
-from hybridpp.tensor_parallel.sharding_spec import DimShard
+from hybridpp.sharding_plan.sharding_spec import DimShard
 
 
 class Fused(nn.Module):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from hybridpp.plan_search import sequence_verify, verify
 from hybridpp.plan_search.embeddings_and_heads import infer_embeddings_and_heads, large_tables, record_table_uses
 from hybridpp.plan_search.sequence_search import infer_sequence
-from hybridpp.tensor_parallel import shard, spec_of_styles
+from hybridpp.sharding_plan import spec_of_styles
+from hybridpp.tensor_parallel import shard
 
 
 class Size(IntEnum):

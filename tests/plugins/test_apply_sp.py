@@ -35,7 +35,7 @@ from transformers import (
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.cluster.loopback_group import LoopbackGroup
 from hybridpp.errors import ConfigError, PartitionError
-from hybridpp.tensor_parallel.deferred_sequence_gather import DeferredSequenceTensor
+from hybridpp.sharded_activations.deferred_sequence_gather import DeferredSequenceTensor
 
 BATCHES = [images(seed=seed) for seed in range(2)]
 

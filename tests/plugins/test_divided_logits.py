@@ -12,8 +12,8 @@ from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditional
 
 from hybridpp.cluster import Loopback
 from hybridpp.errors import NonFiniteLossError
-from hybridpp.tensor_parallel import DeferredGatherTensor, gathered
-from hybridpp.tensor_parallel import deferred_gather as module
+from hybridpp.sharded_activations import DeferredGatherTensor, gathered
+from hybridpp.sharded_activations import deferred_gather as module
 
 BERT = {
     "*.query": "column",

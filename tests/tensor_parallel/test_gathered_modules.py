@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.module_adapter import ModuleAdapter
+from hybridpp.sharding_plan.sharding_spec import DimShard
 from hybridpp.tensor_parallel.gathered_modules import gather_parts, run_on_gathered
-from hybridpp.tensor_parallel.sharding_spec import DimShard
 from hybridpp.tensor_parallel.tp_context import TensorParallelContext
 
 WIDTH = 8

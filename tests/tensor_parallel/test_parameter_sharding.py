@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from hybridpp.sharding_plan.sharding_spec import DimShard
 from hybridpp.tensor_parallel.parameter_sharding import ParameterSharding, divide, sharding_of
-from hybridpp.tensor_parallel.sharding_spec import DimShard
 
 
 def placed(full_shape, dim=0, size=2, parts=None, copies=()):

@@ -3,10 +3,10 @@
 import torch
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.tensor_parallel import gathered
-from hybridpp.tensor_parallel.collectives import local_part
-from hybridpp.tensor_parallel.deferred_gather import deferred_gather
-from hybridpp.tensor_parallel.deferred_logits_gather import DeferredLogitsTensor
+from hybridpp.sharded_activations import gathered
+from hybridpp.sharded_activations.collectives import local_part
+from hybridpp.sharded_activations.deferred_gather import deferred_gather
+from hybridpp.sharded_activations.deferred_logits_gather import DeferredLogitsTensor
 
 B, S, V, RANKS = 2, 3, 7, 2
 FULL = torch.randn(B, S, V, generator=torch.Generator().manual_seed(0))

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from hybridpp.cluster import Group
 from hybridpp.nn.torch_private import VERSION, has_no_data, version_of
-from hybridpp.tensor_parallel.deferred_gather import DeferredGatherTensor, deferred_gather, elementwise
-from hybridpp.tensor_parallel.sequence_collectives import gather_sequence, gather_shards, own_shard, shard_sequence
+from hybridpp.sharded_activations.deferred_gather import DeferredGatherTensor, deferred_gather, elementwise
+from hybridpp.sharded_activations.sequence_collectives import gather_sequence, gather_shards, own_shard, shard_sequence
 
 
 class DeferredSequenceTensor(DeferredGatherTensor):

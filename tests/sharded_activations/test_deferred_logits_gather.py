@@ -4,12 +4,12 @@ import functools
 
 import pytest
 import torch
-from tensor_parallel.lazy_logits import FULL, TARGET, B, Counted, S, V, check, deferred_logits
+from sharded_activations.lazy_logits import FULL, TARGET, B, Counted, S, V, check, deferred_logits
 from torch import nn
 from torch.nn import functional
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.tensor_parallel.collectives import local_part
+from hybridpp.sharded_activations.collectives import local_part
 
 MASK = TARGET > 2
 BIAS = torch.arange(float(V))

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hybridpp.tensor_parallel.collectives import copy_to_ranks, scatter_to_ranks
-from hybridpp.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from hybridpp.tensor_parallel.deferred_gather import DeferredGatherTensor, elementwise, like
+from hybridpp.sharded_activations.collectives import copy_to_ranks, scatter_to_ranks
+from hybridpp.sharded_activations.cross_entropy import vocab_parallel_cross_entropy
+from hybridpp.sharded_activations.deferred_gather import DeferredGatherTensor, elementwise, like
 
 
 class DeferredLogitsTensor(DeferredGatherTensor):

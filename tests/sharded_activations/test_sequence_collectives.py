@@ -6,7 +6,7 @@ from support import on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.tensor_parallel.sequence_collectives import (
+from hybridpp.sharded_activations.sequence_collectives import (
     copy_sequence,
     gather_sequence,
     own_shard,

@@ -6,7 +6,8 @@ from torch import nn
 
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.module_adapter import ModuleAdapter
-from hybridpp.tensor_parallel import DimShard, ShardingSpec, shard, sharding_of, spec_of_styles, styles_of_spec
+from hybridpp.sharding_plan import DimShard, ShardingSpec, spec_of_styles, styles_of_spec
+from hybridpp.tensor_parallel import shard, sharding_of
 
 SPEC = ShardingSpec(
     params={"up.weight": DimShard(0, (8,)), "": DimShard(1, (4,))},

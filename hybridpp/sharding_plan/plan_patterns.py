@@ -9,9 +9,9 @@ from torch import nn
 
 from hybridpp.errors import ConfigError
 from hybridpp.nn.linear import is_linear, output_dim
-from hybridpp.tensor_parallel.plan import FusedLayout, LayerStyle, Plan, ShardKind, parse_style
-from hybridpp.tensor_parallel.sharding_spec import ShardingSpec
-from hybridpp.tensor_parallel.style_spec import fitting_sizes, spec_of_styles
+from hybridpp.sharding_plan.plan import FusedLayout, LayerStyle, Plan, ShardKind, parse_style
+from hybridpp.sharding_plan.sharding_spec import ShardingSpec
+from hybridpp.sharding_plan.style_spec import fitting_sizes, spec_of_styles
 
 # Attributes by which attention splits its activations, in any model: numbers of heads, and the width of all heads.
 _HEADS = re.compile(r"^(num|n)_?((attention|attn|query|key_value|kv|q|k|v)_?)*heads?(_kv)?$|^nhead$|^heads$")

@@ -5,7 +5,7 @@ from support import on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.tensor_parallel.collectives import copy_to_ranks, gather_from_ranks, sum_over_ranks
+from hybridpp.sharded_activations.collectives import copy_to_ranks, gather_from_ranks, sum_over_ranks
 
 
 def test_gradients_of_a_copied_activation_are_summed():

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.errors import ConfigError
-from hybridpp.tensor_parallel import vocab_parallel_cross_entropy
+from hybridpp.sharded_activations import vocab_parallel_cross_entropy
 
 
 def part_of(logits, dim, rank, size):

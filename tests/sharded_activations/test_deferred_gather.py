@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from tensor_parallel.lazy_logits import FULL, TARGET, B, Counted, S, V, check, deferred_logits, on_ranks
+from sharded_activations.lazy_logits import FULL, TARGET, B, Counted, S, V, check, deferred_logits, on_ranks
 from torch.nn import functional
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.tensor_parallel import DeferredGatherTensor, gathered
-from hybridpp.tensor_parallel.collectives import local_part
+from hybridpp.sharded_activations import DeferredGatherTensor, gathered
+from hybridpp.sharded_activations.collectives import local_part
 
 
 def written(x):

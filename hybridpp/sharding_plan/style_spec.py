@@ -7,12 +7,12 @@ from typing import Any
 from torch import nn
 
 from hybridpp.errors import ConfigError
+from hybridpp.nn.embedding import is_lookup
 from hybridpp.nn.linear import is_linear, output_dim
 from hybridpp.nn.names import qualified
 from hybridpp.nn.torch_private import parameters_of
-from hybridpp.tensor_parallel.layers import is_lookup
-from hybridpp.tensor_parallel.plan import FusedLayout, LayerStyle, ShardKind, parse_style
-from hybridpp.tensor_parallel.sharding_spec import DimShard, ShardingSpec
+from hybridpp.sharding_plan.plan import FusedLayout, LayerStyle, ShardKind, parse_style
+from hybridpp.sharding_plan.sharding_spec import DimShard, ShardingSpec
 
 _COLUMNS = (ShardKind.COLUMN, ShardKind.FUSED_COLUMN)
 

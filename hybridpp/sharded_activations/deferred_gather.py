@@ -19,7 +19,7 @@ from hybridpp.nn.torch_private import (
     unsafe_view,
     version_or_none,
 )
-from hybridpp.tensor_parallel.collectives import gather_from_ranks, local_part
+from hybridpp.sharded_activations.collectives import gather_from_ranks, local_part
 
 _Replay = Callable[[Tensor], Tensor]
 

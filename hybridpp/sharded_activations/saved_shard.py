@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hybridpp.cluster import Group, Pending
 from hybridpp.nn.torch_private import storage_id, version_of
-from hybridpp.tensor_parallel.sequence_collectives import start_gather_shards
+from hybridpp.sharded_activations.sequence_collectives import start_gather_shards
 
 
 class RegatherHandle:

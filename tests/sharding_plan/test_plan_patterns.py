@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from hybridpp.tensor_parallel import plan_from_patterns
+from hybridpp.sharding_plan import plan_from_patterns
 
 
 class Attention(nn.Module):

@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from hybridpp.errors import ConfigError
-from hybridpp.tensor_parallel.sharding_spec import ShardingSpec
+from hybridpp.sharding_plan.sharding_spec import ShardingSpec
 
 
 class ShardKind(StrEnum):

@@ -1,14 +1,11 @@
-"""Styles of a tensor-parallel plan are read from text; which modules they fit."""
+"""Styles of a tensor-parallel plan are read from text."""
 
 import re
 
 import pytest
-import torch
-from torch import nn
 
 from hybridpp.errors import ConfigError
-from hybridpp.tensor_parallel import FusedLayout, LayerStyle, ShardKind, parse_style
-from hybridpp.tensor_parallel.layers import is_lookup
+from hybridpp.sharding_plan import FusedLayout, LayerStyle, ShardKind, parse_style
 
 
 @pytest.mark.parametrize(
@@ -66,19 +63,3 @@ def test_what_is_no_style_is_refused_with_those_that_are(text):
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         parse_style(text)
-
-
-class WithASpecialRow(nn.Embedding):
-    """As T5Gemma2's: one id's row is a parameter of its own."""
-
-    def __init__(self):
-        super().__init__(8, 4)
-        self.special = nn.Parameter(torch.zeros(4))
-
-
-@pytest.mark.parametrize(
-    ("module", "is_one"),
-    [(nn.Embedding(8, 4), True), (nn.Embedding(8, 4, max_norm=1.0), False), (WithASpecialRow(), False)],
-)
-def test_an_embedding_that_holds_more_than_rows_is_no_lookup(module, is_one):
-    assert is_lookup(module) is is_one
