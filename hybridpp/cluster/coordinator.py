@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
-import torch.distributed as dist
 
 from hybridpp.cluster.current import current_world
 from hybridpp.cluster.launch import check_joined
@@ -24,7 +23,8 @@ class DistCoordinator:
     Attributes:
         rank: this process among all.
         world_size: number of processes.
-        local_rank: this process among those of its host.
+        local_rank: this process among those of its host, as the call that joined the job gave it. In a job that the
+            script joined by itself: as torchrun, mpirun or srun left it in the environment, else ``rank``.
 
     Raises:
         LaunchError: torchrun or mpirun started this process as one of several, and it has not joined them.
@@ -40,7 +40,7 @@ class DistCoordinator:
         world = current_world()
         self.rank = world.rank
         self.world_size = world.size
-        self.local_rank = dist.get_node_local_rank(fallback_rank=self.rank) if dist.is_initialized() else self.rank
+        self.local_rank = world.local_rank
         self._world = world
 
     def is_master(self) -> bool:

@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from hybridpp.cluster.launch import shared_memory_wanted
+from hybridpp.cluster.launch import local_rank_of, shared_memory_wanted
 from hybridpp.cluster.loopback import Loopback, LoopbackWorld
 from hybridpp.cluster.torch_world import job_world
 from hybridpp.cluster.world import World, override
@@ -17,5 +17,5 @@ def current_world() -> World:
     if world is not None:
         return world
     if dist.is_initialized():
-        return job_world(shared_memory_wanted())
+        return job_world(shared_memory_wanted(), local_rank_of(dist.get_rank(), dist.get_world_size()))
     return LoopbackWorld(Loopback(1), 0, device=None)

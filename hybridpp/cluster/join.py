@@ -74,7 +74,7 @@ def join_job(
             f"rank {rank} met the {world_size} ranks of the job, and could not connect to them: {error}. One of them "
             "may have ended since, or a firewall or a host name that is not known may be between them."
         ) from error
-    world = job_world(shared_memory)
+    world = job_world(shared_memory, process.local_rank)
     # From now on, ranks that wait for a rank notice its end.
     world.control()
     world.stop_exit_report = report_exit(world.exit_reports)

@@ -151,6 +151,30 @@ def check_joined() -> None:
             )
 
 
+def local_rank_of(rank: int, world_size: int) -> int:
+    """This process among those of its host, in a job that the script joined by itself.
+
+    Args:
+        rank: of this process in the job.
+        world_size: number of processes of the job.
+
+    Returns:
+        What torchrun, mpirun or srun left in the environment; ``rank`` where none of them started the job, as if all
+        its processes were on one host.
+
+    Raises:
+        LaunchError: a variable is no number.
+    """
+    if _TORCHRUN[2] in os.environ:
+        return _number(_TORCHRUN[2])
+    for own, size, local in (_OPENMPI, (_SLURM[0], "SLURM_STEP_NUM_TASKS", _SLURM[2])):
+        # Processes that another launcher started inside of such a job inherit the numbers of their parent.
+        is_set = all(name in os.environ for name in (own, size, local))
+        if is_set and (_number(own), _number(size)) == (rank, world_size):
+            return _number(local)
+    return rank
+
+
 def shared_memory_wanted() -> bool:
     """Whether ranks of one host may communicate through shared memory; not if ``HYBRIDPP_SHARED_MEMORY`` is 0.
 

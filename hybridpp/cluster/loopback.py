@@ -98,11 +98,11 @@ class LoopbackWorld:
     Args:
         loopback: the world.
         rank: this one.
-        device: where it computes unless told otherwise; None: on the CUDA device if there is one, else on the CPU.
+        device: where it computes by default; None: on the CUDA device if there is one, else on the CPU.
     """
 
     def __init__(self, loopback: Loopback, rank: int, device: torch.device | None = _CPU):
-        self.rank = rank
+        self.rank = self.local_rank = rank
         self.size = loopback.size
         self._device = device
         self._loopback = loopback
@@ -113,6 +113,10 @@ class LoopbackWorld:
     def device(self) -> torch.device:
         # Asked when needed, because asking initialises CUDA.
         return self._device or default_device()
+
+    def carries(self, device: torch.device) -> bool:
+        """Ranks of one process share the tensors of every device."""
+        return True
 
     def split(
         self, groups: Sequence[Sequence[int]], name: str = "", *, point_to_point: bool = False

@@ -31,6 +31,7 @@ class TorchWorld:
 
     Args:
         shared_memory: as in :class:`~hybridpp.cluster.torch_group.TorchGroup`, for all groups.
+        local_rank: this process among those of its host; None: all ranks are on one host.
 
     Attributes:
         process_group: the default group.
@@ -38,12 +39,13 @@ class TorchWorld:
         stop_exit_report: called when this rank leaves.
     """
 
-    def __init__(self, shared_memory: bool = True) -> None:
+    def __init__(self, shared_memory: bool = True, local_rank: int | None = None) -> None:
         whole = dist.group.WORLD
         assert whole is not None, "the default group is initialised"
         self.process_group: dist.ProcessGroup | None = whole
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        self.local_rank = self.rank if local_rank is None else local_rank
         self._timeout = timeout_of(whole)
         self._store = default_store()
         self.exit_reports = ExitReports(self._store, self.rank)
@@ -62,6 +64,12 @@ class TorchWorld:
         # A script that initialised the group itself may have named the device there only.
         bound: torch.device | None = getattr(self.process_group, "bound_device_id", None)
         return bound or default_device()
+
+    def carries(self, device: torch.device) -> bool:
+        """See :meth:`hybridpp.cluster.world.World.carries`."""
+        # As in "cpu:gloo,cuda:nccl". A group of one rank sends nothing.
+        backends = dist.get_backend_config(self.process_group).split(",")
+        return self.size == 1 or device.type in {backend.partition(":")[0] for backend in backends}
 
     def split(
         self, groups: Sequence[Sequence[int]], name: str = "", *, point_to_point: bool = False
@@ -234,11 +242,15 @@ def _are_alike(rows: Sequence[Tensor], lists: Sequence[Sequence[int]]) -> bool:
 _job: TorchWorld | None = None
 
 
-def job_world(shared_memory: bool) -> TorchWorld:
-    """The world of this process's job: a single object, like the default group of ``torch.distributed``."""
+def job_world(shared_memory: bool, local_rank: int | None = None) -> TorchWorld:
+    """The world of this process's job: a single object, like the default group of ``torch.distributed``.
+
+    Args:
+        shared_memory, local_rank: as in :class:`TorchWorld`; read by the first call of a job.
+    """
     global _job
     if _job is None or _job.process_group is not dist.group.WORLD:
-        _job = TorchWorld(shared_memory)
+        _job = TorchWorld(shared_memory, local_rank)
     return _job
 
 

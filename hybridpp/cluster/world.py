@@ -100,7 +100,8 @@ class World(Protocol):
     Attributes:
         rank: this rank.
         size: number of ranks.
-        device: where this rank computes unless told otherwise.
+        local_rank: this rank among those of its host.
+        device: where this rank computes by default.
     """
 
     @property
@@ -108,7 +109,12 @@ class World(Protocol):
     @property
     def size(self) -> int: ...
     @property
+    def local_rank(self) -> int: ...
+    @property
     def device(self) -> torch.device: ...
+
+    def carries(self, device: torch.device) -> bool:
+        """Whether the groups of this world can communicate tensors of a device."""
 
     def split(self, groups: Sequence[Sequence[int]], name: str = "", *, point_to_point: bool = False) -> Group | None:
         """The group of this rank, given disjoint lists of ranks; None if it is in none of them.

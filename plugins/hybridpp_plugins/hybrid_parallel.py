@@ -307,6 +307,7 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, PreviewsTenso
         device = device or self.layout.world.device
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
+        self.layout.check_carried(device)
         signature = ForwardSignature.of(parts.model.forward, type(parts.model).__name__)
 
         def samples() -> Samples:

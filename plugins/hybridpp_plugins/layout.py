@@ -9,6 +9,7 @@ from weakref import ref
 import torch
 
 from hybridpp.cluster import Axis, Coordinate, Group, RankGrid, World
+from hybridpp.errors import ConfigError
 from hybridpp.pipeline import StageManager
 
 
@@ -60,6 +61,19 @@ class Layout:
         # Groups of a plugin that no longer exists and had another layout.
         world.release_unused()
         return layout
+
+    def check_carried(self, device: torch.device) -> None:
+        """Refuse a device whose tensors the job's backend does not communicate.
+
+        Raises:
+            ConfigError: with what to change.
+        """
+        if not self.world.carries(device):
+            raise ConfigError(
+                f"the job's backend communicates tensors of other devices: got device={str(device)!r} in a job of "
+                f"{self.world.size} ranks. Leave device out of Booster to compute on {self.world.device}, or join the "
+                'job with backend="gloo".'
+            )
 
     def connect(self, device: torch.device, placement: Sequence[int]) -> None:
         """Use every connection of this rank once, in one order on all ranks. Collective: all ranks of the world.

@@ -16,6 +16,7 @@ from hybridpp import (
     launch_from_torch,
 )
 from hybridpp.cluster import Loopback, current_world
+from hybridpp.cluster.launch import local_rank_of
 from hybridpp.errors import ConfigError, LaunchError
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -174,15 +175,47 @@ def test_consecutive_jobs_can_use_one_address_with_every_launcher():
 
     def run():
         rank, seen = str(dist.get_rank()), []
-        os.environ |= {"SLURM_PROCID": rank, "SLURM_NTASKS": "2", "SLURM_LOCALID": rank}
+        # As on hosts of one task each, and on hosts with two tasks of another job before these.
+        os.environ |= {"SLURM_PROCID": rank, "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
         names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
-        os.environ |= dict(zip(names, (rank, "2", rank), strict=True))
+        os.environ |= dict(zip(names, (rank, "2", str(int(rank) + 2)), strict=True))
         for start in (launch_from_slurm, launch_from_openmpi, launch_from_slurm):
             DistCoordinator().destroy()
             start("127.0.0.1", port, timeout_s=20)
             total = torch.tensor([dist.get_rank() + 1.0])
             current_world().split([[0, 1]]).all_reduce(total).wait()
-            seen.append(total.item())
+            seen.append((total.item(), DistCoordinator().local_rank))
         return seen
 
-    assert run_ranks(run, 2) == [[3.0] * 3] * 2
+    assert run_ranks(run, 2) == [[(3.0, 0), (3.0, rank + 2), (3.0, 0)] for rank in range(2)]
+
+
+NO_LAUNCHER = dict.fromkeys([*TORCHRUN, *(name for variables, _ in STARTED.values() for name in variables)])
+SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "local_rank"),
+    [
+        ({}, 5),
+        ({"LOCAL_RANK": "3"}, 3),
+        (SRUN, 1),
+        (MPIRUN, 2),
+        # mpirun in the script of a batch job, and torchrun as srun's only task on each host.
+        ({**SRUN, "SLURM_PROCID": "0", **MPIRUN}, 2),
+        ({**SRUN, "LOCAL_RANK": "3"}, 3),
+        # Processes that the script started by itself inside of a step or of an mpirun.
+        ({**SRUN, "SLURM_PROCID": "1"}, 5),
+        ({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "4"}, 5),
+    ],
+)
+def test_the_local_rank_in_a_job_of_the_scripts_own(environment, variables, local_rank):
+    environment(**NO_LAUNCHER | variables)
+    assert local_rank_of(5, 8) == local_rank
+
+
+def test_a_local_rank_that_is_no_number_is_refused(environment):
+    environment(**NO_LAUNCHER | SRUN | {"SLURM_LOCALID": "first"})
+    with pytest.raises(LaunchError, match=r"^SLURM_LOCALID is a number: got 'first'\."):
+        local_rank_of(5, 8)

@@ -174,6 +174,23 @@ def test_a_pipelines_messages_go_first_and_take_few_multiprocessors():
     assert on_nccl == [("hybridpp pp", 30.0, (True, 4, timedelta(seconds=30)))]
 
 
+def carried():
+    world, config = current_world(), dist.get_backend_config
+    found = [[world.carries(torch.device(kind)) for kind in ("cpu", "cuda")]]
+    try:
+        for backends in ("cuda:nccl", "cpu:gloo,cuda:nccl"):
+            dist.get_backend_config = lambda group, backends=backends: backends
+            found.append([world.carries(torch.device(kind)) for kind in ("cpu", "cuda")])
+    finally:
+        dist.get_backend_config = config
+    return found
+
+
+def test_nccl_carries_tensors_of_cuda_devices_only():
+    assert run_ranks(carried, 2) == [[[True, True], [False, True], [True, True]]] * 2
+    assert run_ranks(carried, 1) == [[[True, True]] * 3]
+
+
 def a_script_bound_its_group():
     """How a world finds what ``init_process_group(device_id=...)`` did: torch then splits one communicator for all."""
     world = TorchWorld()

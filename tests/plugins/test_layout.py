@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ import torch.distributed as dist
 from processes import run_ranks
 from support import boosted, image_batch, model_loss, sgd, tiny_vit
 
-from hybridpp import DistCoordinator, HybridParallelPlugin
+from hybridpp import Booster, DistCoordinator, HybridParallelPlugin
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.errors import ClosedError, LaunchError, PeerError
+from hybridpp.cluster.loopback import LoopbackWorld
+from hybridpp.errors import ClosedError, ConfigError, LaunchError, PeerError
 
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)]
 
@@ -234,3 +236,23 @@ def test_destroy_gives_back_everything():
     for threads, descriptors in run_ranks(_destroyed, 2):
         # Standard streams, the test's own pipes and files.
         assert (threads, descriptors) <= (2, 20)
+
+
+def test_a_device_that_the_backend_does_not_carry_is_refused(monkeypatch):
+    """As the CPU in a job over nccl."""
+    monkeypatch.setattr(LoopbackWorld, "carries", lambda world, device: device.type == "cuda")
+    monkeypatch.setattr(LoopbackWorld, "device", torch.device("cuda", 1))
+    model = tiny_vit()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    text = (
+        "the job's backend communicates tensors of other devices: got device='cpu' in a job of 2 ranks. Leave device "
+        'out of Booster to compute on cuda:1, or join the job with backend="gloo".'
+    )
+
+    def run():
+        booster = Booster(plugin=plugin(), device="cpu")
+        with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+            booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), sample=image_batch(2))
+
+    Loopback(2).run(run)
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
