@@ -100,6 +100,7 @@ def make_step(num_microbatches: int) -> PipelineStep:
         training=True,
         keep_outputs=False,
         begin_last_backward=lambda pending: False,
+        end_backward=lambda: None,
         reduce_gradients=lambda: None,
     )
 

@@ -1,10 +1,11 @@
 """Accumulation of gradients in flat buckets."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from torch import Tensor, nn
 
 from hybridpp.data_parallel.bucket import Bucket, split_into_buckets
+from hybridpp.data_parallel.small_gradients import SmallGradients
 from hybridpp.nn.fp32_products import add_product
 from hybridpp.nn.torch_private import version_of
 
@@ -48,6 +49,7 @@ class GradientAccumulator:
             for name, parameter in parameters.items()
             if exposes_grad and parameter.dtype == self.views[name].dtype
         }
+        self._small = SmallGradients({name: self.views[name] for name in parameters if name not in self._exposed})
         # Parameters whose view holds old values.
         self._stale: set[str] = set()
         # The version of each bucket when it was last all zero; writes through ``.data`` do not change the version.
@@ -55,6 +57,7 @@ class GradientAccumulator:
 
     def reset(self, set_to_none: bool = True) -> None:
         """Set all sums to zero; exposed ``parameter.grad`` become None, or zeros unless ``set_to_none``."""
+        self._small.clear()
         for bucket in self.buckets:
             if self._holds_numbers(bucket):
                 self._stale.update(bucket.views)
@@ -83,7 +86,17 @@ class GradientAccumulator:
         self._zero_versions[bucket] = -1
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add to the sum of the parameter ``name``."""
+        """Add to the sum of the parameter ``name``: at the latest when the sum is read, and then with other small ones.
+
+        Args:
+            name: of the parameter.
+            gradient: nobody writes to it afterwards.
+        """
+        if name in self._small.views:
+            if self._small.has(name):
+                self.add_collected()
+            self._small.collect(name, gradient)
+            return
         if name not in self._stale:
             self.views[name].add_(gradient)
             return
@@ -94,11 +107,27 @@ class GradientAccumulator:
 
     def add_product(self, name: str, a: Tensor, b: Tensor) -> None:
         """Add ``a @ b`` to the fp32 sum of the half-precision parameter ``name``."""
+        if self._small.has(name):
+            # In the order of the calls.
+            self.add_collected()
         add_product(self.views[name], a, b, keep=name not in self._stale)
         self._stale.discard(name)
 
-    def zero_stale(self, buckets: Iterable[Bucket] | None = None) -> dict[str, Tensor]:
-        """Overwrite old values with zeros, in ``buckets`` (None: in all); returns the sums, by name."""
+    @property
+    def small(self) -> Collection[str]:
+        """Parameters whose gradients are added together."""
+        return self._small.views.keys()
+
+    def add_collected(self, buckets: Collection[Bucket] | None = None) -> None:
+        """Add the gradients of small parameters that were given to :meth:`add`, in ``buckets`` (None: in all)."""
+        if self._small:
+            taken = self._small.take(None if buckets is None else [name for one in buckets for name in one.views])
+            self._small.add(taken, self._stale)
+            self._stale.difference_update(taken)
+
+    def zero_stale(self, buckets: Collection[Bucket] | None = None) -> dict[str, Tensor]:
+        """Complete the sums in ``buckets`` (None: in all): zeros instead of old values; returns all sums, by name."""
+        self.add_collected(buckets)
         if self._stale:
             for bucket in self.buckets if buckets is None else buckets:
                 self._zero_stale_in(bucket)

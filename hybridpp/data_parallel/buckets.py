@@ -93,6 +93,11 @@ class GradientBuckets:
         self._unhooked: set[str] = set()
         # Parameters to which something outside of autograd has added.
         self._outside: set[str] = set()
+        # Small parameters whose hooks the running pass has called; whether no pass has called one twice.
+        self._arrived: set[str] = set()
+        self._settled: dict[str, bool] = {}
+        # Those of them whose hooks are disabled: end_backward takes the gradients, and adds them together.
+        self._collected: list[str] = []
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -117,6 +122,7 @@ class GradientBuckets:
     def release(self, name: str) -> None:
         """Let a parameter go: neither a hook nor a gradient is left on it."""
         self._unhooked.discard(name)
+        self._settled[name] = False
         self._hooks[name].remove()
         self.parameters[name].grad = None
 
@@ -131,6 +137,27 @@ class GradientBuckets:
             self._keep_one_copy()
         self._accumulator.begin()
         self._state = _State.LOCAL
+        self._collect_settled()
+
+    def _collect_settled(self) -> None:
+        """Disable the hooks of small parameters whose gradients :meth:`end_backward` can take."""
+        for name, settled in self._settled.items():
+            if settled and name not in self._unhooked and self._hooks[name].is_alone:
+                self._hooks[name].disable()
+                self._unhooked.add(name)
+                self._collected.append(name)
+
+    def end_backward(self) -> None:
+        """After a backward pass, before the next: add the gradients that it left in small parameters."""
+        for name in self._collected:
+            if self.parameters[name].grad is not None:
+                self._accumulator.move_to_view(name)
+                self._used.add(name)
+        self._accumulator.add_collected()
+        if self._arrived:
+            self._settled.update((name, self._settled.get(name, True)) for name in self._arrived)
+            self._arrived.clear()
+            self._collect_settled()
 
     def _enable_hooks(self) -> None:
         """Enable all hooks."""
@@ -139,6 +166,8 @@ class GradientBuckets:
             # A backward pass with create_graph replaces the view by a tensor that holds the sum.
             self._accumulator.move_to_view(name)
         self._unhooked.clear()
+        self._collected.clear()
+        self._arrived.clear()
 
     def _keep_one_copy(self) -> None:
         """Clear reduced sums on all ranks but one, so that the next reduction counts them once."""
@@ -209,6 +238,12 @@ class GradientBuckets:
         self._used.add(name)
         if self._all_reduce is not None and self._all_reduce.arrived(name):
             return
+        if name in self._accumulator.small:
+            if name in self._arrived:
+                # Reentrant checkpointing runs passes inside a pass. Autograd would add theirs up in half precision.
+                self._settled[name] = False
+            self._arrived.add(name)
+            return
         # Further additions need no hook, unless another hook has replaced the gradient; nor does what is added outside.
         if (is_empty and name in self._outside) or self.parameters[name].grad is self._accumulator.views[name]:
             self._unhooked.add(name)
@@ -219,6 +254,7 @@ class GradientBuckets:
 
         Collective: all replicas of this stage, and all ranks that share a parameter; not inside ``no_sync``.
         """
+        self.end_backward()
         self._enable_hooks()
         self._accumulator.zero_stale()
         if not self._sync or self._state is not _State.LOCAL:

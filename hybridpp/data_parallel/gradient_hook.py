@@ -30,6 +30,11 @@ class GradientHook:
         self._hooks = hooks
         self._hook = hook
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is enabled, and nobody else has registered such a hook."""
+        return len(self._hooks) == 1 and self._id in self._hooks
+
     def enable(self) -> None:
         """Call the hook again, before the hooks that others have registered."""
         others = dict(self._hooks) if self._hooks else None

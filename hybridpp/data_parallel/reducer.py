@@ -11,9 +11,10 @@ from torch import Tensor, nn
 class GradientReducer(Protocol):
     """Accumulates the gradients of a rank's parameters over micro-batches and calls, and sums them over replicas.
 
-    A step of training calls ``begin``; ``begin_last_backward`` before the last backward pass; ``launch_remaining`` and
-    ``finish_grad_sync`` after it. An update reads ``gradients`` and calls ``consume``; the next ``begin`` starts from
-    zero. Collective, where a method says "reduces": all replicas of this stage, and all ranks that share a parameter.
+    A step of training calls ``begin``; ``begin_last_backward`` before the last backward pass; ``end_backward`` after
+    each; ``launch_remaining`` and ``finish_grad_sync`` after the last. An update reads ``gradients`` and calls
+    ``consume``; the next ``begin`` starts from zero. Collective, where a method says "reduces": all replicas of this
+    stage, and all ranks that share a parameter.
 
     Attributes:
         parameters: this rank's trainable parameters, by name, in the order of the forward.
@@ -60,6 +61,9 @@ class GradientReducer(Protocol):
         Returns:
             Whether gradients are reduced over replicas, so that each should be completed as early as possible.
         """
+
+    def end_backward(self) -> None:
+        """After a backward pass, before the next. ``finish_grad_sync`` does the same after the last."""
 
     def launch_remaining(self) -> None:
         """Start the remaining reductions after that pass. Reduces."""

@@ -93,6 +93,7 @@ __all__ = [
     "default_store",
     "drop_accumulated_hooks",
     "fake_like",
+    "foreach_add_",
     "foreach_copy_",
     "foreach_norm",
     "forget_flat_weights",
@@ -172,7 +173,8 @@ is_view: Callable[[Tensor], bool] = Tensor._is_view
 make_wrapper_subclass: Callable[..., Tensor] = Tensor._make_wrapper_subclass
 
 # Functions and operators.
-foreach_norm, foreach_copy_, assert_async = torch._foreach_norm, torch._foreach_copy_, torch._assert_async
+foreach_norm, foreach_add_, foreach_copy_ = torch._foreach_norm, torch._foreach_add_, torch._foreach_copy_
+assert_async = torch._assert_async
 unsafe_view: Callable[[Tensor, torch.Size], Tensor] = torch.ops.aten._unsafe_view.default
 ATTENTION_OPS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,

@@ -225,10 +225,12 @@ class Handlers:
             with self._weight_gradients.input_backward(splits=False) as tasks:
                 self._go_back(action)
             self._weight_gradients.add(tasks, final=True)
+        self._step.end_backward()
 
     def _input_gradient(self, action: Action) -> None:
         with self._weight_gradients.input_backward(splits=True) as tasks:
             self._go_back(action)
+        self._step.end_backward()
         self._wgrad_tasks[action._replace(kind=ActionKind.WEIGHT_GRADIENT)] = tasks
 
     def _weight_gradient(self, action: Action) -> None:
@@ -236,6 +238,7 @@ class Handlers:
         if action == self._last:
             self._step.begin_last_backward({name for task in tasks for name in task.binding.names})
         self._weight_gradients.add(tasks, final=action == self._last)
+        self._step.end_backward()
 
     def _go_back(self, action: Action) -> None:
         stage, _, place = action

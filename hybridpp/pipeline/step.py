@@ -24,7 +24,8 @@ class PipelineStep:
         keep_outputs: whether the last stage keeps the model's outputs.
         begin_last_backward: called before the rank's last action that adds to gradients, with the names of the
             parameters that it may add to (None: all). Returns whether gradients should complete one by one.
-        reduce_gradients: called after that action.
+        end_backward: called after each action that adds to gradients.
+        reduce_gradients: called after the last of them.
         max_stored_microbatches: number of micro-batches whose activations the rank stores completely, counted per
             stage; further ones may be recomputed.
         model_inputs: selects the part of a micro-batch's inputs that the model is called with.
@@ -38,6 +39,7 @@ class PipelineStep:
     training: bool
     keep_outputs: bool
     begin_last_backward: Callable[[Collection[str] | None], bool]
+    end_backward: Callable[[], None]
     reduce_gradients: Callable[[], None]
     max_stored_microbatches: int = 0
     model_inputs: Callable[[Any], Any] = lambda inputs: inputs

@@ -225,6 +225,7 @@ class Engine:
             training=training,
             keep_outputs=keep_outputs,
             begin_last_backward=self.buckets.begin_last_backward if self.buckets else lambda pending: False,
+            end_backward=self.buckets.end_backward if self.buckets else _nothing,
             reduce_gradients=self.buckets.launch_remaining if self.buckets else lambda: None,
             max_stored_microbatches=self._max_stored,
             model_inputs=called.model_inputs,

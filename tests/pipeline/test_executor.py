@@ -121,6 +121,7 @@ def run_recorded(num_stages, num_microbatches, training, fail_at=None):
             training=training,
             keep_outputs=True,
             begin_last_backward=lambda pending: calls.append(len(stage.log)),
+            end_backward=lambda: None,
             reduce_gradients=lambda: calls.append(len(stage.log)),
         )
         result = executor.run(program, step)
