@@ -11,7 +11,7 @@ on every rank alike and before a collective, and raises subclasses of :class:`hy
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -22,9 +22,23 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from hybridpp.config import ParallelConfig
 from hybridpp.errors import ConfigError
 from hybridpp.registry import load_plugin
+from hybridpp.tp_preview import PreviewsTensorParallel, SequenceParallelBlock, TensorParallelPreview
+
+__all__ = [
+    "Boosted",
+    "Criterion",
+    "Plugin",
+    "PreviewsTensorParallel",
+    "RecordsTimelines",
+    "RunsPipeline",
+    "SavesModels",
+    "SequenceParallelBlock",
+    "TensorParallelPreview",
+    "UnboostsModels",
+    "plugin_class",
+]
 
 
 class Criterion(Protocol):
@@ -204,54 +218,6 @@ class RecordsTimelines(ABC):
         """A context whose value has ``timeline``, a :class:`hybridpp.timeline.Timeline`, after the block has ended.
 
         Collective: every rank of the world, at the start and at the end of the block.
-        """
-
-
-class SequenceParallelBlock(NamedTuple):
-    """Where a block that runs on shards of sequences gathers and scatters them. Names are relative to the block.
-
-    Attributes:
-        gathered: modules whose input is gathered, and whose output is divided by layer.
-        scattered: layers whose output is summed over the ranks, of which each keeps its shard (a reduce-scatter).
-        replicated: modules that every rank runs on complete sequences.
-    """
-
-    gathered: tuple[str, ...]
-    scattered: tuple[str, ...]
-    replicated: tuple[str, ...]
-
-
-class TensorParallelPreview(NamedTuple):
-    """How the layers of a model are divided over ranks. Keys are names of modules, but for ``shapes``.
-
-    Attributes:
-        styles: the style of every divided module; a module that no style describes has only its shapes.
-        reasons: why a module stays replicated that one could expect to be divided.
-        shapes: shape of what a rank holds of every parameter, by the parameter's name.
-        sequence_parallel: blocks that run on shards of sequences.
-        sequence_replicated: why other blocks do not.
-        differences: layers that the model's own plan (transformers' ``_tp_plan``) divides in another way, as text.
-    """
-
-    styles: Mapping[str, str]
-    reasons: Mapping[str, str]
-    shapes: Mapping[str, tuple[int, ...]]
-    sequence_parallel: Mapping[str, SequenceParallelBlock] = {}
-    sequence_replicated: Mapping[str, str] = {}
-    differences: tuple[str, ...] = ()
-
-
-class PreviewsTensorParallel(ABC):
-    """A plugin that divides layers over ranks: the command ``hybridpp partition --tp-size`` needs it."""
-
-    @classmethod
-    @abstractmethod
-    def preview_tensor_parallel(cls, model: nn.Module, config: ParallelConfig) -> TensorParallelPreview:
-        """How ``boost`` would divide a model; the model does not change.
-
-        Args:
-            model: with weights, or on the meta device.
-            config: ``tp_size`` and the settings of tensor and sequence parallelism count; ``pp_size`` does not.
         """
 
 

@@ -9,7 +9,7 @@ from support import ROOT
 
 SPINE = (
     "hybridpp/booster.py",
-    "plugins/hybridpp_plugins/hybrid_parallel.py",
+    "plugins/hybridpp_plugins/boosted_models.py",
     "plugins/hybridpp_plugins/engine.py",
     "hybridpp/pipeline/executor.py",
     "hybridpp/pipeline/handlers.py",

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from hybridpp.module_adapter import AdapterLayer, CallRouter, Forward, ModuleAdapter
 from hybridpp.nn.torch_private import forward_hooks_of, forward_pre_hooks_of
@@ -34,6 +35,11 @@ class Interceptor(CallRouter):
         self.units = tuple(units)
         self.hooks = ModelHooks(adapter.model)
         super().__init__(adapter, layer, self.units)
+
+    def outside(self, model: nn.Module) -> list[nn.Module]:
+        """The modules of a model that are in none of its units: its containers."""
+        inside = {part for unit in self.modules.values() for part in unit.modules()}
+        return [module for module in model.modules() if module not in inside]
 
     def _call(self, name: str, call: Forward, /, *args: Any, **kwargs: Any) -> Any:
         handler = self._handler

@@ -1,6 +1,6 @@
 """Which stage runs each unit of a model, and which stages hold each parameter."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from hybridpp.partition.plan import (
     uses,
 )
 from hybridpp.partition.plan_cache import Plans
-from hybridpp.partition.prune import parameter_names
+from hybridpp.partition.prune import ParameterVisibility, parameter_names, prune_parameters
 from hybridpp.partition.recompute import blocks_by_stage
 from hybridpp.partition.requested_cut import check_single_stage, is_requested, named_blocks
 from hybridpp.partition.staging_options import StagingOptions
@@ -55,13 +55,17 @@ class StageAssignment:
     tracer: Tracer | None = None
     cut: tuple[CutPoint, ...] = ()
 
-    def units_of_others(self, own_stages: Sequence[int]) -> set[str]:
-        """Units that no stage of this rank calls; one that is never called belongs to stage 0, like its parameters."""
-        return {unit for unit, stages in self.callers.items() if not (stages or {0}) & set(own_stages)}
-
-    def parameters_of_others(self, own_stages: Sequence[int]) -> list[str]:
-        """Names of the parameters that no stage of this rank holds."""
-        return [name for name, stages in self.owners.items() if not set(stages).intersection(own_stages)]
+    def prune(
+        self, adapter: ModuleAdapter, own_stages: Sequence[int], device: torch.device, dtypes: Mapping[int, torch.dtype]
+    ) -> ParameterVisibility:
+        """Take from the model what no stage of this rank owns: see :func:`prune_parameters`."""
+        for name, stages in self.owners.items():
+            if not set(stages).intersection(own_stages):
+                holder = adapter.model.get_submodule(name.rpartition(".")[0])
+                adapter.noted(holder, "parameters pruned for other stages", undo=None)
+        # A unit that is never called belongs to stage 0, like its parameters.
+        foreign = {unit for unit, stages in self.callers.items() if not (stages or {0}) & set(own_stages)}
+        return prune_parameters(adapter.model, self.owners, own_stages, foreign, device, dtypes)
 
     def plans(self, own_stages: Sequence[int], arguments: CallArguments, sharding: BoundarySharding | None) -> Plans:
         """The plans of this rank's stages for such arguments, which are traced; for two stages or more.

@@ -7,22 +7,23 @@ from contextvars import copy_context
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridpp.errors import PartitionError
 from hybridpp.module_adapter import AdapterLayer, Forward, ModuleAdapter
-from hybridpp.nn.torch_private import forward_hooks_of, forward_pre_hooks_of, pytree
+from hybridpp.nn.torch_private import forward_hooks_of, forward_pre_hooks_of
 from hybridpp.partition.blocks import finest_units
 from hybridpp.partition.calls import CallArguments
 from hybridpp.partition.compiled import forbid_compile, refuse_compiled
 from hybridpp.partition.drawing_parts import DrawingParts
 from hybridpp.partition.hooks import run_once
 from hybridpp.partition.intercept import ForwardListener, Interceptor
+from hybridpp.partition.model_inputs import ModelInputs
 from hybridpp.partition.module_outputs import AttributeDelta
 from hybridpp.partition.placeholders import Placeholders
 from hybridpp.partition.plan import StagePlan
 from hybridpp.partition.plan_cache import PlanCache, Plans
-from hybridpp.partition.prune import ParameterVisibility, prune_parameters
+from hybridpp.partition.prune import ParameterVisibility
 from hybridpp.partition.recompute import Recomputable, recomputed_blocks, warn_of_cache
 from hybridpp.partition.replay import Replay
 from hybridpp.partition.resets import AttributeResetter
@@ -90,6 +91,7 @@ class StagedModel:
         self.stages = tuple(stages)
         self.num_stages = num_stages
         self._device = device
+        self._inputs = ModelInputs(device, staging.compute_dtype)
         self._plans = PlanCache()
         self._placeholders = Placeholders(device)
         self._running = False
@@ -105,36 +107,21 @@ class StagedModel:
             warn_of_cache(model)
         if num_stages > 1:
             self._assignment = cut_into_stages(
-                adapter, num_stages, samples, self._finest, prepare=self._prepare, device=device, staging=staging
+                adapter, num_stages, samples, self._finest, prepare=self._inputs.prepare, device=device, staging=staging
             )
         else:
             self._assignment = one_stage(adapter, staging)
         # Refused before parameters are freed, so that boost can be called again.
         recomputed = recomputed_blocks(staging.recomputation, self._assignment.blocks, staging.sequence_blocks)
         if num_stages > 1:
-            self._prune(adapter)
+            self._visibility = self._assignment.prune(adapter, self.stages, device, staging.dtypes)
         self.owners = self._assignment.owners
         self._interceptor = self._assignment.interceptor
-        self._containers = self._container_modules()
+        self._containers = self._interceptor.outside(model)
         refuse_compiled(model, self._containers)
         forbid_compile(adapter, (*self._containers, *self._interceptor.modules.values()))
         self._recomputable = Recomputable(adapter, {stage: recomputed[stage] for stage in self.stages})
         adapter.wrap(model, AdapterLayer.MODEL, self._run_or_refuse)
-
-    def _prune(self, adapter: ModuleAdapter) -> None:
-        """Take from the model what other ranks' stages own."""
-        for name in self._assignment.parameters_of_others(self.stages):
-            holder = self.model.get_submodule(name.rpartition(".")[0])
-            adapter.noted(holder, "parameters pruned for other stages", undo=None)
-        foreign = self._assignment.units_of_others(self.stages)
-        self._visibility = prune_parameters(
-            self.model, self._assignment.owners, self.stages, foreign, self._device, self._staging.dtypes
-        )
-
-    def _container_modules(self) -> list[nn.Module]:
-        """The modules around the units."""
-        inside = {part for unit in self._interceptor.modules.values() for part in unit.modules()}
-        return [module for module in self.model.modules() if module not in inside]
 
     def _run_or_refuse(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not self._running and self.num_stages > 1:
@@ -143,7 +130,7 @@ class StagedModel:
                 "cannot be called by itself. Call booster.execute_pipeline."
             )
         if not self._running:
-            args, kwargs = self._cast(args), self._cast(kwargs)
+            args, kwargs = self._inputs.cast(args), self._inputs.cast(kwargs)
             if self._watch is not None:
                 with self._interceptor.active(functools.partial(_watched, self._watch)):
                     return forward(*args, **kwargs)
@@ -160,13 +147,6 @@ class StagedModel:
         finally:
             self._running = False
 
-    def _cast(self, tree: Any) -> Any:
-        """Cast floating-point inputs to the compute dtype, if there is one."""
-        dtype = self._staging.compute_dtype
-        if dtype is None:
-            return tree
-        return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
-
     def plans(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plans:
         """The plans of this rank's stages for such inputs; new signatures are traced, known ones are cached.
 
@@ -179,19 +159,10 @@ class StagedModel:
 
         def make() -> Plans:
             with self._entered():
-                arguments = self._prepare(args, kwargs)
+                arguments = self._inputs.prepare(args, kwargs)
                 return self._assignment.plans(self.stages, arguments, self._staging.boundary_sharding)
 
         return self._plans.get(args, kwargs, self.model.training, make)
-
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
-        def move(leaf: Tensor) -> Tensor:
-            # A copy: container code that writes to the model's inputs must not do so twice, once for the trace.
-            return leaf.to(self._device, copy=True)
-
-        with torch.inference_mode(False):
-            moved = pytree.tree_map_only(Tensor, move, (args, kwargs))
-            return self._cast(moved[0]), self._cast(moved[1])
 
     def _restore_attributes(self) -> None:
         """Restore attributes that were set for other stages' units; until here a criterion may read them."""
@@ -244,7 +215,7 @@ class StagedModel:
                 self._finest.active(rng),
                 self._layer_listener.active(rng.before_layer),
             ):
-                args, kwargs = self._cast(args), self._cast(kwargs)
+                args, kwargs = self._inputs.cast(args), self._inputs.cast(kwargs)
                 # A new context, so that context variables are reset when an exception leaves the forward.
                 result = copy_context().run(self.model, *args, **kwargs)
         except StageDone:

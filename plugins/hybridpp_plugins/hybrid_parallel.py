@@ -1,39 +1,25 @@
 """Tensor, pipeline and data parallelism with mixed precision: the plugin most scripts use."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from hybridpp.cluster import RankGrid, check_joined, current_world, preserved_random_state
 from hybridpp.config import ParallelConfig, PipelineGradientCheckpointConfig, Precision, require_bools
-from hybridpp.errors import ClosedError, ConfigError
+from hybridpp.errors import ConfigError
 from hybridpp.pipeline import ForwardSignature, StageManager, compile_keywords
-from hybridpp.plugin import (
-    Boosted,
-    Criterion,
-    Plugin,
-    PreviewsTensorParallel,
-    RecordsTimelines,
-    RunsPipeline,
-    SavesModels,
-    TensorParallelPreview,
-    UnboostsModels,
-)
-from hybridpp.precision import describe_dtypes
+from hybridpp.plugin import Boosted, Plugin, PreviewsTensorParallel, TensorParallelPreview
+from hybridpp_plugins.boosted_models import BoostedModels
 from hybridpp_plugins.dataloader import DataLoaderConfig
-from hybridpp_plugins.engine import Engine
-from hybridpp_plugins.engine_handle import ENGINE, attach_engine, copied_weights, original_of
+from hybridpp_plugins.engine_handle import attach_engine
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.lr_scheduler import SkipAwareScheduler
 from hybridpp_plugins.model_info import check_parts
-from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.place_model import BoostContext
 from hybridpp_plugins.preview_tp import preview_tensor_parallel
 from hybridpp_plugins.rollback import undone_on_failure
@@ -42,13 +28,10 @@ from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.settings import parse_settings
 from hybridpp_plugins.setup import boost
 from hybridpp_plugins.signature import line_by_line
-from hybridpp_plugins.timeline_recording import TimelineRecording
-from hybridpp_plugins.unboost import unboost
 from hybridpp_plugins.unsupported import OtherLibrarySettings
-from hybridpp_plugins.weights import load_weights, save_weights
 
 
-class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, PreviewsTensorParallel, SavesModels, UnboostsModels):
+class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
     """Trains one model on ``tp_size * pp_size`` ranks per replica, with as many replicas as the world holds.
 
     The world has ``dp_size * pp_size * tp_size`` ranks; ``dp_size`` follows. With no arguments, every rank trains a
@@ -192,7 +175,6 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, PreviewsTenso
         self.layout = Layout.create(world, grid)
         self.stage_manager: StageManager = self.layout.stage_manager(self._planner.placement)
         self._num_boosted = 0
-        self._closed = False
         if enable_all_optimization:
             torch.set_float32_matmul_precision("high")
 
@@ -281,25 +263,6 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, PreviewsTenso
         )
         return config.loader(dataset)
 
-    def close(self) -> None:
-        """Give back the process groups: their threads, file descriptors and device memory.
-
-        Groups that another plugin uses, too, stay open. The models that this plugin boosted can no longer be run, saved
-        or loaded by the booster, so save them before; their parameters stay. Calling it again does nothing. Without it,
-        groups are given back when a later plugin is made, or ``DistCoordinator().destroy()`` is called.
-
-        Collective: every rank of the world.
-        """
-        if not self._closed:
-            self._closed = True
-            self.layout.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(
-                "this plugin was closed: its process groups are gone. Make a new plugin, and boost a model with it."
-            )
-
     def configure(self, parts: Boosted, *, device: torch.device | None = None, sample: Any = None) -> Boosted:
         """See :meth:`hybridpp.Booster.boost`."""
         self._check_open()
@@ -325,79 +288,7 @@ class HybridParallelPlugin(Plugin, RunsPipeline, RecordsTimelines, PreviewsTenso
         self._num_boosted += 1
         return parts._replace(optimizer=engine.optimizer, lr_scheduler=scheduler)
 
-    def _engine(self, model: nn.Module) -> Engine:
-        self._check_open()
-        engine = vars(model).get(ENGINE) if isinstance(model, nn.Module) else None
-        if not isinstance(engine, Engine) or engine.layout is not self.layout:
-            raise ConfigError(
-                f"this {type(model).__name__} was not boosted by this booster. Pass the model that booster.boost "
-                "returned."
-            )
-        return engine
-
-    def execute_pipeline(
-        self,
-        data_iter: Iterator[Any],
-        model: nn.Module,
-        criterion: Criterion | None,
-        optimizer: Optimizer | None,
-        *,
-        return_loss: bool,
-        return_outputs: bool,
-    ) -> dict[str, Any]:
-        """See :meth:`hybridpp.Booster.execute_pipeline`."""
-        engine = self._engine(model)
-        engine.check_call(criterion, optimizer, return_loss)
-        return engine.step(data_iter, criterion, return_loss, return_outputs)
-
-    def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
-        """See :meth:`hybridpp.Booster.backward`."""
-        self._check_open()
-        if not isinstance(optimizer, HybridOptimizer):
-            raise ConfigError(f"backward needs the boosted optimizer: got {type(optimizer).__name__}.")
-        if self.pp_size > 1:
-            raise ConfigError(
-                f"backward needs all stages on one rank: got pp_size={self.pp_size}. "
-                "Call booster.execute_pipeline, which also runs backward."
-            )
-        optimizer.backward(loss)
-
-    def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
-        """See :meth:`hybridpp.Booster.no_sync`."""
-        return self._engine(model).no_sync()
-
-    def record_timeline(self, model: nn.Module) -> AbstractContextManager[TimelineRecording]:
-        """See :meth:`hybridpp.Booster.record_timeline`."""
-        return self._engine(model).recorded()
-
     @classmethod
     def preview_tensor_parallel(cls, model: nn.Module, config: ParallelConfig) -> TensorParallelPreview:
         """How :meth:`configure` would shard the layers, without a plan and a sample of the user."""
         return preview_tensor_parallel(model, config)
-
-    def describe(self, model: nn.Module) -> str:
-        """A text that lists what boost added to each module and parameter of a boosted model on this rank.
-
-        Modules of one class whose names differ only in numbers share a line, if boost added the same to them: layers
-        around the forward, the outermost first, then hooks and attributes.
-        """
-        return self._engine(model).adapter.describe()
-
-    def unboost(self, model: nn.Module) -> None:
-        """See :meth:`hybridpp.Booster.unboost`."""
-        unboost(self._engine(model))
-
-    def describe_precision(self, model: nn.Module) -> str:
-        """A table of the compute dtypes of the modules of a boosted model on this rank."""
-        engine = self._engine(model)
-        return describe_dtypes(engine.model, engine.module_dtypes, self.settings.precision_config.fp32_losses)
-
-    def save_model(self, model: nn.Module, path: Path, *, shard: bool, size_per_shard_mb: int) -> None:
-        """See :meth:`hybridpp.Booster.save_model`."""
-        copy = copied_weights(model)
-        engine = self._engine(model if copy is None else original_of(copy))
-        save_weights(engine, path, f"{size_per_shard_mb}MB" if shard else "1000TB", copy)
-
-    def load_model(self, model: nn.Module, path: Path, *, strict: bool) -> None:
-        """See :meth:`hybridpp.Booster.load_model`."""
-        load_weights(self._engine(model), path, strict)

@@ -1,0 +1,125 @@
+"""What a plugin does with the models that it boosted: run, save and load them, and take everything off again."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hybridpp.errors import ClosedError, ConfigError
+from hybridpp.plugin import Criterion, RecordsTimelines, RunsPipeline, SavesModels, UnboostsModels
+from hybridpp.precision import describe_dtypes
+from hybridpp_plugins.engine import Engine
+from hybridpp_plugins.engine_handle import ENGINE, copied_weights, original_of
+from hybridpp_plugins.layout import Layout
+from hybridpp_plugins.optimizer import HybridOptimizer
+from hybridpp_plugins.settings import PluginSettings
+from hybridpp_plugins.timeline_recording import TimelineRecording
+from hybridpp_plugins.unboost import unboost
+from hybridpp_plugins.weights import load_weights, save_weights
+
+
+class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, UnboostsModels):
+    """The part of a plugin that finds the engine of a boosted model, and hands calls to it.
+
+    Attributes:
+        layout: the ranks and groups of the plugin.
+        settings: of the plugin.
+    """
+
+    layout: Layout
+    settings: PluginSettings
+    _closed = False
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(
+                "this plugin was closed: its process groups are gone. Make a new plugin, and boost a model with it."
+            )
+
+    def close(self) -> None:
+        """Give back the process groups: their threads, file descriptors and device memory.
+
+        Groups that another plugin uses, too, stay open. The models that this plugin boosted can no longer be run, saved
+        or loaded by the booster, so save them before; their parameters stay. Calling it again does nothing. Without it,
+        groups are given back when a later plugin is made, or ``DistCoordinator().destroy()`` is called.
+
+        Collective: every rank of the world.
+        """
+        if not self._closed:
+            self._closed = True
+            self.layout.close()
+
+    def _engine(self, model: nn.Module) -> Engine:
+        self._check_open()
+        engine = vars(model).get(ENGINE) if isinstance(model, nn.Module) else None
+        if not isinstance(engine, Engine) or engine.layout is not self.layout:
+            raise ConfigError(
+                f"this {type(model).__name__} was not boosted by this booster. Pass the model that booster.boost "
+                "returned."
+            )
+        return engine
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Criterion | None,
+        optimizer: Optimizer | None,
+        *,
+        return_loss: bool,
+        return_outputs: bool,
+    ) -> dict[str, Any]:
+        """See :meth:`hybridpp.Booster.execute_pipeline`."""
+        engine = self._engine(model)
+        engine.check_call(criterion, optimizer, return_loss)
+        return engine.step(data_iter, criterion, return_loss, return_outputs)
+
+    def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
+        """See :meth:`hybridpp.Booster.backward`."""
+        self._check_open()
+        if not isinstance(optimizer, HybridOptimizer):
+            raise ConfigError(f"backward needs the boosted optimizer: got {type(optimizer).__name__}.")
+        if self.layout.pp.size > 1:
+            raise ConfigError(
+                f"backward needs all stages on one rank: got pp_size={self.layout.pp.size}. "
+                "Call booster.execute_pipeline, which also runs backward."
+            )
+        optimizer.backward(loss)
+
+    def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
+        """See :meth:`hybridpp.Booster.no_sync`."""
+        return self._engine(model).no_sync()
+
+    def record_timeline(self, model: nn.Module) -> AbstractContextManager[TimelineRecording]:
+        """See :meth:`hybridpp.Booster.record_timeline`."""
+        return self._engine(model).recorded()
+
+    def describe(self, model: nn.Module) -> str:
+        """A text that lists what boost added to each module and parameter of a boosted model on this rank.
+
+        Modules of one class whose names differ only in numbers share a line, if boost added the same to them: layers
+        around the forward, the outermost first, then hooks and attributes.
+        """
+        return self._engine(model).adapter.describe()
+
+    def unboost(self, model: nn.Module) -> None:
+        """See :meth:`hybridpp.Booster.unboost`."""
+        unboost(self._engine(model))
+
+    def describe_precision(self, model: nn.Module) -> str:
+        """A table of the compute dtypes of the modules of a boosted model on this rank."""
+        engine = self._engine(model)
+        return describe_dtypes(engine.model, engine.module_dtypes, self.settings.precision_config.fp32_losses)
+
+    def save_model(self, model: nn.Module, path: Path, *, shard: bool, size_per_shard_mb: int) -> None:
+        """See :meth:`hybridpp.Booster.save_model`."""
+        copy = copied_weights(model)
+        engine = self._engine(model if copy is None else original_of(copy))
+        save_weights(engine, path, f"{size_per_shard_mb}MB" if shard else "1000TB", copy)
+
+    def load_model(self, model: nn.Module, path: Path, *, strict: bool) -> None:
+        """See :meth:`hybridpp.Booster.load_model`."""
+        load_weights(self._engine(model), path, strict)
