@@ -69,10 +69,8 @@ VAGUE_NAMES = {
     "told": "what it is: message, report",
     "whole": "full, complete, unsharded",
 }
-PLAIN_PACKAGES = (
-    *("checkpoint", "cli", "config", "module_adapter", "nn", "optim"),
-    *("partition", "plan_search", "sharded_activations", "sharding_plan", "simulate", "tensor_parallel", "timeline"),
-)
+# What is not guarded yet.
+UNGUARDED = ("hybridpp/pipeline/",)
 
 
 def names_in(tree: ast.Module) -> Iterator[str]:
@@ -86,14 +84,16 @@ def names_in(tree: ast.Module) -> Iterator[str]:
 
 
 def test_names_are_terms_of_the_field():
+    paths = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "hybridpp").rglob("*.py"))]
     found = {
-        f"{path.relative_to(ROOT)}: {name}": VAGUE_NAMES[name]
-        for package in PLAIN_PACKAGES
-        for path in sorted((ROOT / "hybridpp" / package).rglob("*.py"))
-        for name in names_in(ast.parse(path.read_text()))
+        f"{path}: {name}": VAGUE_NAMES[name]
+        for path in paths
+        if not path.startswith(UNGUARDED)
+        for name in names_in(ast.parse((ROOT / path).read_text()))
         if name in VAGUE_NAMES
     }
     assert found == {}
+    assert len(paths) > 200
 
 
 def test_vague_names_are_found():

@@ -59,9 +59,9 @@ def _hardware(device: torch.device) -> str:
     # Some drivers in virtual machines report zeros.
     if uuid.strip("0-"):
         return f"GPU-{uuid}"
-    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    if None not in place:
-        return "PCI " + ":".join(f"{number:02x}" for number in place)
+    pci_ids = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None not in pci_ids:
+        return "PCI " + ":".join(f"{number:02x}" for number in pci_ids)
     # Two processes that see one device each have the same index. They count as sharing it, which is safe.
     return str(device)
 

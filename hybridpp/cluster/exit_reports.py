@@ -62,9 +62,9 @@ class ExitReports:
     def is_as_on_rank_0(self, error: BaseException) -> bool:
         """Whether rank 0 ends with the same error; waits up to 2 s for it."""
         until = time.monotonic() + _PATIENCE_S
-        while (theirs := self._get("failed 0")) is None and time.monotonic() < until:
+        while (of_rank_0 := self._get("failed 0")) is None and time.monotonic() < until:
             time.sleep(_LOOK_S)
-        return theirs == _text(error)
+        return of_rank_0 == _text(error)
 
     def _set(self, key: str, text: str) -> None:
         if self._has_reported:

@@ -1,4 +1,4 @@
-"""Join the processes of a job: meet, connect, seed, and let the others know when this one ends."""
+"""Join the processes of a job: wait for all, connect, seed, and let the others know when this one ends."""
 
 import logging
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hybridpp.cluster.devices import RankDevice, choose_backend, device_for, identify, warning_about
 from hybridpp.cluster.exit_reports import report_exit
-from hybridpp.cluster.rendezvous import Entry, StoreAddress, meet
+from hybridpp.cluster.rendezvous import Entry, StoreAddress, wait_for_ranks
 from hybridpp.cluster.seeds import set_seed
 from hybridpp.cluster.torch_world import job_world
 from hybridpp.errors import ConfigError, LaunchError
@@ -65,7 +65,7 @@ def join_job(
         torch.cuda.set_device(device)
     alike = {"world_size": world_size, "backend": backend, "seed": seed, "timeout_s": timeout_s}
     entry = Entry(settings=alike, own=identify(device), decide=lambda own: _choose(backend, own))
-    store, chosen = meet(address, rank, world_size, entry, timeout_s)
+    store, chosen = wait_for_ranks(address, rank, world_size, entry, timeout_s)
     timeout = timedelta(seconds=timeout_s)
     try:
         dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -22,10 +22,10 @@ from hybridpp.nn.torch_private import PrefixStore, Store, TCPStore
 # Not the distributed logger, which needs the world that is created here.
 LOGGER = logging.getLogger("hybridpp")
 
-_QUESTIONS = "questions"
+_REQUESTS = "requests"
 # Time before a rank logs for whom it waits; the interval doubles with each message.
 FIRST_NOTICE_S = 10.0
-_LOOK_S = 0.01
+_POLL_S = 0.01
 # Rank 0 times out first, so that the others get the reason.
 _GRACE_S = 5.0
 _REFUSALS: dict[str, type[HybridppError]] = {kind.__name__: kind for kind in (LaunchError, ConfigError)}
@@ -74,8 +74,10 @@ class Entry:
     decide: Callable[[Sequence[Any]], Any] = lambda own: None
 
 
-def meet(address: StoreAddress, rank: int, world_size: int, entry: Entry, timeout_s: float) -> tuple[Store, Any]:
-    """Returns a store for this attempt of the job, and what ``entry.decide`` returned.
+def wait_for_ranks(
+    address: StoreAddress, rank: int, world_size: int, entry: Entry, timeout_s: float
+) -> tuple[Store, Any]:
+    """Wait for all ranks; returns a store for this attempt of the job, and what ``entry.decide`` returned.
 
     Collective: all ranks of the job.
 
@@ -94,7 +96,7 @@ def meet(address: StoreAddress, rank: int, world_size: int, entry: Entry, timeou
     join = _coordinate if rank == 0 else _register
     while True:
         try:
-            store = address.open(rank, min(FIRST_NOTICE_S, max(_LOOK_S, timer.left_s)))
+            store = address.open(rank, min(FIRST_NOTICE_S, max(_POLL_S, timer.left_s)))
             name, decision = join(PrefixStore("hybridpp", store), rank, world_size, entry, timer)
         except dist.DistNetworkError as error:
             # The store of an earlier job of these processes may have been reached, and have ended since: once more.
@@ -137,7 +139,7 @@ class WaitTimer:
             LOGGER.warning(
                 "[rank %d] has waited %.0f s for %s; gives up after %.0f s", self._rank, waited_s, what, self.timeout_s
             )
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def list_ranks(ranks: list[int]) -> str:
@@ -149,7 +151,7 @@ def list_ranks(ranks: list[int]) -> str:
 def _coordinate(store: Store, rank: int, world_size: int, entry: Entry, timer: WaitTimer) -> tuple[str, Any]:
     """Rank 0: answer requests with the attempt's name until all ranks are present, and decide."""
     name = secrets.token_hex(8)
-    missing = _answer_until_all_are_here(store, name, world_size, timer)
+    missing = _reply_until_all_joined(store, name, world_size, timer)
     refusal, decision = None, None
     try:
         if missing:
@@ -158,33 +160,36 @@ def _coordinate(store: Store, rank: int, world_size: int, entry: Entry, timer: W
                 f"of {world_size} ranks did. Their own output says why, if they were started; where they only take "
                 "longer, raise timeout_s of launch_from_torch or launch."
             )
-        entries = [json.loads(_as_text(entry)), *(json.loads(store.get(_here(name, n))) for n in range(1, world_size))]
-        _check_alike([settings for settings, _ in entries])
+        entries = [
+            json.loads(_as_text(entry)),
+            *(json.loads(store.get(_entry_key(name, n))) for n in range(1, world_size)),
+        ]
+        _check_equal([settings for settings, _ in entries])
         decision = entry.decide([own for _, own in entries])
     except (LaunchError, ConfigError) as error:
         refusal = error
-    store.set(_verdict(name), json.dumps([refusal and type(refusal).__name__, str(refusal), decision]))
+    store.set(_decision_key(name), json.dumps([refusal and type(refusal).__name__, str(refusal), decision]))
     if refusal is not None:
         # The store may end with this process.
         others = world_size - 1 - len(missing)
         until = time.monotonic() + _GRACE_S
-        while store.add(_heard(name), 0) < others and time.monotonic() < until:
-            time.sleep(_LOOK_S)
+        while store.add(_receipt_key(name), 0) < others and time.monotonic() < until:
+            time.sleep(_POLL_S)
         raise refusal
     return name, decision
 
 
-def _answer_until_all_are_here(store: Store, name: str, world_size: int, timer: WaitTimer) -> list[int]:
+def _reply_until_all_joined(store: Store, name: str, world_size: int, timer: WaitTimer) -> list[int]:
     """Answer requests with the attempt's name; returns the ranks that are missing when the time is over."""
     missing = list(range(1, world_size))
-    num_answered = 0
+    num_replies = 0
     while missing:
         # Requests of earlier attempts are answered, too; no process waits for them.
-        num_asked = store.add(_QUESTIONS, 0)
-        for number in range(num_answered + 1, num_asked + 1):
-            store.set(_answer(number), name)
-        num_answered = num_asked
-        missing = [other for other in missing if not store.check([_here(name, other)])]
+        num_requests = store.add(_REQUESTS, 0)
+        for number in range(num_replies + 1, num_requests + 1):
+            store.set(_reply_key(number), name)
+        num_replies = num_requests
+        missing = [other for other in missing if not store.check([_entry_key(name, other)])]
         if missing and timer.left_s <= 0:
             break
         if missing:
@@ -194,17 +199,17 @@ def _answer_until_all_are_here(store: Store, name: str, world_size: int, timer: 
 
 def _register(store: Store, rank: int, world_size: int, entry: Entry, timer: WaitTimer) -> tuple[str, Any]:
     """Other ranks: request the attempt's name, and wait for what rank 0 decides."""
-    number = store.add(_QUESTIONS, 1)
-    _await(store, _answer(number), timer, "rank 0 to call launch")
-    name = store.get(_answer(number)).decode()
+    number = store.add(_REQUESTS, 1)
+    _await(store, _reply_key(number), timer, "rank 0 to call launch")
+    name = store.get(_reply_key(number)).decode()
     if store.add(f"{name}/processes of rank {rank}", 1) > 1:
         raise LaunchError(f"two processes call themselves rank {rank} of {world_size}. Give each a rank of its own.")
-    store.set(_here(name, rank), _as_text(entry))
+    store.set(_entry_key(name, rank), _as_text(entry))
     # Rank 0 logs for whom it waits, so this rank does not.
-    _await(store, _verdict(name), timer, "")
-    refusal, text, decision = json.loads(store.get(_verdict(name)))
+    _await(store, _decision_key(name), timer, "")
+    refusal, text, decision = json.loads(store.get(_decision_key(name)))
     if refusal:
-        store.add(_heard(name), 1)
+        store.add(_receipt_key(name), 1)
         raise _REFUSALS[refusal](text)
     return name, decision
 
@@ -219,16 +224,16 @@ def _await(store: Store, key: str, timer: WaitTimer, what: str) -> None:
         if what:
             timer.wait_on(what)
         else:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
 
-def _check_alike(settings: Sequence[dict[str, object]]) -> None:
+def _check_equal(settings: Sequence[dict[str, object]]) -> None:
     """Refuse settings that differ from rank 0's."""
-    for rank, theirs in enumerate(settings):
+    for rank, of_rank in enumerate(settings):
         for name, value in settings[0].items():
-            if theirs[name] != value:
+            if of_rank[name] != value:
                 raise LaunchError(
-                    f"all ranks must be launched alike: {name} is {value!r} on rank 0 and {theirs[name]!r} on rank "
+                    f"all ranks must be launched alike: {name} is {value!r} on rank 0 and {of_rank[name]!r} on rank "
                     f"{rank}. Pass the same everywhere."
                 )
 
@@ -237,20 +242,20 @@ def _as_text(entry: Entry) -> str:
     return json.dumps([entry.settings, entry.own])
 
 
-def _answer(number: int) -> str:
-    return f"answer to question {number}"
+def _reply_key(number: int) -> str:
+    return f"reply to request {number}"
 
 
-def _here(name: str, rank: int) -> str:
+def _entry_key(name: str, rank: int) -> str:
     return f"{name}/settings of rank {rank}"
 
 
-def _verdict(name: str) -> str:
-    return f"{name}/verdict"
+def _decision_key(name: str) -> str:
+    return f"{name}/decision"
 
 
-def _heard(name: str) -> str:
-    return f"{name}/heard"
+def _receipt_key(name: str) -> str:
+    return f"{name}/receipts"
 
 
 def _unreachable(address: StoreAddress, rank: int, timeout_s: float, error: Exception) -> LaunchError:

@@ -96,7 +96,7 @@ class TorchGroup:
         try:
             work = start(*args, group=self.process_group, **options)
         except RuntimeError as error:
-            if not _is_gloos(error):
+            if not _is_gloo_error(error):
                 raise
             raise self.lost(error) from error
         assert work is not None, "this rank is a member of the group it communicates in"
@@ -108,8 +108,8 @@ class TorchGroup:
         group = f"the ranks {', '.join(map(str, self.ranks))} (group {self.name})"
         if "imed out" in str(error):
             return timeout_error(f"one of {group}", self._timeout_s)
-        told = [text for text in map(self._exit_reason, others) if text]
-        why = " ".join(told) or "Its own error says why."
+        reasons = [text for text in map(self._exit_reason, others) if text]
+        why = " ".join(reasons) or "Its own error says why."
         return PeerError(f"one of {group} is gone: {str(error).splitlines()[0]}. {why}")
 
     def all_reduce(self, tensor: Tensor) -> Work:
@@ -133,7 +133,9 @@ class TorchGroup:
 
         if shared_memory_group is None:
             # Parts that count their own versions, because the caller may write to each.
-            return _Mapped(self._start_stacked(source), lambda whole: [part.data for part in whole.to(tensor.device)])
+            return _Mapped(
+                self._start_stacked(source), lambda stacked: [part.data for part in stacked.to(tensor.device)]
+            )
 
         def gathered(parts: list[Tensor]) -> list[Tensor]:
             # A separate copy, because the caller may write to either.
@@ -145,17 +147,17 @@ class TorchGroup:
     def _start_stacked(self, source: Tensor) -> Pending[Tensor]:
         """Start to gather every member's tensor in one, whose first dimension is the members."""
         source = source.contiguous()
-        whole = source.new_empty((self.size, *source.shape))
-        to, of = as_carried(whole).view(-1), as_carried(source).view(-1)
+        stacked = source.new_empty((self.size, *source.shape))
+        to, of = as_carried(stacked).view(-1), as_carried(source).view(-1)
         work = self._start(_all_gather_single, to, of, async_op=True)
-        return _WithResult(work, whole)
+        return _WithResult(work, stacked)
 
     def all_gather_along(self, tensor: Tensor, dim: int) -> Tensor:
         if self._exchanging(tensor.nbytes) is not None or self._staged(tensor):
             return torch.cat(self.all_gather(tensor.contiguous()), dim)
         self._started[0] += 1
-        whole = self._start_stacked(resolved(tensor)).wait()
-        return whole.flatten(0, 1) if dim % tensor.dim() == 0 else torch.cat(whole.unbind(), dim)
+        stacked = self._start_stacked(resolved(tensor)).wait()
+        return stacked.flatten(0, 1) if dim % tensor.dim() == 0 else torch.cat(stacked.unbind(), dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         return self.start_reduce_scatter(tensor, dim).wait()
@@ -165,10 +167,10 @@ class TorchGroup:
         self._started[0] += 1
         source = _by_member(resolved(tensor), self.size, dim)
         if not self._host_only:
-            mine = source.new_empty(source.shape[1:])
-            work = self._start(_reduce_scatter_single, mine.view(-1), source.view(-1), async_op=True)
+            own = source.new_empty(source.shape[1:])
+            work = self._start(_reduce_scatter_single, own.view(-1), source.view(-1), async_op=True)
             # The source is kept alive, because it is read until then.
-            return _Mapped(_WithResult(work, (mine, source)), lambda both: both[0])
+            return _Mapped(_WithResult(work, (own, source)), lambda both: both[0])
         source = source.cpu()
         shared_memory_group = self._exchanging(source[0].nbytes)
         if shared_memory_group is not None:
@@ -223,7 +225,7 @@ class _GlooWork:
         try:
             self._work.wait()
         except RuntimeError as error:
-            if not _is_gloos(error):
+            if not _is_gloo_error(error):
                 raise
             raise self._group.lost(error) from error
 
@@ -243,12 +245,12 @@ class _Staged:
 class _WithResult(Generic[T]):
     """A communication and the tensors that it fills."""
 
-    def __init__(self, work: Work, given: T):
-        self._work, self._given = work, given
+    def __init__(self, work: Work, result: T):
+        self._work, self._result = work, result
 
     def wait(self) -> T:
         self._work.wait()
-        return self._given
+        return self._result
 
 
 class _Mapped(Generic[T, R]):
@@ -268,6 +270,6 @@ def _by_member(tensor: Tensor, size: int, dim: int) -> Tensor:
     return torch.stack(tensor.chunk(size, dim))
 
 
-def _is_gloos(error: RuntimeError) -> bool:
+def _is_gloo_error(error: RuntimeError) -> bool:
     """Whether a connection failed; gloo has no type for it, but names its source."""
     return "gloo" in str(error)

@@ -40,13 +40,13 @@ class TorchWorld:
     """
 
     def __init__(self, shared_memory: bool = True, local_rank: int | None = None) -> None:
-        whole = dist.group.WORLD
-        assert whole is not None, "the default group is initialised"
-        self.process_group: dist.ProcessGroup | None = whole
+        default = dist.group.WORLD
+        assert default is not None, "the default group is initialised"
+        self.process_group: dist.ProcessGroup | None = default
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.local_rank = self.rank if local_rank is None else local_rank
-        self._timeout = timeout_of(whole)
+        self._timeout = timeout_of(default)
         self._store = default_store()
         self.exit_reports = ExitReports(self._store, self.rank)
         self.stop_exit_report: Callable[[], None] = lambda: None
@@ -120,8 +120,8 @@ class TorchWorld:
     def _close_unused(self, what: str) -> None:
         keys = list(self._groups)
         used = self._meet(torch.tensor([len(self._users[key]) for key in keys], dtype=torch.int64), what)
-        for place, key in enumerate(keys):
-            if not any(row[place] for row in used):
+        for index, key in enumerate(keys):
+            if not any(row[index] for row in used):
                 self._close(key)
 
     def control(self) -> TorchGroup:
@@ -129,10 +129,10 @@ class TorchWorld:
         if self._control is None:
             # Before the collective below: the store may end with the first rank that leaves.
             self._single()
-            whole = self.process_group
-            if whole is None or dist.get_backend() != "gloo":
-                whole = dist.new_group(backend="gloo", timeout=self._timeout, group_desc="hybridpp control")
-            self._control = self._group(whole, "all ranks")
+            group = self.process_group
+            if group is None or dist.get_backend() != "gloo":
+                group = dist.new_group(backend="gloo", timeout=self._timeout, group_desc="hybridpp control")
+            self._control = self._group(group, "all ranks")
         return self._control
 
     def leave(self) -> None:
@@ -165,7 +165,7 @@ class TorchWorld:
         return self._alone
 
     def _make(self, lists: Sequence[Sequence[int]], name: str, point_to_point: bool) -> TorchGroup | None:
-        mine = None
+        own = None
         for ranks in lists:
             process_group = dist.new_group(
                 list(ranks),
@@ -174,8 +174,8 @@ class TorchWorld:
                 group_desc=f"hybridpp {name}",
             )
             if self.rank in ranks:
-                mine = self._group(process_group, name)
-        return mine
+                own = self._group(process_group, name)
+        return own
 
     def _close(self, key: _Key) -> None:
         group, users = self._groups.pop(key), self._users.pop(key)

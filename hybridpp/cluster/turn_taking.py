@@ -44,7 +44,7 @@ class TurnTaking:
             self._turns[order[0]].release()
 
     def wait_until(self, rank: int, ready: Callable[[], bool], what: str) -> None:
-        """Let others run until ``ready()``; ``what`` this rank waits for is told in a deadlock.
+        """Let others run until ``ready()``; a deadlock's error names ``what`` this rank waits for.
 
         Raises:
             DeadlockError: every rank waits.
@@ -54,8 +54,8 @@ class TurnTaking:
                 raise RankAborted
             self._waiting[rank] = (self._posted, what)
             if all(self._waiting.get(other, (-1,))[0] == self._posted for other in self._alive):
-                places = "; ".join(f"rank {other} waits for {self._waiting[other][1]}" for other in sorted(self._alive))
-                raise DeadlockError(f"every rank waits for another: {places}.")
+                waits = "; ".join(f"rank {other} waits for {self._waiting[other][1]}" for other in sorted(self._alive))
+                raise DeadlockError(f"every rank waits for another: {waits}.")
             # Each rank has its own generator states, as in separate processes.
             before = [(generator, generator.get_state()) for generator in _generators()]
             self._pass_on(rank)

@@ -27,7 +27,7 @@ def _leaves(tree: Any) -> Iterator[Tensor]:
             yield from _leaves(leaf)
 
 
-def _target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+def _half_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
     """The half-precision dtype of arguments that mix half precision and fp32; None: they do not."""
     half = wide = None
     for leaf in (*_leaves(args), *_leaves(value for key, value in kwargs.items() if key != "out")):
@@ -43,34 +43,36 @@ def _target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None
     return half if wide is not None else None
 
 
-def _in(target: torch.dtype, tree: Any) -> Any:
+def _cast(dtype: torch.dtype, tree: Any) -> Any:
     if isinstance(tree, Tensor):
-        return tree.to(target) if tree.dtype is torch.float32 or tree.dtype in HALF_DTYPES else tree
-    return type(tree)(_in(target, leaf) for leaf in tree) if type(tree) in (tuple, list) else tree
+        return tree.to(dtype) if tree.dtype is torch.float32 or tree.dtype in HALF_DTYPES else tree
+    return type(tree)(_cast(dtype, leaf) for leaf in tree) if type(tree) in (tuple, list) else tree
 
 
-def _in_mapping(target: torch.dtype, tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _in(target, value) for key, value in tree.items()}
+def _cast_values(dtype: torch.dtype, tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _cast(dtype, value) for key, value in tree.items()}
 
 
-def _rounded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+def _round_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """Round all arguments to half precision."""
-    target = _target(args, kwargs)
-    if target is None:
+    half_dtype = _half_dtype(args, kwargs)
+    if half_dtype is None:
         return None
-    return _in(target, args), kwargs | _in_mapping(target, {key: x for key, x in kwargs.items() if key != "out"})
+    return _cast(half_dtype, args), kwargs | _cast_values(
+        half_dtype, {key: x for key, x in kwargs.items() if key != "out"}
+    )
 
 
-def _attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+def _round_attention_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """Round queries, keys and values. A mask may stay in fp32, where its large values do not overflow."""
-    target = _target(args, kwargs)
+    half_dtype = _half_dtype(args, kwargs)
     of_three = {key: value for key, value in kwargs.items() if key in ("query", "key", "value")}
-    if target is None or all(leaf.dtype is target for leaf in (*_leaves(args[:3]), *of_three.values())):
+    if half_dtype is None or all(leaf.dtype is half_dtype for leaf in (*_leaves(args[:3]), *of_three.values())):
         return None
-    return (*_in(target, args[:3]), *args[3:]), kwargs | _in_mapping(target, of_three)
+    return (*_cast(half_dtype, args[:3]), *args[3:]), kwargs | _cast_values(half_dtype, of_three)
 
 
-def _written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+def _cast_to_target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """Cast the values to the dtype of the tensor that they are written to."""
     into = args[0].dtype if args and isinstance(args[0], Tensor) else None
     if into is not torch.float32 and into not in HALF_DTYPES:
@@ -78,12 +80,12 @@ def _written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     others = {leaf.dtype for leaf in (*_leaves(args[1:]), *_leaves(kwargs.values()))}
     if not others & {torch.float32, *HALF_DTYPES} - {into}:
         return None
-    return (args[0], *_in(into, args[1:])), _in_mapping(into, kwargs)
+    return (args[0], *_cast(into, args[1:])), _cast_values(into, kwargs)
 
 
-def _set(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+def _cast_assigned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """The same for assignment with tensor indices; torch converts the values for other indices."""
-    return _written(args, kwargs) if any(True for _ in _leaves(args[1:2])) else None
+    return _cast_to_target(args, kwargs) if any(True for _ in _leaves(args[1:2])) else None
 
 
 _PRODUCTS = (
@@ -100,14 +102,14 @@ _WRITES = (
 )
 
 
-def _found(names: tuple[str, ...], rule: CastRule) -> dict[Any, CastRule]:
-    places = (torch, Tensor, functional, torch.linalg)
-    return {getattr(place, name): rule for place in places for name in names if hasattr(place, name)}
+def _rules_of(names: tuple[str, ...], rule: CastRule) -> dict[Any, CastRule]:
+    namespaces = (torch, Tensor, functional, torch.linalg)
+    return {getattr(namespace, name): rule for namespace in namespaces for name in names if hasattr(namespace, name)}
 
 
 MIXED_DTYPE_RULES: Mapping[Any, CastRule] = {
-    **_found(_PRODUCTS, _rounded),
-    **_found(_WRITES, _written),
-    functional.scaled_dot_product_attention: _attention,
-    Tensor.__setitem__: _set,
+    **_rules_of(_PRODUCTS, _round_all),
+    **_rules_of(_WRITES, _cast_to_target),
+    functional.scaled_dot_product_attention: _round_attention_inputs,
+    Tensor.__setitem__: _cast_assigned,
 }

@@ -117,9 +117,9 @@ class NonFiniteDetector:
             self._on_return(name, unit, None, output)
 
     def _next(self) -> int:
-        place = self._where()
-        self._order[place] = self._order.get(place, 0) + 1
-        return self._order[place]
+        position = self._where()
+        self._order[position] = self._order.get(position, 0) + 1
+        return self._order[position]
 
     def _find(self, backward: int, order: int, what: str) -> None:
         stage, microbatch = self._where()
@@ -165,10 +165,12 @@ class NonFiniteDetector:
         for name, gradient in self._gradients.items():
             if name not in self._bad and (kind := _kind(gradient, strict=True)):
                 self._bad.add(name)
-                place = StepPosition(action.stage, action.microbatch or 0)
-                orders = [self._began.get((place, module), 0) for module in self._owners.get(name, ())]
+                position = StepPosition(action.stage, action.microbatch or 0)
+                orders = [self._began.get((position, module), 0) for module in self._owners.get(name, ())]
                 what = f"the gradient of parameter {name!r} holds {kind}"
-                self.findings.append(Finding(1, place.microbatch, -place.stage, -2 * max(orders, default=0), what))
+                self.findings.append(
+                    Finding(1, position.microbatch, -position.stage, -2 * max(orders, default=0), what)
+                )
 
     def losses(self, losses: Mapping[int, float], stage: int) -> None:
         """Check the losses of the last stage, ``stage``, by micro-batch."""

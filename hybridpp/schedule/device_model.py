@@ -1,7 +1,7 @@
 """Whether lowered programs can deadlock on a device whose queues, kernels and communicators wait for one another.
 
-Reading a program as its host runs it says nothing of this: a host goes on after it has issued a message, and what it
-issued waits on the device, where a send also waits for its receive.
+A check of the programs in the order of their hosts does not find this: a host continues after it has issued a message,
+and the message waits on the device, where a send also waits for its receive.
 """
 
 from collections import deque
@@ -76,7 +76,7 @@ STRICTEST = tuple(
     DeviceModel(Streams.COMPUTE, one_group, lazy_communicators=True, drains=Drains.ALWAYS, in_order=True)
     for one_group in (False, True)
 )
-"""Whatever waits in any model waits in these, too: what is free of deadlock here is so everywhere."""
+"""Every wait of any model is a wait in these, too: programs that cannot deadlock here cannot in any model."""
 
 
 def check_on_devices(programs: Programs) -> None:
@@ -97,17 +97,17 @@ def check_on_devices(programs: Programs) -> None:
 
 
 def find_deadlock(lowered: Programs, model: DeviceModel) -> str | None:
-    """Where each rank's host stands when nothing can go on; None: all programs end.
+    """The action at which each rank's host waits when no rank can continue; None: all programs end.
 
-    Both ends of a message are done when both have started. The model has no time: what it says does not depend on how
-    long anything takes.
+    Both ends of a message are done when both have started. The model has no time: its result does not depend on
+    how long anything takes.
 
     Args:
         lowered: from :func:`~hybridpp.schedule.lower`.
         model: of the devices and their communicators.
     """
     stuck = _Machine(lowered, model).run()
-    return "; ".join(f"rank {rank} at {place}" for rank, place in stuck.items()) or None
+    return "; ".join(f"rank {rank} at {position}" for rank, position in stuck.items()) or None
 
 
 class _Item(NamedTuple):
@@ -127,7 +127,7 @@ class _Item(NamedTuple):
 
 
 class _Machine:
-    """All ranks. What has happened stays so, hence the order in which ranks are advanced does not matter."""
+    """All ranks. No event is ever undone, so the order in which ranks are advanced does not matter."""
 
     def __init__(self, lowered: Programs, model: DeviceModel):
         self.model = model
@@ -139,10 +139,10 @@ class _Machine:
         self._ranks = [_Rank(self, rank, program, done[rank]) for rank, program in enumerate(lowered)]
 
     def run(self) -> dict[int, str]:
-        """What the ranks stand at that do not end."""
+        """The action at which each rank waits that does not end."""
         while any(rank.advance() for rank in self._ranks):
             pass
-        return {number: rank.place() for number, rank in enumerate(self._ranks) if not rank.ended()}
+        return {number: rank.position() for number, rank in enumerate(self._ranks) if not rank.ended()}
 
     def other_end(self, message: Action) -> Action:
         kind, further = _OTHER_END[message.kind]
@@ -178,11 +178,11 @@ class _Rank:
     def ended(self) -> bool:
         return self._at is None and not any(self._queues.values())
 
-    def place(self) -> str:
+    def position(self) -> str:
         return str(self._at) if self._at else "its end, with messages under way"
 
     def advance(self) -> bool:
-        """Let host and device go on as far as they can; whether anything happened."""
+        """Advance host and device as far as possible; whether anything happened."""
         moved = False
         while next(self._host, False) or self._run_device():
             moved = True
@@ -240,7 +240,7 @@ class _Rank:
         self._num_compute += stream is Streams.COMPUTE
 
     def _run_device(self) -> bool:
-        """Start and finish what can be; whether anything finished."""
+        """Start and finish the items that can be; whether any finished."""
         moved = False
         for stream, queue in self._queues.items():
             while queue and self._has_started(queue[0]) and self._has_finished(queue[0]):

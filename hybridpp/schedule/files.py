@@ -33,8 +33,8 @@ def load_schedule(path: str | Path) -> Programs:
     return tuple(
         tuple(
             action
-            for place, cell in enumerate(row)
-            for action in _read_cell(cell, f"{path}, rank {rank}, cell {place}")
+            for column, cell in enumerate(row)
+            for action in _read_cell(cell, f"{path}, rank {rank}, cell {column}")
         )
         for rank, row in enumerate(rows)
     )

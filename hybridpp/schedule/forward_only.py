@@ -38,7 +38,7 @@ def forward_only(placement: Sequence[int], num_microbatches: int) -> Programs:
         raise ScheduleError(f"every rank from 0 to the highest needs a stage: got placement={tuple(placement)}.")
     groups = microbatch_groups(num_ranks, num_microbatches)
     stages = [[stage for stage, at in enumerate(placement) if at == rank] for rank in range(num_ranks)]
-    return run_slots([_RankRule(mine, len(placement), groups) for mine in stages])
+    return run_slots([_RankRule(own_stages, len(placement), groups) for own_stages in stages])
 
 
 class _RankRule:

@@ -110,7 +110,7 @@ def launched(ranks, asked):
     def work(rank):
         try:
             entry = Entry(settings={"seed": 1}, own=ranks[rank], decide=lambda own: _choose(asked, own))
-            results[rank] = rendezvous.meet(StoreAddress("", 1), rank, len(ranks), entry, 5.0)[1]
+            results[rank] = rendezvous.wait_for_ranks(StoreAddress("", 1), rank, len(ranks), entry, 5.0)[1]
         except ConfigError as error:
             results[rank] = str(error)
 

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from hybridpp.cluster import rendezvous
-from hybridpp.cluster.rendezvous import Entry, StoreAddress, list_ranks, meet
+from hybridpp.cluster.rendezvous import Entry, StoreAddress, list_ranks, wait_for_ranks
 from hybridpp.errors import LaunchError
 
 
@@ -51,8 +51,8 @@ def on_threads(*calls):
     return results
 
 
-def meeting(address, rank, size, timeout_s=5.0, **changes):
-    return lambda: meet(address, rank, size, Entry(settings=settings(**changes)), timeout_s)[0]
+def joining(address, rank, size, timeout_s=5.0, **changes):
+    return lambda: wait_for_ranks(address, rank, size, Entry(settings=settings(**changes)), timeout_s)[0]
 
 
 def refused(results, text):
@@ -62,7 +62,7 @@ def refused(results, text):
 
 def test_all_ranks_get_one_store(port):
     address = StoreAddress("127.0.0.1", port)
-    stores = on_threads(*(meeting(address, rank, 3) for rank in range(3)))
+    stores = on_threads(*(joining(address, rank, 3) for rank in range(3)))
     stores[2].set("x", "1")
     assert [store.get("x") for store in stores] == [b"1"] * 3
 
@@ -71,7 +71,7 @@ def test_a_second_attempt_finds_nothing_of_the_first(port):
     server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
     address = StoreAddress("127.0.0.1", port, is_external=True)
     for first in (1, 0):
-        calls = [meeting(address, rank, 2) for rank in (0, 1)]
+        calls = [joining(address, rank, 2) for rank in (0, 1)]
         late = calls[1 - first]
 
         def after_a_while(call=late):
@@ -94,9 +94,9 @@ def test_a_store_that_ends_meanwhile_is_sought_again(port):
     def replaced():
         time.sleep(0.1)
         kept.clear()
-        return meeting(StoreAddress("127.0.0.1", port), 0, 2)()
+        return joining(StoreAddress("127.0.0.1", port), 0, 2)()
 
-    stores = on_threads(replaced, meeting(StoreAddress("127.0.0.1", port), 1, 2))
+    stores = on_threads(replaced, joining(StoreAddress("127.0.0.1", port), 1, 2))
     stores[1].set("x", "1")
     assert stores[0].get("x") == b"1"
 
@@ -104,16 +104,16 @@ def test_a_store_that_ends_meanwhile_is_sought_again(port):
 def test_ranks_that_do_not_come_are_named_on_every_rank(port):
     address = StoreAddress("127.0.0.1", port)
     text = r"ranks 1, 3 did not call launch within 1\.5 s; 2 of 4 ranks did\. .* raise timeout_s of launch_from_torch"
-    refused(on_threads(*(meeting(address, rank, 4, timeout_s=1.5) for rank in (0, 2))), text)
+    refused(on_threads(*(joining(address, rank, 4, timeout_s=1.5) for rank in (0, 2))), text)
 
 
 def test_a_rank_0_that_does_not_come_is_named(port, monkeypatch):
     monkeypatch.setattr(rendezvous, "_GRACE_S", 0.0)
     text = rf"rank 1 could not reach 127\.0\.0\.1:{port} within 0\.3 s: .* Check that rank 0 runs"
-    refused(on_threads(meeting(StoreAddress("127.0.0.1", port), 1, 2, timeout_s=0.3)), text)
+    refused(on_threads(joining(StoreAddress("127.0.0.1", port), 1, 2, timeout_s=0.3)), text)
     server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
     text = r"rank 0 did not call launch within 0\.3 s, or does not answer\."
-    refused(on_threads(meeting(StoreAddress("127.0.0.1", port, is_external=True), 1, 2, timeout_s=0.3)), text)
+    refused(on_threads(joining(StoreAddress("127.0.0.1", port, is_external=True), 1, 2, timeout_s=0.3)), text)
     del server
 
 
@@ -123,18 +123,18 @@ def test_a_port_that_is_taken_is_said_at_once():
         other.listen()
         port = other.getsockname()[1]
         text = rf"rank 0 cannot listen on 127\.0\.0\.1:{port}: .* Use a free port of this host, on every rank\.$"
-        refused(on_threads(meeting(StoreAddress("127.0.0.1", port), 0, 2)), rf"(?s){text}")
+        refused(on_threads(joining(StoreAddress("127.0.0.1", port), 0, 2)), rf"(?s){text}")
 
 
 def test_other_settings_are_refused_on_every_rank(port):
     address = StoreAddress("127.0.0.1", port)
-    calls = [meeting(address, 0, 3), meeting(address, 1, 3), meeting(address, 2, 3, seed=7)]
+    calls = [joining(address, 0, 3), joining(address, 1, 3), joining(address, 2, 3, seed=7)]
     refused(on_threads(*calls), r"all ranks must be launched alike: seed is 1 on rank 0 and 7 on rank 2\. Pass the")
 
 
 def test_two_processes_of_one_rank_are_refused(port):
     address = StoreAddress("127.0.0.1", port)
-    results = on_threads(meeting(address, 0, 3, 1.5), *[meeting(address, 1, 3, 1.5)] * 2)
+    results = on_threads(joining(address, 0, 3, 1.5), *[joining(address, 1, 3, 1.5)] * 2)
     assert "two processes call themselves rank 1 of 3. Give each a rank of its own." in results
 
 
@@ -145,9 +145,9 @@ def test_who_waits_says_for_whom(port, monkeypatch, caplog):
 
     def late():
         time.sleep(0.3)
-        return meeting(address, 1, 3)()
+        return joining(address, 1, 3)()
 
-    on_threads(meeting(address, 0, 3), late, meeting(address, 2, 3))
+    on_threads(joining(address, 0, 3), late, joining(address, 2, 3))
     assert re.match(r"\[rank 0\] has waited 0 s for ranks? 1.* to call launch; gives up after 5 s", caplog.messages[0])
     # After twice the time each.
     assert len(caplog.messages) <= 3

@@ -57,9 +57,9 @@ def connect(
         addresses: list[SocketAddress | None] = [None] * len(ranks)
         dist.all_gather_object(addresses, None if rendezvous is None else rendezvous.address, process_group)
         unable = [peer for peer, address in zip(ranks, addresses, strict=True) if address is None]
-        if rendezvous is not None and (theirs := _on_one_host(addresses)):
+        if rendezvous is not None and (of_all_ranks := _on_one_host(addresses)):
             try:
-                group = _connect_all(rendezvous, theirs, peers, rank, timeout_s)
+                group = _connect_all(rendezvous, of_all_ranks, peers, rank, timeout_s)
                 resources.callback(group.close)
             except (HybridppError, OSError) as error:
                 failure = _reason(error)

@@ -22,8 +22,9 @@ _DESCRIPTORS_BYTES = socket.CMSG_SPACE(8 * _DESCRIPTOR.size)
 class PeerProcess:
     """The other end of a Unix socket.
 
-    That it has ended shows in two ways. The socket says so, unless a process that was forked from the peer holds it
-    open (workers that load data, say). The system says it of the peer's process itself, unless it has no name here.
+    Its end shows in two ways. The socket shows it, unless a process that was forked from the peer holds it open
+    (workers that load data, for example). The system reports the end of the peer's process, unless that has no id in
+    this container.
 
     Args:
         connection: a connected stream, which is closed with this; only this process uses it.
@@ -91,21 +92,21 @@ class PeerProcess:
             ResourceError: this process has no descriptor left.
         """
         try:
-            said, extra, flags, _ = self._connection.recvmsg(
+            received, extra, flags, _ = self._connection.recvmsg(
                 len(_GREETING), _DESCRIPTORS_BYTES, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             return None
         except ConnectionResetError:
-            said, extra, flags = b"", [], 0
+            received, extra, flags = b"", [], 0
         descriptors: list[int] = [number for _, _, data in extra for (number,) in _DESCRIPTOR.iter_unpack(data)]
-        if said == _GREETING and len(descriptors) == 1:
+        if received == _GREETING and len(descriptors) == 1:
             return descriptors[0]
         for descriptor in descriptors:
             os.close(descriptor)
         if flags & socket.MSG_CTRUNC and not descriptors:
             raise no_descriptors()
-        if not said:
+        if not received:
             raise PeerError(f"{peer} is gone: its process has ended. Its own error says why.")
         raise PeerError(f"{peer} did not greet as a rank does. Start all ranks with one version of hybridpp.")
 

@@ -65,11 +65,11 @@ class SocketRendezvous:
         self._connections: dict[int, socket.socket] = {}
 
     def connect_all(self, addresses: Sequence[SocketAddress], rank: int, timeout_s: float) -> dict[int, socket.socket]:
-        """Connections to all other ranks, by their places: the higher of two calls.
+        """Connections to all other ranks, by their ranks in the group; of two ranks, the higher one connects.
 
         Args:
-            addresses: of all ranks, by their places.
-            rank: this rank's place.
+            addresses: of all ranks, in the group's order.
+            rank: this rank in the group.
             timeout_s: time limit in seconds.
 
         Raises:
@@ -80,25 +80,25 @@ class SocketRendezvous:
         others = set(range(len(addresses))) - {rank}
         while True:
             for peer in sorted(others - self._connections.keys()):
-                connection = _call(addresses[peer], rank) if peer < rank else None
+                connection = _connect_to(addresses[peer], rank) if peer < rank else None
                 if connection is not None:
                     self._connections[peer] = connection
             missing = sorted(others - self._connections.keys())
             if not missing:
-                met, self._connections = self._connections, {}
-                return met
+                connections, self._connections = self._connections, {}
+                return connections
             left = until - time.monotonic()
             if left < 0:
-                raise PeerError(f"the ranks at places {missing} of the group were not reached in {timeout_s:.0f} s.")
-            self._answer(min(left, _RETRY_S) if missing[0] < rank else left, others - set(range(rank)))
+                raise PeerError(f"ranks {missing} of the group were not reached in {timeout_s:.0f} s.")
+            self._serve(min(left, _RETRY_S) if missing[0] < rank else left, others - set(range(rank)))
 
-    def _answer(self, seconds: float, expected: set[int]) -> None:
+    def _serve(self, seconds: float, expected: set[int]) -> None:
         """Accept calls, and read what callers send."""
         for descriptor, _ in self._poll.poll(seconds * 1e3):
             if descriptor == self._listener.fileno():
                 self._accept()
             elif descriptor in self._callers:
-                self._listen_to(descriptor, expected)
+                self._read_introduction(descriptor, expected)
 
     def _accept(self) -> None:
         try:
@@ -109,24 +109,24 @@ class SocketRendezvous:
             connection.close()
             return
         if len(self._callers) == _MAX_CALLERS:
-            self._turn_away(next(iter(self._callers)))
+            self._reject(next(iter(self._callers)))
         connection.setblocking(False)
         self._callers[connection.fileno()] = connection, b""
         self._poll.register(connection, select.POLLIN)
 
-    def _listen_to(self, descriptor: int, expected: set[int]) -> None:
-        connection, said = self._callers[descriptor]
+    def _read_introduction(self, descriptor: int, expected: set[int]) -> None:
+        connection, received = self._callers[descriptor]
         try:
-            more = connection.recv(_INTRODUCTION_BYTES - len(said))
+            more = connection.recv(_INTRODUCTION_BYTES - len(received))
         except BlockingIOError:
             return
         except ConnectionResetError:
             more = b""
-        said += more
-        if more and len(said) < _INTRODUCTION_BYTES:
-            self._callers[descriptor] = connection, said
+        received += more
+        if more and len(received) < _INTRODUCTION_BYTES:
+            self._callers[descriptor] = connection, received
             return
-        token, rank = said[:_TOKEN_BYTES], said[_TOKEN_BYTES:]
+        token, rank = received[:_TOKEN_BYTES], received[_TOKEN_BYTES:]
         if (
             secrets.compare_digest(token, self.address.token)
             and rank
@@ -136,9 +136,9 @@ class SocketRendezvous:
             self._poll.unregister(connection)
             del self._callers[descriptor]
         else:
-            self._turn_away(descriptor)
+            self._reject(descriptor)
 
-    def _turn_away(self, descriptor: int) -> None:
+    def _reject(self, descriptor: int) -> None:
         connection, _ = self._callers.pop(descriptor)
         self._poll.unregister(connection)
         connection.close()
@@ -156,8 +156,8 @@ class SocketRendezvous:
             connection.close()
 
 
-def _call(address: SocketAddress, rank: int) -> socket.socket | None:
-    """A connection to who listens there, introduced by its token and this rank's place; None: it has no time yet."""
+def _connect_to(address: SocketAddress, rank: int) -> socket.socket | None:
+    """A connection to the rank that listens there, opened with its token and this rank; None: its backlog is full."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.setblocking(False)

@@ -224,7 +224,7 @@ def test_a_rank_that_never_calls_is_named_after_a_while(make):
     ranks = make(3, timeout_s=0.2)
     ranks.run(ranks=[0, 1])
     for rank in (0, 1):
-        assert str(ranks.errors[rank]) == "the ranks at places [2] of the group were not reached in 0 s."
+        assert str(ranks.errors[rank]) == "ranks [2] of the group were not reached in 0 s."
     ranks.meetings[0].close()
 
 
