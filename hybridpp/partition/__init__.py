@@ -5,7 +5,7 @@ from hybridpp.partition.block_calls import block_calls
 from hybridpp.partition.blocks import ModuleUnits, find_units, finest_units
 from hybridpp.partition.calls import CallArguments, TensorSpec, Trace, UnitCall
 from hybridpp.partition.compile_blocks import compile_blocks
-from hybridpp.partition.compiled import compiled_parts
+from hybridpp.partition.compiled import compiled_parts, has_compiled_forward
 from hybridpp.partition.concrete_fallback import UntraceableUnitError
 from hybridpp.partition.containers import is_cache
 from hybridpp.partition.describe import StageSummary, describe_cut, shared_parameters
@@ -40,6 +40,7 @@ __all__ = [
     "describe_cut",
     "find_units",
     "finest_units",
+    "has_compiled_forward",
     "is_cache",
     "make_samples",
     "parameter_names",

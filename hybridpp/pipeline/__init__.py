@@ -12,7 +12,7 @@ from hybridpp.pipeline.batch_dim_checks import check_batch_dims, watch_sequence_
 from hybridpp.pipeline.batch_dims import leaf_dims
 from hybridpp.pipeline.batch_reader import BatchReader, RankBatchInfo, check_equal, read_batch, start_sync
 from hybridpp.pipeline.boundary import Transport
-from hybridpp.pipeline.compiled_wgrad import compile_keywords
+from hybridpp.pipeline.compiled_wgrad import compile_keywords, makes_cuda_graphs
 from hybridpp.pipeline.criterion import CriterionAdapter, SignatureCache, takes_targets, without_target
 from hybridpp.pipeline.executor import Executor, RankProgram, rank_programs
 from hybridpp.pipeline.forward_signature import ForwardSignature
@@ -61,6 +61,7 @@ __all__ = [
     "detect_reduction",
     "duplicate_samples",
     "leaf_dims",
+    "makes_cuda_graphs",
     "merge_outputs",
     "num_samples",
     "rank_programs",

@@ -1,10 +1,11 @@
-"""Linear layers in compiled blocks, whose backward pass leaves the weights' gradients to a queue.
+"""Linear layers in compiled blocks, whose backward pass gives the weights' gradients to a queue.
 
 A compiler must not look at the queue, so the forward and the input's gradient are operators. They know the layer by a
 tensor that holds its number: a number itself would be a constant, and each layer another graph.
 
-The input and the gradient of the output are kept beyond the operator's call. So the compiler must not write to
-memory that it takes for free (``compile_keywords``).
+Under a schedule that splits backward passes, the input and the gradient of the output are kept beyond the operator's
+call. So the compiler must not write to memory that it takes for free (``compile_keywords``). Under others, the operator
+adds the weights' gradients to their sums (``nn/fp32_products.py``) before it returns.
 """
 
 from collections.abc import Mapping
@@ -39,14 +40,20 @@ def compile_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
     backend = keywords.get("backend", "inductor")
     if callable(backend) or backend in _RUNS_AS_WRITTEN:
         return dict(keywords)
-    options = keywords.get("options") or {}
-    if backend != "inductor" or "mode" in keywords or options.get("triton.cudagraphs"):
+    if backend != "inductor" or makes_cuda_graphs(keywords):
         raise ConfigError(
             "compile_blocks under a schedule that splits backward passes keeps tensors of compiled code for W, which "
             f"needs inductor without CUDA graphs and without a mode: got compile_blocks={dict(keywords)!r}. Leave "
             "these keywords out, or use a schedule that splits nothing, such as '1f1b'."
         )
-    return {**keywords, "options": {**options, **_KEEPS_MEMORY}}
+    return {**keywords, "options": {**(keywords.get("options") or {}), **_KEEPS_MEMORY}}
+
+
+def makes_cuda_graphs(keywords: Mapping[str, Any]) -> bool:
+    """Whether keywords of ``torch.compile`` ask for CUDA graphs, or for a mode, of which some do."""
+    options = keywords.get("options") or {}
+    is_asked = "mode" in keywords or bool(options.get("triton.cudagraphs"))
+    return is_asked or keywords.get("backend") == "cudagraphs"
 
 
 def number_of(binding: LayerBinding) -> Tensor:

@@ -31,7 +31,8 @@ class WeightGradients(ScheduledWgrads):
         adapter: of the model.
         layers: the operations of modules that tensor parallelism shards; other modules are recognised by class.
         excluded: modules whose weight gradients are never deferred (those in modules that the script compiled).
-        compiled: modules in compiled blocks; the weight gradients of those that are ``nn.Linear`` can be deferred.
+        compiled: modules in compiled blocks; the weight gradients of those that are ``nn.Linear`` can be deferred, or
+            added in the kernel that computes them.
 
     Attributes:
         is_always_needed: whether some layers' weight gradients overlap communication, or are added in the kernel that
@@ -128,7 +129,8 @@ class WeightGradients(ScheduledWgrads):
         self, binding: LayerBinding, number: Tensor, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any
     ) -> Tensor:
         """In code that is compiled: what it reads, the compiler compares at every call of a block."""
-        if not (self._recording and self._splits and binding.is_deferrable) or kwargs or len(args) != 1:
+        is_wanted = self._recording and (self._splits or binding.adds_products) and binding.is_deferrable
+        if not is_wanted or kwargs or len(args) != 1:
             return forward(*args, **kwargs)
         module: Any = binding.module
         x, weight, bias = args[0], module.weight, module.bias

@@ -1,6 +1,6 @@
 """Casts of the arguments of loss functions and of mixed-dtype calls in the forward of a half-precision model."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -38,9 +38,17 @@ class FunctionCasts:
         adapter: of the model, which is in half precision and not yet cut.
         units: names of its units, as fine as possible.
         fp32_losses: whether to cast the arguments of loss functions.
+        compiled: those of its modules whose forwards are compiled. The mode is always on there: it costs compiled code
+            nothing, and with and without it would be two graphs.
     """
 
-    def __init__(self, adapter: ModuleAdapter, units: Iterable[str], fp32_losses: bool = True):
+    def __init__(
+        self,
+        adapter: ModuleAdapter,
+        units: Iterable[str],
+        fp32_losses: bool = True,
+        compiled: Collection[nn.Module] = (),
+    ):
         self._mode = _Mode(
             {**MIXED_DTYPE_RULES, **(dict.fromkeys(LOSS_FUNCTIONS, widened_arguments) if fp32_losses else {})},
             self._note,
@@ -56,6 +64,8 @@ class FunctionCasts:
         for module in {id(module): module for module in map(model.get_submodule, units)}.values():
             if any(isinstance(part, _WITH_KERNELS) for part in module.modules()):
                 self._with_kernels.add(type(module))
+            if module in compiled:
+                self._callers.add(type(module))
             adapter.wrap(module, AdapterLayer.FUNCTION_DTYPES, self._run_unit, type(module))
         adapter.wrap(model, AdapterLayer.FUNCTION_DTYPES, self._run_model, model)
 
@@ -82,7 +92,7 @@ class FunctionCasts:
         return result
 
     def _run_unit(self, kind: type, forward: _Forward, /, *args: Any, **kwargs: Any) -> Any:
-        wanted = self._everywhere or kind in self._callers
+        wanted = kind in self._callers or self._everywhere
         is_on = current_function_mode() is self._mode  # type: ignore[no-untyped-call]  # torch
         if not wanted:
             return self._run_outside(forward, *args, **kwargs) if is_on else forward(*args, **kwargs)

@@ -12,7 +12,7 @@ from hybridpp.cluster import DrawMonitor, gather_objects
 from hybridpp.config import Precision
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn.torch_private import apply_to_tensors
-from hybridpp.partition import StagedModel, StagingOptions, TrainingStateSpec, finest_units
+from hybridpp.partition import StagedModel, StagingOptions, TrainingStateSpec, finest_units, has_compiled_forward
 from hybridpp.pipeline import call_arguments
 from hybridpp.precision import (
     FunctionCasts,
@@ -98,9 +98,10 @@ def place_model(
     half = torch_dtype(settings.precision)
     wrap_dtype_boundaries(adapter, module_dtypes, half)
     samples = context.find_samples() if len(context.planner.placement) > 1 else NO_SAMPLES
-    function_casts = (
-        FunctionCasts(adapter, finest_units(model), settings.precision_config.fp32_losses) if half else None
-    )
+    function_casts = None
+    if half:
+        compiled = [module for module in model.modules() if has_compiled_forward(module)]
+        function_casts = FunctionCasts(adapter, finest_units(model), settings.precision_config.fp32_losses, compiled)
     working = _Working(working_dtype(model, settings.precision), module_dtypes, function_casts, state_spec)
     staged = _cut(adapter, context, working, samples, applied_tp)
     masters = _bring(adapter, settings.precision, working, context.device, uninitialized)

@@ -12,8 +12,9 @@ from hybridpp.cluster import get_dist_logger
 from hybridpp.config import Precision
 from hybridpp.data_parallel import GradientBuckets, RunningStatistics
 from hybridpp.module_adapter import ModuleAdapter
+from hybridpp.nn.fp32_products import adds_products
 from hybridpp.partition import StagedModel, compile_blocks, compiled_parts
-from hybridpp.pipeline import Executor, Transport, compile_keywords
+from hybridpp.pipeline import Executor, Transport, compile_keywords, makes_cuda_graphs
 from hybridpp.plugin import Boosted
 from hybridpp.precision import ModuleDtypes, find_module_dtypes, fp32_norms, torch_dtype
 from hybridpp_plugins.apply_tp import AppliedTensorParallel, apply_tensor_parallel
@@ -43,7 +44,7 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
     check_same_weights(model, seed, layout.control)
     derive_buffers(model)
     adapter = ModuleAdapter(model, before_irreversible=rollback.forget)
-    compiled = _compile_blocks(adapter, settings, planner)
+    compiled = _compile_blocks(adapter, settings, planner, device)
     applied_tp = apply_tensor_parallel(adapter, settings.parallel, layout, find_samples, compiled)
     if optimizer is not None:
         check_locality(optimizer, original.names, layout, device)
@@ -86,17 +87,20 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
 
 
 def _compile_blocks(
-    adapter: ModuleAdapter, settings: PluginSettings, planner: SchedulePlanner
+    adapter: ModuleAdapter, settings: PluginSettings, planner: SchedulePlanner, device: torch.device
 ) -> Collection[nn.Module]:
-    """Compile the blocks, if that is wanted; returns the modules in them whose weight gradients may be deferred."""
+    """Compile the blocks, if wanted; returns the modules in them whose weight gradients this library computes."""
     adapter.expect_compiled(compiled_parts(adapter.model))
     if not settings.compile.is_on:
         return ()
     keywords = settings.compile.keywords
-    if not planner.splits_backward:
-        compile_blocks(adapter, keywords)
-        return ()
-    return compile_blocks(adapter, compile_keywords(keywords))
+    if planner.splits_backward:
+        return compile_blocks(adapter, compile_keywords(keywords))
+    inside = compile_blocks(adapter, keywords)
+    half = torch_dtype(settings.precision)
+    fuses = half is not None and settings.optimizer.fused_weight_gradients and adds_products(device, half)
+    # Operators of the library would keep the compiler from making CUDA graphs.
+    return inside if fuses and not makes_cuda_graphs(keywords) else ()
 
 
 def _wrap_optimizer(

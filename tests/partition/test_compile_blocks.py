@@ -46,10 +46,29 @@ def test_twelve_equal_blocks_are_one_graph_with_the_same_numbers(settings):
         assert_near(actual[kind], expected[kind], 1e-6)
 
 
-def test_in_half_precision_one_stage_has_a_graph_that_looks_for_functions():
-    # A forward on a new kind of arguments runs with a function mode on; with several stages, a trace has done that.
-    _, graphs = run_compiled(lambda: Blocks(12), precision="bf16")
-    assert len(graphs) == 2
+class WithLoss(Block):
+    """Computes a loss and mixes formats inside, for which the library casts."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        table = torch.eye(8, dtype=torch.float32) * 2
+        return y + nn.functional.mse_loss(y, x).to(y.dtype) + y @ table
+
+
+def blocks_with_losses():
+    model = Blocks()
+    model.blocks = nn.ModuleList(WithLoss() for _ in range(4))
+    return model
+
+
+@pytest.mark.parametrize("make_model", [Blocks, blocks_with_losses])
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpoint_config": {}}], ids=str)
+def test_in_half_precision_one_stage_has_one_graph(make_model, settings):
+    # Its first forward runs with a function mode on, to look for loss functions.
+    expected = run(make_model, precision="bf16", **settings)
+    actual, graphs = run_compiled(make_model, precision="bf16", **settings)
+    assert len(graphs) == 1
+    assert actual["losses"] == expected["losses"]
 
 
 def test_dropout_does_not_depend_on_the_layout():

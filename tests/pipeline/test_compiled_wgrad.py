@@ -8,7 +8,7 @@ from support import assert_near
 from torch import nn
 
 from hybridpp.module_adapter import ModuleAdapter
-from hybridpp.pipeline import WeightGradients, compile_keywords
+from hybridpp.pipeline import WeightGradients, compile_keywords, makes_cuda_graphs
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
@@ -117,3 +117,17 @@ def test_inductor_must_not_write_to_what_w_needs():
         "use a schedule that splits nothing, such as '1f1b'."
     ):
         compile_keywords(given)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "expected"),
+    [
+        ({}, False),
+        ({"backend": "inductor", "options": {"epilogue_fusion": True}}, False),
+        ({"mode": "reduce-overhead"}, True),
+        ({"options": {"triton.cudagraphs": True}}, True),
+        ({"backend": "cudagraphs"}, True),
+    ],
+)
+def test_keywords_that_ask_for_cuda_graphs(keywords, expected):
+    assert makes_cuda_graphs(keywords) is expected

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from compiled_blocks import ROWS, Blocks, mean_square
+from compiled_blocks import ROWS, Blocks, mean_square, run_compiled
+from hybridpp_plugins import setup
 from support import boosted, gradients_of, sgd, train
 
 from hybridpp.data_parallel import GradientBuckets, accumulator, buckets
@@ -22,7 +23,8 @@ def kernel(monkeypatch):
         total.copy_(total + product if keep else product)
 
     monkeypatch.setattr(accumulator, "add_product", add_product)
-    monkeypatch.setattr(buckets, "adds_products", lambda device, dtype: True)
+    for user in (buckets, setup):
+        monkeypatch.setattr(user, "adds_products", lambda device, dtype: True)
     return calls
 
 
@@ -141,3 +143,29 @@ def test_passes_of_the_script_and_of_a_schedule_add_up(kernel):
 def test_in_fp32_autograd_adds_in_place(kernel):
     train(Blocks, [ROWS], criterion=mean_square, num_microbatches=2)
     assert kernel == []
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"pp_size": 2}, {"dp_size": 2, "ddp_bucket_cap_mb": 1e-4}, {"gradient_checkpoint_config": {}}],
+    ids=str,
+)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_blocks_add_in_kernels_under_every_schedule(backend, settings, kernel):
+    expected = run(**settings)
+    num_calls = len(kernel)
+    kernel.clear()
+    actual, graphs = run_compiled(backend=backend, precision="bf16", **settings)
+    assert len(kernel) == num_calls
+    assert len(graphs) == settings.get("pp_size", 1) * settings.get("dp_size", 1)
+    for name, gradient in expected["gradients"].items():
+        assert torch.equal(actual["gradients"][name], gradient), name
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_blocks_leave_cuda_graphs_to_the_compiler(kernel, monkeypatch):
+    monkeypatch.setattr(setup, "makes_cuda_graphs", lambda keywords: True)
+    run_compiled(precision="bf16")
+    # The layers outside of blocks: two steps of two micro-batches.
+    assert len(kernel) == 2 * 2 * 2
