@@ -203,7 +203,7 @@ def _register(store: Store, rank: int, world_size: int, entry: Entry, timer: Wai
     _await(store, _reply_key(number), timer, "rank 0 to call launch")
     name = store.get(_reply_key(number)).decode()
     if store.add(f"{name}/processes of rank {rank}", 1) > 1:
-        raise LaunchError(f"two processes call themselves rank {rank} of {world_size}. Give each a rank of its own.")
+        raise LaunchError(f"two processes have rank {rank} of {world_size}. Start each with a rank of its own.")
     store.set(_entry_key(name, rank), _as_text(entry))
     # Rank 0 logs for whom it waits, so this rank does not.
     _await(store, _decision_key(name), timer, "")
@@ -233,8 +233,8 @@ def _check_equal(settings: Sequence[dict[str, object]]) -> None:
         for name, value in settings[0].items():
             if of_rank[name] != value:
                 raise LaunchError(
-                    f"all ranks must be launched alike: {name} is {value!r} on rank 0 and {of_rank[name]!r} on rank "
-                    f"{rank}. Pass the same everywhere."
+                    f"all ranks must launch with the same arguments: {name} is {value!r} on rank 0 and "
+                    f"{of_rank[name]!r} on rank {rank}. Pass one value on every rank."
                 )
 
 

@@ -119,7 +119,8 @@ class PipelineConfig(ConfigBase):
         if (self.num_microbatches is None) == (self.microbatch_size is None):
             raise ConfigError(
                 "give exactly one of num_microbatches and microbatch_size: "
-                f"got num_microbatches={self.num_microbatches}, microbatch_size={self.microbatch_size}."
+                f"got num_microbatches={self.num_microbatches}, microbatch_size={self.microbatch_size}. For example, "
+                "pass num_microbatches=8: more micro-batches than stages keep the stages busy."
             )
         for name in ("num_microbatches", "microbatch_size"):
             value = getattr(self, name)

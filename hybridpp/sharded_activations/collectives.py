@@ -5,13 +5,16 @@ While a model is traced its tensors are fake: shapes are computed and nothing is
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hybridpp.cluster import Group
 from hybridpp.nn.torch_private import has_no_data
+
+_Map: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def _nothing() -> None:
@@ -34,37 +37,32 @@ class _Copy(torch.autograd.Function):
         return total, None, None
 
 
-class _Reduce(torch.autograd.Function):
+class _LinearMap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return _summed(x.clone(), group)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, width: int) -> Tensor:
-        ctx.group, ctx.width = group, x.shape[-1]
-        full = x.repeat_interleave(group.size, -1) if has_no_data(x) else group.all_gather_along(x, -1)
-        return full[..., :width].contiguous()
+    def forward(ctx: Any, x: Tensor, function: _Map, backward: _Map) -> Tensor:
+        ctx.map = backward
+        return function(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return local_part(dy, ctx.group, ctx.width), None, None
+        return ctx.map(dy), None, None
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, width: int) -> Tensor:
-        ctx.group, ctx.full_width = group, x.shape[-1]
-        return local_part(x, group, width)
+def linear_map(x: Tensor, function: _Map, backward: _Map) -> Tensor:
+    """A linear function of a tensor, whose gradient goes through another function.
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return gather_from_ranks(dy, ctx.group, ctx.full_width), None, None
+    Args:
+        x: its argument.
+        function: gives the result.
+        backward: gives the gradient of ``x`` from the gradient of the result.
+    """
+    result: Tensor = _LinearMap.apply(x, function, backward)  # type: ignore[no-untyped-call]  # torch
+    return result
+
+
+def unchanged(dy: Tensor) -> Tensor:
+    """A backward function where the gradient of the result is that of the argument, as of a sum over ranks."""
+    return dy
 
 
 def copy_to_ranks(x: Tensor, group: Group, overlap_fn: Callable[[], None] = _nothing) -> Tensor:
@@ -90,8 +88,7 @@ def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
     """
     if not x.requires_grad or not torch.is_grad_enabled():
         return _summed(x, group)
-    total: Tensor = _Reduce.apply(x, group)  # type: ignore[no-untyped-call]  # torch
-    return total
+    return linear_map(x, lambda local: _summed(local.clone(), group), unchanged)
 
 
 def _summed(x: Tensor, group: Group) -> Tensor:
@@ -111,8 +108,13 @@ def gather_from_ranks(x: Tensor, group: Group, width: int) -> Tensor:
 
     Collective: one all-gather over ``group``; every member must call it.
     """
-    full: Tensor = _Gather.apply(x, group, width)  # type: ignore[no-untyped-call]  # torch
-    return full
+    shard = partial(local_part, group=group, width=x.shape[-1])
+    return linear_map(x, partial(_gathered, group=group, width=width), shard)
+
+
+def _gathered(x: Tensor, group: Group, width: int) -> Tensor:
+    full = x.repeat_interleave(group.size, -1) if has_no_data(x) else group.all_gather_along(x, -1)
+    return full[..., :width].contiguous()
 
 
 def local_part(full: Tensor, group: Group, width: int) -> Tensor:
@@ -128,5 +130,5 @@ def scatter_to_ranks(full: Tensor, group: Group, width: int) -> Tensor:
 
     Collective: one all-gather over ``group`` in the backward pass; every member must run it.
     """
-    part: Tensor = _Scatter.apply(full, group, width)  # type: ignore[no-untyped-call]  # torch
-    return part
+    gather = partial(gather_from_ranks, group=group, width=full.shape[-1])
+    return linear_map(full, partial(local_part, group=group, width=width), gather)

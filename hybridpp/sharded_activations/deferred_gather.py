@@ -19,7 +19,7 @@ from hybridpp.nn.torch_private import (
     unsafe_view,
     version_or_none,
 )
-from hybridpp.sharded_activations.collectives import gather_from_ranks, local_part
+from hybridpp.sharded_activations.collectives import gather_from_ranks, linear_map, local_part, unchanged
 
 _Replay = Callable[[Tensor], Tensor]
 
@@ -103,8 +103,7 @@ class DeferredGatherTensor(MadeWhenRead):
 
     def gather_with_gradient(self) -> Tensor:
         """The full activation with its gradient. Collective: one all-gather."""
-        full: Tensor = _Gathered.apply(self)  # type: ignore[no-untyped-call]  # torch
-        return full
+        return linear_map(self, lambda _: self.gathered_values(), unchanged)
 
     def gathered_values(self) -> Tensor:
         """The values of the full activation, in memory of its own. Collective: one all-gather."""
@@ -159,16 +158,6 @@ class _Present(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         return ctx.kind.own(dy, ctx.group, ctx.dim, ctx.part), None, None, None, None
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, lazy: DeferredGatherTensor) -> Tensor:
-        return lazy.gathered_values()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return dy
 
 
 def deferred_gather(

@@ -100,7 +100,8 @@ def save_as_shard(x: Tensor, shard: Tensor, saved_shard: SavedShard) -> Iterator
             return packed
         if version_of(packed.shard) != packed.version:
             raise RuntimeError(
-                "an activation that the backward pass needs was written to in place after a sharded layer had read it."
+                "an activation that the backward pass needs was written to in place after a sharded layer had read it. "
+                "Write the result to a new tensor, or leave enable_sequence_parallelism out."
             )
         packed.saved_shard.start(packed.shard)
         return packed.saved_shard.take()

@@ -5,6 +5,7 @@ are longer. For communication they are padded to the longest. In a trace tensors
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional
 
 from hybridpp.cluster import Group, Pending
 from hybridpp.nn.torch_private import has_no_data
+from hybridpp.sharded_activations.collectives import linear_map
 
 T = TypeVar("T")
 
@@ -90,28 +92,6 @@ def _padded(shard: Tensor, length: int) -> Tensor:
     return functional.pad(shard, padding).contiguous() if missing else shard.contiguous()
 
 
-class _ShardSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, full: Tensor, group: Group) -> Tensor:
-        ctx.length, ctx.group = full.shape[1], group
-        return own_shard(full, group)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return gather_shards(dy, ctx.length, ctx.group), None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, length: int, group: Group) -> Tensor:
-        ctx.group = group
-        return gather_shards(shard, length, group)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return own_shard(dy, ctx.group), None, None
-
-
 class _CopySequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, full: Tensor, group: Group, overlap_fn: Callable[[], None]) -> Tensor:
@@ -142,8 +122,8 @@ def shard_sequence(full: Tensor, group: Group) -> Tensor:
 
     Collective: one all-gather over ``group`` in the backward pass; every member must run it.
     """
-    shard: Tensor = _ShardSequence.apply(full, group)  # type: ignore[no-untyped-call]  # torch
-    return shard
+    gather = partial(gather_shards, length=full.shape[1], group=group)
+    return linear_map(full, partial(own_shard, group=group), gather)
 
 
 def gather_sequence(shard: Tensor, length: int, group: Group) -> Tensor:
@@ -151,8 +131,8 @@ def gather_sequence(shard: Tensor, length: int, group: Group) -> Tensor:
 
     Collective: one all-gather over ``group``; every member must call it.
     """
-    full: Tensor = _GatherSequence.apply(shard, length, group)  # type: ignore[no-untyped-call]  # torch
-    return full
+    gather = partial(gather_shards, length=length, group=group)
+    return linear_map(shard, gather, partial(own_shard, group=group))
 
 
 def copy_sequence(shard: Tensor, full: Tensor, group: Group, overlap_fn: Callable[[], None]) -> Tensor:
@@ -160,7 +140,7 @@ def copy_sequence(shard: Tensor, full: Tensor, group: Group, overlap_fn: Callabl
 
     Args:
         shard: this rank's; it gets its part of the sum of the ranks' gradients.
-        whole: what :func:`gather_sequence` returned for it.
+        full: what :func:`gather_sequence` returned for it.
         group: the ranks.
         overlap_fn: called while the gradient is being summed.
 

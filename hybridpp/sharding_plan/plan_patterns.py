@@ -46,7 +46,7 @@ def plan_from_patterns(model: nn.Module, patterns: Mapping[str, str], size: int)
             known = ", ".join(_generalised(name for name in names if is_linear(model.get_submodule(name))))
             raise ConfigError(
                 f"tensor_parallel_plan names modules: none of {type(model).__name__} matches {pattern!r}. "
-                f"It has the linear layers {known}."
+                f"Use names of its linear layers, with * as a wildcard: {known}."
             )
         for name in found:
             styles.setdefault(name, style)

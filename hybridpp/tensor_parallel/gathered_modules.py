@@ -1,6 +1,7 @@
 """Replicated modules between sharded layers: norms over the width of all heads, which need the full activation."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,26 +10,9 @@ from torch import Tensor, nn
 from hybridpp.cluster import Group
 from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
 from hybridpp.nn.torch_private import has_no_data, pytree
+from hybridpp.sharded_activations.collectives import linear_map
 from hybridpp.sharding_plan.sharding_spec import DimShard
 from hybridpp.tensor_parallel.tp_context import TensorParallelContext
-
-
-class _GatherParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, part: DimShard, group: Group) -> Tensor:
-        ctx.part, ctx.group = part, group
-        full = local.new_empty((*local.shape[:-1], sum(part.widths)))
-        if has_no_data(local):
-            return full
-        return full.index_copy_(-1, _positions(part, group).to(local.device), group.all_gather_along(local, -1))
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        positions = _positions(ctx.part, ctx.group)
-        local = ctx.group.reduce_scatter(dy.index_select(-1, positions.to(dy.device)).contiguous(), -1)
-        # Values that several ranks hold have their gradients added over them later.
-        num_holders = positions.bincount()[ctx.part.index(ctx.group.rank, ctx.group.size, dy.shape[-1])]
-        return (local if num_holders.eq(1).all() else local / num_holders.to(local)), None, None
 
 
 def _positions(part: DimShard, group: Group) -> Tensor:
@@ -40,14 +24,29 @@ def gather_parts(local: Tensor, part: DimShard, group: Group) -> Tensor:
     """The full activation, for ranks that each use a shard of what is computed from it.
 
     Args:
-        own: this rank's shard, ``[..., P]``.
+        local: this rank's shard, ``[..., P]``.
         part: how the last dimension of the full activation, ``[..., W]``, is divided.
         group: the ranks.
 
     Collective: one all-gather over ``group``, and one reduce-scatter in the backward pass; every member must call it.
     """
-    full: Tensor = _GatherParts.apply(local, part, group)  # type: ignore[no-untyped-call]  # torch
-    return full
+    return linear_map(local, partial(_gathered, part=part, group=group), partial(_reduced, part=part, group=group))
+
+
+def _gathered(local: Tensor, part: DimShard, group: Group) -> Tensor:
+    full = local.new_empty((*local.shape[:-1], sum(part.widths)))
+    if has_no_data(local):
+        return full
+    return full.index_copy_(-1, _positions(part, group).to(local.device), group.all_gather_along(local, -1))
+
+
+def _reduced(dy: Tensor, part: DimShard, group: Group) -> Tensor:
+    """This rank's shard of the sum of the ranks' gradients."""
+    positions = _positions(part, group)
+    local = group.reduce_scatter(dy.index_select(-1, positions.to(dy.device)).contiguous(), -1)
+    # Values that several ranks hold have their gradients added over them later.
+    num_holders = positions.bincount()[part.index(group.rank, group.size, dy.shape[-1])]
+    return local if num_holders.eq(1).all() else local / num_holders.to(local)
 
 
 def run_on_gathered(adapter: ModuleAdapter, module: nn.Module, part: DimShard, context: TensorParallelContext) -> None:

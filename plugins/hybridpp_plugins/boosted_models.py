@@ -81,7 +81,10 @@ class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, UnboostsModels)
         """See :meth:`hybridpp.Booster.backward`."""
         self._check_open()
         if not isinstance(optimizer, HybridOptimizer):
-            raise ConfigError(f"backward needs the boosted optimizer: got {type(optimizer).__name__}.")
+            raise ConfigError(
+                f"backward needs the boosted optimizer: got {type(optimizer).__name__}. Pass the optimizer that "
+                "booster.boost returned."
+            )
         if self.layout.pp.size > 1:
             raise ConfigError(
                 f"backward needs all stages on one rank: got pp_size={self.layout.pp.size}. "

@@ -129,13 +129,16 @@ def test_a_port_that_is_taken_is_said_at_once():
 def test_other_settings_are_refused_on_every_rank(port):
     address = StoreAddress("127.0.0.1", port)
     calls = [joining(address, 0, 3), joining(address, 1, 3), joining(address, 2, 3, seed=7)]
-    refused(on_threads(*calls), r"all ranks must be launched alike: seed is 1 on rank 0 and 7 on rank 2\. Pass the")
+    refused(
+        on_threads(*calls),
+        r"all ranks must launch with the same arguments: seed is 1 on rank 0 and 7 on rank 2\.",
+    )
 
 
 def test_two_processes_of_one_rank_are_refused(port):
     address = StoreAddress("127.0.0.1", port)
     results = on_threads(joining(address, 0, 3, 1.5), *[joining(address, 1, 3, 1.5)] * 2)
-    assert "two processes call themselves rank 1 of 3. Give each a rank of its own." in results
+    assert "two processes have rank 1 of 3. Start each with a rank of its own." in results
 
 
 def test_who_waits_says_for_whom(port, monkeypatch, caplog):

@@ -13,12 +13,14 @@ from hybridpp.config import PipelineConfig, PipelineGradientCheckpointConfig
             PipelineConfig,
             {},
             "give exactly one of num_microbatches and microbatch_size: got num_microbatches=None, "
-            "microbatch_size=None.",
+            "microbatch_size=None. For example, pass num_microbatches=8: more micro-batches than stages keep the "
+            "stages busy.",
         ),
         (
             PipelineConfig,
             {"num_microbatches": 2, "microbatch_size": 3},
-            "give exactly one of num_microbatches and microbatch_size: got num_microbatches=2, microbatch_size=3.",
+            "give exactly one of num_microbatches and microbatch_size: got num_microbatches=2, microbatch_size=3. "
+            "For example, pass num_microbatches=8: more micro-batches than stages keep the stages busy.",
         ),
         (
             PipelineConfig,

@@ -379,10 +379,10 @@ def test_a_forward_that_branches_on_a_computed_value():
         (
             {"*.k_proy": "column"},
             2,
-            "tensor_parallel_plan names modules: none of ViTForImageClassification matches '*.k_proy'. It has the "
-            "linear layers vit.layers.*.attention.q_proj, vit.layers.*.attention.k_proj, "
-            "vit.layers.*.attention.v_proj, vit.layers.*.attention.o_proj, vit.layers.*.mlp.fc1, vit.layers.*.mlp.fc2, "
-            "classifier.",
+            "tensor_parallel_plan names modules: none of ViTForImageClassification matches '*.k_proy'. Use "
+            "names of its linear layers, with * as a wildcard: vit.layers.*.attention.q_proj, "
+            "vit.layers.*.attention.k_proj, vit.layers.*.attention.v_proj, vit.layers.*.attention.o_proj, "
+            "vit.layers.*.mlp.fc1, vit.layers.*.mlp.fc2, classifier.",
         ),
         (
             {"*.layernorm_before": "column"},
