@@ -2,12 +2,15 @@
 
     PYTHONPATH=.:plugins python benchmarks/gpu/launches.py
 
-``--size tiny --device cpu`` only shows that it runs: a CPU launches nothing.
+A line of JSON per contestant. ``--tiny --device cpu`` only shows that it runs: a CPU launches nothing.
 """
 
 import argparse
 from collections import defaultdict
+from functools import partial
+from typing import Any
 
+from jobs import add_arguments, run_cases
 from loops import SIZES, Hybridpp, Job, PipelineStep, by_hand
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -58,26 +61,40 @@ def launches(step: PipelineStep, device: str) -> dict[str, list[int]]:
     return found
 
 
+def of_hybridpp(job: Job) -> dict[str, Any]:
+    """Launches of this library's third step."""
+    ours = Hybridpp.create(job, job.device)
+    for _ in range(2):
+        ours.step()
+    with ours.booster.record_timeline(ours.model) as recording:
+        recording.recorder = Marks()
+        return _numbers(launches(ours.step, job.device))
+
+
+def of_the_loop(job: Job) -> dict[str, Any]:
+    """Launches of the third step of the loop."""
+    step = by_hand(job, mark)
+    for _ in range(2):
+        step()
+    return _numbers(launches(step, job.device))
+
+
+def _numbers(counts: dict[str, list[int]]) -> dict[str, Any]:
+    titles = {"forward (F)": "F", "backward (B)": "B", "rest of the step": "step"}
+    return {title: counts[kind] for title, kind in titles.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
+    add_arguments(parser)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model")
     parser.add_argument("--size", choices=list(SIZES), default="large")
     parser.add_argument("--microbatches", type=int, default=4, help="(default: %(default)s)")
     args = parser.parse_args()
-    job = Job(size=args.size, num_samples=64, num_microbatches=args.microbatches, device=args.device)
-    ours = Hybridpp.create(job, job.device)
-    plain = by_hand(job, mark)
-    for step in (ours.step, plain):
-        step()
-        step()
-    with ours.booster.record_timeline(ours.model) as recording:
-        recording.recorder = Marks()
-        rows = {"hybridpp": launches(ours.step, args.device)}
-    rows["fp16 by hand"] = launches(plain, args.device)
-    print("| | forward (F) | backward (B) | rest of the step |\n|---|--:|--:|--:|")
-    for name, counts in rows.items():
-        cells = [" ".join(map(str, counts[kind])) for kind in ("F", "B", "step")]
-        print(f"| {name} | {' | '.join(cells)} |")
+    size, num_samples = ("tiny", 8) if args.tiny else (args.size, 64)
+    job = Job(size=size, num_samples=num_samples, num_microbatches=args.microbatches, device=args.device)
+    cases = {"hybridpp": partial(of_hybridpp, job), "fp16 by hand": partial(of_the_loop, job)}
+    run_cases("launches", cases, args)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from report import header, tell
+from jobs import Measure, add_arguments, run_cases
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -110,24 +111,22 @@ def measured(make: Callable[[], PipelineStep], device: str, length: int, num_ste
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
+    add_arguments(parser)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, short sequences, two steps")
     parser.add_argument("--compile", action="store_true", help="compare compiled blocks with others")
     args = parser.parse_args()
     size, length, num_steps = ("tiny", 16, 2) if args.tiny else ("0.7B", 4096, NUM_STEPS)
-    name = "compile" if args.compile else "llama"
-    tell(name, "header", header())
     # Inductor needs a C++ compiler on a CPU, and minutes.
     compiled: dict[str, Any] = {"compile_blocks": {"backend": "eager"} if args.device == "cpu" else True}
-    contestants: dict[str, Callable[[], PipelineStep]] = {
-        "hybridpp": lambda: with_hybridpp(size, length, args.device),
-    }
+    contestants: dict[str, Callable[[], PipelineStep]] = {"hybridpp": partial(with_hybridpp, size, length, args.device)}
     if args.compile:
-        contestants["compiled blocks"] = lambda: with_hybridpp(size, length, args.device, **compiled)
+        contestants["compiled blocks"] = partial(with_hybridpp, size, length, args.device, **compiled)
     else:
-        contestants["autocast"] = lambda: with_autocast(size, length, args.device)
-    for contestant, make in contestants.items():
-        tell(name, f"{size}, {contestant}", measured(make, args.device, length, num_steps))
+        contestants["autocast"] = partial(with_autocast, size, length, args.device)
+    cases: dict[str, Measure] = {
+        f"{size}, {name}": partial(measured, make, args.device, length, num_steps) for name, make in contestants.items()
+    }
+    run_cases("compile" if args.compile else "llama", cases, args)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,25 @@
 """Peak of device memory by the number of micro-batches, ViT-L/16 in fp16, micro-batches of equal size.
 
     PYTHONPATH=.:plugins python benchmarks/gpu/memory.py
-    PYTHONPATH=.:plugins torchrun --standalone --nproc-per-node 2 benchmarks/gpu/memory.py --schedules 1f1b zb-h1 zb-v
+    PYTHONPATH=.:plugins python benchmarks/gpu/memory.py --ranks 2 --schedules 1f1b zb-h1 zb-v
 
 The second is a pipeline of two ranks that share the device: what one sends the other travels through host memory.
-The aim: under every schedule but GPipe the peak does not depend on the number of micro-batches. ``--size tiny --device
-cpu`` only shows that it runs.
+The aim: under every schedule but GPipe the peak does not depend on the number of micro-batches. A line of JSON per
+case. ``--tiny --device cpu`` only shows that it runs.
 """
 
 import argparse
 import gc
 import time
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from jobs import add_arguments, run_cases
 from loops import SIZES, Hybridpp, Job
 
-from hybridpp import DistCoordinator, launch_from_torch
+from hybridpp import launch_from_torch
 
 
 def peak_and_time(job: Job, pp_size: int, schedule: str) -> tuple[float, float]:
@@ -39,32 +42,39 @@ def peak_and_time(job: Job, pp_size: int, schedule: str) -> tuple[float, float]:
     return (torch.cuda.max_memory_allocated() - before if on_cuda else 0) / 2**20, took
 
 
+def of_all_ranks(job: Job, pp_size: int, schedule: str) -> dict[str, Any]:
+    """Peaks by rank, and the longest time. Collective: all ranks."""
+    mine = peak_and_time(job, pp_size, schedule)
+    rows = [mine] * pp_size
+    if pp_size > 1:
+        dist.all_gather_object(rows, mine)
+    return {"peak by rank (MiB)": [round(peak) for peak, _ in rows], "step (ms)": round(max(took for _, took in rows))}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
+    add_arguments(parser)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, 2 and 4 micro-batches")
     parser.add_argument("--size", choices=list(SIZES), default="large")
+    parser.add_argument("--ranks", type=int, default=1, help="stages (default: %(default)s)")
     parser.add_argument("--schedules", nargs="+", default=["1f1b"])
     parser.add_argument("--samples", type=int, default=4, help="of a micro-batch (default: %(default)s)")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 16, 64])
     args = parser.parse_args()
+    if args.tiny:
+        args.size, args.samples, args.microbatches = "tiny", 2, [2, 4]
     if dist.is_torchelastic_launched():
         launch_from_torch()
-    coordinator = DistCoordinator()
-    num_ranks = coordinator.world_size
-    peaks = " | ".join(f"peak of rank {rank} (MiB)" for rank in range(num_ranks))
-    coordinator.print_on_master(
-        f"| schedule | micro-batches | {peaks} | step (ms) |\n|---|--:|{'--:|' * num_ranks}--:|"
-    )
+    cases = {}
     for schedule in args.schedules:
         for count in args.microbatches:
             job = Job(size=args.size, num_samples=args.samples * count, num_microbatches=count, device=args.device)
-            mine = peak_and_time(job, num_ranks, schedule)
-            rows = [mine] * num_ranks
-            if num_ranks > 1:
-                dist.all_gather_object(rows, mine)
-            cells = " | ".join(f"{peak:.0f}" for peak, _ in rows)
-            coordinator.print_on_master(f"| {schedule} | {count} | {cells} | {max(took for _, took in rows):.0f} |")
-    coordinator.destroy()
+            cases[f"ranks: {args.ranks}, {schedule}, {count} micro-batches"] = partial(
+                of_all_ranks, job, args.ranks, schedule
+            )
+    run_cases("memory", cases, args, args.ranks, print_here=not dist.is_initialized() or dist.get_rank() == 0)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ the first jobs over gloo, to show that this script works.
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,12 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from jobs import LIMIT_S, outcome
 from loops import Job
-from report import header, tell
+from report import header, table, tell
 
 from hybridpp import Booster, DistCoordinator, HybridParallelPlugin, launch_from_torch
 
-LIMIT_S = 60.0
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v")
 NUM_STEPS, NUM_SAMPLES = 3, 4
 TOLERANCE = 1e-3
@@ -103,24 +101,6 @@ def worker(args: argparse.Namespace) -> None:
     coordinator.destroy()
 
 
-def outcome(command: Sequence[str], environment: dict[str, str], limit_s: float) -> tuple[str, str]:
-    """How a job ended, and its output; the job's processes are ended at the limit."""
-    process = subprocess.Popen(
-        command,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return "hang", process.communicate()[0]
-    return "ok" if process.returncode == 0 else "error", output
-
-
 def judged(status: str, output: str, expected: Sequence[float]) -> dict[str, Any]:
     """What is told of a job."""
     found = [json.loads(line) for line in output.splitlines() if line.startswith("[") and line.endswith("]")]
@@ -153,6 +133,7 @@ def main() -> None:
     # By the number of micro-batches, which changes how sums are rounded, and nothing else.
     args.device, device = "cpu", args.device
     expected = losses_of(args)
+    lines = []
     for number, case in enumerate(cases(num_devices)):
         if args.tiny and number == 2:
             break
@@ -161,7 +142,10 @@ def main() -> None:
         status, output = outcome(
             [*run, __file__, "--worker", "--device", device, *case.arguments], case.environment, args.limit
         )
-        tell("nccl", case.name, judged(status, output, expected) | {"seconds": round(time.monotonic() - start, 1)})
+        numbers = judged(status, output, expected) | {"seconds": round(time.monotonic() - start, 1)}
+        tell("nccl", case.name, numbers)
+        lines.append({"case": case.name, **numbers})
+    print(f"\n{table(lines)}", flush=True)
 
 
 if __name__ == "__main__":

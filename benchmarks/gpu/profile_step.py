@@ -8,12 +8,13 @@ looks at the CPU's operations instead, to show that this script works.
 
 import argparse
 from collections.abc import Iterable
+from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from jobs import Measure, add_arguments, run_cases
 from loops import Hybridpp, Job
-from report import header, tell
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -40,7 +41,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
     return result
 
 
-def summary(intervals: Iterable[Interval]) -> dict[str, object]:
+def summary(intervals: Iterable[Interval]) -> dict[str, Any]:
     """Share of busy time between the first and the last interval, and the longest gaps with what follows them."""
     busy = merged(intervals)
     span = busy[-1].end - busy[0].start
@@ -70,20 +71,25 @@ def traced(job: Job, path: str | None) -> list[Interval]:
     return [Interval(event.time_range.start, event.time_range.end, event.name[:80]) for event in events]
 
 
+def profiled(job: Job, samples: int, path: str | None) -> dict[str, Any]:
+    """How busy the device is in a step with micro-batches of so many images, and whether that reaches the aim."""
+    found = summary(traced(job, path))
+    aim = {} if samples < 32 else {"aim": AIM, "reached": found["busy"] >= AIM}
+    return found | aim
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
+    add_arguments(parser)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, two micro-batches of 1 and 2 images")
     parser.add_argument("--trace", help="file for the trace of the last case, for a browser")
     args = parser.parse_args()
-    tell("profile", "header", header())
+    size, count = ("tiny", 2) if args.tiny else ("large", 4)
+    cases: dict[str, Measure] = {}
     for samples in (1, 2) if args.tiny else (4, 32):
-        count = 2 if args.tiny else 4
-        size = "tiny" if args.tiny else "large"
         job = Job(size=size, num_samples=samples * count, num_microbatches=count, device=args.device)
-        found = summary(traced(job, args.trace))
-        aim = {} if samples < 32 else {"aim": AIM, "reached": found["busy"] >= AIM}
-        tell("profile", f"micro-batches of {samples}", found | aim)
+        cases[f"micro-batches of {samples}"] = partial(profiled, job, samples, args.trace)
+    run_cases("profile", cases, args)
 
 
 if __name__ == "__main__":

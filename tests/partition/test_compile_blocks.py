@@ -2,6 +2,7 @@
 
 import copy
 import re
+import shutil
 
 import pytest
 import torch
@@ -81,6 +82,38 @@ def test_dropout_does_not_depend_on_the_layout():
         actual, _ = run_compiled(lambda: Blocks(4, 0.5), **settings)
         assert actual["losses"][0] == expected["losses"][0], settings
         assert_near(actual["gradients"], expected["gradients"], 1e-6)
+
+
+class Dropped(nn.Module):
+    """Compiles fast."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return x + self.dropout(self.layer(x))
+
+
+def dropped_blocks():
+    torch.manual_seed(0)
+    model = Blocks(0)
+    model.blocks = nn.ModuleList(Dropped() for _ in range(2))
+    return model
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_dropout_of_inductor_does_not_depend_on_the_layout():
+    """Its generated code draws by a seed that it takes from torch's generator."""
+    expected = run(dropped_blocks, compile_blocks=True)
+    assert expected["losses"] != run(dropped_blocks)["losses"], "with other masks than uncompiled"
+    # The compiled code of the first run is found on disk.
+    for settings in ({"pp_size": 2}, {"gradient_checkpoint_config": {}}):
+        actual = run(dropped_blocks, compile_blocks=True, **settings)
+        assert actual["losses"][0] == expected["losses"][0], settings
+        assert_same(actual["gradients"], expected["gradients"])
 
 
 def test_replicas_and_evaluation():
