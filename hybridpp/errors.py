@@ -29,6 +29,14 @@ class PeerError(HybridppError, RuntimeError):
     """Another rank failed; the message on that rank says why."""
 
 
+class PeerTimeoutError(PeerError):
+    """Another rank did not answer in time."""
+
+
+class UnlikeCallsError(HybridppError, RuntimeError):
+    """Ranks made different calls where all must make the same."""
+
+
 class ClosedError(HybridppError, RuntimeError):
     """A plugin was used after ``close()``."""
 

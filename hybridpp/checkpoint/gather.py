@@ -23,7 +23,9 @@ def gather_tensors(control: Group, sources: Sequence[int], tensors: Mapping[str,
     own_specs = {
         name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()
     }
-    listed = gather_objects(control, own_specs if control.rank in sources else {})
+    listed = gather_objects(
+        control, "in booster.save_model, which gathers the weights", own_specs if control.rank in sources else {}
+    )
     owner = {name: rank for rank in reversed(sources) for name in listed[rank]}
     complete: dict[str, Tensor] = {}
     for name in sorted(owner):

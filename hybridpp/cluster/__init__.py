@@ -3,6 +3,7 @@
 from hybridpp.cluster.coordinator import DistCoordinator
 from hybridpp.cluster.current import current_world
 from hybridpp.cluster.dist_logger import disable_existing_loggers, get_dist_logger
+from hybridpp.cluster.gather_numbers import PendingNumbers, gather_numbers, name_ranks, start_gather_numbers
 from hybridpp.cluster.gather_objects import gather_objects
 from hybridpp.cluster.grid import Axis, Coordinate, RankGrid
 from hybridpp.cluster.launch import (
@@ -36,6 +37,7 @@ __all__ = [
     "Group",
     "Loopback",
     "Pending",
+    "PendingNumbers",
     "RandomState",
     "RankGrid",
     "Work",
@@ -44,6 +46,7 @@ __all__ = [
     "current_world",
     "default_generators",
     "disable_existing_loggers",
+    "gather_numbers",
     "gather_objects",
     "get_dist_logger",
     "has_drawn",
@@ -52,12 +55,14 @@ __all__ = [
     "launch_from_slurm",
     "launch_from_torch",
     "microbatch_key",
+    "name_ranks",
     "preserved_random_state",
     "random_state",
     "resolved",
     "seed_stream",
     "set_random_state",
     "set_seed",
+    "start_gather_numbers",
     "stream_seed",
     "stream_seeder",
 ]

@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, overload
 
-import torch
-
 from hybridpp.cluster.current import current_world
+from hybridpp.cluster.gather_numbers import gather_numbers
 from hybridpp.cluster.launch import check_joined
 from hybridpp.cluster.torch_world import leave_job
 
@@ -87,7 +86,7 @@ class DistCoordinator:
 
     def block_all(self) -> None:
         """Host barrier over all ranks; pending device work is not waited for. Collective: all ranks."""
-        self._world.control().all_gather(torch.zeros(1))
+        gather_numbers(self._world.control(), "in DistCoordinator.block_all", [])
 
     def destroy(self) -> None:
         """Leave the job, and release the threads, descriptors and memory of every group.

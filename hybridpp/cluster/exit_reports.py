@@ -8,7 +8,15 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from hybridpp.errors import ConfigError, LaunchError, NotBuiltError, PartitionError, PeerError, ScheduleError
+from hybridpp.errors import (
+    ConfigError,
+    LaunchError,
+    NotBuiltError,
+    PartitionError,
+    PeerTimeoutError,
+    ScheduleError,
+    UnlikeCallsError,
+)
 from hybridpp.nn.torch_private import PrefixStore, Store
 
 ExitReason = Callable[[int], str]
@@ -20,8 +28,8 @@ def no_exit_reason(rank: int) -> str:
     return ""
 
 
-# Errors in settings, which are raised on every rank alike.
-_OF_SETTINGS = (ConfigError, LaunchError, NotBuiltError, PartitionError, ScheduleError)
+# Errors in settings and in the order of calls, which are raised on every rank alike.
+_OF_ALL_RANKS = (ConfigError, LaunchError, NotBuiltError, PartitionError, ScheduleError, UnlikeCallsError)
 # Time that a rank waits for the same failure of rank 0 before it prints its own error.
 _PATIENCE_S = 2.0
 _LOOK_S = 0.02
@@ -81,9 +89,9 @@ class ExitReports:
         return None
 
 
-def timeout_error(who: str, timeout_s: float) -> PeerError:
+def timeout_error(who: str, timeout_s: float) -> PeerTimeoutError:
     """The error of a rank whose wait has timed out."""
-    return PeerError(
+    return PeerTimeoutError(
         f"{who} said nothing for {timeout_s:.0f} s. It hangs, or does something else: all ranks must call together "
         "what communicates. Where one rank may work alone for so long, raise timeout_s of launch_from_torch or launch."
     )
@@ -97,7 +105,7 @@ def report_exit(exit_reports: ExitReports) -> Callable[[], None]:
     before, process = sys.excepthook, os.getpid()
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if exit_reports.rank > 0 and isinstance(error, _OF_SETTINGS) and exit_reports.is_as_on_rank_0(error):
+        if exit_reports.rank > 0 and isinstance(error, _OF_ALL_RANKS) and exit_reports.is_as_on_rank_0(error):
             sys.stderr.write(f"[rank {exit_reports.rank}] {kind.__name__}, as on rank 0, which prints it.\n")
         else:
             before(kind, error, trace)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybridpp.cluster.devices import default_device
 from hybridpp.cluster.exit_reports import ExitReports
+from hybridpp.cluster.gather_numbers import gather_numbers
 from hybridpp.cluster.missing_ranks import reporting_missing
 from hybridpp.cluster.torch_group import TorchGroup
 from hybridpp.cluster.world import Group
@@ -21,6 +22,7 @@ from hybridpp.nn.torch_private import HashStore, default_store, nccl_options, ti
 _Key = tuple[str, tuple[tuple[int, ...], ...]]
 # Thread blocks that move a message: by NVLink's rates, four move 33 MB (4096 tokens of width 4096) in half a ms.
 _MESSAGE_CTAS = 4
+_CHANGING_GROUPS = "making or closing groups of ranks (a plugin, booster.boost or plugin.close)"
 _MAKING = "to make groups with it. Every rank must make the same plugins, and boost the same models"
 
 
@@ -202,7 +204,8 @@ class TorchWorld:
         """All-gather a row of every rank before groups change; reports which ranks are missing, and for what."""
         self._num_meetings += 1
         with reporting_missing(self._store, self.rank, self.size, f"hybridpp meeting {self._num_meetings}", what):
-            return self.control().all_gather(row)
+            rows = gather_numbers(self.control(), _CHANGING_GROUPS, row.tolist())
+        return [torch.tensor(numbers, dtype=row.dtype) for numbers in rows]
 
 
 def _uses_nccl() -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridpp.cluster import Group
+from hybridpp.cluster import Group, gather_numbers
 from hybridpp.nn.half import HALF_DTYPES
 from hybridpp.nn.torch_private import foreach_copy_, foreach_norm
 
@@ -53,9 +53,30 @@ def total_norm(parts: Iterable[float]) -> float:
     whichever rank holds which parameter.
     """
     squares = [part * part for part in parts]
-    if not all(map(math.isfinite, squares)):
-        return math.nan if any(map(math.isnan, squares)) else math.inf
-    return math.sqrt(math.fsum(squares))
+    return _not_finite(squares) or math.sqrt(math.fsum(squares))
+
+
+def _not_finite(values: Sequence[float]) -> float:
+    """NaN or infinity, if that is among the values, or their sum overflows; else 0."""
+    if all(map(math.isfinite, values)):
+        # A sum that is rounded after each addition overflows where the exact one does, or close to it.
+        return 0.0 if math.isfinite(sum(values)) else math.inf
+    return math.nan if any(map(math.isnan, values)) else math.inf
+
+
+def exact_terms(values: Sequence[float]) -> list[float]:
+    """A few numbers with exactly the sum of many: two or three, unless the magnitudes of the values are far apart.
+
+    Each is the sum of what the ones before it leave, rounded once. So ``math.fsum`` of the terms of several ranks is
+    what it is of all their values.
+
+    Args:
+        values: finite.
+    """
+    terms: list[float] = []
+    while rest := math.fsum([*values, *(-term for term in terms)]):
+        terms.append(rest)
+    return terms
 
 
 @dataclass(frozen=True)
@@ -67,7 +88,6 @@ class GlobalGradNorm:
         ranks: the ranks of one replica, whose parts make up the norm.
         counted: this rank's parameters that count here; a parameter that several ranks hold counts once.
         copied: the other parameters, and those that count only in part; they are only checked for inf and NaN.
-        width: the maximum number of counted parameters on any rank.
         unique: for sharded parameters, by name, a function that selects the part of a gradient that no lower rank
             holds, which is what counts here.
     """
@@ -76,7 +96,6 @@ class GlobalGradNorm:
     ranks: tuple[int, ...]
     counted: tuple[str, ...]
     copied: tuple[str, ...]
-    width: int
     unique: Mapping[str, Callable[[Tensor], Tensor]]
 
     @property
@@ -90,25 +109,20 @@ class GlobalGradNorm:
         counted = [unique[name](gradients[name]) if name in unique else gradients[name] for name in self.counted]
         return gradient_norms([*counted, *(gradients[name] for name in self.copied)])
 
-    def message(self, parts: list[float]) -> Tensor:
-        """This rank's :meth:`parts`, for the other ranks: equally long everywhere, in host memory.
+    def message(self, parts: Sequence[float]) -> list[float]:
+        """What the other ranks need of this rank's :meth:`parts`: inf, NaN or 0, then terms of the sum of squares."""
+        squares = [part * part for part in parts[: len(self.counted)]]
+        bad = _not_finite([*squares, *parts[len(self.counted) :]])
+        return [bad] if bad else [0.0, *exact_terms(squares)]
 
-        The last number is 0, or an inf or NaN norm among the copies.
-        """
-        counted, copied = parts[: len(self.counted)], parts[len(self.counted) :]
-        bad = next((part for part in copied if not math.isfinite(part)), 0.0)
-        return torch.tensor(counted + [0.0] * (self.width - len(counted)) + [bad], dtype=torch.float64)
+    def gather(self, call: str, gradients: Mapping[str, Tensor]) -> list[tuple[float, ...]]:
+        """Every rank's message, by rank. Collective: all ranks, which are in ``call``."""
+        return gather_numbers(self.control, call, self.message(self.parts(gradients).tolist()))
 
-    def gather(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
-        """Every rank's message, by rank. Collective: all ranks."""
-        return self.control.all_gather(self.message(self.parts(gradients).tolist()))
-
-    def total(self, rows: list[Tensor]) -> float:
+    def total(self, messages: Sequence[Sequence[float]]) -> float:
         """The norm, from every rank's message; inf or NaN where a gradient of any rank is."""
-        values = torch.stack(rows)
-        if bool(torch.isfinite(values).all()):
-            return total_norm(part for rank in self.ranks for part in rows[rank].tolist())
-        return math.nan if bool(values.isnan().any()) else math.inf
+        terms = [term for rank in self.ranks for term in messages[rank][1:]]
+        return _not_finite([*(message[0] for message in messages), *terms]) or math.sqrt(math.fsum(terms))
 
     def not_finite(self, gradients: Mapping[str, Tensor]) -> list[str]:
         """This rank's parameters whose gradients are inf or NaN. Waits for the device."""

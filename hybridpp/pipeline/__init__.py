@@ -10,7 +10,14 @@ from hybridpp.pipeline.batch import (
 )
 from hybridpp.pipeline.batch_dim_checks import check_batch_dims, watch_sequence_axes
 from hybridpp.pipeline.batch_dims import leaf_dims
-from hybridpp.pipeline.batch_reader import BatchReader, RankBatchInfo, check_equal, read_batch, start_sync
+from hybridpp.pipeline.batch_reader import (
+    BatchReader,
+    RankBatchInfo,
+    check_equal,
+    read_batch,
+    start_batch_check,
+    step_call,
+)
 from hybridpp.pipeline.boundary import Transport
 from hybridpp.pipeline.compiled_wgrad import compile_keywords, makes_cuda_graphs
 from hybridpp.pipeline.criterion import CriterionAdapter, SignatureCache, takes_targets, without_target
@@ -68,7 +75,8 @@ __all__ = [
     "read_batch",
     "split_backward_ops",
     "split_batch",
-    "start_sync",
+    "start_batch_check",
+    "step_call",
     "takes_targets",
     "to_plain_containers",
     "watch_sequence_axes",

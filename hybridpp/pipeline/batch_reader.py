@@ -1,20 +1,17 @@
 """Reads a rank's batches, and checks with all ranks that they go together: where it can, during the step before."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeAlias
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, Protocol, TypeAlias
 
-import torch
-from torch import Tensor
-
-from hybridpp.cluster import Group, Pending
+from hybridpp.cluster import Group, PendingNumbers, name_ranks, start_gather_numbers
 from hybridpp.config import PipelineConfig
-from hybridpp.errors import ConfigError, DataError, PeerError
+from hybridpp.errors import DataError, DeadlockError, PeerError, UnlikeCallsError
 from hybridpp.pipeline.batch import SplitBatch, Summary, split_batch, to_plain_containers
 from hybridpp.pipeline.criterion import CriterionAdapter
 from hybridpp.pipeline.forward_signature import ForwardSignature
-from hybridpp.pipeline.read_ahead import ReadAheadIterator
+from hybridpp.pipeline.read_ahead import PreparedItems, ReadAheadIterator
 
 Called: TypeAlias = CriterionAdapter | ForwardSignature
 
@@ -30,7 +27,6 @@ class RankBatchInfo:
         num_items: number of items that the batch's loss is a mean over.
         num_microbatches: number of micro-batches.
         digest: of the batch, equal on ranks that hold the same batch; 0 if digests are not compared.
-        training: 1 if gradients are enabled.
         deferred: 1 if the digest leaves out the values of tensors on a device, which are compared with the losses.
     """
 
@@ -38,8 +34,14 @@ class RankBatchInfo:
     num_items: float = 0.0
     num_microbatches: float = 0.0
     digest: float = 0.0
-    training: float = 0.0
     deferred: float = 0.0
+
+
+def step_call(model_name: str, training: bool) -> str:
+    """A step, where ranks compare the calls that they are in."""
+    if training:
+        return f"a training step of {model_name} (execute_pipeline, gradients enabled)"
+    return f"an evaluation of {model_name} (execute_pipeline, gradients disabled)"
 
 
 def read_batch(data_iter: Iterator[Any]) -> Any:
@@ -68,7 +70,7 @@ class PendingBatch:
         self,
         batch: SplitBatch,
         failure: BaseException | None,
-        exchange: Pending[list[Tensor]],
+        exchange: PendingNumbers,
         pipelines: tuple[tuple[int, ...], ...],
     ):
         self._batch, self._failure, self._exchange, self._pipelines = batch, failure, exchange, pipelines
@@ -78,11 +80,15 @@ class PendingBatch:
 
         Raises:
             StopIteration: every rank is out of data.
+            UnlikeCallsError: other ranks are in another call; raised on all ranks.
             DataError: some ranks are out of data, or the ranks of a pipeline hold different batches.
             PeerError: reading failed on other ranks; their own error says why.
             Exception: what reading raised, on the rank that raised it.
         """
-        batch_infos = [RankBatchInfo(*row.tolist()) for row in self._exchange.wait()]
+        try:
+            batch_infos = [RankBatchInfo(*numbers) for numbers in self._exchange.wait()]
+        except UnlikeCallsError as error:
+            raise error from self._failure
         if self._failure is not None and not isinstance(self._failure, StopIteration):
             raise self._failure
         _check(batch_infos, self._pipelines)
@@ -96,14 +102,18 @@ class PendingBatch:
         return self._batch, batch_infos
 
     def drop(self) -> None:
-        """Complete the exchange of a batch that will not be used."""
+        """Complete the exchange of a batch that will not be used.
+
+        Raises:
+            UnlikeCallsError: other ranks are in another call.
+        """
         self._exchange.wait()
 
 
-def start_sync(
+def start_batch_check(
     control: Group,
     pipelines: tuple[tuple[int, ...], ...],
-    training: bool,
+    call: str,
     prepare: Callable[[], SplitBatch],
     compare: bool = False,
     defer: bool = False,
@@ -115,7 +125,7 @@ def start_sync(
     Args:
         control: all ranks of the world.
         pipelines: groups of ranks that must hold the same batch; batches are compared if a group has several ranks.
-        training: whether gradients are enabled on this rank.
+        call: that this rank is in; it must be the same on all ranks.
         prepare: reads and splits this rank's batch. What it raises, the result raises.
         compare: whether to compute digests even if every group is a single rank.
         defer: whether to leave values on a device to :func:`check_equal`, so that the host does not wait for it here;
@@ -125,45 +135,37 @@ def start_sync(
     failure: BaseException | None = None
     try:
         batch = prepare()
-        is_looked_at = compare or any(len(ranks) > 1 for ranks in pipelines)
-        summary = Summary.of(batch.full_batch) if is_looked_at else None
+        is_compared = compare or any(len(ranks) > 1 for ranks in pipelines)
+        summary = Summary.of(batch.full_batch) if is_compared else None
         if summary is not None and defer:
             summary, unchecked = summary.without_devices()
             batch = replace(batch, unchecked=unchecked)
-        mine = RankBatchInfo(
+        own_info = RankBatchInfo(
             status=_READY,
             num_items=batch.num_items,
             num_microbatches=float(len(batch.microbatches)),
             digest=summary.digest() if summary is not None else 0.0,
-            training=float(training),
             deferred=float(bool(batch.unchecked)),
         )
     except StopIteration as error:
-        failure, mine = error, RankBatchInfo(_EXHAUSTED)
+        failure, own_info = error, RankBatchInfo(_EXHAUSTED)
     except Exception as error:
-        failure, mine = error, RankBatchInfo(_FAILED)
-    exchange = control.start_all_gather(torch.tensor(astuple(mine), dtype=torch.float64))
-    return PendingBatch(batch, failure, exchange, pipelines)
+        failure, own_info = error, RankBatchInfo(_FAILED)
+    return PendingBatch(batch, failure, start_gather_numbers(control, call, astuple(own_info)), pipelines)
 
 
 def _check(batch_infos: list[RankBatchInfo], pipelines: tuple[tuple[int, ...], ...]) -> None:
     failed = [rank for rank, info in enumerate(batch_infos) if info.status == _FAILED]
     if failed:
-        raise PeerError(f"reading the batch failed on {_ranks(failed)}. See the error printed there.")
+        raise PeerError(f"reading the batch failed on {name_ranks(failed)}. See the error printed there.")
     exhausted = [rank for rank, info in enumerate(batch_infos) if info.status == _EXHAUSTED]
     if exhausted and len(exhausted) < len(batch_infos):
         raise DataError(
-            f"the data ended on {_ranks(exhausted)} but not on the others. Give every rank an iterator of the same "
+            f"the data ended on {name_ranks(exhausted)} but not on the others. Give every rank an iterator of the same "
             "length: use plugin.prepare_dataloader, and take len(dataloader) steps."
         )
     for is_deferred in (0.0, 1.0):
         check_equal([info.digest if info.deferred == is_deferred else None for info in batch_infos], pipelines)
-    if len({info.training for info in batch_infos}) > 1:
-        wanting = [rank for rank, info in enumerate(batch_infos) if info.training]
-        raise ConfigError(
-            f"gradients must be enabled on all ranks or on none: they are enabled on {_ranks(wanting)} only. "
-            "Call execute_pipeline under torch.no_grad() on every rank, or on none."
-        )
 
 
 def check_equal(digests: Sequence[float | None], pipelines: tuple[tuple[int, ...], ...]) -> None:
@@ -179,13 +181,9 @@ def check_equal(digests: Sequence[float | None], pipelines: tuple[tuple[int, ...
     for ranks in pipelines:
         if len({digests[rank] for rank in ranks} - {None}) > 1:
             raise DataError(
-                f"the ranks of one pipeline must hold the same batch: {_ranks(ranks)} hold different ones. "
+                f"the ranks of one pipeline must hold the same batch: {name_ranks(ranks)} hold different ones. "
                 "Use plugin.prepare_dataloader, or seed the sampler and the transforms alike on all of them."
             )
-
-
-def _ranks(ranks: list[int] | tuple[int, ...]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 class FirstBatchChecks(Protocol):
@@ -204,20 +202,6 @@ class FirstBatchChecks(Protocol):
         """Look at the batches of all ranks."""
 
 
-class _Ahead(NamedTuple):
-    """A batch that was read ahead.
-
-    Attributes:
-        pending: the batch, and its exchange.
-        use: what it was prepared for.
-        num_taken: items taken from its iterator before it.
-    """
-
-    pending: PendingBatch
-    use: Any
-    num_taken: int
-
-
 class BatchReader:
     """Reads the batches of one boosted model.
 
@@ -229,13 +213,15 @@ class BatchReader:
         control: all ranks of the world.
         pipelines: groups of ranks that must hold the same batch; batches are compared if a group has several ranks.
         config: how batches are split.
+        model_name: of the model, in errors.
     """
 
-    def __init__(self, control: Group, pipelines: tuple[tuple[int, ...], ...], config: PipelineConfig):
+    def __init__(
+        self, control: Group, pipelines: tuple[tuple[int, ...], ...], config: PipelineConfig, model_name: str = "it"
+    ):
         self._control, self._pipelines, self._config = control, pipelines, config
-        self._ahead: WeakKeyDictionary[ReadAheadIterator, _Ahead] = WeakKeyDictionary()
-        # A batch that was read ahead from these was used otherwise: for another model, or by the script itself.
-        self._shared: WeakSet[ReadAheadIterator] = WeakSet()
+        self._model_name = model_name
+        self._ahead: PreparedItems[PendingBatch] = PreparedItems(f"the next step of {model_name}")
 
     def read(
         self,
@@ -259,9 +245,9 @@ class BatchReader:
         Raises:
             Exception: see :meth:`PendingBatch.wait`.
         """
-        ahead = self._take(data_iter, _use(called, training))
-        if ahead is not None:
-            batch, infos = ahead.wait()
+        pending = self._take(data_iter, _use(called, training)) if isinstance(data_iter, ReadAheadIterator) else None
+        if pending is not None:
+            batch, infos = pending.wait()
             try:
                 check()
             except Exception as error:
@@ -277,7 +263,7 @@ class BatchReader:
 
         compares = training and checks is not None and checks.compares
         defer = checks is None and _has_losses(called)
-        batch, infos = self._start(prepare, training, compares, defer).wait()
+        batch, infos = self._start("at the start of", prepare, training, compares, defer).wait()
         if checks is not None and compares:
             checks.compare(infos)
         return batch, infos, None
@@ -287,28 +273,48 @@ class BatchReader:
 
         Problems are raised when the batch is used.
         """
-        if not isinstance(data_iter, ReadAheadIterator) or data_iter in self._shared:
+        if not isinstance(data_iter, ReadAheadIterator) or not self._ahead.may_prepare(data_iter):
             return
-        pending = self._start(
-            lambda: self._split(to_plain_containers(data_iter.peek()), called), training, defer=_has_losses(called)
-        )
-        self._ahead[data_iter] = _Ahead(pending, _use(called, training), data_iter.num_taken)
 
-    def _take(self, data_iter: Iterator[Any], use: Any) -> PendingBatch | None:
+        def prepare() -> SplitBatch:
+            return self._split(to_plain_containers(data_iter.peek()), called)
+
+        pending = self._start("in", prepare, training, defer=_has_losses(called))
+        self._ahead.put(data_iter, pending, _use(called, training))
+
+    def _take(self, data_iter: ReadAheadIterator, use: Any) -> PendingBatch | None:
         """The batch that was read ahead, if it is the next one and was prepared for this use."""
-        if not isinstance(data_iter, ReadAheadIterator) or (ahead := self._ahead.pop(data_iter, None)) is None:
+        prepared = self._ahead.take(data_iter, use)
+        if prepared is None:
             return None
-        if ahead.num_taken == data_iter.num_taken and ahead.use == use:
-            data_iter.skip()
-            return ahead.pending
-        ahead.pending.drop()
-        self._shared.add(data_iter)
+        pending, is_usable = prepared
+        if is_usable:
+            return pending
+        pending.drop()
         return None
 
+    def check_calls(self) -> None:
+        """Raise if a batch that was read ahead shows that ranks are in different calls.
+
+        Call it when another rank is gone: its error may be that, and this rank has not waited for the exchange yet.
+
+        Raises:
+            UnlikeCallsError: they are.
+        """
+        for pending in self._ahead.values():
+            with suppress(PeerError, DeadlockError):
+                pending.drop()
+
     def _start(
-        self, prepare: Callable[[], SplitBatch], training: bool, compare: bool = False, defer: bool = False
+        self,
+        moment: str,
+        prepare: Callable[[], SplitBatch],
+        training: bool,
+        compare: bool = False,
+        defer: bool = False,
     ) -> PendingBatch:
-        return start_sync(self._control, self._pipelines, training, prepare, compare, defer)
+        call = f"{moment} {step_call(self._model_name, training)}"
+        return start_batch_check(self._control, self._pipelines, call, prepare, compare, defer)
 
     def _split(self, batch: Any, called: Called) -> SplitBatch:
         loss_of = called if isinstance(called, CriterionAdapter) else None

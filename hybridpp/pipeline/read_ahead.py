@@ -1,7 +1,16 @@
-"""Iterators whose next item can be read before it is taken."""
+"""Iterators whose next item can be read before it is taken, and what was prepared of items that were read ahead."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
+
+from hybridpp.cluster import get_dist_logger
+
+T = TypeVar("T")
+
+# After so many items in a row that were prepared in vain, an iterator is read ahead no more. One is no reason: a script
+# may take a batch itself, or evaluate once in an epoch.
+_MAX_MISSES = 2
 
 
 class _Outcome(NamedTuple):
@@ -55,3 +64,73 @@ class ReadAheadIterator(Iterator[Any]):
         if name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._iterator, name)
+
+
+class _Prepared(NamedTuple, Generic[T]):
+    """What was prepared of an item that was read ahead.
+
+    Attributes:
+        value: what was prepared.
+        use: what it was prepared for.
+        num_taken: items that were taken from the iterator before it.
+    """
+
+    value: T
+    use: Any
+    num_taken: int
+
+
+class PreparedItems(Generic[T]):
+    """What was prepared of the next items of iterators; one item per iterator.
+
+    Args:
+        user: what uses the items, in a warning.
+    """
+
+    def __init__(self, user: str):
+        self._user = user
+        self._prepared: WeakKeyDictionary[ReadAheadIterator, _Prepared[T]] = WeakKeyDictionary()
+        # How many items were prepared in vain since the last one that was used.
+        self._num_misses: WeakKeyDictionary[ReadAheadIterator, int] = WeakKeyDictionary()
+        self._has_warned = False
+
+    def may_prepare(self, data_iter: ReadAheadIterator) -> bool:
+        """Whether to read the next item ahead; False where the last ones were used otherwise."""
+        return self._num_misses.get(data_iter, 0) < _MAX_MISSES
+
+    def put(self, data_iter: ReadAheadIterator, value: T, use: Any) -> None:
+        """Keep what was prepared of the next item."""
+        self._prepared[data_iter] = _Prepared(value, use, data_iter.num_taken)
+
+    def take(self, data_iter: ReadAheadIterator, use: Any) -> tuple[T, bool] | None:
+        """What was prepared, and whether it is of the next item and for this use; None: nothing was.
+
+        If it is, the item counts as taken.
+        """
+        prepared = self._prepared.pop(data_iter, None)
+        if prepared is None:
+            return None
+        if prepared.num_taken == data_iter.num_taken and prepared.use == use:
+            self._num_misses.pop(data_iter, None)
+            data_iter.skip()
+            return prepared.value, True
+        self._num_misses[data_iter] = self._num_misses.get(data_iter, 0) + 1
+        if not self.may_prepare(data_iter):
+            self._warn()
+        return prepared.value, False
+
+    def values(self) -> list[T]:
+        """Everything that was prepared and not taken."""
+        return [prepared.value for prepared in self._prepared.values()]
+
+    def _warn(self) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        get_dist_logger().warning(
+            f"{_MAX_MISSES} batches in a row were read ahead for {self._user} and then used otherwise: the script took "
+            "them itself, or another model, criterion or gradient mode used the iterator. From this iterator, no more "
+            "are read ahead, so every step waits until all ranks have read their batches. Make an iterator for each "
+            "use: iter(dataloader).",
+            ranks=[0],
+        )

@@ -1,18 +1,19 @@
 """The gradients accumulated since the last step: their scale, their norm, clipping."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hybridpp.cluster import Group
+from hybridpp.cluster import Group, gather_numbers
 from hybridpp.data_parallel import GradientReducer, UpdateTarget
 from hybridpp.errors import ConfigError
 from hybridpp.optim import GlobalGradNorm, can_divide, divided_in_kernel
 from hybridpp_plugins.manual_clipping import ManualClippingDetector, ManualScaling
+
+_IN_OPTIMIZER = "in the optimizer's step, get_grad_norm or clip_grad_by_norm"
 
 
 class AccumulatedGradients:
@@ -113,12 +114,14 @@ class AccumulatedGradients:
         It is computed again if the script has written to gradients since it was cached.
         """
         if self.cached_norm is None or self._changed_anywhere():
-            return self.take_norms(self._norm.gather(self._reducer.gradients))
+            return self.take_norms(
+                self._norm.gather(f"{_IN_OPTIMIZER} (norm of the gradients)", self._reducer.gradients)
+            )
         return self.cached_norm
 
-    def take_norms(self, rows: list[Tensor]) -> float:
+    def take_norms(self, messages: Sequence[Sequence[float]]) -> float:
         """Compute the norm from every rank's message, by rank."""
-        return self._cache_norm(self._norm.total(rows) / self.scale)
+        return self._cache_norm(self._norm.total(messages) / self.scale)
 
     def _cache_norm(self, value: float) -> float:
         self.cached_norm, self._version = value, self._reducer.version
@@ -128,8 +131,9 @@ class AccumulatedGradients:
         """Whether the script has written to gradients since the norm was cached, on any rank, without a device wait."""
         if not self._reducer.exposes_grad or self._reducer.is_consumed:
             return False
-        mine = torch.tensor(self._version != self._reducer.version)
-        return any(bool(changed) for changed in self.control.all_gather(mine))
+        has_changed = float(self._version != self._reducer.version)
+        rows = gather_numbers(self.control, f"{_IN_OPTIMIZER} (changes of gradients)", [has_changed])
+        return any(has_changed for (has_changed,) in rows)
 
     @property
     def control(self) -> Group:
@@ -180,8 +184,10 @@ class AccumulatedGradients:
     def check_clipping(self) -> None:
         """Exchange and check what :attr:`clip_detector` found. Collective: all ranks, one all-gather."""
         if self.clip_detector is not None:
-            mine = torch.tensor(self.clip_detector.report(), dtype=torch.float64)
-            self.clip_detector.check([ManualScaling(*row.tolist()) for row in self.control.all_gather(mine)])
+            rows = gather_numbers(
+                self.control, "in the optimizer's step, after booster.backward", self.clip_detector.report()
+            )
+            self.clip_detector.check([ManualScaling(*row) for row in rows])
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

@@ -6,10 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from hybridpp.cluster import DrawMonitor, Group, get_dist_logger
+from hybridpp.cluster import DrawMonitor, Group, gather_numbers, get_dist_logger
 from hybridpp.config import ParallelConfig
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.module_adapter import ModuleAdapter
@@ -192,8 +191,8 @@ def share_replicated_gradients(
     ]
     own_sizes = {size for _, size, _ in replicated_views}
     # Stages differ in what they hold; the world makes groups together.
-    rows = layout.control.all_gather(torch.tensor([size in own_sizes for size in range(layout.grid.tp_size + 1)]))
-    sizes = [size for size in range(layout.grid.tp_size + 1) if any(bool(row[size]) for row in rows)]
+    rows = gather_numbers(layout.control, "in booster.boost, which groups replicated shards", sorted(own_sizes))
+    sizes = sorted({int(size) for row in rows for size in row})
     groups = {size: layout.group_of_copies(size) for size in sizes}
     for name, size, view in replicated_views:
         buckets.add_shared(name, groups[size], view)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from hybridpp.cluster import microbatch_key, preserved_random_state
 from hybridpp.config import PipelineConfig
 from hybridpp.data_parallel import GradientReducer, RunningStatistics
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, DeadlockError, PeerError, PeerTimeoutError
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.partition import StagedModel
 from hybridpp.pipeline import (
@@ -110,7 +110,7 @@ class Engine:
             self.diagnosis.diagnose,
             self.device,
         )
-        self._reader = BatchReader(self.layout.control, self.layout.pipelines, self.pipeline)
+        self._reader = BatchReader(self.layout.control, self.layout.pipelines, self.pipeline, type(self.model).__name__)
         self._has_losses = self.layout.here.pp == self.planner.placement[-1]
         recomputation = self.pipeline.recomputation
         self._max_stored = (recomputation.max_stored_microbatches or 0) if recomputation else 0
@@ -170,6 +170,12 @@ class Engine:
             result, loss = self._run(
                 batch, task, self._program(infos, training), failure, getattr(called, "identity", None)
             )
+        except (PeerError, DeadlockError) as error:
+            # After a timeout, the other rank may still not say anything.
+            if not isinstance(error, PeerTimeoutError):
+                self._reader.check_calls()
+                self.epilogue.check_calls()
+            raise
         finally:
             self.is_running = False
         if training:

@@ -62,7 +62,8 @@ def of_first_rank(find: Callable[[], _T], control: Group) -> _T:
         except Exception as raised:  # whatever a model raises; the others must not wait for it
             error = raised
             message = _pickled(raised)
-    found: _T | Exception = pickle.loads(bytes.fromhex(gather_objects(control, message.hex())[0]))
+    rows = gather_objects(control, "in booster.boost, which searches a tensor-parallel plan", message.hex())
+    found: _T | Exception = pickle.loads(bytes.fromhex(rows[0]))
     if isinstance(found, Exception):
         raise error or found
     return found

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hybridpp.cluster import Group
+from hybridpp.cluster import Group, gather_numbers
 from hybridpp.errors import ConfigError
 from hybridpp.plugin import Boosted
 from hybridpp_plugins.engine_handle import ENGINE, FailedBoost
@@ -126,8 +126,8 @@ def check_same_weights(model: nn.Module, seed: int, control: Group) -> None:
             digest = zlib.crc32(some.numpy().tobytes(), digest)
     for name, buffer in model.named_buffers():
         digest = zlib.crc32(f"{name} {tuple(buffer.shape)} {buffer.dtype} {buffer.is_meta}".encode(), digest)
-    rows = control.all_gather(torch.tensor([float(digest)], dtype=torch.float64))
-    others = [rank for rank, row in enumerate(rows) if float(row) != float(rows[0])]
+    rows = gather_numbers(control, "in booster.boost, which compares the weights of the ranks", [digest])
+    others = [rank for rank, row in enumerate(rows) if row != rows[0]]
     if others:
         raise ConfigError(
             f"all ranks must boost the same model with the same weights and seed: rank {others[0]} differs from rank "

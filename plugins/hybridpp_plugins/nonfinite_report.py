@@ -23,6 +23,7 @@ _NOTHING_FOUND = "none in a second run of the step, so it depends on something t
 
 _FINITE_AGAIN = "a second run of the recorded calls is finite, so it depends on something that is not reproducible"
 _WHOLE_BATCH = StepPosition(0, 0)
+_SEARCHES = "in the search for the first inf or NaN of a step"
 # More than the number of positions in a call.
 _CALL = 2**34
 
@@ -87,7 +88,7 @@ class NonFiniteDiagnosis:
             NotRepeatable: nothing was found, with the reason; on every rank.
         """
         # Tensor-parallel ranks run calls together: as many as each of them has recorded.
-        counts = gather_objects(self._layout.control, len(kept.calls))
+        counts = gather_objects(self._layout.control, f"{_SEARCHES} in calls of the model", len(kept.calls))
         calls = kept.last(min(counts[rank] for rank in self._layout.pipelines[self._layout.here.dp]))
         findings: list[Finding] = []
         failures = [] if calls else ["the loss does not depend on an output of the boosted model"]
@@ -141,7 +142,7 @@ class NonFiniteDiagnosis:
 
     def _told(self, findings: list[Finding], failure: str) -> tuple[str, str]:
         """Descriptions of the first finding and the first failure of all ranks; "" if there is none. Collective."""
-        rows = gather_objects(self._layout.control, [failure, list(min(findings, default=()))])
+        rows = gather_objects(self._layout.control, _SEARCHES, [failure, list(min(findings, default=()))])
         found = sorted((Finding(*row), rank) for rank, (_, row) in enumerate(rows) if row)
         failures = [f"{text} on rank {rank}" for rank, (text, _) in enumerate(rows) if text]
         return f"{found[0][0]} on rank {found[0][1]}" if found else "", failures[0] if failures else ""
@@ -150,7 +151,7 @@ class NonFiniteDiagnosis:
         """The parameter whose gradients are finite on all replicas, but overflow in the reduction's dtype; "": none."""
         dtype = self._reducer.communication_dtype if self._reducer else None
         bad = [name for name, gradient in self._gradients().items() if not bool(gradient.isfinite().all())]
-        rows = gather_objects(self._layout.control, bad if dtype in _NARROW else [])
+        rows = gather_objects(self._layout.control, f"{_SEARCHES} in sums", bad if dtype in _NARROW else [])
         return next(
             (
                 f"the sum over the replicas of the gradient of parameter {names[-1]!r}, which is reduced in {dtype}, "

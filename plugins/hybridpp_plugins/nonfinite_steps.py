@@ -16,6 +16,8 @@ from hybridpp.precision import LossScaler
 from hybridpp_plugins.accumulated_gradients import AccumulatedGradients
 from hybridpp_plugins.manual_forward import NotRepeatable
 
+_NAMES_PARAMETERS = "in a step of the optimizer with an inf or NaN gradient"
+
 
 @dataclass(frozen=True)
 class _Search:
@@ -158,7 +160,7 @@ class NonFiniteSteps:
 
     def _nonfinite_parameters(self) -> str:
         """A description of the parameters; the same on every rank."""
-        rows = gather_objects(self._accumulated.control, self._accumulated.nonfinite())
+        rows = gather_objects(self._accumulated.control, _NAMES_PARAMETERS, self._accumulated.nonfinite())
         rank, names = next(((rank, names) for rank, names in enumerate(rows) if names), (0, ["none"]))
         # Backward reaches the last parameters first.
         more = f" and of {len(names) - 1} before it" if len(names) > 1 else ""

@@ -1,7 +1,7 @@
 """The boosted optimizer: reduce, unscale, clip, step or skip."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -153,9 +153,9 @@ class HybridOptimizer(WrappedOptimizer):
         if flags:
             self._reducer.take_flags(flags)
 
-    def take_norms(self, rows: list[Tensor]) -> None:
+    def take_norms(self, messages: Sequence[Sequence[float]]) -> None:
         """Set the norm from every rank's message; the result is the same on every rank."""
-        self.accumulated.take_norms(rows)
+        self.accumulated.take_norms(messages)
 
     @property
     def wants_report(self) -> bool:

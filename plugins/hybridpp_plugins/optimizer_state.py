@@ -182,7 +182,7 @@ def check_on_all_ranks(
             moment = {**state["counts"], **state["progress"], "loss scale": state["loss_scale"]["scale"]}
     except ConfigError as error:
         failure = error
-    rows = gather_objects(control, [None if failure is None else str(failure), moment])
+    rows = gather_objects(control, "in optimizer.load_state_dict", [None if failure is None else str(failure), moment])
     if failure is not None:
         raise failure
     for rank, (text, other) in enumerate(rows):

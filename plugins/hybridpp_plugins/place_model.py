@@ -121,7 +121,9 @@ def _cut(
         dtypes=dtype_changes(model, working.dtype, working.module_dtypes),
         partition=settings.partition,
         recomputation=settings.pipeline.recomputation,
-        broadcast=lambda seconds: list(gather_objects(layout.control, seconds)[0]),
+        broadcast=lambda seconds: list(
+            gather_objects(layout.control, "in booster.boost, which measures the blocks", seconds)[0]
+        ),
         recompute_context=working.function_casts.recompute_context if working.function_casts else nullcontext,
         boundary_sharding=applied_tp.between_stages,
         # A copy of the model (averaged weights) copies this, which a read-only mapping refuses.

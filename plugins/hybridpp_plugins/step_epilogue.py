@@ -4,14 +4,22 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy
 import torch
 from torch import Tensor
 
-from hybridpp.cluster import Group, Pending, get_dist_logger
-from hybridpp.errors import NonFiniteLossError, PeerError
+from hybridpp.cluster import (
+    Group,
+    PendingNumbers,
+    gather_numbers,
+    get_dist_logger,
+    name_ranks,
+    start_gather_numbers,
+)
+from hybridpp.errors import DeadlockError, NonFiniteLossError, PeerError
 from hybridpp.nn.deferred_tensor import DeferredTensor, deferred
 from hybridpp.partition import StagedModel
 from hybridpp.pipeline import (
@@ -21,15 +29,23 @@ from hybridpp.pipeline import (
     SplitBatch,
     StepResult,
     check_equal,
+    step_call,
 )
 from hybridpp_plugins.criterion_check import CriterionCheck
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.manual_clipping import ManualScaling
 from hybridpp_plugins.optimizer import HybridOptimizer
-from hybridpp_plugins.step_message import NUM_FIRST, BadLoss, row_of, summary_of
+from hybridpp_plugins.step_message import (
+    NUM_WITHOUT_NORM,
+    BadLoss,
+    OptimizerCalls,
+    RankReport,
+    check_optimizer_calls,
+    message_of,
+    summary_of,
+)
 from hybridpp_plugins.tp_loss_check import TensorParallelLossCheck
 
-_NOT_SCALED = ManualScaling()
 _NO_NUMBERS = torch.empty(0, dtype=torch.float64)
 _SCALAR = torch.empty(())
 
@@ -79,6 +95,9 @@ class StepEpilogue:
         self.unsettled: deque[DeferredTensor] = deque()
         self._evaluated: Any = None
         self._has_warned = False
+        self._latest: _LossesOnly | None = None
+        name = type(staged.model).__name__
+        self._calls = {training: f"at the end of {step_call(name, training)}" for training in (True, False)}
 
     def begin(
         self, batch: SplitBatch, result: StepResult, task: PipelineStep, failure: Exception | None
@@ -93,15 +112,22 @@ class StepEpilogue:
         """
         optimizer = self._optimizer if task.training else None
         detector = self._optimizer.accumulated.clip_detector if self._optimizer else None
-        scaled = detector.report() if detector else _NOT_SCALED
+        report = RankReport(
+            failed=float(failure is not None),
+            reduction=float(self._criterion_check.reduction),
+            scaled=detector.report() if detector else ManualScaling(),
+            calls=_calls_of(self._optimizer),
+        )
 
-        def row(losses: list[float], digest: float) -> Tensor:
-            return row_of(batch, result, losses, self._criterion_check.reduction, scaled, failure is not None, digest)
+        def message(losses: list[float], digest: float) -> list[float]:
+            return message_of(batch, result, losses, report._replace(digest=digest))
 
         losses = result.losses.double() if any(result.has_loss) else _NO_NUMBERS
+        call = self._calls[task.training]
         if optimizer and optimizer.tells_norm_early:
-            return _WithNorm(self._control, losses, batch.unchecked, row, optimizer)
-        return _LossesOnly(self._control, losses, batch.unchecked, row)
+            return _WithNorm(self._control, call, losses, batch.unchecked, message, optimizer)
+        self._latest = _LossesOnly(self._control, call, losses, batch.unchecked, message)
+        return self._latest
 
     def loss(
         self, pending: "PendingEnd", program: RankProgram, task: PipelineStep, failure: Exception | None, identity: Any
@@ -116,12 +142,22 @@ class StepEpilogue:
             identity: of the criterion.
 
         Raises:
-            Exception: see :meth:`close`; in evaluation, when the loss is read or in a later step. What is wrong with a
-                criterion is raised in its first step, on all ranks.
+            Exception: see :meth:`close`; in evaluation, whenever the loss is read, or in a later step. What is wrong
+                with a criterion is raised in its first step, on all ranks.
         """
 
+        refusal: Exception | None = None
+
         def close() -> Tensor:
-            return self.close(pending, program, task, failure).to(self._device, non_blocking=True)
+            nonlocal refusal
+            # The losses are exchanged once: who reads the loss again after an error gets the same error.
+            if refusal is not None:
+                raise refusal
+            try:
+                return self.close(pending, program, task, failure).to(self._device, non_blocking=True)
+            except Exception as error:
+                refusal = error
+                raise
 
         if task.training or identity != self._evaluated:
             loss = close()
@@ -135,6 +171,19 @@ class StepEpilogue:
         """Wait for the losses of evaluations, except the last ``num_left``. Call it before the next step."""
         while len(self.unsettled) > num_left:
             self.unsettled.popleft().values_now()
+
+    def check_calls(self) -> None:
+        """Raise if the end of an earlier step shows that ranks are in different calls.
+
+        Call it when another rank is gone: its error may be that, and this rank has not waited for the exchange yet.
+
+        Raises:
+            UnlikeCallsError: they are.
+        """
+        with suppress(PeerError, DeadlockError):
+            if self._latest is not None:
+                self._latest.check_calls()
+            self.settle()
 
     def close(
         self, pending: "PendingEnd", program: RankProgram, task: PipelineStep, failure: Exception | None
@@ -155,22 +204,21 @@ class StepEpilogue:
             NonFiniteLossError: in training, a loss is inf or NaN.
             UnequalRanksError: tensor-parallel ranks computed different losses.
             PeerError: other ranks refuse the step.
+            UnlikeCallsError: ranks are in different calls, or called the optimizer differently; raised on all of them.
             Exception: ``failure``.
         """
         summary = summary_of(pending.wait(), self._last_stages, self._own_last)
         if failure is not None:
             raise failure
         if summary.failed:
-            ranks = ", ".join(map(str, summary.failed))
-            raise PeerError(
-                f"the step was refused on rank{'s' * (len(summary.failed) > 1)} {ranks}. See the error printed there."
-            )
+            raise PeerError(f"the step was refused on {name_ranks(summary.failed)}. See the error printed there.")
+        check_optimizer_calls([report.calls for report in summary.reports])
         check_equal(summary.digests, self._pipelines)
         if summary.reduction is not LossReduction.MEAN:
             self._criterion_check.raise_or_warn(summary.reduction, type(self._staged.model).__name__)
         detector = self._optimizer.accumulated.clip_detector if self._optimizer else None
         if detector:
-            detector.check(summary.scaled)
+            detector.check([report.scaled for report in summary.reports])
         if summary.bad_loss is not None:
             self._report_bad_loss(summary.bad_loss, program, task)
         if summary.unequal:
@@ -201,38 +249,57 @@ class StepEpilogue:
             )
 
 
-_Row: TypeAlias = Callable[[list[float], float], Tensor]
+def _calls_of(optimizer: HybridOptimizer | None) -> OptimizerCalls:
+    if optimizer is None:
+        return OptimizerCalls()
+    return OptimizerCalls(float(optimizer.accumulated.num_passes), float(optimizer.applied_steps))
+
+
+_MessageOf: TypeAlias = Callable[[list[float], float], list[float]]
 
 
 class _LossesOnly:
     """The exchange of losses, which begins as soon as the host knows them."""
 
-    def __init__(self, control: Group, losses: Tensor, unchecked: Sequence[Tensor], row: _Row):
-        self._control, self._row = control, row
+    def __init__(self, control: Group, call: str, losses: Tensor, unchecked: Sequence[Tensor], message_of: _MessageOf):
+        self._control, self._call, self._message_of = control, call, message_of
         self._copy = HostCopy([losses], unchecked, early=True)
-        self._exchange: Pending[list[Tensor]] | None = None
+        self._exchange: PendingNumbers | None = None
         if losses.is_cpu and not unchecked:
             self._exchange = self._begin()
 
-    def _begin(self) -> Pending[list[Tensor]]:
-        return self._control.start_all_gather(self._row(*self._copy.read()))
+    def _begin(self) -> PendingNumbers:
+        return start_gather_numbers(self._control, self._call, self._message_of(*self._copy.read()))
 
-    def wait(self) -> Sequence[Tensor]:
-        """The rows of all ranks."""
-        return (self._exchange or self._begin()).wait()
+    def wait(self) -> Sequence[Sequence[float]]:
+        """The messages of all ranks."""
+        if self._exchange is None:
+            self._exchange = self._begin()
+        return self._exchange.wait()
+
+    def check_calls(self) -> None:
+        """Wait for the exchange if it has begun, for what :meth:`StepEpilogue.check_calls` raises."""
+        if self._exchange is not None:
+            self._exchange.wait()
 
 
 class _WithNorm:
     """The exchange of losses and norms, when all gradients are complete."""
 
     def __init__(
-        self, control: Group, losses: Tensor, unchecked: Sequence[Tensor], row: _Row, optimizer: HybridOptimizer
+        self,
+        control: Group,
+        call: str,
+        losses: Tensor,
+        unchecked: Sequence[Tensor],
+        message_of: _MessageOf,
+        optimizer: HybridOptimizer,
     ):
-        self._control, self._losses, self._unchecked = control, losses, unchecked
-        self._row, self._optimizer = row, optimizer
+        self._control, self._call, self._losses, self._unchecked = control, call, losses, unchecked
+        self._message_of, self._optimizer = message_of, optimizer
 
-    def wait(self) -> Sequence[Tensor]:
-        """The rows of all ranks; the optimizer gets the norm."""
+    def wait(self) -> Sequence[Sequence[float]]:
+        """The messages of all ranks; the optimizer gets the norm."""
         optimizer, parts = self._optimizer, self._optimizer.norm_parts()
         # All in one copy: this is the step's only wait for the device.
         joined = [self._losses, parts, optimizer.unread_flags()]
@@ -240,10 +307,10 @@ class _WithNorm:
         before = self._losses.numel()
         after = before + parts.numel()
         optimizer.take_flags(numbers[after:])
-        mine = torch.cat([self._row(numbers[:before], digest), optimizer.norm.message(numbers[before:after])])
-        rows = self._control.all_gather(mine)
-        optimizer.take_norms([row[NUM_FIRST:] for row in rows])
-        return rows
+        message = [*self._message_of(numbers[:before], digest), *optimizer.norm.message(numbers[before:after])]
+        messages = gather_numbers(self._control, self._call, message)
+        optimizer.take_norms([numbers[NUM_WITHOUT_NORM:] for numbers in messages])
+        return messages
 
 
 PendingEnd = _LossesOnly | _WithNorm

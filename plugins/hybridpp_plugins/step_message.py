@@ -1,12 +1,11 @@
-"""What every rank tells the others at the end of a step, as one row of numbers."""
+"""The message of each rank at the end of a step, a few numbers, and what all of them come to."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
+from hybridpp.cluster import name_ranks
+from hybridpp.errors import UnlikeCallsError
 from hybridpp.pipeline import LossReduction, SplitBatch, StepResult
 from hybridpp_plugins.manual_clipping import ManualScaling
 
@@ -25,6 +24,60 @@ class BadLoss(NamedTuple):
     rank: int
 
 
+class OptimizerCalls(NamedTuple):
+    """How often the script has called the optimizer on a rank.
+
+    Attributes:
+        num_passes: calls of ``execute_pipeline`` and ``backward`` whose gradients add up, with the one that runs.
+        applied_steps: steps that were taken.
+    """
+
+    num_passes: float = 0.0
+    applied_steps: float = 0.0
+
+
+class RankReport(NamedTuple):
+    """What a rank reports of a step besides its losses.
+
+    Attributes:
+        failed: 1 if this rank refuses the step.
+        reduction: of the criterion.
+        scaled: how the script scaled gradients.
+        calls: of the optimizer.
+        digest: of what ranks still compare of their batches; -1: nothing.
+    """
+
+    failed: float = 0.0
+    reduction: float = float(LossReduction.MEAN)
+    scaled: ManualScaling = ManualScaling()
+    calls: OptimizerCalls = OptimizerCalls()
+    digest: float = -1.0
+
+    def numbers(self) -> list[float]:
+        """All of it as numbers."""
+        return [self.failed, self.reduction, *self.scaled, *self.calls, self.digest]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> "RankReport":
+        """The report, from its numbers."""
+        failed, reduction, factor, norm, num_passes, applied_steps, digest = numbers
+        return cls(failed, reduction, ManualScaling(factor, norm), OptimizerCalls(num_passes, applied_steps), digest)
+
+
+class RankLoss(NamedTuple):
+    """What a rank reports of its losses; zeros if it computes none.
+
+    Attributes:
+        loss: of the batch.
+        bad_loss: the first loss of a micro-batch that is inf or NaN.
+        bad_microbatch: index of that micro-batch; -1: there is none.
+    """
+
+    loss: float
+    bad_loss: float
+    bad_microbatch: float
+
+
 class StepSummary(NamedTuple):
     """What every rank knows at the end of a step.
 
@@ -33,92 +86,67 @@ class StepSummary(NamedTuple):
         bad_loss: the first one over all replicas; None: all are finite.
         reduction: of the criterion; the most severe finding of any rank.
         unequal: different losses of tensor-parallel ranks, by rank; empty: they are equal.
-        scaled: how the script scaled gradients, by rank.
-        failed: the ranks that refuse the step.
-        digests: of what ranks still compare of their batches, by rank; None: nothing.
+        reports: by rank.
     """
 
     loss: float
     bad_loss: BadLoss | None
     reduction: LossReduction
     unequal: Mapping[int, float]
-    scaled: Sequence[ManualScaling]
-    failed: Sequence[int]
-    digests: Sequence[float | None]
+    reports: Sequence[RankReport]
+
+    @property
+    def failed(self) -> list[int]:
+        """The ranks that refuse the step."""
+        return [rank for rank, report in enumerate(self.reports) if report.failed]
+
+    @property
+    def digests(self) -> list[float | None]:
+        """Of what ranks still compare of their batches, by rank; None: nothing."""
+        return [None if report.digest < 0 else report.digest for report in self.reports]
 
 
-class RankReport(NamedTuple):
-    """A rank's message about a step.
-
-    Attributes:
-        failed: 1 if this rank refuses the step.
-        total: the batch's loss; 0 like the rest if the rank computes none.
-        bad: the first loss that is inf or NaN.
-        place: index of the micro-batch with that loss; -1: there is none.
-        reduction: of the criterion.
-        digest: of what ranks still compare of their batches; -1: nothing.
-    """
-
-    failed: float
-    total: float
-    bad: float
-    place: float
-    reduction: float
-    digest: float = -1.0
+_NUM_OF_REPORT = len(RankReport().numbers())
+NUM_WITHOUT_NORM = _NUM_OF_REPORT + len(RankLoss._fields)
+"""How many numbers of a message precede those of the gradient norm."""
 
 
-NUM_FIRST = len(RankReport._fields) + len(ManualScaling._fields)
-"""How many numbers of a row precede the norms."""
+def message_of(batch: SplitBatch, result: StepResult, losses: Sequence[float], report: RankReport) -> list[float]:
+    """This rank's message, :data:`NUM_WITHOUT_NORM` numbers; ``losses`` are the result's, in host memory."""
+    return [*report.numbers(), *_rank_loss(batch, result, losses)]
 
 
-def row_of(
-    batch: SplitBatch,
-    result: StepResult,
-    losses: list[float],
-    reduction: LossReduction,
-    scaled: ManualScaling,
-    failed: bool,
-    digest: float = -1.0,
-) -> Tensor:
-    """This rank's row, float64 of shape ``[NUM_FIRST]``; ``losses`` are the result's, in host memory."""
-    report = _report(batch, result, losses, reduction, failed)._replace(digest=digest)
-    return torch.tensor([*report, *scaled], dtype=torch.float64)
-
-
-def _report(
-    batch: SplitBatch, result: StepResult, losses: list[float], reduction: LossReduction, failed: bool
-) -> RankReport:
-    at = {place: value for place, value in enumerate(losses) if result.has_loss[place]}
-    parts = [value * batch.microbatches[place].share for place, value in at.items()]
-    for place, value in at.items():
+def _rank_loss(batch: SplitBatch, result: StepResult, losses: Sequence[float]) -> RankLoss:
+    computed = {index: value for index, value in enumerate(losses) if result.has_loss[index]}
+    parts = [value * batch.microbatches[index].share for index, value in computed.items()]
+    for index, value in computed.items():
         if not math.isfinite(value):
             # math.fsum raises for infinities of both signs.
-            return RankReport(failed, sum(parts), value, place, reduction)
-    return RankReport(failed, math.fsum(parts), 0.0, -1.0, reduction)
+            return RankLoss(sum(parts), value, index)
+    return RankLoss(math.fsum(parts), 0.0, -1.0)
 
 
-def summary_of(rows: Sequence[Tensor], last_stages: Sequence[Sequence[int]], own_last: int) -> StepSummary:
-    """What the rows of all ranks say.
+def summary_of(messages: Sequence[Sequence[float]], last_stages: Sequence[Sequence[int]], own_last: int) -> StepSummary:
+    """What the messages of all ranks come to.
 
     Args:
-        rows: by rank.
+        messages: by rank; what follows the first :data:`NUM_WITHOUT_NORM` numbers is not read.
         last_stages: by replica, the tensor-parallel ranks of the last stage, which compute the same losses.
         own_last: the first of these in this rank's replica.
     """
-    # One conversion for all: a tensor per number would take longer than the rest.
-    numbers = [row[:NUM_FIRST].tolist() for row in rows]
-    split = len(RankReport._fields)
-    reports = [RankReport(*row[:split]) for row in numbers]
-    told = {rank: reports[rank] for ranks in last_stages for rank in ranks}
-    bad = (BadLoss(one.bad, int(one.place), rank) for rank, one in told.items() if one.place >= 0)
+    reports = [RankReport.of(message[:_NUM_OF_REPORT]) for message in messages]
+    losses = {
+        rank: RankLoss(*messages[rank][_NUM_OF_REPORT:NUM_WITHOUT_NORM]) for ranks in last_stages for rank in ranks
+    }
+    bad_losses = (
+        BadLoss(one.bad_loss, int(one.bad_microbatch), rank) for rank, one in losses.items() if one.bad_microbatch >= 0
+    )
     return StepSummary(
-        loss=told[own_last].total,
-        bad_loss=next(bad, None),
-        reduction=LossReduction(int(max(one.reduction for one in told.values()))),
-        unequal=_unequal({rank: one.total for rank, one in told.items()}, last_stages),
-        scaled=[ManualScaling(*row[split:]) for row in numbers],
-        failed=[rank for rank, report in enumerate(reports) if report.failed],
-        digests=[None if report.digest < 0 else report.digest for report in reports],
+        loss=losses[own_last].loss,
+        bad_loss=next(bad_losses, None),
+        reduction=LossReduction(int(max(reports[rank].reduction for rank in losses))),
+        unequal=_unequal({rank: one.loss for rank, one in losses.items()}, last_stages),
+        reports=reports,
     )
 
 
@@ -129,3 +157,25 @@ def _unequal(losses_at: Mapping[int, float], last_stages: Sequence[Sequence[int]
         if len({repr(losses_at[rank]) for rank in ranks}) > 1:
             return {rank: losses_at[rank] for rank in ranks}
     return {}
+
+
+def check_optimizer_calls(calls: Sequence[OptimizerCalls]) -> None:
+    """Refuse to go on after the script called the optimizer on some ranks only, by rank.
+
+    Raises:
+        UnlikeCallsError: it did.
+    """
+    if len(set(calls)) == 1:
+        return
+    ranks_of_calls: dict[OptimizerCalls, list[int]] = {}
+    for rank, one in enumerate(calls):
+        ranks_of_calls.setdefault(one, []).append(rank)
+    clauses = [
+        f"on {name_ranks(ranks)} the optimizer has taken {one.applied_steps:.0f} steps and adds up the gradients of "
+        f"{one.num_passes:.0f} calls"
+        for one, ranks in ranks_of_calls.items()
+    ]
+    raise UnlikeCallsError(
+        f"all ranks must make the same calls in the same order: {', '.join(clauses)}. Call optimizer.step() and "
+        "optimizer.zero_grad() on all ranks. Their weights no longer fit together: load a checkpoint on all ranks."
+    )

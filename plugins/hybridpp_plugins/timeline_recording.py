@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from hybridpp.cluster import gather_objects
+from hybridpp.cluster import gather_numbers, gather_objects
 from hybridpp.errors import ConfigError
 from hybridpp.pipeline import DeviceRecorder, HostRecorder
 from hybridpp.timeline import Span, Timeline
@@ -18,7 +18,7 @@ class TimelineRecording:
         self._layout = layout
         self._timeline: Timeline | None = None
         # All ranks leave this exchange within about one message latency: the common zero of their clocks.
-        layout.control.all_gather(torch.zeros(1))
+        gather_numbers(layout.control, "at the start of booster.record_timeline", [])
         self._zero_ms = time.monotonic_ns() / 1e6
         position = layout.pp.rank
         self.recorder: HostRecorder | DeviceRecorder = (
@@ -31,7 +31,7 @@ class TimelineRecording:
             span._replace(start_ms=span.start_ms - self._zero_ms, end_ms=span.end_ms - self._zero_ms)
             for span in self.recorder.spans()
         ]
-        rows = gather_objects(self._layout.control, own_spans)
+        rows = gather_objects(self._layout.control, "at the end of booster.record_timeline", own_spans)
         layout = self._layout
         pipeline = [layout.rank_of(layout.here.dp, position) for position in range(layout.grid.pp_size)]
         self._timeline = Timeline(tuple(Span(*fields) for rank in pipeline for fields in rows[rank]))

@@ -126,7 +126,8 @@ class UninitializedWeights:
         self._take_over()
         missing = set(self._empty)
         if control is not None:
-            missing = {name for names in gather_objects(control, sorted(missing)) for name in names}
+            rows = gather_objects(control, "at the first use of a model from the meta device", sorted(missing))
+            missing = {name for names in rows for name in names}
         if missing:
             raise ConfigError(self._message(missing))
         if control is not None:

@@ -168,10 +168,11 @@ def _copy(
 
 def _agree(engine: Engine, failure: Exception | None, what: str) -> None:
     """Fail on all ranks if one rank failed, so that none waits, and report the reason. Collective: all ranks."""
+    call = f"{what} (booster.save_model or booster.load_model)"
     own_failure = None if failure is None else [isinstance(failure, CheckpointError), str(failure)]
     failed = [
         (rank, failure_of_rank)
-        for rank, failure_of_rank in enumerate(gather_objects(engine.layout.control, own_failure))
+        for rank, failure_of_rank in enumerate(gather_objects(engine.layout.control, call, own_failure))
         if failure_of_rank is not None
     ]
     if failure is not None:

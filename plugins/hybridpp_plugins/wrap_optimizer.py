@@ -132,7 +132,6 @@ def _norm(
     layout: Layout,
 ) -> GlobalGradNorm:
     """The norm of the complete model's gradient, in which every parameter counts once."""
-    counted_at = [ranks[0] for ranks in ranks_of_parameter.values()]
     counted = {
         n: None for n in trainable if ranks_of_parameter[n][0] == layout.here.pp and counts_here(n, sharded, layout.tp)
     }
@@ -145,6 +144,5 @@ def _norm(
             for name in trainable
             if name not in counted or (name in sharded and not sharded[name].counts_all_on(layout.tp.rank))
         ),
-        width=max(counted_at.count(rank) for rank in range(layout.grid.pp_size)) if counted_at else 0,
         unique={name: partial(sharding.unique_values, rank=layout.tp.rank) for name, sharding in sharded.items()},
     )

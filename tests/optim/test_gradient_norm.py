@@ -1,11 +1,15 @@
 import functools
 import itertools
 import math
+import random
+from fractions import Fraction
 
 import pytest
 import torch
 
-from hybridpp.optim import gradient_norms, total_norm
+from hybridpp.cluster import Loopback, current_world
+from hybridpp.optim import GlobalGradNorm, gradient_norms, total_norm
+from hybridpp.optim.gradient_norm import exact_terms
 
 
 def test_norms_are_those_of_each_gradient():
@@ -85,3 +89,57 @@ def test_one_bad_element_of_a_large_tensor_shows_in_its_norm_alone(place, bad):
     gradients = [torch.ones(4), torch.ones(140_001), torch.ones(9)]
     gradients[1][place] = bad
     assert gradient_norms(gradients).tolist() == pytest.approx([2.0, bad, 3.0], nan_ok=True)
+
+
+@pytest.mark.parametrize("decades", [0, 3, 30, 300])
+def test_a_few_terms_have_exactly_the_sum_of_many_values(decades):
+    draw = random.Random(decades)
+    values = [draw.random() * 10.0 ** draw.uniform(-decades, 1) for _ in range(500)]
+    terms = exact_terms(values)
+    assert sum(map(Fraction, terms)) == sum(map(Fraction, values))
+    assert len(terms) <= (4 if decades <= 3 else 24)
+    assert exact_terms([]) == exact_terms([0.0, 0.0]) == []
+
+
+def norm_of(parts, num_ranks):
+    """The norm that all ranks get if each has every ``num_ranks``-th part."""
+
+    def run():
+        rank = current_world().rank
+        own = {f"p{index}": torch.tensor([part], dtype=torch.float64) for index, part in enumerate(parts)}
+        own = {name: own[name] for name in list(own)[rank::num_ranks]}
+        norm = GlobalGradNorm(current_world().control(), tuple(range(num_ranks)), tuple(own), copied=(), unique={})
+        return norm.total(norm.gather("in a test", own))
+
+    (found,) = set(map(repr, Loopback(num_ranks).run(run)))
+    return float(found)
+
+
+@pytest.mark.parametrize("decades", [2, 20, 150])
+def test_the_norm_depends_on_no_rank_to_the_last_bit(decades):
+    draw = random.Random(decades)
+    parts = [draw.random() * 10.0 ** draw.uniform(-decades, 2) for _ in range(40)]
+    assert {norm_of(parts, num_ranks) for num_ranks in (1, 2, 3)} == {total_norm(parts)}
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([1.0, math.inf], math.inf),
+        ([math.nan, 1.0, math.inf], math.nan),
+        ([1e200, 1.0], math.inf),
+        ([1e154] * 4, math.inf),
+        ([], 0.0),
+    ],
+)
+def test_every_rank_sees_what_is_not_finite_on_one(parts, expected):
+    assert norm_of(parts, 2) == pytest.approx(expected, nan_ok=True)
+
+
+def test_a_copy_that_is_not_finite_shows():
+    def run():
+        rank = current_world().rank
+        norm = GlobalGradNorm(current_world().control(), (0, 1), (), copied=("p",), unique={})
+        return norm.total(norm.gather("in a test", {"p": torch.tensor([math.inf if rank else 1.0])}))
+
+    assert Loopback(2).run(run) == [math.inf, math.inf]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.errors import ConfigError, DataError, PeerError
-from hybridpp.pipeline import RankBatchInfo, read_batch, split_batch, start_sync
+from hybridpp.errors import DataError, PeerError, UnlikeCallsError
+from hybridpp.pipeline import RankBatchInfo, read_batch, split_batch, start_batch_check, step_call
 
 PIPELINES = ((0, 1), (2, 3))
 
@@ -27,13 +27,14 @@ def nothing_counts():
 
 
 def outcomes(prepares, training=(True, True, True, True)):
-    """What ``agree`` gives or raises, by rank; every rank comes to an end."""
+    """What the check of the batches gives or raises, by rank; every rank comes to an end."""
 
     def run():
         world = current_world()
+        call = f"in {step_call('Net', training[world.rank])}"
         try:
-            return start_sync(world.control(), PIPELINES, training[world.rank], prepares[world.rank]).wait()
-        except (ConfigError, DataError, PeerError, OSError, StopIteration) as error:
+            return start_batch_check(world.control(), PIPELINES, call, prepares[world.rank]).wait()
+        except (UnlikeCallsError, DataError, PeerError, OSError, StopIteration) as error:
             return error
 
     return Loopback(4).run(run)
@@ -51,7 +52,7 @@ def test_ranks_learn_what_the_others_hold():
         assert [microbatch.num_samples for microbatch in batch.microbatches] == ([1, 1] if rank < 2 else [2, 2, 2])
         assert [report.num_items for report in reports] == [2, 2, 6, 6]
         assert [report.num_microbatches for report in reports] == [2, 2, 3, 3]
-        assert reports[0] == RankBatchInfo(0.0, 2.0, 2.0, reports[1].digest, 1.0)
+        assert reports[0] == RankBatchInfo(0.0, 2.0, 2.0, reports[1].digest)
         assert reports[2].digest == reports[3].digest != reports[0].digest
 
 
@@ -146,7 +147,7 @@ def test_a_batch_that_no_other_rank_must_hold_is_not_looked_at():
 
     def run():
         world = current_world()
-        return start_sync(world.control(), ((0,), (1,)), True, batch_of(torch.ones(4, device="meta"))).wait()
+        return start_batch_check(world.control(), ((0,), (1,)), "", batch_of(torch.ones(4, device="meta"))).wait()
 
     for batch, reports in Loopback(2).run(run):
         assert batch.num_items == 4
@@ -155,11 +156,14 @@ def test_a_batch_that_no_other_rank_must_hold_is_not_looked_at():
 
 def test_some_ranks_train_and_some_do_not():
     text = (
-        "gradients must be enabled on all ranks or on none: they are enabled on ranks 1, 2 only. "
-        "Call execute_pipeline under torch.no_grad() on every rank, or on none."
+        "all ranks must make the same calls in the same order: "
+        "ranks 0, 3 are in an evaluation of Net (execute_pipeline, gradients disabled) while "
+        "ranks 1, 2 are in a training step of Net (execute_pipeline, gradients enabled). "
+        "Make these calls on all ranks, with gradients enabled on all or on none: put no `if coordinator.is_master()` "
+        "around them, and read the same data iterators in the same way everywhere."
     )
     results = outcomes([batch_of(torch.ones(2))] * 4, training=(False, True, True, False))
-    assert_all_raise(results, ConfigError, text)
+    assert_all_raise(results, UnlikeCallsError, text)
 
 
 def test_a_mean_over_nothing():

@@ -15,7 +15,7 @@ def on_one_rank(run):
         weight = nn.Linear(2, 1, bias=False).weight
         weight.data = weight.new_tensor([[3.0, 4.0]])
         buckets = GradientBuckets({"weight": weight}, group, 25.0)
-        norm = GlobalGradNorm(group, (0,), counted=("weight",), copied=(), width=1, unique={})
+        norm = GlobalGradNorm(group, (0,), counted=("weight",), copied=(), unique={})
         return run(AccumulatedGradients(buckets, norm), buckets, weight)
 
     return on_ranks(1, rank)[0]

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.errors import ConfigError, DataError, DeadlockError, PeerError
+from hybridpp.pipeline import BatchReader
 
 SETTINGS = {"pp_size": 2, "num_microbatches": 2}
 
@@ -204,6 +205,25 @@ def test_a_script_may_take_batches_itself():
 
     expected = in_order()
     assert losses_of(use) == [expected[0], expected[2], expected[3]]
+
+
+def test_after_a_script_took_a_batch_itself_reading_ahead_goes_on(monkeypatch):
+    ahead, read_ahead = [], BatchReader.read_ahead
+
+    def noted(reader, *arguments):
+        read_ahead(reader, *arguments)
+        ahead.append(len(reader._ahead.values()))
+
+    def use(loader, train, evaluate):
+        data = iter(loader)
+        next(data)
+        train(data)
+        next(data)
+        return [train(data)]
+
+    monkeypatch.setattr(BatchReader, "read_ahead", noted)
+    assert losses_of(use) == in_order()[3:]
+    assert ahead[:4] == [1] * 4, "in two steps of two ranks"
 
 
 def test_training_evaluation_and_criteria_may_share_or_alternate_iterators():

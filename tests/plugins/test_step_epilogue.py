@@ -8,9 +8,11 @@ import pytest
 import torch
 from divided_models import LLAMA, SIZES, token_batch
 from support import boosted, in_half, model_loss, replica_part, sgd, whole_over_tp
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hybridpp.cluster import Loopback
+from hybridpp.cluster import Loopback, current_world
+from hybridpp.errors import DeadlockError
 
 BATCH, NUM_MICROBATCHES = token_batch(4), 2
 MAX_NORM, LIMIT, LOSS_SCALE = 0.05, 0.01, 2.0**8
@@ -154,3 +156,22 @@ def test_norms_of_what_is_partly_frozen_and_adds_up_over_calls(pp_size, dp_size,
     assert ranks[0][0] == pytest.approx(exact, rel=1e-6 if precision == "fp32" else 2e-2)
     clipped = math.sqrt(math.fsum(held for *_, held, here in ranks if here.dp == 0))
     assert clipped == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_loss_whose_exchange_failed_raises_the_same_error_at_every_read():
+    def run():
+        booster, model, _ = boosted(PartlyTrained(), None, torch.zeros(2, 6))
+        data = iter(booster.plugin.prepare_dataloader(torch.zeros(8, 6), batch_size=1))
+        raised = []
+        with torch.no_grad():
+            # The criterion is checked in the first one, by all ranks; rank 1 makes no second one.
+            for _ in range(2 - current_world().rank):
+                loss = booster.execute_pipeline(data, model, lambda outputs, inputs: outputs.square().mean())["loss"]
+        if current_world().rank == 0:
+            for read in (Tensor.item, Tensor.item, Tensor.double):
+                with pytest.raises(DeadlockError) as caught:
+                    read(loss)
+                raised.append(caught.value)
+        return len(set(raised))
+
+    assert Loopback(2).run(run) == [1, 0]

@@ -1,0 +1,203 @@
+"""Ranks that make different calls all raise one error that says which rank is in which call; none hangs."""
+
+import re
+
+import pytest
+import torch
+from processes import run_ranks
+from support import boosted, sgd
+
+from hybridpp import DistCoordinator
+from hybridpp.cluster import Loopback, current_world
+from hybridpp.errors import HybridppError
+
+TRAINS = "a training step of Net (execute_pipeline, gradients enabled)"
+EVALUATES = "an evaluation of Net (execute_pipeline, gradients disabled)"
+TAKES_NORM = "in the optimizer's step, get_grad_norm or clip_grad_by_norm (norm of the gradients)"
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def mean_square(outputs, inputs):
+    return outputs.float().square().mean()
+
+
+class Script:
+    """One rank's calls; the iterator has four batches."""
+
+    def __init__(self, **settings):
+        self.rank = current_world().rank
+        self.booster, self.model, self.optimizer = boosted(Net(), sgd, torch.zeros(1, 4), **settings)
+        self.loader = self.booster.plugin.prepare_dataloader(torch.randn(8, 4), batch_size=1)
+        self.data = iter(self.loader)
+
+    def train(self):
+        return self.booster.execute_pipeline(self.data, self.model, mean_square, self.optimizer)["loss"]
+
+    def evaluate(self, data):
+        with torch.no_grad():
+            return self.booster.execute_pipeline(data, self.model, mean_square)["loss"]
+
+
+def evaluates_the_same_data(script):
+    script.train()
+    script.train() if script.rank == 0 else script.evaluate(script.data)
+    script.train()
+
+
+def evaluates_other_data(script):
+    script.train()
+    if script.rank == 0:
+        script.evaluate(iter(script.loader)).item()
+    script.train()
+
+
+def evaluates_from_the_beginning(script):
+    script.train() if script.rank == 0 else script.evaluate(script.data)
+
+
+def asks_for_the_norm(script):
+    script.train()
+    if script.rank == 0:
+        script.optimizer.get_grad_norm()
+    script.train()
+
+
+def trains_once_more(script):
+    script.train()
+    if script.rank == 0:
+        script.train()
+    script.optimizer.get_grad_norm()
+
+
+def takes_a_batch(script):
+    script.train()
+    if script.rank == 0:
+        next(script.data)
+    script.train()
+
+
+def comes_to_a_barrier(script):
+    script.train()
+    if script.rank == 1:
+        DistCoordinator().block_all()
+    script.train()
+
+
+def loads_a_state(script):
+    script.train()
+    script.optimizer.step()
+    if script.rank == 0:
+        script.optimizer.load_state_dict(script.optimizer.state_dict())
+    script.train()
+
+
+CALLS = {
+    evaluates_the_same_data: (f"in {TRAINS}", f"at the start of {EVALUATES}"),
+    evaluates_other_data: (f"at the start of {EVALUATES}", f"in {TRAINS}"),
+    evaluates_from_the_beginning: (f"at the start of {TRAINS}", f"at the start of {EVALUATES}"),
+    asks_for_the_norm: (TAKES_NORM, f"in {TRAINS}"),
+    trains_once_more: (f"in {TRAINS}", TAKES_NORM),
+    takes_a_batch: (f"at the start of {TRAINS}", f"in {TRAINS}"),
+    comes_to_a_barrier: (f"in {TRAINS}", "in DistCoordinator.block_all"),
+    loads_a_state: ("in optimizer.load_state_dict", f"in {TRAINS}"),
+}
+TP = {"tp_size": 2, "tensor_parallel_plan": {"layers.0": "column", "layers.1": "row"}}
+
+
+def outcome(calls, **settings):
+    """What this rank raises."""
+    script = Script(**settings)
+    try:
+        calls(script)
+    except HybridppError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def assert_all_name_the_calls(calls, outcomes):
+    first, second = CALLS[calls]
+    expected = (
+        "UnlikeCallsError: all ranks must make the same calls in the same order: "
+        f"rank 0 is {first} while rank 1 is {second}. Make these calls on all ranks, with gradients enabled on all or "
+        "on none: put no `if coordinator.is_master()` around them, and read the same data iterators in the same way "
+        "everywhere."
+    )
+    assert outcomes == [expected] * 2
+
+
+@pytest.mark.parametrize("calls", CALLS, ids=lambda calls: calls.__name__)
+def test_all_ranks_name_the_calls_that_differ(calls):
+    assert_all_name_the_calls(calls, Loopback(2).run(lambda: outcome(calls, pp_size=2)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"precision": "bf16", "max_norm": 1.0}, TP], ids=str)
+@pytest.mark.parametrize("calls", [evaluates_the_same_data, takes_a_batch], ids=lambda calls: calls.__name__)
+def test_calls_that_differ_between_replicas_or_shards(calls, settings):
+    assert_all_name_the_calls(calls, Loopback(2).run(lambda: outcome(calls, **settings)))
+
+
+@pytest.mark.parametrize("shared_memory", ["1", "0"])
+@pytest.mark.parametrize("calls", [evaluates_the_same_data, asks_for_the_norm], ids=lambda calls: calls.__name__)
+def test_calls_that_differ_between_processes(monkeypatch, calls, shared_memory):
+    monkeypatch.setenv("HYBRIDPP_SHARED_MEMORY", shared_memory)
+    assert_all_name_the_calls(calls, run_ranks(lambda: outcome(calls, pp_size=2), 2))
+
+
+def steps_on_one_rank(script):
+    script.train()
+    if script.rank == 0:
+        script.optimizer.step()
+    script.optimizer.zero_grad()
+    script.train()
+
+
+def clears_gradients_on_one_rank(script):
+    script.train()
+    if script.rank == 0:
+        script.optimizer.zero_grad()
+    script.train()
+
+
+@pytest.mark.parametrize("settings", [{"precision": "bf16", "max_norm": 1.0}, {"pp_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("calls", "counts"),
+    [(steps_on_one_rank, [(1, 1), (0, 1)]), (clears_gradients_on_one_rank, [(0, 1), (0, 2)])],
+    ids=["step", "zero_grad"],
+)
+def test_an_optimizer_that_is_called_on_one_rank_only(calls, counts, settings):
+    clauses = [
+        f"on rank {rank} the optimizer has taken {steps} steps and adds up the gradients of {passes} calls"
+        for rank, (steps, passes) in enumerate(counts)
+    ]
+    expected = (
+        f"UnlikeCallsError: all ranks must make the same calls in the same order: {', '.join(clauses)}. Call "
+        "optimizer.step() and optimizer.zero_grad() on all ranks. Their weights no longer fit together: load a "
+        "checkpoint on all ranks."
+    )
+    assert Loopback(2).run(lambda: outcome(calls, **settings)) == [expected] * 2
+
+
+def test_a_batch_that_cannot_be_read_is_the_cause_of_the_error_on_its_rank():
+    def run():
+        script = Script()
+
+        def broken():
+            raise OSError("the disk is gone")
+            yield
+
+        with pytest.raises(HybridppError, match=re.escape(f"rank 1 is at the start of {EVALUATES}")) as caught:
+            script.train() if script.rank == 0 else script.evaluate(broken())
+        return repr(caught.value.__cause__)
+
+    assert Loopback(2).run(run) == ["None", "OSError('the disk is gone')"]
