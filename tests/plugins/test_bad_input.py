@@ -300,17 +300,6 @@ def test_training_without_the_boosted_optimizer():
     everyone_raises(1, another, ConfigError, "needs the optimizer that booster.boost returned for this model.")
 
 
-def test_some_ranks_train_and_some_evaluate():
-    def run():
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2)
-        with torch.set_grad_enabled(current_world().rank == 0):
-            booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
-
-    everyone_raises(
-        2, run, ConfigError, "gradients must be enabled on all ranks or on none: they are enabled on rank 0 only."
-    )
-
-
 def test_ranks_that_start_from_different_weights():
     text = "rank 1 differs from rank 0. Call launch_from_torch(seed=...) before building the model"
     everyone_raises(
