@@ -21,10 +21,11 @@ from hybridpp.pipeline.batch_reader import (
 from hybridpp.pipeline.boundary import Transport
 from hybridpp.pipeline.compiled_wgrad import compile_keywords, makes_cuda_graphs
 from hybridpp.pipeline.criterion import CriterionAdapter, SignatureCache, takes_targets, without_target
-from hybridpp.pipeline.executor import Executor, RankProgram, rank_programs
+from hybridpp.pipeline.executor import Executor
 from hybridpp.pipeline.forward_signature import ForwardSignature
 from hybridpp.pipeline.loss_reduction import LossReduction, SumTracer, confirm_sum, detect_reduction, duplicate_samples
 from hybridpp.pipeline.merge import merge_outputs
+from hybridpp.pipeline.rank_program import RankProgram, rank_programs
 from hybridpp.pipeline.read_ahead import ReadAheadIterator
 from hybridpp.pipeline.recorder import DeviceRecorder, HostRecorder, Recorder
 from hybridpp.pipeline.split_backward_ops import Gradients, SplitBackwardOps, split_backward_ops

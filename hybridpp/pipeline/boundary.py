@@ -1,14 +1,28 @@
-"""What crosses the boundary between two stages: messages, and their ends in autograd."""
+"""What crosses the boundary between two stages: messages, their ends in autograd, and what is held until it is used."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridpp.cluster import Group, Work, resolved
+from hybridpp.errors import ScheduleError
 from hybridpp.pipeline.stage import TensorMeta
+from hybridpp.schedule import Action, ActionKind
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+# By the kind of a receive, the action that uses what arrives. By the kind of a message, from this stage to the peer's.
+_USER = {ActionKind.RECEIVE_ACTIVATION: ActionKind.FORWARD, ActionKind.RECEIVE_GRADIENT: ActionKind.BACKWARD}
+_PEER = {
+    ActionKind.RECEIVE_ACTIVATION: -1,
+    ActionKind.SEND_ACTIVATION: 1,
+    ActionKind.RECEIVE_GRADIENT: 1,
+    ActionKind.SEND_GRADIENT: -1,
+}
 
 
 class _StageInputFunction(torch.autograd.Function):
@@ -137,3 +151,78 @@ class Transport:
         """Start to receive from rank ``peer``."""
         tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs]
         return RecvHandle(tensors, [self._group.receive(tensor, peer) for tensor in tensors])
+
+
+class StageMessages:
+    """The activations and gradients of one rank's stages in a step, from the action that makes them to their use.
+
+    They are held under the action that will use them, so none outlives its use. Stages of one rank hand over without a
+    message.
+
+    Args:
+        transport: to the other ranks.
+        placement: the rank of every stage, as an index into the pipeline's group.
+    """
+
+    def __init__(self, transport: Transport, placement: Sequence[int]):
+        self._transport, self._placement = transport, placement
+        self._arriving: dict[Action, RecvHandle] = {}
+        self._leaving: dict[Action, list[Tensor]] = {}
+        self._sent: dict[Action, SendHandle] = {}
+
+    def receive(self, action: Action, specs: Sequence[TensorMeta]) -> None:
+        """Start a receive action."""
+        peer = self._placement[action.stage + _PEER[action.kind]]
+        self._arriving[action._replace(kind=_USER[action.kind])] = self._transport.receive(specs, peer)
+
+    def send(self, action: Action) -> None:
+        """Start a send action, of what the stage has passed on."""
+        peer = self._placement[action.stage + _PEER[action.kind]]
+        tensors = take_held(self._leaving, action)
+        self._sent[action] = self._transport.send(tensors, peer)
+
+    def take(self, action: Action) -> list[Tensor]:
+        """What has come for a forward or a backward."""
+        return take_held(self._arriving, action).wait()
+
+    def pass_activations(self, action: Action, tensors: list[Tensor]) -> None:
+        """Pass the results of a forward on to the next stage."""
+        if self._is_here(action.stage + 1):
+            following = action._replace(stage=action.stage + 1)
+            self._arriving[following] = RecvHandle([tensor.detach() for tensor in tensors])
+        else:
+            self._leaving[action._replace(kind=ActionKind.SEND_ACTIVATION)] = tensors
+
+    def pass_gradients(self, action: Action, gradients: list[Tensor]) -> None:
+        """Pass the gradients of a stage's inputs, of a backward or an input gradient, on to the previous stage."""
+        if self._is_here(action.stage - 1):
+            before = Action(action.stage - 1, ActionKind.BACKWARD, action.microbatch)
+            self._arriving[before] = RecvHandle(gradients)
+        else:
+            self._leaving[action._replace(kind=ActionKind.SEND_GRADIENT)] = gradients
+
+    def _is_here(self, stage: int) -> bool:
+        return 0 <= stage < len(self._placement) and self._placement[stage] == self._transport.rank
+
+    def finish_send(self, action: Action) -> None:
+        """Release sent tensors, whose receive the peer has posted."""
+        self._sent.pop(action).wait()
+
+    def finish(self) -> list[Action]:
+        """Wait for the remaining sends; returns the actions that lack, whose tensors are still held."""
+        for sent in self._sent.values():
+            sent.wait()
+        return [*self._arriving, *self._leaving]
+
+
+def take_held(held: dict[K, V], key: K) -> V:
+    """Take what is held for an action.
+
+    Raises:
+        ScheduleError: nothing is.
+    """
+    if key not in held:
+        raise ScheduleError(
+            f"{key} runs before its inputs exist, or a second time. Check the program with check_program."
+        )
+    return held.pop(key)

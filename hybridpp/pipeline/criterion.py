@@ -1,15 +1,20 @@
-"""Adapters of the user's criteria to the call ``criterion(outputs, inputs)``."""
+"""The user's criteria: adapters to the call ``criterion(outputs, inputs)``, and the losses of a step."""
 
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hybridpp.errors import ConfigError
+from hybridpp.nn.deferred_tensor import MadeWhenRead, deferred
+from hybridpp.nn.half import HALF_DTYPES
+from hybridpp.nn.torch_private import pytree
+from hybridpp.pipeline.class_weights import ClassWeights
 from hybridpp.pipeline.forward_signature import ForwardSignature, describe_arguments
+from hybridpp.pipeline.step import PipelineStep, StepResult
 
 _HOMES = ("torch.nn.functional", "torch.nn.modules.loss")
 """The modules of torch's losses, which are called with a tensor and its target, not with a batch."""
@@ -52,7 +57,7 @@ class CriterionAdapter:
         self.declares_reduction = reduction is not None
         self.sums = reduction is not None and _REDUCTIONS[reduction]
         self.num_items: Callable[[Any], Any] | None = getattr(criterion, "num_items", None)
-        classes = _ClassWeights.of(criterion) if self._is_torchs and self.num_items is None else None
+        classes = ClassWeights.of(criterion) if self._is_torchs and self.num_items is None else None
         if classes is not None:
             self.num_items = lambda inputs: classes.num_items(self._target(inputs))
 
@@ -147,6 +152,69 @@ class SignatureCache:
         return self._criterion
 
 
+class MicrobatchLosses:
+    """Computes and keeps the losses of a step's micro-batches, from the outputs of the last stage.
+
+    Args:
+        step: the batch, and what to compute of it.
+        device: of the losses.
+
+    Attributes:
+        result: of the step on this rank.
+    """
+
+    def __init__(self, step: PipelineStep, device: torch.device):
+        num_microbatches = len(step.microbatches)
+        losses = torch.zeros(num_microbatches, dtype=torch.float64, device=device)
+        self.result = StepResult(losses, [False] * num_microbatches, {})
+        self._step = step
+
+    def of(self, microbatch: int, outputs: Any, inputs: Any) -> Tensor | None:
+        """Keep the loss and the outputs of a micro-batch; returns the loss that its backward pass starts from."""
+        # Checking the leaves first is cheaper than rebuilding the output.
+        if any(isinstance(leaf, Tensor) and leaf.dtype in HALF_DTYPES for leaf in pytree.tree_leaves(outputs)):
+            outputs = pytree.tree_map_only(Tensor, _widened_when_read, outputs)
+        loss = None
+        if self._step.criterion is not None:
+            loss = self._loss(microbatch, outputs, inputs)
+            if loss is not None:
+                self.result.losses[microbatch] = loss.detach()
+                self.result.has_loss[microbatch] = True
+        if self._step.keep_outputs:
+            self.result.outputs[microbatch] = pytree.tree_map_only(Tensor, Tensor.detach, outputs)
+        return loss
+
+    def _loss(self, microbatch: int, outputs: Any, inputs: Any) -> Tensor | None:
+        if self._step.microbatches[microbatch].share == 0:
+            return None
+        assert self._step.criterion is not None
+        loss = self._step.criterion(outputs, inputs)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(
+                f"criterion(outputs, inputs) must return a scalar tensor: got {got}. Return the mean loss of the "
+                "micro-batch."
+            )
+        if self._step.look_at_loss is not None:
+            self._step.look_at_loss(microbatch, loss, outputs, inputs)
+        if self._step.training and not loss.requires_grad:
+            raise ConfigError(
+                "the loss does not depend on any trainable parameter, so there is nothing to train. "
+                "Unfreeze a parameter, do not detach the outputs, or call execute_pipeline under torch.no_grad()."
+            )
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)).reshape(())
+
+
+def _widened_when_read(output: Tensor) -> Tensor:
+    """An output in fp32 if it is in half precision. Logits are large, and most criteria read only the model's loss."""
+    if output.dtype not in HALF_DTYPES:
+        return output
+    is_known = isinstance(output, MadeWhenRead) or (type(output) is Tensor and output.layout is torch.strided)
+    if output.dim() == 0 or not is_known:
+        return output.float()
+    return deferred(output, output.float, dtype=torch.float32, device=output.device)
+
+
 def reduction_of(criterion: Any) -> str | None:
     """The reduction that a criterion declares: its attribute ``reduction``, or a bound argument of that name.
 
@@ -156,13 +224,13 @@ def reduction_of(criterion: Any) -> str | None:
         ConfigError: it declares that it does not reduce.
     """
     held = criterion.keywords.get("reduction") if isinstance(criterion, functools.partial) else None
-    said = held or getattr(criterion, "reduction", None)
-    if said == "none":
+    reduction = held or getattr(criterion, "reduction", None)
+    if reduction == "none":
         raise ConfigError(
             f"a criterion must return one number per micro-batch: {_name(criterion)} has reduction='none'. "
             "Use 'mean' or 'sum', or reduce its result."
         )
-    return said if isinstance(said, str) and said in _REDUCTIONS else None
+    return reduction if isinstance(reduction, str) and reduction in _REDUCTIONS else None
 
 
 def without_target(batch: Any) -> Any:
@@ -199,34 +267,6 @@ def _num_arguments(criterion: Any) -> int:
         f"a criterion must accept (outputs, inputs) or (outputs): {_name(criterion)} has the signature "
         f"{signature}. Bind other arguments: criterion=lambda outputs, inputs: ..."
     )
-
-
-class _ClassWeights(NamedTuple):
-    """The items that torch's classification losses average over; their number differs between micro-batches."""
-
-    ignore_index: int
-    weight: Tensor | None
-
-    @classmethod
-    def of(cls, criterion: Any) -> "_ClassWeights | None":
-        """Of a classification loss; None for any other criterion."""
-        held: dict[str, Any] = {}
-        while isinstance(criterion, functools.partial):
-            held, criterion = {**criterion.keywords, **held}, criterion.func
-        if criterion in (nn.functional.cross_entropy, nn.functional.nll_loss):
-            return cls(held.get("ignore_index", -100), held.get("weight"))
-        if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
-            return cls(criterion.ignore_index, criterion.weight)
-        return None
-
-    def num_items(self, target: Tensor) -> Tensor:
-        """The weight of the targets that count."""
-        if target.is_floating_point():  # class probabilities: every sample counts
-            return torch.tensor(float(target.shape[0]))
-        counts = target != self.ignore_index
-        if self.weight is None:
-            return counts.sum()
-        return (self.weight.detach().to(target.device)[target.where(counts, 0)] * counts).sum()
 
 
 def _name(criterion: Any) -> str:

@@ -1,52 +1,29 @@
-"""Run a lowered schedule: one loop over the rank's actions."""
+"""Run a lowered schedule: a loop over the rank's actions, and a handler for each kind of action."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
+from hybridpp.errors import ScheduleError
 from hybridpp.module_adapter import ModuleAdapter
-from hybridpp.pipeline.boundary import Transport
-from hybridpp.pipeline.handlers import Handlers
-from hybridpp.pipeline.input_copies import InputCopies
+from hybridpp.pipeline.batch import call_arguments
+from hybridpp.pipeline.boundary import StageInput, StageMessages, StageOutput, Transport, take_held
+from hybridpp.pipeline.criterion import MicrobatchLosses
+from hybridpp.pipeline.deferred_wgrad import WgradTask
+from hybridpp.pipeline.forward_signature import describe_arguments
+from hybridpp.pipeline.input_copies import InputCopies, StepInputs
+from hybridpp.pipeline.rank_program import RankProgram
 from hybridpp.pipeline.recorder import Recorder
 from hybridpp.pipeline.stage import PipelineStage
 from hybridpp.pipeline.step import PipelineStep, StepResult
 from hybridpp.pipeline.weight_gradients import WeightGradients
-from hybridpp.schedule import Action, ActionKind, Program, Programs, completed_sends, lower, placement
+from hybridpp.schedule import Action, ActionKind, Program
 
-
-class RankProgram(NamedTuple):
-    """The actions of one rank, in order.
-
-    Attributes:
-        actions: compute and communication.
-        completed_sends: for each action, the sends whose receive the peer has posted by then.
-        placement: the rank of every stage, as an index into the pipeline's group.
-        losses_after: number of actions after which this rank has computed all losses; 0: it computes none.
-    """
-
-    actions: Program
-    completed_sends: tuple[tuple[Action, ...], ...]
-    placement: tuple[int, ...]
-    losses_after: int
-
-
-def rank_programs(programs: Programs) -> tuple[RankProgram, ...]:
-    """The program of every rank, with communication, for checked compute programs."""
-    lowered = lower(programs)
-    where = placement(programs)
-    return tuple(
-        RankProgram(actions, done, where, _losses_after(actions, len(where) - 1))
-        for actions, done in zip(lowered, completed_sends(lowered), strict=True)
-    )
-
-
-def _losses_after(actions: Program, last_stage: int) -> int:
-    forwards = ((last_stage, ActionKind.FORWARD) == (stage, kind) for stage, kind, _ in actions)
-    return max((place for place, is_one in enumerate(forwards, start=1) if is_one), default=0)
+_ADDS_TO_GRADIENTS = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
 
 
 def _nothing(_: StepResult) -> None:
@@ -105,41 +82,210 @@ class Executor:
         Raises:
             ScheduleError: the program runs an action before its inputs exist, twice, or not at all.
         """
-        handlers = Handlers(
+        is_cut = len(program.placement) > 1
+        handlers = _Handlers(
             self._stages,
-            self._transport,
-            self._device,
             self._weight_gradients,
-            program.placement,
             step,
             recorder,
-            self._inputs,
+            losses=MicrobatchLosses(step, self._device),
+            inputs=StepInputs(self._inputs, step.microbatches, step.training, is_cut),
+            messages=StageMessages(self._transport, program.placement),
         )
         handlers.expect(program.actions)
         actions = list(zip(program.actions, program.completed_sends, strict=True))
         try:
             with self._around():
                 self._run(actions[: program.losses_after], handlers, recorder)
-                losses_known(handlers.result)
+                losses_known(handlers.losses.result)
                 self._run(actions[program.losses_after :], handlers, recorder)
                 handlers.finish()
         except BaseException as error:
             error.add_note(f"hybridpp: in action {self.where} (stage, kind, micro-batch)")
             raise
         self.where = None
-        return handlers.result
+        return handlers.losses.result
 
     def _run(
-        self, actions: list[tuple[Action, tuple[Action, ...]]], handlers: Handlers, recorder: Recorder | None
+        self, actions: list[tuple[Action, tuple[Action, ...]]], handlers: "_Handlers", recorder: Recorder | None
     ) -> None:
         """Run actions, each with the sends that are complete by then."""
         handle = handlers.by_kind()
         for action, done in actions:
             self.where = action
             for sent in done:
-                handlers.finish_send(sent)
+                handlers.messages.finish_send(sent)
             if recorder is not None:
                 recorder.start()
             handle[action.kind](action)
             if recorder is not None:
                 recorder.end(action)
+
+
+class _Graph(NamedTuple):
+    """What the backward pass of a stage needs, for one micro-batch."""
+
+    stage_input: StageInput
+    stage_output: StageOutput | None
+    loss: Tensor | None
+    recomputes: bool
+    context: Any
+
+
+class _Handlers:
+    """One step of one rank: a handler for each kind of action, and what is held between actions.
+
+    What is held is keyed by the action that will use it, so nothing outlives its use.
+    """
+
+    def __init__(
+        self,
+        stages: PipelineStage,
+        weight_gradients: WeightGradients,
+        step: PipelineStep,
+        recorder: Recorder | None,
+        *,
+        losses: MicrobatchLosses,
+        inputs: StepInputs,
+        messages: StageMessages,
+    ):
+        self.losses, self.messages = losses, messages
+        self._stages, self._weight_gradients = stages, weight_gradients
+        self._step, self._recorder, self._inputs = step, recorder, inputs
+        # Planned before the first action and in order, so that every rank traces a new signature at the same point.
+        self._plans = [stages.plans(*self._call(microbatch.inputs)) for microbatch in step.microbatches]
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._wgrad_tasks: dict[Action, list[WgradTask]] = {}
+        self._last: Action | None = None
+        self._split: set[tuple[int, int | None]] = set()
+        # Whether any weight gradient is deferred.
+        self._defers = weight_gradients.is_always_needed
+
+    def by_kind(self) -> dict[ActionKind, Callable[[Action], None]]:
+        """The handler of each kind of action."""
+        return {
+            ActionKind.FORWARD: self._forward,
+            ActionKind.BACKWARD: self._backward,
+            ActionKind.INPUT_GRADIENT: self._input_gradient,
+            ActionKind.WEIGHT_GRADIENT: self._weight_gradient,
+            ActionKind.SEND_ACTIVATION: self.messages.send,
+            ActionKind.RECEIVE_ACTIVATION: self._receive_activations,
+            ActionKind.SEND_GRADIENT: self.messages.send,
+            ActionKind.RECEIVE_GRADIENT: self._receive_gradients,
+            ActionKind.REDUCE_GRADIENTS: self._reduce_gradients,
+        }
+
+    def expect(self, program: Program) -> None:
+        """Prepare for a program: find the action after which this rank's gradients are complete."""
+        forwards = [(stage, microbatch or 0) for stage, kind, microbatch in program if kind is ActionKind.FORWARD]
+        self._inputs.expect(forwards)
+        self._split = {(stage, microbatch) for stage, kind, microbatch in program if kind is ActionKind.INPUT_GRADIENT}
+        self._defers = bool(self._split) or self._weight_gradients.is_always_needed
+        if self._defers:
+            self._weight_gradients.begin(splits=bool(self._split))
+        self._last = next((action for action in reversed(program) if action.kind in _ADDS_TO_GRADIENTS), None)
+
+    def finish(self) -> None:
+        """Wait for the remaining sends, and check that nothing is left.
+
+        Raises:
+            ScheduleError: the program lacks an action.
+        """
+        left = [*self.messages.finish(), *self._wgrad_tasks]
+        left += [Action(stage, ActionKind.BACKWARD, microbatch) for stage, microbatch in self._graphs]
+        if left:
+            raise ScheduleError(f"the program lacks {left[0]}. Check it with check_program.")
+
+    def _call(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return call_arguments(self._step.model_inputs(inputs))
+
+    def _plan(self, action: Action) -> Any:
+        return self._plans[action.microbatch or 0][action.stage]
+
+    def _receive_activations(self, action: Action) -> None:
+        self.messages.receive(action, self._plan(action).incoming_specs)
+
+    def _receive_gradients(self, action: Action) -> None:
+        specs = [spec for spec in self._plan(action).outgoing_specs if spec.requires_grad]
+        self.messages.receive(action, specs)
+
+    def _forward(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch or 0
+        plan, step = self._plan(action), self._step
+        if (stage, microbatch) in self._graphs:
+            raise ScheduleError(f"{action} runs again before its backward. Check the program with check_program.")
+        tensors = self.messages.take(action) if stage else []
+        if self._recorder is not None:
+            self._recorder.start()
+        stage_input = StageInput(tensors, plan.incoming_specs, step.training)
+        inputs = self._inputs.take(stage, microbatch)
+        args, kwargs = self._call(inputs)
+        num_stored = sum(not graph.recomputes for graph in self._graphs.values())
+        recompute = step.training and num_stored >= step.max_stored_microbatches
+        defers = self._defers and step.training
+        splits = (stage, action.microbatch) in self._split
+        with self._weight_gradients.recording_forward(splits) if defers else nullcontext():
+            key = step.keys[microbatch]
+            try:
+                found = self._stages.forward(plan, args, kwargs, stage_input.take_values(), key, recompute)
+            except Exception as error:
+                error.add_note(f"hybridpp: in model(*{describe_arguments(args)}, **{describe_arguments(kwargs)})")
+                raise
+        tensors, outputs, context = found
+        loss = self.losses.of(microbatch, outputs, inputs) if plan.is_last else None
+        if step.training:
+            stage_output = None if plan.is_last else StageOutput(tensors, plan.outgoing_specs)
+            self._graphs[stage, microbatch] = _Graph(stage_input, stage_output, loss, recompute, context)
+        if not plan.is_last:
+            self.messages.pass_activations(action, tensors)
+
+    def _backward(self, action: Action) -> None:
+        is_observed = action == self._last and self._step.begin_last_backward(None)
+        if not self._defers:
+            self._go_back(action)
+        elif not is_observed:
+            with self._weight_gradients.full_backward():
+                self._go_back(action)
+        else:
+            # Input gradients first, then weight gradients one by one, so that each reduction can start when its
+            # gradient is complete.
+            with self._weight_gradients.input_backward(splits=False) as tasks:
+                self._go_back(action)
+            self._weight_gradients.add(tasks, final=True)
+        self._step.end_backward()
+
+    def _input_gradient(self, action: Action) -> None:
+        with self._weight_gradients.input_backward(splits=True) as tasks:
+            self._go_back(action)
+        self._step.end_backward()
+        self._wgrad_tasks[action._replace(kind=ActionKind.WEIGHT_GRADIENT)] = tasks
+
+    def _weight_gradient(self, action: Action) -> None:
+        tasks = take_held(self._wgrad_tasks, action)
+        if action == self._last:
+            self._step.begin_last_backward({name for task in tasks for name in task.binding.names})
+        self._weight_gradients.add(tasks, final=action == self._last)
+        self._step.end_backward()
+
+    def _go_back(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch or 0
+        stage_input, stage_output, loss, _, context = take_held(self._graphs, (stage, microbatch))
+        received = []
+        if stage_output is not None:
+            received = self.messages.take(action._replace(kind=ActionKind.BACKWARD))
+        if self._recorder is not None:
+            self._recorder.start()
+        with self._stages.recomputing(context):
+            if stage_output is not None:
+                stage_output.backward(received)
+            elif loss is not None:
+                # From the edge: backward of a tensor disables torch's function modes, which recomputation may need.
+                weight = torch.full_like(loss, self._step.loss_weights[microbatch])
+                torch.autograd.backward(get_gradient_edge(loss), weight)
+        if stage:
+            self.messages.pass_gradients(action, stage_input.gradients())
+
+    def _reduce_gradients(self, action: Action) -> None:
+        # Stages of one rank share its gradients: they are complete after the last of them.
+        if self._last is not None and action.stage == self._last.stage:
+            self._step.reduce_gradients()

@@ -12,7 +12,7 @@ from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.nn.deferred_tensor import deferred
 from hybridpp.optim import LinearWarmupLR, OneCycleLR
-from hybridpp.pipeline import handlers
+from hybridpp.pipeline import criterion as criterion_module
 
 BATCHES = [image_batch(8, seed) for seed in range(4)]
 
@@ -416,7 +416,7 @@ def test_logits_are_widened_only_where_the_criterion_reads_them(name, tp_size, m
     batch = {"x": torch.randn(4, 4), "labels": torch.tensor([1, 2, 3, 4])}
     runs = []
     for wrapper in (noting, lambda like, make, **_: make()):
-        monkeypatch.setattr(handlers, "deferred", wrapper)
+        monkeypatch.setattr(criterion_module, "deferred", wrapper)
         plan = {"tensor_parallel_plan": {"head": "gathered_column"}} if tp_size > 1 else {}
         settings = {"num_microbatches": 2, "precision": "bf16", "tp_size": tp_size, **plan}
         runs.append(train(Heads, [batch], criterion=watched, **settings))

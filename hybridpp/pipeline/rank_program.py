@@ -1,0 +1,36 @@
+"""The programs that ranks run: a schedule's actions with sends and receives."""
+
+from typing import NamedTuple
+
+from hybridpp.schedule import Action, ActionKind, Program, Programs, completed_sends, lower, placement
+
+
+class RankProgram(NamedTuple):
+    """The actions of one rank, in order.
+
+    Attributes:
+        actions: compute and communication.
+        completed_sends: for each action, the sends whose receive the peer has posted by then.
+        placement: the rank of every stage, as an index into the pipeline's group.
+        losses_after: number of actions after which this rank has computed all losses; 0: it computes none.
+    """
+
+    actions: Program
+    completed_sends: tuple[tuple[Action, ...], ...]
+    placement: tuple[int, ...]
+    losses_after: int
+
+
+def rank_programs(programs: Programs) -> tuple[RankProgram, ...]:
+    """The program of every rank, with communication, for checked compute programs."""
+    lowered = lower(programs)
+    where = placement(programs)
+    return tuple(
+        RankProgram(actions, done, where, _losses_after(actions, len(where) - 1))
+        for actions, done in zip(lowered, completed_sends(lowered), strict=True)
+    )
+
+
+def _losses_after(actions: Program, last_stage: int) -> int:
+    forwards = ((last_stage, ActionKind.FORWARD) == (stage, kind) for stage, kind, _ in actions)
+    return max((number for number, is_one in enumerate(forwards, start=1) if is_one), default=0)
