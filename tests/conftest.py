@@ -39,3 +39,5 @@ def pytest_collection_finish() -> None:
             pass
     gc.collect()
     gc.freeze()
+    # Most of what tests make is freed without a search, and each search goes through all of it.
+    gc.set_threshold(50_000, 20, 20)

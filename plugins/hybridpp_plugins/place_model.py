@@ -12,7 +12,14 @@ from hybridpp.cluster import DrawMonitor, gather_objects
 from hybridpp.config import Precision
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn.torch_private import apply_to_tensors
-from hybridpp.partition import StagedModel, StagingOptions, TrainingStateSpec, finest_units, has_compiled_forward
+from hybridpp.partition import (
+    SharedTraces,
+    StagedModel,
+    StagingOptions,
+    TrainingStateSpec,
+    finest_units,
+    has_compiled_forward,
+)
 from hybridpp.pipeline import call_arguments
 from hybridpp.precision import (
     FunctionCasts,
@@ -131,11 +138,18 @@ def _cut(
         state_spec=working.state_spec,
         ranks=placement,
         draws=applied_tp.draws or DrawMonitor(),
+        traces=_shared_traces(layout),
     )
     own_stages = [stage for stage, rank in enumerate(placement) if rank == layout.here.pp]
     calls = [call_arguments(batch) for batch in samples.batches]
     with samples.explained(model):
         return StagedModel(adapter, len(placement), own_stages, device=context.device, samples=calls, staging=staging)
+
+
+def _shared_traces(layout: Layout) -> SharedTraces | None:
+    """The traces of the in-process ranks that hold the same shards of this model. Every rank of the world calls it."""
+    by_shard = [layout.world.share(SharedTraces) for _ in range(layout.tp.size)]
+    return by_shard[layout.here.tp]
 
 
 def _bring(
