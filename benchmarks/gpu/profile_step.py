@@ -67,7 +67,8 @@ def traced(job: Job, path: str | None) -> list[Interval]:
     if path is not None:
         recorded.export_chrome_trace(path)
     kind = DeviceType.CUDA if on_cuda else DeviceType.CPU
-    events = [event for event in recorded.events() if event.device_type == kind]
+    # Annotations of code (that of an optimizer's step) span the time of all its kernels, and what lies between.
+    events = [event for event in recorded.events() if event.device_type == kind and not event.is_user_annotation]
     return [Interval(event.time_range.start, event.time_range.end, event.name[:80]) for event in events]
 
 

@@ -5,14 +5,10 @@ from typing import Any
 from torch import nn
 
 from hybridpp.cluster import get_dist_logger
+from hybridpp.partition.drawing_code import is_rate
 
 # Modes whose parts are kept; the least recently used is dropped.
 _MAX_MODES = 16
-
-
-def _is_rate(name: str, value: Any) -> bool:
-    """Whether an attribute is a probability of dropout by its name; others are noticed when numbers are drawn."""
-    return type(value) in (int, float) and (name == "p" or "drop" in name)
 
 
 class DrawingParts:
@@ -27,7 +23,7 @@ class DrawingParts:
 
     def __init__(self, model: nn.Module):
         self._held = [vars(module) for module in model.modules()]
-        self._rates = [(held, name) for held in self._held for name, value in held.items() if _is_rate(name, value)]
+        self._rates = [(held, name) for held in self._held for name, value in held.items() if is_rate(name, value)]
         self._by_mode: dict[Any, dict[int, bool]] = {}
 
     def now(self, stage: int, is_grad_enabled: bool) -> dict[int, bool]:

@@ -31,7 +31,7 @@ def is_users(hook: Hook) -> bool:
 def only_observes(hook: Hook) -> bool:
     """Whether a hook's code returns None, assigns nothing and calls no in-place operation."""
     code = getattr(_function_of(hook), "__code__", None)
-    if code is None or any(name == "setattr" or _is_in_place(name) for name in _names_in(code)):
+    if code is None or any(name == "setattr" or _is_in_place(name) for name in names_in(code)):
         return False
     previous = None
     for step in dis.get_instructions(code):
@@ -97,7 +97,7 @@ class Reachable:
 
     def _held_by(self, function: FunctionType) -> list[Any]:
         cells = [(cell, cell.cell_contents) for cell in function.__closure__ or () if cell != _EMPTY]
-        names = [name for name in _names_in(function.__code__) if name in function.__globals__]
+        names = [name for name in names_in(function.__code__) if name in function.__globals__]
         self._cells += cells
         self._globals += [(function.__globals__, name, function.__globals__[name]) for name in names]
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
@@ -122,10 +122,10 @@ def _is_in_place(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-def _names_in(code: CodeType) -> set[str]:
+def names_in(code: CodeType) -> set[str]:
     """Names of global variables and attributes in a function and in functions nested in it."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*map(_names_in, inner))
+    return set(code.co_names).union(*map(names_in, inner))
 
 
 def _function_of(hook: Any) -> Any:

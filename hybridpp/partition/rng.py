@@ -19,11 +19,14 @@ from hybridpp.cluster import DrawMonitor, default_generators, has_drawn, stream_
 from hybridpp.module_adapter import Forward
 from hybridpp.nn.linear import is_matrix_layer
 from hybridpp.partition.compiled import compiled_parts
+from hybridpp.partition.drawing_code import ConditionalDraws
 from hybridpp.partition.drawing_parts import warn_of_draws
 
 # Looked up for every layer that runs.
 _is_compiling = torch.compiler.is_compiling
 _host_seed = torch.default_generator.initial_seed
+
+_NONE = ConditionalDraws()
 
 
 @lru_cache(maxsize=65536)
@@ -69,6 +72,7 @@ class UnitRng:
         device: where the forward draws.
         parts: whether the part of a stream draws, as far as it is known; it is added to. None: every part may.
         monitor: of the model.
+        conditional: parts that draw in some micro-batches only, as their code shows. They count as parts that draw.
 
     Attributes:
         trace: the calls so far.
@@ -80,8 +84,10 @@ class UnitRng:
         device: torch.device,
         parts: dict[int, bool] | None = None,
         monitor: DrawMonitor | None = None,
+        conditional: ConditionalDraws = _NONE,
     ):
         self.trace = RngTrace({}, [], set(), set())
+        self._conditional = conditional
         self._key = key
         self._seed = stream_seeder(key, device)
         self._generators = default_generators(device)
@@ -94,11 +100,11 @@ class UnitRng:
         self._learned: int | None = None
         self._trusted: list[tuple[str, int]] = []
         self._has_drawn = True
-        self._begin("", _stream_id("", 0, False))
+        self._begin("", _stream_id("", 0, False), conditional.in_containers)
 
-    def _begin(self, name: str, stream: int) -> bool:
+    def _begin(self, name: str, stream: int, is_conditional: bool) -> bool:
         """Begin the part of a stream; whether it may draw."""
-        draws = None if self._parts is None else self._parts.get(stream)
+        draws = True if is_conditional else None if self._parts is None else self._parts.get(stream)
         if draws is False and not self._has_drawn:
             self._trusted.append((name, stream))
             return False
@@ -157,7 +163,7 @@ class UnitRng:
         self._end()
         self.trace.units[name, self._last] = occurrence
         stream = _stream_id(name, occurrence, False)
-        self._monitor.expected = self._begin(name, stream)
+        self._monitor.expected = self._begin(name, stream, name in self._conditional.units)
         if not self._monitor.expected:
             self.trace.quiet.add(stream)
             # Also if its stream was set: those of the layers inside are not.
@@ -173,7 +179,7 @@ class UnitRng:
         finally:
             self._inside, self._monitor.expected = False, True
             self._end(is_complete)
-            self._begin(name, _stream_id(name, occurrence, True))
+            self._begin(name, _stream_id(name, occurrence, True), self._conditional.in_containers)
 
     def before_layer(self, name: str) -> None:
         """Listener to linear layers: each call inside a unit has a stream of its own."""
@@ -196,7 +202,7 @@ class UnitRng:
         self._end()
         for name in names:
             occurrence = self._enter(name)
-        self._begin(name, _stream_id(name, occurrence, True))
+        self._begin(name, _stream_id(name, occurrence, True), self._conditional.in_containers)
 
 
 class RecomputeRng:

@@ -15,6 +15,7 @@ from hybridpp.nn.torch_private import forward_hooks_of, forward_pre_hooks_of
 from hybridpp.partition.blocks import finest_units
 from hybridpp.partition.calls import CallArguments
 from hybridpp.partition.compiled import forbid_compile, refuse_compiled
+from hybridpp.partition.drawing_code import ConditionalDraws
 from hybridpp.partition.drawing_parts import DrawingParts
 from hybridpp.partition.hooks import run_once
 from hybridpp.partition.intercept import ForwardListener, Interceptor
@@ -103,6 +104,7 @@ class StagedModel:
         self._finest = Interceptor(adapter, AdapterLayer.UNIT_RNG, finest_units(model))
         self._layer_listener = ForwardListener(adapter, inner_linear_layers(model, self._finest.units))
         self._drawing_parts = DrawingParts(model)
+        self._conditional_draws = ConditionalDraws.of(model, self._finest.units)
         if staging.recomputation is not None:
             warn_of_cache(model)
         if num_stages > 1:
@@ -199,7 +201,7 @@ class StagedModel:
             :meth:`recomputing` takes, where gradients are enabled (else None).
         """
         parts = None if plan.is_seeded_everywhere else self._drawing_parts.now(plan.stage, torch.is_grad_enabled())
-        rng = UnitRng(key, self._device, parts, self._staging.draws)
+        rng = UnitRng(key, self._device, parts, self._staging.draws, self._conditional_draws)
         self._restore_attributes()
         run = self._stage_run(plan, received, rng)
         # Not the run itself, which holds activations.

@@ -45,9 +45,10 @@ class Block(nn.Module):
     def __init__(self, rate=0.0, checkpointed=False):
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.rate, self.checkpointed = rate, checkpointed
+        self.rate, self.checkpointed, self.noise = rate, checkpointed, None
 
     def rest(self, x):
+        x = x if self.noise is None else self.noise(x)
         return dropout(self.fc2(dropout(x, self.rate, self.training)), self.rate, self.training)
 
     def forward(self, x):
@@ -63,14 +64,14 @@ class Blocks(nn.Module):
         torch.manual_seed(0)
         self.first = nn.Linear(4, 4)
         self.layers = nn.ModuleList(Block(rate, checkpointed) for rate in rates)
-        self.after, self.repeated = after, repeated
+        self.after, self.repeated, self.dropout_after = after, repeated, 0.5
 
     def forward(self, x):
         x = self.first(x)
         for number, layer in enumerate((*self.layers, *self.layers) if self.repeated else self.layers):
             x = layer(x)
             if number in self.after and self.training:
-                x = dropout(x, 0.5)
+                x = dropout(x, self.dropout_after)
         return x
 
 
@@ -183,8 +184,8 @@ def test_recomputation_seeds_what_the_forward_did(seeds):
 
 
 def wake(model, key):
-    """From the third micro-batch on, the last block drops."""
-    model.layers[3].rate = 0.5 if key > 1 else 0.0
+    """From the third micro-batch on, the last block draws, by what no code that it had at boost names."""
+    model.layers[3].noise = dropout if key > 1 else None
 
 
 def switch(model, key):
@@ -210,13 +211,72 @@ def test_a_new_rate_of_dropout_is_noticed_before_anything_is_drawn(monkeypatch):
             self.layers[2].fc1 = nn.Sequential(self.layers[2].fc1, nn.Dropout(0.0))
 
     def change(model, key):
-        model.layers[2].fc1[1].p = 0.5 * (key > 1)
+        model.layers[2].fc1[1].p = model.layers[0].rate = 0.5 * (key > 1)
 
     expected = seeded_everywhere(Dropping(), range(4), monkeypatch, change)
     run = Run(Dropping())
     for key in range(4):
         change(run.model, key)
         assert_same(run.microbatch(key), expected[key])
+
+
+class Noisy(Block):
+    """Draws by a counter, in a function that a method calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_calls = 0
+
+    def rest(self, x):
+        self.num_calls += 1
+        return super().rest(self.noisy(x) if self.num_calls > 2 else x)
+
+    def noisy(self, x):
+        return with_noise(x)
+
+
+def with_noise(x):
+    return x + torch.randn_like(x)
+
+
+class LateInContainer(Blocks):
+    """Drops by a counter between blocks, at a rate that no module holds."""
+
+    def __init__(self):
+        super().__init__()
+        del self.dropout_after
+        self.num_calls = 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        x = self.layers[0](x)
+        return self.layers[1](dropout(x, 0.5) if self.num_calls > 2 else x)
+
+
+def noisy_blocks():
+    model = Blocks()
+    model.layers[2] = Noisy()
+    return model
+
+
+@pytest.mark.parametrize("make_model", [noisy_blocks, LateInContainer])
+def test_code_that_draws_late_is_seeded_from_the_start(make_model, monkeypatch, caplog):
+    torch.manual_seed(0)
+    expected = seeded_everywhere(make_model(), range(4), monkeypatch)
+    torch.manual_seed(0)
+    run = Run(make_model())
+    for key in range(4):
+        assert_same(run.microbatch(key), expected[key])
+    assert not caplog.records
+
+
+def test_units_beside_one_that_may_draw_late_are_not_seeded(seeds):
+    run = Run(noisy_blocks())
+    run.microbatch(0)
+    seeds.clear()
+    run.microbatch(1)
+    block, layers, after = 1, 2, 1
+    assert len(seeds) == 1 + block + layers + after + 1
 
 
 @pytest.mark.parametrize("rates", [QUIET, SOME, (0.0, 0.0, 0.5, 0.0)])
