@@ -161,7 +161,7 @@ def on_ranks(size: int, run: Callable[[Group], Any]) -> list[Any]:
 def gradients_of(booster: Booster, model: nn.Module) -> dict[str, Tensor]:
     """This rank's accumulated gradients, by name."""
     buckets = booster.plugin._engine(model).buckets
-    return {name: gradient.clone() for name, gradient in buckets.gradients.items()}
+    return {name: gradient.clone() for name, gradient in buckets.whole_gradients().items()}
 
 
 def whole_over_tp(booster: Booster, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

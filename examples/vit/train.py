@@ -137,6 +137,7 @@ def make_plugin(args: Namespace, world_size: int) -> Any:
         args.plugin,
         tp_size=tp_size,
         pp_size=pp_size,
+        zero_stage=args.zero_stage,
         num_microbatches=args.num_microbatches,
         microbatch_size=args.microbatch_size,
         precision=args.precision,
@@ -157,7 +158,8 @@ def describe(args: Namespace, plugin: Any, model: nn.Module, splits: ImageSplits
     """What is about to run, in a few lines."""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return (
-        f"Layout: tp={plugin.tp_size} x pp={plugin.pp_size} x dp={plugin.dp_size}, {args.precision}\n"
+        f"Layout: tp={plugin.tp_size} x pp={plugin.pp_size} x dp={plugin.dp_size}, zero_stage={args.zero_stage}, "
+        f"{args.precision}\n"
         f"Model: {args.model or 'a small ViT from scratch'}, {num_parameters:,} parameters\n"
         f"Data: {args.dataset}, {len(splits.label_names)} classes, "
         f"{len(splits.train):,} images to train on, {len(splits.held_out):,} held out"

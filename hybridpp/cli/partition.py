@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from hybridpp.cli.argtypes import positive
 from hybridpp.cli.cut_table import RankShare, render_cut
+from hybridpp.cli.memory_table import render_memory
 from hybridpp.cli.meta_model import build, load_config
 from hybridpp.cli.sharding_report import preview_sharding, render_sharding
 from hybridpp.config import ParallelConfig, PartitionConfig, Precision
 from hybridpp.errors import ConfigError, HybridppError
 from hybridpp.module_adapter import ModuleAdapter
-from hybridpp.partition import MemoryBudget, StageSummary, TrainingStateSpec, describe_cut, make_samples
+from hybridpp.partition import MemoryBudget, StageSummary, StateBytes, TrainingStateSpec, describe_cut, make_samples
 from hybridpp.precision import (
     dtype_changes,
     find_module_dtypes,
@@ -45,6 +46,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--layers-per-stage", type=_counts, metavar="N,N,...", help="blocks of each stage")
     parser.add_argument("--split-points", type=_points, metavar="NAME:SIDE,...", help="SIDE is before or after")
     parser.add_argument("--precision", choices=tuple(map(str, Precision)), default="fp16", help="default: fp16")
+    parser.add_argument(
+        "--zero-stage", type=int, choices=(0, 1), default=0, help="what replicas divide: 1: optimizer state and masters"
+    )
+    parser.add_argument("--world-size", type=positive, help="ranks of the job (default: one replica)")
     parser.add_argument("--batch-size", type=positive, default=1, help="samples of a micro-batch (default: 1)")
     parser.add_argument("--sequence-length", type=positive, help="tokens of a text (default: 128, or what fits)")
 
@@ -60,21 +65,37 @@ def run(arguments: Namespace) -> str:
     parallel = ParallelConfig(
         tp_size=arguments.tp_size,
         pp_size=arguments.pp_size,
+        zero_stage=arguments.zero_stage,
         enable_sequence_parallelism=arguments.enable_sequence_parallelism,
     )
+    num_replicas = parallel.dp_size(arguments.world_size or arguments.tp_size * arguments.pp_size)
+    if arguments.zero_stage and num_replicas == 1:
+        raise ConfigError(
+            f"zero_stage={arguments.zero_stage} divides over replicas, and there is one. Pass the ranks of the job as "
+            f"--world-size: a multiple of {arguments.tp_size * arguments.pp_size}."
+        )
     config = load_config(arguments.model)
     model = build(config, arguments.task)
     division = preview_sharding(model, parallel) if arguments.tp_size > 1 else None
     casted = _casted(model, Precision(arguments.precision))
-    held = _held(model, casted, arguments, partition, division.shapes if division else {})
+    shapes = division.shapes if division else {}
+    precision = Precision(arguments.precision)
+    num_shards = num_replicas if arguments.zero_stage else 1
+    state_bytes = _state_bytes(
+        model, casted, TrainingStateSpec(_ADAMS, precision is not Precision.FP32, num_shards), shapes
+    )
+    sizes = {name: parts.total for name, parts in state_bytes.items()}
+    held = MemoryBudget(sizes=sizes, ranks=range(arguments.pp_size), limit=partition.limit_bytes)
     stages = _describe(model, arguments, partition, casted, held)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     first = f"{type(model).__name__}, {_chosen_by(partition)}\n\n"
-    if division is None:
-        return first + render_cut(stages, num_parameters, arguments.batch_size)
-    shares = _shares(model, casted, division.shapes)
-    cut = render_cut(stages, num_parameters, arguments.batch_size, shares)
-    return f"{first}{cut}\n\n{render_sharding(model, division, arguments.tp_size)}"
+    shares = _shares(model, casted, shapes) if division else None
+    parts = [first + render_cut(stages, num_parameters, arguments.batch_size, shares)]
+    if arguments.world_size or arguments.zero_stage:
+        parts.append(render_memory(stages, state_bytes, num_replicas, arguments.zero_stage))
+    if division is not None:
+        parts.append(render_sharding(model, division, arguments.tp_size))
+    return "\n\n".join(parts)
 
 
 def _casted(model: nn.Module, precision: Precision) -> dict[int, torch.dtype]:
@@ -95,20 +116,21 @@ def _shares(
     return shares
 
 
-def _held(
+def _state_bytes(
     model: nn.Module,
     casted: Mapping[int, torch.dtype],
-    arguments: Namespace,
-    partition: PartitionConfig,
+    state_spec: TrainingStateSpec,
     shapes: Mapping[str, tuple[int, ...]],
-) -> MemoryBudget:
+) -> dict[str, StateBytes]:
     """Memory that a rank needs for each parameter that it holds, trained with Adam."""
-    state_spec = TrainingStateSpec(_ADAMS, Precision(arguments.precision) is not Precision.FP32)
-    sizes = {}
-    for name, parameter in model.named_parameters():
-        dtype = casted.get(id(parameter), parameter.dtype)
-        sizes[name] = state_spec.bytes_of(parameter, dtype, math.prod(shapes.get(name, parameter.shape)))
-    return MemoryBudget(sizes=sizes, ranks=range(arguments.pp_size), limit=partition.limit_bytes)
+    return {
+        name: state_spec.parts_of(
+            parameter,
+            casted.get(id(parameter), parameter.dtype),
+            math.prod(shapes.get(name, parameter.shape)),
+        )
+        for name, parameter in model.named_parameters()
+    }
 
 
 class _DoesNotRun(ConfigError):

@@ -42,6 +42,19 @@ def _sum(parts: list[Tensor]) -> None:
         part.detach().copy_(total)
 
 
+def _sum_segments(parts: list[Tensor]) -> None:
+    for index, part in enumerate(parts):
+        segments = [each.detach().view(len(parts), -1)[index] for each in parts]
+        part.detach().view(len(parts), -1)[index].copy_(torch.stack(segments).sum(0))
+
+
+def _copy_segments(parts: list[Tensor]) -> None:
+    for index, source in enumerate(parts):
+        for target in parts:
+            if target is not source:
+                target.detach().view(len(parts), -1)[index].copy_(source.detach().view(len(parts), -1)[index])
+
+
 class LoopbackGroup:
     """Ranks of one process that communicate through a dict that they share.
 
@@ -110,6 +123,12 @@ class LoopbackGroup:
         total = tensor.detach().clone()
         pending = self._collect("reduce_scatter", total, _sum)[1]
         return _Result(pending, lambda: total.chunk(self.size, dim)[self.rank].contiguous())
+
+    def reduce_scatter_segments(self, flat: Tensor) -> Work:
+        return self._collect("reduce_scatter_segments", flat, _sum_segments)[1]
+
+    def all_gather_segments(self, flat: Tensor) -> Work:
+        return self._collect("all_gather_segments", flat, _copy_segments)[1]
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         return self._post(tensor, peer, f"rank {self.ranks[peer]} to receive", is_send=True)

@@ -184,6 +184,26 @@ class TorchGroup:
         work = self._start(dist.all_to_all_single, to, of, async_op=True)
         return _Mapped(_WithResult(work, list(target)), lambda summands: sum_in_order(summands).to(tensor.device))
 
+    def reduce_scatter_segments(self, flat: Tensor) -> Work:
+        check_real(flat)
+        flat = flat.detach()
+        own = flat.view(self.size, -1)[self.rank]
+        if self._host_only:
+            return _ToSegments(self.start_reduce_scatter(flat, 0), own.copy_)
+        self._started[0] += 1
+        return self._start(_reduce_scatter_single, own, flat, async_op=True)
+
+    def all_gather_segments(self, flat: Tensor) -> Work:
+        check_real(flat)
+        flat = flat.detach()
+        own = flat.view(self.size, -1)[self.rank]
+        if self._staged(flat) or self._exchanging(own.nbytes) is not None:
+            return _ToSegments(self.start_all_gather(own), lambda parts: torch.cat(parts, out=flat))
+        self._started[0] += 1
+        # gloo copies its input into the output while others send to it.
+        source = own.clone() if self._host_only else own
+        return self._start(_all_gather_single, as_carried(flat), as_carried(source), async_op=True)
+
     def send(self, tensor: Tensor, peer: int) -> Work:
         self._started[1 + peer] += 1
         host = tensor.cpu() if self._staged(tensor) else tensor
@@ -261,6 +281,16 @@ class _Mapped(Generic[T, R]):
 
     def wait(self) -> R:
         return self._function(self._pending.wait())
+
+
+class _ToSegments(Generic[T]):
+    """A communication whose result goes into a tensor that was there before."""
+
+    def __init__(self, pending: Pending[T], fill: Callable[[T], object]):
+        self._pending, self._fill = pending, fill
+
+    def wait(self) -> None:
+        self._fill(self._pending.wait())
 
 
 def _by_member(tensor: Tensor, size: int, dim: int) -> Tensor:

@@ -88,6 +88,15 @@ class Group(Protocol):
     def start_reduce_scatter(self, tensor: Tensor, dim: int) -> Pending[Tensor]:
         """Start :meth:`reduce_scatter`. Collective."""
 
+    def reduce_scatter_segments(self, flat: Tensor) -> Work:
+        """Start to sum a flat tensor of ``size`` equal segments over the group, in place.
+
+        Afterwards the segment of this member's number is the sum; the others keep what this member gave. Collective.
+        """
+
+    def all_gather_segments(self, flat: Tensor) -> Work:
+        """Start to fill a flat tensor of ``size`` equal segments with each member's own one, in place. Collective."""
+
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Start to send a contiguous tensor to the member ``peer`` (its rank in the group)."""
 

@@ -17,7 +17,7 @@ class ParallelConfig(ConfigBase):
     Attributes:
         tp_size: tensor-parallel size: ranks that share each layer; 1: layers are not sharded.
         pp_size: pipeline-parallel size: ranks of each pipeline; 1: no pipeline.
-        zero_stage: 0: every replica keeps the complete optimizer state.
+        zero_stage: what replicas divide among themselves (ZeRO); 0: nothing, 1: optimizer state and masters.
         tensor_parallel_plan: how layers are sharded over the tensor-parallel ranks, by patterns of module names:
             ``{"*.q_proj": "column", "*.o_proj": "row"}``; None: derived by running the model's blocks.
         enable_sequence_parallelism: whether activations between the sharded layers of a block (norms, dropout,
@@ -43,9 +43,12 @@ class ParallelConfig(ConfigBase):
                 "tensor_parallel_plan must be a dict from patterns of module names to styles, like "
                 f"{{'*.q_proj': 'column', '*.o_proj': 'row'}}: got {plan!r}."
             )
-        if self.zero_stage != 0:
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ConfigError(f"zero_stage must be 0, 1, 2 or 3: got zero_stage={self.zero_stage!r}.")
+        if self.zero_stage > 1:
             raise ConfigError(
-                f"sharded optimizer state is not supported yet: got zero_stage={self.zero_stage}. Use zero_stage=0."
+                f"gradients and weights are not sharded yet: got zero_stage={self.zero_stage}. Use zero_stage=1, which "
+                "shards the optimizer's state and the fp32 masters."
             )
         self._check_sequences()
 

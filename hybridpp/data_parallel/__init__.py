@@ -1,7 +1,10 @@
 """Data parallelism: disjoint data per replica, one gradient for all."""
 
+from hybridpp.data_parallel.bucket import layout_of
 from hybridpp.data_parallel.buckets import GradientBuckets
+from hybridpp.data_parallel.flat_weights import FlatWeights, parts_of
 from hybridpp.data_parallel.iterable_dataset import ShardedIterableDataset
+from hybridpp.data_parallel.layout import ShardLayout
 from hybridpp.data_parallel.reducer import GradientReducer
 from hybridpp.data_parallel.running_statistics import BufferWriteDetector, RunningStatistics
 from hybridpp.data_parallel.sampler import ShardedBatchSampler
@@ -10,12 +13,16 @@ from hybridpp.data_parallel.update_target import UpdateTarget
 
 __all__ = [
     "BufferWriteDetector",
+    "FlatWeights",
     "GradientBuckets",
     "GradientReducer",
     "RunningStatistics",
     "SeededCollate",
     "SeededDataset",
+    "ShardLayout",
     "ShardedBatchSampler",
     "ShardedIterableDataset",
     "UpdateTarget",
+    "layout_of",
+    "parts_of",
 ]

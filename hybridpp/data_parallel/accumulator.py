@@ -4,7 +4,8 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor, nn
 
-from hybridpp.data_parallel.bucket import Bucket, split_into_buckets
+from hybridpp.data_parallel.bucket import Bucket
+from hybridpp.data_parallel.layout import ShardLayout
 from hybridpp.data_parallel.small_gradients import SmallGradients
 from hybridpp.nn.fp32_products import add_product
 from hybridpp.nn.torch_private import version_of
@@ -22,7 +23,7 @@ class GradientAccumulator:
 
     Args:
         parameters: the trainable parameters, by name, in the order of the forward.
-        capacity_mib: size of a bucket, in MiB.
+        layout: the buckets.
         exposes_grad: whether ``parameter.grad`` shows the sums.
 
     Attributes:
@@ -34,13 +35,10 @@ class GradientAccumulator:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        capacity_mib: float,
+        layout: ShardLayout,
         exposes_grad: bool,
     ):
-        # Backward reaches the last parameters first, so their bucket is complete first.
-        self.buckets = [
-            Bucket(chunk) for chunk in split_into_buckets(dict(reversed(list(parameters.items()))), capacity_mib)
-        ]
+        self.buckets = [Bucket(bucket, parameters) for bucket in layout.buckets]
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.views}
         self.views: dict[str, Tensor] = {name: self.bucket_of[name].views[name] for name in parameters}
         self._parameters = dict(parameters)
@@ -50,6 +48,7 @@ class GradientAccumulator:
             if exposes_grad and parameter.dtype == self.views[name].dtype
         }
         self._small = SmallGradients({name: self.views[name] for name in parameters if name not in self._exposed})
+        self._is_hidden = False
         # Parameters whose view holds old values.
         self._stale: set[str] = set()
         # The version of each bucket when it was last all zero; writes through ``.data`` do not change the version.
@@ -58,6 +57,7 @@ class GradientAccumulator:
     def reset(self, set_to_none: bool = True) -> None:
         """Set all sums to zero; exposed ``parameter.grad`` become None, or zeros unless ``set_to_none``."""
         self._small.clear()
+        self._is_hidden = False
         for bucket in self.buckets:
             if self._holds_numbers(bucket):
                 self._stale.update(bucket.views)
@@ -67,11 +67,22 @@ class GradientAccumulator:
         for parameter in self._exposed.values():
             parameter.grad = None
 
+    def hide(self) -> None:
+        """Set exposed ``parameter.grad`` to None, until :meth:`begin`."""
+        self.zero_stale()
+        for parameter in self._exposed.values():
+            parameter.grad = None
+        self._is_hidden = True
+
     def begin(self) -> None:
         """Prepare for backward passes."""
+        is_hidden, self._is_hidden = self._is_hidden, False
         for name, parameter in self._exposed.items():
             view, gradient = self.views[name], parameter.grad
             if gradient is view:
+                continue
+            if is_hidden:
+                parameter.grad = None if name in self._stale else view
                 continue
             # None, set by the script (module.zero_grad()) or never set, counts as zero.
             if self._holds_numbers(self.bucket_of[name]):
@@ -158,17 +169,10 @@ class GradientAccumulator:
         chosen = self.buckets[:: -(-len(self.buckets) // _MAX_SAMPLES) or 1]
         return [bucket.sample(_MAX_SAMPLES) for bucket in chosen]
 
-    def scale(self, factor: float) -> None:
-        """Multiply all sums."""
+    def flats(self, segment: int | None = None) -> list[Tensor]:
+        """All sums as flat tensors, or those in one segment of each bucket."""
         self.zero_stale()
-        for bucket in self.buckets:
-            bucket.flat.mul_(factor)
-
-    def clamp(self, limit: float) -> None:
-        """Bring every element into ``[-limit, limit]``."""
-        self.zero_stale()
-        for bucket in self.buckets:
-            bucket.flat.clamp_(-limit, limit)
+        return [bucket.flat if segment is None else bucket.segment(segment) for bucket in self.buckets]
 
     def to_host(self) -> list[Tensor]:
         """Copies of all sums in host memory."""
@@ -181,6 +185,10 @@ class GradientAccumulator:
         for bucket, flat in zip(self.buckets, copies, strict=True):
             bucket.flat.copy_(flat)
 
+    def foreign_grads(self) -> dict[str, Tensor | None]:
+        """Exposed ``parameter.grad`` that are not the sums, by name."""
+        return {name: p.grad for name, p in self._exposed.items() if p.grad is not self.views[name]}
+
     def sync_from_grad(self) -> dict[str, bool]:
         """Copy ``parameter.grad`` that the script replaced into the sums.
 
@@ -189,10 +197,8 @@ class GradientAccumulator:
         """
         self.zero_stale()
         changed = {}
-        for name, parameter in self._exposed.items():
-            view, gradient = self.views[name], parameter.grad
-            if gradient is view:
-                continue
+        for name, gradient in self.foreign_grads().items():
+            view, parameter = self.views[name], self._exposed[name]
             changed[name] = gradient is not None
             if gradient is None:
                 view.zero_()

@@ -1,59 +1,58 @@
-"""A flat buffer of gradients, and its all-reduce."""
+"""A flat buffer of gradients, and its reduction over the replicas."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridpp.cluster import Group, Work
-
-# Views start at multiples of this many elements, so that vector loads of every kernel are aligned.
-_ALIGNMENT = 16
+from hybridpp.data_parallel.layout import BucketLayout, ParameterInfo, Piece, ShardLayout, plan_buckets
 
 
 class Bucket:
     """Some parameters' gradients in one contiguous buffer.
 
     Attributes:
-        flat: the buffer: the gradients, then one flag per parameter, which says whether a backward pass reached it.
-        flags: the flags; they are reduced in the same message.
+        layout: where they lie.
+        flat: the buffer.
         views: each parameter's gradient, by name.
         pending: parameters whose gradients are not complete yet.
         work: the running reduction; None: there is none.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter]):
-        starts = [0]
-        for parameter in parameters.values():
-            starts.append(starts[-1] + -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT)
-        first = next(iter(parameters.values()))
-        self.flat = torch.zeros(starts[-1] + len(parameters), dtype=_accumulation_dtype(first), device=first.device)
-        self.flags = self.flat[starts[-1] :]
-        self.views = {
-            name: self.flat.as_strided(parameter.size(), _strides(parameter), start)
-            for (name, parameter), start in zip(parameters.items(), starts, strict=False)
-        }
+    def __init__(self, layout: BucketLayout, parameters: Mapping[str, Tensor]):
+        first = parameters[layout.slots[0].name]
+        self.layout = layout
+        self.flat = torch.zeros(layout.size, dtype=accumulation_dtype(first), device=first.device)
+        self.views = views_in(self.flat, layout, parameters)
         self.pending: set[str] = set()
         self.work: Work | None = None
         self._sent = self.flat
 
     def sample(self, count: int) -> Tensor:
         """A copy of about ``count`` evenly spaced elements of the gradients and the zero padding between them."""
-        size = self.flat.numel() - self.flags.numel()
-        return self.flat[: size : max(1, size // count)].clone()
+        return self.flat[:: max(1, self.layout.size // count)].clone()
 
-    def launch_reduce(self, group: Group, used: Collection[str], dtype: torch.dtype | None) -> None:
-        """Start to all-reduce the buffer, rounded to ``dtype``, over a group. Collective: the group.
+    def segment(self, index: int) -> Tensor:
+        """The part of the buffer that one replica has after :meth:`launch_reduce` with ``scatter``."""
+        return self.flat[self.layout.segment(index)]
+
+    def keep_segment(self, index: int) -> None:
+        """Clear all but one segment."""
+        kept = self.layout.segment(index)
+        self.flat[: kept.start].zero_()
+        self.flat[kept.stop :].zero_()
+
+    def launch_reduce(self, group: Group, dtype: torch.dtype | None, *, scatter: bool) -> None:
+        """Start to sum the buffer, rounded to ``dtype``, over a group. Collective: the group.
 
         Args:
             group: the replicas.
-            used: parameters that a backward pass on this rank has reached.
             dtype: of the message; None: the buffer's dtype.
+            scatter: each replica gets its own segment of the sum only.
         """
-        flags = torch.tensor([float(name in used) for name in self.views], dtype=self.flat.dtype)
-        self.flags.copy_(flags, non_blocking=True)
         self._sent = self.flat if dtype is None else self.flat.to(dtype)
-        self.work = group.all_reduce(self._sent)
+        self.work = group.reduce_scatter_segments(self._sent) if scatter else group.all_reduce(self._sent)
 
     def wait(self) -> None:
         """Wait for the reduction, and copy the sum into the buffer."""
@@ -68,28 +67,60 @@ class Bucket:
         self.work, self._sent = None, self.flat
 
 
-def _accumulation_dtype(parameter: Tensor) -> torch.dtype:
+def accumulation_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype in which the gradients of a parameter are summed: at least fp32."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-def _strides(parameter: Tensor) -> tuple[int, ...]:
+def views_in(flat: Tensor, layout: BucketLayout, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Views of a bucket in the shapes and strides of its parameters, by name."""
+    return {
+        slot.name: flat.as_strided(
+            parameters[slot.name].size(), dense_strides(parameters[slot.name]), flat.storage_offset() + slot.start
+        )
+        for slot in layout.slots
+    }
+
+
+def dense_strides(parameter: Tensor) -> tuple[int, ...]:
     """The parameter's strides if it is dense (fused optimizers require equal strides), else contiguous strides."""
     return torch.empty_like(parameter, device="meta").stride()
 
 
-def split_into_buckets(parameters: dict[str, nn.Parameter], capacity_mib: float) -> Iterator[dict[str, nn.Parameter]]:
-    """Consecutive parameters of one dtype and device, up to the capacity."""
-    chunk: dict[str, nn.Parameter] = {}
-    size = 0
-    kind = None
-    for name, parameter in parameters.items():
-        dtype = _accumulation_dtype(parameter)
-        nbytes = parameter.numel() * dtype.itemsize
-        if chunk and (size + nbytes > capacity_mib * 2**20 or kind != (dtype, parameter.device)):
-            yield chunk
-            chunk, size = {}, 0
-        chunk[name] = parameter
-        size += nbytes
-        kind = (dtype, parameter.device)
-    if chunk:
-        yield chunk
+def piece_in(flat: Tensor, piece: Piece, parameter: Tensor) -> Tensor:
+    """The view of a bucket that a piece is: of the parameter's shape if it is whole, else flat."""
+    if piece.is_whole:
+        return flat.as_strided(parameter.size(), dense_strides(parameter), flat.storage_offset() + piece.offset)
+    return flat[piece.offset : piece.offset + piece.size]
+
+
+def layout_of(
+    parameters: Mapping[str, Tensor],
+    group: Group,
+    capacity_mib: float,
+    *,
+    shared: Collection[str] = (),
+    indivisible: Collection[str] = (),
+    stages: Mapping[str, int] | None = None,
+) -> ShardLayout:
+    """Put the gradients of parameters into buckets, one segment per member of ``group``. Nothing is communicated.
+
+    Args:
+        parameters: trainable ones, by name, in the order of the forward.
+        group: the replicas.
+        capacity_mib: size of a bucket, in MiB.
+        shared: those of whose gradients ranks of one replica hold summands.
+        indivisible: those that are updated whole.
+        stages: the first pipeline stage that uses each; stages share no bucket, so each is reduced on its own.
+    """
+    infos = {
+        name: ParameterInfo(
+            parameter.numel(),
+            parameter.numel() * accumulation_dtype(parameter).itemsize,
+            (str(accumulation_dtype(parameter)), str(parameter.dtype), str(parameter.device), (stages or {}).get(name)),
+            name not in indivisible,
+            name in shared,
+        )
+        for name, parameter in parameters.items()
+    }
+    return plan_buckets(infos, capacity_mib * 2**20, group.size, group.rank)

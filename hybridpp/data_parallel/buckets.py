@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from hybridpp.cluster import Group
 from hybridpp.data_parallel.accumulator import GradientAccumulator
-from hybridpp.data_parallel.bucket_all_reduce import BucketAllReduce
+from hybridpp.data_parallel.bucket import piece_in
+from hybridpp.data_parallel.bucket_reduction import BucketReduction
 from hybridpp.data_parallel.gradient_hook import GradientHook
+from hybridpp.data_parallel.layout import ShardLayout
 from hybridpp.data_parallel.shared_gradients import SharedGradients, Summand
 from hybridpp.errors import ConfigError
 from hybridpp.nn.fp32_products import adds_products
@@ -42,7 +44,7 @@ class GradientBuckets:
     Args:
         parameters: this rank's trainable parameters, by name, in the order of the forward.
         group: the replicas.
-        capacity_mib: size of a bucket, in MiB.
+        layout: the buckets, with a segment for each replica; shared parameters have their own.
         shared: by parameter, the groups whose members hold a summand of its gradient each (stages that share the
             parameter, ranks that apply it to different shards of an activation).
         communication_dtype: dtype of the messages between replicas; None: the accumulation dtype.
@@ -50,6 +52,8 @@ class GradientBuckets:
         coalesced_group: one of the groups in ``shared`` whose members hold the same parameters: all its sums go in one
             message.
         fuses_products: whether :meth:`add_product` may be used.
+        scatter: whether a replica gets only its own segment of each sum (ZeRO). Between reduction and step,
+            ``parameter.grad`` is None then.
 
     Attributes:
         parameters: as given.
@@ -61,27 +65,36 @@ class GradientBuckets:
         self,
         parameters: Mapping[str, nn.Parameter],
         group: Group,
-        capacity_mib: float,
+        layout: ShardLayout,
         shared: Mapping[str, Sequence[Group]] | None = None,
         communication_dtype: torch.dtype | None = None,
         exposes_grad: bool = True,
         coalesced_group: Group | None = None,
         fuses_products: bool = True,
+        scatter: bool = False,
     ):
         self.parameters = parameters
         self._group = group
-        self._accumulator = GradientAccumulator(parameters, capacity_mib, exposes_grad)
+        self._accumulator = GradientAccumulator(parameters, layout, exposes_grad)
         self._shared = SharedGradients(coalesced_group)
         for name, groups in (shared or {}).items():
             for one in groups:
                 self.add_shared(name, one, self._accumulator.views[name])
         self.communication_dtype = communication_dtype
-        self.exposes_grad = exposes_grad
+        self.exposes_grad = exposes_grad and not (scatter and group.size > 1)
         self._fuses_products = fuses_products
         self._used: set[str] = set()
-        self._all_reduce: BucketAllReduce | None = None
+        self._scatters = scatter and group.size > 1
+        buckets = self._accumulator.buckets
+        self._pieces = {
+            piece.name: piece_in(bucket.flat, piece, parameters[piece.name])
+            for bucket in buckets
+            for piece in bucket.layout.pieces(group.rank)
+        }
+        self._reduction: BucketReduction | None = None
         if group.size > 1:
-            self._all_reduce = BucketAllReduce(self._accumulator, group, communication_dtype, self._used)
+            dtype, reached = communication_dtype, self._used
+            self._reduction = BucketReduction(self._accumulator, group, dtype, reached, scatter=self._scatters)
         self._state = _State.CONSUMED
         self._sync = True
         # Weak: Python's garbage collector does not traverse torch's hooks, so a strong reference to the gradients would
@@ -101,8 +114,19 @@ class GradientBuckets:
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """The sums, by name."""
+        """This replica's part of the sums, by name: after a reduction that scatters its pieces, else all."""
+        return self._pieces if self._is_scattered else self._accumulator.zero_stale()
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """The sums, by name. Collective: all replicas of this stage, after a reduction that scatters."""
+        if self._is_scattered:
+            for bucket in self._accumulator.buckets:
+                self._group.all_gather_segments(bucket.flat).wait()
         return self._accumulator.zero_stale()
+
+    @property
+    def _is_scattered(self) -> bool:
+        return self._scatters and self._state is not _State.LOCAL
 
     def add_shared(self, name: str, group: Group, view: Tensor) -> None:
         """Add a group whose members hold a summand each of a gradient, or of the part of it that ``view`` is."""
@@ -128,8 +152,8 @@ class GradientBuckets:
 
     def begin(self) -> None:
         """Get ready for backward passes."""
-        if self._all_reduce is not None:
-            self._all_reduce.settle()
+        if self._reduction is not None:
+            self._reduction.settle()
         if self._state is _State.CONSUMED:
             self.zero()
         self._enable_hooks()
@@ -170,10 +194,14 @@ class GradientBuckets:
         self._arrived.clear()
 
     def _keep_one_copy(self) -> None:
-        """Clear reduced sums on all ranks but one, so that the next reduction counts them once."""
+        """Clear reduced sums on all ranks but one, so that the next reduction counts them once.
+
+        Each replica keeps its segments, as it must where it has no others: so sums are added in the same order.
+        """
         self._accumulator.zero_stale()
-        if self._group.rank != 0:
-            self._accumulator.reset()
+        if self._group.size > 1:
+            for bucket in self._accumulator.buckets:
+                bucket.keep_segment(self._group.rank)
         self._shared.keep_one_copy()
 
     def begin_last_backward(self, pending: Collection[str] | None = None) -> bool:
@@ -185,16 +213,16 @@ class GradientBuckets:
         Returns:
             Whether gradients are reduced over replicas.
         """
-        if not self._sync or self._all_reduce is None:
+        if not self._sync or self._reduction is None:
             return False
         self._enable_hooks()
-        self._all_reduce.begin(pending)
+        self._reduction.begin(pending)
         return True
 
     def defer(self, names: Iterable[str]) -> None:
         """Note that the running backward pass does not complete these gradients: :meth:`add` follows."""
-        if self._all_reduce is not None:
-            self._all_reduce.defer(names)
+        if self._reduction is not None:
+            self._reduction.defer(names)
 
     def mark_reached(self, names: Iterable[str]) -> None:
         """Note that :meth:`add` follows for these parameters."""
@@ -226,8 +254,8 @@ class GradientBuckets:
 
     def mark_complete(self, name: str) -> None:
         """Note that the last :meth:`add` of the step for this parameter is done."""
-        if self._all_reduce is not None:
-            self._all_reduce.complete(name)
+        if self._reduction is not None:
+            self._reduction.complete(name)
 
     def _on_gradient(self, name: str) -> None:
         """Autograd has added to a gradient, or has been told that there is nothing to add."""
@@ -236,7 +264,7 @@ class GradientBuckets:
         if self._state is _State.CONSUMED:
             raise ConfigError(_UNKNOWN_BACKWARD)
         self._used.add(name)
-        if self._all_reduce is not None and self._all_reduce.arrived(name):
+        if self._reduction is not None and self._reduction.arrived(name):
             return
         if name in self._accumulator.small:
             if name in self._arrived:
@@ -250,7 +278,7 @@ class GradientBuckets:
             self._hooks[name].disable()
 
     def finish_grad_sync(self) -> None:
-        """Finish the sums over replicas, then over the groups of shared parameters.
+        """Finish the sums over the groups of shared parameters and over the replicas.
 
         Collective: all replicas of this stage, and all ranks that share a parameter; not inside ``no_sync``.
         """
@@ -259,12 +287,18 @@ class GradientBuckets:
         self._accumulator.zero_stale()
         if not self._sync or self._state is not _State.LOCAL:
             return
-        if self._all_reduce is not None:
-            self._all_reduce.finish()
+        if self._reduction is not None:
+            self._reduction.finish(self._sum_shared)
+        else:
+            self._sum_shared()
+        self._state = _State.REDUCED
+        if self._scatters:
+            self._accumulator.hide()
+
+    def _sum_shared(self) -> None:
         if self._shared.summands:
             self._shared.sum()
             self._used.update(one.name for one in self._shared.summands)
-        self._state = _State.REDUCED
 
     @property
     def is_consumed(self) -> bool:
@@ -292,31 +326,38 @@ class GradientBuckets:
 
     def launch_remaining(self) -> None:
         """Start the remaining reductions after the last backward pass. Collective: all replicas of this stage."""
-        if self._all_reduce is not None:
-            self._all_reduce.launch_remaining()
+        if self._reduction is not None:
+            self._reduction.launch_remaining()
 
     def unread_flags(self) -> Tensor | None:
         """What :meth:`unused_parameters` will read of the device, for the caller to read with other numbers."""
-        if self._all_reduce is None or self._state is not _State.REDUCED or len(self._used) == len(self.parameters):
+        if self._reduction is None or self._state is not _State.REDUCED or len(self._used) == len(self.parameters):
             return None
-        return self._all_reduce.flags()
+        return self._reduction.flags()
 
     def take_flags(self, flags: Sequence[float]) -> None:
         """Take over the numbers of :meth:`unread_flags`."""
-        if self._all_reduce is not None:
-            self._all_reduce.take_flags(flags)
+        if self._reduction is not None:
+            self._reduction.take_flags(flags)
 
     def unused_parameters(self) -> list[str]:
         """Parameters whose gradients no backward pass has reached on any replica."""
         unused = [name for name in self.parameters if name not in self._used]
-        if self._all_reduce is not None and unused:
-            reached = self._all_reduce.reached_anywhere()
+        if self._reduction is not None and unused:
+            reached = self._reduction.reached_anywhere()
             unused = [name for name in unused if name not in reached]
         return unused
 
     def sync_from_grad(self) -> None:
-        """Take over gradients that the script set or cleared in ``parameter.grad`` between backward and step."""
+        """Take over gradients that the script set or cleared in ``parameter.grad`` between backward and step.
+
+        Raises:
+            ConfigError: the script set one, and this replica has only its part of the sum.
+        """
         if self._state is _State.CONSUMED:
+            return
+        if self._is_scattered:
+            self._refuse_grads()
             return
         for name, is_set in self._accumulator.sync_from_grad().items():
             if is_set:
@@ -324,10 +365,20 @@ class GradientBuckets:
             else:
                 self._used.discard(name)
 
+    def _refuse_grads(self) -> None:
+        views = self._accumulator.views
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None and parameter.grad is not views[name]:
+                raise ConfigError(
+                    f"{name}.grad was set between the backward pass and optimizer.step(): with ZeRO each replica has a "
+                    "part of every gradient only, so it would not be used. Call optimizer.clip_grad_by_norm or "
+                    "clip_grad_by_value, change the loss, or use zero_stage=0."
+                )
+
     def abort(self) -> None:
         """After an error in a step: drop its gradients and running reductions, which the next step waits for."""
-        if self._all_reduce is not None:
-            self._all_reduce.cancel()
+        if self._reduction is not None:
+            self._reduction.cancel()
         self.zero(set_to_none=False)
         self._state = _State.CONSUMED
 
@@ -351,15 +402,22 @@ class GradientBuckets:
             self._used.update(used)
             self._state = state
             self._accumulator.from_host(host)
+            if self._is_scattered:
+                self._accumulator.hide()
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
         if factor != 1.0:
-            self._accumulator.scale(factor)
+            for flat in self._own_flats():
+                flat.mul_(factor)
 
     def clamp(self, limit: float) -> None:
         """Bring every element into ``[-limit, limit]``."""
-        self._accumulator.clamp(limit)
+        for flat in self._own_flats():
+            flat.clamp_(-limit, limit)
+
+    def _own_flats(self) -> list[Tensor]:
+        return self._accumulator.flats(self._group.rank if self._is_scattered else None)
 
     def zero(self, set_to_none: bool = True) -> None:
         """Drop all gradients; exposed ``parameter.grad`` become None, or zeros unless ``set_to_none``."""

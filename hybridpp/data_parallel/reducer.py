@@ -28,7 +28,14 @@ class GradientReducer(Protocol):
 
     @property
     def gradients(self) -> Mapping[str, Tensor]:
-        """The sums so far, by name, in the parameter's shape and at least fp32."""
+        """This replica's part of the sums so far, by name, at least in fp32.
+
+        Before a reduction, and after one that leaves the sums on all replicas, in the parameters' shapes. After one
+        that scatters them, only of parameters of which this replica has a piece: flat, or in its shape if it is whole.
+        """
+
+    def whole_gradients(self) -> Mapping[str, Tensor]:
+        """The sums so far, by name, in the parameters' shapes. Collective: all replicas of this stage."""
 
     @property
     def is_syncing(self) -> bool:

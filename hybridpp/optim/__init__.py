@@ -3,7 +3,7 @@
 from hybridpp.optim.fused import can_divide, divided_in_kernel, fuse_by_default
 from hybridpp.optim.gradient_norm import GlobalGradNorm, gradient_norms, total_norm
 from hybridpp.optim.hybrid_adam import HybridAdam
-from hybridpp.optim.locality import Locality, LocalityUnknown, find_localities
+from hybridpp.optim.locality import FLAT, Locality, LocalityUnknown, find_localities
 from hybridpp.optim.lr_schedulers import (
     ConstantWarmupLR,
     CosineAnnealingWarmupLR,
@@ -26,6 +26,7 @@ from hybridpp.optim.torch_schedulers import (
 )
 
 __all__ = [
+    "FLAT",
     "ConstantWarmupLR",
     "CosineAnnealingLR",
     "CosineAnnealingWarmupLR",

@@ -1,7 +1,7 @@
 """The global gradient norm, which does not depend on the parallel layout."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,8 @@ from hybridpp.nn.half import HALF_DTYPES
 from hybridpp.nn.torch_private import foreach_copy_, foreach_norm
 
 # Squares summed one by one in fp32, as torch does on CPUs, have a relative error of 1e-3 over 3e7 elements.
-_BLOCK = 16_384
+NORM_BLOCK = 2048
+"""Squares are summed in blocks of this many elements, from a gradient's first one."""
 
 
 def gradient_norms(gradients: Sequence[Tensor]) -> Tensor:
@@ -24,7 +25,7 @@ def gradient_norms(gradients: Sequence[Tensor]) -> Tensor:
     if not gradients:
         return torch.empty(0, dtype=torch.float64)
     gradients = [gradient.float() if gradient.dtype in HALF_DTYPES else gradient for gradient in gradients]
-    large = [index for index, gradient in enumerate(gradients) if gradient.numel() > _BLOCK]
+    large = [index for index, gradient in enumerate(gradients) if gradient.numel() > NORM_BLOCK]
     if not large:
         return torch.stack(foreach_norm(gradients)).double()
     cut = {index: _cut(gradients[index]) for index in large}
@@ -40,10 +41,13 @@ def gradient_norms(gradients: Sequence[Tensor]) -> Tensor:
 
 def _cut(gradient: Tensor) -> tuple[Tensor, Tensor]:
     """The norms of the full blocks, and the remainder."""
+    if not gradient.is_contiguous():
+        # In the order of the memory, as pieces of it are.
+        gradient = gradient.permute(sorted(range(gradient.dim()), key=lambda dim: -gradient.stride()[dim]))
     flat = gradient.reshape(-1)
-    num_full = flat.numel() // _BLOCK
-    full = num_full * _BLOCK
-    return torch.linalg.vector_norm(flat[:full].view(num_full, _BLOCK), dim=1), flat[full:]
+    num_full = flat.numel() // NORM_BLOCK
+    full = num_full * NORM_BLOCK
+    return torch.linalg.vector_norm(flat[:full].view(num_full, NORM_BLOCK), dim=1), flat[full:]
 
 
 def total_norm(parts: Iterable[float]) -> float:
@@ -85,29 +89,29 @@ class GlobalGradNorm:
 
     Attributes:
         control: all ranks of the world.
-        ranks: the ranks of one replica, whose parts make up the norm.
+        ranks: the ranks whose parts make up the norm: those of one replica, or all where replicas divide gradients.
+        num_replicas: number of replicas of the model.
         counted: this rank's parameters that count here; a parameter that several ranks hold counts once.
         copied: the other parameters, and those that count only in part; they are only checked for inf and NaN.
-        unique: for sharded parameters, by name, a function that selects the part of a gradient that no lower rank
-            holds, which is what counts here.
+        unique: for gradients that count only in part, by name, a mask of the elements that count.
     """
 
     control: Group
     ranks: tuple[int, ...]
+    num_replicas: int
     counted: tuple[str, ...]
     copied: tuple[str, ...]
-    unique: Mapping[str, Callable[[Tensor], Tensor]]
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of replicas of the model."""
-        return self.control.size // len(self.ranks)
+    unique: Mapping[str, Tensor]
 
     def parts(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The norms of this rank's gradients, on the device; those that count come first."""
-        unique = self.unique
-        counted = [unique[name](gradients[name]) if name in unique else gradients[name] for name in self.counted]
+        counted = [self._that_counts(name, gradients[name]) for name in self.counted]
         return gradient_norms([*counted, *(gradients[name] for name in self.copied)])
+
+    def _that_counts(self, name: str, gradient: Tensor) -> Tensor:
+        mask = self.unique.get(name)
+        # Not a product: an inf that does not count times 0 is NaN.
+        return gradient if mask is None else gradient.where(mask, gradient.new_zeros(()))
 
     def message(self, parts: Sequence[float]) -> list[float]:
         """What the other ranks need of this rank's :meth:`parts`: inf, NaN or 0, then terms of the sum of squares."""

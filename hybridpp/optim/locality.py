@@ -23,6 +23,9 @@ _LEARNING_RATE = 0.05
 _SHAPES = ((), (8224,), (34, 272), (6, 34, 48), (6, 34, 6, 8), (6, 34, 6, 4, 2))
 _HOOKS = "_optimizer_"
 
+FLAT = -1
+"""In place of a dimension: the parameter is made flat before it is cut, as ZeRO does."""
+
 
 class Locality(IntEnum):
     """What the update of one element depends on.
@@ -52,7 +55,8 @@ def find_localities(
 
     Args:
         optimizer: with its settings, on parameters of any kind.
-        cuts: for each group, how its parameters may be sharded: pairs of number of dimensions and sharded dimension.
+        cuts: for each group, how its parameters may be sharded: pairs of number of dimensions and sharded dimension,
+            or :data:`FLAT`.
         device: where to run the copies.
 
     Raises:
@@ -112,9 +116,13 @@ class _StandIn:
         """One of two halves along ``dim``; the complete parameter if ``dim`` is None."""
         part = copy.copy(self)
         if dim is not None:
-            part.weights = self.weights.chunk(2, dim)[half].contiguous()
-            part.gradients = [gradient.chunk(2, dim)[half].contiguous() for gradient in self.gradients]
+            part.weights, *part.gradients = [_half(tensor, dim, half) for tensor in (self.weights, *self.gradients)]
         return part
+
+
+def _half(tensor: Tensor, dim: int, half: int) -> Tensor:
+    cut = tensor.flatten().chunk(2) if dim == FLAT else tensor.chunk(2, dim)
+    return cut[half].contiguous()
 
 
 def _shape(num_dims: int) -> tuple[int, ...]:
@@ -168,7 +176,7 @@ def _compare(optimizer: Optimizer, standins: list[_StandIn]) -> dict[int, Locali
             for half in (0, 1)
         )
         for one, dim, uncut, *halves in zip(standins, dims, together, first, second, strict=True):
-            if dim is not None and not torch.equal(torch.cat(halves, dim), uncut):
+            if dim is not None and not torch.equal(torch.cat(halves, max(dim, 0)).view_as(uncut), uncut):
                 found[one.group_index] = Locality.PARAMETERS
     for one, expected in zip(standins, together, strict=True):
         if not torch.equal(_stepped(optimizer, [one])[0], expected):

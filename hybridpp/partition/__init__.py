@@ -9,7 +9,7 @@ from hybridpp.partition.compiled import compiled_parts, has_compiled_forward
 from hybridpp.partition.concrete_fallback import UntraceableUnitError
 from hybridpp.partition.containers import is_cache
 from hybridpp.partition.describe import StageSummary, describe_cut, shared_parameters
-from hybridpp.partition.memory import MemoryBudget, TrainingStateSpec
+from hybridpp.partition.memory import MemoryBudget, StateBytes, TrainingStateSpec
 from hybridpp.partition.plan import BoundarySharding, CutPoint, StagePlan
 from hybridpp.partition.prune import parameter_names
 from hybridpp.partition.samples import make_samples
@@ -29,6 +29,7 @@ __all__ = [
     "StageSummary",
     "StagedModel",
     "StagingOptions",
+    "StateBytes",
     "TensorSpec",
     "Trace",
     "Tracer",

@@ -1,5 +1,6 @@
 """Memory that the stages' parameters take on their ranks, and its limit."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,10 +21,12 @@ class TrainingStateSpec(NamedTuple):
     Attributes:
         moments: optimizer states per weight, at least as wide as fp32; None: no optimizer and no gradients.
         masters: whether there is an fp32 master weight.
+        num_shards: replicas that divide masters and optimizer states among themselves (ZeRO).
     """
 
     moments: int | None = None
     masters: bool = False
+    num_shards: int = 1
 
     def bytes_of(self, parameter: nn.Parameter, dtype: torch.dtype, num_elements: int | None = None) -> int:
         """Bytes of the weight in ``dtype`` and, if it is trained, of its gradient, master weight and optimizer state.
@@ -33,12 +36,42 @@ class TrainingStateSpec(NamedTuple):
             dtype: the dtype in which the model computes with it.
             num_elements: number of its elements on the rank; None: all.
         """
-        each = dtype.itemsize
-        if parameter.requires_grad:
-            wide = max(dtype.itemsize, torch.float32.itemsize)
-            each += 0 if self.moments is None else wide * (1 + self.moments)
-            each += torch.float32.itemsize if self.masters else 0
-        return each * (parameter.numel() if num_elements is None else num_elements)
+        return self.parts_of(parameter, dtype, num_elements).total
+
+    def parts_of(self, parameter: nn.Parameter, dtype: torch.dtype, num_elements: int | None = None) -> "StateBytes":
+        """The summands of :meth:`bytes_of`."""
+        count = parameter.numel() if num_elements is None else num_elements
+        if not parameter.requires_grad:
+            return StateBytes(count * dtype.itemsize, 0, 0, 0)
+        divided = math.ceil(count / self.num_shards)
+        wide = max(dtype.itemsize, torch.float32.itemsize)
+        return StateBytes(
+            weights=count * dtype.itemsize,
+            gradients=0 if self.moments is None else count * wide,
+            masters=divided * torch.float32.itemsize if self.masters else 0,
+            moments=divided * wide * (self.moments or 0),
+        )
+
+
+class StateBytes(NamedTuple):
+    """Bytes that a rank holds in training.
+
+    Attributes:
+        weights: in the dtypes in which the model computes.
+        gradients: sums of them.
+        masters: fp32 copies of weights.
+        moments: the optimizer's states.
+    """
+
+    weights: int
+    gradients: int
+    masters: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from hybridpp.precision.master_weights import MasterWeights, ReplicatedTarget
 from hybridpp.precision.module_dtypes import ModuleDtypes, find_module_dtypes, wrap_dtype_boundaries
 from hybridpp.precision.nonfinite import Finding, NonFiniteDetector, StepPosition
 from hybridpp.precision.norm_modules import fp32_norms, norm_modules
+from hybridpp.precision.sharded_target import ShardedTarget
 
 __all__ = [
     "Finding",
@@ -17,6 +18,7 @@ __all__ = [
     "ModuleDtypes",
     "NonFiniteDetector",
     "ReplicatedTarget",
+    "ShardedTarget",
     "StepPosition",
     "cast_model",
     "describe_dtypes",

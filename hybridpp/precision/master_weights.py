@@ -1,8 +1,9 @@
 """fp32 copies of half-precision weights, and what the optimizer updates in place of the model's parameters."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -10,23 +11,37 @@ from torch import Tensor, nn
 from hybridpp.errors import ConfigError
 from hybridpp.nn.torch_private import children_of, foreach_copy_, parameters_of, version_of
 
+PartOf: TypeAlias = Callable[[Tensor], Tensor]
+"""A view of that part of a parameter, or of a tensor of its shape, that this rank updates."""
+
 
 class MasterWeights:
-    """An fp32 master for every given parameter.
+    """An fp32 master for every given parameter, or for the part of it that this rank updates.
 
     Args:
-        parameters: the trainable parameters, by name, before they are cast to half precision.
+        parameters: the trainable parameters, by name.
+        values: their values before they were cast to half precision; None: as they are now.
+        parts: the part of each that has a master here, by name; those that are missing have none. None: all of each.
 
     Attributes:
         masters: each parameter's master, by name: a leaf tensor that an optimizer can update.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]):
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        values: Mapping[str, Tensor] | None = None,
+        parts: Mapping[str, PartOf] | None = None,
+    ):
+        self._parts = dict.fromkeys(parameters, _all_of) if parts is None else parts
+        self._model_weights = {name: parameters[name] for name in parameters if name in self._parts}
         self.masters = {
-            name: nn.Parameter(parameter.detach().float().clone(), requires_grad=parameter.requires_grad)
-            for name, parameter in parameters.items()
+            name: nn.Parameter(
+                self._parts[name]((values or parameters)[name].detach()).float().clone(),
+                requires_grad=parameter.requires_grad,
+            )
+            for name, parameter in self._model_weights.items()
         }
-        self._model_weights = dict(parameters)
         self._versions: dict[str, int] = {}
         self._note_versions()
 
@@ -41,15 +56,19 @@ class MasterWeights:
         rounded when the script loads the model's weights, too.
         """
         for name, master in self.masters.items():
-            working = self._model_weights[name]
-            if version_of(working) != self._versions[name]:
+            if version_of(self._model_weights[name]) != self._versions[name]:
+                working = self._parts[name](self._model_weights[name])
                 master.copy_(torch.where(master.to(working.dtype) == working, master, working))
         self._note_versions()
 
+    def rounds_to(self, name: str, value: Tensor) -> bool:
+        """Whether the master is ``value``, apart from rounding to the dtype of ``value``."""
+        return torch.equal(self.masters[name].to(value.dtype), self._parts[name](value))
+
     @torch.no_grad()
     def set(self, name: str, value: Tensor) -> None:
-        """Set one master, and its weight to the rounded value."""
-        self.masters[name].copy_(value)
+        """Set one master, and its weight to the rounded value, from a tensor of the parameter's shape."""
+        self.masters[name].copy_(self._parts[name](value))
         self._model_weights[name].copy_(value)
         self._versions[name] = version_of(self._model_weights[name])
 
@@ -60,11 +79,15 @@ class MasterWeights:
         pairs: defaultdict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
         for name, master in self.masters.items():
             targets, sources = pairs[self._model_weights[name].dtype]
-            targets.append(self._model_weights[name])
+            targets.append(self._parts[name](self._model_weights[name]))
             sources.append(master)
         for targets, sources in pairs.values():
             foreach_copy_(targets, sources)
         self._note_versions()
+
+
+def _all_of(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class ReplicatedTarget:

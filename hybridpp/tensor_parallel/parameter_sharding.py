@@ -66,13 +66,17 @@ class ParameterSharding:
         """Whether no rank before this one holds anything that it holds."""
         return all(rank % copies == 0 for _, copies in self.shard.pieces())
 
-    def unique_values(self, local: Tensor, rank: int) -> Tensor:
-        """The part of a rank's tensor that no rank before it holds; flat unless it is all of it."""
-        if self.counts_all_on(rank):
-            return local
-        pieces = torch.split(local, list(self.shard.local_widths(self.size)), self.dim)
-        own = [piece for piece, (_, copies) in zip(pieces, self.shard.pieces(), strict=True) if rank % copies == 0]
-        return torch.cat([piece.reshape(-1) for piece in own])
+    def has_copies(self) -> bool:
+        """Whether ranks hold the same part of the parameter."""
+        return any(copies > 1 for _, copies in self.shard.pieces())
+
+    def unique_mask(self, local: Tensor, rank: int) -> Tensor:
+        """Which elements of a rank's tensor no rank before it holds: bool, in the tensor's shape and strides."""
+        mask = torch.zeros_like(local, dtype=torch.bool)
+        parts = torch.split(mask, list(self.shard.local_widths(self.size)), self.dim)
+        for part, (_, copies) in zip(parts, self.shard.pieces(), strict=True):
+            part.fill_(rank % copies == 0)
+        return mask
 
     def take(self, full: Narrowable, rank: int, *, allow_view: bool = False) -> Tensor:
         """A rank's shard of a tensor of ``full_shape``: :meth:`DimShard.take`."""

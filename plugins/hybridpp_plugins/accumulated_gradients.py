@@ -86,7 +86,7 @@ class AccumulatedGradients:
         """Copies of the gradients without the scale, by name. Collective, if gradients are not reduced yet."""
         self.finalize()
         unused = set(self._reducer.unused_parameters())
-        held = [(name, gradient) for name, gradient in self._reducer.gradients.items() if name not in unused]
+        held = [(name, gradient) for name, gradient in self._reducer.whole_gradients().items() if name not in unused]
         return ((name, gradient / self.scale) for name, gradient in held)
 
     def finalize(self) -> None:

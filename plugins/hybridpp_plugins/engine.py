@@ -43,6 +43,7 @@ from hybridpp_plugins.optimizer_state import RunProgress
 from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.step_epilogue import PendingEnd, StepEpilogue
 from hybridpp_plugins.timeline_recording import TimelineRecording
+from hybridpp_plugins.trained_weights import TrainedWeights
 
 _FIRST_EVALUATION = 2**62
 
@@ -67,7 +68,7 @@ class Engine:
         diagnosis: finds the first inf or NaN of a step.
         optimizer: the boosted optimizer; None: the model is not trained.
         buckets: the gradients.
-        masters: fp32 masters; empty in fp32.
+        weights: those that it trains, and their fp32 masters.
         original: the model's names and dtypes before boost.
         module_dtypes: modules that compute in another dtype than the rest.
         criterion_check: checks whether criteria return sums.
@@ -90,7 +91,7 @@ class Engine:
     diagnosis: NonFiniteDiagnosis
     optimizer: HybridOptimizer | None
     buckets: GradientReducer | None
-    masters: MasterWeights
+    weights: TrainedWeights
     original: OriginalModelInfo
     module_dtypes: ModuleDtypes
     statistics: RunningStatistics
@@ -120,6 +121,16 @@ class Engine:
     def __deepcopy__(self, memo: Any) -> CopiedModel:
         """A placeholder: a copy of a boosted model (averaged weights, for example) is not boosted."""
         return CopiedModel(self.model)
+
+    @property
+    def masters(self) -> MasterWeights:
+        """The fp32 masters that this rank updates; none in fp32."""
+        return self.weights.masters
+
+    @property
+    def zero_stage(self) -> int:
+        """What replicas divide among themselves."""
+        return 0 if self.weights.flat is None else 1
 
     @property
     def model(self) -> nn.Module:

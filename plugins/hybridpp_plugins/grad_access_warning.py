@@ -1,4 +1,4 @@
-"""A warning for scripts that look for gradients in ``parameter.grad``, which is None in half precision."""
+"""A warning for scripts that look for gradients in ``parameter.grad``: it is None in half precision and with ZeRO."""
 
 import copy
 from collections.abc import Callable, ItemsView, Iterator
@@ -53,8 +53,8 @@ class GradAccessWarning:
             return
         self._has_told = True
         get_dist_logger().warning(
-            "the model's parameters were listed between backward and step. If the script looks for gradients: in bf16 "
-            "and fp16, parameter.grad is None, and torch.nn.utils.clip_grad_norm_ clips nothing. Call "
+            "the model's parameters were listed between backward and step. If the script looks for gradients: in bf16, "
+            "in fp16 and with ZeRO, parameter.grad is None, and torch.nn.utils.clip_grad_norm_ clips nothing. Call "
             "optimizer.clip_grad_by_norm(max_norm), or set HybridParallelPlugin(max_norm=...); optimizer.gradients() "
             "returns the gradients.",
             ranks=[0],

@@ -70,7 +70,8 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
         enable_sequence_parallelism: whether each tensor-parallel rank computes on its shard of the sequence between the
             sharded layers of a block; needs ``tp_size > 1``.
         sequence_parallelism_mode: ``"split_gather"``, the only supported mode; None means the same.
-        zero_stage: 0, the only supported stage: every replica keeps the complete optimizer state.
+        zero_stage: what replicas divide among themselves (ZeRO). 0: nothing; 1: optimizer state and fp32 masters, with
+            the same results.
 
         fp32_modules: patterns of names or classes of modules that compute in fp32: ``["*.router"]``; after ``!``,
             modules that do not.

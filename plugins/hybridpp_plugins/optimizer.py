@@ -80,6 +80,11 @@ class HybridOptimizer(WrappedOptimizer):
         """The source of the last inf or NaN in a gradient, as far as it was searched; "" before the first one."""
         return self.nonfinite_steps.report
 
+    @property
+    def exposes_grad(self) -> bool:
+        """Whether ``parameter.grad`` shows the gradients between backward and ``step``."""
+        return self._reducer.exposes_grad
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss, times the loss scale."""
         return loss * self.loss_scale

@@ -5,7 +5,7 @@ from torch.optim import Optimizer
 
 from hybridpp.cluster import get_dist_logger
 from hybridpp.errors import ConfigError
-from hybridpp.optim import Locality, LocalityUnknown, find_localities
+from hybridpp.optim import FLAT, Locality, LocalityUnknown, find_localities
 from hybridpp.tensor_parallel import sharding_of
 from hybridpp_plugins.layout import Layout
 
@@ -54,3 +54,39 @@ def check_locality(optimizer: Optimizer, names: dict[int, str], layout: Layout, 
             f"{name}'s update of an element depends on the unsharded parameter, and a rank holds only a shard of "
             f"{refused[0]!r}{more}: got {sizes}. Use tp_size=1, with a larger pp_size if needed, or {_LOCAL}."
         )
+
+
+def indivisible_parameters(
+    optimizer: Optimizer, names: dict[int, str], zero_stage: int, device: torch.device
+) -> frozenset[str]:
+    """The parameters, by name, that replicas cannot divide among themselves, because the optimizer reads them whole.
+
+    Args:
+        optimizer: the user's.
+        names: of the model's parameters, by ``id``.
+        zero_stage: of the plugin.
+        device: where this rank computes.
+
+    Raises:
+        ConfigError: the optimizer's update of a parameter depends on other parameters.
+    """
+    groups, name = optimizer.param_groups, type(optimizer).__name__
+    cuts = [{(parameter.dim(), FLAT) for parameter in group["params"] if parameter.dim()} for group in groups]
+    try:
+        found = find_localities(optimizer, cuts, device)
+    except LocalityUnknown as reason:
+        get_dist_logger().warning(
+            f"could not check what an update of {name} depends on ({reason}), so with zero_stage={zero_stage} every "
+            "parameter is updated whole, by one replica. Compare the losses of some steps with those of zero_stage=0.",
+            ranks=[0],
+        )
+        found = [Locality.PARAMETERS] * len(groups)
+    if Locality.EVERYTHING in found:
+        raise ConfigError(
+            f"{name}'s update of a parameter depends on other parameters, of which a replica updates only a part: got "
+            f"zero_stage={zero_stage}. Use zero_stage=0, or {_LOCAL}."
+        )
+    kinds = zip(groups, found, strict=True)
+    return frozenset(
+        names[id(parameter)] for group, kind in kinds if kind is not Locality.ELEMENTS for parameter in group["params"]
+    )

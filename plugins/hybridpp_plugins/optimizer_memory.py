@@ -7,17 +7,17 @@ from hybridpp.config import Precision
 from hybridpp.partition import TrainingStateSpec
 
 
-def optimizer_memory(optimizer: Optimizer | None, precision: Precision) -> TrainingStateSpec:
+def optimizer_memory(optimizer: Optimizer | None, precision: Precision, num_shards: int = 1) -> TrainingStateSpec:
     """Gradients, masters and optimizer state per weight; ``optimizer`` None: the model is not trained.
 
     SGD keeps one number per weight with momentum, else none. All other optimizers are counted as Adam: two numbers per
-    weight, or three with ``amsgrad``.
+    weight, or three with ``amsgrad``. ``num_shards`` replicas divide masters and state among themselves.
     """
     masters = precision is not Precision.FP32
     if optimizer is None:
         return TrainingStateSpec(None, masters)
     moments = max((_moments(optimizer, group) for group in optimizer.param_groups), default=0)
-    return TrainingStateSpec(moments, masters)
+    return TrainingStateSpec(moments, masters, num_shards)
 
 
 def _moments(optimizer: Optimizer, group: dict[str, object]) -> int:

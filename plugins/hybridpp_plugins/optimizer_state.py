@@ -56,34 +56,42 @@ class OptimizerStateOwner:
 
     Args:
         optimizer: on this rank's parameters.
-        owned: this rank's parameters, by name.
-        masters: their fp32 masters.
+        updated: what it updates, by the parameter's name: parameters, masters, or pieces of them.
+        masters: the fp32 masters among them.
         sharded: the sharding of the sharded parameters, by name.
         tp: the tensor-parallel ranks.
         precision: of the run.
+        segment: the replicas, if they divide the parameters among themselves (ZeRO).
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        owned: Mapping[str, nn.Parameter],
+        updated: Mapping[str, nn.Parameter],
         masters: MasterWeights,
         sharded: Mapping[str, ParameterSharding],
         tp: Group,
         precision: Precision,
+        segment: Group | None = None,
     ):
-        names = {id(masters.masters.get(name, parameter)): name for name, parameter in owned.items()}
+        names = {id(tensor): name for name, tensor in updated.items()}
         self._groups = [
             [_described(names[id(parameter)], parameter, sharded) for parameter in group["params"]]
             for group in optimizer.param_groups
         ]
         self._masters = frozenset(masters.masters)
         self._share = [tp.rank, tp.size]
+        self._segment = [0, 1] if segment is None else [segment.rank, segment.size]
         self._precision = str(precision)
 
     def describe(self) -> dict[str, Any]:
         """The description that is saved in the state."""
-        return {"parameters": self._groups, "shares_layers_as": self._share, "precision": self._precision}
+        return {
+            "parameters": self._groups,
+            "shares_layers_as": self._share,
+            "updates_segment": self._segment,
+            "precision": self._precision,
+        }
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that does not belong to this rank.
@@ -105,6 +113,12 @@ class OptimizerStateOwner:
             raise ConfigError(
                 f"this state has another precision: it was saved in {there}, and this run uses {self._precision}. Use "
                 "the precision that saved it, or start a new optimizer from the saved weights."
+            )
+        segment = list(owner.get("updates_segment", [0, 1]))
+        if segment != self._segment:
+            raise ConfigError(
+                f"this state belongs to another replica or zero_stage: it was saved by {_replica_in_words(segment)}, "
+                f"and this is {_replica_in_words(self._segment)}. {_WAY_OUT}"
             )
         self._check_groups(state, owner.get("parameters", self._groups))
         if missing := self._masters - set(state["masters"]):
@@ -149,6 +163,11 @@ def _described(name: str, parameter: nn.Parameter, sharded: Mapping[str, Paramet
         ]
     )
     return [name, list(parameter.shape), how]
+
+
+def _replica_in_words(segment: list[int]) -> str:
+    index, count = segment
+    return "a replica that updates all of its parameters" if count == 1 else f"replica {index} of {count} with ZeRO"
 
 
 def _in_words(described: list[Any]) -> str:

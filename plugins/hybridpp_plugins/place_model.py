@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from hybridpp.checkpoint import allocate
 from hybridpp.cluster import DrawMonitor, gather_objects
@@ -23,7 +22,6 @@ from hybridpp.partition import (
 from hybridpp.pipeline import call_arguments
 from hybridpp.precision import (
     FunctionCasts,
-    MasterWeights,
     ModuleDtypes,
     cast_model,
     dtype_changes,
@@ -37,6 +35,7 @@ from hybridpp_plugins.rollback import Rollback
 from hybridpp_plugins.sample import NO_SAMPLES, Samples
 from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.settings import PluginSettings
+from hybridpp_plugins.trained_weights import TrainedWeights, UpdateRules, trained_weights
 from hybridpp_plugins.uninitialized import UninitializedWeights
 
 
@@ -65,12 +64,12 @@ class PlacedModel(NamedTuple):
 
     Attributes:
         staged: its stages.
-        masters: fp32 masters of its weights.
+        weights: those that this rank trains, and their masters.
         function_casts: casts around functions in half precision; None in fp32.
     """
 
     staged: StagedModel
-    masters: MasterWeights
+    weights: TrainedWeights
     function_casts: FunctionCasts | None
 
 
@@ -90,6 +89,7 @@ def place_model(
     context: BoostContext,
     uninitialized: UninitializedWeights,
     state_spec: TrainingStateSpec,
+    rules: UpdateRules | None,
 ) -> PlacedModel:
     """Cut a sharded model, and bring this rank's part to its device and dtypes. Collective: all ranks.
 
@@ -100,6 +100,7 @@ def place_model(
         context: what it is placed for.
         uninitialized: weights without values.
         state_spec: what training keeps for each weight.
+        rules: of the update; None: the model is not trained.
     """
     model, settings = adapter.model, context.settings
     half = torch_dtype(settings.precision)
@@ -111,8 +112,10 @@ def place_model(
         function_casts = FunctionCasts(adapter, finest_units(model), settings.precision_config.fp32_losses, compiled)
     working = _Working(working_dtype(model, settings.precision), module_dtypes, function_casts, state_spec)
     staged = _cut(adapter, context, working, samples, applied_tp)
-    masters = _bring(adapter, settings.precision, working, context.device, uninitialized)
-    return PlacedModel(staged, masters, function_casts)
+    weights = _bring(adapter, staged, working, context, rules)
+    allocate(model, weights.masters.masters.values(), context.device)
+    uninitialized.watch(adapter, weights.masters)
+    return PlacedModel(staged, weights, function_casts)
 
 
 def _cut(
@@ -153,25 +156,14 @@ def _shared_traces(layout: Layout) -> SharedTraces | None:
 
 
 def _bring(
-    adapter: ModuleAdapter,
-    precision: Precision,
-    working: _Working,
-    device: torch.device,
-    uninitialized: UninitializedWeights,
-) -> MasterWeights:
-    """Bring the model to its device and dtypes; returns the masters of its weights."""
-    model = adapter.model
+    adapter: ModuleAdapter, staged: StagedModel, working: _Working, context: BoostContext, rules: UpdateRules | None
+) -> TrainedWeights:
+    """Bring the model to its device and dtypes; returns the weights that are trained, and their masters."""
+    model, precision, device = adapter.model, context.settings.precision, context.device
     # As model.to, except for tensors without values: their memory is allocated last, in the final dtype.
     apply_to_tensors(model, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-    masters = _masters(model, precision)
+    # Masters have the values before the cast.
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    values = {} if precision is Precision.FP32 else {name: one.detach() for name, one in trainable.items()}
     cast_model(adapter, working.dtype, working.module_dtypes)
-    allocate(model, masters.masters.values(), device)
-    uninitialized.watch(adapter, masters)
-    return masters
-
-
-def _masters(model: nn.Module, precision: Precision) -> MasterWeights:
-    """Masters of the trainable weights, before these are cast; frozen weights need none."""
-    if precision is Precision.FP32:
-        return MasterWeights({})
-    return MasterWeights({name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()})
+    return trained_weights(staged, values, precision, rules, context.layout, context.planner.placement, device)

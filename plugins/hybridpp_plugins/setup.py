@@ -24,12 +24,13 @@ from hybridpp_plugins.manual_forward import ManualCallRecorder
 from hybridpp_plugins.model_info import OriginalModelInfo, check_optimizer, check_same_weights
 from hybridpp_plugins.nonfinite_report import NonFiniteDiagnosis
 from hybridpp_plugins.optimizer import HybridOptimizer
-from hybridpp_plugins.optimizer_locality import check_locality
+from hybridpp_plugins.optimizer_locality import check_locality, indivisible_parameters
 from hybridpp_plugins.optimizer_memory import optimizer_memory
 from hybridpp_plugins.optimizer_state import RunProgress
 from hybridpp_plugins.place_model import BoostContext, PlacedModel, place_model
 from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.settings import PluginSettings
+from hybridpp_plugins.trained_weights import UpdateRules
 from hybridpp_plugins.wrap_optimizer import wrap_optimizer
 
 
@@ -46,10 +47,10 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
     adapter = ModuleAdapter(model, before_irreversible=rollback.forget)
     compiled = _compile_blocks(adapter, settings, planner, device)
     applied_tp = apply_tensor_parallel(adapter, settings.parallel, layout, find_samples, compiled)
-    if optimizer is not None:
-        check_locality(optimizer, original.names, layout, device)
-    state_spec = optimizer_memory(optimizer, settings.precision)
-    placed = place_model(adapter, applied_tp, module_dtypes, context, original.uninitialized, state_spec)
+    rules = None if optimizer is None else _update_rules(optimizer, original.names, applied_tp, context)
+    num_shards = layout.dp.size if rules and rules.scatter else 1
+    state_spec = optimizer_memory(optimizer, settings.precision, num_shards)
+    placed = place_model(adapter, applied_tp, module_dtypes, context, original.uninitialized, state_spec, rules)
     staged, progress = placed.staged, RunProgress(seed)
     buckets, boosted = None, None
     if optimizer is not None:
@@ -76,12 +77,12 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
         diagnosis=diagnosis,
         optimizer=boosted,
         buckets=buckets,
-        masters=placed.masters,
+        weights=placed.weights,
         original=original,
         module_dtypes=module_dtypes,
         statistics=statistics,
     )
-    if boosted is not None and settings.precision is not Precision.FP32:
+    if boosted is not None and not boosted.exposes_grad:
         boosted.grad_access_warning.watch(adapter, lambda: engine.is_running)
     return engine
 
@@ -103,6 +104,22 @@ def _compile_blocks(
     return inside if fuses and not makes_cuda_graphs(keywords) else ()
 
 
+def _update_rules(
+    optimizer: Optimizer, names: dict[int, str], applied_tp: AppliedTensorParallel, context: BoostContext
+) -> UpdateRules:
+    """How weights are updated. Call it after sharding, before the model is cut.
+
+    Raises:
+        ConfigError: the optimizer's updates would depend on the layout.
+    """
+    settings, layout = context.settings, context.layout
+    check_locality(optimizer, names, layout, context.device)
+    scatter, whole = settings.parallel.zero_stage > 0 and layout.dp.size > 1, frozenset[str]()
+    if scatter:
+        whole = indivisible_parameters(optimizer, names, settings.parallel.zero_stage, context.device)
+    return UpdateRules(settings.optimizer, scatter, whole, applied_tp.summed)
+
+
 def _wrap_optimizer(
     optimizer: Optimizer,
     adapter: ModuleAdapter,
@@ -112,17 +129,12 @@ def _wrap_optimizer(
     context: BoostContext,
 ) -> tuple[GradientBuckets, HybridOptimizer]:
     """The optimizer, and the buckets that the gradients of its parameters add up in."""
-    planner = context.planner
-    ranks_of_parameter = {
-        n: tuple(sorted({planner.placement[s] for s in stages})) for n, stages in placed.staged.owners.items()
-    }
     buckets, boosted = wrap_optimizer(
         optimizer,
         original.names,
         adapter,
-        ranks_of_parameter,
+        placed.weights,
         applied_tp.summed,
-        placed.masters,
         context.settings,
         context.layout,
     )
@@ -130,7 +142,7 @@ def _wrap_optimizer(
     if placed.function_casts:
         boosted.recompute_context = placed.function_casts.recompute_context
     applied_tp.weight_gradients.attach_sink(buckets)
-    if planner.splits_backward:
+    if context.planner.splits_backward:
         get_dist_logger().info(applied_tp.weight_gradients.report(), ranks=[0])
     return buckets, boosted
 
@@ -146,7 +158,7 @@ def _watch_manual_calls(
             context.device, lambda: boosted.nonfinite_steps.may_search, diagnosis.diagnose_calls
         )
         staged.around_call = boosted.manual_calls.run
-    if precision is not Precision.FP32:
+    if not boosted.exposes_grad:
         staged.around_call = _quietly(boosted.grad_access_warning, staged.around_call)
 
 

@@ -23,6 +23,12 @@ def unboost(engine: Engine) -> None:
             f"unboost needs the unsharded model on one rank: got tp_size={grid.tp_size}, pp_size={grid.pp_size}. Call "
             "booster.save_model, and load the folder into a new model."
         )
+    if engine.weights.flat is not None:
+        raise ConfigError(
+            f"unboost needs the complete optimizer state on one rank: got zero_stage={engine.zero_stage} with "
+            f"{grid.dp_size} replicas, which divide it among themselves. Call booster.save_model, and load the folder "
+            "into a new model."
+        )
     engine.adapter.check_removable()
     engine.masters.copy_from_model()
     parameters = dict(model.named_parameters())

@@ -142,7 +142,7 @@ class UninitializedWeights:
             del self._empty[name]
             master, value = self._masters.masters.get(name), now[name].detach()
             # A master that rounds to the written value may be more precise (from an optimizer's state).
-            if master is not None and not torch.equal(master.to(value.dtype), value):
+            if master is not None and not self._masters.rounds_to(name, value):
                 self._masters.set(name, value)
 
     def _message(self, missing: set[str]) -> str:

@@ -52,11 +52,9 @@ def _gather(engine: Engine, copy: nn.Module | None) -> dict[str, Tensor]:
     control = engine.layout.control
     sources = engine.layout.pipelines[0]
     tensors: dict[str, Tensor] = {}
+    weights = _full_precision(engine, copy)
     if control.rank in sources:
-        own_tensors = (
-            (name, tensor.to(engine.original.dtypes.get(name, tensor.dtype)))
-            for name, tensor in _full_precision(engine, copy)
-        )
+        own_tensors = ((name, tensor.to(engine.original.dtypes.get(name, tensor.dtype))) for name, tensor in weights)
         tensors = gather_tp_tensors(own_tensors, placements(engine.model), engine.layout.tp)
     complete = gather_tensors(control, sources, tensors)
     complete |= {alias: complete[name] for alias, name in engine.original.aliases.items() if name in complete}
@@ -64,11 +62,11 @@ def _gather(engine: Engine, copy: nn.Module | None) -> dict[str, Tensor]:
 
 
 def _full_precision(engine: Engine, copy: nn.Module | None) -> list[tuple[str, Tensor]]:
-    """This rank's weights: the masters where they exist; a copy of the model has none."""
+    """This rank's weights: the masters where they exist; a copy of the model has none. Collective: all replicas."""
     masters: Mapping[str, Tensor] = {}
     if copy is None:
         engine.masters.copy_from_model()
-        masters = engine.masters.masters
+        masters = engine.weights.whole_masters()
     return [
         (name, masters[name].detach() if name in masters else tensor)
         for name, tensor in (copy or engine.model).state_dict().items()

@@ -4,29 +4,29 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hybridpp.config import Precision
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.optim import GlobalGradNorm, fuse_by_default
-from hybridpp.precision import MasterWeights, ReplicatedTarget, torch_dtype
+from hybridpp.precision import MasterWeights, torch_dtype
 from hybridpp.tensor_parallel import ParameterSharding
 from hybridpp_plugins.apply_tp import counts_here, local_state, placements, share_replicated_gradients
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.optimizer_state import OptimizerStateOwner
 from hybridpp_plugins.settings import PluginSettings
+from hybridpp_plugins.trained_weights import TrainedWeights
 
 
 def wrap_optimizer(
     optimizer: Optimizer,
     names: dict[int, str],
     adapter: ModuleAdapter,
-    ranks_of_parameter: Mapping[str, tuple[int, ...]],
+    weights: TrainedWeights,
     summed: AbstractSet[str],
-    masters: MasterWeights,
     settings: PluginSettings,
     layout: Layout,
 ) -> tuple[GradientBuckets, HybridOptimizer]:
@@ -36,25 +36,28 @@ def wrap_optimizer(
         optimizer: the user's.
         names: of the complete model's parameters, by ``id``.
         adapter: of this rank's part of the model.
-        ranks_of_parameter: the pipeline positions that hold each of the complete model's parameters.
+        weights: that this rank trains.
         summed: parameters whose gradients are summed over the tensor-parallel ranks.
-        masters: of the model's weights.
         settings: the plugin's.
         layout: the ranks.
     """
-    model = adapter.model
-    owned = dict(model.named_parameters())
-    _repoint(optimizer, names, owned, masters, layout.tp.rank)
+    model, target = adapter.model, weights.target()
+    updated = {name: parameter for name, parameter in model.named_parameters() if name not in weights.parameters}
+    updated |= target.tensors
+    _repoint(optimizer, names, updated, weights, layout.tp.rank)
     unfuse = fuse_by_default(optimizer, settings.optimizer.fuses_on)
-    trainable = {name: parameter for name, parameter in owned.items() if parameter.requires_grad}
     sharded = placements(model)
-    buckets = _buckets(trainable, summed, ranks_of_parameter, sharded, settings, layout)
-    for name, parameter in trainable.items():
+    buckets = _buckets(weights, summed, sharded, settings, layout)
+    for name, parameter in weights.parameters.items():
         adapter.noted(parameter, "hook on its gradient", partial(buckets.release, name))
-    norm = _norm(trainable, ranks_of_parameter, sharded, layout)
-    owner = OptimizerStateOwner(optimizer, owned, masters, sharded, layout.tp, settings.precision)
-    target = ReplicatedTarget(trainable, masters)
-    boosted = HybridOptimizer(optimizer, buckets, target, masters, norm, settings.optimizer, settings.precision, owner)
+    norm = _norm(weights, sharded, layout)
+    segment = None if weights.flat is None else layout.dp
+    owner = OptimizerStateOwner(
+        optimizer, updated, weights.masters, sharded, layout.tp, settings.precision, segment=segment
+    )
+    boosted = HybridOptimizer(
+        optimizer, buckets, target, weights.masters, norm, settings.optimizer, settings.precision, owner
+    )
     boosted.on_release = unfuse
     return buckets, boosted
 
@@ -62,23 +65,30 @@ def wrap_optimizer(
 def _repoint(
     optimizer: Optimizer,
     names: dict[int, str],
-    owned: dict[str, nn.Parameter],
-    masters: MasterWeights,
+    updated: Mapping[str, nn.Parameter],
+    weights: TrainedWeights,
     tp_rank: int,
 ) -> None:
-    """Replace the optimizer's parameters by this rank's; groups and their settings are kept, even if empty."""
+    """Replace the optimizer's parameters by what this rank updates; groups and their settings stay, even if empty."""
+    parts = {} if weights.flat is None else weights.flat.parts
     for group in optimizer.param_groups:
-        kept = [index for index, parameter in enumerate(group["params"]) if names[id(parameter)] in owned]
-        before = [group["params"][index] for index in kept]
-        after = [masters.masters.get(names[id(parameter)], parameter) for parameter in before]
+        kept = [index for index, parameter in enumerate(group["params"]) if names[id(parameter)] in updated]
+        after = [updated[names[id(group["params"][index])]] for index in kept]
         for parameter in group["params"]:
-            state = optimizer.state.pop(parameter, None)
-            if state is not None and names[id(parameter)] in owned:
-                target = masters.masters.get(names[id(parameter)], parameter)
-                optimizer.state[target] = local_state(parameter, state, tp_rank)
+            name, state = names[id(parameter)], optimizer.state.pop(parameter, None)
+            if state is not None and name in updated:
+                local = local_state(parameter, state, tp_rank)
+                optimizer.state[updated[name]] = {
+                    key: parts[name](value) if name in parts and _is_like(value, parameter) else value
+                    for key, value in local.items()
+                }
         group["params"] = after
         if "param_names" in group:
             group["param_names"] = [group["param_names"][index] for index in kept]
+
+
+def _is_like(value: object, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 def restore_optimizer(optimizer: Optimizer, masters: MasterWeights, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -98,13 +108,14 @@ def restore_optimizer(optimizer: Optimizer, masters: MasterWeights, parameters: 
 
 
 def _buckets(
-    trainable: Mapping[str, nn.Parameter],
+    weights: TrainedWeights,
     summed: AbstractSet[str],
-    ranks_of_parameter: Mapping[str, tuple[int, ...]],
     sharded: Mapping[str, ParameterSharding],
     settings: PluginSettings,
     layout: Layout,
 ) -> GradientBuckets:
+    trainable, ranks_of_parameter = weights.parameters, weights.ranks_of
+    assert weights.layout is not None, "there is an optimizer"
     groups = layout.groups_within_pipelines(sorted({ranks for ranks in ranks_of_parameter.values() if len(ranks) > 1}))
     shared = {name: [groups[ranks_of_parameter[name]]] for name in trainable if len(ranks_of_parameter[name]) > 1}
     # Sorted, because all ranks must sum in the same order.
@@ -113,36 +124,31 @@ def _buckets(
     buckets = GradientBuckets(
         trainable,
         layout.dp,
-        settings.optimizer.ddp_bucket_cap_mb,
+        weights.layout,
         shared,
         communication_dtype=torch_dtype(settings.optimizer.communication_precision),
         exposes_grad=settings.precision is Precision.FP32,
         coalesced_group=layout.tp,
         fuses_products=settings.optimizer.fused_weight_gradients,
+        scatter=weights.flat is not None,
     )
     if layout.tp.size > 1:
         share_replicated_gradients(buckets, sharded, layout)
     return buckets
 
 
-def _norm(
-    trainable: Mapping[str, nn.Parameter],
-    ranks_of_parameter: Mapping[str, tuple[int, ...]],
-    sharded: Mapping[str, ParameterSharding],
-    layout: Layout,
-) -> GlobalGradNorm:
-    """The norm of the complete model's gradient, in which every parameter counts once."""
-    counted = {
-        n: None for n in trainable if ranks_of_parameter[n][0] == layout.here.pp and counts_here(n, sharded, layout.tp)
-    }
+def _norm(weights: TrainedWeights, sharded: Mapping[str, ParameterSharding], layout: Layout) -> GlobalGradNorm:
+    """The norm of the complete model's gradient, in which every element counts once."""
+    ranks_of, tp = weights.ranks_of, layout.tp
+    here = weights.parameters if weights.flat is None else weights.flat.pieces
+    counted = {n: None for n in here if ranks_of[n][0] == layout.here.pp and counts_here(n, sharded, tp)}
+    in_part = {name for name in here if name in sharded and not sharded[name].counts_all_on(tp.rank)}
+    masks = {name: sharded[name].unique_mask(weights.parameters[name].detach(), tp.rank) for name in in_part}
     return GlobalGradNorm(
         control=layout.control,
-        ranks=layout.pipelines[0],
+        ranks=layout.pipelines[0] if weights.flat is None else tuple(range(layout.control.size)),
+        num_replicas=layout.dp.size,
         counted=tuple(counted),
-        copied=tuple(
-            name
-            for name in trainable
-            if name not in counted or (name in sharded and not sharded[name].counts_all_on(layout.tp.rank))
-        ),
-        unique={name: partial(sharding.unique_values, rank=layout.tp.rank) for name, sharding in sharded.items()},
+        copied=tuple(name for name in here if name not in counted or name in in_part),
+        unique={name: weights.part(name, mask) for name, mask in masks.items() if name in counted},
     )

@@ -101,6 +101,25 @@ def test_a_limit_moves_the_cut_and_what_training_takes_is_told(table):
     assert limited["0"][0] != free["0"][0]
 
 
+def test_what_a_rank_of_several_replicas_holds(table):
+    arguments = ["--pp-size", "2", "--precision", "bf16", "--world-size", "8"]
+    config = LlamaConfig(**{**TINY, "num_hidden_layers": 4}, num_key_value_heads=2, vocab_size=90_000)
+    config.architectures = ["LlamaForCausalLM"]
+    title = "MiB of each rank in training with Adam, 4 replicas, zero_stage={}\n\n"
+    held = {}
+    for stage in (0, 1):
+        text, _ = table(config, *arguments, "--zero-stage", str(stage))
+        lines = text.partition(title.format(stage))[2].splitlines()
+        assert [cell.strip() for cell in lines[0].split("|")] == [
+            *("stage", "weights", "gradients", "masters", "moments", "total")
+        ]
+        held[stage] = [[number(cell) for cell in line.split("|")] for line in lines[2:4]]
+    for plain, zero in zip(held[0], held[1], strict=True):
+        assert zero[:3] == plain[:3]
+        assert zero[3:5] == [pytest.approx(masters_or_moments / 4, abs=0.1) for masters_or_moments in plain[3:5]]
+        assert zero[5] == pytest.approx(sum(zero[1:5]), abs=0.2)
+
+
 def test_how_layers_are_divided(table):
     text, _ = table(VIT, "--pp-size", "2", "--tp-size", "2")
     assert text.partition("\n\neach")[2] == (
@@ -354,6 +373,18 @@ def test_a_huge_model_takes_seconds_and_no_memory(tmp_path):
             "hybridpp: no cut within the memory limit was found: got memory_limit=1.00 KiB, and in the one that "
             "needs least, stage 0 (rank 0 of the pipeline) needs 93.91 KiB for parameters, gradients and optimizer "
             "state. Use memory_limit='93.91KiB' or more, or raise pp_size or tp_size.",
+        ),
+        (
+            VIT,
+            ["--zero-stage", "1"],
+            "hybridpp: zero_stage=1 divides over replicas, and there is one. Pass the ranks of the job as "
+            "--world-size: a multiple of 2.",
+        ),
+        (
+            VIT,
+            ["--world-size", "5"],
+            "hybridpp: world size must be a multiple of tp_size * pp_size: got world_size=5, tp_size=1, pp_size=2. "
+            "Start 4 or 6 processes, or change the sizes.",
         ),
         (
             VIT,

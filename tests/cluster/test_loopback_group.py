@@ -34,6 +34,20 @@ def test_parts_are_gathered_and_sums_scattered_along_a_dimension():
     assert Loopback(2).run(run) == [[side_by_side, [[10, 12]], [[10], [14]]], [side_by_side, [[14, 16]], [[12], [16]]]]
 
 
+def test_segments_are_summed_and_gathered_in_place():
+    def run():
+        group = current_world().split([[0, 1]])
+        flat = torch.arange(4.0, requires_grad=True)
+        with torch.no_grad():
+            flat += 10 * group.rank
+        group.reduce_scatter_segments(flat).wait()
+        scattered = flat.tolist()
+        group.all_gather_segments(flat).wait()
+        return scattered, flat.tolist()
+
+    assert Loopback(2).run(run) == [([10, 12, 2, 3], [10, 12, 14, 16]), ([10, 11, 14, 16], [10, 12, 14, 16])]
+
+
 def test_a_group_orders_its_members_by_rank_for_any_order_of_the_list():
     def run():
         group = current_world().split([[2, 0], [1]])

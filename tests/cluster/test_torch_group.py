@@ -76,6 +76,8 @@ COLLECTIVES = {
     "gather parts": (lambda group, x: group.all_gather(x), [], 4, "_allgather_base_"),
     "scatter 0": (lambda group, x: group.reduce_scatter(x, 0), [], 1 / 4, "_reduce_scatter_base_"),
     "scatter 1": (lambda group, x: group.reduce_scatter(x, 1), [64], 1 / 4, "_reduce_scatter_base_"),
+    "scatter segments": (lambda group, x: group.reduce_scatter_segments(x.view(-1)), [], 0, "_reduce_scatter_base_"),
+    "gather segments": (lambda group, x: group.all_gather_segments(x.view(-1)), [], 0, "_allgather_base_"),
     "scatter a view": (lambda group, x: group.reduce_scatter(x.t(), 0), [64], 1 / 4, "_reduce_scatter_base_"),
 }
 
@@ -110,3 +112,24 @@ def test_parts_of_a_large_collective_can_be_written_to_one_by_one():
     columns = [[0, 1, 1, 2], [2, 3, 3, 4]]
     along = [[[0, 1], [2, 3], [1, 2], [3, 4]], columns, columns]
     assert run_ranks(_writes, 2) == [([1, 2], [3, 4], [[1, -1]] * 2, along, [0, 1])] * 2
+
+
+def _segments():
+    group = current_world().split([[0, 1]])
+    found = []
+    for shared, dtype in ((True, torch.float32), (False, torch.float32), (False, torch.bfloat16)):
+        if not shared:
+            group._exchanging = lambda num_bytes: None
+        for on_device in (False, True):
+            group._staged = lambda tensor, on_device=on_device: on_device
+            flat = torch.nn.Parameter(torch.arange(4.0, dtype=dtype) + 10 * group.rank)
+            group.reduce_scatter_segments(flat).wait()
+            scattered = flat.tolist()
+            group.all_gather_segments(flat).wait()
+            found.append((scattered, flat.tolist()))
+    return found
+
+
+def test_segments_are_summed_and_gathered_in_place():
+    whole = [10, 12, 14, 16]
+    assert run_ranks(_segments, 2) == [[([10, 12, 2, 3], whole)] * 6, [([10, 11, 14, 16], whole)] * 6]

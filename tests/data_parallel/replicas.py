@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.data_parallel import GradientBuckets
+from hybridpp.data_parallel import GradientBuckets, layout_of
 
 NUM_REPLICAS = 3
 TINY_MIB = 64 / 2**20  # 16 fp32 elements: one parameter per bucket
@@ -33,9 +33,15 @@ def plain(num_replicas, numbers):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def make_buckets(model, group=None, capacity_mib=25.0, shared=None):
+def make_buckets(model, group=None, capacity_mib=25.0, shared=None, **options):
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return GradientBuckets(trainable, group or current_world().control(), capacity_mib, shared)
+    return buckets_of(trainable, group, capacity_mib, shared, **options)
+
+
+def buckets_of(parameters, group=None, capacity_mib=25.0, shared=None, **options):
+    group = group or current_world().control()
+    layout = layout_of(parameters, group, capacity_mib, shared=shared or ())
+    return GradientBuckets(parameters, group, layout, shared, **options)
 
 
 def accumulate(buckets, model, numbers):

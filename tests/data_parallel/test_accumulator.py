@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-from data_parallel.replicas import TINY_MIB, accumulate, assert_equal, loss, make_buckets, make_model, plain
+from data_parallel.replicas import TINY_MIB, accumulate, assert_equal, buckets_of, loss, make_buckets, make_model, plain
 from torch import nn
-
-from hybridpp.cluster import current_world
-from hybridpp.data_parallel import GradientBuckets
 
 
 def test_zeros_are_written_once():
@@ -65,7 +62,7 @@ def test_zeros_are_there_for_whoever_asks_for_them():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_gradients_add_up_in_fp32(dtype):
     parameter = nn.Parameter(torch.zeros(3, dtype=dtype))
-    buckets = GradientBuckets({"w": parameter}, current_world().control(), 25.0)
+    buckets = buckets_of({"w": parameter})
     buckets.begin()
     small = 2.0**-12  # lost beside 1 in half precision
     for factor in (1.0, small, small):

@@ -1,35 +1,42 @@
 import torch
 from torch import nn
 
-from hybridpp.data_parallel.bucket import Bucket, split_into_buckets
+from hybridpp.cluster import current_world
+from hybridpp.data_parallel import layout_of
+from hybridpp.data_parallel.bucket import Bucket
 
 
 def parameters(*shapes, dtype=torch.float32):
     return {f"p{n}": nn.Parameter(torch.zeros(shape, dtype=dtype)) for n, shape in enumerate(shapes)}
 
 
+def buckets_of(found, capacity_mib=1.0, **options):
+    layout = layout_of(found, current_world().control(), capacity_mib, **options)
+    return [Bucket(bucket, found) for bucket in layout.buckets]
+
+
 def test_views_share_the_buffer_start_aligned_and_do_not_overlap():
-    bucket = Bucket(parameters((3,), (4, 5), (17,)))
-    for number, view in enumerate(bucket.views.values(), start=1):
+    [bucket] = buckets_of(parameters((3,), (4, 5), (17,)))
+    for name, view in bucket.views.items():
         assert view.storage_offset() % 16 == 0
-        view.fill_(number)
-    assert [view.unique().tolist() for view in bucket.views.values()] == [[1.0], [2.0], [3.0]]
+        view.fill_(int(name[1:]) + 1)
+    assert {name: view.unique().tolist() for name, view in bucket.views.items()} == {"p2": [3], "p1": [2], "p0": [1]}
     assert bucket.flat.sum() == 3 + 2 * 20 + 3 * 17
-    assert bucket.flags.tolist() == [0.0] * 3
 
 
 def test_views_have_the_strides_of_dense_parameters():
     parameter = nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
-    assert Bucket({"weight": parameter}).views["weight"].stride() == parameter.stride()
+    assert buckets_of({"weight": parameter})[0].views["weight"].stride() == parameter.stride()
 
 
 def test_half_precision_gradients_are_accumulated_in_fp32():
-    assert Bucket(parameters((2,), dtype=torch.bfloat16)).flat.dtype == torch.float32
-    assert Bucket(parameters((2,), dtype=torch.float64)).flat.dtype == torch.float64
+    assert buckets_of(parameters((2,), dtype=torch.bfloat16))[0].flat.dtype == torch.float32
+    assert buckets_of(parameters((2,), dtype=torch.float64))[0].flat.dtype == torch.float64
 
 
-def test_buckets_hold_consecutive_parameters_of_one_dtype_up_to_capacity():
-    found = parameters((100,), (100,), (300,), (100,))
+def test_buckets_hold_parameters_of_one_dtype_and_stage_up_to_capacity():
+    found = parameters((100,), (100,), (300,), (100,), (50,))
     found["p3"] = nn.Parameter(found["p3"].double())
-    buckets = [list(chunk) for chunk in split_into_buckets(found, capacity_mib=1000 / 2**20)]
-    assert buckets == [["p0", "p1"], ["p2"], ["p3"]]
+    stages = {"p0": 0, "p1": 0, "p2": 0, "p3": 0, "p4": 1}
+    names = [list(bucket.views) for bucket in buckets_of(found, 1000 / 2**20, stages=stages)]
+    assert names == [["p4"], ["p3"], ["p2"], ["p1", "p0"]]

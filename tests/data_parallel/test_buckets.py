@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hybridpp.cluster import current_world
-from hybridpp.data_parallel import GradientBuckets
 from hybridpp.errors import ConfigError
 
 
@@ -37,28 +36,40 @@ def test_sums_are_those_of_plain_accumulation(num_replicas, capacity_mib):
 
 
 class CountingGroup:
-    """Writes down when a reduction of which size starts."""
+    """Writes down when a reduction of which kind and size starts."""
 
     def __init__(self, group, events):
         self._group, self._events = group, events
         self.rank, self.size = group.rank, group.size
 
     def all_reduce(self, tensor):
-        self._events.append(tensor.numel())
+        self._events.append(("sum", tensor.numel()))
         return self._group.all_reduce(tensor)
 
+    def reduce_scatter_segments(self, flat):
+        self._events.append(("scatter", flat.numel()))
+        return self._group.reduce_scatter_segments(flat)
 
-def test_full_buckets_reduce_during_the_last_backward_last_ones_first():
+
+def wide_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 1500), nn.Linear(1500, 7, bias=False), nn.Linear(7, 1))
+
+
+@pytest.mark.parametrize("kind", ["sum", "scatter"])
+def test_full_buckets_reduce_during_the_last_backward_last_ones_first(kind):
     def run():
-        model, events = make_model(), []
-        buckets = make_buckets(model, CountingGroup(current_world().control(), events), TINY_MIB)
+        model, events = wide_model(), []
+        group = CountingGroup(current_world().control(), events)
+        buckets = make_buckets(model, group, TINY_MIB, scatter=kind == "scatter")
         model[0].weight.register_post_accumulate_grad_hook(lambda _: events.append("first weight done"))
         accumulate(buckets, model, [0, 1])
         return events
 
-    # Sizes are rounded up to multiples of 16, and a flag per parameter comes on top: the last layer's two, the middle
-    # weight, the first layer's bias, weight.
-    assert on_replicas(run, 2)[0] == ["first weight done", 34, 49, 17, 33, "first weight done"]
+    # Two segments of multiples of 2048: the last layer's two, the middle weight, the first layer's bias and weight. At
+    # the end a flag per parameter.
+    sizes = [(kind, 4096), (kind, 12288), (kind, 4096), (kind, 8192)]
+    assert on_replicas(run, 2)[0] == ["first weight done", *sizes, "first weight done", ("sum", 5)]
 
 
 def test_calls_add_up_and_reduced_sums_are_counted_once():
@@ -290,7 +301,7 @@ def test_a_gradient_that_comes_in_parts_is_complete_or_refused(use_reentrant, nu
 
 def test_a_model_is_freed_with_its_buckets():
     model = nn.Linear(3, 3)
-    buckets = GradientBuckets(dict(model.named_parameters()), current_world().control(), 1.0)
+    buckets = make_buckets(model, capacity_mib=1.0)
     alive = weakref.ref(model.weight)
     del model, buckets
     gc.collect()

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from data_parallel.replicas import TINY_MIB, accumulate, loss, make_buckets, make_model, on_replicas
+from data_parallel.replicas import TINY_MIB, accumulate, buckets_of, loss, make_buckets, make_model, on_replicas
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -138,7 +138,12 @@ def test_each_bucket_is_reduced_as_soon_as_it_is_complete(monkeypatch):
             log.append(event)
 
     launch = Bucket.launch_reduce
-    monkeypatch.setattr(Bucket, "launch_reduce", lambda self, *args: (note(bool(self.flat.any())), launch(self, *args)))
+
+    def noted(bucket, *args, **options):
+        note(bool(bucket.flat.any()))
+        launch(bucket, *args, **options)
+
+    monkeypatch.setattr(Bucket, "launch_reduce", noted)
 
     def run():
         model = make_model(HALF)
@@ -169,7 +174,7 @@ def test_what_other_hooks_look_at_goes_through_hooks():
 
 def test_a_pass_inside_a_pass_adds_in_fp32():
     weight = nn.Parameter(torch.ones(3, dtype=HALF))
-    buckets = GradientBuckets({"w": weight}, current_world().control(), 25.0)
+    buckets = buckets_of({"w": weight})
     small = 2.0**-12  # lost beside 1 in half precision
     for _ in range(2):
         buckets.begin()
@@ -211,7 +216,7 @@ def test_a_second_gradient_and_a_product_wait_for_the_first():
     one, tiny = torch.ones(2, dtype=HALF), torch.full((2,), 2.0**-24, dtype=HALF)
 
     def total(*parts):
-        buckets = GradientBuckets({"w": nn.Parameter(one.clone())}, current_world().control(), 25.0)
+        buckets = buckets_of({"w": nn.Parameter(one.clone())})
         buckets.begin()
         buckets.mark_reached(["w"])
         for part in parts:

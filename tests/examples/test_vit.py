@@ -36,6 +36,7 @@ def tuned(trained, tmp_path_factory):
         SCRIPT,
         *("--model", str(trained[0]), "--dataset", str(images), "--output", str(folder)),
         *("--epochs", "1", "--microbatch-size", "5", "--batch-size", "12", "--precision", "bf16", "--pp-size", "1"),
+        *("--zero-stage", "1"),
     )
     assert job.returncode == 0, job.stderr
     return folder, job
@@ -43,7 +44,7 @@ def tuned(trained, tmp_path_factory):
 
 def test_it_trains_with_pp2_dp2_and_reloads_with_the_same_accuracy(trained):
     folder, job = trained
-    assert "Layout: tp=2 x pp=2 x dp=1, fp32" in job.stdout
+    assert "Layout: tp=2 x pp=2 x dp=1, zero_stage=0, fp32" in job.stdout
     assert len(re.findall(r"Epoch \[\d\]: held-out accuracy", job.stdout)) == 2
     assert re.search(r"reloaded from .* by plain transformers: the same\.", job.stdout)
     assert {"config.json", "model.safetensors", "preprocessor_config.json"} <= {file.name for file in folder.iterdir()}
@@ -70,7 +71,7 @@ def test_one_progress_bar_and_no_warnings(request, name, num_epochs):
 def test_it_fine_tunes_a_saved_folder_with_another_head_on_two_replicas(tuned):
     folder, job = tuned
     assert "2 classes" in job.stdout
-    assert "Layout: tp=1 x pp=1 x dp=2, bf16" in job.stdout
+    assert "Layout: tp=1 x pp=1 x dp=2, zero_stage=1, bf16" in job.stdout
     assert '"even"' in (folder / "config.json").read_text()
 
 

@@ -108,7 +108,7 @@ def norm_of(parts, num_ranks):
         rank = current_world().rank
         own = {f"p{index}": torch.tensor([part], dtype=torch.float64) for index, part in enumerate(parts)}
         own = {name: own[name] for name in list(own)[rank::num_ranks]}
-        norm = GlobalGradNorm(current_world().control(), tuple(range(num_ranks)), tuple(own), copied=(), unique={})
+        norm = GlobalGradNorm(current_world().control(), tuple(range(num_ranks)), 1, tuple(own), copied=(), unique={})
         return norm.total(norm.gather("in a test", own))
 
     (found,) = set(map(repr, Loopback(num_ranks).run(run)))
@@ -139,7 +139,7 @@ def test_every_rank_sees_what_is_not_finite_on_one(parts, expected):
 def test_a_copy_that_is_not_finite_shows():
     def run():
         rank = current_world().rank
-        norm = GlobalGradNorm(current_world().control(), (0, 1), (), copied=("p",), unique={})
+        norm = GlobalGradNorm(current_world().control(), (0, 1), 1, (), copied=("p",), unique={})
         return norm.total(norm.gather("in a test", {"p": torch.tensor([math.inf if rank else 1.0])}))
 
     assert Loopback(2).run(run) == [math.inf, math.inf]

@@ -84,6 +84,8 @@ def test_what_training_keeps_of_a_weight():
     assert TrainingStateSpec(None, masters=True).bytes_of(weight, half) == 10 * (2 + 4)
     assert TrainingStateSpec(2, masters=True).bytes_of(frozen, half) == 10 * 2
     assert TrainingStateSpec(2).bytes_of(weight, full, num_elements=5) == 5 * 16
+    assert TrainingStateSpec(2, masters=True, num_shards=4).bytes_of(weight, half) == 10 * (2 + 4) + 3 * (4 + 8)
+    assert TrainingStateSpec(2, num_shards=4).bytes_of(frozen, half) == 10 * 2
 
 
 def loss(outputs, inputs):

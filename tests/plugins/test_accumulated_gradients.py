@@ -3,7 +3,7 @@ from hybridpp_plugins.accumulated_gradients import AccumulatedGradients
 from support import on_ranks
 from torch import nn
 
-from hybridpp.data_parallel import GradientBuckets
+from hybridpp.data_parallel import GradientBuckets, layout_of
 from hybridpp.errors import ConfigError
 from hybridpp.optim import GlobalGradNorm
 
@@ -14,8 +14,8 @@ def on_one_rank(run):
     def rank(group):
         weight = nn.Linear(2, 1, bias=False).weight
         weight.data = weight.new_tensor([[3.0, 4.0]])
-        buckets = GradientBuckets({"weight": weight}, group, 25.0)
-        norm = GlobalGradNorm(group, (0,), counted=("weight",), copied=(), unique={})
+        buckets = GradientBuckets({"weight": weight}, group, layout_of({"weight": weight}, group, 25.0))
+        norm = GlobalGradNorm(group, (0,), num_replicas=1, counted=("weight",), copied=(), unique={})
         return run(AccumulatedGradients(buckets, norm), buckets, weight)
 
     return on_ranks(1, rank)[0]

@@ -44,7 +44,7 @@ def everyone_raises(num_ranks, function, error, text):
         ),
         ({"tensor_parallel_plan": {"*": "colwise"}}, "a tensor-parallel style is one of column[:<heads>], gathered"),
         ({"pp_size": 0}, "pp_size must be an integer of at least 1: got pp_size=0."),
-        ({"zero_stage": 1}, "sharded optimizer state is not supported yet: got zero_stage=1. Use zero_stage=0."),
+        ({"zero_stage": 4}, "zero_stage must be 0, 1, 2 or 3: got zero_stage=4."),
         ({"pp_style": "zbv", "schedule": "1f1b"}, "pp_style and schedule are one setting: got 'zbv' and '1f1b'."),
         (
             {"enable_sequence_parallelism": True},

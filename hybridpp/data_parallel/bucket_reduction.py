@@ -1,6 +1,6 @@
-"""The all-reduce of buckets over the replicas, overlapped with the last backward pass."""
+"""The reduction of buckets over the replicas, overlapped with the last backward pass."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,16 +11,18 @@ from hybridpp.data_parallel.bucket import Bucket
 from hybridpp.errors import ConfigError
 
 
-class BucketAllReduce:
+class BucketReduction:
     """Starts to reduce each bucket as soon as the last backward pass has completed it.
 
-    Reductions start in the order of the buckets, which is the same on all replicas.
+    Reductions start in the order of the buckets, which is the same on all replicas. Shared gradients, of which ranks of
+    one replica hold summands, are summed over those first, so their buckets are reduced last.
 
     Args:
         accumulator: the gradients.
         group: the replicas.
         dtype: of the messages; None: the accumulation dtype.
         reached: the parameters that a backward pass has reached on this rank; read when a reduction starts.
+        scatter: whether a replica gets its own segment of each sum only.
     """
 
     def __init__(
@@ -29,18 +31,26 @@ class BucketAllReduce:
         group: Group,
         dtype: torch.dtype | None,
         reached: Collection[str],
+        *,
+        scatter: bool,
     ):
         self._accumulator = accumulator
-        self._buckets = accumulator.buckets
+        self._shared = [bucket for bucket in accumulator.buckets if bucket.layout.is_shared]
+        self._buckets = [bucket for bucket in accumulator.buckets if not bucket.layout.is_shared]
         self._group = group
         self._dtype = dtype
         self._reached = reached
+        self._scatter = scatter
         self._deferred: set[str] = set()
         self._in_last_backward = False
         self._num_launched = 0
         # Forgotten reductions, which may still write to their buckets.
-        self._cancelled: list[tuple[Bucket, Work]] = []
-        # What the flags of the latest reduction say; None: they have not been read.
+        self._cancelled: list[tuple[Bucket | None, Work]] = []
+        # A flag per parameter: whether a backward pass reached it here; their sum over the replicas when it is there.
+        self._names = [name for bucket in accumulator.buckets for name in bucket.views]
+        self._flags = torch.zeros(0)
+        self._flags_work: Work | None = None
+        # What the flags say; None: they have not been read.
         self._reached_anywhere: set[str] | None = None
 
     def begin(self, pending: Collection[str] | None) -> None:
@@ -89,43 +99,66 @@ class BucketAllReduce:
         for bucket in self._buckets[self._num_launched :]:
             if only_full and bucket.pending:
                 return
-            self._accumulator.zero_stale([bucket])
-            bucket.launch_reduce(self._group, self._reached, self._dtype)
-            self._reached_anywhere = None
+            self._reduce(bucket)
             self._num_launched += 1
+        if not only_full and self._names and self._flags_work is None:
+            self._reduce_flags()
 
-    def finish(self) -> None:
-        """Start the remaining reductions, and wait for all. Collective: the group."""
+    def _reduce(self, bucket: Bucket) -> None:
+        self._accumulator.zero_stale([bucket])
+        bucket.launch_reduce(self._group, self._dtype, scatter=self._scatter)
+
+    def _reduce_flags(self) -> None:
+        flags = torch.tensor([float(name in self._reached) for name in self._names])
+        self._flags = flags.to(self._accumulator.buckets[0].flat.device, non_blocking=True)
+        self._reached_anywhere = None
+        self._flags_work = self._group.all_reduce(self._flags)
+
+    def finish(self, sum_shared: Callable[[], None]) -> None:
+        """Start the remaining reductions, and wait for all. Collective: the group, and those of ``sum_shared``.
+
+        Args:
+            sum_shared: sums shared gradients over the ranks of this replica.
+        """
         if not self._in_last_backward:
             self._num_launched = 0
         self._launch(only_full=False)
-        for bucket in self._buckets:
+        sum_shared()
+        for bucket in self._shared:
+            self._reduce(bucket)
+        for bucket in self._accumulator.buckets:
             bucket.wait()
+        if self._flags_work is not None:
+            self._flags_work.wait()
+        self._flags_work = None
         self._in_last_backward = False
 
     def cancel(self) -> None:
         """Forget running reductions, without waiting: a replica that failed never joins them. See :meth:`settle`."""
         self._in_last_backward = False
-        for bucket in self._buckets:
+        for bucket in self._accumulator.buckets:
             if bucket.work is not None:
                 self._cancelled.append((bucket, bucket.work))
             bucket.cancel()
+        if self._flags_work is not None:
+            self._cancelled.append((None, self._flags_work))
+            self._flags_work = None
 
     def settle(self) -> None:
         """Wait for forgotten reductions; what they wrote counts as nothing."""
         for bucket, work in self._cancelled:
             work.wait()
-            self._accumulator.mark_written(bucket)
+            if bucket is not None:
+                self._accumulator.mark_written(bucket)
         self._cancelled.clear()
 
     def flags(self) -> Tensor:
         """A flag per parameter, on the device: not 0 if a backward pass reached it on any replica."""
-        return torch.cat([bucket.flags for bucket in self._buckets])
+        return self._flags
 
     def take_flags(self, flags: Sequence[float]) -> None:
         """Take over what the host has read of :meth:`flags`, after :meth:`finish`."""
-        names = [name for bucket in self._buckets for name in bucket.views]
-        self._reached_anywhere = {name for name, flag in zip(names, flags, strict=True) if flag}
+        self._reached_anywhere = {name for name, flag in zip(self._names, flags, strict=True) if flag}
 
     def reached_anywhere(self) -> set[str]:
         """The parameters that a backward pass reached on any replica, after :meth:`finish`.

@@ -1,0 +1,27 @@
+"""The memory of a rank in training, as a table of text."""
+
+from collections.abc import Mapping, Sequence
+
+from hybridpp.partition import StageSummary, StateBytes
+from hybridpp.text_table import text_table
+
+
+def render_memory(
+    stages: Sequence[StageSummary], state_bytes: Mapping[str, StateBytes], num_replicas: int, zero_stage: int
+) -> str:
+    """A line per stage with the MiB that each of its ranks holds, trained with Adam.
+
+    Args:
+        stages: of the cut.
+        state_bytes: of each parameter on a rank that holds it, by name.
+        num_replicas: of the model.
+        zero_stage: what replicas divide among themselves.
+    """
+    titles = ("stage", *StateBytes._fields, "total")
+    rows = []
+    for summary in stages:
+        held = [state_bytes[name] for name in summary.parameters]
+        sums = [sum(column) for column in zip(*held, strict=True)] or [0] * len(StateBytes._fields)
+        rows.append((str(summary.stage), *(f"{number / 2**20:,.1f}" for number in (*sums, sum(sums)))))
+    replicas = f"{num_replicas} replica{'s' if num_replicas > 1 else ''}"
+    return f"MiB of each rank in training with Adam, {replicas}, zero_stage={zero_stage}\n\n{text_table(titles, rows)}"

@@ -1,0 +1,87 @@
+"""The weights of a rank in flat buckets, of which each replica updates one segment."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from hybridpp.cluster import Group
+from hybridpp.data_parallel.bucket import accumulation_dtype, dense_strides, piece_in, views_in
+from hybridpp.data_parallel.layout import Piece, ShardLayout
+
+
+class FlatWeights:
+    """Buffers in which the parameters lie like their gradients, so that replicas exchange whole segments.
+
+    Args:
+        layout: the buckets.
+        parameters: by name, in their working dtypes; may be on the meta device.
+        group: the replicas.
+        device: of the buffers.
+        move: ``move(parameter, view)`` lets a parameter lie in ``view``, with its values if it has any.
+
+    Attributes:
+        pieces: views of what this replica updates, by name: flat, or of the parameter's shape if it is whole.
+        parts: functions that take such a piece of a tensor of the parameter's shape, by name.
+    """
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        parameters: Mapping[str, nn.Parameter],
+        group: Group,
+        device: torch.device,
+        move: Callable[[nn.Parameter, Tensor], None],
+    ):
+        self._layout, self._group, self._parameters = layout, group, dict(parameters)
+        self._flats: list[Tensor] = []
+        self.pieces: dict[str, Tensor] = {}
+        self.parts = parts_of(layout, parameters)
+        for bucket in layout.buckets:
+            flat = torch.zeros(bucket.size, dtype=parameters[bucket.slots[0].name].dtype, device=device)
+            for name, view in views_in(flat, bucket, parameters).items():
+                move(parameters[name], view)
+            self._flats.append(flat)
+            for piece in bucket.pieces(layout.index):
+                self.pieces[piece.name] = piece_in(flat, piece, parameters[piece.name])
+
+    def gather(self) -> None:
+        """Fill every weight with the pieces of all replicas. Collective: the group."""
+        pending = [self._group.all_gather_segments(flat) for flat in self._flats]
+        for work in pending:
+            work.wait()
+
+    def gathered(self, pieces: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Complete tensors, by name, from fp32 pieces like :attr:`pieces`; one bucket at a time. Collective: the group.
+
+        Args:
+            pieces: of this replica, at least in fp32.
+        """
+        for bucket in self._layout.buckets:
+            first = self._parameters[bucket.slots[0].name]
+            flat = torch.zeros(bucket.size, dtype=accumulation_dtype(first), device=first.device)
+            for piece in bucket.pieces(self._layout.index):
+                own = pieces.get(piece.name, self.pieces[piece.name]).detach()
+                piece_in(flat, piece, self._parameters[piece.name]).copy_(own)
+            self._group.all_gather_segments(flat).wait()
+            yield from views_in(flat, bucket, self._parameters).items()
+
+
+def parts_of(layout: ShardLayout, parameters: Mapping[str, Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:
+    """For each parameter of which this replica has a piece, a function that takes the piece of such a tensor."""
+    return {
+        name: partial(_take, piece, dense_strides(parameters[name]))
+        for name, piece in layout.pieces.items()
+        if name in parameters
+    }
+
+
+def _take(piece: Piece, strides: tuple[int, ...], tensor: Tensor) -> Tensor:
+    """The piece of a tensor of the parameter's shape: a view, if its memory is in the parameter's order."""
+    if piece.is_whole:
+        return tensor
+    if tensor.stride() != strides:
+        ordered = torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device)
+        tensor = ordered.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())[piece.start : piece.stop]

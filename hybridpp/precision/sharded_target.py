@@ -1,0 +1,56 @@
+"""What the optimizer updates where replicas divide the parameters among themselves (ZeRO)."""
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor, nn
+
+from hybridpp.errors import ConfigError
+from hybridpp.precision.master_weights import MasterWeights, ReplicatedTarget
+
+
+class ShardedTarget(ReplicatedTarget):
+    """The pieces of parameters that this replica updates: masters of them, or views of the weights.
+
+    Args:
+        parameters: this rank's trainable ones, by name.
+        masters: of the pieces of those in half precision.
+        pieces: views of the weights that this replica updates, by name.
+        gather: brings every replica's pieces into the weights. Collective: all replicas.
+
+    Attributes:
+        tensors: what is updated, by the parameter's name; parameters that lie on other replicas are missing.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        masters: MasterWeights,
+        pieces: Mapping[str, Tensor],
+        gather: Callable[[], None],
+    ):
+        super().__init__(parameters, masters)
+        self.tensors = {
+            name: masters.masters.get(name, nn.Parameter(pieces[name])) for name in parameters if name in pieces
+        }
+        self._gather = gather
+        self._addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
+
+    def pull(self) -> None:
+        """Take over weights of the model that the script has written to.
+
+        Raises:
+            ConfigError: the script gave a parameter other memory.
+        """
+        for name, parameter in self._parameters.items():
+            if parameter.data_ptr() != self._addresses[name]:
+                raise ConfigError(
+                    f"{name} was given other memory after booster.boost ({name}.data = ..., model.to(...), or "
+                    "flatten_parameters()): with ZeRO, weights lie in buffers that the replicas share out. Write in "
+                    "place, with parameter.data.copy_(...)."
+                )
+        super().pull()
+
+    def push(self) -> None:
+        """Bring the updated pieces into the model's weights. Collective: all replicas."""
+        super().push()
+        self._gather()

@@ -1,0 +1,374 @@
+"""ZeRO divides the update among replicas: the same bits as without, a part of the memory."""
+
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from plugins.zero_models import SAMPLE, TiedModel, batches, cross_entropy, on_layout, step, two_groups, weights_of
+from processes import run_ranks
+from safetensors.torch import load_file
+from support import assert_near, assert_same
+from torch import nn, optim
+from transformers.optimization import Adafactor as HuggingFaceAdafactor
+
+from hybridpp import Booster, HybridParallelPlugin
+from hybridpp.cluster import Loopback, current_world
+from hybridpp.errors import ConfigError
+
+LAYOUTS = {
+    "dp2": {"dp_size": 2},
+    "dp3": {"dp_size": 3},
+    "dp2 pp2": {"dp_size": 2, "pp_size": 2},
+    "dp3 pp2 interleaved": {"dp_size": 3, "pp_size": 2, "schedule": "interleaved", "num_model_chunks": 2},
+    "dp2 pp2 zb-h1": {"dp_size": 2, "pp_size": 2, "schedule": "zb-h1"},
+    "dp2 pp2 zb-v": {"dp_size": 2, "pp_size": 2, "schedule": "zb-v"},
+    "dp2 tp2": {"dp_size": 2, "tp_size": 2},
+    "dp2 pp2 tp2": {"dp_size": 2, "pp_size": 2, "tp_size": 2},
+}
+
+
+def trained(booster, model, optimizer, num_steps=3):
+    # The last batch is ragged: replicas have different numbers of samples, and of micro-batches.
+    losses = []
+    for number, batch in enumerate(batches(num_steps, 12)):
+        losses.append(step(booster, model, optimizer, batch[:11] if number == num_steps - 1 else batch))
+        optimizer.step()
+    return losses, weights_of(model), optimizer.get_grad_norm()
+
+
+def both(run, **layout):
+    """What it gives without and with ZeRO, for each rank."""
+    return list(zip(*(on_layout(run, zero_stage=stage, **layout) for stage in (0, 1)), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [(layout, "fp32") for layout in LAYOUTS]
+    + [("dp2 tp2", "bf16"), ("dp2 pp2 zb-v", "bf16"), ("dp3", "fp16"), ("dp2 pp2", "fp16")],
+)
+def test_weights_and_losses_have_the_bits_of_training_without_it(layout, precision):
+    settings = {"precision": precision, "microbatch_size": 2, "num_microbatches": None, **LAYOUTS[layout]}
+    for (losses, weights, norm), (zero_losses, zero_weights, zero_norm) in both(trained, **settings):
+        assert zero_losses == losses
+        assert_same(zero_weights, weights)
+        assert zero_norm == pytest.approx(norm, rel=1e-12)
+
+
+@pytest.mark.parametrize("synced", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_add_up_over_calls_to_the_same_bits(precision, synced):
+    def run(booster, model, optimizer):
+        for round_of_calls in (batches(3, 12), batches(2, 12)):
+            for batch in round_of_calls[:-1]:
+                with nullcontext() if synced else booster.no_sync(model):
+                    step(booster, model, optimizer, batch)
+            step(booster, model, optimizer, round_of_calls[-1])
+            gradients = dict(optimizer.gradients())
+            optimizer.step()
+        return gradients, weights_of(model)
+
+    layout = {"dp_size": 3, "pp_size": 2, "precision": precision}
+    for (gradients, weights), (zero_gradients, zero_weights) in both(run, **layout):
+        assert_same(zero_gradients, gradients)
+        assert_same(zero_weights, weights)
+
+
+def one_dim(make):
+    return lambda parameters: make([p for p in parameters if p.dim() == 2 and p.requires_grad])
+
+
+WHOLE = {
+    "Adafactor": partial(optim.Adafactor, lr=0.01),
+    "Adafactor of transformers": HuggingFaceAdafactor,
+    "Muon": one_dim(partial(optim.Muon, lr=0.01)),
+}
+
+
+def only_matrices():
+    model = TiedModel()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.dim() == 2 and not name.startswith("blocks.1."))
+    return model
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_optimizers_that_read_whole_parameters_get_whole_ones(name):
+    def run(booster, model, optimizer):
+        shapes = {tuple(p.shape) for group in optimizer.param_groups for p in group["params"]}
+        return trained(booster, model, optimizer, 3)[1], shapes
+
+    make = only_matrices if name == "Muon" else TiedModel
+    results = both(run, dp_size=2, make_optimizer=WHOLE[name], make_model=make)
+    for (weights, shapes), (zero_weights, zero_shapes) in results:
+        assert_same(zero_weights, weights)
+        assert zero_shapes <= shapes
+
+
+class NormedTogether(optim.SGD):
+    """Divides by the norm of all gradients that it is given."""
+
+    def step(self, closure=None):
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in held])
+        for parameter in held:
+            parameter.grad = parameter.grad / norm
+        return super().step(closure)
+
+
+def test_an_optimizer_that_reads_all_parameters_is_refused_by_name():
+    message = (
+        "NormedTogether's update of a parameter depends on other parameters, of which a replica updates only a part: "
+        "got zero_stage=1. Use zero_stage=0, or an elementwise optimizer (AdamW, HybridAdam, SGD)."
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        on_layout(trained, dp_size=2, zero_stage=1, make_optimizer=partial(NormedTogether, lr=0.1))
+
+
+@pytest.mark.parametrize(("precision", "per_element"), [("fp32", 8), ("bf16", 12)])
+@pytest.mark.parametrize("dp_size", [2, 4])
+def test_a_replica_has_its_part_of_masters_and_moments(dp_size, precision, per_element):
+    def run(booster, model, optimizer):
+        step(booster, model, optimizer, batches(1, 16)[0])
+        optimizer.step()
+        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        state = [value for held in optimizer.state.values() for value in held.values() if value.dim()]
+        masters = [p for group in optimizer.param_groups for p in group["params"]] if precision != "fp32" else []
+        return sum(tensor.nbytes for tensor in state + masters), trainable
+
+    def make_model():
+        model = TiedModel()
+        model.wide = nn.ParameterList([torch.zeros(300, 301), torch.zeros(77, 1000)])
+        return model
+
+    ranks = on_layout(run, dp_size=dp_size, zero_stage=1, precision=precision, make_model=make_model)
+    held, trainable = sum(nbytes for nbytes, _ in ranks), ranks[0][1]
+    assert held <= per_element * trainable
+    assert max(nbytes for nbytes, _ in ranks) <= 1.02 * per_element * trainable / dp_size
+
+
+class Recorder:
+    """A group that counts its collectives and their elements."""
+
+    def __init__(self, group):
+        self._group, self.calls = group, []
+
+    def __getattr__(self, name):
+        attribute = getattr(self._group, name)
+        if name not in ("all_reduce", "reduce_scatter_segments", "all_gather_segments"):
+            return attribute
+
+        def called(tensor):
+            self.calls.append((name, tensor.numel()))
+            return attribute(tensor)
+
+        return called
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_step_sends_each_bucket_once_each_way(stage):
+    def run():
+        plugin = HybridParallelPlugin(num_microbatches=4, zero_stage=stage, ddp_bucket_cap_mb=0.02)
+        recorder = Recorder(plugin.layout.dp)
+        plugin.layout = replace(plugin.layout, dp=recorder)
+        booster, model = Booster(plugin=plugin), TiedModel()
+        parts = booster.boost(model, two_groups(model.parameters()), criterion=cross_entropy, sample=SAMPLE)
+        for batch in batches(2, 16):
+            recorder.calls.clear()
+            step(booster, parts.model, parts.optimizer, batch)
+            parts.optimizer.step()
+        return recorder.calls, [bucket.size for bucket in plugin._engine(parts.model).weights.layout.buckets]
+
+    for calls, sizes in Loopback(2).run(run):
+        assert len(sizes) > 3
+        kinds = [["all_reduce"], ["reduce_scatter_segments", "all_gather_segments"]][stage]
+        sums, *gathers = [[(kind, size) for size in sizes] for kind in kinds]
+        assert calls == [*sums, ("all_reduce", 20), *(call for gather in gathers for call in gather)]
+
+
+def test_one_replica_does_nothing_else_than_without():
+    for plain, zero in both(partial(trained, num_steps=2), dp_size=1, pp_size=2):
+        assert zero[0] == plain[0]
+        assert_same(zero[1], plain[1])
+
+
+def test_gradients_from_outside_are_refused_by_name():
+    def run(booster, model, optimizer):
+        step(booster, model, optimizer, batches(1, 12)[0])
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model.blocks[0].up.bias.grad = torch.zeros(50)
+        with pytest.raises(ConfigError) as error:
+            optimizer.step()
+        return str(error.value)
+
+    assert on_layout(run, dp_size=2, zero_stage=1)[0] == (
+        "blocks.0.up.bias.grad was set between the backward pass and optimizer.step(): with ZeRO each replica has a "
+        "part of every gradient only, so it would not be used. Call optimizer.clip_grad_by_norm or clip_grad_by_value, "
+        "change the loss, or use zero_stage=0."
+    )
+
+
+def test_weights_that_were_moved_out_of_their_buffer_are_refused_by_name():
+    def run(booster, model, optimizer):
+        model.blocks[0].up.bias.data = torch.zeros(50)
+        step(booster, model, optimizer, batches(1, 12)[0])
+        with pytest.raises(ConfigError) as error:
+            optimizer.step()
+        return str(error.value)
+
+    assert on_layout(run, dp_size=2, zero_stage=1)[0].startswith(
+        "blocks.0.up.bias was given other memory after booster.boost"
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_that_the_script_writes_are_trained_on(precision):
+    def run(booster, model, optimizer):
+        for batch in batches(2, 12):
+            step(booster, model, optimizer, batch)
+            optimizer.step()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+        return trained(booster, model, optimizer, 2)[1]
+
+    for plain, zero in both(run, dp_size=2, precision=precision):
+        assert_same(zero, plain)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_resumes_from_folder_and_state(precision, tmp_path):
+    copied = {}
+
+    def first(booster, model, optimizer):
+        rank = current_world().rank
+        trained(booster, model, optimizer, 2)
+        booster.save_model(model, tmp_path / "weights.safetensors")
+        copied[rank] = torch.load(_saved(optimizer.state_dict(), tmp_path / f"{rank}.pt"))
+        return trained(booster, model, optimizer, 2)[1]
+
+    def second(booster, model, optimizer):
+        booster.load_model(model, tmp_path / "weights.safetensors")
+        optimizer.load_state_dict(copied[current_world().rank])
+        return trained(booster, model, optimizer, 2)[1]
+
+    layout = {"dp_size": 2, "pp_size": 2, "zero_stage": 1, "precision": precision}
+    for expected, actual in zip(on_layout(first, **layout), on_layout(second, **layout), strict=True):
+        assert_same(actual, expected)
+
+
+def _saved(state, path):
+    torch.save(state, path)
+    return path
+
+
+def test_a_state_of_another_replica_or_stage_is_refused():
+    states = on_layout(lambda booster, model, optimizer: optimizer.state_dict(), dp_size=2, zero_stage=1)
+
+    def run(state_of, booster, model, optimizer):
+        with pytest.raises(ConfigError) as error:
+            optimizer.load_state_dict(states[state_of(current_world().rank)])
+        return str(error.value)
+
+    swapped = on_layout(partial(run, lambda rank: 1 - rank), dp_size=2, zero_stage=1)
+    assert "it was saved by replica 1 of 2 with ZeRO, and this is replica 0 of 2 with ZeRO" in swapped[0]
+    plain = on_layout(partial(run, lambda rank: rank), dp_size=2)
+    assert "replica 0 of 2 with ZeRO, and this is a replica that updates all of its parameters" in plain[0]
+
+
+def test_saved_weights_are_those_of_training_without_it(tmp_path):
+    def run(path, booster, model, optimizer):
+        trained(booster, model, optimizer, 2)
+        booster.save_model(model, path)
+
+    for stage in (0, 1):
+        path = tmp_path / f"{stage}.safetensors"
+        on_layout(partial(run, path), dp_size=2, pp_size=2, precision="bf16", zero_stage=stage)
+    assert_same(load_file(tmp_path / "1.safetensors"), load_file(tmp_path / "0.safetensors"))
+
+
+def test_a_model_from_the_meta_device_trains_to_the_same_bits(tmp_path):
+    torch.save(TiedModel().state_dict(), tmp_path / "start.pt")
+
+    def run(stage):
+        plugin = HybridParallelPlugin(num_microbatches=4, max_norm=0.5, pp_size=2, zero_stage=stage, precision="bf16")
+        booster = Booster(plugin=plugin)
+        with torch.device("meta"):
+            model = TiedModel()
+        parts = booster.boost(model, two_groups(model.parameters()), criterion=cross_entropy, sample=SAMPLE)
+        booster.load_model(model, tmp_path / "start.pt")
+        return trained(booster, parts.model, parts.optimizer, 3)[1]
+
+    plain, zero = (Loopback(4).run(partial(run, stage)) for stage in (0, 1))
+    for expected, actual in zip(plain, zero, strict=True):
+        assert_same(actual, expected)
+
+
+def test_state_that_the_optimizer_had_before_boost_is_divided():
+    def make_optimizer(parameters):
+        optimizer = torch.optim.AdamW(parameters, lr=0.01)
+        generator = torch.Generator().manual_seed(3)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                moments = torch.rand(2, *parameter.shape, generator=generator)
+                optimizer.state[parameter] = {
+                    "step": torch.tensor(3.0),
+                    "exp_avg": moments[0],
+                    "exp_avg_sq": moments[1],
+                }
+        return optimizer
+
+    for plain, zero in both(partial(trained, num_steps=2), dp_size=2, make_optimizer=make_optimizer):
+        assert_same(zero[1], plain[1])
+
+
+def test_unboost_is_refused_with_the_remedy():
+    def run(booster, model, optimizer):
+        with pytest.raises(ConfigError) as error:
+            booster.unboost(model)
+        return str(error.value)
+
+    assert on_layout(run, dp_size=2, zero_stage=1)[0] == (
+        "unboost needs the complete optimizer state on one rank: got zero_stage=1 with 2 replicas, which divide it "
+        "among themselves. Call booster.save_model, and load the folder into a new model."
+    )
+
+
+@pytest.mark.parametrize("stage", [4, -1])
+def test_stages_that_do_not_exist_are_refused(stage):
+    with pytest.raises(ConfigError, match=re.escape(f"zero_stage must be 0, 1, 2 or 3: got zero_stage={stage!r}.")):
+        HybridParallelPlugin(zero_stage=stage)
+
+
+def _on_processes(stage):
+    plugin = HybridParallelPlugin(pp_size=2, num_microbatches=4, max_norm=0.5, precision="bf16", zero_stage=stage)
+    booster, model = Booster(plugin=plugin), TiedModel()
+    parts = booster.boost(model, two_groups(model.parameters()), criterion=cross_entropy, sample=SAMPLE)
+    return trained(booster, parts.model, parts.optimizer)[1]
+
+
+def test_processes_give_the_bits_of_training_without_it():
+    plain, zero = (run_ranks(partial(_on_processes, stage), 4) for stage in (0, 1))
+    for expected, actual in zip(plain, zero, strict=True):
+        assert_same(actual, expected)
+
+
+def test_one_process_gives_the_same_to_rounding():
+    def run(booster, model, optimizer):
+        for batch in batches(4, 12):
+            step(booster, model, optimizer, batch)
+            optimizer.step()
+        return weights_of(model)
+
+    [alone] = on_layout(run, dp_size=1, num_microbatches=1, make_model=_without_dropout)
+    for weights in on_layout(run, dp_size=2, num_microbatches=1, zero_stage=1, make_model=_without_dropout):
+        assert_near(weights, alone, 1e-5)
+
+
+def _without_dropout():
+    model = TiedModel()
+    for block in model.blocks:
+        block.drop.p = 0.0
+    return model
