@@ -211,7 +211,7 @@ class RunsPipeline(ABC):
 
 
 class RecordsTimelines(ABC):
-    """A plugin that can say when each rank did what: ``Booster.record_timeline`` needs it."""
+    """A plugin that records when each rank did what: ``Booster.record_timeline`` needs it."""
 
     @abstractmethod
     def record_timeline(self, model: nn.Module) -> AbstractContextManager[Any]:

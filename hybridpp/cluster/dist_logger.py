@@ -25,8 +25,8 @@ _HANDLER.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(m
 class DistLogger(logging.LoggerAdapter[logging.Logger]):
     """A standard logger whose methods also take ``ranks=[0]``, the ranks that log; all by default.
 
-    As long as nobody has configured ``logging``, messages from INFO on go to standard error; afterwards, where and
-    whether they go is for that configuration to say.
+    Until ``logging`` is configured, messages from INFO on go to standard error; afterwards the configuration decides
+    which messages are written, and where.
     """
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
@@ -66,22 +66,22 @@ def _own_level(logger: logging.Logger) -> int:
 
 
 def get_dist_logger(name: str = "hybridpp") -> DistLogger:
-    """The logger called ``name``; it shows messages from INFO on, or what the script's own ``logging`` says."""
+    """The logger called ``name``; it shows messages from INFO on, unless the script has configured ``logging``."""
     return DistLogger(logging.getLogger(name))
 
 
 def disable_existing_loggers(include: list[str] | None = None, exclude: list[str] | None = None) -> None:
     """Raise other loggers' level to WARNING, so that a log holds the messages of the script and of hybridpp.
 
-    Those that say no more than that already, of themselves or by the logger above them, are left as they are.
+    Loggers whose effective level is WARNING or higher already do not change.
 
     Args:
         include: the loggers to quiet; None means every one that exists.
-        exclude: loggers, with those below them, to leave alone; None means hybridpp's own.
+        exclude: loggers that do not change, with those below them; None means hybridpp's own.
     """
     spared = ["hybridpp"] if exclude is None else exclude
     # From the top down. A level that a logger has anyway is not written to it: transformers compares what is written
-    # (`logger.level`), and tells of a tensor parallelism of its own at every load if that is WARNING.
+    # (`logger.level`), and logs its own tensor parallelism at every load if that is WARNING.
     for name in sorted(logging.root.manager.loggerDict if include is None else include):
         logger = logging.getLogger(name)
         is_spared = any(name == other or name.startswith(f"{other}.") for other in spared)

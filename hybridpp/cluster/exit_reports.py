@@ -89,11 +89,11 @@ class ExitReports:
         return None
 
 
-def timeout_error(who: str, timeout_s: float) -> PeerTimeoutError:
+def timeout_error(peer: str, timeout_s: float) -> PeerTimeoutError:
     """The error of a rank whose wait has timed out."""
     return PeerTimeoutError(
-        f"{who} said nothing for {timeout_s:.0f} s. It hangs, or does something else: all ranks must call together "
-        "what communicates. Where one rank may work alone for so long, raise timeout_s of launch_from_torch or launch."
+        f"{peer} sent nothing for {timeout_s:.0f} s. It hangs, or runs other code: what communicates must be called on "
+        "all ranks. Where one rank may work alone for so long, raise timeout_s of launch_from_torch or launch."
     )
 
 

@@ -67,7 +67,7 @@ class Loopback:
             turns.acquire(rank)
             try:
                 override.set(LoopbackWorld(self, rank))
-                # A device has one autograd thread for all ranks: in it, a rank would wait for those behind it.
+                # A device has one autograd thread for all ranks: in it, a rank would wait for the ranks after it.
                 with torch.autograd.set_multithreading_enabled(False):
                     if turns.failure is None:
                         results[rank] = function()

@@ -1,4 +1,4 @@
-"""Tell which ranks are missing where all of them must meet."""
+"""Report which ranks are missing where all of them must meet."""
 
 import threading
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from hybridpp.nn.torch_private import Store
 def reporting_missing(store: Store, rank: int, size: int, meeting: str, what: str) -> Iterator[None]:
     """Inside, all ranks meet. While some are missing, the first that waits logs from time to time which ones.
 
-    A :class:`PeerError` that leaves it says which ranks were missing.
+    A :class:`PeerError` that leaves it gets a note of the ranks that were missing.
 
     Args:
-        store: where each rank notes that it has come.
+        store: where each rank records that it is present.
         rank: this rank.
         size: number of ranks.
         meeting: name of the meeting, the same on all ranks.
-        what: what for, as the end of the messages.
+        what: the purpose of the meeting, which ends the messages.
     """
     over = threading.Event()
     # If the store ended with the rank that hosts it, the ranks' messages report that.
@@ -32,7 +32,7 @@ def reporting_missing(store: Store, rank: int, size: int, meeting: str, what: st
             return [other for other in range(size) if not store.check([f"{meeting} {other}"])]
         return []
 
-    def tell() -> None:
+    def log_missing() -> None:
         waited_s, pause_s = 0.0, FIRST_NOTICE_S
         while not over.wait(pause_s):
             waited_s += pause_s
@@ -41,8 +41,8 @@ def reporting_missing(store: Store, rank: int, size: int, meeting: str, what: st
             if absent and min(set(range(size)) - set(absent)) == rank:
                 LOGGER.warning("[rank %d] has waited %.0f s for %s %s.", rank, waited_s, list_ranks(absent), what)
 
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
+    thread = threading.Thread(target=log_missing, daemon=True)
+    thread.start()
     try:
         yield
     except PeerError as error:
@@ -51,4 +51,4 @@ def reporting_missing(store: Store, rank: int, size: int, meeting: str, what: st
         raise
     finally:
         over.set()
-        teller.join()
+        thread.join()

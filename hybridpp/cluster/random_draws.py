@@ -27,7 +27,7 @@ def has_drawn(generator: torch.Generator) -> bool:
 
 
 class DrawMonitor:
-    """What is known of the random numbers of the code that runs now, for all who set a model's generators.
+    """What is known of the random numbers of the code that runs now, for all code that sets a model's generators.
 
     Attributes:
         expected: whether it may draw; if not, nobody needs to set a generator for it.

@@ -46,7 +46,8 @@ ORDER: tuple[AdapterLayer, ...] = (
     AdapterLayer.FUNCTION_DTYPES,
     # Outside of the weight gradients, which would skip it: random numbers must not depend on the schedule.
     AdapterLayer.LAYER_RNG,
-    # Inside the recomputation, which must gather again; inside the stage: who does not run a module gathers nothing.
+    # Inside the recomputation, which must gather again; inside the stage: a rank that does not run a module gathers
+    # nothing.
     AdapterLayer.GATHER_PARAMETERS,
     # The last four commute, as far as their results go. Outside is what decides about more.
     AdapterLayer.UNIT_RNG,

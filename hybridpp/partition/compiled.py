@@ -94,12 +94,12 @@ def refuse_compiled(model: nn.Module, modules: Iterable[nn.Module]) -> None:
 
 
 def forbid_compile(adapter: ModuleAdapter, modules: Iterable[nn.Module]) -> None:
-    """Let ``module.compile()`` say that it comes too late: it would compile what was set on the module."""
+    """Let ``module.compile()`` raise: after boost it would compile what was set on the module."""
     for module in modules:
-        adapter.set_attribute(module, "compile", _too_late, "refusal of compile()")
+        adapter.set_attribute(module, "compile", _refuse_compile, "refusal of compile()")
 
 
-def _too_late(*args: Any, **kwargs: Any) -> Never:
+def _refuse_compile(*args: Any, **kwargs: Any) -> Never:
     raise PartitionError(
         "a model must be compiled before boost: this one is already boosted. Call block.compile() on its blocks "
         "before boost."

@@ -45,13 +45,13 @@ def find_module_dtypes(
     if half is None:
         return module_dtypes
     seen: dict[nn.Module, tuple[str, torch.dtype | None]] = {}
-    for name, module, chosen in _walk(model, "", patterns, half, None):
-        format = torch.float32 if chosen is None and module in in_fp32 else chosen
-        other, before = seen.setdefault(module, (name, format))
-        if before is not format:
-            raise ConfigError(_in_two_formats(other, name))
-        if format is not None:
-            module_dtypes[module] = format
+    for name, module, requested in _walk(model, "", patterns, half, None):
+        dtype = torch.float32 if requested is None and module in in_fp32 else requested
+        other, before = seen.setdefault(module, (name, dtype))
+        if before is not dtype:
+            raise ConfigError(_tied_error_text(other, name))
+        if dtype is not None:
+            module_dtypes[module] = dtype
     _check_ties(model, module_dtypes)
     return module_dtypes
 
@@ -60,13 +60,13 @@ def _walk(
     module: nn.Module, name: str, patterns: Sequence[str], half: torch.dtype, around: torch.dtype | None
 ) -> Iterator[tuple[str, nn.Module, torch.dtype | None]]:
     """Every module, under each of its names, with the dtype that patterns give it, or None."""
-    format = around
+    dtype = around
     for pattern in patterns:
         if name and _matches(pattern, name, module):
-            format = half if pattern.startswith("!") else torch.float32
-    yield name, module, format
+            dtype = half if pattern.startswith("!") else torch.float32
+    yield name, module, dtype
     for child_name, child in module.named_children():
-        yield from _walk(child, f"{name}.{child_name}" if name else child_name, patterns, half, format)
+        yield from _walk(child, f"{name}.{child_name}" if name else child_name, patterns, half, dtype)
 
 
 def _matches(pattern: str, name: str, module: nn.Module) -> bool:
@@ -94,13 +94,13 @@ def _check_ties(model: nn.Module, module_dtypes: ModuleDtypes) -> None:
     holders: dict[int, tuple[str, bool]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            here = module_dtypes.get(module) is torch.float32
-            other, there = holders.setdefault(id(parameter), (name, here))
-            if here is not there:
-                raise ConfigError(_in_two_formats(other, name))
+            is_fp32 = module_dtypes.get(module) is torch.float32
+            other, other_is_fp32 = holders.setdefault(id(parameter), (name, is_fp32))
+            if is_fp32 is not other_is_fp32:
+                raise ConfigError(_tied_error_text(other, name))
 
 
-def _in_two_formats(first: str, second: str) -> str:
+def _tied_error_text(first: str, second: str) -> str:
     return f"fp32_modules selects only one of {first!r} and {second!r}, which share weights. Select both or neither."
 
 
@@ -120,20 +120,20 @@ def wrap_dtype_boundaries(adapter: ModuleAdapter, module_dtypes: ModuleDtypes, h
                 borders.setdefault(module, outside)
     for module, outside in borders.items():
         holds = any(tensor.is_floating_point() for tensor in (*module.parameters(), *module.buffers()))
-        run = _run_in if holds else _follow
+        run = _run_in_dtype if holds else _run_if_input_has_dtype
         adapter.wrap(module, AdapterLayer.DTYPE, run, module_dtypes[module], outside)
 
 
-def _follow(
+def _run_if_input_has_dtype(
     inside: torch.dtype, outside: torch.dtype, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     leaves = pytree.tree_leaves((args, kwargs))
     if any(isinstance(leaf, Tensor) and leaf.dtype is outside for leaf in leaves):
-        return _run_in(inside, outside, forward, *args, **kwargs)
+        return _run_in_dtype(inside, outside, forward, *args, **kwargs)
     return forward(*args, **kwargs)
 
 
-def _run_in(
+def _run_in_dtype(
     inside: torch.dtype, outside: torch.dtype, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     if not kwargs and len(args) == 1:  # the most common call (norms), without the cost of flattening containers

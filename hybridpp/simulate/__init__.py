@@ -1,4 +1,4 @@
-"""What a schedule would cost: how long a step takes, who idles, what is held. No torch, no processes."""
+"""What a schedule would cost: how long a step takes, which ranks idle, what is held. No torch, no processes."""
 
 from hybridpp.simulate.costs import Costs
 from hybridpp.simulate.simulate import Simulation, simulate, simulate_draws

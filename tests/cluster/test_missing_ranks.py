@@ -59,5 +59,5 @@ def test_an_error_says_who_was_missing(present, notes):
     for rank in range(present):
         store.set(f"a meeting {rank}", "")
     with pytest.raises(PeerError) as raised, reporting_missing(store, 0, 2, "a meeting", "to begin"):
-        raise PeerError("rank 1 said nothing")
+        raise PeerError("rank 1 sent nothing")
     assert getattr(raised.value, "__notes__", []) == notes

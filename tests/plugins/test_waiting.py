@@ -83,7 +83,7 @@ def test_a_hang_in_a_criterion_ends_in_time_and_tells_who_was_waited_for(monkeyp
     monkeypatch.setenv("HYBRIDPP_SHARED_MEMORY", shared_memory)
     port = free_port()
     text, took = run_ranks(lambda: _hanging_criterion(port), 2)[0]
-    assert text.startswith(f"{who} said nothing for 3 s. It hangs, or does something else:"), text
+    assert text.startswith(f"{who} sent nothing for 3 s. It hangs, or runs other code:"), text
     assert RAISE_IT in text
     assert "hybridpp: in action 0B0 (stage, kind, micro-batch)" in text, text
     assert took > TIMEOUT_S - 0.1
@@ -103,7 +103,7 @@ def test_a_rank_that_does_not_come_to_a_barrier_is_named(tmp_path):
         return seen
 
     text, took = run_ranks(run, 2)[0]
-    assert text.startswith("rank 1 (group all ranks) said nothing for 3 s."), text
+    assert text.startswith("rank 1 (group all ranks) sent nothing for 3 s."), text
     assert took > TIMEOUT_S - 0.1
 
 

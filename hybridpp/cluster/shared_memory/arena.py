@@ -24,7 +24,7 @@ class Extent:
     Attributes:
         offset: where it starts.
         capacity: bytes up to the next one.
-        backed: bytes, from its start, that memory stands behind.
+        backed: bytes, from its start, that have memory.
     """
 
     __slots__ = ("backed", "capacity", "offset")

@@ -209,7 +209,7 @@ def test_a_stopped_rank_is_silent_and_goes_on_when_it_may():
         for number in range(1000):
             link.send(torch.full((1,), float(number)))
         late = torch.zeros(1)
-        with pytest.raises(PeerError, match=r"^rank 1 said nothing for 2 s\. It hangs, or does something else"):
+        with pytest.raises(PeerError, match=r"^rank 1 sent nothing for 2 s\. It hangs, or runs other code"):
             link.receive(late).wait()
         os.kill(process.pid, signal.SIGCONT)
         link.take(Channel.POINT_TO_POINT)
