@@ -1,4 +1,4 @@
-"""Tensors whose values are made only when they are read: copies to a device, conversions."""
+"""Tensors whose values are made only when they are read; here copies to a device and conversions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,22 +11,27 @@ from hybridpp.nn.torch_private import DisableTorchFunctionSubclass, make_wrapper
 
 # Of a tensor with a gradient these are the values' own.
 _OF_GRAPH = frozenset(getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf"))
+# What torch's functions take tensors in.
+_CONTAINERS = (list, tuple, dict)
 
 
 class MadeWhenRead(Tensor):
-    """Any tensor whose values may not exist yet: only its shape, dtype and device are known without work."""
+    """Any tensor whose values may not exist yet: only its shape, dtype and device are known without work.
 
-
-class DeferredTensor(MadeWhenRead):
-    """A tensor whose values are made when an operation needs them.
-
-    It has the shape, dtype and device of the values. Reading these makes nothing, and a conversion to another dtype is
-    deferred, too; all other operations get the values, a plain tensor that is made once. So results are right in any
-    case. A write goes to the values, which every later operation reads.
+    A function of it gets the values, a plain tensor, unless the class can answer without them. So results are right in
+    any case.
     """
 
-    _make: Callable[[], Tensor] | None
-    _made: Tensor | None
+    def without_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a function whose first argument this is, if it needs no values; else NotImplemented."""
+        if func in METADATA_FUNCTIONS:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return NotImplemented
+
+    def values_now(self) -> Tensor:
+        """The values, made if they do not exist yet."""
+        raise NotImplementedError
 
     @classmethod
     def __torch_function__(
@@ -34,25 +39,47 @@ class DeferredTensor(MadeWhenRead):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, DeferredTensor) and first._made is None:
-            with DisableTorchFunctionSubclass():
-                if func in METADATA_FUNCTIONS and not (func in _OF_GRAPH and first.requires_grad):
-                    return func(*args, **kwargs)
-                if func is Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype) and not kwargs:
-                    return first if args[1] is first.dtype else _converted(first, args[1])
-        args, kwargs = with_values((args, kwargs))
-        return func(*args, **kwargs)
+        if isinstance(first, MadeWhenRead):
+            result = first.without_values(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        if kwargs or any(isinstance(arg, _CONTAINERS) for arg in args):
+            args, kwargs = with_values((args, kwargs))
+            return func(*args, **kwargs)
+        # Flattening a tree takes longer than most operations.
+        return func(*[arg.values_now() if isinstance(arg, MadeWhenRead) else arg for arg in args])
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares a function of C there
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         # Below autograd: reached only around torch's functions (arguments of an autograd function).
-        args, kwargs = pytree.tree_map_only(DeferredTensor, lambda one: one.values_now().detach(), (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(MadeWhenRead, lambda one: one.values_now().detach(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
+
+class DeferredTensor(MadeWhenRead):
+    """A tensor whose values are made when an operation needs them.
+
+    It has the shape, dtype and device of the values. Reading these makes nothing, and a conversion to another dtype is
+    deferred, too; all other operations get the values, which are made once. A write goes to the values, which every
+    later operation reads.
+    """
+
+    _make: Callable[[], Tensor] | None
+    _made: Tensor | None
+
+    def without_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._made is not None:
+            return NotImplemented
+        with DisableTorchFunctionSubclass():
+            if func in METADATA_FUNCTIONS and not (func in _OF_GRAPH and self.requires_grad):
+                return func(*args, **kwargs)
+            if func is Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype) and not kwargs:
+                return self if args[1] is self.dtype else _converted(self, args[1])
+        return NotImplemented
+
     def values_now(self) -> Tensor:
-        """The values; made at the first call."""
         if self._made is None:
             assert self._make is not None
             with DisableTorchFunctionSubclass():
@@ -82,8 +109,8 @@ def deferred(like: Tensor, make: Callable[[], Tensor], *, dtype: torch.dtype, de
 
 
 def with_values(tree: Any) -> Any:
-    """``tree`` with the values of deferred tensors."""
-    return pytree.tree_map_only(DeferredTensor, DeferredTensor.values_now, tree)
+    """``tree`` with the values of tensors that are made when they are read."""
+    return pytree.tree_map_only(MadeWhenRead, lambda one: one.values_now(), tree)
 
 
 def _converted(lazy: DeferredTensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from hybridpp.cluster import Group
 from hybridpp.nn.deferred_tensor import MadeWhenRead
-from hybridpp.nn.metadata_functions import METADATA_FUNCTIONS
 from hybridpp.nn.torch_private import (
     DisableTorchFunctionSubclass,
     backward_hooks_of,
@@ -57,32 +56,17 @@ class DeferredGatherTensor(MadeWhenRead):
     _as_gathered: tuple[int, bool, bool] | None
     _gathered_from: int | None
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        first = args[0] if args else None
-        if isinstance(first, DeferredGatherTensor) and first.is_sharded():
-            if func in first.kept:
-                result = first.kept[func](first, func, *args[1:], **kwargs)
-                if result is not NotImplemented:
-                    return result
-            if func in METADATA_FUNCTIONS:
-                with DisableTorchFunctionSubclass():
-                    return func(*args, **kwargs)
-        args, kwargs = gathered((args, kwargs))
-        return func(*args, **kwargs)
+    def without_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.is_sharded():
+            return NotImplemented
+        if func in self.kept:
+            result = self.kept[func](self, func, *args[1:], **kwargs)
+            if result is not NotImplemented:
+                return result
+        return super().without_values(func, args, kwargs)
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares a function of C there
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        # Below autograd: reached only around torch's functions (arguments of an autograd function).
-        args, kwargs = pytree.tree_map_only(
-            DeferredGatherTensor, lambda lazy: lazy.full_tensor().detach(), (args, kwargs or {})
-        )
-        return func(*args, **kwargs)
+    def values_now(self) -> Tensor:
+        return self.full_tensor()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, {self.group.size} parts)"
