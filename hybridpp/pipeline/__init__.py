@@ -8,11 +8,11 @@ from hybridpp.pipeline.batch import (
     split_batch,
     to_plain_containers,
 )
+from hybridpp.pipeline.batch_checks import RankBatchInfo
 from hybridpp.pipeline.batch_dim_checks import check_batch_dims, watch_sequence_axes
 from hybridpp.pipeline.batch_dims import leaf_dims
 from hybridpp.pipeline.batch_reader import (
     BatchReader,
-    RankBatchInfo,
     check_equal,
     read_batch,
     start_batch_check,

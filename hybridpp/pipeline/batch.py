@@ -61,7 +61,7 @@ def to_plain_containers(batch: Any) -> Any:
     Raises:
         DataError: the batch is no container that can be split.
     """
-    batch = _known(dict(batch) if isinstance(batch, Mapping) else batch)
+    batch = _with_dicts(dict(batch) if isinstance(batch, Mapping) else batch)
     if not isinstance(batch, dict | tuple | list | Tensor):
         raise DataError(
             f"a batch must be a mapping, a tuple, a list or a tensor: got {type(batch).__name__}. "
@@ -70,11 +70,13 @@ def to_plain_containers(batch: Any) -> Any:
     return batch
 
 
-def _known(tree: Any) -> Any:
-    def known(leaf: Any) -> Any:
-        return {name: _known(value) for name, value in leaf.items()} if isinstance(leaf, Mapping) else leaf
+def _with_dicts(tree: Any) -> Any:
+    """``tree`` with dicts for the mappings that pytree takes for leaves."""
 
-    return pytree.tree_map(known, tree)
+    def with_dicts(leaf: Any) -> Any:
+        return {name: _with_dicts(value) for name, value in leaf.items()} if isinstance(leaf, Mapping) else leaf
+
+    return pytree.tree_map(with_dicts, tree)
 
 
 def num_samples(batch: Any, dims: Dims = 0) -> int:
@@ -108,7 +110,7 @@ def num_samples(batch: Any, dims: Dims = 0) -> int:
 
 
 def _sizes_by_name(batch: Any, dims: Dims) -> tuple[dict[str, int], dict[str, int]]:
-    """How many samples each tensor and list of samples holds, by its place in the batch; and each numpy array."""
+    """How many samples each tensor and list of samples holds, by its path in the batch; and each numpy array."""
     paths, _ = pytree.tree_flatten_with_path(batch)
     sizes: dict[str, int] = {}
     arrays: dict[str, int] = {}
@@ -177,9 +179,9 @@ def split_batch(
         # As a tensor: a changing Python number would be a new signature, which is traced again, at every step.
         batch = batch | {TOTAL_KEY: torch.tensor(batch[TOTAL_KEY])}
     leaves, tree = pytree.tree_flatten(batch)
-    along = _leaf_dims(batch, dims, len(leaves))
-    parts = [_parts(leaf, dim, sizes) for leaf, dim in zip(leaves, along, strict=True)]
-    inputs = [pytree.tree_unflatten([part[place] for part in parts], tree) for place in range(len(sizes))]
+    split_dims = _leaf_dims(batch, dims, len(leaves))
+    parts = [_parts(leaf, dim, sizes) for leaf, dim in zip(leaves, split_dims, strict=True)]
+    inputs = [pytree.tree_unflatten([part[index] for part in parts], tree) for index in range(len(sizes))]
     if sums:
         total, shares = float(samples), [1.0] * len(sizes)
     elif isinstance(batch, dict) and batch.get(TOTAL_KEY) is not None:
@@ -196,7 +198,7 @@ def _microbatch_sizes(samples: int, num_microbatches: int | None, microbatch_siz
         count = -(-samples // microbatch_size)
         return [min(microbatch_size, samples - start * microbatch_size) for start in range(count)]
     count = min(num_microbatches or 1, samples)
-    return [samples // count + (place < samples % count) for place in range(count)]
+    return [samples // count + (index < samples % count) for index in range(count)]
 
 
 def _parts(leaf: Any, dim: int | None, sizes: list[int]) -> Sequence[Any]:
@@ -269,10 +271,11 @@ def _some_bytes(tensor: Tensor) -> Tensor:
 
 def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """One-dimensional tensors, copied to host memory; the host waits once per device, not once per tensor."""
-    moved = list(tensors)
+    on_host = list(tensors)
     for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
-        places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
-        joined = torch.cat([tensors[place] for place in places]).cpu()
-        for place, part in zip(places, torch.split(joined, [len(tensors[place]) for place in places]), strict=True):
-            moved[place] = part
-    return moved
+        indices = [index for index, tensor in enumerate(tensors) if tensor.device == device]
+        joined = torch.cat([tensors[index] for index in indices]).cpu()
+        sizes = [len(tensors[index]) for index in indices]
+        for index, part in zip(indices, torch.split(joined, sizes), strict=True):
+            on_host[index] = part
+    return on_host

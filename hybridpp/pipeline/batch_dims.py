@@ -40,7 +40,7 @@ def mark_sample_lists(tree: Any, dims: Dims) -> Any:
     if type(tree) is list and tree and dims is not None and all(isinstance(entry, str | bytes) for entry in tree):
         return Texts(tree)
     if type(tree) in (list, tuple):
-        return type(tree)(mark_sample_lists(value, _of_entry(dims, place)) for place, value in enumerate(tree))
+        return type(tree)(mark_sample_lists(value, _of_entry(dims, index)) for index, value in enumerate(tree))
     return tree
 
 

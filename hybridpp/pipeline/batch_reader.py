@@ -2,39 +2,27 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from dataclasses import astuple, replace
+from typing import Any, TypeAlias
 
-from hybridpp.cluster import Group, PendingNumbers, name_ranks, start_gather_numbers
+from hybridpp.cluster import Group, PendingNumbers, start_gather_numbers
 from hybridpp.config import PipelineConfig
 from hybridpp.errors import DataError, DeadlockError, PeerError, UnlikeCallsError
 from hybridpp.pipeline.batch import SplitBatch, Summary, split_batch, to_plain_containers
+from hybridpp.pipeline.batch_checks import (
+    EXHAUSTED,
+    FAILED,
+    READY,
+    FirstBatchChecks,
+    RankBatchInfo,
+    check_readiness,
+    different_batches,
+)
 from hybridpp.pipeline.criterion import CriterionAdapter
 from hybridpp.pipeline.forward_signature import ForwardSignature
 from hybridpp.pipeline.read_ahead import PreparedItems, ReadAheadIterator
 
 Called: TypeAlias = CriterionAdapter | ForwardSignature
-
-_READY, _EXHAUSTED, _FAILED = 0.0, 1.0, 2.0
-
-
-@dataclass(frozen=True)
-class RankBatchInfo:
-    """The batch of one rank before a step.
-
-    Attributes:
-        status: ready, out of data, or failed.
-        num_items: number of items that the batch's loss is a mean over.
-        num_microbatches: number of micro-batches.
-        digest: of the batch, equal on ranks that hold the same batch; 0 if digests are not compared.
-        deferred: 1 if the digest leaves out the values of tensors on a device, which are compared with the losses.
-    """
-
-    status: float
-    num_items: float = 0.0
-    num_microbatches: float = 0.0
-    digest: float = 0.0
-    deferred: float = 0.0
 
 
 def step_call(model_name: str, training: bool) -> str:
@@ -91,14 +79,13 @@ class PendingBatch:
             raise error from self._failure
         if self._failure is not None and not isinstance(self._failure, StopIteration):
             raise self._failure
-        _check(batch_infos, self._pipelines)
+        if any(info.status != READY for info in batch_infos) or not any(info.num_items for info in batch_infos):
+            check_readiness(batch_infos)
         if self._failure is not None:
             raise self._failure
-        if sum(info.num_items for info in batch_infos) == 0:
-            raise DataError(
-                "the criterion counts no items in any replica's batch, so its mean is not defined. "
-                "Check criterion.num_items and the labels."
-            )
+        for is_deferred in (0.0, 1.0):
+            digests = [info.digest if info.deferred == is_deferred else None for info in batch_infos]
+            check_equal(digests, self._pipelines)
         return self._batch, batch_infos
 
     def drop(self) -> None:
@@ -141,31 +128,17 @@ def start_batch_check(
             summary, unchecked = summary.without_devices()
             batch = replace(batch, unchecked=unchecked)
         own_info = RankBatchInfo(
-            status=_READY,
+            status=READY,
             num_items=batch.num_items,
             num_microbatches=float(len(batch.microbatches)),
             digest=summary.digest() if summary is not None else 0.0,
             deferred=float(bool(batch.unchecked)),
         )
     except StopIteration as error:
-        failure, own_info = error, RankBatchInfo(_EXHAUSTED)
+        failure, own_info = error, RankBatchInfo(EXHAUSTED)
     except Exception as error:
-        failure, own_info = error, RankBatchInfo(_FAILED)
+        failure, own_info = error, RankBatchInfo(FAILED)
     return PendingBatch(batch, failure, start_gather_numbers(control, call, astuple(own_info)), pipelines)
-
-
-def _check(batch_infos: list[RankBatchInfo], pipelines: tuple[tuple[int, ...], ...]) -> None:
-    failed = [rank for rank, info in enumerate(batch_infos) if info.status == _FAILED]
-    if failed:
-        raise PeerError(f"reading the batch failed on {name_ranks(failed)}. See the error printed there.")
-    exhausted = [rank for rank, info in enumerate(batch_infos) if info.status == _EXHAUSTED]
-    if exhausted and len(exhausted) < len(batch_infos):
-        raise DataError(
-            f"the data ended on {name_ranks(exhausted)} but not on the others. Give every rank an iterator of the same "
-            "length: use plugin.prepare_dataloader, and take len(dataloader) steps."
-        )
-    for is_deferred in (0.0, 1.0):
-        check_equal([info.digest if info.deferred == is_deferred else None for info in batch_infos], pipelines)
 
 
 def check_equal(digests: Sequence[float | None], pipelines: tuple[tuple[int, ...], ...]) -> None:
@@ -180,26 +153,7 @@ def check_equal(digests: Sequence[float | None], pipelines: tuple[tuple[int, ...
     """
     for ranks in pipelines:
         if len({digests[rank] for rank in ranks} - {None}) > 1:
-            raise DataError(
-                f"the ranks of one pipeline must hold the same batch: {name_ranks(ranks)} hold different ones. "
-                "Use plugin.prepare_dataloader, or seed the sampler and the transforms alike on all of them."
-            )
-
-
-class FirstBatchChecks(Protocol):
-    """Looks at the first batch that a model is trained with.
-
-    Attributes:
-        compares: whether :meth:`compare` wants digests of all batches.
-    """
-
-    compares: bool
-
-    def check(self, batch: SplitBatch, data_iter: Iterator[Any]) -> None:
-        """Refuse a batch of this rank."""
-
-    def compare(self, batch_infos: list[RankBatchInfo]) -> None:
-        """Look at the batches of all ranks."""
+            raise different_batches(ranks)
 
 
 class BatchReader:

@@ -195,8 +195,8 @@ class MicrobatchLosses:
                 f"criterion(outputs, inputs) must return a scalar tensor: got {got}. Return the mean loss of the "
                 "micro-batch."
             )
-        if self._step.look_at_loss is not None:
-            self._step.look_at_loss(microbatch, loss, outputs, inputs)
+        if self._step.inspect_loss is not None:
+            self._step.inspect_loss(microbatch, loss, outputs, inputs)
         if self._step.training and not loss.requires_grad:
             raise ConfigError(
                 "the loss does not depend on any trainable parameter, so there is nothing to train. "

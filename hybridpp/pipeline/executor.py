@@ -110,14 +110,14 @@ class Executor:
         self, actions: list[tuple[Action, tuple[Action, ...]]], handlers: "_Handlers", recorder: Recorder | None
     ) -> None:
         """Run actions, each with the sends that are complete by then."""
-        handle = handlers.by_kind()
-        for action, done in actions:
+        handler_of_kind = handlers.by_kind()
+        for action, completed_sends in actions:
             self.where = action
-            for sent in done:
-                handlers.messages.finish_send(sent)
+            for send in completed_sends:
+                handlers.messages.finish_send(send)
             if recorder is not None:
                 recorder.start()
-            handle[action.kind](action)
+            handler_of_kind[action.kind](action)
             if recorder is not None:
                 recorder.end(action)
 
@@ -242,21 +242,21 @@ class _Handlers:
     def _backward(self, action: Action) -> None:
         is_observed = action == self._last and self._step.begin_last_backward(None)
         if not self._defers:
-            self._go_back(action)
+            self._run_backward(action)
         elif not is_observed:
             with self._weight_gradients.full_backward():
-                self._go_back(action)
+                self._run_backward(action)
         else:
             # Input gradients first, then weight gradients one by one, so that each reduction can start when its
             # gradient is complete.
             with self._weight_gradients.input_backward(splits=False) as tasks:
-                self._go_back(action)
+                self._run_backward(action)
             self._weight_gradients.add(tasks, final=True)
         self._step.end_backward()
 
     def _input_gradient(self, action: Action) -> None:
         with self._weight_gradients.input_backward(splits=True) as tasks:
-            self._go_back(action)
+            self._run_backward(action)
         self._step.end_backward()
         self._wgrad_tasks[action._replace(kind=ActionKind.WEIGHT_GRADIENT)] = tasks
 
@@ -267,7 +267,7 @@ class _Handlers:
         self._weight_gradients.add(tasks, final=action == self._last)
         self._step.end_backward()
 
-    def _go_back(self, action: Action) -> None:
+    def _run_backward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch or 0
         stage_input, stage_output, loss, _, context = take_held(self._graphs, (stage, microbatch))
         received = []

@@ -177,5 +177,5 @@ def _map_tensors(tree: Any, function: Callable[[_Path, Tensor], Tensor], path: _
     if type(tree) is dict:
         return {name: _map_tensors(value, function, (*path, name)) for name, value in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(_map_tensors(value, function, (*path, place)) for place, value in enumerate(tree))
+        return type(tree)(_map_tensors(value, function, (*path, index)) for index, value in enumerate(tree))
     return pytree.tree_map_only(Tensor, lambda leaf: function(path, leaf), tree)

@@ -95,9 +95,9 @@ def duplicate_samples(tree: Any, num_samples: int, dims: Callable[[Any], list[in
     Tensors with several rows per sample (all tokens, for example) are duplicated, too.
     """
     leaves, structure = pytree.tree_flatten(tree)
-    for place, (leaf, dim) in enumerate(zip(leaves, dims(tree), strict=True)):
+    for index, (leaf, dim) in enumerate(zip(leaves, dims(tree), strict=True)):
         if isinstance(leaf, Tensor) and dim is not None and dim < leaf.dim() and leaf.shape[dim] % num_samples == 0:
-            leaves[place] = torch.cat([leaf.detach()] * 2, dim)
+            leaves[index] = torch.cat([leaf.detach()] * 2, dim)
     return pytree.tree_unflatten(leaves, structure)
 
 

@@ -25,7 +25,7 @@ class StageManager:
     @property
     def stages(self) -> tuple[int, ...]:
         """All stages that this rank runs."""
-        return tuple(stage for stage, place in enumerate(self.placement) if place == self.stage)
+        return tuple(stage for stage, position in enumerate(self.placement) if position == self.stage)
 
     @property
     def prev_rank(self) -> int:

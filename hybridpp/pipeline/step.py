@@ -29,7 +29,7 @@ class PipelineStep:
         max_stored_microbatches: number of micro-batches whose activations the rank stores completely, counted per
             stage; further ones may be recomputed.
         model_inputs: selects the part of a micro-batch's inputs that the model is called with.
-        look_at_loss: called with each micro-batch's index, loss, model outputs and inputs; None: not called.
+        inspect_loss: called with each micro-batch's index, loss, model outputs and inputs; None: not called.
     """
 
     microbatches: Sequence[Microbatch]
@@ -43,7 +43,7 @@ class PipelineStep:
     reduce_gradients: Callable[[], None]
     max_stored_microbatches: int = 0
     model_inputs: Callable[[Any], Any] = lambda inputs: inputs
-    look_at_loss: Callable[[int, Tensor, Any, Any], None] | None = None
+    inspect_loss: Callable[[int, Tensor, Any, Any], None] | None = None
 
 
 @dataclass(frozen=True)

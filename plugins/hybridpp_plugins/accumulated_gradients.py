@@ -114,12 +114,10 @@ class AccumulatedGradients:
         It is computed again if the script has written to gradients since it was cached.
         """
         if self.cached_norm is None or self._changed_anywhere():
-            return self.take_norms(
-                self._norm.gather(f"{_IN_OPTIMIZER} (norm of the gradients)", self._reducer.gradients)
-            )
+            return self.set_norm(self._norm.gather(f"{_IN_OPTIMIZER} (norm of the gradients)", self._reducer.gradients))
         return self.cached_norm
 
-    def take_norms(self, messages: Sequence[Sequence[float]]) -> float:
+    def set_norm(self, messages: Sequence[Sequence[float]]) -> float:
         """Compute the norm from every rank's message, by rank."""
         return self._cache_norm(self._norm.total(messages) / self.scale)
 

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -74,7 +75,7 @@ class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, UnboostsModels)
     ) -> dict[str, Any]:
         """See :meth:`hybridpp.Booster.execute_pipeline`."""
         engine = self._engine(model)
-        engine.check_call(criterion, optimizer, return_loss)
+        _check_call(engine, criterion, optimizer, return_loss)
         return engine.step(data_iter, criterion, return_loss, return_outputs)
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
@@ -126,3 +127,22 @@ class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, UnboostsModels)
     def load_model(self, model: nn.Module, path: Path, *, strict: bool) -> None:
         """See :meth:`hybridpp.Booster.load_model`."""
         load_weights(self._engine(model), path, strict)
+
+
+def _check_call(engine: Engine, criterion: Criterion | None, optimizer: Optimizer | None, return_loss: bool) -> None:
+    """Refuse arguments of ``execute_pipeline`` that do not fit together, before anything is communicated."""
+    if engine.original.uninitialized.is_pending:
+        engine.original.uninitialized.check(engine.layout.control)
+    training = torch.is_grad_enabled()
+    if optimizer is not None and optimizer is not engine.optimizer:
+        raise ConfigError("execute_pipeline needs the optimizer that booster.boost returned for this model.")
+    if training and optimizer is None:
+        raise ConfigError(
+            "execute_pipeline needs the boosted optimizer if gradients are enabled. Pass optimizer=, or call it "
+            "under torch.no_grad() to evaluate."
+        )
+    if criterion is None and (training or return_loss):
+        raise ConfigError(
+            "execute_pipeline needs criterion(outputs, inputs) to compute a loss. Pass it, or return_loss=False "
+            "under torch.no_grad()."
+        )

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from hybridpp.cluster import microbatch_key, preserved_random_state
 from hybridpp.config import PipelineConfig
 from hybridpp.data_parallel import GradientReducer, RunningStatistics
-from hybridpp.errors import ConfigError, DeadlockError, PeerError, PeerTimeoutError
+from hybridpp.errors import DeadlockError, PeerError, PeerTimeoutError
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.partition import StagedModel
 from hybridpp.pipeline import (
@@ -141,25 +140,7 @@ class Engine:
         """A context in which gradients are only accumulated."""
         return nullcontext() if self.buckets is None else self.buckets.no_sync()
 
-    def check_call(self, criterion: Criterion | None, optimizer: Optimizer | None, return_loss: bool) -> None:
-        """Refuse arguments of ``execute_pipeline`` that do not fit together, before anything is communicated."""
-        if self.original.uninitialized.is_pending:
-            self.original.uninitialized.check(self.layout.control)
-        training = torch.is_grad_enabled()
-        if optimizer is not None and optimizer is not self.optimizer:
-            raise ConfigError("execute_pipeline needs the optimizer that booster.boost returned for this model.")
-        if training and optimizer is None:
-            raise ConfigError(
-                "execute_pipeline needs the boosted optimizer if gradients are enabled. Pass optimizer=, or call it "
-                "under torch.no_grad() to evaluate."
-            )
-        if criterion is None and (training or return_loss):
-            raise ConfigError(
-                "execute_pipeline needs criterion(outputs, inputs) to compute a loss. Pass it, or return_loss=False "
-                "under torch.no_grad()."
-            )
-
-    def know(self, signature: ForwardSignature) -> None:
+    def set_signature(self, signature: ForwardSignature) -> None:
         """Set the signature that the model's forward had before boost."""
         self.signatures = SignatureCache(self.model, signature)
 
@@ -169,8 +150,8 @@ class Engine:
         """One step of training, or of evaluation if gradients are disabled. Collective: all ranks."""
         training = torch.is_grad_enabled()
         called = self.signatures.of(criterion if training or return_loss else None)
-        if self.epilogue.unsettled:
-            self.epilogue.settle(0 if training else 1)
+        if self.epilogue.pending_losses:
+            self.epilogue.wait_for_losses(0 if training else 1)
         self.is_running = True
         try:
             batch, infos, failure = self._reader.read(
@@ -195,7 +176,7 @@ class Engine:
             self.progress.num_evaluations += 1
         outputs = None
         if return_outputs and result.outputs:
-            parts = [gathered(result.outputs[place]) for place in range(len(batch.microbatches))]
+            parts = [gathered(result.outputs[index]) for index in range(len(batch.microbatches))]
             outputs = merge_outputs(parts, batch.microbatches, self.pipeline.dims_of_outputs)
         return {"loss": loss if return_loss else None, "outputs": outputs}
 
@@ -206,11 +187,11 @@ class Engine:
     def _program(self, infos: list[RankBatchInfo], training: bool) -> RankProgram:
         """This rank's program. A schedule that does not fit some replica's batch is refused on every rank."""
         counts = frozenset(int(infos[ranks[0]].num_microbatches) for ranks in self.layout.pipelines)
-        mine = int(infos[self.layout.world.rank].num_microbatches)
-        if (counts, mine, training) not in self._programs:
+        own_count = int(infos[self.layout.world.rank].num_microbatches)
+        if (counts, own_count, training) not in self._programs:
             programs = {count: self.planner.programs(count, training) for count in sorted(counts)}
-            self._programs[counts, mine, training] = programs[mine][self.layout.pp.rank]
-        return self._programs[counts, mine, training]
+            self._programs[counts, own_count, training] = programs[own_count][self.layout.pp.rank]
+        return self._programs[counts, own_count, training]
 
     def _task(
         self,
@@ -220,25 +201,29 @@ class Engine:
         training: bool,
         keep_outputs: bool,
     ) -> PipelineStep:
-        heads = [infos[ranks[0]] for ranks in self.layout.pipelines]
+        replica_infos = [infos[ranks[0]] for ranks in self.layout.pipelines]
         # Sums add up over the replicas, as over micro-batches.
-        weight = 1.0 if batch.sums else batch.num_items / sum(head.num_items for head in heads)
+        weight = 1.0 if batch.sums else batch.num_items / sum(info.num_items for info in replica_infos)
         if self.optimizer is not None:
             weight *= self.optimizer.loss_scale
         # Micro-batches are numbered over all replicas, so that replicas draw different random numbers.
-        first = sum(int(head.num_microbatches) for head in heads[: self.layout.here.dp])
+        first_microbatch = sum(int(info.num_microbatches) for info in replica_infos[: self.layout.here.dp])
         # Evaluations have separate keys: each draws new random numbers, and training draws the same without them.
         run = self.progress.num_steps if training else _FIRST_EVALUATION + self.progress.num_evaluations
         loss_of = called if isinstance(called, CriterionAdapter) else None
         # In training, the loss is a mean over all replicas.
-        together = sum(int(head.num_microbatches) for head in heads) if training else len(batch.microbatches)
-        judged = loss_of if loss_of and together > 1 and self._is_unknown(loss_of, training) else None
-        watched = judged and self.criterion_check.begin(judged, training, self.pipeline, batch.microbatches)
+        num_averaged = (
+            sum(int(info.num_microbatches) for info in replica_infos) if training else len(batch.microbatches)
+        )
+        unknown = loss_of if loss_of and num_averaged > 1 and self._is_unknown(loss_of, training) else None
+        observed = unknown and self.criterion_check.begin(unknown, training, self.pipeline, batch.microbatches)
         return PipelineStep(
             microbatches=batch.microbatches,
             loss_weights=[weight * microbatch.share for microbatch in batch.microbatches],
-            keys=[microbatch_key(self.progress.seed, run, first + n) for n in range(len(batch.microbatches))],
-            criterion=watched or loss_of,
+            keys=[
+                microbatch_key(self.progress.seed, run, first_microbatch + n) for n in range(len(batch.microbatches))
+            ],
+            criterion=observed or loss_of,
             training=training,
             keep_outputs=keep_outputs,
             begin_last_backward=self.buckets.begin_last_backward if self.buckets else lambda pending: False,
@@ -246,7 +231,7 @@ class Engine:
             reduce_gradients=self.buckets.launch_remaining if self.buckets else lambda: None,
             max_stored_microbatches=self._max_stored,
             model_inputs=called.model_inputs,
-            look_at_loss=self.criterion_check.inspect if judged else None,
+            inspect_loss=self.criterion_check.inspect if unknown else None,
         )
 
     def _is_unknown(self, criterion: CriterionAdapter, training: bool) -> bool:

@@ -24,7 +24,7 @@ class GradAccessWarning:
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
         self._is_quiet = False
-        self._has_told = False
+        self._has_warned = False
         self._is_running: Callable[[], bool] = lambda: False
 
     def watch(self, adapter: ModuleAdapter, is_running: Callable[[], bool]) -> None:
@@ -49,9 +49,9 @@ class GradAccessWarning:
 
     def listed(self) -> None:
         """The parameters are listed."""
-        if self._is_quiet or self._has_told or self._is_running() or not self._reducer.has_gradients:
+        if self._is_quiet or self._has_warned or self._is_running() or not self._reducer.has_gradients:
             return
-        self._has_told = True
+        self._has_warned = True
         get_dist_logger().warning(
             "the model's parameters were listed between backward and step. If the script looks for gradients: in bf16, "
             "in fp16 and with ZeRO, parameter.grad is None, and torch.nn.utils.clip_grad_norm_ clips nothing. Call "

@@ -281,7 +281,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
             context = BoostContext(self.settings, self.layout, self._planner, device, samples, rollback)
             with preserved_random_state(device):
                 engine = boost(parts, context, self._num_boosted)
-            engine.know(signature)
+            engine.set_signature(signature)
             attach_engine(engine.adapter, engine)
             scheduler: Any = parts.lr_scheduler
             if scheduler is not None and engine.optimizer is not None:

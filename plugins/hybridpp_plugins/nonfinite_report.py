@@ -73,7 +73,7 @@ class NonFiniteDiagnosis:
 
         failure = self._again(run, detector, step.training)
         here = detector.findings if bad_loss is None else self._about(bad_loss, detector.findings)
-        found, failure = self._told(here, failure)
+        found, failure = self._first_of_all_ranks(here, failure)
         if not found and failure:
             return f"not found, because a second run of the step failed: {failure}"
         return found or ("" if bad_loss else self._rounded_on_the_way()) or _NOTHING_FOUND
@@ -101,7 +101,7 @@ class NonFiniteDiagnosis:
             found, failure = self._run_again(call, kept.name(call))
             findings += [_of_call(finding, call, arrival, kept.name(call)) for finding in found]
             failures += [failure] if failure else []
-        first, failure = self._told(findings, "; ".join(failures))
+        first, failure = self._first_of_all_ranks(findings, "; ".join(failures))
         if not first:
             raise NotRepeatable(failure or _FINITE_AGAIN)
         return f"{first}, as far as it was searched: {failure}" if failure else first
@@ -140,7 +140,7 @@ class NonFiniteDiagnosis:
                 return repr(error)
         return ""
 
-    def _told(self, findings: list[Finding], failure: str) -> tuple[str, str]:
+    def _first_of_all_ranks(self, findings: list[Finding], failure: str) -> tuple[str, str]:
         """Descriptions of the first finding and the first failure of all ranks; "" if there is none. Collective."""
         rows = gather_objects(self._layout.control, _SEARCHES, [failure, list(min(findings, default=()))])
         found = sorted((Finding(*row), rank) for rank, (_, row) in enumerate(rows) if row)

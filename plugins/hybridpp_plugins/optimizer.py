@@ -140,7 +140,7 @@ class HybridOptimizer(WrappedOptimizer):
         return self.accumulated.norm()
 
     @property
-    def tells_norm_early(self) -> bool:
+    def sends_norm_with_loss(self) -> bool:
         """Whether ``step`` will need the norm: then it is exchanged together with the loss."""
         return self._needs_norm and self._reducer.is_syncing
 
@@ -158,9 +158,9 @@ class HybridOptimizer(WrappedOptimizer):
         if flags:
             self._reducer.take_flags(flags)
 
-    def take_norms(self, messages: Sequence[Sequence[float]]) -> None:
+    def set_norm(self, messages: Sequence[Sequence[float]]) -> None:
         """Set the norm from every rank's message; the result is the same on every rank."""
-        self.accumulated.take_norms(messages)
+        self.accumulated.set_norm(messages)
 
     @property
     def wants_report(self) -> bool:

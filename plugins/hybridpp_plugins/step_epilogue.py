@@ -1,6 +1,5 @@
 """The end of a step: one exchange of the losses and, if the optimizer needs it, the gradient norm."""
 
-import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,43 +10,21 @@ import numpy
 import torch
 from torch import Tensor
 
-from hybridpp.cluster import (
-    Group,
-    PendingNumbers,
-    gather_numbers,
-    get_dist_logger,
-    name_ranks,
-    start_gather_numbers,
-)
-from hybridpp.errors import DeadlockError, NonFiniteLossError, PeerError
+from hybridpp.cluster import Group, PendingNumbers, gather_numbers, start_gather_numbers
+from hybridpp.errors import DeadlockError, PeerError
 from hybridpp.nn.deferred_tensor import DeferredTensor, deferred
 from hybridpp.partition import StagedModel
-from hybridpp.pipeline import (
-    LossReduction,
-    PipelineStep,
-    RankProgram,
-    SplitBatch,
-    StepResult,
-    check_equal,
-    step_call,
-)
+from hybridpp.pipeline import PipelineStep, RankProgram, SplitBatch, StepResult, check_equal, step_call
 from hybridpp_plugins.criterion_check import CriterionCheck
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.manual_clipping import ManualScaling
 from hybridpp_plugins.optimizer import HybridOptimizer
-from hybridpp_plugins.step_message import (
-    NUM_WITHOUT_NORM,
-    BadLoss,
-    OptimizerCalls,
-    RankReport,
-    check_optimizer_calls,
-    message_of,
-    summary_of,
-)
-from hybridpp_plugins.tp_loss_check import TensorParallelLossCheck
+from hybridpp_plugins.step_message import NUM_WITHOUT_NORM, OptimizerCalls, RankReport, message_of, summary_of
+from hybridpp_plugins.step_problems import Diagnose, StepProblems
 
 _NO_NUMBERS = torch.empty(0, dtype=torch.float64)
 _SCALAR = torch.empty(())
+_NO_CALLS = OptimizerCalls()
 
 
 class StepEpilogue:
@@ -68,7 +45,7 @@ class StepEpilogue:
         device: of the losses that are returned.
 
     Attributes:
-        unsettled: losses of evaluations whose exchange may still run.
+        pending_losses: losses of evaluations whose exchange may still run.
     """
 
     def __init__(
@@ -78,10 +55,9 @@ class StepEpilogue:
         placement: tuple[int, ...],
         optimizer: HybridOptimizer | None,
         criterion_check: CriterionCheck,
-        diagnose: Callable[[RankProgram, PipelineStep, BadLoss | None], str],
+        diagnose: Diagnose,
         device: torch.device,
     ):
-        self._staged = staged
         self._control = layout.control
         self._pipelines = layout.pipelines
         # By replica, the tensor-parallel ranks of the last stage, which compute the same losses.
@@ -89,12 +65,10 @@ class StepEpilogue:
         self._own_last = self._last_stages[layout.here.dp][0]
         self._optimizer = optimizer
         self._criterion_check = criterion_check
-        self._tp_loss_check = TensorParallelLossCheck()
-        self._diagnose = diagnose
+        self._problems = StepProblems(staged, layout.pipelines, optimizer, criterion_check, diagnose)
         self._device = device
-        self.unsettled: deque[DeferredTensor] = deque()
+        self.pending_losses: deque[DeferredTensor] = deque()
         self._evaluated: Any = None
-        self._has_warned = False
         self._latest: _LossesOnly | None = None
         name = type(staged.model).__name__
         self._calls = {training: f"at the end of {step_call(name, training)}" for training in (True, False)}
@@ -116,7 +90,7 @@ class StepEpilogue:
             failed=float(failure is not None),
             reduction=float(self._criterion_check.reduction),
             scaled=detector.report() if detector else ManualScaling(),
-            calls=_calls_of(self._optimizer),
+            calls=self._optimizer_calls(),
         )
 
         def message(losses: list[float], digest: float) -> list[float]:
@@ -124,10 +98,14 @@ class StepEpilogue:
 
         losses = result.losses.double() if any(result.has_loss) else _NO_NUMBERS
         call = self._calls[task.training]
-        if optimizer and optimizer.tells_norm_early:
+        if optimizer and optimizer.sends_norm_with_loss:
             return _WithNorm(self._control, call, losses, batch.unchecked, message, optimizer)
         self._latest = _LossesOnly(self._control, call, losses, batch.unchecked, message)
         return self._latest
+
+    def _optimizer_calls(self) -> OptimizerCalls:
+        optimizer = self._optimizer
+        return OptimizerCalls(optimizer.accumulated.num_passes, optimizer.applied_steps) if optimizer else _NO_CALLS
 
     def loss(
         self, pending: "PendingEnd", program: RankProgram, task: PipelineStep, failure: Exception | None, identity: Any
@@ -164,13 +142,13 @@ class StepEpilogue:
             self._evaluated = self._evaluated if task.training else identity
             return loss
         loss = deferred(_SCALAR, close, dtype=torch.float32, device=self._device)
-        self.unsettled.append(loss)
+        self.pending_losses.append(loss)
         return loss
 
-    def settle(self, num_left: int = 0) -> None:
+    def wait_for_losses(self, num_left: int = 0) -> None:
         """Wait for the losses of evaluations, except the last ``num_left``. Call it before the next step."""
-        while len(self.unsettled) > num_left:
-            self.unsettled.popleft().values_now()
+        while len(self.pending_losses) > num_left:
+            self.pending_losses.popleft().values_now()
 
     def check_calls(self) -> None:
         """Raise if the end of an earlier step shows that ranks are in different calls.
@@ -183,7 +161,7 @@ class StepEpilogue:
         with suppress(PeerError, DeadlockError):
             if self._latest is not None:
                 self._latest.check_calls()
-            self.settle()
+            self.wait_for_losses()
 
     def close(
         self, pending: "PendingEnd", program: RankProgram, task: PipelineStep, failure: Exception | None
@@ -208,51 +186,13 @@ class StepEpilogue:
             Exception: ``failure``.
         """
         summary = summary_of(pending.wait(), self._last_stages, self._own_last)
-        if failure is not None:
-            raise failure
-        if summary.failed:
-            raise PeerError(f"the step was refused on {name_ranks(summary.failed)}. See the error printed there.")
-        check_optimizer_calls([report.calls for report in summary.reports])
-        check_equal(summary.digests, self._pipelines)
-        if summary.reduction is not LossReduction.MEAN:
-            self._criterion_check.raise_or_warn(summary.reduction, type(self._staged.model).__name__)
-        detector = self._optimizer.accumulated.clip_detector if self._optimizer else None
-        if detector:
-            detector.check([report.scaled for report in summary.reports])
-        if summary.bad_loss is not None:
-            self._report_bad_loss(summary.bad_loss, program, task)
-        if summary.unequal:
-            self._tp_loss_check.check(summary.unequal)
         optimizer = self._optimizer if task.training else None
-        if optimizer and optimizer.tells_norm_early and optimizer.wants_report:
-            optimizer.nonfinite_steps.found(self._diagnose(program, task, None))
-            if detector:  # the diagnosis has restored the gradients, which is not a change by the script
-                detector.record()
+        has_overflow = optimizer is not None and optimizer.sends_norm_with_loss and optimizer.wants_report
+        if failure is not None or has_overflow or not summary.is_clean:
+            self._problems.handle(summary, program, task, failure)
+        else:
+            check_equal(summary.digests, self._pipelines)
         return torch.tensor(summary.loss, dtype=torch.float32)
-
-    def _report_bad_loss(self, bad: BadLoss, program: RankProgram, task: PipelineStep) -> None:
-        """Raise in training; in evaluation, warn once. Collective: all ranks."""
-        kind = "NaN" if math.isnan(bad.value) else "infinite"
-        stages = self._staged.num_stages
-        where = f"the loss of micro-batch {bad.microbatch} is {kind} (stage {stages - 1} of {stages}, rank {bad.rank})"
-        if task.training:
-            first = self._diagnose(program, task, bad)
-            raise NonFiniteLossError(
-                f"{where}. The first inf or NaN: {first}. Check the inputs and the "
-                "learning rate; in fp16, activations overflow beyond 65504: bf16 has the range of fp32."
-            )
-        if not self._has_warned:
-            self._has_warned = True
-            get_dist_logger().warning(
-                f"in evaluation, {where}. Such losses are returned unchanged.",
-                ranks=[0],
-            )
-
-
-def _calls_of(optimizer: HybridOptimizer | None) -> OptimizerCalls:
-    if optimizer is None:
-        return OptimizerCalls()
-    return OptimizerCalls(float(optimizer.accumulated.num_passes), float(optimizer.applied_steps))
 
 
 _MessageOf: TypeAlias = Callable[[list[float], float], list[float]]
@@ -309,7 +249,7 @@ class _WithNorm:
         optimizer.take_flags(numbers[after:])
         message = [*self._message_of(numbers[:before], digest), *optimizer.norm.message(numbers[before:after])]
         messages = gather_numbers(self._control, self._call, message)
-        optimizer.take_norms([numbers[NUM_WITHOUT_NORM:] for numbers in messages])
+        optimizer.set_norm([numbers[NUM_WITHOUT_NORM:] for numbers in messages])
         return messages
 
 

@@ -4,8 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from hybridpp.cluster import name_ranks
-from hybridpp.errors import UnlikeCallsError
 from hybridpp.pipeline import LossReduction, SplitBatch, StepResult
 from hybridpp_plugins.manual_clipping import ManualScaling
 
@@ -96,6 +94,17 @@ class StepSummary(NamedTuple):
     reports: Sequence[RankReport]
 
     @property
+    def is_clean(self) -> bool:
+        """Whether no rank reports a problem; digests are not looked at."""
+        first = self.reports[0].calls
+        return (
+            self.bad_loss is None
+            and not self.unequal
+            and self.reduction is LossReduction.MEAN
+            and not any(one.failed or one.scaled.factor > 0 or one.calls != first for one in self.reports)
+        )
+
+    @property
     def failed(self) -> list[int]:
         """The ranks that refuse the step."""
         return [rank for rank, report in enumerate(self.reports) if report.failed]
@@ -157,25 +166,3 @@ def _unequal(losses_at: Mapping[int, float], last_stages: Sequence[Sequence[int]
         if len({repr(losses_at[rank]) for rank in ranks}) > 1:
             return {rank: losses_at[rank] for rank in ranks}
     return {}
-
-
-def check_optimizer_calls(calls: Sequence[OptimizerCalls]) -> None:
-    """Refuse to go on after the script called the optimizer on some ranks only, by rank.
-
-    Raises:
-        UnlikeCallsError: it did.
-    """
-    if len(set(calls)) == 1:
-        return
-    ranks_of_calls: dict[OptimizerCalls, list[int]] = {}
-    for rank, one in enumerate(calls):
-        ranks_of_calls.setdefault(one, []).append(rank)
-    clauses = [
-        f"on {name_ranks(ranks)} the optimizer has taken {one.applied_steps:.0f} steps and adds up the gradients of "
-        f"{one.num_passes:.0f} calls"
-        for one, ranks in ranks_of_calls.items()
-    ]
-    raise UnlikeCallsError(
-        f"all ranks must make the same calls in the same order: {', '.join(clauses)}. Call optimizer.step() and "
-        "optimizer.zero_grad() on all ranks. Their weights no longer fit together: load a checkpoint on all ranks."
-    )

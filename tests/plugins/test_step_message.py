@@ -8,12 +8,10 @@ from hybridpp_plugins.step_message import (
     BadLoss,
     OptimizerCalls,
     RankReport,
-    check_optimizer_calls,
     message_of,
     summary_of,
 )
 
-from hybridpp.errors import UnlikeCallsError
 from hybridpp.pipeline import LossReduction, StepResult, split_batch
 
 BATCH = split_batch([torch.zeros(3)], num_microbatches=2, microbatch_size=None)  # of two samples and of one
@@ -73,9 +71,20 @@ def test_a_message_keeps_every_number_of_a_report():
     assert summary_of([message([1.0, 1.0], digest=7.0), NOTHING], [[0]], 0).digests == [7.0, None]
 
 
-def test_ranks_that_called_the_optimizer_differently_are_named():
-    check_optimizer_calls([OptimizerCalls(1, 7)] * 3)
-    with pytest.raises(
-        UnlikeCallsError, match=r"on ranks 0, 2 the optimizer has taken 7 steps .* on rank 1 .* 6 steps"
-    ):
-        check_optimizer_calls([OptimizerCalls(1, 7), OptimizerCalls(1, 6), OptimizerCalls(1, 7)])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        {"failed": 1.0},
+        {"reduction": 1.0},
+        {"scaled": ManualScaling(0.5, 3.0)},
+        {"calls": OptimizerCalls(1.0, 2.0)},
+        {"losses": [math.nan, 1.0]},
+        {"losses": [1.0, 2.0]},
+    ],
+    ids=str,
+)
+def test_a_report_with_a_problem_is_not_clean(problem):
+    clean = message([1.0, 1.0], digest=3.0)
+    assert summary_of([clean, clean], [[0, 1]], 0).is_clean
+    losses = problem.pop("losses", [1.0, 1.0])
+    assert not summary_of([clean, message(losses, **problem)], [[0, 1]], 0).is_clean

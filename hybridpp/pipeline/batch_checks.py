@@ -1,0 +1,81 @@
+"""What each rank reports of its batch, and what is wrong where the batches of the ranks do not go together.
+
+A step whose batches do calls nothing here.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hybridpp.cluster import name_ranks
+from hybridpp.errors import DataError, PeerError
+from hybridpp.pipeline.batch import SplitBatch
+
+READY, EXHAUSTED, FAILED = 0.0, 1.0, 2.0
+"""Values of :attr:`RankBatchInfo.status`."""
+
+
+@dataclass(frozen=True)
+class RankBatchInfo:
+    """The batch of one rank before a step.
+
+    Attributes:
+        status: ready, out of data, or failed.
+        num_items: number of items that the batch's loss is a mean over.
+        num_microbatches: number of micro-batches.
+        digest: of the batch, equal on ranks that hold the same batch; 0 if digests are not compared.
+        deferred: 1 if the digest leaves out the values of tensors on a device, which are compared with the losses.
+    """
+
+    status: float
+    num_items: float = 0.0
+    num_microbatches: float = 0.0
+    digest: float = 0.0
+    deferred: float = 0.0
+
+
+class FirstBatchChecks(Protocol):
+    """Looks at the first batch that a model is trained with.
+
+    Attributes:
+        compares: whether :meth:`compare` wants digests of all batches.
+    """
+
+    compares: bool
+
+    def check(self, batch: SplitBatch, data_iter: Iterator[Any]) -> None:
+        """Refuse a batch of this rank."""
+
+    def compare(self, batch_infos: list[RankBatchInfo]) -> None:
+        """Look at the batches of all ranks."""
+
+
+def check_readiness(batch_infos: Sequence[RankBatchInfo]) -> None:
+    """Refuse batches of which some rank has none.
+
+    Raises:
+        PeerError: reading failed on a rank.
+        DataError: some ranks are out of data and others are not, or no batch has an item.
+    """
+    failed = [rank for rank, info in enumerate(batch_infos) if info.status == FAILED]
+    if failed:
+        raise PeerError(f"reading the batch failed on {name_ranks(failed)}. See the error printed there.")
+    exhausted = [rank for rank, info in enumerate(batch_infos) if info.status == EXHAUSTED]
+    if exhausted and len(exhausted) < len(batch_infos):
+        raise DataError(
+            f"the data ended on {name_ranks(exhausted)} but not on the others. Give every rank an iterator of the same "
+            "length: use plugin.prepare_dataloader, and take len(dataloader) steps."
+        )
+    if not exhausted and sum(info.num_items for info in batch_infos) == 0:
+        raise DataError(
+            "the criterion counts no items in any replica's batch, so its mean is not defined. "
+            "Check criterion.num_items and the labels."
+        )
+
+
+def different_batches(ranks: Sequence[int]) -> DataError:
+    """The error of ranks of one pipeline that hold different batches."""
+    return DataError(
+        f"the ranks of one pipeline must hold the same batch: {name_ranks(ranks)} hold different ones. "
+        "Use plugin.prepare_dataloader, or seed the sampler and the transforms alike on all of them."
+    )

@@ -1,0 +1,115 @@
+"""What ranks do about the problems that they find at the end of a step. A step without problems calls nothing here."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from hybridpp.cluster import get_dist_logger, name_ranks
+from hybridpp.errors import NonFiniteLossError, PeerError, UnlikeCallsError
+from hybridpp.partition import StagedModel
+from hybridpp.pipeline import LossReduction, PipelineStep, RankProgram, check_equal
+from hybridpp_plugins.criterion_check import CriterionCheck
+from hybridpp_plugins.optimizer import HybridOptimizer
+from hybridpp_plugins.step_message import BadLoss, OptimizerCalls, StepSummary
+from hybridpp_plugins.tp_loss_check import TensorParallelLossCheck
+
+Diagnose: TypeAlias = Callable[[RankProgram, PipelineStep, BadLoss | None], str]
+"""Finds the first inf or NaN of a step by running it again; collective."""
+
+
+class StepProblems:
+    """Handles the problems of the steps of one boosted model, on every rank in the same way.
+
+    Args:
+        staged: the model.
+        pipelines: groups of ranks that must hold the same batch.
+        optimizer: the boosted optimizer, if there is one.
+        criterion_check: checks criteria on this rank.
+        diagnose: finds the first inf or NaN of a step.
+    """
+
+    def __init__(
+        self,
+        staged: StagedModel,
+        pipelines: tuple[tuple[int, ...], ...],
+        optimizer: HybridOptimizer | None,
+        criterion_check: CriterionCheck,
+        diagnose: Diagnose,
+    ):
+        self._staged, self._pipelines, self._optimizer = staged, pipelines, optimizer
+        self._criterion_check, self._diagnose = criterion_check, diagnose
+        self._tp_loss_check = TensorParallelLossCheck()
+        self._has_warned = False
+
+    def handle(self, summary: StepSummary, program: RankProgram, step: PipelineStep, failure: Exception | None) -> None:
+        """Raise, warn or repair. Collective: all ranks, with the same summary.
+
+        Args:
+            summary: of the step.
+            program: that ran the step.
+            step: that was run.
+            failure: why this rank refuses the step.
+
+        Raises:
+            Exception: see :meth:`hybridpp_plugins.step_epilogue.StepEpilogue.close`.
+        """
+        if failure is not None:
+            raise failure
+        if summary.failed:
+            raise PeerError(f"the step was refused on {name_ranks(summary.failed)}. See the error printed there.")
+        check_optimizer_calls([report.calls for report in summary.reports])
+        check_equal(summary.digests, self._pipelines)
+        if summary.reduction is not LossReduction.MEAN:
+            self._criterion_check.raise_or_warn(summary.reduction, type(self._staged.model).__name__)
+        detector = self._optimizer.accumulated.clip_detector if self._optimizer else None
+        if detector:
+            detector.check([report.scaled for report in summary.reports])
+        if summary.bad_loss is not None:
+            self._report_bad_loss(summary.bad_loss, program, step)
+        if summary.unequal:
+            self._tp_loss_check.check(summary.unequal)
+        optimizer = self._optimizer if step.training else None
+        if optimizer and optimizer.sends_norm_with_loss and optimizer.wants_report:
+            optimizer.nonfinite_steps.found(self._diagnose(program, step, None))
+            if detector:  # the diagnosis has restored the gradients, which is not a change by the script
+                detector.record()
+
+    def _report_bad_loss(self, bad: BadLoss, program: RankProgram, step: PipelineStep) -> None:
+        """Raise in training; in evaluation, warn once. Collective: all ranks."""
+        kind = "NaN" if math.isnan(bad.value) else "infinite"
+        stages = self._staged.num_stages
+        where = f"the loss of micro-batch {bad.microbatch} is {kind} (stage {stages - 1} of {stages}, rank {bad.rank})"
+        if step.training:
+            first = self._diagnose(program, step, bad)
+            raise NonFiniteLossError(
+                f"{where}. The first inf or NaN: {first}. Check the inputs and the "
+                "learning rate; in fp16, activations overflow beyond 65504: bf16 has the range of fp32."
+            )
+        if not self._has_warned:
+            self._has_warned = True
+            get_dist_logger().warning(
+                f"in evaluation, {where}. Such losses are returned unchanged.",
+                ranks=[0],
+            )
+
+
+def check_optimizer_calls(calls: Sequence[OptimizerCalls]) -> None:
+    """Refuse to go on after the script called the optimizer on some ranks only, by rank.
+
+    Raises:
+        UnlikeCallsError: it did.
+    """
+    if len(set(calls)) == 1:
+        return
+    ranks_of_calls: dict[OptimizerCalls, list[int]] = {}
+    for rank, one in enumerate(calls):
+        ranks_of_calls.setdefault(one, []).append(rank)
+    clauses = [
+        f"on {name_ranks(ranks)} the optimizer has taken {one.applied_steps:.0f} steps and adds up the gradients of "
+        f"{one.num_passes:.0f} calls"
+        for one, ranks in ranks_of_calls.items()
+    ]
+    raise UnlikeCallsError(
+        f"all ranks must make the same calls in the same order: {', '.join(clauses)}. Call optimizer.step() and "
+        "optimizer.zero_grad() on all ranks. Their weights no longer fit together: load a checkpoint on all ranks."
+    )
