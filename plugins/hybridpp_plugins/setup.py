@@ -114,10 +114,10 @@ def _update_rules(
     """
     settings, layout = context.settings, context.layout
     check_locality(optimizer, names, layout, context.device)
-    scatter, whole = settings.parallel.zero_stage > 0 and layout.dp.size > 1, frozenset[str]()
+    scatter, indivisible = settings.parallel.zero_stage > 0 and layout.dp.size > 1, frozenset[str]()
     if scatter:
-        whole = indivisible_parameters(optimizer, names, settings.parallel.zero_stage, context.device)
-    return UpdateRules(settings.optimizer, scatter, whole, applied_tp.summed)
+        indivisible = indivisible_parameters(optimizer, names, settings.parallel.zero_stage, context.device)
+    return UpdateRules(settings.optimizer, scatter, indivisible, applied_tp.summed)
 
 
 def _wrap_optimizer(
