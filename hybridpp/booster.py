@@ -35,7 +35,8 @@ class Booster:
             ``HybridParallelPlugin()``, which trains a complete replica on every rank.
         mixed_precision: ``"fp32"``, ``"fp16"`` or ``"bf16"``, if ``plugin`` is None or a name. None: the plugin's
             default. A plugin object has its own ``precision``.
-        device: where to compute, for example ``"cpu"``. None: this rank's CUDA device if it has one, else the CPU.
+        device: where to compute, for example ``"cpu"``; the job's backend must carry its tensors. None: this rank's
+            CUDA device if it has one, else the CPU.
 
     Raises:
         ConfigError: the plugin or the precision is unknown, the precision is given twice, or the named plugin has no

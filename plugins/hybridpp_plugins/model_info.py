@@ -19,6 +19,10 @@ from hybridpp_plugins.uninitialized import UninitializedWeights
 # Elements of each parameter that are compared between ranks: enough to detect different initialisations.
 _NUM_COMPARED = 16
 
+_IN_ORDER = (
+    "Pass the model, the optimizer, the criterion, the dataloader and the LR scheduler in this order, or by name."
+)
+
 
 class OriginalModelInfo(NamedTuple):
     """A model's names and dtypes before boost.
@@ -64,7 +68,7 @@ def check_parts(parts: Boosted) -> None:
             step.
     """
     if not isinstance(parts.model, nn.Module):
-        raise ConfigError(f"boost needs a torch.nn.Module: got {type(parts.model).__name__}.")
+        raise ConfigError(f"boost needs a torch.nn.Module: got {type(parts.model).__name__}. {_IN_ORDER}")
     if isinstance(vars(parts.model).get(ENGINE), FailedBoost):
         raise ConfigError(UNUSABLE)
     if ENGINE in vars(parts.model):
@@ -83,9 +87,12 @@ def check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
         ConfigError: it is no torch optimizer, its step needs a closure, or it holds parameters of another model.
     """
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, HybridOptimizer):
-        several = isinstance(optimizer, list | tuple | dict)
-        way_out = " Use parameter groups of one optimizer: SGD([{'params': ..., 'lr': ...}, ...])." if several else ""
-        raise ConfigError(f"boost needs a torch.optim optimizer: got {type(optimizer).__name__}.{way_out}")
+        way_out = _IN_ORDER
+        if isinstance(optimizer, list | tuple | dict):
+            way_out = "Use parameter groups of one optimizer: SGD([{'params': ..., 'lr': ...}, ...])."
+        elif isinstance(optimizer, HybridOptimizer):
+            way_out = "This one was boosted with another model: make a new optimizer from model.parameters()."
+        raise ConfigError(f"boost needs a torch.optim optimizer: got {type(optimizer).__name__}. {way_out}")
     if _needs_closure(optimizer):
         raise ConfigError(
             f"the step of {type(optimizer).__name__} needs a closure that runs the model, which is not possible with a "

@@ -316,7 +316,9 @@ def test_parts_that_do_not_fit_together():
         booster.boost(model, [sgd(model.parameters())])
     with pytest.raises(ConfigError, match=r"boost needs an LR scheduler with a step method: got list\."):
         booster.boost(model, sgd(model.parameters()), lr_scheduler=[])
-    with pytest.raises(ConfigError, match=r"boost needs a torch.nn.Module: got function\."):
+    with pytest.raises(
+        ConfigError, match=r"boost needs a torch.nn.Module: got function\. Pass the model, the optimizer, the"
+    ):
         booster.boost(model_loss)
     boosted_model, optimizer, *_ = booster.boost(model, sgd(model.parameters()))
     with pytest.raises(ConfigError, match=r"this model is boosted already\. Call booster.boost once\."):
