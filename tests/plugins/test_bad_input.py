@@ -323,6 +323,10 @@ def test_parts_that_do_not_fit_together():
     boosted_model, optimizer, *_ = booster.boost(model, sgd(model.parameters()))
     with pytest.raises(ConfigError, match=r"this model is boosted already\. Call booster.boost once\."):
         booster.boost(boosted_model)
+    with pytest.raises(ConfigError, match=r"got HybridOptimizer\. This one was boosted with another model: make a new"):
+        booster.boost(tiny_vit(), optimizer)
+    with pytest.raises(ConfigError, match=r"torch.optim optimizer: got function\. Pass the model, the optimizer,"):
+        booster.boost(tiny_vit(), model_loss)
     with pytest.raises(ConfigError, match=r"this Linear was not boosted by this booster\."):
         booster.execute_pipeline(iter([image_batch(2)]), nn.Linear(1, 1), model_loss, optimizer)
     with pytest.raises(ConfigError, match=r"step accepts no closure"):
