@@ -26,6 +26,7 @@ TESTED_THROUGH = {
     "hybridpp/cli/sharding_report.py": "tests/cli/test_partition.py",
     "hybridpp/cluster/current.py": "tests/cluster/test_loopback.py",
     "hybridpp/cluster/gather_objects.py": "tests/plugins/test_weights.py",
+    "hybridpp/cluster/pending.py": "tests/cluster/test_torch_world.py",
     "hybridpp/cluster/shared_memory/group.py": "tests/cluster/shared_memory/test_connect.py",
     "hybridpp/cluster/shared_memory/linux.py": "tests/cluster/shared_memory/test_arena.py",
     "hybridpp/cluster/world.py": "tests/cluster/shared_memory/test_link.py",

@@ -14,6 +14,7 @@ from hybridpp.cluster.launch import (
     launch_from_torch,
 )
 from hybridpp.cluster.loopback import Loopback
+from hybridpp.cluster.pending import Mapped
 from hybridpp.cluster.random_draws import DrawMonitor, default_generators, has_drawn
 from hybridpp.cluster.seeds import (
     RandomState,
@@ -36,6 +37,7 @@ __all__ = [
     "DrawMonitor",
     "Group",
     "Loopback",
+    "Mapped",
     "Pending",
     "PendingNumbers",
     "RandomState",

@@ -1,21 +1,19 @@
 """Groups of ``torch.distributed``: NCCL for device memory, gloo for host memory."""
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridpp.cluster.exit_reports import ExitReason, no_exit_reason, timeout_error
+from hybridpp.cluster.pending import FilledFrom, Mapped, StagedCopy, WithResult
 from hybridpp.cluster.shared_memory import PendingSum, SharedMemoryGroup, connect, sum_in_order
 from hybridpp.cluster.wire_format import as_carried, resolved
 from hybridpp.cluster.world import Pending, Work, check_real
 from hybridpp.errors import PeerError
 from hybridpp.nn.torch_private import timeout_of
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 # Torch 2.13 renamed them. From and to lists of tensors, every collective copies once more.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -121,7 +119,7 @@ class TorchGroup:
             work = PendingSum(shared_memory_group.exchange([host] * self.size, host.shape), host)
         else:
             work = self._start(dist.all_reduce, host, async_op=True)
-        return work if host is tensor else _Staged(work, host, tensor)
+        return work if host is tensor else StagedCopy(work, host, tensor)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return self.start_all_gather(tensor).wait()
@@ -133,7 +131,7 @@ class TorchGroup:
 
         if shared_memory_group is None:
             # Parts that count their own versions, because the caller may write to each.
-            return _Mapped(
+            return Mapped(
                 self._start_stacked(source), lambda stacked: [part.data for part in stacked.to(tensor.device)]
             )
 
@@ -142,7 +140,7 @@ class TorchGroup:
             parts[self.rank] = source.clone()
             return [part.to(tensor.device) for part in parts]
 
-        return _Mapped(shared_memory_group.exchange([source] * self.size, source.shape), gathered)
+        return Mapped(shared_memory_group.exchange([source] * self.size, source.shape), gathered)
 
     def _start_stacked(self, source: Tensor) -> Pending[Tensor]:
         """Start to gather every member's tensor in one, whose first dimension is the members."""
@@ -150,7 +148,7 @@ class TorchGroup:
         stacked = source.new_empty((self.size, *source.shape))
         to, of = as_carried(stacked).view(-1), as_carried(source).view(-1)
         work = self._start(_all_gather_single, to, of, async_op=True)
-        return _WithResult(work, stacked)
+        return WithResult(work, stacked)
 
     def all_gather_along(self, tensor: Tensor, dim: int) -> Tensor:
         if self._exchanging(tensor.nbytes) is not None or self._staged(tensor):
@@ -170,11 +168,11 @@ class TorchGroup:
             own = source.new_empty(source.shape[1:])
             work = self._start(_reduce_scatter_single, own.view(-1), source.view(-1), async_op=True)
             # The source is kept alive, because it is read until then.
-            return _Mapped(_WithResult(work, (own, source)), lambda both: both[0])
+            return Mapped(WithResult(work, (own, source)), lambda both: both[0])
         source = source.cpu()
         shared_memory_group = self._exchanging(source[0].nbytes)
         if shared_memory_group is not None:
-            return _Mapped(
+            return Mapped(
                 shared_memory_group.exchange(list(source), source.shape[1:]),
                 lambda summands: sum_in_order(summands).to(tensor.device),
             )
@@ -182,14 +180,14 @@ class TorchGroup:
         target = torch.empty_like(source)
         to, of = (each.flatten().view(torch.uint8) for each in (target, source))
         work = self._start(dist.all_to_all_single, to, of, async_op=True)
-        return _Mapped(_WithResult(work, list(target)), lambda summands: sum_in_order(summands).to(tensor.device))
+        return Mapped(WithResult(work, list(target)), lambda summands: sum_in_order(summands).to(tensor.device))
 
     def reduce_scatter_segments(self, flat: Tensor) -> Work:
         check_real(flat)
         flat = flat.detach()
         own = flat.view(self.size, -1)[self.rank]
         if self._host_only:
-            return _ToSegments(self.start_reduce_scatter(flat, 0), own.copy_)
+            return FilledFrom(self.start_reduce_scatter(flat, 0), own.copy_)
         self._started[0] += 1
         return self._start(_reduce_scatter_single, own, flat, async_op=True)
 
@@ -198,7 +196,7 @@ class TorchGroup:
         flat = flat.detach()
         own = flat.view(self.size, -1)[self.rank]
         if self._staged(flat) or self._exchanging(own.nbytes) is not None:
-            return _ToSegments(self.start_all_gather(own), lambda parts: torch.cat(parts, out=flat))
+            return FilledFrom(self.start_all_gather(own), lambda parts: torch.cat(parts, out=flat))
         self._started[0] += 1
         # gloo copies its input into the output while others send to it.
         source = own.clone() if self._host_only else own
@@ -210,7 +208,7 @@ class TorchGroup:
         if self._shared_memory_group is not None:
             return self._shared_memory_group.link(peer).send(host)
         work = self._start(dist.isend, as_carried(host), group_dst=peer)
-        return work if host is tensor else _Staged(work, host, None)
+        return work if host is tensor else StagedCopy(work, host, None)
 
     def receive(self, tensor: Tensor, peer: int) -> Work:
         self._started[1 + self.size + peer] += 1
@@ -222,7 +220,7 @@ class TorchGroup:
             work: Work = self._shared_memory_group.link(peer).receive(host)
         else:
             work = self._start(dist.irecv, as_carried(host), group_src=peer)
-        return work if host is tensor else _Staged(work, host, tensor)
+        return work if host is tensor else StagedCopy(work, host, tensor)
 
 
 class _TorchWork:
@@ -248,49 +246,6 @@ class _GlooWork:
             if not _is_gloo_error(error):
                 raise
             raise self._group.lost(error) from error
-
-
-class _Staged:
-    """A communication on a host copy, for a backend that cannot reach device memory."""
-
-    def __init__(self, work: Work, host: Tensor, device: Tensor | None):
-        self._work, self._host, self._device = work, host, device
-
-    def wait(self) -> None:
-        self._work.wait()
-        if self._device is not None:
-            self._device.copy_(self._host)
-
-
-class _WithResult(Generic[T]):
-    """A communication and the tensors that it fills."""
-
-    def __init__(self, work: Work, result: T):
-        self._work, self._result = work, result
-
-    def wait(self) -> T:
-        self._work.wait()
-        return self._result
-
-
-class _Mapped(Generic[T, R]):
-    """A function of a communication's result."""
-
-    def __init__(self, pending: Pending[T], function: Callable[[T], R]):
-        self._pending, self._function = pending, function
-
-    def wait(self) -> R:
-        return self._function(self._pending.wait())
-
-
-class _ToSegments(Generic[T]):
-    """A communication whose result goes into a tensor that was there before."""
-
-    def __init__(self, pending: Pending[T], fill: Callable[[T], object]):
-        self._pending, self._fill = pending, fill
-
-    def wait(self) -> None:
-        self._fill(self._pending.wait())
 
 
 def _by_member(tensor: Tensor, size: int, dim: int) -> Tensor:

@@ -6,27 +6,15 @@ are longer. For communication they are padded to the longest. In a trace tensors
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybridpp.cluster import Group, Pending
+from hybridpp.cluster import Group, Mapped, Pending
 from hybridpp.nn.torch_private import has_no_data
 from hybridpp.sharded_activations.collectives import linear_map
-
-T = TypeVar("T")
-
-
-class _Mapped(Generic[T]):
-    """A pending communication whose result is passed through a function."""
-
-    def __init__(self, pending: Pending[T], function: Callable[[T], Tensor]):
-        self._pending, self._function = pending, function
-
-    def wait(self) -> Tensor:
-        return self._function(self._pending.wait())
 
 
 def shard_lengths(length: int, size: int) -> list[int]:
@@ -60,7 +48,7 @@ def start_gather_shards(shard: Tensor, length: int, group: Group) -> Pending[Ten
     def concatenate(parts: list[Tensor]) -> Tensor:
         return torch.cat([part.narrow(1, 0, own) for part, own in zip(parts, lengths, strict=True)], 1)
 
-    return _Mapped(group.start_all_gather(_padded(shard, lengths[0])), concatenate)
+    return Mapped(group.start_all_gather(_padded(shard, lengths[0])), concatenate)
 
 
 def reduce_scatter_shards(summand: Tensor, group: Group, overlap_fn: Callable[[], None] | None = None) -> Tensor:
