@@ -99,9 +99,9 @@ def make_step(num_microbatches: int) -> PipelineStep:
         criterion=lambda outputs, inputs: outputs.sum(),
         training=True,
         keep_outputs=False,
-        begin_last_backward=lambda pending: False,
+        begin_last_backward=lambda stage, pending: False,
         end_backward=lambda: None,
-        reduce_gradients=lambda: None,
+        reduce_gradients=lambda stage: None,
     )
 
 

@@ -16,7 +16,7 @@ class Bucket:
         layout: where they lie.
         flat: the buffer.
         views: each parameter's gradient, by name.
-        pending: parameters whose gradients are not complete yet.
+        pending: parameters whose gradients the last backward pass does not have complete yet; None: it has not begun.
         work: the running reduction; None: there is none.
     """
 
@@ -25,7 +25,7 @@ class Bucket:
         self.layout = layout
         self.flat = torch.zeros(layout.size, dtype=accumulation_dtype(first), device=first.device)
         self.views = views_in(self.flat, layout, parameters)
-        self.pending: set[str] = set()
+        self.pending: set[str] | None = None
         self.work: Work | None = None
         self._sent = self.flat
 
@@ -101,7 +101,7 @@ def layout_of(
     *,
     shared: Collection[str] = (),
     indivisible: Collection[str] = (),
-    stages: Mapping[str, int] | None = None,
+    stages: Mapping[str, tuple[int, ...]] | None = None,
 ) -> ShardLayout:
     """Put the gradients of parameters into buckets, one segment per member of ``group``. Nothing is communicated.
 
@@ -111,13 +111,14 @@ def layout_of(
         capacity_mib: size of a bucket, in MiB.
         shared: those of whose gradients ranks of one replica hold summands.
         indivisible: those that are updated whole.
-        stages: the first pipeline stage that uses each; stages share no bucket, so each is reduced on its own.
+        stages: the stages of this rank that use each, in order; see :class:`ParameterInfo`.
     """
     infos = {
         name: ParameterInfo(
             parameter.numel(),
             parameter.numel() * accumulation_dtype(parameter).itemsize,
-            (str(accumulation_dtype(parameter)), str(parameter.dtype), str(parameter.device), (stages or {}).get(name)),
+            (str(accumulation_dtype(parameter)), str(parameter.dtype), str(parameter.device)),
+            (stages or {}).get(name, ()),
             name not in indivisible,
             name in shared,
         )

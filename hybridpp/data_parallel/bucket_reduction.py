@@ -42,7 +42,11 @@ class BucketReduction:
         self._reached = reached
         self._scatter = scatter
         self._deferred: set[str] = set()
-        self._in_last_backward = False
+        self._stages = frozenset(stage for bucket in self._buckets for stage in bucket.layout.stages)
+        # Whether a last backward pass has begun; the stages of which one has begun, and of which it has ended.
+        self._is_begun = False
+        self._begun: set[int] = set()
+        self._done: set[int] = set()
         self._num_launched = 0
         # Forgotten reductions, which may still write to their buckets.
         self._cancelled: list[tuple[Bucket | None, Work]] = []
@@ -53,29 +57,50 @@ class BucketReduction:
         # What the flags say; None: they have not been read.
         self._reached_anywhere: set[str] | None = None
 
-    def begin(self, pending: Collection[str] | None) -> None:
-        """Prepare for the last backward pass, which may add to the parameters in ``pending`` (None: to all)."""
+    def reset(self) -> None:
+        """Prepare for the backward passes of a step."""
         for bucket in self._buckets:
-            bucket.pending = set(bucket.views) if pending is None else set(bucket.views).intersection(pending)
-        self._deferred.clear()
+            bucket.pending = None
+        self._is_begun = False
+        self._begun.clear()
+        self._done.clear()
         self._num_launched = 0
-        self._in_last_backward = True
-        self._launch(only_full=True)
+
+    def names_of(self, stage: int | None) -> set[str]:
+        """The parameters that a stage uses; None: all."""
+        return {name for bucket in self._buckets if stage in (None, *bucket.layout.stages) for name in bucket.views}
+
+    def begin(self, stage: int | None, pending: Collection[str] | None) -> None:
+        """Prepare for the last backward pass of a stage, or of all (None).
+
+        Args:
+            stage: of the pass.
+            pending: the parameters that it may add to; None: to all of the stage.
+        """
+        self._is_begun = True
+        self._begun.update(self._stages if stage is None else (stage,))
+        for bucket in self._buckets:
+            stages = bucket.layout.stages
+            if bucket.pending is None and (stage is None or (stages and self._begun.issuperset(stages))):
+                bucket.pending = set(bucket.views) if pending is None else set(bucket.views).intersection(pending)
+        self._deferred.clear()
+        self._launch_complete()
 
     def defer(self, names: Iterable[str]) -> None:
         """Note that the running backward pass does not complete these gradients: :meth:`complete` follows."""
         self._deferred.update(names)
 
     def arrived(self, name: str) -> bool:
-        """Note that autograd has added to a gradient; returns whether this is the last backward pass.
+        """Note that autograd has added to a gradient; returns whether this is the last backward pass that does.
 
         Raises:
             ConfigError: the reduction of its bucket has started already.
         """
-        if not self._in_last_backward:
+        bucket = self._accumulator.bucket_of[name]
+        if bucket.pending is None:
             return False
         if name not in self._deferred:
-            if self._accumulator.bucket_of[name].work is not None:
+            if bucket.work is not None:
                 raise ConfigError(
                     f"one backward pass added to the gradient of {name!r} again after its reduction had started. "
                     "Reentrant activation checkpointing does that for a module that is called twice: checkpoint "
@@ -85,23 +110,41 @@ class BucketReduction:
         return True
 
     def complete(self, name: str) -> None:
-        """Note that a gradient is complete."""
-        if self._in_last_backward:
-            self._accumulator.bucket_of[name].pending.discard(name)
-            self._launch(only_full=True)
+        """Note that a gradient is complete, if this is the last backward pass that adds to it."""
+        bucket = self._accumulator.bucket_of[name]
+        if bucket.pending is not None:
+            bucket.pending.discard(name)
+            self._launch_complete()
 
-    def launch_remaining(self) -> None:
-        """Start the remaining reductions after the last backward pass. Collective: the group."""
-        if self._in_last_backward:
-            self._launch(only_full=False)
+    def launch_remaining(self, stage: int | None) -> None:
+        """Start the remaining reductions after the last backward pass of a stage, or of all (None).
 
-    def _launch(self, only_full: bool) -> None:
+        Collective: the group, in the order of the stages.
+        """
+        if not self._is_begun:
+            return
+        self._done.update(self._stages if stage is None else (stage,))
+        if self._done.issuperset(self._stages):
+            self._launch_all()
+            return
+        for bucket in self._buckets:
+            if bucket.layout.stages and self._done.issuperset(bucket.layout.stages):
+                bucket.pending = set()
+        self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        """Start to reduce complete buckets, in order."""
         for bucket in self._buckets[self._num_launched :]:
-            if only_full and bucket.pending:
+            if bucket.pending is None or bucket.pending:
                 return
             self._reduce(bucket)
             self._num_launched += 1
-        if not only_full and self._names and self._flags_work is None:
+
+    def _launch_all(self) -> None:
+        for bucket in self._buckets[self._num_launched :]:
+            self._reduce(bucket)
+            self._num_launched += 1
+        if self._names and self._flags_work is None:
             self._reduce_flags()
 
     def _reduce(self, bucket: Bucket) -> None:
@@ -120,9 +163,7 @@ class BucketReduction:
         Args:
             sum_shared: sums shared gradients over the ranks of this replica.
         """
-        if not self._in_last_backward:
-            self._num_launched = 0
-        self._launch(only_full=False)
+        self._launch_all()
         sum_shared()
         for bucket in self._shared:
             self._reduce(bucket)
@@ -131,11 +172,11 @@ class BucketReduction:
         if self._flags_work is not None:
             self._flags_work.wait()
         self._flags_work = None
-        self._in_last_backward = False
+        self.reset()
 
     def cancel(self) -> None:
         """Forget running reductions, without waiting: a replica that failed never joins them. See :meth:`settle`."""
-        self._in_last_backward = False
+        self.reset()
         for bucket in self._accumulator.buckets:
             if bucket.work is not None:
                 self._cancelled.append((bucket, bucket.work))

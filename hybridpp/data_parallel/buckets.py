@@ -154,6 +154,7 @@ class GradientBuckets:
         """Get ready for backward passes."""
         if self._reduction is not None:
             self._reduction.settle()
+            self._reduction.reset()
         if self._state is _State.CONSUMED:
             self.zero()
         self._enable_hooks()
@@ -183,15 +184,16 @@ class GradientBuckets:
             self._arrived.clear()
             self._collect_settled()
 
-    def _enable_hooks(self) -> None:
-        """Enable all hooks."""
-        for name in self._unhooked:
+    def _enable_hooks(self, names: Collection[str] | None = None) -> None:
+        """Enable the hooks of these parameters; None: of all."""
+        enabled = self._unhooked.intersection(self.parameters if names is None else names)
+        for name in enabled:
             self._hooks[name].enable()
             # A backward pass with create_graph replaces the view by a tensor that holds the sum.
             self._accumulator.move_to_view(name)
-        self._unhooked.clear()
-        self._collected.clear()
-        self._arrived.clear()
+        self._unhooked -= enabled
+        self._collected = [name for name in self._collected if name not in enabled]
+        self._arrived -= enabled
 
     def _keep_one_copy(self) -> None:
         """Clear reduced sums on all ranks but one, so that the next reduction counts them once.
@@ -204,19 +206,20 @@ class GradientBuckets:
                 bucket.keep_segment(self._group.rank)
         self._shared.keep_one_copy()
 
-    def begin_last_backward(self, pending: Collection[str] | None = None) -> bool:
-        """Prepare for the backward pass that completes the gradients: each complete bucket is reduced in it.
+    def begin_last_backward(self, stage: int | None = None, pending: Collection[str] | None = None) -> bool:
+        """Prepare for the backward pass that completes a stage's gradients: each complete bucket is reduced in it.
 
         Args:
-            pending: the parameters that the pass may add to; None: all.
+            stage: of the pass; None: all stages of this rank.
+            pending: the parameters that the pass may add to; None: all of the stage.
 
         Returns:
             Whether gradients are reduced over replicas.
         """
         if not self._sync or self._reduction is None:
             return False
-        self._enable_hooks()
-        self._reduction.begin(pending)
+        self._enable_hooks(self._reduction.names_of(stage))
+        self._reduction.begin(stage, pending)
         return True
 
     def defer(self, names: Iterable[str]) -> None:
@@ -324,10 +327,13 @@ class GradientBuckets:
         """Whether gradients are reduced: not inside ``no_sync``."""
         return self._sync
 
-    def launch_remaining(self) -> None:
-        """Start the remaining reductions after the last backward pass. Collective: all replicas of this stage."""
+    def launch_remaining(self, stage: int | None = None) -> None:
+        """Start the remaining reductions of a stage, or of all (None), after its last backward pass.
+
+        Collective: all replicas of this stage.
+        """
         if self._reduction is not None:
-            self._reduction.launch_remaining()
+            self._reduction.launch_remaining(stage)
 
     def unread_flags(self) -> Tensor | None:
         """What :meth:`unused_parameters` will read of the device, for the caller to read with other numbers."""

@@ -6,7 +6,7 @@ al., https://arxiv.org/abs/1910.02054), a replica has the optimizer state of its
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 # Parameters start at multiples of this many elements, so that vector loads of every kernel are aligned.
@@ -58,7 +58,9 @@ class ParameterInfo(NamedTuple):
     Attributes:
         size: number of elements.
         nbytes: of its gradient.
-        kind: parameters of different kinds (dtype, device, stage) share no bucket.
+        kind: parameters of different kinds (dtype, device) share no bucket.
+        stages: of this rank that use it, in order. Those that other stages use share no bucket, so that a bucket is
+            complete when its stages are.
         is_divisible: whether its pieces may be updated apart; else it lies in one segment.
         is_shared: whether ranks of one replica hold summands of its gradient, which are summed before the replicas'.
     """
@@ -66,6 +68,7 @@ class ParameterInfo(NamedTuple):
     size: int
     nbytes: int
     kind: Hashable = None
+    stages: tuple[int, ...] = ()
     is_divisible: bool = True
     is_shared: bool = False
 
@@ -78,6 +81,7 @@ class BucketLayout:
         slots: the parameters, in order.
         segment_size: elements of a segment.
         num_segments: one per replica.
+        stages: as of its parameters.
         is_shared: as of its parameters.
 
     Example:
@@ -89,6 +93,7 @@ class BucketLayout:
     slots: tuple[Slot, ...]
     segment_size: int
     num_segments: int
+    stages: tuple[int, ...] = ()
     is_shared: bool = False
 
     @property
@@ -142,10 +147,10 @@ def plan_buckets(
         index: of this replica.
     """
     filled: list[tuple[int, list[str]]] = []
-    open_buckets: dict[tuple[Hashable, bool, bool], tuple[list[str], int]] = {}
+    open_buckets: dict[Hashable, tuple[list[str], int]] = {}
     # Backward reaches the last parameters first, so their bucket is complete first.
     for order, (name, info) in enumerate(reversed(list(parameters.items()))):
-        key = (info.kind, info.is_divisible, info.is_shared)
+        key = (info.kind, info.stages, info.is_divisible, info.is_shared)
         names, nbytes = open_buckets.get(key, ([], 0))
         if names and nbytes + info.nbytes > capacity_bytes:
             names, nbytes = [], 0
@@ -154,8 +159,9 @@ def plan_buckets(
         names.append(name)
         open_buckets[key] = (names, nbytes + info.nbytes)
     last = {name: order for order, name in enumerate(reversed(list(parameters)))}
-    # One that waits for an early parameter would keep those behind it from being reduced.
-    filled.sort(key=lambda entry: last[entry[1][-1]])
+    # One that waits for an early parameter would keep those behind it from being reduced. Later stages are complete
+    # first; what no stage uses is complete at the end.
+    filled.sort(key=lambda entry: (-min(parameters[entry[1][0]].stages, default=-1), last[entry[1][-1]]))
     buckets = [_bucket(names, parameters, num_segments) for _, names in filled]
     return ShardLayout(tuple(buckets), num_segments, index)
 
@@ -163,12 +169,11 @@ def plan_buckets(
 def _bucket(names: Sequence[str], parameters: Mapping[str, ParameterInfo], num_segments: int) -> BucketLayout:
     sizes = {name: parameters[name].size for name in names}
     first = parameters[names[0]]
-    if first.is_divisible:
-        return divide_bucket(sizes, num_segments, is_shared=first.is_shared)
-    return distribute_bucket(sizes, num_segments, is_shared=first.is_shared)
+    placed = divide_bucket(sizes, num_segments) if first.is_divisible else distribute_bucket(sizes, num_segments)
+    return replace(placed, stages=first.stages, is_shared=first.is_shared)
 
 
-def divide_bucket(sizes: Mapping[str, int], num_segments: int, *, is_shared: bool = False) -> BucketLayout:
+def divide_bucket(sizes: Mapping[str, int], num_segments: int) -> BucketLayout:
     """A bucket whose segments divide parameters, at multiples of :data:`GRAIN` from their starts.
 
     At most ``2 * GRAIN`` elements per segment are padding, besides the alignment.
@@ -178,7 +183,7 @@ def divide_bucket(sizes: Mapping[str, int], num_segments: int, *, is_shared: boo
     segment_size = max(unit, _up(-(-total // num_segments), unit))
     while (slots := _slots(sizes, segment_size, num_segments)) is None:
         segment_size += unit
-    return BucketLayout(slots, segment_size, num_segments, is_shared)
+    return BucketLayout(slots, segment_size, num_segments)
 
 
 def _slots(sizes: Mapping[str, int], segment_size: int, num_segments: int) -> tuple[Slot, ...] | None:
@@ -194,7 +199,7 @@ def _slots(sizes: Mapping[str, int], segment_size: int, num_segments: int) -> tu
     return tuple(slots) if end <= segment_size * num_segments else None
 
 
-def distribute_bucket(sizes: Mapping[str, int], num_segments: int, *, is_shared: bool = False) -> BucketLayout:
+def distribute_bucket(sizes: Mapping[str, int], num_segments: int) -> BucketLayout:
     """A bucket whose segments hold whole parameters: the largest first, each into the segment with the least in it."""
     loads = [0] * num_segments
     members: list[list[str]] = [[] for _ in range(num_segments)]
@@ -204,7 +209,7 @@ def distribute_bucket(sizes: Mapping[str, int], num_segments: int, *, is_shared:
         members[least].append(name)
     segment_size = max(ALIGNMENT, *loads)
     slots = [slot for index, names in enumerate(members) for slot in _in_order(names, sizes, index * segment_size)]
-    return BucketLayout(tuple(slots), segment_size, num_segments, is_shared)
+    return BucketLayout(tuple(slots), segment_size, num_segments)
 
 
 def _in_order(names: Iterable[str], sizes: Mapping[str, int], start: int) -> Iterator[Slot]:

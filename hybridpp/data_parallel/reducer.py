@@ -62,8 +62,10 @@ class GradientReducer(Protocol):
     def begin(self) -> None:
         """Prepare for backward passes."""
 
-    def begin_last_backward(self, pending: Collection[str] | None = None) -> bool:
-        """Before the backward pass that completes the gradients of ``pending`` (None: of all); may start reductions.
+    def begin_last_backward(self, stage: int | None = None, pending: Collection[str] | None = None) -> bool:
+        """Before the backward pass that completes the gradients of a stage (None: of all); may start reductions.
+
+        ``pending`` are the parameters of the stage that the pass may add to; None: all of them.
 
         Returns:
             Whether gradients are reduced over replicas, so that each should be completed as early as possible.
@@ -72,8 +74,8 @@ class GradientReducer(Protocol):
     def end_backward(self) -> None:
         """After a backward pass, before the next. ``finish_grad_sync`` does the same after the last."""
 
-    def launch_remaining(self) -> None:
-        """Start the remaining reductions after that pass. Reduces."""
+    def launch_remaining(self, stage: int | None = None) -> None:
+        """Start the remaining reductions of a stage (None: of all) after that pass. Reduces."""
 
     def finish_grad_sync(self) -> None:
         """Complete all reductions. Reduces."""

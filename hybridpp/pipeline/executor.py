@@ -156,7 +156,8 @@ class _Handlers:
         self._plans = [stages.plans(*self._call(microbatch.inputs)) for microbatch in step.microbatches]
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._wgrad_tasks: dict[Action, list[WgradTask]] = {}
-        self._last: Action | None = None
+        # The action after which the gradients of each stage are complete.
+        self._last: dict[int, Action] = {}
         self._split: set[tuple[int, int | None]] = set()
         # Whether any weight gradient is deferred.
         self._defers = weight_gradients.is_always_needed
@@ -176,14 +177,14 @@ class _Handlers:
         }
 
     def expect(self, program: Program) -> None:
-        """Prepare for a program: find the action after which this rank's gradients are complete."""
+        """Prepare for a program: find the action after which the gradients of each stage are complete."""
         forwards = [(stage, microbatch or 0) for stage, kind, microbatch in program if kind is ActionKind.FORWARD]
         self._inputs.expect(forwards)
         self._split = {(stage, microbatch) for stage, kind, microbatch in program if kind is ActionKind.INPUT_GRADIENT}
         self._defers = bool(self._split) or self._weight_gradients.is_always_needed
         if self._defers:
             self._weight_gradients.begin(splits=bool(self._split))
-        self._last = next((action for action in reversed(program) if action.kind in _ADDS_TO_GRADIENTS), None)
+        self._last = {action.stage: action for action in program if action.kind in _ADDS_TO_GRADIENTS}
 
     def finish(self) -> None:
         """Wait for the remaining sends, and check that nothing is left.
@@ -240,7 +241,8 @@ class _Handlers:
             self.messages.pass_activations(action, tensors)
 
     def _backward(self, action: Action) -> None:
-        is_observed = action == self._last and self._step.begin_last_backward(None)
+        is_last = action == self._last[action.stage]
+        is_observed = is_last and self._step.begin_last_backward(action.stage, None)
         if not self._defers:
             self._run_backward(action)
         elif not is_observed:
@@ -262,9 +264,10 @@ class _Handlers:
 
     def _weight_gradient(self, action: Action) -> None:
         tasks = take_held(self._wgrad_tasks, action)
-        if action == self._last:
-            self._step.begin_last_backward({name for task in tasks for name in task.binding.names})
-        self._weight_gradients.add(tasks, final=action == self._last)
+        if is_last := action == self._last[action.stage]:
+            names = {name for task in tasks for name in task.binding.names}
+            self._step.begin_last_backward(action.stage, names)
+        self._weight_gradients.add(tasks, final=is_last)
         self._step.end_backward()
 
     def _run_backward(self, action: Action) -> None:
@@ -286,6 +289,4 @@ class _Handlers:
             self.messages.pass_gradients(action, stage_input.gradients())
 
     def _reduce_gradients(self, action: Action) -> None:
-        # Stages of one rank share its gradients: they are complete after the last of them.
-        if self._last is not None and action.stage == self._last.stage:
-            self._step.reduce_gradients()
+        self._step.reduce_gradients(action.stage)

@@ -22,10 +22,10 @@ class PipelineStep:
         criterion: ``criterion(outputs, inputs)`` returns a scalar; None: no loss is computed.
         training: whether to run backward.
         keep_outputs: whether the last stage keeps the model's outputs.
-        begin_last_backward: called before the rank's last action that adds to gradients, with the names of the
-            parameters that it may add to (None: all). Returns whether gradients should complete one by one.
+        begin_last_backward: called before a stage's last action that adds to gradients, with the stage and the names
+            of the parameters that it may add to (None: all). Returns whether gradients should complete one by one.
         end_backward: called after each action that adds to gradients.
-        reduce_gradients: called after the last of them.
+        reduce_gradients: called after the last of them, with the stage.
         max_stored_microbatches: number of micro-batches whose activations the rank stores completely, counted per
             stage; further ones may be recomputed.
         model_inputs: selects the part of a micro-batch's inputs that the model is called with.
@@ -38,9 +38,9 @@ class PipelineStep:
     criterion: MicrobatchLoss | None
     training: bool
     keep_outputs: bool
-    begin_last_backward: Callable[[Collection[str] | None], bool]
+    begin_last_backward: Callable[[int, Collection[str] | None], bool]
     end_backward: Callable[[], None]
-    reduce_gradients: Callable[[], None]
+    reduce_gradients: Callable[[int], None]
     max_stored_microbatches: int = 0
     model_inputs: Callable[[Any], Any] = lambda inputs: inputs
     inspect_loss: Callable[[int, Tensor, Any, Any], None] | None = None

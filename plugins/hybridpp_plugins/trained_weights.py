@@ -103,7 +103,7 @@ def trained_weights(
         rules.config.ddp_bucket_cap_mb,
         shared=shared,
         indivisible=rules.indivisible if rules.scatter else (),
-        stages={name: min(own.intersection(staged.owners[name]), default=-1) for name in parameters},
+        stages={name: tuple(sorted(own.intersection(staged.owners[name]))) for name in parameters},
     )
     if not rules.scatter:
         return TrainedWeights(parameters, MasterWeights(with_masters, values), buckets, None, ranks_of, in_half)

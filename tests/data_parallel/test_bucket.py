@@ -37,6 +37,6 @@ def test_half_precision_gradients_are_accumulated_in_fp32():
 def test_buckets_hold_parameters_of_one_dtype_and_stage_up_to_capacity():
     found = parameters((100,), (100,), (300,), (100,), (50,))
     found["p3"] = nn.Parameter(found["p3"].double())
-    stages = {"p0": 0, "p1": 0, "p2": 0, "p3": 0, "p4": 1}
+    stages = {"p0": (0,), "p1": (0,), "p2": (0,), "p3": (0,), "p4": (1,)}
     names = [list(bucket.views) for bucket in buckets_of(found, 1000 / 2**20, stages=stages)]
     assert names == [["p4"], ["p3"], ["p2"], ["p1", "p0"]]

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hybridpp.cluster import current_world
+from hybridpp.data_parallel import GradientBuckets, layout_of
 from hybridpp.errors import ConfigError
 
 
@@ -70,6 +71,40 @@ def test_full_buckets_reduce_during_the_last_backward_last_ones_first(kind):
     # the end a flag per parameter.
     sizes = [(kind, 4096), (kind, 12288), (kind, 4096), (kind, 8192)]
     assert on_replicas(run, 2)[0] == ["first weight done", *sizes, "first weight done", ("sum", 5)]
+
+
+def test_a_stage_is_reduced_as_soon_as_its_last_pass_has_completed_it():
+    """The last layer is a later stage, whose last pass is the one before the last; two stages use the middle one."""
+
+    def run():
+        model, events = wide_model(), []
+        stages = {"0.weight": (0,), "0.bias": (0,), "1.weight": (0, 2), "2.weight": (2,), "2.bias": (2,)}
+        group = CountingGroup(current_world().control(), events)
+        parameters = dict(model.named_parameters())
+        layout = layout_of(parameters, group, 1.0, stages=stages)
+        buckets = GradientBuckets(parameters, group, layout)
+        inputs = torch.randn(2, 4)
+        buckets.begin()
+        head = model[2](model[1](model[0](inputs).detach())).sum()
+        buckets.begin_last_backward(2)
+        head.backward()
+        buckets.launch_remaining(2)
+        events.append("stage 2 done")
+        rest = model[1](model[0](inputs)).sum()
+        buckets.begin_last_backward(0)
+        rest.backward()
+        buckets.launch_remaining(0)
+        events.append("stage 0 done")
+        buckets.finish_grad_sync()
+        return events, {name: gradient.clone() for name, gradient in buckets.gradients.items()}
+
+    ranks = on_replicas(run, 2)
+    # The head; what both stages use; the first layer; a flag per parameter.
+    expected = [("sum", 4096), "stage 2 done", ("sum", 12288), ("sum", 8192), ("sum", 5), "stage 0 done"]
+    for events, gradients in ranks:
+        assert events == expected
+        assert all(bool(gradient.any()) for gradient in gradients.values())
+    assert all(torch.equal(ranks[0][1][name], ranks[1][1][name]) for name in ranks[0][1])
 
 
 def test_calls_add_up_and_reduced_sums_are_counted_once():

@@ -23,7 +23,9 @@ def random_parameters(rng: random.Random, kinds: int = 2) -> dict[str, Parameter
         size = rng.choice(SIZES)
         # Whole, or shared, by the kind, as parameters of one optimizer group or one set of ranks are.
         kind = rng.randrange(kinds)
-        infos[f"p{index}"] = ParameterInfo(size, 4 * size, kind, kind != 1, rng.random() < 0.2)
+        infos[f"p{index}"] = ParameterInfo(
+            size, 4 * size, kind, rng.choice([(), (0,), (1,)]), kind != 1, rng.random() < 0.2
+        )
     return infos
 
 
@@ -92,6 +94,14 @@ def test_a_kind_with_few_parameters_does_not_hold_up_the_others():
         ["p3", "p1"],
         ["p2", "p0"],
     ]
+
+
+def test_later_stages_come_first_and_what_no_stage_uses_comes_last():
+    stages = {"unused": (), "a": (0,), "b": (0, 2), "c": (2,), "d": (0,)}
+    infos = {name: ParameterInfo(10, 40, stages=used_in) for name, used_in in stages.items()}
+    layout = plan_buckets(infos, 1e6, 2, 0)
+    assert [[slot.name for slot in bucket.slots] for bucket in layout.buckets] == [["c"], ["b"], ["d", "a"], ["unused"]]
+    assert [bucket.stages for bucket in layout.buckets] == [(2,), (0, 2), (0,), ()]
 
 
 def test_a_parameter_above_the_capacity_has_its_own_bucket():

@@ -120,9 +120,9 @@ def run_recorded(num_stages, num_microbatches, training, fail_at=None):
             criterion=criterion,
             training=training,
             keep_outputs=True,
-            begin_last_backward=lambda pending: calls.append(len(stage.log)),
+            begin_last_backward=lambda stage_index, pending: calls.append(len(stage.log)),
             end_backward=lambda: None,
-            reduce_gradients=lambda: calls.append(len(stage.log)),
+            reduce_gradients=lambda stage_index: calls.append(len(stage.log)),
         )
         result = executor.run(program, step)
         assert executor.where is None

@@ -167,9 +167,9 @@ def on_rank(program, num_stages, num_microbatches, training):
         criterion=lambda outputs, inputs: outputs.sum(),
         training=training,
         keep_outputs=True,
-        begin_last_backward=lambda names: False,
+        begin_last_backward=lambda stage, names: False,
         end_backward=lambda: None,
-        reduce_gradients=lambda: None,
+        reduce_gradients=lambda stage: None,
     )
     executor = Executor(stages, Transport(Answered(world), world.device), world.device, stages.weight_gradients)
     with torch.set_grad_enabled(training):

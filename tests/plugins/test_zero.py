@@ -153,7 +153,7 @@ class Recorder:
     """A group that counts its collectives and their elements."""
 
     def __init__(self, group):
-        self._group, self.calls = group, []
+        self._group, self.calls, self.where, self.during = group, [], [], lambda: None
 
     def __getattr__(self, name):
         attribute = getattr(self._group, name)
@@ -162,6 +162,7 @@ class Recorder:
 
         def called(tensor):
             self.calls.append((name, tensor.numel()))
+            self.where.append(self.during())
             return attribute(tensor)
 
         return called
@@ -186,6 +187,29 @@ def test_a_step_sends_each_bucket_once_each_way(stage):
         kinds = [["all_reduce"], ["reduce_scatter_segments", "all_gather_segments"]][stage]
         sums, *gathers = [[(kind, size) for size in sizes] for kind in kinds]
         assert calls == [*sums, ("all_reduce", 20), *(call for gather in gathers for call in gather)]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_chunk_is_reduced_while_others_still_run(stage):
+    def run():
+        plugin = HybridParallelPlugin(
+            num_microbatches=4, zero_stage=stage, pp_size=2, schedule="interleaved", num_model_chunks=2
+        )
+        recorder = Recorder(plugin.layout.dp)
+        plugin.layout = replace(plugin.layout, dp=recorder)
+        booster, model = Booster(plugin=plugin), TiedModel()
+        parts = booster.boost(model, two_groups(model.parameters()), criterion=cross_entropy, sample=SAMPLE)
+        engine = plugin._engine(parts.model)
+        recorder.during = lambda: engine.executor.where
+        step(booster, parts.model, parts.optimizer, batches(1, 16)[0])
+        return recorder.where, engine.weights.layout.buckets
+
+    for where, buckets in Loopback(4).run(run):
+        own = [bucket for bucket in buckets if not bucket.is_shared]
+        last = max(min(bucket.stages) for bucket in own if bucket.stages)
+        first = [action for action, bucket in zip(where, own, strict=False) if min(bucket.stages) == last]
+        assert first
+        assert all(action is not None and action.stage == last for action in first)
 
 
 def test_one_replica_does_nothing_else_than_without():
