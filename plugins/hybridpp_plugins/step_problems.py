@@ -105,11 +105,15 @@ def check_optimizer_calls(calls: Sequence[OptimizerCalls]) -> None:
     for rank, one in enumerate(calls):
         ranks_of_calls.setdefault(one, []).append(rank)
     clauses = [
-        f"on {name_ranks(ranks)} the optimizer has taken {one.applied_steps:.0f} steps and adds up the gradients of "
-        f"{one.num_passes:.0f} calls"
+        f"on {name_ranks(ranks)} the optimizer has taken {_count(one.applied_steps, 'step')} and adds up the gradients "
+        f"of {_count(one.num_passes, 'call')}"
         for one, ranks in ranks_of_calls.items()
     ]
     raise UnlikeCallsError(
         f"all ranks must make the same calls in the same order: {', '.join(clauses)}. Call optimizer.step() and "
         "optimizer.zero_grad() on all ranks. Their weights no longer fit together: load a checkpoint on all ranks."
     )
+
+
+def _count(number: float, noun: str) -> str:
+    return f"{number:.0f} {noun}{'' if number == 1 else 's'}"
