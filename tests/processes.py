@@ -49,18 +49,50 @@ def run_ranks(function: Callable[[], Any], num_ranks: int, timeout_s: float = 60
             process.join()
 
 
+def run_forked(function: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+    """What ``function`` returns in a forked child, which has imported what this process has.
+
+    Raises:
+        RankFailed: with the child's traceback, or on a hang.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(function, theirs))
+    child.start()
+    theirs.close()
+    try:
+        return _result(0, ours, timeout_s)
+    finally:
+        child.kill()
+        child.join()
+
+
+def _child(function: Callable[[], Any], pipe: Connection) -> None:
+    _after_fork()
+    _send_result(function, pipe)
+
+
 def _rank(function: Callable[[], Any], rank: int, num_ranks: int, port: int, pipe: Connection) -> None:
     _after_fork()
     try:
         launch(rank, num_ranks, "127.0.0.1", port, backend="gloo", timeout_s=30)
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+        return
+    try:
+        _send_result(function, pipe)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _send_result(function: Callable[[], Any], pipe: Connection) -> None:
+    try:
         buffer = io.BytesIO()
         torch.save(function(), buffer)
         pipe.send((True, buffer.getvalue()))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
 
 
 def _after_fork() -> None:

@@ -25,6 +25,12 @@ def test_help_lists_the_commands_and_loads_no_torch():
     assert "simulate the time of a step from the costs of its stages" in " ".join(done.stdout.split())
 
 
+def test_the_package_runs_as_the_command():
+    command = [sys.executable, "-m", "hybridpp", "schedule", "1f1b", "--stages", "2", "--microbatches", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
+    assert "rank 1" in done.stdout
+
+
 @pytest.mark.parametrize("arguments", [["schedule", "--compare"], ["simulate", "1f1b"]])
 def test_schedules_need_neither_torch_nor_what_is_optional(arguments):
     code = (

@@ -1,11 +1,12 @@
+import contextlib
+import io
 import re
 import resource
-import subprocess
-import sys
 
 import pytest
 import torch
-from support import ROOT, boosted, image_batch
+from processes import run_forked
+from support import boosted, image_batch
 from transformers import (
     BertConfig,
     LlamaConfig,
@@ -17,6 +18,7 @@ from transformers import (
     WhisperConfig,
 )
 
+from hybridpp.cli import main
 from hybridpp.cli.meta_model import build
 from hybridpp.cli.sharding_report import render_sharding
 from hybridpp.cluster import Loopback
@@ -301,16 +303,22 @@ def test_a_sample_is_made_from_the_configuration(table, config, shapes):
     table(config, "--pp-size", "2", "--batch-size", "2")
 
 
+def printed_and_taken(*arguments):
+    """What a command prints, and the KiB by which this process has grown at most while it ran."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(arguments) == 0
+    return printed.getvalue(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+
 def test_a_huge_model_takes_seconds_and_no_memory(tmp_path):
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}
     config = LlamaConfig(**sizes, num_attention_heads=64, num_key_value_heads=8, architectures=["LlamaForCausalLM"])
     config.save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "hybridpp", "partition", "--model", str(tmp_path), "--pp-size", "8"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert "| 70,553,706,496 |" in done.stdout
-    assert "model.layers.10-19" in done.stdout
-    # The largest of all children so far; in KiB.
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2**20
+    text, taken_kib = run_forked(lambda: printed_and_taken("partition", "--model", str(tmp_path), "--pp-size", "8"))
+    assert "| 70,553,706,496 |" in text
+    assert "model.layers.10-19" in text
+    assert taken_kib < 2**18
 
 
 @pytest.mark.parametrize(

@@ -23,16 +23,17 @@ from hybridpp.partition.traced_units import find_traced_units
 
 def staged_step(specimen: Specimen, layout: Layout) -> tuple[float, dict[str, Tensor], list[tuple[int, int]]]:
     """Loss, gradients, and of each rank but the first the number of values that reach it and their bytes per sample."""
+    samples = len(next(iter(specimen.batch.values()))) // 2
+    microbatch = {name: value[:samples] for name, value in specimen.batch.items()}
     chunks = {"schedule": "gpipe", "num_model_chunks": layout.num_chunks} if layout.num_chunks > 1 else {}
 
     def run() -> tuple[float, dict[str, Tensor], tuple[int, int]]:
         model = copy.deepcopy(specimen.model)
         options = {"pp_size": layout.pp_size, "num_microbatches": 2, **chunks}
-        booster, model, optimizer = boosted(model, sgd, specimen.batch, **options)
+        booster, model, optimizer = boosted(model, sgd, microbatch, **options)
         loss = booster.execute_pipeline(iter([specimen.batch]), model, criterion, optimizer)["loss"].item()
         staged = booster.plugin._engine(model).staged
-        samples = len(next(iter(specimen.batch.values()))) // 2
-        plans = staged.plans((), {name: value[:samples] for name, value in specimen.batch.items()})
+        plans = staged.plans((), microbatch)
         specs = [spec for plan in plans.values() for spec in plan.incoming_specs]
         size = sum(torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in specs) // samples
         return loss, gradients_of(booster, model), (len(specs), size)
