@@ -17,10 +17,10 @@ class CompileConfig(ConfigBase):
     Attributes:
         compile_blocks: whether ``torch.compile`` compiles each block, equal blocks once; or a dict of its keywords
             (``backend``, ``dynamic``, ``fullgraph``, ``mode``, ``options``): ``{"mode": "max-autotune"}``. A block
-            that is not one graph is an error, unless ``{"fullgraph": False}`` is given.
+            that is not one graph is an error, unless ``{"fullgraph": False}`` is given or its layers are sharded.
 
     Example:
-        >>> CompileConfig(compile_blocks=True).keywords
+        >>> CompileConfig(compile_blocks=True).keywords()
         {'fullgraph': True}
     """
 
@@ -43,6 +43,10 @@ class CompileConfig(ConfigBase):
         return self.compile_blocks is not False
 
     @property
-    def keywords(self) -> dict[str, Any]:
-        """The keywords of ``torch.compile``."""
-        return {"fullgraph": True, **(self.compile_blocks if isinstance(self.compile_blocks, Mapping) else {})}
+    def asks_for_full_graph(self) -> bool:
+        """Whether ``fullgraph=True`` was given."""
+        return isinstance(self.compile_blocks, Mapping) and bool(self.compile_blocks.get("fullgraph"))
+
+    def keywords(self, full_graph: bool = True) -> dict[str, Any]:
+        """The keywords of ``torch.compile``; ``full_graph`` counts where ``fullgraph`` was not given."""
+        return {"fullgraph": full_graph, **(self.compile_blocks if isinstance(self.compile_blocks, Mapping) else {})}

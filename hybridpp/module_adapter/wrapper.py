@@ -11,9 +11,22 @@ from torch import nn
 from hybridpp.module_adapter.order import AdapterLayer
 from hybridpp.nn.snapshot import MISSING
 from hybridpp.nn.torch_private import CALL, COMPILED_CALL
+from hybridpp.nn.uncompiled import uncompiled
 
 Forward = Callable[..., Any]
 
+# They communicate, and keep what layers share: a compiler would run that once, on fake tensors.
+_COMMUNICATE = frozenset(
+    {
+        AdapterLayer.SHARD,
+        AdapterLayer.SHARDED_ARGUMENTS,
+        AdapterLayer.GATHERED_INPUTS,
+        AdapterLayer.LOCAL_WIDTH,
+        AdapterLayer.SEQUENCE_GATHER,
+        AdapterLayer.SEQUENCE_REPLICATED,
+        AdapterLayer.SEQUENCE_SHARD,
+    }
+)
 _FORWARD, _CALL, _COMPILED_CALL = "forward", CALL, COMPILED_CALL
 
 
@@ -46,11 +59,12 @@ class ModuleWrapper:
     Args:
         module: as the script made it.
         order: of the layers, the innermost first.
-        is_compiled: whether calls of the module are compiled.
+        is_compiled: whether calls of the module are compiled. Those of one with layers that communicate are not.
     """
 
     def __init__(self, module: nn.Module, order: Sequence[AdapterLayer], is_compiled: bool = False):
         self._bind: Callable[..., Any] = _compilable_partial if is_compiled else functools.partial
+        self._is_compiled = is_compiled
         self._module = module
         self._order = order
         # MISSING: the class's own counts.
@@ -104,7 +118,7 @@ class ModuleWrapper:
         nested: Any = innermost or self._own[name]
         for run in present:
             nested = self._bind(run.function, *run.bound, nested)
-        return nested
+        return self._bind(uncompiled(), nested) if self._is_compiled and _COMMUNICATE & runs.keys() else nested
 
     def _set(self, name: str, value: Any) -> None:
         attributes = vars(self._module)

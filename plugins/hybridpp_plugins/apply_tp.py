@@ -13,6 +13,7 @@ from hybridpp.config import ParallelConfig
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn.checkpointing import recomputes_saved_tensors
+from hybridpp.nn.force_eager import force_eager
 from hybridpp.partition import BoundarySharding, compiled_parts
 from hybridpp.pipeline import Gradients, SplitBackwardOps, WeightGradients, split_backward_ops
 from hybridpp.plan_search import SequencePlan
@@ -68,14 +69,15 @@ def apply_tensor_parallel(
         compiled: modules in compiled blocks whose weight gradients may be deferred.
     """
     model, tp = adapter.model, layout.tp
+    excluded = compiled_parts(model).difference(compiled)
     if tp.size == 1:
-        excluded = compiled_parts(model).difference(compiled)
         return AppliedTensorParallel(WeightGradients(adapter, excluded=excluded, compiled=compiled), frozenset())
     kinds = {module: split_backward_ops(module) for module in model.modules()}
     if config.tensor_parallel_plan is not None:
         plan = plan_from_patterns(model, config.tensor_parallel_plan, tp.size)
     else:
-        plan = find_tp_plan(model, find_samples, tp.size, layout.control)
+        with force_eager() if compiled_parts(model) else nullcontext():
+            plan = find_tp_plan(model, find_samples, tp.size, layout.control)
     sequences = SequencePlan()
     if config.enable_sequence_parallelism:
         sequences = sequence_plan(model, plan, find_samples, tp.size, layout.control)
@@ -85,7 +87,13 @@ def apply_tensor_parallel(
         get_dist_logger().warning(_replicated_modules(model, plan, sequences), ranks=[0])
     for difference in dict.fromkeys(re.sub(_NUMBER, "*", line) for line in plan.differences):
         get_dist_logger().info(f"tensor parallelism differs from the model's own plan: {difference}", ranks=[0])
-    weight_gradients = WeightGradients(adapter, _operations_of_layers(kinds, sharding))
+    # Sharded layers in compiled blocks run uncompiled.
+    weight_gradients = WeightGradients(
+        adapter,
+        _operations_of_layers(kinds, sharding),
+        excluded.difference(sharding.layers),
+        set(compiled).difference(sharding.layers),
+    )
     sharding.context.overlap_fn = weight_gradients.run_overlapped
     between = ShardsBetweenStages(sequences.blocks, tp) if sequences.blocks else None
     return AppliedTensorParallel(

@@ -171,7 +171,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
         self.zero_stage = self.settings.parallel.zero_stage
         self._planner = SchedulePlanner(self.settings.pipeline, pp_size)
         if self.settings.compile.is_on and self._planner.splits_backward:
-            compile_keywords(self.settings.compile.keywords)
+            compile_keywords(self.settings.compile.keywords())
         grid = RankGrid(dp_size=self.dp_size, pp_size=pp_size, tp_size=tp_size)
         self.layout = Layout.create(world, grid)
         self.stage_manager: StageManager = self.layout.stage_manager(self._planner.placement)

@@ -70,17 +70,28 @@ def parse_settings(given: Mapping[str, Any], other: Mapping[str, Any]) -> Plugin
             "fp16 finds its loss scale by steps that overflow, and skips them: got error_if_nonfinite=True with "
             "precision='fp16'. Leave it out, or use precision='bf16'."
         )
-    if settings.compile.is_on and settings.parallel.tp_size > 1:
-        raise ConfigError(
-            "compile_blocks makes one graph of a block, which has collectives inside where its layers are sharded: got "
-            f"tp_size={settings.parallel.tp_size}. Leave compile_blocks out, or use tp_size=1 and more stages."
-        )
+    _check_compiling(settings)
     for style in (settings.parallel.tensor_parallel_plan or {}).values():
         parse_style(style)
     for name, value in other.items():
         if name in UNSUPPORTED:
             refuse_unsupported(name, value, settings.parallel)
     return settings
+
+
+def _check_compiling(settings: PluginSettings) -> None:
+    if not settings.compile.is_on or settings.parallel.tp_size == 1:
+        return
+    if settings.parallel.enable_sequence_parallelism:
+        raise ConfigError(
+            "compile_blocks leaves out modules that communicate, which under sequence parallelism are nearly all of a "
+            "block: got enable_sequence_parallelism=True. Leave out one of the two."
+        )
+    if settings.compile.asks_for_full_graph:
+        raise ConfigError(
+            "compile_blocks cannot make one graph of a block whose layers are sharded, as they communicate between "
+            f"graphs: got fullgraph=True with tp_size={settings.parallel.tp_size}. Leave fullgraph out."
+        )
 
 
 def _take(cls: type[Any], values: Mapping[str, Any], **more: Any) -> Any:

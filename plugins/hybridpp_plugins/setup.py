@@ -94,7 +94,7 @@ def _compile_blocks(
     adapter.expect_compiled(compiled_parts(adapter.model))
     if not settings.compile.is_on:
         return ()
-    keywords = settings.compile.keywords
+    keywords = settings.compile.keywords(full_graph=settings.parallel.tp_size == 1)
     if planner.splits_backward:
         return compile_blocks(adapter, compile_keywords(keywords))
     inside = compile_blocks(adapter, keywords)

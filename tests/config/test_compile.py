@@ -25,4 +25,4 @@ def test_anything_else_is_refused(given):
 )
 def test_blocks_are_one_graph_unless_told_otherwise(given, is_on, keywords):
     config = CompileConfig(compile_blocks=given)
-    assert (config.is_on, config.keywords) == (is_on, keywords)
+    assert (config.is_on, config.keywords()) == (is_on, keywords)

@@ -215,10 +215,57 @@ def test_a_model_without_blocks_is_refused():
         run(lambda: model, compile_blocks=True)
 
 
-def test_sharded_layers_are_refused_early():
-    text = "compile_blocks makes one graph of a block, which has collectives inside where its layers are sharded"
-    with pytest.raises(ConfigError, match=f"^{text}: got tp_size=2"):
-        HybridParallelPlugin(tp_size=2, compile_blocks=True)
+PLAN = {"tp_size": 2, "tensor_parallel_plan": {"*.wide": "column", "*.narrow": "row"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "backend"),
+    [
+        ({}, "aot_eager"),
+        ({"gradient_checkpoint_config": {}}, "eager"),
+        ({"pp_size": 2, "schedule": "zb-h1"}, "eager"),
+        ({"precision": "bf16", "dp_size": 2}, "eager"),
+    ],
+    ids=str,
+)
+def test_between_sharded_layers_blocks_are_compiled(settings, backend):
+    expected = run(lambda: Blocks(6), **PLAN, **settings)
+    actual, graphs = run_compiled(lambda: Blocks(6), backend, **PLAN, **settings)
+    # Three parts of a block on each rank (four, as two kinds of inputs meet one), for all blocks.
+    num_ranks = 2 * settings.get("pp_size", 1) * settings.get("dp_size", 1)
+    assert 3 * num_ranks <= len(graphs) <= 4 * num_ranks
+    assert all("torch.compiler.disable()" in reason for reason in counters["graph_break"])
+    assert actual["losses"] == expected["losses"]
+    for kind in ("gradients", "weights"):
+        assert_near(actual[kind], expected[kind], 1e-6)
+
+
+def test_dropout_between_sharded_layers_does_not_depend_on_stages():
+    expected, _ = run_compiled(lambda: Blocks(4, 0.5), **PLAN)
+    for settings in ({"pp_size": 2, "schedule": "zb-h1"}, {"gradient_checkpoint_config": {}}):
+        actual, _ = run_compiled(lambda: Blocks(4, 0.5), **PLAN, **settings)
+        assert actual["losses"][0] == expected["losses"][0], settings
+        assert_near(actual["gradients"], expected["gradients"], 1e-6)
+
+
+def test_a_search_for_a_plan_compiles_nothing():
+    expected = run(lambda: Blocks(2), tp_size=2)
+    actual, graphs = run_compiled(lambda: Blocks(2), tp_size=2)
+    assert len(graphs) <= 8
+    assert actual["losses"] == expected["losses"]
+
+
+def test_settings_that_sharded_layers_exclude_are_refused_early():
+    text = (
+        "compile_blocks cannot make one graph of a block whose layers are sharded, as they communicate between graphs"
+    )
+    with pytest.raises(ConfigError, match=f"^{text}: got fullgraph=True with tp_size=2. Leave fullgraph out.$"):
+        HybridParallelPlugin(tp_size=2, compile_blocks={"fullgraph": True})
+    text = (
+        "compile_blocks leaves out modules that communicate, which under sequence parallelism are nearly all of a block"
+    )
+    with pytest.raises(ConfigError, match=f"^{text}: got enable_sequence_parallelism=True. Leave out one of the two.$"):
+        HybridParallelPlugin(tp_size=2, compile_blocks=True, enable_sequence_parallelism=True)
 
 
 @pytest.mark.parametrize(
