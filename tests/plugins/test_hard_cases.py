@@ -540,3 +540,39 @@ def test_hidden_states_of_every_stage_reach_the_criterion(pp_size):
     actual = losses_and_gradients(ReturnsHiddenStates, pp_size, **options)
     assert actual[0] == expected[0]
     assert_near(actual[1], expected[1])
+
+
+class DropoutBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.drop = nn.Linear(6, 6), nn.Dropout(0.5)
+        self.down, self.last_drop = nn.Linear(6, 6), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return x + self.last_drop(self.down(torch.tanh(self.drop(self.up(x)))))
+
+
+class DropoutNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([DropoutBlock() for _ in range(2)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(("name", "is_same"), [("up", True), ("down", True), ("drop", False), ("last_drop", False)])
+def test_dropout_inside_a_cut_block_is_the_same_after_a_linear_layer(name, is_same):
+    """As docs/cutting.md says."""
+
+    def trained(**settings):
+        batch = (torch.randn(4, 6, generator=torch.Generator().manual_seed(0)),)
+        return train(DropoutNet, [batch], criterion=squares, **settings)
+
+    one, cut = trained(), trained(pp_size=2, split_points={f"blocks.1.{name}": "before"})
+    assert one["gradients"].keys() == cut["gradients"].keys()
+    same = [torch.equal(cut["gradients"][key], value) for key, value in one["gradients"].items()]
+    assert all(same) is is_same
