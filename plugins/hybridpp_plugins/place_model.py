@@ -150,9 +150,11 @@ def _cut(
 
 
 def _shared_traces(layout: Layout) -> SharedTraces | None:
-    """The traces of the in-process ranks that hold the same shards of this model. Every rank of the world calls it."""
-    by_shard = [layout.world.share(SharedTraces) for _ in range(layout.tp.size)]
-    return by_shard[layout.here.tp]
+    """The traces of the in-process ranks, which hold equal models. Every rank of the world calls it.
+
+    None where ranks share layers: in a trace, those note which activations are sequence shards.
+    """
+    return layout.world.share(SharedTraces) if layout.tp.size == 1 else None
 
 
 def _bring(

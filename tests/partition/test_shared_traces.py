@@ -32,9 +32,9 @@ def test_ranks_that_hold_equal_models_make_one_trace_of_equal_inputs(runs, layou
     assert len(runs) == num_traces
 
 
-def test_ranks_with_other_shards_trace_for_themselves(runs):
+def test_ranks_that_share_layers_trace_for_themselves(runs):
     train(tiny_vit, [image_batch(4)], num_microbatches=2, pp_size=2, tp_size=2)
-    assert len(runs) == 4
+    assert len(runs) == 8
 
 
 def test_a_model_with_other_inputs_is_traced_again_once(runs):
