@@ -46,13 +46,14 @@ def test_a_step_mixes_no_devices_and_gives_the_cpus_losses(told, case, tolerance
         assert losses == pytest.approx(expected, abs=tolerance)
 
 
-def test_replicas_on_a_device_give_the_cpus_losses(told):
+@pytest.mark.parametrize("case", ["dp", "zero"])
+def test_replicas_on_a_device_give_the_cpus_losses(told, case):
     _, expected = told["expected"]
-    means = [sum(losses) / 2 for losses in zip(*told["dp"]["losses"], strict=True)]
+    means = [sum(losses) / 2 for losses in zip(*told[case]["losses"], strict=True)]
     assert means == pytest.approx(expected, abs=1e-3), "in bf16"
 
 
-@pytest.mark.parametrize("case", ["pp", "dp"])
+@pytest.mark.parametrize("case", ["pp", "dp", "zero"])
 def test_a_step_with_a_batch_on_the_device_waits_for_it_once(told, case):
     """With the digest of the batch, and with losses and norms."""
     assert told[case]["waits"] == [ONE_WAIT] * 2

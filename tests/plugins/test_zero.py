@@ -26,6 +26,7 @@ LAYOUTS = {
     "dp2 pp2 zb-h1": {"dp_size": 2, "pp_size": 2, "schedule": "zb-h1"},
     "dp2 pp2 zb-v": {"dp_size": 2, "pp_size": 2, "schedule": "zb-v"},
     "dp2 tp2": {"dp_size": 2, "tp_size": 2},
+    "dp2 pp2 in bf16 messages": {"dp_size": 2, "pp_size": 2, "communication_dtype": "bf16"},
     "dp2 pp2 tp2": {"dp_size": 2, "pp_size": 2, "tp_size": 2},
 }
 

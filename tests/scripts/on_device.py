@@ -15,6 +15,7 @@ from hybridpp.errors import DataError
 CASES: dict[str, dict[str, Any]] = {
     "pp": {"pp_size": 2, "schedule": "zb-h1", "precision": "fp16", "max_norm": 1.0},
     "dp": {"dp_size": 2, "precision": "bf16"},
+    "zero": {"dp_size": 2, "precision": "bf16", "zero_stage": 1},
 }
 NUM_STEPS = 2  # The first one does more.
 
