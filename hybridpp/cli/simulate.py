@@ -20,6 +20,7 @@ _COSTS = {
     "backward_ms": "time of an unsplit backward (default: I and W together)",
     "send_ms": "time of a message between ranks (default: 0)",
     "post_ms": "time that a rank itself spends on each message (default: 0)",
+    "reduce_ms": "time to reduce a stage's gradients over the replicas (default: 0)",
     "activation_bytes": "memory of a stage from its forward to its backward (default: not counted)",
     "weight_gradient_bytes": "memory of a stage from I to W (default: not counted)",
 }

@@ -13,8 +13,8 @@ _MESSAGES = {
     ActionKind.BACKWARD: (ActionKind.SEND_GRADIENT, ActionKind.RECEIVE_GRADIENT, -1),
     ActionKind.INPUT_GRADIENT: (ActionKind.SEND_GRADIENT, ActionKind.RECEIVE_GRADIENT, -1),
 }
-# Actions that add to the gradients of a stage's parameters.
-_FILLS_GRADIENTS = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
+FILLS_GRADIENTS = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
+"""Actions that add to the gradients of a stage's parameters."""
 
 
 class _Post(NamedTuple):
@@ -55,7 +55,7 @@ def lower(programs: Programs, durations: Mapping[ActionKind, float] = UNIT_DURAT
     rank_of = {action.stage: rank for rank, program in enumerate(programs) for action in program}
     posts: list[list[_Post]] = [[] for _ in programs]
     for rank, program in enumerate(programs):
-        last_gradient = {action.stage: action for action in program if action.kind in _FILLS_GRADIENTS}
+        last_gradient = {action.stage: action for action in program if action.kind in FILLS_GRADIENTS}
         for position, action in enumerate(program):
             when = (intervals[action].end, rank, position)
             for peer, post in _messages(action, rank, rank_of):

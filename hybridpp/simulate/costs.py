@@ -29,6 +29,8 @@ class Costs:
             each of the ``num_stages - 1`` boundaries between stages, for both directions. Within a rank nothing is
             sent.
         post_ms: time that a rank itself spends on each message that it sends or receives.
+        reduce_ms: time to reduce a stage's gradients over the replicas, after its last B or W. It takes no time of the
+            rank; the reductions of a rank's stages follow each other. A step ends when they do.
         activation_bytes: what a stage holds from F until B or I.
         weight_gradient_bytes: what a stage holds from I until W.
 
@@ -43,6 +45,7 @@ class Costs:
     backward_ms: PerStage | None = None
     send_ms: PerStage = 0.0
     post_ms: PerStage = 0.0
+    reduce_ms: PerStage = 0.0
     activation_bytes: PerStage = 0.0
     weight_gradient_bytes: PerStage = 0.0
 
@@ -86,6 +89,10 @@ class Costs:
     def posting_ms(self, stage: int) -> float:
         """Time that a rank itself spends on a message to or from one of its stages, in milliseconds."""
         return _at(self.post_ms, stage)
+
+    def reducing_ms(self, stage: int) -> float:
+        """Time to reduce a stage's gradients over the replicas, in milliseconds."""
+        return _at(self.reduce_ms, stage)
 
     def held_bytes(self, stage: int, kind: ActionKind) -> float:
         """The change in the bytes that a rank holds after a stage's F, B, I or W."""

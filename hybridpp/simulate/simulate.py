@@ -2,13 +2,14 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
 from hybridpp.errors import ConfigError
 from hybridpp.schedule import Action, ActionKind, Program, Programs, check_program, peak_activations, placement
 from hybridpp.schedule.dependencies import needs, result, walk
+from hybridpp.schedule.lower import FILLS_GRADIENTS
 from hybridpp.simulate.costs import Costs
 from hybridpp.timeline import Span, Timeline
 
@@ -37,7 +38,8 @@ def simulate(programs: Programs, costs: Costs, num_steps: int = 1, *, barrier: b
     """Simulate steps of compute programs (before lowering) with these costs.
 
     A rank runs its actions in order. An action starts when its rank is free and its inputs have arrived. Messages block
-    neither ranks nor each other, except for the time that a rank itself spends on each.
+    neither ranks nor each other, except for the time that a rank itself spends on each. Reductions over replicas run
+    beside the actions, one at a time on each rank; a rank is done with a step when they are.
 
     Args:
         programs: of one step.
@@ -61,9 +63,10 @@ def simulate(programs: Programs, costs: Costs, num_steps: int = 1, *, barrier: b
     steps = [_numbered_from(programs, step) for step in range(num_steps)]
     # Without a barrier, all steps are one program of each rank.
     parts = steps if barrier else [tuple(tuple(chain(*rows)) for rows in zip(*steps, strict=True))]
+    last = _last_of_stages(steps)
     spans: list[Span] = []
     for part in parts:
-        spans += _spans(part, costs, compute_ms, begin_ms=max((span.end_ms for span in spans), default=0.0))
+        spans += _spans(part, costs, compute_ms, last, begin_ms=max((span.end_ms for span in spans), default=0.0))
     return _simulation(programs, costs, spans)
 
 
@@ -94,9 +97,13 @@ def simulate_draws(programs: Programs, measured: Timeline, num_draws: int = 100,
                 f"the measured run has no {action.kind} of stage {action.stage}, which the programs have. Measure the "
                 "same schedule, or simulate with Costs.from_timeline, which converts between B and I with W."
             )
-    generator = random.Random(seed)
+    generator, last = random.Random(seed), _last_of_stages([programs])
     return [
-        _simulation(programs, costs, _spans(programs, costs, lambda one: generator.choice(seen[one.stage, one.kind])))
+        _simulation(
+            programs,
+            costs,
+            _spans(programs, costs, lambda one: generator.choice(seen[one.stage, one.kind]), last),
+        )
         for _ in range(num_draws)
     ]
 
@@ -125,11 +132,25 @@ def _simulation(programs: Programs, costs: Costs, spans: Iterable[Span]) -> Simu
     return Simulation(Timeline(tuple(spans)), peak_activations(programs), peak_bytes)
 
 
+def _last_of_stages(steps: Sequence[Programs]) -> dict[Action, bool]:
+    """The last B or W of each stage in each step, and whether the rank ends its step with it."""
+    found: dict[Action, bool] = {}
+    for program in (program for programs in steps for program in programs):
+        last = {action.stage: action for action in program if action.kind in FILLS_GRADIENTS}
+        found |= {action: action == program[-1] for action in last.values()}
+    return found
+
+
 def _spans(
-    programs: Programs, costs: Costs, compute_ms: Callable[[Action], float], begin_ms: float = 0.0
+    programs: Programs,
+    costs: Costs,
+    compute_ms: Callable[[Action], float],
+    last_of_stages: Mapping[Action, bool],
+    begin_ms: float = 0.0,
 ) -> Iterator[Span]:
     rank_of = placement(programs)
     free_ms = [begin_ms] * len(programs)
+    reduced_ms = [begin_ms] * len(programs)
     made_ms: dict[Action, float] = {}
 
     def message_ms(source: int, target: int) -> float:
@@ -150,6 +171,13 @@ def _spans(
             free_ms[rank] += costs.posting_ms(stage)
             if (transfer_ms := message_ms(stage, stage + step)) > 0:
                 yield Span(rank, stage, message, microbatch, end_ms, end_ms + transfer_ms)
+        if action in last_of_stages:
+            if (reducing_ms := costs.reducing_ms(stage)) > 0:
+                start_ms = max(end_ms, reduced_ms[rank])
+                reduced_ms[rank] = start_ms + reducing_ms
+                yield Span(rank, stage, ActionKind.REDUCE_GRADIENTS, None, start_ms, reduced_ms[rank])
+            if last_of_stages[action]:
+                free_ms[rank] = max(free_ms[rank], reduced_ms[rank])
 
 
 # The consumer's stage relative to the producer's, and the kind of the message.

@@ -43,7 +43,7 @@ def test_json_may_leave_out_what_has_a_default():
 
 
 FIELDS = (
-    "forward_ms, input_gradient_ms, weight_gradient_ms, backward_ms, send_ms, post_ms, activation_bytes, "
+    "forward_ms, input_gradient_ms, weight_gradient_ms, backward_ms, send_ms, post_ms, reduce_ms, activation_bytes, "
     "weight_gradient_bytes"
 )
 

@@ -287,3 +287,36 @@ def test_a_run_of_other_kinds_of_actions_has_nothing_to_draw():
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         simulate_draws(make_schedule("zb-h1", 2, 4), scattered(1))
+
+
+def reductions(programs, num_steps=1, **costs):
+    timeline = simulate(programs, Costs(num_stages=len(placement(programs)), **costs), num_steps).timeline
+    return [
+        (span.rank, span.stage, span.start_ms, span.end_ms) for span in timeline.spans if span.kind == "REDUCE_GRAD"
+    ], timeline.makespan_ms
+
+
+def test_a_step_ends_with_the_reductions_of_its_stages():
+    free = simulate(one_f_one_b(2, 4), Costs(num_stages=2)).timeline
+    found, end_ms = reductions(one_f_one_b(2, 4), reduce_ms=(5.0, 2.0))
+    # Stage 1 is done first, and its reduction is over when that of stage 0 begins.
+    ends = {rank: max(span.end_ms for span in free.of_rank(rank) if span.computes) for rank in (0, 1)}
+    assert sorted(found) == [(0, 0, ends[0], ends[0] + 5), (1, 1, ends[1], ends[1] + 2)]
+    assert end_ms == ends[0] + 5
+
+
+def test_a_chunk_is_reduced_while_the_other_still_runs_and_one_at_a_time():
+    programs = make_schedule("interleaved", 2, 4, 2)
+    found, end_ms = reductions(programs, reduce_ms=3.0)
+    plain = simulate(programs, Costs(num_stages=4)).timeline.makespan_ms
+    assert end_ms < plain + 6
+    for rank in (0, 1):
+        (_, later, _, first_end), (_, earlier, second_start, _) = [entry for entry in found if entry[0] == rank]
+        assert later == earlier + 2
+        assert second_start >= first_end
+
+
+def test_the_next_step_of_a_rank_begins_when_its_gradients_are_reduced():
+    found, end_ms = reductions(one_f_one_b(1, 2), 3, reduce_ms=5.0)
+    assert [start for _, _, start, _ in found] == [6, 17, 28]
+    assert end_ms == 33
