@@ -67,6 +67,11 @@ def test_flags_of_parameters_that_no_replica_reached_take_no_wait_more(told):
     assert told["unreached"] == [ONE_WAIT] * 2
 
 
+def test_items_of_a_batch_on_the_device_are_counted_in_one_wait_more(told):
+    """For all micro-batches together: each one's weight is needed before its backward pass."""
+    assert told["counted"] == ["batch.py:_numbers", *ONE_WAIT]
+
+
 def test_a_batch_on_the_device_that_differs_is_refused_behind_the_step(told):
     text = "the ranks of one pipeline must hold the same batch: ranks 0, 1 hold different ones. "
     assert told["other batch"].startswith(text)

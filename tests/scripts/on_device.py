@@ -95,6 +95,29 @@ def unreached() -> list[list[str]]:
     return [found[0], found[1]]
 
 
+class Counted:
+    """A mean over the items that the batch marks."""
+
+    def __call__(self, y: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (y.square().mean(1) * batch["marked"]).sum() / batch["marked"].sum()
+
+    def num_items(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return batch["marked"].sum()
+
+
+def counted() -> list[str]:
+    """Where the host waits in a step whose criterion counts items of a batch on the device."""
+    criterion = Counted()
+    model = nn.Linear(4, 3).to(DEVICE)
+    booster, model, optimizer = boosted(model, sgd, torch.ones(2, 4), device=str(DEVICE), num_microbatches=2)
+    for _ in range(NUM_STEPS):
+        batch = {"input": torch.ones(4, 4, device=DEVICE), "marked": torch.ones(4, device=DEVICE)}
+        start = len(EVENTS)
+        booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
+        optimizer.step()
+    return [event.place for event in EVENTS[start:] if event.stalls]
+
+
 def other_batch() -> str:
     """What two ranks of a pipeline get that hold other values on their devices in the second step."""
 
@@ -168,4 +191,5 @@ if __name__ == "__main__":
     tell("host batch", run({"pp_size": 2}, on_device=False))
     tell("search", [plan_on_device(device) for device in (torch.device("cpu"), DEVICE)])
     tell("unreached", unreached())
+    tell("counted", counted())
     tell("other batch", other_batch())
