@@ -33,7 +33,7 @@ TESTED_THROUGH = {
     "hybridpp/cli/memory_table.py": "tests/cli/test_partition.py",
     "hybridpp/data_parallel/bucket_reduction.py": "tests/data_parallel/test_buckets.py",
     "hybridpp/data_parallel/flat_weights.py": "tests/plugins/test_zero.py",
-    "hybridpp/data_parallel/gradient_hook.py": "tests/data_parallel/test_buckets.py",
+    "hybridpp/data_parallel/gradient_hooks.py": "tests/data_parallel/test_buckets.py",
     "hybridpp/data_parallel/reducer.py": TYPES_ONLY,
     "hybridpp/data_parallel/seeding.py": "tests/plugins/test_dataloader.py",
     "hybridpp/data_parallel/shared_gradients.py": "tests/data_parallel/test_buckets.py",

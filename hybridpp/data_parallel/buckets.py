@@ -1,10 +1,8 @@
 """Gradients in flat buckets, reduced over the replicas during the last backward pass."""
 
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +11,7 @@ from hybridpp.cluster import Group
 from hybridpp.data_parallel.accumulator import GradientAccumulator
 from hybridpp.data_parallel.bucket import piece_in
 from hybridpp.data_parallel.bucket_reduction import BucketReduction
-from hybridpp.data_parallel.gradient_hook import GradientHook
+from hybridpp.data_parallel.gradient_hooks import GradientHooks
 from hybridpp.data_parallel.layout import ShardLayout
 from hybridpp.data_parallel.shared_gradients import SharedGradients, Summand
 from hybridpp.errors import ConfigError
@@ -83,7 +81,8 @@ class GradientBuckets:
         self.communication_dtype = communication_dtype
         self.exposes_grad = exposes_grad and not (scatter and group.size > 1)
         self._fuses_products = fuses_products
-        self._used: set[str] = set()
+        self._hooks = GradientHooks(self._accumulator, parameters, self._on_gradient)
+        self._used = self._hooks.reached
         self._scatters = scatter and group.size > 1
         buckets = self._accumulator.buckets
         self._pieces = {
@@ -97,20 +96,6 @@ class GradientBuckets:
             self._reduction = BucketReduction(self._accumulator, group, dtype, reached, scatter=self._scatters)
         self._state = _State.CONSUMED
         self._sync = True
-        # Weak: Python's garbage collector does not traverse torch's hooks, so a strong reference to the gradients would
-        # keep them and the model alive for ever.
-        hook = partial(_hook, weakref.ref(self))
-        self._hooks = {name: GradientHook(one, partial(hook, name)) for name, one in parameters.items()}
-        # Parameters whose hooks are disabled while autograd adds to the bucket in place: a hook costs more than adding
-        # to a small gradient.
-        self._unhooked: set[str] = set()
-        # Parameters to which something outside of autograd has added.
-        self._outside: set[str] = set()
-        # Small parameters whose hooks the running pass has called; whether no pass has called one twice.
-        self._arrived: set[str] = set()
-        self._settled: dict[str, bool] = {}
-        # Those of them whose hooks are disabled: end_backward takes the gradients, and adds them together.
-        self._collected: list[str] = []
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -145,9 +130,7 @@ class GradientBuckets:
 
     def release(self, name: str) -> None:
         """Let a parameter go: neither a hook nor a gradient is left on it."""
-        self._unhooked.discard(name)
-        self._settled[name] = False
-        self._hooks[name].remove()
+        self._hooks.release(name)
         self.parameters[name].grad = None
 
     def begin(self) -> None:
@@ -157,43 +140,16 @@ class GradientBuckets:
             self._reduction.reset()
         if self._state is _State.CONSUMED:
             self.zero()
-        self._enable_hooks()
+        self._hooks.enable()
         if self._state is _State.REDUCED:
             self._keep_one_copy()
         self._accumulator.begin()
         self._state = _State.LOCAL
-        self._collect_settled()
-
-    def _collect_settled(self) -> None:
-        """Disable the hooks of small parameters whose gradients :meth:`end_backward` can take."""
-        for name, settled in self._settled.items():
-            if settled and name not in self._unhooked and self._hooks[name].is_alone:
-                self._hooks[name].disable()
-                self._unhooked.add(name)
-                self._collected.append(name)
+        self._hooks.collect_settled()
 
     def end_backward(self) -> None:
         """After a backward pass, before the next: add the gradients that it left in small parameters."""
-        for name in self._collected:
-            if self.parameters[name].grad is not None:
-                self._accumulator.move_to_view(name)
-                self._used.add(name)
-        self._accumulator.add_collected()
-        if self._arrived:
-            self._settled.update((name, self._settled.get(name, True)) for name in self._arrived)
-            self._arrived.clear()
-            self._collect_settled()
-
-    def _enable_hooks(self, names: Collection[str] | None = None) -> None:
-        """Enable the hooks of these parameters; None: of all."""
-        enabled = self._unhooked.intersection(self.parameters if names is None else names)
-        for name in enabled:
-            self._hooks[name].enable()
-            # A backward pass with create_graph replaces the view by a tensor that holds the sum.
-            self._accumulator.move_to_view(name)
-        self._unhooked -= enabled
-        self._collected = [name for name in self._collected if name not in enabled]
-        self._arrived -= enabled
+        self._hooks.end_backward()
 
     def _keep_one_copy(self) -> None:
         """Clear reduced sums on all ranks but one, so that the next reduction counts them once.
@@ -218,7 +174,7 @@ class GradientBuckets:
         """
         if not self._sync or self._reduction is None:
             return False
-        self._enable_hooks(self._reduction.names_of(stage))
+        self._hooks.enable(self._reduction.names_of(stage))
         self._reduction.begin(stage, pending)
         return True
 
@@ -231,8 +187,7 @@ class GradientBuckets:
         """Note that :meth:`add` follows for these parameters."""
         if self._state is _State.CONSUMED:
             raise ConfigError(_UNKNOWN_BACKWARD)
-        self._used.update(names)
-        self._outside.update(names)
+        self._hooks.mark_reached(names)
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add to a gradient outside of autograd."""
@@ -260,25 +215,12 @@ class GradientBuckets:
         if self._reduction is not None:
             self._reduction.complete(name)
 
-    def _on_gradient(self, name: str) -> None:
-        """Autograd has added to a gradient, or has been told that there is nothing to add."""
-        is_empty = self.parameters[name].grad is None
-        self._accumulator.move_to_view(name)
+    def _on_gradient(self, name: str) -> bool:
+        """A gradient has arrived; whether this is the last pass that adds to it."""
         if self._state is _State.CONSUMED:
             raise ConfigError(_UNKNOWN_BACKWARD)
         self._used.add(name)
-        if self._reduction is not None and self._reduction.arrived(name):
-            return
-        if name in self._accumulator.small:
-            if name in self._arrived:
-                # Reentrant checkpointing runs passes inside a pass. Autograd would add theirs up in half precision.
-                self._settled[name] = False
-            self._arrived.add(name)
-            return
-        # Further additions need no hook, unless another hook has replaced the gradient; nor does what is added outside.
-        if (is_empty and name in self._outside) or self.parameters[name].grad is self._accumulator.views[name]:
-            self._unhooked.add(name)
-            self._hooks[name].disable()
+        return self._reduction is not None and self._reduction.arrived(name)
 
     def finish_grad_sync(self) -> None:
         """Finish the sums over the groups of shared parameters and over the replicas.
@@ -286,7 +228,7 @@ class GradientBuckets:
         Collective: all replicas of this stage, and all ranks that share a parameter; not inside ``no_sync``.
         """
         self.end_backward()
-        self._enable_hooks()
+        self._hooks.enable()
         self._accumulator.zero_stale()
         if not self._sync or self._state is not _State.LOCAL:
             return
@@ -394,7 +336,7 @@ class GradientBuckets:
 
         The sums are kept in host memory meanwhile.
         """
-        self._enable_hooks()
+        self._hooks.enable()
         host = self._accumulator.to_host()
         used, state = set(self._used), self._state
         try:
@@ -403,7 +345,7 @@ class GradientBuckets:
                 self.zero(set_to_none=False)
                 yield
         finally:
-            self._enable_hooks()
+            self._hooks.enable()
             self._used.clear()
             self._used.update(used)
             self._state = state
@@ -427,17 +369,12 @@ class GradientBuckets:
 
     def zero(self, set_to_none: bool = True) -> None:
         """Drop all gradients; exposed ``parameter.grad`` become None, or zeros unless ``set_to_none``."""
-        self._enable_hooks()
+        self._hooks.enable()
         self._accumulator.reset(set_to_none)
         self._used.clear()
         self._state = _State.LOCAL
 
     def consume(self) -> None:
         """Mark the gradients as used: they stay readable until the next backward pass, which starts from zero."""
-        self._enable_hooks()
+        self._hooks.enable()
         self._state = _State.CONSUMED
-
-
-def _hook(weak: "weakref.ref[GradientBuckets]", name: str, parameter: Tensor) -> None:
-    if (buckets := weak()) is not None:
-        buckets._on_gradient(name)

@@ -10,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from hybridpp.cluster import current_world
-from hybridpp.data_parallel import GradientBuckets, small_gradients
+from hybridpp.data_parallel import accumulator
+from hybridpp.data_parallel.accumulator import SmallGradients
 from hybridpp.data_parallel.bucket import Bucket
-from hybridpp.data_parallel.small_gradients import SmallGradients
+from hybridpp.data_parallel.gradient_hooks import GradientHooks
 from hybridpp.errors import ConfigError
 
 HALF = torch.bfloat16
@@ -32,8 +33,8 @@ class CountOperators(TorchDispatchMode):
 def hooked(monkeypatch):
     """The names of the parameters whose hooks were called, in order."""
     names = []
-    before = GradientBuckets._on_gradient
-    monkeypatch.setattr(GradientBuckets, "_on_gradient", lambda self, name: (names.append(name), before(self, name)))
+    before = GradientHooks.call
+    monkeypatch.setattr(GradientHooks, "call", lambda self, name: (names.append(name), before(self, name)))
     return names
 
 
@@ -118,7 +119,7 @@ def test_a_pass_adds_all_of_them_in_one_call():
 
 
 def test_on_devices_kernels_convert_and_add_lists_of_one_format(monkeypatch):
-    monkeypatch.setattr(small_gradients, "_MAX_SMALL", 6)
+    monkeypatch.setattr(accumulator, "_MAX_SMALL", 6)
     views = {name: torch.zeros(size, device="meta") for name, size in (("a", 2), ("b", 3), ("large", 7))}
     small = SmallGradients(views)
     assert list(small.views) == ["a", "b"]
@@ -196,7 +197,7 @@ def test_nothing_is_left_of_a_pass_that_failed():
     for fails_in_hooked_pass in (False, True):
         buckets.begin()
         if fails_in_hooked_pass:
-            buckets._enable_hooks()
+            buckets._hooks.enable()
         failure = model[0].weight.register_hook(fail)
         with pytest.raises(KeyError):
             loss(model, 0, 7).backward()
