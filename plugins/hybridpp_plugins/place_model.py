@@ -152,7 +152,8 @@ def _cut(
 def _shared_traces(layout: Layout) -> SharedTraces | None:
     """The traces of the in-process ranks, which hold equal models. Every rank of the world calls it.
 
-    None where ranks share layers: in a trace, those note which activations are sequence shards.
+    None where ranks share layers: a rank that does not trace gets equal plans there, but layers that run on sequence
+    shards keep something of the trace, without which they exchange tensors of unlike shapes.
     """
     return layout.world.share(SharedTraces) if layout.tp.size == 1 else None
 
