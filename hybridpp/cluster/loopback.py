@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
 from typing import Any, TypeVar
-from weakref import ref
 
 import torch
 
@@ -36,7 +35,6 @@ class Loopback:
         turns: that they take, in the latest run.
         shared: collectives there that not all ranks have called yet.
         messages: on their way there.
-        common: objects that all ranks there use while one has them, in the order in which each rank asks for them.
 
     Example:
         >>> from hybridpp.cluster import current_world
@@ -50,7 +48,6 @@ class Loopback:
         self.turns = TurnTaking(size)
         self.shared: dict[Any, Any] = {}
         self.messages: Messages = Mailboxes()
-        self.common: list[ref[Any]] = []
 
     def run(self, function: Callable[[], T]) -> list[T]:
         """Call ``function`` once on every rank and return the results in rank order.
@@ -85,7 +82,6 @@ class Loopback:
         turns.start()
         for thread in threads:
             thread.join()
-        self.common = []
         failure, turns.failure = turns.failure, None
         if failure is not None:
             try:
@@ -111,7 +107,6 @@ class LoopbackWorld:
         self._device = device
         self._loopback = loopback
         self._num_splits = 0
-        self._num_shared = 0
         self._control: LoopbackGroup | None = None
 
     @property
@@ -141,18 +136,6 @@ class LoopbackWorld:
 
     def release(self, groups: Iterable[Group]) -> None:
         """Groups in one process take nothing."""
-
-    def share(self, make: Callable[[], T]) -> T | None:
-        """See :meth:`hybridpp.cluster.world.World.share`."""
-        if self.size == 1:
-            return None
-        common, index = self._loopback.common, self._num_shared
-        self._num_shared += 1
-        shared: T | None = common[index]() if index < len(common) else None
-        if shared is None:
-            shared = make()
-            common[index : index + 1] = [ref(shared)]
-        return shared
 
     def control(self) -> LoopbackGroup:
         # One object, because a group numbers its collectives.

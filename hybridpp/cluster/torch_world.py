@@ -4,7 +4,6 @@ import gc
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from datetime import timedelta
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -126,9 +125,6 @@ class TorchWorld:
         for index, key in enumerate(keys):
             if not any(row[index] for row in used):
                 self._close(key)
-
-    def share(self, make: Callable[[], Any]) -> None:
-        """Nothing: see :meth:`hybridpp.cluster.world.World.share`."""
 
     def control(self) -> TorchGroup:
         """All ranks over gloo, whatever the backend of the data. Collective at the first call."""

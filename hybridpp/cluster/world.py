@@ -4,7 +4,7 @@ All other code uses a ``World`` and its ``Group``s. One implementation is ``torc
 the other is ranks that take turns inside one process (``loopback.py``).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from typing import Protocol, TypeVar
 
@@ -15,7 +15,6 @@ from torch import Tensor
 from hybridpp.errors import PartitionError
 from hybridpp.nn.torch_private import has_no_data
 
-T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -148,11 +147,6 @@ class World(Protocol):
         """Close groups that :meth:`split` returned to one caller; whoever split the same lists keeps them.
 
         Using one of ``groups`` afterwards is an error. Collective: every rank of the world, each with its own groups.
-        """
-
-    def share(self, make: Callable[[], T]) -> T | None:
-        """The object that ``make()`` returned on the first in-process rank that called, for all of them while one keeps
-        it; None where ranks are processes, or one rank is alone. Every rank must call it as often, in the same order.
         """
 
     def control(self) -> Group:

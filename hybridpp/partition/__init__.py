@@ -13,7 +13,6 @@ from hybridpp.partition.memory import MemoryBudget, StateBytes, TrainingStateSpe
 from hybridpp.partition.plan import BoundarySharding, CutPoint, StagePlan
 from hybridpp.partition.prune import parameter_names
 from hybridpp.partition.samples import make_samples
-from hybridpp.partition.shared_traces import SharedTraces
 from hybridpp.partition.staged_model import StagedModel
 from hybridpp.partition.staging_options import StagingOptions
 from hybridpp.partition.trace import Tracer
@@ -24,7 +23,6 @@ __all__ = [
     "CutPoint",
     "MemoryBudget",
     "ModuleUnits",
-    "SharedTraces",
     "StagePlan",
     "StageSummary",
     "StagedModel",

@@ -136,7 +136,6 @@ def cut_into_stages(
         device=device,
         dtypes=staging.dtypes,
         count_flops=config.balance == "flops",
-        shared=staging.traces,
     )
     trace, blocks = found.trace, found.units.blocks
     cut = _choose_cut(model, found, sample, num_stages, device, staging)

@@ -10,7 +10,6 @@ from hybridpp.cluster import DrawMonitor
 from hybridpp.config import PartitionConfig, PipelineGradientCheckpointConfig
 from hybridpp.partition.memory import TrainingStateSpec
 from hybridpp.partition.plan import BoundarySharding
-from hybridpp.partition.shared_traces import SharedTraces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,6 @@ class StagingOptions:
         state_spec: what a rank keeps for each trainable weight.
         ranks: the rank of each stage; empty: one stage per rank.
         draws: of the model.
-        traces: those of other in-process ranks that hold an equal model; None: each rank traces.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -44,4 +42,3 @@ class StagingOptions:
     state_spec: TrainingStateSpec = field(default_factory=TrainingStateSpec)
     ranks: Sequence[int] = ()
     draws: DrawMonitor = field(default_factory=DrawMonitor)
-    traces: SharedTraces | None = None

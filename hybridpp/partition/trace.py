@@ -23,7 +23,6 @@ from hybridpp.partition.fakes import Fakes, bound_cache, quiet
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.module_outputs import AttributeSlot
 from hybridpp.partition.resets import UnitCallKey
-from hybridpp.partition.shared_traces import SharedTraces, TracedForward, sizes_of
 from hybridpp.partition.taint import TaintMode
 from hybridpp.partition.trace_cache import TraceCache
 
@@ -40,7 +39,6 @@ class Tracer:
         finest: interceptor of its finest units.
         device: device of the fake tensors.
         dtypes: of tensors that will be cast, by ``id``.
-        shared: traces of other in-process ranks that hold an equal model; None: there are none.
     """
 
     def __init__(
@@ -50,13 +48,11 @@ class Tracer:
         finest: Interceptor,
         device: torch.device,
         dtypes: Mapping[int, torch.dtype] | None = None,
-        shared: SharedTraces | None = None,
     ):
         self._model = model
         self._interceptor = interceptor
         self._finest = finest
         self._fakes = Fakes(model, device, dtypes or {})
-        self._shared = shared
         self._cache = TraceCache(model, interceptor.units)
         self._unit_parameters: dict[str, tuple[str, ...]] = {}
         # Initial values of the attributes that units set. A rank's own units have set them since, other ranks' units
@@ -95,34 +91,6 @@ class Tracer:
         """
         bound_cache()
         self._fakes.renew()
-        if self._shared is None or watch is not None:
-            return self._trace(args, kwargs, count_flops, watch, cuts)
-        forward = self._described(args, kwargs, count_flops, cuts)
-        found = self._shared.find(forward) if forward is not None else None
-        if found is None:
-            found = self._trace(args, kwargs, count_flops, watch, cuts)
-            if forward is not None and not self._initial:
-                self._shared.keep(forward, found)
-        return found
-
-    def _described(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], count_flops: bool, cuts: Sequence[UnitCallKey]
-    ) -> TracedForward | None:
-        """What a trace would be of; None where it depends on more than can be compared, such as what units keep."""
-        if self._initial:
-            return None
-        sizes = sizes_of((*self._fakes.parameters, *self._fakes.buffers))
-        kind = (self._interceptor.units, sizes, count_flops, tuple(cuts))
-        return TracedForward.of(self._model, args, kwargs, kind)
-
-    def _trace(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        count_flops: bool,
-        watch: UnitObserver | None,
-        cuts: Sequence[UnitCallKey],
-    ) -> Trace:
         recorder = CallRecorder(self._model, self._fakes, self._unit_parameters, self._cache, count_flops, watch)
         with self._recording(recorder):
             for slot in self._initial.values():

@@ -83,7 +83,7 @@ class TraceCache:
                 kinds.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, isinstance(leaf, FakeTensor)))
             else:
                 # Only the class of other objects (a key-value cache): the run checks what is sent.
-                kinds.append(cast(Hashable, (type(leaf), leaf) if is_plain(leaf) else type(leaf)))
+                kinds.append(cast(Hashable, (type(leaf), leaf) if _is_plain(leaf) else type(leaf)))
         modules = self._modules[name]
         if name not in self._kinds:
             self._kinds[name] = tuple(_kind(module) for module in modules)
@@ -108,9 +108,9 @@ class TraceCache:
         """Cache a result if it can be recreated; the tensors in ``arguments`` were not written to."""
         leaves, tree = flatten(output)
         memory = {storage_id(argument) for argument in arguments if isinstance(argument, Tensor)}
-        objects = any(not isinstance(argument, Tensor) and not is_plain(argument) for argument in arguments)
+        objects = any(not isinstance(argument, Tensor) and not _is_plain(argument) for argument in arguments)
         for leaf in leaves:
-            if leaf is None or (is_plain(leaf) and not objects):
+            if leaf is None or (_is_plain(leaf) and not objects):
                 continue
             if not isinstance(leaf, FakeTensor) or storage_id(leaf) in memory:
                 return
@@ -127,8 +127,7 @@ def _hooks(module: nn.Module) -> list[Any]:
     return [hook.hook for hook in held if isinstance(hook, HookOnFakes)]
 
 
-def is_plain(leaf: Any) -> bool:
-    """Whether a value is None, a number, a bool or a string."""
+def _is_plain(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, _PLAIN)
 
 
@@ -136,22 +135,18 @@ def _is_setting(value: Any) -> bool:
     """Whether an attribute is a plain value, or a tuple or list of such (the strides of a convolution)."""
     if isinstance(value, (tuple, list)):
         return all(map(_is_setting, value))
-    return is_plain(value)
-
-
-def settings_of(module: nn.Module) -> Hashable:
-    """The attributes of a module that are plain values; not its training flag, nor those that only number it."""
-    return tuple(
-        (name, repr(value))
-        for name, value in vars(module).items()
-        if _is_setting(value) and name != "training" and not name.endswith(("idx", "index"))
-    )
+    return _is_plain(value)
 
 
 def _kind(module: nn.Module) -> Hashable:
     tensors = (*parameters_of(module).items(), *buffers_of(module).items())
+    settings = tuple(
+        (name, repr(value))
+        for name, value in vars(module).items()
+        if _is_setting(value) and name != "training" and not name.endswith(("idx", "index"))
+    )
     sizes = tuple((name, t.shape, t.dtype, t.requires_grad) for name, t in tensors if t is not None)
-    return type(module), settings_of(module), sizes
+    return type(module), settings, sizes
 
 
 def _shape(leaf: Tensor) -> _Shape:

@@ -13,7 +13,6 @@ from hybridpp.partition.calls import CallArguments, Trace
 from hybridpp.partition.concrete_fallback import UntraceableUnitError
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.plan import uses
-from hybridpp.partition.shared_traces import SharedTraces
 from hybridpp.partition.trace import Tracer
 
 
@@ -44,7 +43,6 @@ def find_traced_units(
     device: torch.device,
     dtypes: Mapping[int, torch.dtype] | None = None,
     count_flops: bool = False,
-    shared: SharedTraces | None = None,
 ) -> TracedUnits:
     """Find the units of a model and trace it; repeat if the forward does not use a large part of it.
 
@@ -60,7 +58,6 @@ def find_traced_units(
         device: device of the fake tensors.
         dtypes: of tensors that will be cast, by ``id``.
         count_flops: whether the trace counts them.
-        shared: traces of other in-process ranks that hold an equal model.
     """
     model = adapter.model
     used: set[str] | None = None
@@ -69,7 +66,7 @@ def find_traced_units(
     while True:
         adapter.take_off(AdapterLayer.STAGE)
         interceptor = Interceptor(adapter, AdapterLayer.STAGE, units.units)
-        tracer = Tracer(model, interceptor, finest, device, dtypes, shared)
+        tracer = Tracer(model, interceptor, finest, device, dtypes)
         trace = tracer.trace(*sample, count_flops=count_flops)
         # A unit counts as used completely, so a finer round can find fewer used parameters, but no others.
         newly_used = _used(trace)

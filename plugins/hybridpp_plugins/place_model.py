@@ -11,14 +11,7 @@ from hybridpp.cluster import DrawMonitor, gather_objects
 from hybridpp.config import Precision
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn.torch_private import apply_to_tensors
-from hybridpp.partition import (
-    SharedTraces,
-    StagedModel,
-    StagingOptions,
-    TrainingStateSpec,
-    finest_units,
-    has_compiled_forward,
-)
+from hybridpp.partition import StagedModel, StagingOptions, TrainingStateSpec, finest_units, has_compiled_forward
 from hybridpp.pipeline import call_arguments
 from hybridpp.precision import (
     FunctionCasts,
@@ -141,21 +134,11 @@ def _cut(
         state_spec=working.state_spec,
         ranks=placement,
         draws=applied_tp.draws or DrawMonitor(),
-        traces=_shared_traces(layout),
     )
     own_stages = [stage for stage, rank in enumerate(placement) if rank == layout.here.pp]
     calls = [call_arguments(batch) for batch in samples.batches]
     with samples.explained(model):
         return StagedModel(adapter, len(placement), own_stages, device=context.device, samples=calls, staging=staging)
-
-
-def _shared_traces(layout: Layout) -> SharedTraces | None:
-    """The traces of the in-process ranks, which hold equal models. Every rank of the world calls it.
-
-    None where ranks share layers: a rank that does not trace gets equal plans there, but layers that run on sequence
-    shards keep something of the trace, without which they exchange tensors of unlike shapes.
-    """
-    return layout.world.share(SharedTraces) if layout.tp.size == 1 else None
 
 
 def _bring(

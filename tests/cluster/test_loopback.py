@@ -59,36 +59,3 @@ def test_of_a_run_that_failed_nothing_is_kept_by_what_has_its_groups():
 def test_the_world_inside_is_gone_outside():
     Loopback(3).run(lambda: None)
     assert current_world().size == 1
-
-
-class Common:
-    """Something that ranks share."""
-
-
-def test_ranks_share_the_object_that_the_first_made():
-    made = []
-
-    def make():
-        made.append(Common())
-        return made[-1]
-
-    loopback = Loopback(3)
-    for _ in range(2):
-        made.clear()
-        found = loopback.run(lambda: [current_world().share(make) for _ in range(2)])
-        assert len(made) == 2
-        assert found == [made] * 3
-
-
-def test_ranks_do_not_keep_what_they_share():
-    def share():
-        kept = weakref.ref(current_world().share(Common))
-        current_world().control().all_gather(torch.zeros(1))
-        return kept() is None
-
-    assert Loopback(2).run(share) == [True, True]
-
-
-def test_a_rank_that_is_alone_shares_nothing():
-    assert current_world().share(Common) is None
-    assert Loopback(1).run(lambda: current_world().share(Common)) == [None]

@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-from hybridpp_plugins import place_model
 from partition import (
     container_models,
     flow_models,
@@ -14,13 +13,11 @@ from partition import (
     user_models,
     wrapper_models,
 )
-from partition.tracing import ComparedTraces
 from support import assert_near, assert_same, boosted, sgd, train
 from torch.utils import _pytree as pytree
 
 from hybridpp.cluster import Loopback
 from hybridpp.errors import PartitionError
-from hybridpp.partition import SharedTraces
 
 MODULES = (user_models, flow_models, container_models, tracer_edge_models, introspecting_models, wrapper_models)
 LAYOUTS = ({"pp_size": 2}, {"pp_size": 4}, {"pp_size": 2, "schedule": "gpipe", "num_model_chunks": 2})
@@ -88,14 +85,13 @@ def run(make_model, batches, **settings):
     list(enumerate([*(cls for module in MODULES for cls in of(module)), *IN_A_ROW])),
     ids=lambda value: getattr(value.args[0] if isinstance(value, functools.partial) else value, "__name__", None),
 )
-def test_a_model_gives_losses_and_gradients_of_one_process(place, make_model, monkeypatch):
-    """On two stages, and on four: on as many ranks and on two in turn. On two, no rank is given a trace."""
+def test_a_model_gives_losses_and_gradients_of_one_process(place, make_model):
+    """On two stages, and on four: on as many ranks and on two in turn."""
     named = make_model.args[0] if isinstance(make_model, functools.partial) else make_model
     batches = BATCHES.get(named.__name__, ROWS)
     expected = run(make_model, batches)
     to_rounding = any(named in module.TO_ROUNDING for module in MODULES)
-    for layout, traces in ((LAYOUTS[0], ComparedTraces), (LAYOUTS[1 + place % 2], SharedTraces)):
-        monkeypatch.setattr(place_model, "SharedTraces", traces)
+    for layout in (LAYOUTS[0], LAYOUTS[1 + place % 2]):
         actual = run(make_model, batches, **layout)
         assert actual["losses"] == [pytest.approx(expected["losses"][0], rel=1e-6 if to_rounding else 0)] * len(
             actual["losses"]

@@ -3,18 +3,19 @@
 import torch
 
 from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
-from hybridpp.partition import SharedTraces, Tracer, find_units
+from hybridpp.partition import Tracer, find_units
 from hybridpp.partition.blocks import finest_units
 from hybridpp.partition.intercept import Interceptor
 
 CPU = torch.device("cpu")
 
 
-def tracer(model, dtype=None, shared=None):
+def tracer(model, dtype=None):
     dtypes = {} if dtype is None else {id(tensor): dtype for tensor in model.parameters()}
     finest = Interceptor(ModuleAdapter(model), AdapterLayer.UNIT_RNG, finest_units(model))
-    units = Interceptor(ModuleAdapter(model), AdapterLayer.STAGE, find_units(model, 2).units)
-    return Tracer(model, units, finest, CPU, dtypes, shared)
+    return Tracer(
+        model, Interceptor(ModuleAdapter(model), AdapterLayer.STAGE, find_units(model, 2).units), finest, CPU, dtypes
+    )
 
 
 def trace(model, *args, count_flops=False, **kwargs):
@@ -33,24 +34,3 @@ def links(found):
         *(f"{n} < {text(call.sources)}" for n, call in zip(names, found.calls, strict=True)),
         text(found.result_sources),
     ]
-
-
-class ComparedTraces(SharedTraces):
-    """Lets every rank trace for itself, and compares what it finds with the trace that it would have been given.
-
-    Attributes:
-        num_compared: traces of all such objects.
-    """
-
-    num_compared = 0
-
-    def find(self, forward):
-        return None
-
-    def keep(self, forward, trace):
-        given = super().find(forward)
-        if given is None:
-            super().keep(forward, trace)
-            return
-        ComparedTraces.num_compared += 1
-        assert given == trace, "a rank shares a trace that is not its own"
