@@ -391,14 +391,21 @@ def names(pair):
     return " ".join(layer.name for layer in pair)
 
 
+@functools.cache
+def holds_in_the_declared_order(check):
+    """Once for each check, which also finds its plan: a search under another order would avoid what fails in it."""
+    check()
+
+
 @pytest.mark.parametrize("pair", MATTERS, ids=names)
 def test_a_pair_in_the_declared_order_is_right(pair):
-    MATTERS[pair]()
+    holds_in_the_declared_order(MATTERS[pair])
 
 
 @pytest.mark.parametrize("move", [with_outside, with_inside], ids=["outside", "inside"])
 @pytest.mark.parametrize("pair", MATTERS, ids=names)
 def test_a_pair_in_the_other_order_fails(pair, move, monkeypatch):
+    holds_in_the_declared_order(MATTERS[pair])
     monkeypatch.setattr(order, "ORDER", move(*pair))
     with pytest.raises((AssertionError, RuntimeError, HybridppError, torch._dynamo.exc.Unsupported)):
         MATTERS[pair]()
