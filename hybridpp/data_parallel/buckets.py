@@ -98,6 +98,11 @@ class GradientBuckets:
         self._sync = True
 
     @property
+    def views(self) -> dict[str, Tensor]:
+        """Where each parameter's complete sum lies, by name; it may hold old values."""
+        return self._accumulator.views
+
+    @property
     def gradients(self) -> dict[str, Tensor]:
         """This replica's part of the sums, by name: after a reduction that scatters its pieces, else all."""
         return self._pieces if self._is_scattered else self._accumulator.zero_stale()

@@ -193,7 +193,7 @@ def share_replicated_gradients(
     """
     replicated_views = [
         (name, size, view)
-        for name, gradient in buckets.gradients.items()
+        for name, gradient in buckets.views.items()
         if name in sharded
         for size, view in sharded[name].replicated_views(gradient)
     ]

@@ -7,11 +7,22 @@ from functools import partial
 
 import pytest
 import torch
-from plugins.zero_models import SAMPLE, TiedModel, batches, cross_entropy, on_layout, step, two_groups, weights_of
+from plugins.zero_models import (
+    SAMPLE,
+    VOCABULARY,
+    TiedModel,
+    batches,
+    cross_entropy,
+    on_layout,
+    step,
+    two_groups,
+    weights_of,
+)
 from processes import run_ranks
 from safetensors.torch import load_file
 from support import assert_near, assert_same
 from torch import nn, optim
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.optimization import Adafactor as HuggingFaceAdafactor
 
 from hybridpp import Booster, HybridParallelPlugin
@@ -75,6 +86,29 @@ def test_gradients_add_up_over_calls_to_the_same_bits(precision, synced):
     for (gradients, weights), (zero_gradients, zero_weights) in both(run, **layout):
         assert_same(zero_gradients, gradients)
         assert_same(zero_weights, weights)
+
+
+class GroupedQueries(nn.Module):
+    """Its one key and value head is copied to all tensor-parallel ranks."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+        self.model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=1))
+
+    def forward(self, tokens):
+        return self.model(tokens).logits
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_copied_heads_have_the_bits_of_training_without_it(sequence):
+    settings = {"tp_size": 2, "make_model": GroupedQueries, "enable_sequence_parallelism": sequence}
+    results = both(partial(trained, num_steps=2), dp_size=2, **settings)
+    for (losses, weights, norm), (zero_losses, zero_weights, zero_norm) in results:
+        assert zero_losses == losses
+        assert_same(zero_weights, weights)
+        assert zero_norm == pytest.approx(norm, rel=1e-12)
 
 
 def one_dim(make):
