@@ -30,8 +30,12 @@ class Bucket:
         self._sent = self.flat
 
     def sample(self, count: int) -> Tensor:
-        """A copy of about ``count`` evenly spaced elements of the gradients and the zero padding between them."""
-        return self.flat[:: max(1, self.layout.size // count)].clone()
+        """A copy of about ``count`` evenly spaced elements of the gradients and the zero padding between them.
+
+        They are real: of complex gradients real and imaginary parts.
+        """
+        flat = torch.view_as_real(self.flat).flatten() if self.flat.is_complex() else self.flat
+        return flat[:: max(1, flat.numel() // count)].clone()
 
     def segment(self, index: int) -> Tensor:
         """The part of the buffer that one replica has after :meth:`launch_reduce` with ``scatter``."""

@@ -24,6 +24,14 @@ def test_views_share_the_buffer_start_aligned_and_do_not_overlap():
     assert bucket.flat.sum() == 3 + 2 * 20 + 3 * 17
 
 
+def test_samples_of_complex_gradients_are_real():
+    [bucket] = buckets_of(parameters((3, 5), dtype=torch.complex64))
+    bucket.flat[1] = 2 + 3j
+    sample = bucket.sample(2 * bucket.layout.size)
+    assert sample.dtype is torch.float32
+    assert sample[:4].tolist() == [0, 0, 2, 3]
+
+
 def test_views_have_the_strides_of_dense_parameters():
     parameter = nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
     assert buckets_of({"weight": parameter})[0].views["weight"].stride() == parameter.stride()
