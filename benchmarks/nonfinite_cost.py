@@ -93,7 +93,7 @@ class Watching:
 
     def __enter__(self) -> None:
         staged = self._examination._staged
-        detector = NonFiniteDetector(staged.model, staged.units, {}, self._examination._where)
+        detector = NonFiniteDetector(staged.model, staged.units, dict, self._examination._where)
         self._contexts = [detector.hooks(), staged.watched(detector.unit)]
         for context in self._contexts:
             context.__enter__()

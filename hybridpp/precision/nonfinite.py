@@ -51,12 +51,16 @@ class NonFiniteDetector:
     Args:
         model: the model; only modules that run on this rank are checked.
         units: names of the units; the caller calls :meth:`unit` for each call of a unit.
-        gradients: the accumulated parameter gradients, by name, zero at first.
+        gradients: returns the accumulated parameter gradients, by name, zero at first.
         where: returns the current position.
     """
 
     def __init__(
-        self, model: nn.Module, units: Iterable[str], gradients: Mapping[str, Tensor], where: Callable[[], StepPosition]
+        self,
+        model: nn.Module,
+        units: Iterable[str],
+        gradients: Callable[[], Mapping[str, Tensor]],
+        where: Callable[[], StepPosition],
     ):
         self.findings: list[Finding] = []
         self._units = {name: model.get_submodule(name) for name in units}
@@ -162,7 +166,7 @@ class NonFiniteDetector:
 
     def end(self, action: Any) -> None:
         """Check the parameters' gradients after an action that may have added to them."""
-        for name, gradient in self._gradients.items():
+        for name, gradient in self._gradients().items():
             if name not in self._bad and (kind := _kind(gradient, strict=True)):
                 self._bad.add(name)
                 position = StepPosition(action.stage, action.microbatch or 0)

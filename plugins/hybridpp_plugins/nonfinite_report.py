@@ -64,7 +64,7 @@ class NonFiniteDiagnosis:
             step: the step to run again.
             bad_loss: the loss to explain; None: any inf or NaN gradient.
         """
-        detector = NonFiniteDetector(self._staged.model, self._staged.units, self._gradients(), self._where)
+        detector = NonFiniteDetector(self._staged.model, self._staged.units, self._gradients, self._where)
 
         def run() -> None:
             result = self._executor.run(program, step, detector)
@@ -108,7 +108,7 @@ class NonFiniteDiagnosis:
 
     def _run_again(self, call: ManualCall, name: str) -> tuple[list[Finding], str]:
         """The findings in one call, and its error; "" if it raises none."""
-        detector = NonFiniteDetector(self._staged.model, self._staged.units, self._gradients(), lambda: _WHOLE_BATCH)
+        detector = NonFiniteDetector(self._staged.model, self._staged.units, self._gradients, lambda: _WHOLE_BATCH)
 
         def run() -> None:
             if not call.is_as_it_was:

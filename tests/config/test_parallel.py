@@ -21,8 +21,9 @@ from hybridpp.config import ParallelConfig, PartitionConfig
         ),
         (
             ParallelConfig,
-            {"zero_stage": 1},
-            "sharded optimizer state is not supported yet: got zero_stage=1. Use zero_stage=0.",
+            {"zero_stage": 2},
+            "gradients and weights are not sharded yet: got zero_stage=2. Use zero_stage=1, which shards the "
+            "optimizer's state and the fp32 masters.",
         ),
         (
             PartitionConfig,

@@ -6,8 +6,9 @@ from compiled_blocks import ROWS, Blocks, mean_square, run_compiled
 from hybridpp_plugins import setup
 from support import boosted, gradients_of, sgd, train
 
-from hybridpp.data_parallel import GradientBuckets, accumulator, buckets
+from hybridpp.data_parallel import accumulator, buckets
 from hybridpp.data_parallel.bucket import Bucket
+from hybridpp.data_parallel.gradient_hooks import GradientHooks
 
 
 @pytest.fixture
@@ -32,8 +33,8 @@ def kernel(monkeypatch):
 def hooked(monkeypatch):
     """The names of the parameters whose gradients came from autograd."""
     names = []
-    before = GradientBuckets._on_gradient
-    monkeypatch.setattr(GradientBuckets, "_on_gradient", lambda self, name: (names.append(name), before(self, name)))
+    before = GradientHooks.call
+    monkeypatch.setattr(GradientHooks, "call", lambda self, name: (names.append(name), before(self, name)))
     return names
 
 
@@ -99,7 +100,12 @@ def test_every_layout_sums_what_one_process_sums(settings, kernel):
 def test_replicas_reduce_each_bucket_when_its_last_gradient_was_added(kernel, monkeypatch):
     log = []
     launch = Bucket.launch_reduce
-    monkeypatch.setattr(Bucket, "launch_reduce", lambda self, *args: (log.append(len(kernel)), launch(self, *args)))
+
+    def logged(bucket, *args, **options):
+        log.append(len(kernel))
+        launch(bucket, *args, **options)
+
+    monkeypatch.setattr(Bucket, "launch_reduce", logged)
     # Buckets of one parameter each, nearly.
     run(dp_size=2, ddp_bucket_cap_mb=1e-4)
     assert len(kernel) == 2 * 2 * 2 * len(LINEAR)

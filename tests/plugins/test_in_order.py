@@ -11,7 +11,7 @@ from hybridpp.cluster import Loopback, current_world
 from hybridpp.cluster.loopback_group import LoopbackGroup
 from hybridpp.cluster.loopback_messages import MessageQueues
 from hybridpp.errors import DeadlockError
-from hybridpp.pipeline import executor
+from hybridpp.pipeline import rank_program
 from hybridpp.schedule import SCHEDULES
 
 BATCHES = [torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
@@ -62,7 +62,7 @@ def test_evaluation_ends(schedule):
 
 
 def test_receives_one_action_ahead_would_deadlock(monkeypatch):
-    monkeypatch.setattr(executor, "lower", one_ahead)
+    monkeypatch.setattr(rank_program, "lower", one_ahead)
     with pytest.raises(DeadlockError, match="every rank waits for another"):
         trained(schedule="1f1b", pp_size=2, num_microbatches=3)
     trained(in_order=False, schedule="1f1b", pp_size=2, num_microbatches=3)

@@ -73,10 +73,10 @@ def cost(by_hand, prepare=lambda booster, model: None, **settings):
     return Loopback(1).run(run)[0]
 
 
-def unchecked(batch, result, losses, reduction, failed):
+def unchecked(batch, result, losses):
     shares = [microbatch.share for microbatch in batch.microbatches]
     total = math.fsum(value * share for value, share in zip(losses, shares, strict=True))
-    return step_message.RankReport(failed, total, 0.0, -1.0, reduction)
+    return step_message.RankLoss(total, 0.0, -1.0)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
@@ -84,7 +84,7 @@ def unchecked(batch, result, losses, reduction, failed):
 def test_no_operation_and_hardly_a_call(precision, by_hand, monkeypatch):
     settings = {"precision": precision, "max_norm": 1.0, "initial_scale": 8.0}
     operations, calls = cost(by_hand, **settings)
-    monkeypatch.setattr(step_message, "_report", unchecked)
+    monkeypatch.setattr(step_message, "_rank_loss", unchecked)
     monkeypatch.setattr(NonFiniteSteps, "wants_search", lambda self, norm: False)
 
     def prepare(booster, model):
