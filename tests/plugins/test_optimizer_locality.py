@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from divided_models import VIT
+from plugins.normed_together import NormedTogether
 from support import assert_near, assert_same, boosted, image_batch, tiny_vit, train
 from torch import optim
 from transformers.optimization import Adafactor as HuggingFaceAdafactor
@@ -18,20 +19,6 @@ from hybridpp.errors import ConfigError
 BATCHES = [image_batch(4, seed) for seed in range(2)]
 INSTEAD = "an elementwise optimizer (AdamW, HybridAdam, SGD)"
 divided = functools.partial(train, tiny_vit, BATCHES, tensor_parallel_plan=VIT)
-
-
-class NormedTogether(optim.SGD):
-    """Divides by the norm of all gradients that it is given."""
-
-    def __init__(self, params):
-        super().__init__(params, lr=0.1)
-
-    def step(self, closure=None):
-        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in held])
-        for parameter in held:
-            parameter.grad = parameter.grad / norm
-        return super().step(closure)
 
 
 def matrices(make):

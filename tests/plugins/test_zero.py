@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from plugins.normed_together import NormedTogether
 from plugins.zero_models import (
     SAMPLE,
     VOCABULARY,
@@ -142,24 +143,13 @@ def test_optimizers_that_read_whole_parameters_get_whole_ones(name):
         assert zero_shapes <= shapes
 
 
-class NormedTogether(optim.SGD):
-    """Divides by the norm of all gradients that it is given."""
-
-    def step(self, closure=None):
-        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in held])
-        for parameter in held:
-            parameter.grad = parameter.grad / norm
-        return super().step(closure)
-
-
 def test_an_optimizer_that_reads_all_parameters_is_refused_by_name():
     message = (
         "NormedTogether's update of a parameter depends on other parameters, of which a replica updates only a part: "
         "got zero_stage=1. Use zero_stage=0, or an elementwise optimizer (AdamW, HybridAdam, SGD)."
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
-        on_layout(trained, dp_size=2, zero_stage=1, make_optimizer=partial(NormedTogether, lr=0.1))
+        on_layout(trained, dp_size=2, zero_stage=1, make_optimizer=NormedTogether)
 
 
 @pytest.mark.parametrize(("precision", "per_element"), [("fp32", 8), ("bf16", 12)])
