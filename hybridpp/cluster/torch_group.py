@@ -1,12 +1,13 @@
 """Groups of ``torch.distributed``: NCCL for device memory, gloo for host memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridpp.cluster.direct_exchange import DirectExchange, add_into_own, received_beside
 from hybridpp.cluster.exit_reports import ExitReason, no_exit_reason, timeout_error
 from hybridpp.cluster.pending import FilledFrom, Mapped, StagedCopy, WithResult
 from hybridpp.cluster.shared_memory import PendingSum, SharedMemoryGroup, connect, sum_in_order
@@ -146,6 +147,9 @@ class TorchGroup:
         """Start to gather every member's tensor in one, whose first dimension is the members."""
         source = source.contiguous()
         stacked = source.new_empty((self.size, *source.shape))
+        if self._host_only:
+            stacked[self.rank].copy_(source)
+            return WithResult(self._exchange([source] * self.size, list(stacked)), stacked)
         to, of = as_carried(stacked).view(-1), as_carried(source).view(-1)
         work = self._start(_all_gather_single, to, of, async_op=True)
         return WithResult(work, stacked)
@@ -176,31 +180,40 @@ class TorchGroup:
                 shared_memory_group.exchange(list(source), source.shape[1:]),
                 lambda summands: sum_in_order(summands).to(tensor.device),
             )
-        # gloo's reduce-scatter takes twice the time: it all-reduces first. As bytes, because gloo lacks some dtypes.
-        target = torch.empty_like(source)
-        to, of = (each.flatten().view(torch.uint8) for each in (target, source))
-        work = self._start(dist.all_to_all_single, to, of, async_op=True)
-        return Mapped(WithResult(work, list(target)), lambda summands: sum_in_order(summands).to(tensor.device))
+        summands = received_beside(source[self.rank], self.rank, self.size)
+        work = self._exchange(list(source), summands)
+        return Mapped(WithResult(work, summands), lambda summands: sum_in_order(summands).to(tensor.device))
 
     def reduce_scatter_segments(self, flat: Tensor) -> Work:
         check_real(flat)
         flat = flat.detach()
-        own = flat.view(self.size, -1)[self.rank]
-        if self._host_only:
+        segments = flat.view(self.size, -1)
+        own = segments[self.rank]
+        if self._staged(flat) or (self._host_only and self._exchanging(own.nbytes) is not None):
             return FilledFrom(self.start_reduce_scatter(flat, 0), own.copy_)
         self._started[0] += 1
-        return self._start(_reduce_scatter_single, own, flat, async_op=True)
+        if not self._host_only:
+            return self._start(_reduce_scatter_single, own, flat, async_op=True)
+        summands = received_beside(own, self.rank, self.size)
+        return FilledFrom(WithResult(self._exchange(list(segments), summands), summands), self._add_into_own)
 
     def all_gather_segments(self, flat: Tensor) -> Work:
         check_real(flat)
         flat = flat.detach()
-        own = flat.view(self.size, -1)[self.rank]
+        segments = flat.view(self.size, -1)
+        own = segments[self.rank]
         if self._staged(flat) or self._exchanging(own.nbytes) is not None:
             return FilledFrom(self.start_all_gather(own), lambda parts: torch.cat(parts, out=flat))
         self._started[0] += 1
-        # gloo copies its input into the output while others send to it.
-        source = own.clone() if self._host_only else own
-        return self._start(_all_gather_single, as_carried(flat), as_carried(source), async_op=True)
+        if self._host_only:
+            return self._exchange([own] * self.size, list(segments))
+        return self._start(_all_gather_single, as_carried(flat), as_carried(own), async_op=True)
+
+    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> DirectExchange:
+        return DirectExchange(self._start, self.rank, outgoing, incoming)
+
+    def _add_into_own(self, summands: Sequence[Tensor]) -> None:
+        add_into_own(summands, self.rank)
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         self._started[1 + peer] += 1

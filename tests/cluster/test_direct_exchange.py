@@ -1,0 +1,75 @@
+"""Large collectives over gloo go from rank to rank, and add in rank order."""
+
+import pytest
+import torch
+from processes import run_ranks
+
+from hybridpp.cluster import current_world
+from hybridpp.cluster.direct_exchange import add_into_own, received_beside
+from hybridpp.cluster.shared_memory import sum_in_order
+
+
+def summands(size, number=5, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(size)
+    return [torch.randn(number, generator=generator).to(dtype) for _ in range(size)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_every_rank_adds_in_rank_order_into_its_own_summand(size):
+    expected = sum_in_order(summands(size, 1000))
+    for rank in range(size):
+        parts = summands(size, 1000)
+        total = add_into_own(parts, rank)
+        assert total is parts[rank]
+        assert torch.equal(total, expected)
+
+
+def test_the_sum_of_one_rank_is_its_summand():
+    own = torch.ones(3)
+    assert add_into_own(received_beside(own, 0, 1), 0).tolist() == [1.0] * 3
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
+
+
+def _large(num_ranks=3):
+    """Collectives that are too large for shared memory, several under way at once."""
+    group = current_world().split([list(range(num_ranks))])
+    group._exchanging = lambda num_bytes: None
+    found = []
+    flats = [summands(num_ranks, 4 * num_ranks, dtype)[group.rank] for dtype in _DTYPES]
+    for work in [group.reduce_scatter_segments(flat) for flat in flats]:
+        work.wait()
+    found.append([flat.clone() for flat in flats])
+    for work in [group.all_gather_segments(flat) for flat in flats]:
+        work.wait()
+    found.append(flats)
+    started = [
+        group.start_reduce_scatter(summands(num_ranks, 4 * num_ranks, dtype)[group.rank], 0) for dtype in _DTYPES
+    ]
+    found.append([pending.wait() for pending in started])
+    return found
+
+
+def test_large_collectives_give_every_rank_the_same_bits():
+    for rank, (scattered, whole, shards) in enumerate(run_ranks(_large, 3)):
+        for dtype, flat, gathered, shard in zip(_DTYPES, scattered, whole, shards, strict=True):
+            parts = summands(3, 12, dtype)
+            expected, kept = sum_in_order(parts), parts[rank].clone()
+            kept[4 * rank : 4 * rank + 4] = expected[4 * rank : 4 * rank + 4]
+            assert torch.equal(flat, kept), "other segments are as they were"
+            assert torch.equal(gathered, expected)
+            assert torch.equal(shard, expected[4 * rank : 4 * rank + 4])
+
+
+def _alone():
+    group = current_world().split([[0]])
+    group._exchanging = lambda num_bytes: None
+    flat = torch.arange(4.0)
+    group.reduce_scatter_segments(flat).wait()
+    group.all_gather_segments(flat).wait()
+    return flat.tolist()
+
+
+def test_one_rank_keeps_what_it_has():
+    assert run_ranks(_alone, 1) == [[0.0, 1.0, 2.0, 3.0]]
