@@ -18,6 +18,7 @@ class ParallelConfig(ConfigBase):
         tp_size: tensor-parallel size: ranks that share each layer; 1: layers are not sharded.
         pp_size: pipeline-parallel size: ranks of each pipeline; 1: no pipeline.
         zero_stage: what replicas divide among themselves (ZeRO); 0: nothing, 1: optimizer state and masters.
+        broadcast_buffers: whether replicas take the first one's persistent buffers where forward passes write to them.
         tensor_parallel_plan: how layers are sharded over the tensor-parallel ranks, by patterns of module names:
             ``{"*.q_proj": "column", "*.o_proj": "row"}``; None: derived by running the model's blocks.
         enable_sequence_parallelism: whether activations between the sharded layers of a block (norms, dropout,
@@ -28,6 +29,7 @@ class ParallelConfig(ConfigBase):
     tp_size: int = 1
     pp_size: int = 1
     zero_stage: int = 0
+    broadcast_buffers: bool = True
     tensor_parallel_plan: Mapping[str, str] | None = None
     enable_sequence_parallelism: bool = False
     sequence_parallelism_mode: Literal["split_gather"] | None = None

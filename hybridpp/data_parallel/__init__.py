@@ -2,6 +2,7 @@
 
 from hybridpp.data_parallel.bucket import layout_of
 from hybridpp.data_parallel.buckets import GradientBuckets
+from hybridpp.data_parallel.buffer_broadcast import BufferBroadcast, buffers_to_send
 from hybridpp.data_parallel.flat_weights import FlatWeights, parts_of
 from hybridpp.data_parallel.iterable_dataset import ShardedIterableDataset
 from hybridpp.data_parallel.layout import ShardLayout
@@ -12,6 +13,7 @@ from hybridpp.data_parallel.seeding import SeededCollate, SeededDataset
 from hybridpp.data_parallel.update_target import UpdateTarget
 
 __all__ = [
+    "BufferBroadcast",
     "BufferWriteDetector",
     "FlatWeights",
     "GradientBuckets",
@@ -23,6 +25,7 @@ __all__ = [
     "ShardedBatchSampler",
     "ShardedIterableDataset",
     "UpdateTarget",
+    "buffers_to_send",
     "layout_of",
     "parts_of",
 ]

@@ -100,7 +100,8 @@ class Engine:
     is_running: bool = False
 
     def __post_init__(self) -> None:
-        self.first_step: FirstStepChecks | None = FirstStepChecks(self.layout, self.pipeline)
+        keeps_buffers = self.optimizer is not None and self.optimizer.replica_buffers is None
+        self.first_step: FirstStepChecks | None = FirstStepChecks(self.layout, self.pipeline, keeps_buffers)
         self.epilogue = StepEpilogue(
             self.staged,
             self.layout,
@@ -277,10 +278,15 @@ class Engine:
         checks = self.first_step
         if self.statistics.is_needed:
             self.statistics.begin()
+        buffers = self.optimizer.replica_buffers if task.training and self.optimizer else None
+        if buffers is not None:
+            buffers.begin()
         with checks.watched(self.model, batch, task.training) if checks else nullcontext():
             result = self.executor.run(program, task, recorder, losses_known)
         if self.statistics.is_needed:
             self.statistics.finish()
+        if buffers is not None:
+            buffers.finish()
         if task.training:
             self.first_step = None
         return result

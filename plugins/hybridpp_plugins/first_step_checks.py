@@ -20,14 +20,16 @@ class FirstStepChecks:
     Args:
         layout: the ranks.
         pipeline: how batches are split.
+        keeps_buffers: whether each replica keeps the buffers that its forward passes write to.
 
     Attributes:
         compares: whether the batches of replicas must be compared.
     """
 
-    def __init__(self, layout: Layout, pipeline: PipelineConfig):
+    def __init__(self, layout: Layout, pipeline: PipelineConfig, keeps_buffers: bool):
         self.compares = layout.dp.size > 1
         self._layout = layout
+        self._warns_of_buffers = keeps_buffers and layout.dp.size > 1
         self._dims_are_said = pipeline.batch_dims is not None
 
     def check(self, batch: SplitBatch, data_iter: Iterator[Any]) -> None:
@@ -64,7 +66,7 @@ class FirstStepChecks:
         if here.dp or here.tp:
             yield
             return
-        others = BufferWriteDetector(model) if training and self._layout.dp.size > 1 else None
+        others = BufferWriteDetector(model) if training and self._warns_of_buffers else None
         parts = batch.microbatches if not self._dims_are_said and len(batch.microbatches) > 1 else ()
         with watch_sequence_axes(model, {microbatch.num_samples for microbatch in parts}) as found:
             yield

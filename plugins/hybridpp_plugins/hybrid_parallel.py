@@ -72,6 +72,9 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
         sequence_parallelism_mode: ``"split_gather"``, the only supported mode; None means the same.
         zero_stage: what replicas divide among themselves (ZeRO). 0: nothing; 1: optimizer state and fp32 masters, with
             the same results.
+        broadcast_buffers: whether replicas take the first one's persistent buffers after each step of training, where a
+            forward writes to them, as in ``DistributedDataParallel``; False: each keeps its own. Running statistics of
+            batch normalisation are those of one process either way.
 
         fp32_modules: patterns of names or classes of modules that compute in fp32: ``["*.router"]``; after ``!``,
             modules that do not.
@@ -142,6 +145,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
         enable_sequence_parallelism: bool = False,
         sequence_parallelism_mode: Literal["split_gather"] | None = None,
         zero_stage: int = 0,
+        broadcast_buffers: bool = True,
         fp32_modules: Sequence[str] = (),
         fp32_norms: bool | None = None,
         fp32_losses: bool = True,

@@ -20,6 +20,7 @@ from hybridpp_plugins.grad_access_warning import GradAccessWarning
 from hybridpp_plugins.manual_forward import ManualCallRecorder
 from hybridpp_plugins.nonfinite_steps import NonFiniteSteps
 from hybridpp_plugins.optimizer_state import OptimizerStateOwner
+from hybridpp_plugins.replica_buffers import ReplicaBuffers
 from hybridpp_plugins.uninitialized import UninitializedWeights
 from hybridpp_plugins.wrapped_optimizer import WrappedOptimizer
 
@@ -42,6 +43,7 @@ class HybridOptimizer(WrappedOptimizer):
         nonfinite_steps: skips or refuses steps with inf or NaN gradients.
         grad_access_warning: warns if the script looks for gradients that half precision does not expose.
         statistics: running statistics of the model; None: it has none.
+        replica_buffers: buffers that the first replica sends to the others; None: there are none.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class HybridOptimizer(WrappedOptimizer):
         self.uninitialized = UninitializedWeights(())
         self.manual_calls: ManualCallRecorder | None = None
         self.statistics: RunningStatistics | None = None
+        self.replica_buffers: ReplicaBuffers | None = None
         self.recompute_context: Callable[[], AbstractContextManager[None]] = nullcontext
         self._reducer = reducer
         self.target = target
@@ -85,6 +88,11 @@ class HybridOptimizer(WrappedOptimizer):
         """Whether ``parameter.grad`` shows the gradients between backward and ``step``."""
         return self._reducer.exposes_grad
 
+    @property
+    def has_new_buffers(self) -> bool:
+        """Whether a forward pass has written here to a buffer that was not written to before."""
+        return self.replica_buffers is not None and self.replica_buffers.wants_agreement
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss, times the loss scale."""
         return loss * self.loss_scale
@@ -105,6 +113,8 @@ class HybridOptimizer(WrappedOptimizer):
         self.end_accumulation()
         if self.statistics is not None and self._reducer.is_syncing:
             self.statistics.average()
+        if self.replica_buffers is not None and self._reducer.is_syncing:
+            self.replica_buffers.after_backward()
 
     def begin_accumulation(self, manual: bool = False) -> None:
         """Prepare for the backward passes of a step; ``manual``: the script runs them."""

@@ -28,6 +28,7 @@ from hybridpp_plugins.optimizer_locality import check_locality, indivisible_para
 from hybridpp_plugins.optimizer_memory import optimizer_memory
 from hybridpp_plugins.optimizer_state import RunProgress
 from hybridpp_plugins.place_model import BoostContext, PlacedModel, place_model
+from hybridpp_plugins.replica_buffers import replica_buffers
 from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.settings import PluginSettings
 from hybridpp_plugins.trained_weights import UpdateRules
@@ -65,6 +66,7 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
     statistics = RunningStatistics(model, layout.dp)
     if boosted is not None:
         boosted.statistics = statistics
+        boosted.replica_buffers = replica_buffers(model, layout, settings.parallel.broadcast_buffers)
     engine = Engine(
         adapter=adapter,
         staged=staged,

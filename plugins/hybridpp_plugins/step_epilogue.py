@@ -91,6 +91,7 @@ class StepEpilogue:
             reduction=float(self._criterion_check.reduction),
             scaled=detector.report() if detector else ManualScaling(),
             calls=self._optimizer_calls(),
+            wrote_buffer=float(optimizer is not None and optimizer.has_new_buffers),
         )
 
         def message(losses: list[float], digest: float) -> list[float]:
@@ -192,6 +193,8 @@ class StepEpilogue:
             self._problems.handle(summary, program, task, failure)
         else:
             check_equal(summary.digests, self._pipelines)
+        if optimizer is not None and optimizer.replica_buffers is not None:
+            optimizer.replica_buffers.agree(any(report.wrote_buffer for report in summary.reports))
         return torch.tensor(summary.loss, dtype=torch.float32)
 
 

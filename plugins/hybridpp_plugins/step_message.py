@@ -43,6 +43,7 @@ class RankReport(NamedTuple):
         scaled: how the script scaled gradients.
         calls: of the optimizer.
         digest: of what ranks still compare of their batches; -1: nothing.
+        wrote_buffer: 1 if a forward pass has written here to a buffer that was not written to before.
     """
 
     failed: float = 0.0
@@ -50,16 +51,17 @@ class RankReport(NamedTuple):
     scaled: ManualScaling = ManualScaling()
     calls: OptimizerCalls = OptimizerCalls()
     digest: float = -1.0
+    wrote_buffer: float = 0.0
 
     def numbers(self) -> list[float]:
         """All of it as numbers."""
-        return [self.failed, self.reduction, *self.scaled, *self.calls, self.digest]
+        return [self.failed, self.reduction, *self.scaled, *self.calls, self.digest, self.wrote_buffer]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "RankReport":
         """The report, from its numbers."""
-        failed, reduction, factor, norm, num_passes, applied_steps, digest = numbers
-        return cls(failed, reduction, ManualScaling(factor, norm), OptimizerCalls(num_passes, applied_steps), digest)
+        failed, reduction, factor, norm, num_passes, applied_steps, *rest = numbers
+        return cls(failed, reduction, ManualScaling(factor, norm), OptimizerCalls(num_passes, applied_steps), *rest)
 
 
 class RankLoss(NamedTuple):

@@ -24,7 +24,6 @@ class OtherLibrarySettings(TypedDict, total=False):
     overlap_p2p: bool
     parallel_output: bool
     static_graph: bool
-    broadcast_buffers: bool
     sp_size: int | None
     ep_size: Literal[1]
     inner_ring_size: None
@@ -104,7 +103,6 @@ UNSUPPORTED: dict[str, UnsupportedSetting] = {
     "use_fp8": UnsupportedSetting((False,), "Use precision='bf16'. "),
     "dp_outside": UnsupportedSetting((True,), _REPLICAS),
     "moe_dp_outside": UnsupportedSetting((True,), _REPLICAS),
-    "broadcast_buffers": UnsupportedSetting((True, False)),
     "parallel_cuda_graphs": UnsupportedSetting((False,)),
     "ep_size": UnsupportedSetting((1,), "Experts are sharded over the tensor-parallel ranks: set tp_size. "),
 }

@@ -75,7 +75,6 @@ def test_every_setting_at_its_default_is_taken():
     [
         ("sp_size", 1),
         ("parallel_output", False),
-        ("broadcast_buffers", False),
         ("check_reduction", True),
         ("enable_metadata_cache", False),
         ("overlap_communication", False),

@@ -39,6 +39,7 @@ LAYOUTS = {
     "dp2 pp2 zb-v": {"dp_size": 2, "pp_size": 2, "schedule": "zb-v"},
     "dp2 tp2": {"dp_size": 2, "tp_size": 2},
     "dp2 pp2 in bf16 messages": {"dp_size": 2, "pp_size": 2, "communication_dtype": "bf16"},
+    "dp3 in fp16 messages": {"dp_size": 3, "communication_dtype": torch.float16},
     "dp2 pp2 tp2": {"dp_size": 2, "pp_size": 2, "tp_size": 2},
 }
 
@@ -60,7 +61,13 @@ def both(run, **layout):
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [(layout, "fp32") for layout in LAYOUTS]
-    + [("dp2 tp2", "bf16"), ("dp2 pp2 zb-v", "bf16"), ("dp3", "fp16"), ("dp2 pp2", "fp16")],
+    + [
+        ("dp2 tp2", "bf16"),
+        ("dp2 pp2 zb-v", "bf16"),
+        ("dp3", "fp16"),
+        ("dp3 in fp16 messages", "bf16"),
+        ("dp2 pp2", "fp16"),
+    ],
 )
 def test_weights_and_losses_have_the_bits_of_training_without_it(layout, precision):
     settings = {"precision": precision, "microbatch_size": 2, "num_microbatches": None, **LAYOUTS[layout]}

@@ -1,0 +1,175 @@
+"""Buffers that forward passes write to: on every replica, those of the first."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hybridpp.cluster import Group
+from hybridpp.errors import ConfigError
+from hybridpp.nn.names import qualified
+from hybridpp.nn.torch_private import NormWithStatistics, buffers_of, transient_buffers_of, version_of
+
+
+class _Owner(NamedTuple):
+    """The module that a buffer is registered in; a forward may register another tensor."""
+
+    module: nn.Module
+    key: str
+
+    @property
+    def buffer(self) -> Tensor | None:
+        return buffers_of(self.module).get(self.key)
+
+
+class BufferBroadcast:
+    """Sends the first replica's buffers to the others, as DistributedDataParallel does.
+
+    Only persistent buffers that a forward pass has written to on some replica are sent, all in one message. Replicas
+    agree on them, because whether one writes may depend on its data. Batch normalisation has its own rule
+    (``running_statistics.py``).
+
+    Writes through ``buffer.data`` are found in the first step only, in which values are compared.
+
+    Args:
+        model: this rank's part of the model.
+        group: the ranks that hold the same part of other replicas.
+
+    Attributes:
+        has_candidates: whether there is a buffer that could differ between replicas.
+    """
+
+    def __init__(self, model: nn.Module, group: Group):
+        self._group = group
+        self._owners = dict(_others(model)) if group.size > 1 else {}
+        self._agreed: list[str] = []
+        self._before: dict[str, tuple[Tensor | None, int]] = {}
+        self._copies: dict[str, Tensor] | None = None
+        self._is_first = True
+        self._written: set[str] = set()
+        self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self.has_candidates = bool(self._owners)
+        self.note()
+
+    def begin(self) -> None:
+        """Call before the forward passes of a training step. Nothing is communicated."""
+        self.note()
+        if self._is_first:
+            found = self._buffers()
+            self._copies = {name: buffer.detach().clone() for name, buffer in found.items() if not buffer.is_meta}
+
+    def note(self) -> None:
+        """Let what was written so far count as no pass's."""
+        self._before = {
+            name: (buffer, version_of(buffer))
+            for name, buffer in self._buffers().items()
+            if name not in self._agreed and not buffer.is_inference()
+        }
+
+    def _buffers(self) -> dict[str, Tensor]:
+        found = {name: owner.buffer for name, owner in self._owners.items()}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
+
+    def finish(self) -> None:
+        """Send what was agreed on, after the backward passes. Collective: the group, one all-reduce, or none.
+
+        Raises:
+            ConfigError: a forward has replaced such a buffer by one of another shape.
+        """
+        copies, self._copies = self._copies, None
+        self._is_first = False
+        now = self._buffers()
+        for name, (before, version) in self._before.items():
+            buffer = now.get(name)
+            if buffer is None:
+                continue
+            same = buffer is before and version_of(buffer) == version
+            if not same or (copies is not None and name in copies and not torch.equal(copies[name], buffer)):
+                self._written.add(name)
+        self._send()
+
+    @property
+    def wants_agreement(self) -> bool:
+        """Whether this replica has written to a buffer that replicas have not agreed on."""
+        return bool(self._written)
+
+    def described(self) -> dict[str, Any]:
+        """Of each buffer that could differ, by name: its shape, its dtype, and whether it is to be sent."""
+        chosen = self._written.union(self._agreed)
+        return {
+            name: [list(buffer.shape), str(buffer.dtype), name in chosen] for name, buffer in self._buffers().items()
+        }
+
+    def agree(self, names: Sequence[str]) -> None:
+        """Send these buffers from now on, and at once. Collective: the group, with the same names."""
+        now = self._buffers()
+        # By size of an element, so that each lies aligned in the message.
+        self._agreed = sorted(names, key=lambda name: (-now[name].dtype.itemsize, name))
+        self._shapes = {name: (now[name].shape, now[name].dtype) for name in names}
+        self._written.clear()
+        self._send()
+
+    @torch.no_grad()
+    def _send(self) -> None:
+        if not self._agreed:
+            return
+        now = self._buffers()
+        for name in self._agreed:
+            if name not in now or (now[name].shape, now[name].dtype) != self._shapes[name]:
+                raise ConfigError(
+                    f"the buffer {name} has another shape or dtype than in earlier steps, so it cannot be sent to "
+                    "other replicas. Write to it in owner, register it with persistent=False, or set "
+                    "broadcast_buffers=False."
+                )
+        parts = [_bytes_of(now[name]) for name in self._agreed]
+        message = torch.cat(parts)
+        if self._group.rank:
+            message.zero_()
+        # A sum, in which one summand is not zero.
+        self._group.all_reduce(message).wait()
+        for name, part in zip(self._agreed, torch.split(message, [part.numel() for part in parts]), strict=True):
+            now[name].copy_(part.view(now[name].dtype).view(now[name].shape))
+
+
+def _bytes_of(buffer: Tensor) -> Tensor:
+    return buffer.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+
+
+def buffers_to_send(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The buffers that replicas agree to send, given what each describes.
+
+    Raises:
+        ConfigError: one of them has different shapes on replicas.
+    """
+    names = sorted({name for row in rows for name, (*_, is_chosen) in row.items() if is_chosen})
+    for name in names:
+        shapes = [row[name][:2] if name in row else None for row in rows]
+        if any(shape != shapes[0] for shape in shapes):
+            raise ConfigError(
+                f"the buffer {name} differs in shape or dtype between replicas after a step ("
+                f"{', '.join(_shape_in_words(shape) for shape in shapes)}), so that of the first cannot be sent to the "
+                "others. Register it with persistent=False, or set broadcast_buffers=False."
+            )
+    return names
+
+
+def _shape_in_words(shape: Any) -> str:
+    return "none" if shape is None else f"{tuple(shape[0])} {shape[1]}"
+
+
+def _others(model: nn.Module) -> Iterator[tuple[str, _Owner]]:
+    """Persistent buffers that are no running statistics, each once."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        if not isinstance(module, NormWithStatistics):
+            for key in _persistent(module):
+                buffer = buffers_of(module)[key]
+                if id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    yield qualified(prefix, key), _Owner(module, key)
+
+
+def _persistent(module: nn.Module) -> Iterable[str]:
+    transient = transient_buffers_of(module)
+    return [key for key, buffer in buffers_of(module).items() if buffer is not None and key not in transient]
