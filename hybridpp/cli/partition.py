@@ -13,7 +13,7 @@ from hybridpp.cli.cut_table import RankShare, render_cut
 from hybridpp.cli.memory_table import render_memory
 from hybridpp.cli.meta_model import build, load_config
 from hybridpp.cli.sharding_report import preview_sharding, render_sharding
-from hybridpp.config import ParallelConfig, PartitionConfig, Precision
+from hybridpp.config import ParallelConfig, PartitionConfig, Precision, ZeroConfig
 from hybridpp.errors import ConfigError, HybridppError
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.partition import MemoryBudget, StageSummary, StateBytes, TrainingStateSpec, describe_cut, make_samples
@@ -47,7 +47,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--split-points", type=_points, metavar="NAME:SIDE,...", help="SIDE is before or after")
     parser.add_argument("--precision", choices=tuple(map(str, Precision)), default="fp16", help="default: fp16")
     parser.add_argument(
-        "--zero-stage", type=int, choices=(0, 1), default=0, help="what replicas divide: 1: optimizer state and masters"
+        "--zero-stage",
+        type=int,
+        choices=(0, 1, 2),
+        default=0,
+        help="what replicas divide: 1: optimizer state and masters; 2: also gradients",
     )
     parser.add_argument("--world-size", type=positive, help="ranks of the job (default: one replica)")
     parser.add_argument("--batch-size", type=positive, default=1, help="samples of a micro-batch (default: 1)")
@@ -62,10 +66,10 @@ def run(arguments: Namespace) -> str:
         balance=arguments.balance,
         memory_limit=arguments.memory_limit,
     )
+    zero = ZeroConfig(zero_stage=arguments.zero_stage)
     parallel = ParallelConfig(
         tp_size=arguments.tp_size,
         pp_size=arguments.pp_size,
-        zero_stage=arguments.zero_stage,
         enable_sequence_parallelism=arguments.enable_sequence_parallelism,
     )
     num_replicas = parallel.dp_size(arguments.world_size or arguments.tp_size * arguments.pp_size)
@@ -81,8 +85,12 @@ def run(arguments: Namespace) -> str:
     shapes = division.shapes if division else {}
     precision = Precision(arguments.precision)
     num_shards = num_replicas if arguments.zero_stage else 1
+    num_gradient_shards = num_replicas if zero.reduces_each_microbatch else 1
     state_bytes = _state_bytes(
-        model, casted, TrainingStateSpec(_ADAMS, precision is not Precision.FP32, num_shards), shapes
+        model,
+        casted,
+        TrainingStateSpec(_ADAMS, precision is not Precision.FP32, num_shards, num_gradient_shards),
+        shapes,
     )
     sizes = {name: parts.total for name, parts in state_bytes.items()}
     held = MemoryBudget(sizes=sizes, ranks=range(arguments.pp_size), limit=partition.limit_bytes)

@@ -5,6 +5,7 @@ from hybridpp.config.compile import CompileConfig
 from hybridpp.config.parallel import ParallelConfig, PartitionConfig, cut_side
 from hybridpp.config.pipeline import PipelineConfig, PipelineGradientCheckpointConfig
 from hybridpp.config.precision import LossScaleConfig, OptimizerConfig, Precision, PrecisionConfig
+from hybridpp.config.zero import ZeroConfig
 
 __all__ = [
     "CompileConfig",
@@ -16,6 +17,7 @@ __all__ = [
     "PipelineGradientCheckpointConfig",
     "Precision",
     "PrecisionConfig",
+    "ZeroConfig",
     "cut_side",
     "require_bools",
 ]

@@ -17,7 +17,6 @@ class ParallelConfig(ConfigBase):
     Attributes:
         tp_size: tensor-parallel size: ranks that share each layer; 1: layers are not sharded.
         pp_size: pipeline-parallel size: ranks of each pipeline; 1: no pipeline.
-        zero_stage: what replicas divide among themselves (ZeRO); 0: nothing, 1: optimizer state and masters.
         broadcast_buffers: whether replicas take the first one's persistent buffers where forward passes write to them.
         tensor_parallel_plan: how layers are sharded over the tensor-parallel ranks, by patterns of module names:
             ``{"*.q_proj": "column", "*.o_proj": "row"}``; None: derived by running the model's blocks.
@@ -28,7 +27,6 @@ class ParallelConfig(ConfigBase):
 
     tp_size: int = 1
     pp_size: int = 1
-    zero_stage: int = 0
     broadcast_buffers: bool = True
     tensor_parallel_plan: Mapping[str, str] | None = None
     enable_sequence_parallelism: bool = False
@@ -44,13 +42,6 @@ class ParallelConfig(ConfigBase):
             raise ConfigError(
                 "tensor_parallel_plan must be a dict from patterns of module names to styles, like "
                 f"{{'*.q_proj': 'column', '*.o_proj': 'row'}}: got {plan!r}."
-            )
-        if self.zero_stage not in (0, 1, 2, 3):
-            raise ConfigError(f"zero_stage must be 0, 1, 2 or 3: got zero_stage={self.zero_stage!r}.")
-        if self.zero_stage > 1:
-            raise ConfigError(
-                f"gradients and weights are not sharded yet: got zero_stage={self.zero_stage}. Use zero_stage=1, which "
-                "shards the optimizer's state and the fp32 masters."
             )
         self._check_sequences()
 

@@ -1,6 +1,6 @@
 """Data parallelism: disjoint data per replica, one gradient for all."""
 
-from hybridpp.data_parallel.bucket import layout_of
+from hybridpp.data_parallel.bucket import GradientSharding, layout_of
 from hybridpp.data_parallel.buckets import GradientBuckets
 from hybridpp.data_parallel.buffer_broadcast import BufferBroadcast, buffers_to_send
 from hybridpp.data_parallel.flat_weights import FlatWeights, parts_of
@@ -18,6 +18,7 @@ __all__ = [
     "FlatWeights",
     "GradientBuckets",
     "GradientReducer",
+    "GradientSharding",
     "RunningStatistics",
     "SeededCollate",
     "SeededDataset",

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from hybridpp.data_parallel.bucket import Bucket
+from hybridpp.data_parallel.bucket import Bucket, GradientSharding
 from hybridpp.data_parallel.layout import ShardLayout
 from hybridpp.nn.fp32_products import add_product
 from hybridpp.nn.torch_private import foreach_add_, foreach_copy_, version_of
@@ -28,6 +28,7 @@ class GradientAccumulator:
         parameters: the trainable parameters, by name, in the order of the forward.
         layout: the buckets.
         exposes_grad: whether ``parameter.grad`` shows the sums.
+        sharding: which sums are kept.
 
     Attributes:
         buckets: in the order in which a backward pass completes them.
@@ -40,8 +41,9 @@ class GradientAccumulator:
         parameters: Mapping[str, nn.Parameter],
         layout: ShardLayout,
         exposes_grad: bool,
+        sharding: GradientSharding = GradientSharding.NONE,
     ):
-        self.buckets = [Bucket(bucket, parameters) for bucket in layout.buckets]
+        self.buckets = [Bucket(bucket, parameters, layout.index, sharding) for bucket in layout.buckets]
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.views}
         self.views: dict[str, Tensor] = {name: self.bucket_of[name].views[name] for name in parameters}
         self._parameters = dict(parameters)
@@ -55,13 +57,15 @@ class GradientAccumulator:
         # Parameters whose view holds old values.
         self._stale: set[str] = set()
         # The version of each bucket when it was last all zero; writes through ``.data`` do not change the version.
-        self._zero_versions = {bucket: version_of(bucket.flat) for bucket in self.buckets}
+        self._zero_versions = {bucket: -1 if bucket.frees else version_of(bucket.flat) for bucket in self.buckets}
 
     def reset(self, set_to_none: bool = True) -> None:
         """Set all sums to zero; exposed ``parameter.grad`` become None, or zeros unless ``set_to_none``."""
         self._small.clear()
         self._is_hidden = False
         for bucket in self.buckets:
+            if bucket.frees:
+                bucket.clear()
             if self._holds_numbers(bucket):
                 self._stale.update(bucket.views)
         if not set_to_none:
@@ -72,7 +76,6 @@ class GradientAccumulator:
 
     def hide(self) -> None:
         """Set exposed ``parameter.grad`` to None, until :meth:`begin`."""
-        self.zero_stale()
         for parameter in self._exposed.values():
             parameter.grad = None
         self._is_hidden = True
@@ -95,6 +98,25 @@ class GradientAccumulator:
     def _holds_numbers(self, bucket: Bucket) -> bool:
         return version_of(bucket.flat) != self._zero_versions[bucket]
 
+    def _ready(self, bucket: Bucket) -> None:
+        """Let a bucket have memory that no earlier reduction uses."""
+        if bucket.work is not None and bucket.each_pass:
+            bucket.wait()
+        if not bucket.is_open:
+            bucket.open()
+            self._zero_versions[bucket] = -1
+
+    def lend(self, bucket: Bucket) -> None:
+        """Let a reduction have what a bucket holds: the next gradient starts a new sum."""
+        self._stale.update(bucket.views)
+        for name in self._exposed.keys() & bucket.views.keys():
+            self._exposed[name].grad = None
+
+    def free(self, bucket: Bucket) -> None:
+        """Free the buffer of a bucket whose sum is kept apart."""
+        self.lend(bucket)
+        bucket.close()
+
     def mark_written(self, bucket: Bucket) -> None:
         """Note that something wrote to a bucket of zeros, which its version may not show."""
         self._zero_versions[bucket] = -1
@@ -111,6 +133,7 @@ class GradientAccumulator:
                 self.add_collected()
             self._small.collect(name, gradient)
             return
+        self._ready(self.bucket_of[name])
         if name not in self._stale:
             self.views[name].add_(gradient)
             return
@@ -124,6 +147,7 @@ class GradientAccumulator:
         if self._small.has(name):
             # In the order of the calls.
             self.add_collected()
+        self._ready(self.bucket_of[name])
         add_product(self.views[name], a, b, keep=name not in self._stale)
         self._stale.discard(name)
 
@@ -136,19 +160,27 @@ class GradientAccumulator:
         """Add the gradients of small parameters that were given to :meth:`add`, in ``buckets`` (None: in all)."""
         if self._small:
             taken = self._small.take(None if buckets is None else [name for one in buckets for name in one.views])
+            for bucket in {self.bucket_of[name] for name in taken}:
+                self._ready(bucket)
             self._small.add(taken, self._stale)
             self._stale.difference_update(taken)
 
     def zero_stale(self, buckets: Collection[Bucket] | None = None) -> dict[str, Tensor]:
-        """Complete the sums in ``buckets`` (None: in all): zeros instead of old values; returns all sums, by name."""
+        """Complete the sums in ``buckets``: zeros instead of old values; returns all sums, by name.
+
+        Args:
+            buckets: None: all that are not reduced after each pass.
+        """
         self.add_collected(buckets)
         if self._stale:
-            for bucket in self.buckets if buckets is None else buckets:
+            for bucket in [one for one in self.buckets if not one.each_pass] if buckets is None else buckets:
                 self._zero_stale_in(bucket)
         return self.views
 
     def _zero_stale_in(self, bucket: Bucket) -> None:
         stale = self._stale.intersection(bucket.views)
+        if stale:
+            self._ready(bucket)
         if len(stale) == len(bucket.views):
             if self._holds_numbers(bucket):
                 bucket.flat.zero_()
@@ -172,21 +204,35 @@ class GradientAccumulator:
         chosen = self.buckets[:: -(-len(self.buckets) // _MAX_SAMPLES) or 1]
         return [bucket.sample(_MAX_SAMPLES) for bucket in chosen]
 
-    def flats(self, segment: int | None = None) -> list[Tensor]:
-        """All sums as flat tensors, or those in one segment of each bucket."""
+    def flats(self, *, own: bool) -> list[Tensor]:
+        """All sums as flat tensors; ``own``: this replica's segments of them, after a reduction."""
+        if own:
+            return [bucket.complete() for bucket in self.buckets]
         self.zero_stale()
-        return [bucket.flat if segment is None else bucket.segment(segment) for bucket in self.buckets]
+        return [bucket.flat for bucket in self.buckets]
 
-    def to_host(self) -> list[Tensor]:
-        """Copies of all sums in host memory."""
-        self.zero_stale()
-        return [bucket.flat.to("cpu", copy=True) for bucket in self.buckets]
+    def to_host(self) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Copies in host memory of all sums, and of the segments that are kept apart."""
+        held = [bucket for bucket in self.buckets if bucket.is_open and not bucket.each_pass]
+        self.zero_stale(held)
+        return [
+            (
+                bucket.flat.to("cpu", copy=True) if bucket in held else None,
+                bucket.complete().to("cpu", copy=True) if bucket.frees else None,
+            )
+            for bucket in self.buckets
+        ]
 
-    def from_host(self, copies: list[Tensor]) -> None:
+    def from_host(self, copies: list[tuple[Tensor | None, Tensor | None]]) -> None:
         """Set all sums to what :meth:`to_host` gave."""
-        self.zero_stale()
-        for bucket, flat in zip(self.buckets, copies, strict=True):
-            bucket.flat.copy_(flat)
+        self.zero_stale(self.buckets)
+        for bucket, (flat, own) in zip(self.buckets, copies, strict=True):
+            if flat is None:
+                self.free(bucket)
+            else:
+                bucket.flat.copy_(flat)
+            if own is not None:
+                bucket.complete().copy_(own)
 
     def foreign_grads(self) -> dict[str, Tensor | None]:
         """Exposed ``parameter.grad`` that are not the sums, by name."""
@@ -219,6 +265,7 @@ class GradientAccumulator:
         # With create_graph the gradient has a graph.
         gradient = gradient.detach()
         if name in self._exposed:
+            self._ready(self.bucket_of[name])
             view.copy_(gradient)
             self._stale.discard(name)
             parameter.grad = view

@@ -1,6 +1,7 @@
 """A flat buffer of gradients, and its reduction over the replicas."""
 
 from collections.abc import Collection, Mapping
+from enum import Enum, auto
 
 import torch
 from torch import Tensor
@@ -9,25 +10,86 @@ from hybridpp.cluster import Group, Work
 from hybridpp.data_parallel.layout import BucketLayout, ParameterInfo, Piece, ShardLayout, plan_buckets
 
 
+class GradientSharding(Enum):
+    """What a replica keeps of the sums of gradients over the replicas.
+
+    Attributes:
+        NONE: all of them.
+        SCATTERED: its own segments; the memory of the others is kept for the next backward passes (ZeRO 1).
+        STEP: its own segments; the memory of the others is freed when the gradients of a step are complete.
+        MICROBATCH: its own segments; every bucket is reduced after each backward pass, and its memory is freed.
+    """
+
+    NONE = auto()
+    SCATTERED = auto()
+    STEP = auto()
+    MICROBATCH = auto()
+
+    @property
+    def frees(self) -> bool:
+        """Whether sums are kept apart from the buffers in which gradients arrive."""
+        return self in (GradientSharding.STEP, GradientSharding.MICROBATCH)
+
+
 class Bucket:
     """Some parameters' gradients in one contiguous buffer.
 
-    Attributes:
+    Args:
         layout: where they lie.
-        flat: the buffer.
+        parameters: by name.
+        index: of this replica's segment.
+        sharding: what is kept.
+
+    Attributes:
+        layout: as given.
+        flat: the buffer; it may have no memory, see :meth:`open`.
         views: each parameter's gradient, by name.
+        own: the segment that this replica has of the sum over the replicas: in the buffer, or in memory of its own.
+        frees: whether that is in memory of its own, so that the buffer can be freed.
+        is_open: whether the buffer has memory.
+        each_pass: whether it is reduced after each backward pass, so that the sum over passes is in ``own`` only.
+            Shared gradients are not, because they are summed over the ranks of this replica before.
         pending: parameters whose gradients the last backward pass does not have complete yet; None: it has not begun.
         work: the running reduction; None: there is none.
     """
 
-    def __init__(self, layout: BucketLayout, parameters: Mapping[str, Tensor]):
+    def __init__(
+        self,
+        layout: BucketLayout,
+        parameters: Mapping[str, Tensor],
+        index: int = 0,
+        sharding: GradientSharding = GradientSharding.NONE,
+    ):
         first = parameters[layout.slots[0].name]
+        make = torch.empty if sharding.frees else torch.zeros
         self.layout = layout
-        self.flat = torch.zeros(layout.size, dtype=accumulation_dtype(first), device=first.device)
+        self.flat = make(layout.size, dtype=accumulation_dtype(first), device=first.device)
         self.views = views_in(self.flat, layout, parameters)
+        self.each_pass = sharding is GradientSharding.MICROBATCH and not layout.is_shared
         self.pending: set[str] | None = None
         self.work: Work | None = None
+        self.own = self._segment = self.flat[layout.segment(index)]
+        self.frees, self.is_open = sharding.frees, True
+        # Whether ``own`` counts as zero, whatever it holds.
+        self._is_zero = False
         self._sent = self.flat
+        self._index = index
+        if sharding.frees:
+            self.own = torch.zeros_like(self._segment)
+            self.close()
+
+    def open(self) -> None:
+        """Give the buffer memory, with old values, and zeros between the gradients."""
+        if not self.is_open:
+            allocate_flat(self.flat)
+            for gap in self.layout.gaps():
+                self.flat[gap].zero_()
+            self.is_open = True
+
+    def close(self) -> None:
+        """Free the buffer."""
+        free_flat(self.flat)
+        self.is_open = False
 
     def sample(self, count: int) -> Tensor:
         """A copy of about ``count`` evenly spaced elements of the gradients and the zero padding between them.
@@ -37,15 +99,26 @@ class Bucket:
         flat = torch.view_as_real(self.flat).flatten() if self.flat.is_complex() else self.flat
         return flat[:: max(1, flat.numel() // count)].clone()
 
-    def segment(self, index: int) -> Tensor:
-        """The part of the buffer that one replica has after :meth:`launch_reduce` with ``scatter``."""
-        return self.flat[self.layout.segment(index)]
-
-    def keep_segment(self, index: int) -> None:
-        """Clear all but one segment."""
-        kept = self.layout.segment(index)
+    def keep_segment(self) -> None:
+        """Clear all but this replica's segment, where the sum so far is again if it was kept apart."""
+        self.open()
+        kept = self.layout.segment(self._index)
         self.flat[: kept.start].zero_()
         self.flat[kept.stop :].zero_()
+        if self.frees:
+            self._segment.copy_(self.complete())
+            self.clear()
+
+    def clear(self) -> None:
+        """Let the sum that is kept apart be zero."""
+        self._is_zero = True
+
+    def complete(self) -> Tensor:
+        """This replica's segment of the sum, after a reduction."""
+        if self._is_zero:
+            self.own.zero_()
+            self._is_zero = False
+        return self.own
 
     def launch_reduce(self, group: Group, dtype: torch.dtype | None, *, scatter: bool) -> None:
         """Start to sum the buffer, rounded to ``dtype``, over a group. Collective: the group.
@@ -59,16 +132,36 @@ class Bucket:
         self.work = group.reduce_scatter_segments(self._sent) if scatter else group.all_reduce(self._sent)
 
     def wait(self) -> None:
-        """Wait for the reduction, and copy the sum into the buffer."""
+        """Wait for the reduction, and copy the sum to where it is kept, or add it to what is kept there."""
         assert self.work is not None
         self.work.wait()
-        if self._sent is not self.flat:
+        if self.frees:
+            part = self._sent[self.layout.segment(self._index)]
+            if self._is_zero:
+                self.own.copy_(part)
+            else:
+                self.own.add_(part)
+            self._is_zero = False
+        elif self._sent is not self.flat:
             self.flat.copy_(self._sent)
         self.cancel()
 
     def cancel(self) -> None:
         """Forget the running reduction."""
         self.work, self._sent = None, self.flat
+
+
+def allocate_flat(flat: Tensor) -> None:
+    """Give a flat tensor, which has its storage for itself, memory again after :func:`free_flat`."""
+    flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
+
+
+def free_flat(flat: Tensor) -> None:
+    """Free the memory of a flat tensor. Nothing may read it, or a view of it, before :func:`allocate_flat`.
+
+    Views stay valid, unlike those of a tensor that is replaced by a new one, and so do those that autograd has saved.
+    """
+    flat.untyped_storage().resize_(0)
 
 
 def accumulation_dtype(parameter: Tensor) -> torch.dtype:

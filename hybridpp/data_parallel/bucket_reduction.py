@@ -100,7 +100,7 @@ class BucketReduction:
         if bucket.pending is None:
             return False
         if name not in self._deferred:
-            if bucket.work is not None:
+            if self._is_launched(bucket):
                 raise ConfigError(
                     f"one backward pass added to the gradient of {name!r} again after its reduction had started. "
                     "Reentrant activation checkpointing does that for a module that is called twice: checkpoint "
@@ -108,6 +108,10 @@ class BucketReduction:
                 )
             self.complete(name)
         return True
+
+    def _is_launched(self, bucket: Bucket) -> bool:
+        """Whether the reduction of what the running pass adds to has begun."""
+        return bucket.work is not None
 
     def complete(self, name: str) -> None:
         """Note that a gradient is complete, if this is the last backward pass that adds to it."""
@@ -144,6 +148,9 @@ class BucketReduction:
         for bucket in self._buckets[self._num_launched :]:
             self._reduce(bucket)
             self._num_launched += 1
+        self._launch_flags()
+
+    def _launch_flags(self) -> None:
         if self._names and self._flags_work is None:
             self._reduce_flags()
 
@@ -168,11 +175,18 @@ class BucketReduction:
         for bucket in self._shared:
             self._reduce(bucket)
         for bucket in self._accumulator.buckets:
-            bucket.wait()
+            if bucket.work is not None:
+                bucket.wait()
+            if bucket.frees:
+                bucket.complete()
+                self._accumulator.free(bucket)
         if self._flags_work is not None:
             self._flags_work.wait()
         self._flags_work = None
         self.reset()
+
+    def end_passes(self) -> None:
+        """After the passes of a call that does not complete the gradients: wait for what runs. Collective."""
 
     def cancel(self) -> None:
         """Forget running reductions, without waiting: a replica that failed never joins them. See :meth:`settle`."""

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from hybridpp.cluster import Group
 from hybridpp.data_parallel.accumulator import GradientAccumulator
-from hybridpp.data_parallel.bucket import piece_in
+from hybridpp.data_parallel.bucket import Bucket, GradientSharding, piece_in, views_in
 from hybridpp.data_parallel.bucket_reduction import BucketReduction
 from hybridpp.data_parallel.gradient_hooks import GradientHooks
 from hybridpp.data_parallel.layout import ShardLayout
+from hybridpp.data_parallel.pass_reduction import PassReduction
 from hybridpp.data_parallel.shared_gradients import SharedGradients, Summand
 from hybridpp.errors import ConfigError
 from hybridpp.nn.fp32_products import adds_products
@@ -50,8 +51,8 @@ class GradientBuckets:
         coalesced_group: one of the groups in ``shared`` whose members hold the same parameters: all its sums go in one
             message.
         fuses_products: whether :meth:`add_product` may be used.
-        scatter: whether a replica gets only its own segment of each sum (ZeRO). Between reduction and step,
-            ``parameter.grad`` is None then.
+        sharding: what a replica keeps of each sum (ZeRO). If it is a segment, ``parameter.grad`` is None between
+            reduction and step.
 
     Attributes:
         parameters: as given.
@@ -69,33 +70,46 @@ class GradientBuckets:
         exposes_grad: bool = True,
         coalesced_group: Group | None = None,
         fuses_products: bool = True,
-        scatter: bool = False,
+        sharding: GradientSharding = GradientSharding.NONE,
     ):
+        if group.size == 1:
+            sharding = GradientSharding.NONE
         self.parameters = parameters
         self._group = group
-        self._accumulator = GradientAccumulator(parameters, layout, exposes_grad)
+        self._scatters = sharding is not GradientSharding.NONE
+        self._reduces_each_pass = sharding is GradientSharding.MICROBATCH
+        self._accumulator = GradientAccumulator(parameters, layout, exposes_grad, sharding)
         self._shared = SharedGradients(coalesced_group)
         for name, groups in (shared or {}).items():
             for one in groups:
                 self.add_shared(name, one, self._accumulator.views[name])
         self.communication_dtype = communication_dtype
-        self.exposes_grad = exposes_grad and not (scatter and group.size > 1)
+        self.exposes_grad = exposes_grad and not self._scatters
         self._fuses_products = fuses_products
         self._hooks = GradientHooks(self._accumulator, parameters, self._on_gradient)
         self._used = self._hooks.reached
-        self._scatters = scatter and group.size > 1
-        buckets = self._accumulator.buckets
         self._pieces = {
-            piece.name: piece_in(bucket.flat, piece, parameters[piece.name])
-            for bucket in buckets
-            for piece in bucket.layout.pieces(group.rank)
+            piece.name: piece_in(bucket.own, piece, parameters[piece.name])
+            for bucket in self._accumulator.buckets
+            for piece in bucket.layout.pieces_within(group.rank)
         }
-        self._reduction: BucketReduction | None = None
-        if group.size > 1:
-            dtype, reached = communication_dtype, self._used
-            self._reduction = BucketReduction(self._accumulator, group, dtype, reached, scatter=self._scatters)
+        self._reduction = self._make_reduction()
         self._state = _State.CONSUMED
         self._sync = True
+        self._is_stashed = False
+
+    def _make_reduction(self) -> BucketReduction | None:
+        if self._group.size == 1:
+            return None
+        arguments = (self._accumulator, self._group, self.communication_dtype, self._used)
+        if self._reduces_each_pass:
+            return PassReduction(*arguments, scatter=True, on_launch=self._lend)
+        return BucketReduction(*arguments, scatter=self._scatters)
+
+    def _lend(self, bucket: Bucket) -> None:
+        """Let a reduction have a bucket; the next gradients come through hooks, which wait for it."""
+        self._accumulator.lend(bucket)
+        self._hooks.enable(bucket.views)
 
     @property
     def views(self) -> dict[str, Tensor]:
@@ -105,18 +119,32 @@ class GradientBuckets:
     @property
     def gradients(self) -> dict[str, Tensor]:
         """This replica's part of the sums, by name: after a reduction that scatters its pieces, else all."""
-        return self._pieces if self._is_scattered else self._accumulator.zero_stale()
+        if self._is_scattered:
+            return self._pieces
+        return self._accumulator.zero_stale(self._accumulator.buckets if self._is_stashed else None)
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """The sums, by name. Collective: all replicas of this stage, after a reduction that scatters."""
-        if self._is_scattered:
-            for bucket in self._accumulator.buckets:
-                self._group.all_gather_segments(bucket.flat).wait()
-        return self._accumulator.zero_stale()
+        if not self._is_scattered:
+            return self._accumulator.zero_stale()
+        if self._state is _State.LOCAL:
+            raise ConfigError(
+                'gradients are not complete inside no_sync, and with zero_reduce="microbatch" no replica has its own '
+                "ones. Read them after the block."
+            )
+        unsharded: dict[str, Tensor] = {}
+        for bucket in self._accumulator.buckets:
+            flat = bucket.flat
+            if bucket.frees:
+                flat = bucket.own.new_zeros(bucket.layout.size)
+                flat[bucket.layout.segment(self._group.rank)] = bucket.complete()
+            self._group.all_gather_segments(flat).wait()
+            unsharded |= views_in(flat, bucket.layout, self.parameters) if bucket.frees else bucket.views
+        return unsharded
 
     @property
     def _is_scattered(self) -> bool:
-        return self._scatters and self._state is not _State.LOCAL
+        return self._scatters and not self._is_stashed and (self._state is not _State.LOCAL or self._reduces_each_pass)
 
     def add_shared(self, name: str, group: Group, view: Tensor) -> None:
         """Add a group whose members hold a summand each of a gradient, or of the part of it that ``view`` is."""
@@ -161,10 +189,11 @@ class GradientBuckets:
 
         Each replica keeps its segments, as it must where it has no others: so sums are added in the same order.
         """
-        self._accumulator.zero_stale()
+        held = [bucket for bucket in self._accumulator.buckets if not bucket.each_pass]
+        self._accumulator.zero_stale(held)
         if self._group.size > 1:
-            for bucket in self._accumulator.buckets:
-                bucket.keep_segment(self._group.rank)
+            for bucket in held:
+                bucket.keep_segment()
         self._shared.keep_one_copy()
 
     def begin_last_backward(self, stage: int | None = None, pending: Collection[str] | None = None) -> bool:
@@ -177,7 +206,7 @@ class GradientBuckets:
         Returns:
             Whether gradients are reduced over replicas.
         """
-        if not self._sync or self._reduction is None:
+        if self._reduction is None or self._is_stashed or not (self._sync or self._reduces_each_pass):
             return False
         self._hooks.enable(self._reduction.names_of(stage))
         self._reduction.begin(stage, pending)
@@ -234,8 +263,12 @@ class GradientBuckets:
         """
         self.end_backward()
         self._hooks.enable()
+        if self._state is not _State.LOCAL:
+            return
         self._accumulator.zero_stale()
-        if not self._sync or self._state is not _State.LOCAL:
+        if not self._sync:
+            if self._reduction is not None and not self._is_stashed:
+                self._reduction.end_passes()
             return
         if self._reduction is not None:
             self._reduction.finish(self._sum_shared)
@@ -346,10 +379,13 @@ class GradientBuckets:
         used, state = set(self._used), self._state
         try:
             with self.no_sync():
+                self._is_stashed = True
                 # Zeros, as the caller may read gradients before the first backward pass.
                 self.zero(set_to_none=False)
+                self._accumulator.zero_stale(self._accumulator.buckets)
                 yield
         finally:
+            self._is_stashed = False
             self._hooks.enable()
             self._used.clear()
             self._used.update(used)
@@ -370,7 +406,7 @@ class GradientBuckets:
             flat.clamp_(-limit, limit)
 
     def _own_flats(self) -> list[Tensor]:
-        return self._accumulator.flats(self._group.rank if self._is_scattered else None)
+        return self._accumulator.flats(own=self._is_scattered)
 
     def zero(self, set_to_none: bool = True) -> None:
         """Drop all gradients; exposed ``parameter.grad`` become None, or zeros unless ``set_to_none``."""

@@ -105,6 +105,14 @@ class BucketLayout:
         """The elements of a segment."""
         return slice(index * self.segment_size, (index + 1) * self.segment_size)
 
+    def gaps(self) -> Iterator[slice]:
+        """The elements that belong to no parameter: padding."""
+        end = 0
+        for _, start, size in (*self.slots, Slot("", self.size, 0)):
+            if start > end:
+                yield slice(end, start)
+            end = start + size
+
     def pieces(self, index: int) -> Iterator[Piece]:
         """What lies in a segment, in order; parameters without elements lie in none."""
         low, high = index * self.segment_size, (index + 1) * self.segment_size
@@ -112,6 +120,11 @@ class BucketLayout:
             first, last = max(start, low), min(start + size, high)
             if first < last:
                 yield Piece(name, first - start, last - start, first, last - first == size)
+
+    def pieces_within(self, index: int) -> Iterator[Piece]:
+        """The same with offsets from the start of the segment."""
+        for piece in self.pieces(index):
+            yield piece._replace(offset=piece.offset - index * self.segment_size)
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,13 @@ class TrainingStateSpec(NamedTuple):
         moments: optimizer states per weight, at least as wide as fp32; None: no optimizer and no gradients.
         masters: whether there is an fp32 master weight.
         num_shards: replicas that divide masters and optimizer states among themselves (ZeRO).
+        num_gradient_shards: replicas that divide gradients among themselves.
     """
 
     moments: int | None = None
     masters: bool = False
     num_shards: int = 1
+    num_gradient_shards: int = 1
 
     def bytes_of(self, parameter: nn.Parameter, dtype: torch.dtype, num_elements: int | None = None) -> int:
         """Bytes of the weight in ``dtype`` and, if it is trained, of its gradient, master weight and optimizer state.
@@ -47,7 +49,7 @@ class TrainingStateSpec(NamedTuple):
         wide = max(dtype.itemsize, torch.float32.itemsize)
         return StateBytes(
             weights=count * dtype.itemsize,
-            gradients=0 if self.moments is None else count * wide,
+            gradients=0 if self.moments is None else math.ceil(count / self.num_gradient_shards) * wide,
             masters=divided * torch.float32.itemsize if self.masters else 0,
             moments=divided * wide * (self.moments or 0),
         )

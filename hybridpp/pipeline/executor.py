@@ -156,8 +156,8 @@ class _Handlers:
         self._plans = [stages.plans(*self._call(microbatch.inputs)) for microbatch in step.microbatches]
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._wgrad_tasks: dict[Action, list[WgradTask]] = {}
-        # The action after which the gradients of each stage are complete.
-        self._last: dict[int, Action] = {}
+        # The actions after which the gradients of a stage are reduced.
+        self._reduced_after: set[Action] = set()
         self._split: set[tuple[int, int | None]] = set()
         # Whether any weight gradient is deferred.
         self._defers = weight_gradients.is_always_needed
@@ -177,14 +177,17 @@ class _Handlers:
         }
 
     def expect(self, program: Program) -> None:
-        """Prepare for a program: find the action after which the gradients of each stage are complete."""
+        """Prepare for a program: find the actions after which the gradients of a stage are reduced."""
         forwards = [(stage, microbatch or 0) for stage, kind, microbatch in program if kind is ActionKind.FORWARD]
         self._inputs.expect(forwards)
         self._split = {(stage, microbatch) for stage, kind, microbatch in program if kind is ActionKind.INPUT_GRADIENT}
         self._defers = bool(self._split) or self._weight_gradients.is_always_needed
         if self._defers:
             self._weight_gradients.begin(splits=bool(self._split))
-        self._last = {action.stage: action for action in program if action.kind in _ADDS_TO_GRADIENTS}
+        adding = [action for action in program if action.kind in _ADDS_TO_GRADIENTS]
+        each = {(stage, microbatch) for stage, kind, microbatch in program if kind is ActionKind.REDUCE_GRADIENTS}
+        self._reduced_after = {action for action in adding if (action.stage, action.microbatch) in each}
+        self._reduced_after.update({action.stage: action for action in adding}.values())
 
     def finish(self) -> None:
         """Wait for the remaining sends, and check that nothing is left.
@@ -241,7 +244,7 @@ class _Handlers:
             self.messages.pass_activations(action, tensors)
 
     def _backward(self, action: Action) -> None:
-        is_last = action == self._last[action.stage]
+        is_last = action in self._reduced_after
         is_observed = is_last and self._step.begin_last_backward(action.stage, None)
         if not self._defers:
             self._run_backward(action)
@@ -264,7 +267,7 @@ class _Handlers:
 
     def _weight_gradient(self, action: Action) -> None:
         tasks = take_held(self._wgrad_tasks, action)
-        if is_last := action == self._last[action.stage]:
+        if is_last := action in self._reduced_after:
             names = {name for task in tasks for name in task.binding.names}
             self._step.begin_last_backward(action.stage, names)
         self._weight_gradients.add(tasks, final=is_last)
@@ -289,4 +292,7 @@ class _Handlers:
             self.messages.pass_gradients(action, stage_input.gradients())
 
     def _reduce_gradients(self, action: Action) -> None:
+        if action.microbatch is not None and action.microbatch >= len(self._step.microbatches):
+            # Of a micro-batch that other replicas have.
+            self._step.begin_last_backward(action.stage, ())
         self._step.reduce_gradients(action.stage)

@@ -2,7 +2,16 @@
 
 from typing import NamedTuple
 
-from hybridpp.schedule import Action, ActionKind, Program, Programs, completed_sends, lower, placement
+from hybridpp.schedule import (
+    Action,
+    ActionKind,
+    Program,
+    Programs,
+    completed_sends,
+    first_microbatches,
+    lower,
+    placement,
+)
 
 
 class RankProgram(NamedTuple):
@@ -21,9 +30,19 @@ class RankProgram(NamedTuple):
     losses_after: int
 
 
-def rank_programs(programs: Programs) -> tuple[RankProgram, ...]:
-    """The program of every rank, with communication, for checked compute programs."""
-    lowered = lower(programs)
+def rank_programs(
+    programs: Programs, *, reduces_each: bool = False, num_microbatches: int | None = None
+) -> tuple[RankProgram, ...]:
+    """The program of every rank, with communication, for checked compute programs.
+
+    Args:
+        programs: compute programs.
+        reduces_each: whether gradients are reduced after every action that adds to them.
+        num_microbatches: of this replica, if other replicas have more, for which ``programs`` are.
+    """
+    lowered = lower(programs, reduces_each=reduces_each)
+    if num_microbatches is not None:
+        lowered = first_microbatches(lowered, num_microbatches)
     where = placement(programs)
     return tuple(
         RankProgram(actions, done, where, _losses_after(actions, len(where) - 1))

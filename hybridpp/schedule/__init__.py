@@ -8,7 +8,7 @@ from hybridpp.schedule.files import load_schedule, save_schedule
 from hybridpp.schedule.forward_only import forward_only
 from hybridpp.schedule.gpipe import gpipe
 from hybridpp.schedule.interleaved import interleaved
-from hybridpp.schedule.lower import lower
+from hybridpp.schedule.lower import first_microbatches, lower
 from hybridpp.schedule.memory import peak_activations
 from hybridpp.schedule.one_f_one_b import one_f_one_b
 from hybridpp.schedule.registry import SCHEDULES, ScheduleEntry, find_schedule, make_schedule, stages_placement
@@ -38,6 +38,7 @@ __all__ = [
     "fill_weight_gradients",
     "find_deadlock",
     "find_schedule",
+    "first_microbatches",
     "forward_only",
     "gpipe",
     "interleaved",

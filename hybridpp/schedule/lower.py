@@ -34,7 +34,9 @@ class _Post(NamedTuple):
     action: Action
 
 
-def lower(programs: Programs, durations: Mapping[ActionKind, float] = UNIT_DURATIONS) -> Programs:
+def lower(
+    programs: Programs, durations: Mapping[ActionKind, float] = UNIT_DURATIONS, *, reduces_each: bool = False
+) -> Programs:
     """Programs with communication added, in the order of one global clock.
 
     The clock is that of the compute programs, each action as early as possible. A message has the time at which its
@@ -50,6 +52,8 @@ def lower(programs: Programs, durations: Mapping[ActionKind, float] = UNIT_DURAT
     Args:
         programs: compute programs that :func:`~hybridpp.schedule.check_program` accepts.
         durations: of actions by their kind, above 0. They decide how early receives are posted.
+        reduces_each: whether gradients are reduced after every action that adds to them, not only after the last; the
+            reductions have the action's micro-batch then.
     """
     intervals = earliest_times(programs, durations)
     rank_of = {action.stage: rank for rank, program in enumerate(programs) for action in program}
@@ -60,11 +64,28 @@ def lower(programs: Programs, durations: Mapping[ActionKind, float] = UNIT_DURAT
             when = (intervals[action].end, rank, position)
             for peer, post in _messages(action, rank, rank_of):
                 posts[peer].append(_Post(*when, post))
-            if last_gradient.get(action.stage) == action:
+            if reduces_each and action.kind in FILLS_GRADIENTS:
+                posts[rank].append(_Post(*when, action._replace(kind=ActionKind.REDUCE_GRADIENTS)))
+            elif last_gradient.get(action.stage) == action:
                 posts[rank].append(_Post(*when, Action(action.stage, ActionKind.REDUCE_GRADIENTS)))
     # Not by the action: of one result, the send comes before the reduction.
     ordered = [sorted(own, key=lambda post: post[:3]) for own in posts]
     return tuple(_merged(program, deque(own), intervals) for program, own in zip(programs, ordered, strict=True))
+
+
+def first_microbatches(programs: Programs, count: int) -> Programs:
+    """Lowered programs without the work for all micro-batches but the first ``count``; reductions stay.
+
+    Replicas with fewer micro-batches than others run them, so that all replicas reduce in one order.
+    """
+    return tuple(
+        tuple(
+            action
+            for action in program
+            if (action.microbatch or 0) < count or action.kind is ActionKind.REDUCE_GRADIENTS
+        )
+        for program in programs
+    )
 
 
 def _merged(program: Program, posts: deque[_Post], intervals: Mapping[Action, StartEnd]) -> Program:

@@ -130,7 +130,7 @@ class Engine:
     @property
     def zero_stage(self) -> int:
         """What replicas divide among themselves."""
-        return 0 if self.weights.flat is None else 1
+        return self.weights.zero.zero_stage
 
     @property
     def model(self) -> nn.Module:
@@ -190,7 +190,8 @@ class Engine:
         counts = frozenset(int(infos[ranks[0]].num_microbatches) for ranks in self.layout.pipelines)
         own_count = int(infos[self.layout.world.rank].num_microbatches)
         if (counts, own_count, training) not in self._programs:
-            programs = {count: self.planner.programs(count, training) for count in sorted(counts)}
+            most = max(counts)
+            programs = {count: self.planner.programs(count, training, most) for count in sorted(counts)}
             self._programs[counts, own_count, training] = programs[own_count][self.layout.pp.rank]
         return self._programs[counts, own_count, training]
 

@@ -71,7 +71,9 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
             sharded layers of a block; needs ``tp_size > 1``.
         sequence_parallelism_mode: ``"split_gather"``, the only supported mode; None means the same.
         zero_stage: what replicas divide among themselves (ZeRO). 0: nothing; 1: optimizer state and fp32 masters, with
-            the same results.
+            the same results; 2: also gradients.
+        zero_reduce: when gradients are summed over the replicas from stage 2 on: after the backward pass of each
+            ``"microbatch"`` (the default; results differ by rounding), or once per ``"step"`` (the same results).
         broadcast_buffers: whether replicas take the first one's persistent buffers after each step of training, where a
             forward writes to them, as in ``DistributedDataParallel``; False: each keeps its own. Running statistics of
             batch normalisation are those of one process either way.
@@ -145,6 +147,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
         enable_sequence_parallelism: bool = False,
         sequence_parallelism_mode: Literal["split_gather"] | None = None,
         zero_stage: int = 0,
+        zero_reduce: Literal["microbatch", "step"] | None = None,
         broadcast_buffers: bool = True,
         fp32_modules: Sequence[str] = (),
         fp32_norms: bool | None = None,
@@ -172,8 +175,9 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
         self.dp_size = self.settings.parallel.dp_size(world.size)
         self.precision = str(self.settings.precision)
         self.max_norm = self.settings.optimizer.max_norm
-        self.zero_stage = self.settings.parallel.zero_stage
-        self._planner = SchedulePlanner(self.settings.pipeline, pp_size)
+        self.zero_stage = self.settings.zero.zero_stage
+        reduces_each = self.dp_size > 1 and self.settings.zero.reduces_each_microbatch
+        self._planner = SchedulePlanner(self.settings.pipeline, pp_size, reduces_each=reduces_each)
         if self.settings.compile.is_on and self._planner.splits_backward:
             compile_keywords(self.settings.compile.keywords())
         grid = RankGrid(dp_size=self.dp_size, pp_size=pp_size, tp_size=tp_size)

@@ -3,21 +3,25 @@
 import torch
 from torch.optim import Optimizer
 
-from hybridpp.config import Precision
+from hybridpp.config import Precision, ZeroConfig
 from hybridpp.partition import TrainingStateSpec
 
 
-def optimizer_memory(optimizer: Optimizer | None, precision: Precision, num_shards: int = 1) -> TrainingStateSpec:
+def optimizer_memory(
+    optimizer: Optimizer | None, precision: Precision, zero: ZeroConfig | None = None, num_replicas: int = 1
+) -> TrainingStateSpec:
     """Gradients, masters and optimizer state per weight; ``optimizer`` None: the model is not trained.
 
     SGD keeps one number per weight with momentum, else none. All other optimizers are counted as Adam: two numbers per
-    weight, or three with ``amsgrad``. ``num_shards`` replicas divide masters and state among themselves.
+    weight, or three with ``amsgrad``. ``num_replicas`` replicas divide what ``zero`` says among themselves.
     """
     masters = precision is not Precision.FP32
     if optimizer is None:
         return TrainingStateSpec(None, masters)
     moments = max((_moments(optimizer, group) for group in optimizer.param_groups), default=0)
-    return TrainingStateSpec(moments, masters, num_shards)
+    zero = zero or ZeroConfig()
+    shards = num_replicas if zero.zero_stage else 1
+    return TrainingStateSpec(moments, masters, shards, shards if zero.reduces_each_microbatch else 1)
 
 
 def _moments(optimizer: Optimizer, group: dict[str, object]) -> int:

@@ -32,6 +32,7 @@ class SchedulePlanner:
         config: ``config.schedule`` is a name, a file (CSV or JSON), the programs themselves (actions or their text, one
             row per rank), or a function ``(num_ranks, num_microbatches)`` that returns such programs.
         num_ranks: ranks of the pipeline.
+        reduces_each: whether gradients are reduced after every action that adds to them.
 
     Attributes:
         placement: the rank of every stage.
@@ -40,7 +41,8 @@ class SchedulePlanner:
         ScheduleError: the schedule is unknown, does not run, or is for another number of ranks.
     """
 
-    def __init__(self, config: PipelineConfig, num_ranks: int):
+    def __init__(self, config: PipelineConfig, num_ranks: int, *, reduces_each: bool = False):
+        self._reduces_each = reduces_each
         self._num_ranks = num_ranks
         schedule: Any = config.schedule
         self._name = _name_of(schedule)
@@ -69,15 +71,23 @@ class SchedulePlanner:
         example = self._checked(self._example_size)
         return any(action.kind is ActionKind.WEIGHT_GRADIENT for program in example for action in program)
 
-    def programs(self, num_microbatches: int, training: bool) -> tuple[RankProgram, ...]:
+    def programs(self, num_microbatches: int, training: bool, most: int) -> tuple[RankProgram, ...]:
         """The program of every rank.
+
+        Args:
+            num_microbatches: of this replica.
+            training: whether there are backward passes.
+            most: the largest number of micro-batches of a replica. If gradients are reduced after every action, all
+                replicas follow its program.
 
         Raises:
             ScheduleError: the schedule is for another number of micro-batches.
         """
-        return (self._training if training else self._evaluation)(num_microbatches)
+        if not training:
+            return self._evaluation(num_microbatches)
+        return self._training(num_microbatches, most if self._reduces_each else num_microbatches)
 
-    def _plan_training(self, num_microbatches: int) -> tuple[RankProgram, ...]:
+    def _plan_training(self, own_count: int, num_microbatches: int) -> tuple[RankProgram, ...]:
         programs = self._checked(num_microbatches)
         if placement(programs) != self.placement:
             raise ScheduleError(
@@ -87,7 +97,7 @@ class SchedulePlanner:
             )
         if not self._is_known:
             check_on_devices(programs)
-        return rank_programs(programs)
+        return rank_programs(programs, reduces_each=self._reduces_each, num_microbatches=own_count)
 
     def _checked(self, num_microbatches: int) -> Programs:
         programs = _actions(self._make(self._num_ranks, num_microbatches), self._name)

@@ -14,6 +14,7 @@ from hybridpp.config import (
     PipelineConfig,
     Precision,
     PrecisionConfig,
+    ZeroConfig,
     require_bools,
 )
 from hybridpp.errors import ConfigError
@@ -25,6 +26,7 @@ class PluginSettings(NamedTuple):
     """All settings of a :class:`~hybridpp_plugins.HybridParallelPlugin`."""
 
     parallel: ParallelConfig
+    zero: ZeroConfig
     pipeline: PipelineConfig
     partition: PartitionConfig
     precision: Precision
@@ -57,6 +59,7 @@ def parse_settings(given: Mapping[str, Any], other: Mapping[str, Any]) -> Plugin
     precision_config = _take(PrecisionConfig, values)
     settings = PluginSettings(
         parallel=_take(ParallelConfig, values),
+        zero=_take(ZeroConfig, values),
         pipeline=_take(PipelineConfig, values),
         partition=_take(PartitionConfig, values),
         precision=Precision.parse(precision_config.precision),

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from hybridpp.checkpoint import derive_buffers
 from hybridpp.cluster import get_dist_logger
-from hybridpp.config import Precision
+from hybridpp.config import Precision, ZeroConfig
 from hybridpp.data_parallel import GradientBuckets, RunningStatistics
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn.fp32_products import adds_products
@@ -49,8 +49,7 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
     compiled = _compile_blocks(adapter, settings, planner, device)
     applied_tp = apply_tensor_parallel(adapter, settings.parallel, layout, find_samples, compiled)
     rules = None if optimizer is None else _update_rules(optimizer, original.names, applied_tp, context)
-    num_shards = layout.dp.size if rules and rules.scatter else 1
-    state_spec = optimizer_memory(optimizer, settings.precision, num_shards)
+    state_spec = optimizer_memory(optimizer, settings.precision, settings.zero, layout.dp.size)
     placed = place_model(adapter, applied_tp, module_dtypes, context, original.uninitialized, state_spec, rules)
     staged, progress = placed.staged, RunProgress(seed)
     buckets, boosted = None, None
@@ -116,10 +115,12 @@ def _update_rules(
     """
     settings, layout = context.settings, context.layout
     check_locality(optimizer, names, layout, context.device)
-    scatter, indivisible = settings.parallel.zero_stage > 0 and layout.dp.size > 1, frozenset[str]()
-    if scatter:
-        indivisible = indivisible_parameters(optimizer, names, settings.parallel.zero_stage, context.device)
-    return UpdateRules(settings.optimizer, scatter, indivisible, applied_tp.summed)
+    zero, indivisible = settings.zero, frozenset[str]()
+    if layout.dp.size == 1:
+        zero = ZeroConfig()
+    if zero.zero_stage:
+        indivisible = indivisible_parameters(optimizer, names, zero.zero_stage, context.device)
+    return UpdateRules(settings.optimizer, zero, indivisible, applied_tp.summed)
 
 
 def _wrap_optimizer(

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.checkpoint import swap_value, without_flat_weights
-from hybridpp.config import OptimizerConfig, Precision
-from hybridpp.data_parallel import FlatWeights, ShardLayout, layout_of, parts_of
+from hybridpp.config import OptimizerConfig, Precision, ZeroConfig
+from hybridpp.data_parallel import FlatWeights, GradientSharding, ShardLayout, layout_of, parts_of
 from hybridpp.partition import StagedModel
 from hybridpp.precision import MasterWeights, ReplicatedTarget, ShardedTarget
 from hybridpp.tensor_parallel import sharding_of
@@ -20,13 +20,13 @@ class UpdateRules(NamedTuple):
 
     Attributes:
         config: of the optimizer.
-        scatter: whether replicas divide the update among themselves (ZeRO).
+        zero: what replicas divide among themselves; nothing, if there is one.
         indivisible: parameters, by name, that one replica must update whole.
         summed: parameters, by name, whose gradients are summed over the tensor-parallel ranks.
     """
 
     config: OptimizerConfig
-    scatter: bool
+    zero: ZeroConfig
     indivisible: Collection[str]
     summed: Collection[str]
 
@@ -39,6 +39,7 @@ class TrainedWeights(NamedTuple):
         masters: fp32 masters of them, or of the pieces that this replica updates; none in fp32.
         layout: of their gradients, and of the weights with ZeRO; None: there is no optimizer.
         flat: the weights, where replicas exchange pieces of them; else None.
+        zero: what replicas divide among themselves.
         ranks_of: the pipeline positions that hold each of the complete model's parameters.
         in_half: whether there are masters, here or on other replicas.
     """
@@ -47,8 +48,16 @@ class TrainedWeights(NamedTuple):
     masters: MasterWeights
     layout: ShardLayout | None
     flat: FlatWeights | None
+    zero: ZeroConfig
     ranks_of: Mapping[str, tuple[int, ...]]
     in_half: bool
+
+    @property
+    def sharding(self) -> GradientSharding:
+        """What this replica keeps of the sums of gradients."""
+        if self.zero.zero_stage < 2:
+            return GradientSharding.SCATTERED if self.zero.zero_stage else GradientSharding.NONE
+        return GradientSharding.MICROBATCH if self.zero.reduces_each_microbatch else GradientSharding.STEP
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """What this replica updates of a tensor of a parameter's shape."""
@@ -93,7 +102,8 @@ def trained_weights(
     in_half = precision is not Precision.FP32
     with_masters = {name: p for name, p in parameters.items() if in_half and p.is_floating_point()}
     if rules is None:
-        return TrainedWeights(parameters, MasterWeights(with_masters, values), None, None, ranks_of, in_half)
+        masters = MasterWeights(with_masters, values)
+        return TrainedWeights(parameters, masters, None, None, ZeroConfig(), ranks_of, in_half)
     shared = {name for name in parameters if len(ranks_of[name]) > 1 or name in rules.summed}
     shared |= {name for name, p in parameters.items() if (sharding := sharding_of(p)) and sharding.has_copies()}
     own = {stage for stage, position in enumerate(placement) if position == layout.here.pp}
@@ -102,16 +112,17 @@ def trained_weights(
         layout.dp,
         rules.config.ddp_bucket_cap_mb,
         shared=shared,
-        indivisible=rules.indivisible if rules.scatter else (),
+        indivisible=rules.indivisible if rules.zero.zero_stage else (),
         stages={name: tuple(sorted(own.intersection(staged.owners[name]))) for name in parameters},
     )
-    if not rules.scatter:
-        return TrainedWeights(parameters, MasterWeights(with_masters, values), buckets, None, ranks_of, in_half)
+    if not rules.zero.zero_stage:
+        masters = MasterWeights(with_masters, values)
+        return TrainedWeights(parameters, masters, buckets, None, rules.zero, ranks_of, in_half)
     masters = MasterWeights(with_masters, values, parts_of(buckets, with_masters))
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     with torch.no_grad(), without_flat_weights(recurrent):
         flat = FlatWeights(buckets, parameters, layout.dp, device, _move)
-    return TrainedWeights(parameters, masters, buckets, flat, ranks_of, in_half)
+    return TrainedWeights(parameters, masters, buckets, flat, rules.zero, ranks_of, in_half)
 
 
 def _move(parameter: nn.Parameter, view: Tensor) -> None:

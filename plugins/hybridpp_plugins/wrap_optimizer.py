@@ -130,7 +130,7 @@ def _buckets(
         exposes_grad=settings.precision is Precision.FP32,
         coalesced_group=layout.tp,
         fuses_products=settings.optimizer.fused_weight_gradients,
-        scatter=weights.flat is not None,
+        sharding=weights.sharding,
     )
     if layout.tp.size > 1:
         share_replicated_gradients(buckets, sharded, layout)

@@ -109,7 +109,7 @@ def test_what_a_rank_of_several_replicas_holds(table):
     config.architectures = ["LlamaForCausalLM"]
     title = "MiB of each rank in training with Adam, 4 replicas, zero_stage={}\n\n"
     held = {}
-    for stage in (0, 1):
+    for stage in (0, 1, 2):
         text, _ = table(config, *arguments, "--zero-stage", str(stage))
         lines = text.partition(title.format(stage))[2].splitlines()
         assert [cell.strip() for cell in lines[0].split("|")] == [
@@ -120,6 +120,9 @@ def test_what_a_rank_of_several_replicas_holds(table):
         assert zero[:3] == plain[:3]
         assert zero[3:5] == [pytest.approx(masters_or_moments / 4, abs=0.1) for masters_or_moments in plain[3:5]]
         assert zero[5] == pytest.approx(sum(zero[1:5]), abs=0.2)
+    for plain, zero in zip(held[1], held[2], strict=True):
+        assert [*zero[:2], *zero[3:5]] == [*plain[:2], *plain[3:5]]
+        assert zero[2] == pytest.approx(plain[2] / 4, abs=0.1)
 
 
 def test_how_layers_are_divided(table):

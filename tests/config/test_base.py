@@ -12,17 +12,18 @@ from hybridpp.config import (
     OptimizerConfig,
     ParallelConfig,
     PipelineConfig,
+    ZeroConfig,
     require_bools,
 )
 
 NUMBERS = [
     (cls, field.name)
-    for cls in (ParallelConfig, OptimizerConfig, LossScaleConfig)
+    for cls in (ParallelConfig, ZeroConfig, OptimizerConfig, LossScaleConfig)
     for field in fields(cls)
     if field.type in (int, float) and field.name not in ("tp_size", "pp_size")
 ]
 WHOLE_NUMBERS = [
-    (ParallelConfig, "zero_stage"),
+    (ZeroConfig, "zero_stage"),
     (LossScaleConfig, "growth_interval"),
     (LossScaleConfig, "hysteresis"),
 ]
@@ -32,6 +33,7 @@ WHOLE_NUMBERS = [
     "config",
     [
         ParallelConfig(tp_size=1, pp_size=1),
+        ZeroConfig(),
         PipelineConfig(microbatch_size=1),
         LossScaleConfig(initial_scale=1.0, min_scale=1.0, max_scale=1.0),
         OptimizerConfig(),

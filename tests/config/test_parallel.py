@@ -20,12 +20,6 @@ from hybridpp.config import ParallelConfig, PartitionConfig
             "'*.o_proj': 'row'}: got ['*.q_proj'].",
         ),
         (
-            ParallelConfig,
-            {"zero_stage": 2},
-            "gradients and weights are not sharded yet: got zero_stage=2. Use zero_stage=1, which shards the "
-            "optimizer's state and the fp32 masters.",
-        ),
-        (
             PartitionConfig,
             {"layers_per_stage": 4},
             "layers_per_stage needs an integer of at least 1 for every stage: got 4.",

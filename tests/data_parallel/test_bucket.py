@@ -1,8 +1,9 @@
+import pytest
 import torch
 from torch import nn
 
 from hybridpp.cluster import current_world
-from hybridpp.data_parallel import layout_of
+from hybridpp.data_parallel import GradientSharding, layout_of
 from hybridpp.data_parallel.bucket import Bucket
 
 
@@ -22,6 +23,28 @@ def test_views_share_the_buffer_start_aligned_and_do_not_overlap():
         view.fill_(int(name[1:]) + 1)
     assert {name: view.unique().tolist() for name, view in bucket.views.items()} == {"p2": [3], "p1": [2], "p0": [1]}
     assert bucket.flat.sum() == 3 + 2 * 20 + 3 * 17
+
+
+@pytest.mark.parametrize("sharding", [GradientSharding.STEP, GradientSharding.MICROBATCH])
+def test_the_sum_is_kept_apart_from_a_buffer_that_can_be_freed(sharding):
+    found = parameters((3,), (4, 5), (17,))
+    layout = layout_of(found, current_world().control(), 1.0)
+    bucket = Bucket(layout.buckets[0], found, sharding=sharding)
+    assert (bucket.is_open, bucket.flat.untyped_storage().nbytes()) == (False, 0)
+    bucket.open()
+    gaps = torch.cat([bucket.flat[gap] for gap in layout.buckets[0].gaps()])
+    assert gaps.numel() == layout.buckets[0].size - 40
+    assert not gaps.any()
+    for view in bucket.views.values():
+        view.fill_(1)
+    for expected in (1, 2):
+        bucket.launch_reduce(current_world().control(), None, scatter=True)
+        bucket.wait()
+        assert bucket.complete().sum() == 40 * expected
+    bucket.close()
+    bucket.keep_segment()
+    assert [view.unique().item() for view in bucket.views.values()] == [2, 2, 2]
+    assert not bucket.complete().any()
 
 
 def test_samples_of_complex_gradients_are_real():

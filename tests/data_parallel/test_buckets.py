@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hybridpp.cluster import current_world
-from hybridpp.data_parallel import GradientBuckets, layout_of
+from hybridpp.data_parallel import GradientBuckets, GradientSharding, layout_of
 from hybridpp.errors import ConfigError
 
 
@@ -62,7 +62,8 @@ def test_full_buckets_reduce_during_the_last_backward_last_ones_first(kind):
     def run():
         model, events = wide_model(), []
         group = CountingGroup(current_world().control(), events)
-        buckets = make_buckets(model, group, TINY_MIB, scatter=kind == "scatter")
+        sharding = GradientSharding.SCATTERED if kind == "scatter" else GradientSharding.NONE
+        buckets = make_buckets(model, group, TINY_MIB, sharding=sharding)
         model[0].weight.register_post_accumulate_grad_hook(lambda _: events.append("first weight done"))
         accumulate(buckets, model, [0, 1])
         return events

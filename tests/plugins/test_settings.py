@@ -23,6 +23,7 @@ from hybridpp.config import (
     PartitionConfig,
     PipelineConfig,
     PrecisionConfig,
+    ZeroConfig,
 )
 from hybridpp.errors import ConfigError
 
@@ -34,6 +35,7 @@ CONFIGS = (
     OptimizerConfig,
     LossScaleConfig,
     CompileConfig,
+    ZeroConfig,
 )
 FIELDS = {field.name: (cls, field) for cls in CONFIGS for field in fields(cls) if field.name != "loss_scale"}
 PARAMETERS = {
