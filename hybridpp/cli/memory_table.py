@@ -7,7 +7,11 @@ from hybridpp.text_table import text_table
 
 
 def render_memory(
-    stages: Sequence[StageSummary], state_bytes: Mapping[str, StateBytes], num_replicas: int, zero_stage: int
+    stages: Sequence[StageSummary],
+    state_bytes: Mapping[str, StateBytes],
+    num_replicas: int,
+    zero_stage: int,
+    host_bytes: Mapping[str, int] | None = None,
 ) -> str:
     """A line per stage with the MiB that each of its ranks holds, trained with Adam.
 
@@ -16,12 +20,14 @@ def render_memory(
         state_bytes: of each parameter on a rank that holds it, by name.
         num_replicas: of the model.
         zero_stage: what replicas divide among themselves.
+        host_bytes: what of each parameter lies in host memory, beside that; None: nothing does.
     """
-    titles = ("stage", *StateBytes._fields, "total")
+    titles = ("stage", *StateBytes._fields, "total", *(() if host_bytes is None else ("host memory",)))
     rows = []
     for summary in stages:
         held = [state_bytes[name] for name in summary.parameters]
         sums = [sum(column) for column in zip(*held, strict=True)] or [0] * len(StateBytes._fields)
-        rows.append((str(summary.stage), *(f"{number / 2**20:,.1f}" for number in (*sums, sum(sums)))))
+        on_host = [] if host_bytes is None else [sum(host_bytes[name] for name in summary.parameters)]
+        rows.append((str(summary.stage), *(f"{number / 2**20:,.1f}" for number in (*sums, sum(sums), *on_host))))
     replicas = f"{num_replicas} replica{'s' if num_replicas > 1 else ''}"
     return f"MiB of each rank in training with Adam, {replicas}, zero_stage={zero_stage}\n\n{text_table(titles, rows)}"

@@ -53,6 +53,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=0,
         help="what replicas divide: 1: optimizer state and masters; 2: also gradients",
     )
+    parser.add_argument(
+        "--offload-optimizer",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of masters and states in host memory",
+    )
     parser.add_argument("--world-size", type=positive, help="ranks of the job (default: one replica)")
     parser.add_argument("--batch-size", type=positive, default=1, help="samples of a micro-batch (default: 1)")
     parser.add_argument("--sequence-length", type=positive, help="tokens of a text (default: 128, or what fits)")
@@ -66,7 +73,7 @@ def run(arguments: Namespace) -> str:
         balance=arguments.balance,
         memory_limit=arguments.memory_limit,
     )
-    zero = ZeroConfig(zero_stage=arguments.zero_stage)
+    zero = ZeroConfig(zero_stage=arguments.zero_stage, offload_optimizer=arguments.offload_optimizer)
     parallel = ParallelConfig(
         tp_size=arguments.tp_size,
         pp_size=arguments.pp_size,
@@ -86,12 +93,10 @@ def run(arguments: Namespace) -> str:
     precision = Precision(arguments.precision)
     num_shards = num_replicas if arguments.zero_stage else 1
     num_gradient_shards = num_replicas if zero.reduces_each_microbatch else 1
-    state_bytes = _state_bytes(
-        model,
-        casted,
-        TrainingStateSpec(_ADAMS, precision is not Precision.FP32, num_shards, num_gradient_shards),
-        shapes,
+    spec = TrainingStateSpec(
+        _ADAMS, precision is not Precision.FP32, num_shards, num_gradient_shards, zero.offload_optimizer
     )
+    state_bytes = _state_bytes(model, casted, spec, shapes)
     sizes = {name: parts.total for name, parts in state_bytes.items()}
     held = MemoryBudget(sizes=sizes, ranks=range(arguments.pp_size), limit=partition.limit_bytes)
     stages = _describe(model, arguments, partition, casted, held)
@@ -99,8 +104,9 @@ def run(arguments: Namespace) -> str:
     first = f"{type(model).__name__}, {_chosen_by(partition)}\n\n"
     shares = _shares(model, casted, shapes) if division else None
     parts = [first + render_cut(stages, num_parameters, arguments.batch_size, shares)]
-    if arguments.world_size or arguments.zero_stage:
-        parts.append(render_memory(stages, state_bytes, num_replicas, arguments.zero_stage))
+    if arguments.world_size or arguments.zero_stage or zero.offload_optimizer:
+        host_bytes = _host_bytes(model, casted, spec, shapes) if zero.offload_optimizer else None
+        parts.append(render_memory(stages, state_bytes, num_replicas, arguments.zero_stage, host_bytes))
     if division is not None:
         parts.append(render_sharding(model, division, arguments.tp_size))
     return "\n\n".join(parts)
@@ -136,6 +142,18 @@ def _state_bytes(
             parameter,
             casted.get(id(parameter), parameter.dtype),
             math.prod(shapes.get(name, parameter.shape)),
+        )
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _host_bytes(
+    model: nn.Module, casted: Mapping[int, torch.dtype], spec: TrainingStateSpec, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, int]:
+    """Host memory that a rank needs for each parameter that it holds, trained with Adam."""
+    return {
+        name: spec.host_bytes_of(
+            parameter, casted.get(id(parameter), parameter.dtype), math.prod(shapes.get(name, parameter.shape))
         )
         for name, parameter in model.named_parameters()
     }

@@ -16,10 +16,13 @@ class ZeroConfig(ConfigBase):
         zero_reduce: when gradients are summed over the replicas from stage 2 on: after the backward pass of each
             ``"microbatch"``, so that none are held complete, or once per ``"step"``, with the bits and the volume of
             stage 1; None: each micro-batch.
+        offload_optimizer: share of the optimizer's state and masters that lies in host memory and is updated
+            there, from 0 to 1; rounded up to whole buckets.
     """
 
     zero_stage: int = 0
     zero_reduce: Literal["microbatch", "step"] | None = None
+    offload_optimizer: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,6 +40,12 @@ class ZeroConfig(ConfigBase):
             raise ConfigError(
                 f"zero_reduce={reduce!r} has no effect below stage 2, where every replica holds complete gradients: "
                 f"got zero_stage={self.zero_stage}. Leave zero_reduce out, or use zero_stage=2."
+            )
+
+        if not 0 <= self.offload_optimizer <= 1:
+            raise ConfigError(
+                f"offload_optimizer must be from 0 to 1: got offload_optimizer={self.offload_optimizer!r}. Use 1.0 to "
+                "keep all of the optimizer's state in host memory."
             )
 
     @property

@@ -6,6 +6,7 @@ from hybridpp.data_parallel.buffer_broadcast import BufferBroadcast, buffers_to_
 from hybridpp.data_parallel.flat_weights import FlatWeights, parts_of
 from hybridpp.data_parallel.iterable_dataset import ShardedIterableDataset
 from hybridpp.data_parallel.layout import ShardLayout
+from hybridpp.data_parallel.offload_share import offloaded_parameters
 from hybridpp.data_parallel.reducer import GradientReducer
 from hybridpp.data_parallel.running_statistics import BufferWriteDetector, RunningStatistics
 from hybridpp.data_parallel.sampler import ShardedBatchSampler
@@ -28,5 +29,6 @@ __all__ = [
     "UpdateTarget",
     "buffers_to_send",
     "layout_of",
+    "offloaded_parameters",
     "parts_of",
 ]

@@ -119,7 +119,7 @@ class BufferBroadcast:
             if name not in now or (now[name].shape, now[name].dtype) != self._shapes[name]:
                 raise ConfigError(
                     f"the buffer {name} has another shape or dtype than in earlier steps, so it cannot be sent to "
-                    "other replicas. Write to it in owner, register it with persistent=False, or set "
+                    "other replicas. Write to it in place, register it with persistent=False, or set "
                     "broadcast_buffers=False."
                 )
         parts = [_bytes_of(now[name]) for name in self._agreed]

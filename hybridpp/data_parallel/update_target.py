@@ -10,8 +10,8 @@ from torch import Tensor, nn
 class UpdateTarget(Protocol):
     """Parameters, their fp32 masters, or the pieces of them that this rank updates.
 
-    An update is ``pull``, the optimizer's step inside ``lent``, and ``push``. Collective: all replicas, each of the
-    three, where a rank updates only a part of what it computes with; else none.
+    An update is ``pull``, then ``fetch`` and the optimizer's step inside ``lent``, then ``push``. Collective: all
+    replicas, each of these, where a rank updates only a part of what it computes with; else none.
     """
 
     @property
@@ -30,6 +30,13 @@ class UpdateTarget(Protocol):
 
     def lent(self, gradients: Mapping[str, Tensor], unused: Collection[str]) -> AbstractContextManager[None]:
         """A context in which ``grad`` of every tensor is its gradient, of the same shape; None if it is ``unused``."""
+
+    @property
+    def copies_gradients(self) -> bool:
+        """Whether :meth:`fetch` copies gradients, which must be final by then."""
+
+    def fetch(self) -> None:
+        """Inside :meth:`lent`, bring the gradients to where the tensors are."""
 
     def push(self) -> None:
         """Copy the updated values into the model's weights."""

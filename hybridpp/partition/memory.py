@@ -23,12 +23,14 @@ class TrainingStateSpec(NamedTuple):
         masters: whether there is an fp32 master weight.
         num_shards: replicas that divide masters and optimizer states among themselves (ZeRO).
         num_gradient_shards: replicas that divide gradients among themselves.
+        offload: share of masters and optimizer states that lies in host memory.
     """
 
     moments: int | None = None
     masters: bool = False
     num_shards: int = 1
     num_gradient_shards: int = 1
+    offload: float = 0.0
 
     def bytes_of(self, parameter: nn.Parameter, dtype: torch.dtype, num_elements: int | None = None) -> int:
         """Bytes of the weight in ``dtype`` and, if it is trained, of its gradient, master weight and optimizer state.
@@ -45,7 +47,7 @@ class TrainingStateSpec(NamedTuple):
         count = parameter.numel() if num_elements is None else num_elements
         if not parameter.requires_grad:
             return StateBytes(count * dtype.itemsize, 0, 0, 0)
-        divided = math.ceil(count / self.num_shards)
+        divided = math.ceil(count / self.num_shards * (1 - self.offload))
         wide = max(dtype.itemsize, torch.float32.itemsize)
         return StateBytes(
             weights=count * dtype.itemsize,
@@ -53,6 +55,18 @@ class TrainingStateSpec(NamedTuple):
             masters=divided * torch.float32.itemsize if self.masters else 0,
             moments=divided * wide * (self.moments or 0),
         )
+
+    def host_bytes_of(self, parameter: nn.Parameter, dtype: torch.dtype, num_elements: int | None = None) -> int:
+        """Bytes in host memory, if it is trained: a master, optimizer states, and what passes to and from the device.
+
+        Args:
+            parameter, dtype, num_elements: as of :meth:`bytes_of`.
+        """
+        if not parameter.requires_grad or self.moments is None:
+            return 0
+        count = parameter.numel() if num_elements is None else num_elements
+        wide = max(dtype.itemsize, torch.float32.itemsize)
+        return math.ceil(count / self.num_shards * self.offload) * wide * (2 + self.moments)
 
 
 class StateBytes(NamedTuple):

@@ -3,7 +3,7 @@
 from hybridpp.precision.dtypes import cast_model, describe_dtypes, dtype_changes, torch_dtype, working_dtype
 from hybridpp.precision.function_casts import FunctionCasts
 from hybridpp.precision.loss_scale import LossScale, LossScaler, update_loss_scale
-from hybridpp.precision.master_weights import MasterWeights, ReplicatedTarget
+from hybridpp.precision.master_weights import MasterWeights, PartOf, ReplicatedTarget
 from hybridpp.precision.module_dtypes import ModuleDtypes, find_module_dtypes, wrap_dtype_boundaries
 from hybridpp.precision.nonfinite import Finding, NonFiniteDetector, StepPosition
 from hybridpp.precision.norm_modules import fp32_norms, norm_modules
@@ -17,6 +17,7 @@ __all__ = [
     "MasterWeights",
     "ModuleDtypes",
     "NonFiniteDetector",
+    "PartOf",
     "ReplicatedTarget",
     "ShardedTarget",
     "StepPosition",

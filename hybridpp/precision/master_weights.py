@@ -10,21 +10,26 @@ from torch import Tensor, nn
 
 from hybridpp.errors import ConfigError
 from hybridpp.nn.torch_private import children_of, foreach_copy_, parameters_of, version_of
+from hybridpp.precision.host_transfer import HostTransfer
 
 PartOf: TypeAlias = Callable[[Tensor], Tensor]
 """A view of that part of a parameter, or of a tensor of its shape, that this rank updates."""
 
 
 class MasterWeights:
-    """An fp32 master for every given parameter, or for the part of it that this rank updates.
+    """A master in at least fp32 for every given parameter, or for the part of it that this rank updates.
 
     Args:
         parameters: the trainable parameters, by name.
         values: their values before they were cast to half precision; None: as they are now.
         parts: the part of each that has a master here, by name; those that are missing have none. None: all of each.
+        on_host: the names of those whose masters lie in host memory.
+        are_copies: whether masters hold nothing that the weights do not: they are there to be elsewhere.
 
     Attributes:
         masters: each parameter's master, by name: a leaf tensor that an optimizer can update.
+        are_copies: as given.
+        transfer: to and from masters in host memory; None: there are none.
     """
 
     def __init__(
@@ -32,16 +37,21 @@ class MasterWeights:
         parameters: Mapping[str, nn.Parameter],
         values: Mapping[str, Tensor] | None = None,
         parts: Mapping[str, PartOf] | None = None,
+        on_host: Collection[str] = (),
+        are_copies: bool = False,
     ):
         self._parts = dict.fromkeys(parameters, _all_of) if parts is None else parts
         self._model_weights = {name: parameters[name] for name in parameters if name in self._parts}
         self.masters = {
             name: nn.Parameter(
-                self._parts[name]((values or parameters)[name].detach()).float().clone(),
+                _wide_copy(self._parts[name]((values or parameters)[name].detach()), parameter.dtype, name in on_host),
                 requires_grad=parameter.requires_grad,
             )
             for name, parameter in self._model_weights.items()
         }
+        self.are_copies = are_copies
+        hosted = {name: master for name, master in self.masters.items() if name in on_host}
+        self.transfer = HostTransfer(hosted) if hosted else None
         self._versions: dict[str, int] = {}
         self._note_versions()
 
@@ -57,13 +67,13 @@ class MasterWeights:
         """
         for name, master in self.masters.items():
             if version_of(self._model_weights[name]) != self._versions[name]:
-                working = self._parts[name](self._model_weights[name])
+                working = self._parts[name](self._model_weights[name]).to(master.device)
                 master.copy_(torch.where(master.to(working.dtype) == working, master, working))
         self._note_versions()
 
     def rounds_to(self, name: str, value: Tensor) -> bool:
         """Whether the master is ``value``, apart from rounding to the dtype of ``value``."""
-        return torch.equal(self.masters[name].to(value.dtype), self._parts[name](value))
+        return torch.equal(self.masters[name].to(value.device, value.dtype), self._parts[name](value))
 
     @torch.no_grad()
     def set(self, name: str, value: Tensor) -> None:
@@ -78,12 +88,24 @@ class MasterWeights:
         # One dtype at a time: for mixed dtypes torch launches one kernel per tensor (pytorch #173383).
         pairs: defaultdict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
         for name, master in self.masters.items():
+            if self.transfer is not None and name in self.transfer:
+                self.transfer.to_device(name, self._parts[name](self._model_weights[name]))
+                continue
             targets, sources = pairs[self._model_weights[name].dtype]
             targets.append(self._parts[name](self._model_weights[name]))
             sources.append(master)
         for targets, sources in pairs.values():
             foreach_copy_(targets, sources)
         self._note_versions()
+
+
+def _wide_copy(value: Tensor, dtype: torch.dtype, on_host: bool) -> Tensor:
+    """A copy in at least fp32, for weights of a dtype."""
+    wide = torch.promote_types(dtype, torch.float32)
+    if not on_host:
+        return value.to(wide, copy=True)
+    # Of a model on the meta device: its values are written later.
+    return torch.empty_like(value, dtype=wide, device="cpu") if value.is_meta else value.to("cpu", wide, copy=True)
 
 
 def _all_of(tensor: Tensor) -> Tensor:
@@ -105,6 +127,8 @@ class ReplicatedTarget:
         self.tensors = {name: masters.masters.get(name, parameter) for name, parameter in parameters.items()}
         self._masters = masters
         self._parameters = dict(parameters)
+        self._lent: Mapping[str, Tensor] = {}
+        self._on_device = any(parameter.device.type != "cpu" for parameter in self._parameters.values())
         self._known = frozenset(map(id, self._parameters.values()))
 
     def check(self, model: nn.Module) -> None:
@@ -136,13 +160,30 @@ class ReplicatedTarget:
     def lent(self, gradients: Mapping[str, Tensor], unused: Collection[str]) -> Iterator[None]:
         """Inside, ``grad`` of every tensor is its gradient; as in torch None of those that are ``unused``."""
         before = {name: tensor.grad for name, tensor in self.tensors.items()}
+        used = {name: gradients[name] for name in self.tensors if name not in unused}
+        transfer = self._masters.transfer
         for name, tensor in self.tensors.items():
-            tensor.grad = None if name in unused else gradients[name]
+            gradient = used.get(name)
+            if transfer is not None and gradient is not None and name in transfer:
+                gradient = transfer.beside(name, gradient)
+            tensor.grad = gradient
+        self._lent = used
         try:
             yield
         finally:
+            self._lent = {}
             for name, tensor in self.tensors.items():
                 tensor.grad = before[name]
+
+    @property
+    def copies_gradients(self) -> bool:
+        """Whether :meth:`fetch` copies gradients, which must be final by then."""
+        return self._masters.transfer is not None and self._on_device
+
+    def fetch(self) -> None:
+        """Inside :meth:`lent`, bring the gradients to where the tensors are."""
+        if self._masters.transfer is not None:
+            self._masters.transfer.to_host(self._lent)
 
     def push(self) -> None:
         """Bring the updated values into the model's weights."""

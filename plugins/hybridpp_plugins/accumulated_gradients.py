@@ -174,7 +174,8 @@ class AccumulatedGradients:
         """
         scale, self.scale, self._is_unscaled = self.scale, 1.0, False
         is_fused = all(group.get("fused") for group in optimizer.param_groups)
-        if self._in_kernel and is_fused and factor != scale and can_divide(optimizer, target.tensors.values()):
+        in_kernel = self._in_kernel and is_fused and not target.copies_gradients
+        if in_kernel and factor != scale and can_divide(optimizer, target.tensors.values()):
             return divided_in_kernel(optimizer, scale / factor)
         self._reducer.scale(factor / scale)
         return nullcontext()

@@ -74,6 +74,8 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
             the same results; 2: also gradients.
         zero_reduce: when gradients are summed over the replicas from stage 2 on: after the backward pass of each
             ``"microbatch"`` (the default; results differ by rounding), or once per ``"step"`` (the same results).
+        offload_optimizer: share of the optimizer's state and of fp32 masters that lies in host memory and is updated
+            there, 0 to 1, with every ``zero_stage``.
         broadcast_buffers: whether replicas take the first one's persistent buffers after each step of training, where a
             forward writes to them, as in ``DistributedDataParallel``; False: each keeps its own. Running statistics of
             batch normalisation are those of one process either way.
@@ -148,6 +150,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
         sequence_parallelism_mode: Literal["split_gather"] | None = None,
         zero_stage: int = 0,
         zero_reduce: Literal["microbatch", "step"] | None = None,
+        offload_optimizer: float = 0.0,
         broadcast_buffers: bool = True,
         fp32_modules: Sequence[str] = (),
         fp32_norms: bool | None = None,

@@ -272,6 +272,7 @@ class HybridOptimizer(WrappedOptimizer):
             self.target.lent(self._reducer.gradients, unused),
             self.accumulated.used(factor, self._optimizer, self.target),
         ):
+            self.target.fetch()
             self._optimizer.step()
         self.target.push()
         self._reducer.consume()

@@ -21,7 +21,8 @@ def optimizer_memory(
     moments = max((_moments(optimizer, group) for group in optimizer.param_groups), default=0)
     zero = zero or ZeroConfig()
     shards = num_replicas if zero.zero_stage else 1
-    return TrainingStateSpec(moments, masters, shards, shards if zero.reduces_each_microbatch else 1)
+    gradient_shards = shards if zero.reduces_each_microbatch else 1
+    return TrainingStateSpec(moments, masters, shards, gradient_shards, zero.offload_optimizer)
 
 
 def _moments(optimizer: Optimizer, group: dict[str, object]) -> int:

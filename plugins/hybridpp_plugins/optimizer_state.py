@@ -79,7 +79,7 @@ class OptimizerStateOwner:
             [_described(names[id(parameter)], parameter, sharded) for parameter in group["params"]]
             for group in optimizer.param_groups
         ]
-        self._masters = frozenset(masters.masters)
+        self._masters = frozenset[str]() if masters.are_copies else frozenset(masters.masters)
         self._share = [tp.rank, tp.size]
         self._segment = [0, 1] if segment is None else [segment.rank, segment.size]
         self._precision = str(precision)

@@ -117,7 +117,7 @@ def _update_rules(
     check_locality(optimizer, names, layout, context.device)
     zero, indivisible = settings.zero, frozenset[str]()
     if layout.dp.size == 1:
-        zero = ZeroConfig()
+        zero = ZeroConfig(offload_optimizer=zero.offload_optimizer)
     if zero.zero_stage:
         indivisible = indivisible_parameters(optimizer, names, zero.zero_stage, context.device)
     return UpdateRules(settings.optimizer, zero, indivisible, applied_tp.summed)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hybridpp.checkpoint import swap_value, without_flat_weights
 from hybridpp.config import OptimizerConfig, Precision, ZeroConfig
-from hybridpp.data_parallel import FlatWeights, GradientSharding, ShardLayout, layout_of, parts_of
+from hybridpp.data_parallel import FlatWeights, GradientSharding, ShardLayout, layout_of, offloaded_parameters, parts_of
 from hybridpp.partition import StagedModel
 from hybridpp.precision import MasterWeights, ReplicatedTarget, ShardedTarget
 from hybridpp.tensor_parallel import sharding_of
@@ -64,8 +64,13 @@ class TrainedWeights(NamedTuple):
         return tensor if self.flat is None else self.flat.parts[name](tensor)
 
     def whole_masters(self) -> Mapping[str, Tensor]:
-        """The masters in their parameters' shapes. Collective: all replicas, if they divide the parameters."""
-        if self.flat is None or not self.in_half:
+        """The masters in their parameters' shapes, unless they are copies of weights.
+
+        Collective: all replicas, if they divide the parameters.
+        """
+        if not self.in_half:
+            return {}
+        if self.flat is None:
             return self.masters.masters
         return {name: tensor.clone() for name, tensor in self.flat.gathered(self.masters.masters)}
 
@@ -115,10 +120,13 @@ def trained_weights(
         indivisible=rules.indivisible if rules.zero.zero_stage else (),
         stages={name: tuple(sorted(own.intersection(staged.owners[name]))) for name in parameters},
     )
+    on_host = offloaded_parameters(buckets, parameters, rules.zero.offload_optimizer)
+    if not in_half:
+        with_masters = {name: parameters[name] for name in parameters if name in on_host}
+    parts = parts_of(buckets, with_masters) if rules.zero.zero_stage else None
+    masters = MasterWeights(with_masters, values, parts, on_host=on_host, are_copies=not in_half)
     if not rules.zero.zero_stage:
-        masters = MasterWeights(with_masters, values)
         return TrainedWeights(parameters, masters, buckets, None, rules.zero, ranks_of, in_half)
-    masters = MasterWeights(with_masters, values, parts_of(buckets, with_masters))
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     with torch.no_grad(), without_flat_weights(recurrent):
         flat = FlatWeights(buckets, parameters, layout.dp, device, _move)

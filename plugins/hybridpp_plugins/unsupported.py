@@ -97,7 +97,7 @@ UNSUPPORTED: dict[str, UnsupportedSetting] = {
     ),
     "enable_jit_fused": UnsupportedSetting((False,), _KERNELS),
     "zero_bucket_size_in_m": UnsupportedSetting((12, None), _MASTERS),
-    "cpu_offload": UnsupportedSetting((False,), _MASTERS),
+    "cpu_offload": UnsupportedSetting((False,), "Use offload_optimizer=1.0, with any zero_stage. "),
     "overlap_allgather": UnsupportedSetting((False,), _MASTERS),
     "fp8_communication": UnsupportedSetting((False,)),
     "use_fp8": UnsupportedSetting((False,), "Use precision='bf16'. "),

@@ -54,7 +54,9 @@ def _gather(engine: Engine, copy: nn.Module | None) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     weights = _full_precision(engine, copy)
     if control.rank in sources:
-        own_tensors = ((name, tensor.to(engine.original.dtypes.get(name, tensor.dtype))) for name, tensor in weights)
+        dtypes = engine.original.dtypes
+        # Masters may lie in host memory, of which a group of devices gathers nothing.
+        own_tensors = ((name, tensor.to(engine.device, dtypes.get(name, tensor.dtype))) for name, tensor in weights)
         tensors = gather_tp_tensors(own_tensors, placements(engine.model), engine.layout.tp)
     complete = gather_tensors(control, sources, tensors)
     complete |= {alias: complete[name] for alias, name in engine.original.aliases.items() if name in complete}

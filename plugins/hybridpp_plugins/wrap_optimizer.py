@@ -11,7 +11,7 @@ from hybridpp.config import Precision
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.optim import GlobalGradNorm, fuse_by_default
-from hybridpp.precision import MasterWeights, torch_dtype
+from hybridpp.precision import MasterWeights, PartOf, torch_dtype
 from hybridpp.tensor_parallel import ParameterSharding
 from hybridpp_plugins.apply_tp import counts_here, local_state, placements, share_replicated_gradients
 from hybridpp_plugins.layout import Layout
@@ -45,7 +45,7 @@ def wrap_optimizer(
     updated = {name: parameter for name, parameter in model.named_parameters() if name not in weights.parameters}
     updated |= target.tensors
     _repoint(optimizer, names, updated, weights, layout.tp.rank)
-    unfuse = fuse_by_default(optimizer, settings.optimizer.fuses_on)
+    unfuse = fuse_by_default(optimizer, _fuses_on(settings, weights))
     sharded = placements(model)
     buckets = _buckets(weights, summed, sharded, settings, layout)
     for name, parameter in weights.parameters.items():
@@ -60,6 +60,14 @@ def wrap_optimizer(
     )
     boosted.on_release = unfuse
     return buckets, boosted
+
+
+def _fuses_on(settings: PluginSettings, weights: TrainedWeights) -> tuple[str, ...]:
+    """The kinds of devices on which an optimizer that leaves the choice to torch is fused."""
+    kinds = settings.optimizer.fuses_on
+    # A group may have masters on both.
+    is_mixed = weights.masters.transfer is not None and any(p.is_cuda for p in weights.parameters.values())
+    return (*kinds, "cpu") if is_mixed and "cuda" in kinds else kinds
 
 
 def _repoint(
@@ -79,12 +87,18 @@ def _repoint(
             if state is not None and name in updated:
                 local = local_state(parameter, state, tp_rank)
                 optimizer.state[updated[name]] = {
-                    key: parts[name](value) if name in parts and _is_like(value, parameter) else value
+                    key: _taken(value, parts.get(name), updated[name]) if _is_like(value, parameter) else value
                     for key, value in local.items()
                 }
         group["params"] = after
         if "param_names" in group:
             group["param_names"] = [group["param_names"][index] for index in kept]
+
+
+def _taken(value: Tensor, part: PartOf | None, updated: Tensor) -> Tensor:
+    """The part of a state that belongs to what is updated, beside it if that was moved to host memory."""
+    taken = value if part is None else part(value)
+    return taken.to(updated.device) if updated.device.type == "cpu" else taken
 
 
 def _is_like(value: object, parameter: Tensor) -> bool:
@@ -103,7 +117,10 @@ def restore_optimizer(optimizer: Optimizer, masters: MasterWeights, parameters: 
     for group in optimizer.param_groups:
         for target in group["params"]:
             if id(target) in originals and target in optimizer.state:
-                optimizer.state[originals[id(target)]] = optimizer.state.pop(target)
+                original, state = originals[id(target)], optimizer.state.pop(target)
+                optimizer.state[original] = {
+                    key: value.to(original.device) if _is_like(value, target) else value for key, value in state.items()
+                }
         group["params"] = [originals.get(id(target), target) for target in group["params"]]
 
 

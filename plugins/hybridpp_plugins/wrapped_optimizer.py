@@ -121,10 +121,11 @@ class WrappedOptimizer(Optimizer):
                 ranks=[0],
             )
         self._masters.copy_from_model()
+        masters = {} if self._masters.are_copies else self._masters.masters
         return {
             "optimizer": self._optimizer.state_dict(),
             "loss_scale": vars(self.loss_scaler.state).copy(),
-            "masters": {name: master.detach() for name, master in self._masters.masters.items()},
+            "masters": {name: master.detach() for name, master in masters.items()},
             **pack(self.owner, self.counts, self.progress),
         }
 
@@ -144,9 +145,12 @@ class WrappedOptimizer(Optimizer):
         self.zero_grad()
         self._optimizer.load_state_dict(state_dict["optimizer"])
         self.loss_scaler.state = LossScale(**state_dict["loss_scale"])
-        for name, master in self._masters.masters.items():
-            master.copy_(state_dict["masters"][name])
-        self._masters.copy_to_model()
+        if self._masters.are_copies:
+            self._masters.copy_from_model()
+        else:
+            for name, master in self._masters.masters.items():
+                master.copy_(state_dict["masters"][name])
+            self._masters.copy_to_model()
         if moment is None:
             get_dist_logger().warning(
                 "this optimizer state was saved by an older version, without the run's progress and without its rank: "

@@ -125,6 +125,24 @@ def test_what_a_rank_of_several_replicas_holds(table):
         assert zero[2] == pytest.approx(plain[2] / 4, abs=0.1)
 
 
+def test_what_lies_in_host_memory(table):
+    config = LlamaConfig(**{**TINY, "num_hidden_layers": 4}, num_key_value_heads=2, vocab_size=90_000)
+    config.architectures = ["LlamaForCausalLM"]
+
+    def held(*arguments):
+        text, _ = table(config, "--pp-size", "2", "--world-size", "4", "--zero-stage", "1", *arguments)
+        lines = text.partition("zero_stage=1\n\n")[2].splitlines()
+        return [[number(cell) for cell in line.split("|")] for line in lines[2:4]], lines[0]
+
+    plain, _ = held("--precision", "bf16")
+    half, titles = held("--precision", "bf16", "--offload-optimizer", "0.5")
+    assert titles.split("|")[-1].strip() == "host memory"
+    for before, after in zip(plain, half, strict=True):
+        assert after[:3] == before[:3]
+        assert after[3:5] == [pytest.approx(number / 2, abs=0.1) for number in before[3:5]]
+        assert after[6] == pytest.approx(4 * before[3] / 2, abs=0.2), "master, two moments, and what passes"
+
+
 def test_how_layers_are_divided(table):
     text, _ = table(VIT, "--pp-size", "2", "--tp-size", "2")
     assert text.partition("\n\neach")[2] == (
@@ -390,6 +408,12 @@ def test_a_huge_model_takes_seconds_and_no_memory(tmp_path):
             ["--zero-stage", "1"],
             "hybridpp: zero_stage=1 divides over replicas, and there is one. Pass the ranks of the job as "
             "--world-size: a multiple of 2.",
+        ),
+        (
+            VIT,
+            ["--offload-optimizer", "1.5"],
+            "hybridpp: offload_optimizer must be from 0 to 1: got offload_optimizer=1.5. Use 1.0 to keep all of the "
+            "optimizer's state in host memory.",
         ),
         (
             VIT,

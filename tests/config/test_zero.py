@@ -7,6 +7,21 @@ from hybridpp.config import ZeroConfig
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
+        *(
+            (
+                {"offload_optimizer": share},
+                f"offload_optimizer must be from 0 to 1: got offload_optimizer={share}. Use 1.0 to keep all of the "
+                "optimizer's state in host memory.",
+            )
+            for share in (-0.1, 1.5)
+        ),
+        *(
+            (
+                {"offload_optimizer": share},
+                f"offload_optimizer must be a number: got offload_optimizer={share!r}. Pass a number, or leave it out.",
+            )
+            for share in (True, "all", float("nan"))
+        ),
         ({"zero_stage": 4}, "zero_stage must be 0, 1, 2 or 3: got zero_stage=4."),
         (
             {"zero_stage": 2, "zero_reduce": "batch"},

@@ -101,7 +101,7 @@ def test_other_values_that_ask_for_nothing_are_taken(name, value):
         ("enable_flash_attention", True, "Use attn_implementation='sdpa' for torch's fused attention."),
         ("enable_jit_fused", True, "The model's own kernels run."),
         ("zero_bucket_size_in_m", 24, "Every replica keeps its complete optimizer state"),
-        ("cpu_offload", True, "Every replica keeps its complete optimizer state"),
+        ("cpu_offload", True, "Use offload_optimizer=1.0, with any zero_stage."),
         ("overlap_allgather", True, "Every replica keeps its complete optimizer state"),
         ("fp8_communication", True, "Leave it out, or pass fp8_communication=False."),
         ("use_fp8", True, "Use precision='bf16'."),

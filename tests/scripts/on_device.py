@@ -1,6 +1,7 @@
 """Steps on the pretend accelerator of device_sim.py; prints what happened in each case as a line of JSON."""
 
 import json
+import zlib
 from typing import Any
 
 import torch
@@ -178,6 +179,56 @@ def plan_on_device(device: torch.device) -> dict[str, Any]:
     return Loopback(2).run(rank)[0] | {"waits": [waits[0], waits[1]]}
 
 
+# Buffers that are freed (stage 2) need storages, which tensors of this device do not have.
+OFFLOADS = [
+    {"precision": "fp32", "zero_stage": 0},
+    {"precision": "bf16", "zero_stage": 1},
+    {"precision": "fp16", "zero_stage": 1, "max_norm": 0.01},
+]
+
+
+def offloaded(settings: dict[str, Any], share: float) -> list[dict[str, Any]]:
+    """By rank, of two replicas after some steps: where what lies, losses, and bits of weights and clipped gradients."""
+
+    def rank() -> dict[str, Any]:
+        booster, model, optimizer = boosted(
+            small_vit().to(DEVICE),
+            lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+            image_batch(2),
+            device=str(DEVICE),
+            num_microbatches=2,
+            ddp_bucket_cap_mb=0.01,
+            offload_optimizer=share,
+            **settings,
+        )
+        losses = []
+        for step in range(2):
+            batch = batch_of(replica_part(image_batch(8, step), booster.plugin.layout.here.dp, 2), True)
+            losses.append(booster.execute_pipeline(iter([batch]), model, model_loss, optimizer)["loss"].item())
+            optimizer.step()
+        gradients = {name: gradient.cpu() for name, gradient in optimizer.gradients()}
+        updated = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        beside = [
+            {value.device.type for value in optimizer.state[tensor].values() if value.dim()} for tensor in updated
+        ]
+        return {
+            "losses": losses,
+            "updated": {kind: sum(t.numel() for t in updated if t.device.type == kind) for kind in ("cpu", "gpusim")},
+            "moments beside": all(kinds == {t.device.type} for kinds, t in zip(beside, updated, strict=True)),
+            "weights": sorted({parameter.device.type for parameter in model.parameters()}),
+            "bits": [digest(dict(model.named_parameters())), digest(gradients)],
+            "skipped": optimizer.skipped_steps,
+        }
+
+    return Loopback(2).run(rank)
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> int:
+    """A number that depends on every bit."""
+    held = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for _, tensor in sorted(tensors.items())]
+    return zlib.crc32(torch.cat(held).numpy().tobytes())
+
+
 def tell(name: str, value: Any) -> None:
     print(json.dumps({name: value}), flush=True)
 
@@ -193,3 +244,4 @@ if __name__ == "__main__":
     tell("unreached", unreached())
     tell("counted", counted())
     tell("other batch", other_batch())
+    tell("offloaded", [[offloaded(settings, share) for share in (0.0, 0.5, 1.0)] for settings in OFFLOADS])
