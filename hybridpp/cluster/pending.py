@@ -45,10 +45,13 @@ class Mapped(Generic[T, R]):
 
 
 class FilledFrom(Generic[T]):
-    """A communication whose result goes into a tensor that was there before."""
+    """A communication whose result goes into a tensor that was there before; the result is not kept."""
 
     def __init__(self, pending: Pending[T], fill: Callable[[T], object]):
-        self._pending, self._fill = pending, fill
+        self._pending: Pending[T] | None = pending
+        self._fill = fill
 
     def wait(self) -> None:
-        self._fill(self._pending.wait())
+        if self._pending is not None:
+            self._fill(self._pending.wait())
+        self._pending = None

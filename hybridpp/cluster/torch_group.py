@@ -1,5 +1,6 @@
 """Groups of ``torch.distributed``: NCCL for device memory, gloo for host memory."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 # Larger collectives use gloo, which distributes their work over the ranks and proceeds by itself.
 _MAX_EXCHANGED_BYTES = 2**21
+# Sums of large segments under way: each holds memory for what the other ranks send.
+_MAX_SUMS = 4
 
 
 class TorchGroup:
@@ -58,6 +61,7 @@ class TorchGroup:
         )
         self.overlaps = self._shared_memory_group is None
         self._started = [0] * (1 + 2 * self.size)
+        self._sums: deque[Work] = deque()
 
     @property
     def started(self) -> tuple[int, list[int], list[int]]:
@@ -194,8 +198,12 @@ class TorchGroup:
         self._started[0] += 1
         if not self._host_only:
             return self._start(_reduce_scatter_single, own, flat, async_op=True)
+        while len(self._sums) >= _MAX_SUMS:
+            self._sums.popleft().wait()
         summands = received_beside(own, self.rank, self.size)
-        return FilledFrom(WithResult(self._exchange(list(segments), summands), summands), self._add_into_own)
+        total = FilledFrom(WithResult(self._exchange(list(segments), summands), summands), self._add_into_own)
+        self._sums.append(total)
+        return total
 
     def all_gather_segments(self, flat: Tensor) -> Work:
         check_real(flat)

@@ -62,6 +62,26 @@ def test_large_collectives_give_every_rank_the_same_bits():
             assert torch.equal(shard, expected[4 * rank : 4 * rank + 4])
 
 
+def _many():
+    """How much memory sums that nobody has waited for hold, and what they come to."""
+    group = current_world().split([[0, 1]])
+    group._exchanging = lambda num_bytes: None
+    flats = [torch.full((2000,), float(number)) for number in range(10)]
+    works = [group.reduce_scatter_segments(flat) for flat in flats]
+    running = sum(work._pending is not None for work in works)
+    for work in works[::-1]:
+        work.wait()
+        work.wait()
+    own = slice(1000 * group.rank, 1000 * (group.rank + 1))
+    return running, [set(flat[own].tolist()) for flat in flats], sum(work._pending is not None for work in works)
+
+
+def test_few_of_many_sums_hold_memory_at_a_time():
+    for running, sums, left in run_ranks(_many, 2):
+        assert (running, left) == (4, 0)
+        assert sums == [{2.0 * number} for number in range(10)]
+
+
 def _alone():
     group = current_world().split([[0]])
     group._exchanging = lambda num_bytes: None

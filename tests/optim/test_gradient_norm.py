@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hybridpp.cluster import Loopback, current_world
+from hybridpp.data_parallel.layout import ParameterInfo, plan_buckets
 from hybridpp.optim import GlobalGradNorm, gradient_norms, total_norm
 from hybridpp.optim.gradient_norm import exact_terms
 
@@ -64,6 +65,19 @@ def exact(gradient):
 def test_the_norm_of_a_large_tensor_is_right_to_rounding(size):
     gradient = torch.randn(size, generator=torch.Generator().manual_seed(0)) * 1e-3
     assert gradient_norms([gradient]).tolist() == [pytest.approx(exact(gradient), rel=1e-6)]
+
+
+def test_pieces_of_3e7_elements_give_the_norm_to_rounding():
+    """As replicas take it that divide a tensor among themselves."""
+    size = 30_000_000
+    gradient = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    expected = math.sqrt(math.fsum(part.double().square().sum().item() for part in gradient.split(10**6)))
+    for num_replicas in (1, 2, 3, 4):
+        parameters = {"weight": ParameterInfo(size, 4 * size), "bias": ParameterInfo(7, 28)}
+        layouts = [plan_buckets(parameters, 2**25, num_replicas, index) for index in range(num_replicas)]
+        pieces = [layout.pieces["weight"] for layout in layouts if "weight" in layout.pieces]
+        parts = gradient_norms([gradient[piece.start : piece.stop] for piece in pieces])
+        assert total_norm(parts.tolist()) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -1,0 +1,64 @@
+"""What a replica holds between steps: all tensors that are alive, against the formulas of docs/memory.md."""
+
+import gc
+from functools import partial
+
+import pytest
+import torch
+from processes import run_ranks
+from torch import nn
+
+from hybridpp import Booster, HybridParallelPlugin
+
+WIDTH, NUM_LAYERS = 300, 16
+
+
+def alive_bytes():
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and one.device.type == "cpu"]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def held(precision, zero_stage, offload):
+    """Bytes that training takes on this rank, and elements that it trains."""
+    before = alive_bytes()
+    plugin = HybridParallelPlugin(precision=precision, zero_stage=zero_stage, offload_optimizer=offload)
+    booster = Booster(plugin=plugin)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)])
+    batch = torch.randn(2, WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    parts = booster.boost(model, optimizer, lambda outputs, inputs: outputs.float().square().mean(), sample=batch)
+    del model, optimizer
+    for _ in range(2):
+        booster.execute_pipeline(iter([batch]), parts.model, parts.criterion, parts.optimizer)
+        parts.optimizer.step()
+    return alive_bytes() - before, sum(parameter.numel() for parameter in parts.model.parameters())
+
+
+def formula(num_elements, precision, zero_stage, num_replicas, offload):
+    """On the CPU, where what is offloaded lies in the same memory: of fp32 weights there are copies then."""
+    shards = num_replicas if zero_stage else 1
+    each = 4 + (8 + 4 * offload) / shards if precision == "fp32" else 2 + 12 / shards
+    return num_elements * (each + 4 / (num_replicas if zero_stage == 2 else 1))
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "precision", "zero_stage", "offload"),
+    [
+        (2, "fp32", 0, 0.0),
+        (2, "bf16", 0, 0.0),
+        (2, "fp32", 1, 0.0),
+        (4, "fp32", 1, 0.0),
+        (2, "bf16", 1, 0.0),
+        (4, "bf16", 1, 0.0),
+        (4, "fp32", 2, 0.0),
+        (2, "bf16", 2, 0.0),
+        (2, "fp32", 1, 1.0),
+        (2, "bf16", 1, 1.0),
+    ],
+)
+def test_tensors_alive_between_steps_are_those_of_the_formula(num_replicas, precision, zero_stage, offload):
+    for nbytes, num_elements in run_ranks(partial(held, precision, zero_stage, offload), num_replicas):
+        expected = formula(num_elements, precision, zero_stage, num_replicas, offload)
+        assert nbytes == pytest.approx(expected, rel=0.02)
