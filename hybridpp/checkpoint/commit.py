@@ -1,0 +1,146 @@
+"""Checkpoints in a folder: one folder per step, which counts from the moment that it has its manifest.
+
+Data files have names that no other save gives, so a save of the same step leaves those of the old one alone until the
+new manifest replaces the old one. After that, nothing refers to the old files.
+"""
+
+import os
+import re
+import secrets
+from pathlib import Path
+
+from hybridpp.checkpoint.manifest import DATA_FILE, MANIFEST, Manifest
+from hybridpp.checkpoint.reader import read_manifest
+from hybridpp.checkpoint.staging_folder import sync
+from hybridpp.errors import CheckpointError
+
+_STEP = re.compile(r"step-(\d{8,})", re.ASCII)
+# A manifest that is being written; the file by which ranks find out whether they share a file system.
+_TEMPORARY = re.compile(r"(manifest\.[0-9a-f]{8}\.tmp|\.saving-[0-9a-f]{8})", re.ASCII)
+
+
+def step_folder(path: Path, step: int) -> Path:
+    """The folder of a step."""
+    return path / f"step-{step:08d}"
+
+
+def new_save_id() -> str:
+    """Eight characters that identify a save."""
+    return secrets.token_hex(4)
+
+
+def token_file(folder: Path, save_id: str) -> Path:
+    """A file that exists while a save is running."""
+    return folder / f".saving-{save_id}"
+
+
+def begin(path: Path, step: int, save_id: str) -> None:
+    """Make the folder of a step, and the token of a save.
+
+    Raises:
+        OSError: it cannot be written to.
+    """
+    folder = step_folder(path, step)
+    is_new = not path.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    if is_new:
+        sync(path.parent)
+    token_file(folder, save_id).touch(exist_ok=False)
+
+
+def commit(path: Path, manifest: Manifest) -> None:
+    """Let a checkpoint count, whose data files are on disk.
+
+    Raises:
+        OSError: the manifest cannot be written; then what was there before still counts.
+    """
+    folder = step_folder(path, manifest.step)
+    temporary = folder / f"manifest.{manifest.save_id}.tmp"
+    try:
+        with temporary.open("xb") as file:
+            file.write(manifest.to_bytes())
+            file.flush()
+            os.fsync(file.fileno())
+        sync(folder)  # the names of the data files
+        sync(path)
+        os.replace(temporary, folder / MANIFEST)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(folder)
+
+
+def steps(path: Path) -> list[int]:
+    """The steps that have a folder, the newest first.
+
+    Raises:
+        CheckpointError: the path is no folder, or cannot be read.
+    """
+    if not path.exists():
+        return []
+    try:
+        found = [(_STEP.fullmatch(entry.name), entry) for entry in path.iterdir()]
+        numbers = [int(name[1]) for name, entry in found if name is not None and entry.is_dir()]
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}. Pass the folder of checkpoints.") from error
+    return sorted((number for number in numbers if step_folder(path, number).is_dir()), reverse=True)
+
+
+def committed_steps(path: Path) -> list[int]:
+    """The steps whose folder has a manifest, the newest first."""
+    return [step for step in steps(path) if (step_folder(path, step) / MANIFEST).is_file()]
+
+
+def open_step(path: Path, step: int) -> Manifest:
+    """The manifest of a step.
+
+    Raises:
+        CheckpointError: it is damaged or not of this step, or files are missing or have other sizes.
+    """
+    manifest = read_manifest(step_folder(path, step))
+    if manifest.step != step:
+        raise CheckpointError(f"{MANIFEST} is of step {manifest.step}")
+    return manifest
+
+
+def remove_old(path: Path, current: Manifest, keep_last: int | None) -> list[str]:
+    """Remove older checkpoints and what killed saves left; returns what could not be removed, and why.
+
+    Call it after ``current`` was committed, so that whatever happens here, a checkpoint that is intact stays.
+
+    Args:
+        path: the folder of checkpoints.
+        current: the newest, which stays.
+        keep_last: how many checkpoints stay; None: all.
+    """
+    problems: list[str] = []
+    committed = committed_steps(path)
+    others = [step for step in committed if step != current.step]
+    dropped = set() if keep_last is None else set(others[keep_last - 1 :])
+    for step in steps(path):
+        try:
+            if step == current.step:
+                _clean(step_folder(path, step), {*current.files})
+            elif step in dropped or step not in committed:
+                _drop(step_folder(path, step))
+        except OSError as error:
+            problems.append(f"{step_folder(path, step)}: {error.strerror}")
+    return problems
+
+
+def _drop(folder: Path) -> None:
+    """Remove a checkpoint, its manifest first, so that it does not count while it is incomplete."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    sync(folder)
+    _clean(folder, set())
+    if not any(folder.iterdir()):
+        folder.rmdir()
+        sync(folder.parent)
+
+
+def _clean(folder: Path, kept: set[str]) -> None:
+    """Remove what saves wrote to a folder but for some files; other files stay."""
+    for entry in list(folder.iterdir()):
+        written_by_us = DATA_FILE.fullmatch(entry.name) or _TEMPORARY.fullmatch(entry.name)
+        if written_by_us and entry.name not in kept:
+            entry.unlink(missing_ok=True)

@@ -1,0 +1,128 @@
+"""Python values as JSON and back, without pickle: what a checkpoint keeps beside tensors of parameters."""
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from hybridpp.errors import CheckpointError, ConfigError
+
+_TAG = "$"
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+
+
+def encode(value: Any, name: str) -> Any:
+    """A value as JSON can hold it.
+
+    Args:
+        value: None, numbers, text, bytes, lists, tuples, sets, dicts, tensors and numpy arrays, nested in any way.
+        name: of the value, in errors.
+
+    Raises:
+        ConfigError: something in it is of another type.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": str(value)}
+    if kind is list:
+        return [encode(item, f"{name}[{n}]") for n, item in enumerate(value)]
+    if kind in (dict, OrderedDict, Counter):
+        return _encode_dict(value, name)
+    if kind in (tuple, set, frozenset):
+        items = value if kind is tuple else sorted(value, key=repr)
+        return {f"{_TAG}{kind.__name__}": [encode(item, f"{name}[{n}]") for n, item in enumerate(items)]}
+    if kind is complex:
+        return {"$complex": [encode(value.real, name), encode(value.imag, name)]}
+    if kind is bytes:
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, Tensor) and str(value.dtype).removeprefix("torch.") in _DTYPES:
+        return {"$tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), _bytes_of(value)]}
+    if isinstance(value, numpy.generic | numpy.ndarray) and value.dtype.kind in "biufc":
+        array = numpy.ascontiguousarray(value)
+        return {"$numpy": [array.dtype.str, list(numpy.shape(value)), base64.b64encode(array.tobytes()).decode()]}
+    raise ConfigError(
+        f"{name} is a {kind.__name__}, which a checkpoint cannot hold: it is read without running code. Use numbers, "
+        "text, lists, tuples, dicts, tensors or numpy arrays; for another object, its state_dict()."
+    )
+
+
+def _encode_dict(value: dict[Any, Any], name: str) -> Any:
+    if type(value) is dict and all(type(key) is str and not key.startswith(_TAG) for key in value):
+        return {key: encode(item, f"{name}[{key!r}]") for key, item in value.items()}
+    pairs = [[encode(key, f"a key of {name}"), encode(item, f"{name}[{key!r}]")] for key, item in value.items()]
+    return {f"{_TAG}{type(value).__name__}": pairs}
+
+
+def _bytes_of(tensor: Tensor) -> str:
+    host = tensor.detach().cpu().contiguous().reshape(-1)
+    return base64.b64encode(host.view(torch.uint8).numpy().tobytes()).decode()
+
+
+def _hashable_pairs(pairs: Any) -> dict[Any, Any]:
+    return {decode(key): decode(item) for key, item in pairs}
+
+
+def _tensor(parts: Any) -> Tensor:
+    dtype, shape, text = parts
+    return (
+        torch.frombuffer(bytearray(base64.b64decode(text)), dtype=_DTYPES[dtype]).reshape(shape)
+        if text
+        else (torch.empty(shape, dtype=_DTYPES[dtype]))
+    )
+
+
+def _array(parts: Any) -> Any:
+    dtype, shape, text = parts
+    array = numpy.frombuffer(bytearray(base64.b64decode(text)), dtype=numpy.dtype(dtype)).reshape(shape)
+    return array if shape else array[()]
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "$float": lambda text: {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[text],
+    "$complex": lambda parts: complex(*map(decode, parts)),
+    "$bytes": base64.b64decode,
+    "$tuple": lambda items: tuple(map(decode, items)),
+    "$set": lambda items: set(map(decode, items)),
+    "$frozenset": lambda items: frozenset(map(decode, items)),
+    "$dict": _hashable_pairs,
+    "$OrderedDict": lambda pairs: OrderedDict(_hashable_pairs(pairs)),
+    "$Counter": lambda pairs: Counter(_hashable_pairs(pairs)),
+    "$tensor": _tensor,
+    "$numpy": _array,
+}
+
+
+def decode(value: Any) -> Any:
+    """The value that :func:`encode` was given; tensors are on the host.
+
+    Raises:
+        CheckpointError: it is not what :func:`encode` writes.
+    """
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tags = [key for key in value if key.startswith(_TAG)]
+    if not tags:
+        return {key: decode(item) for key, item in value.items()}
+    try:
+        ((tag, parts),) = value.items()
+        return _DECODERS[tag](parts)
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the checkpoint holds a value that this version cannot read: {tags[0]!r}, {error}. Use the version that "
+            "wrote it."
+        ) from error

@@ -1,0 +1,115 @@
+"""Read what a rank needs of a checkpoint, into its own tensors: only the boxes that it holds."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridpp.checkpoint.boxes import Box
+from hybridpp.checkpoint.digest import file_matches
+from hybridpp.checkpoint.find_tensors import opened
+from hybridpp.checkpoint.manifest import MANIFEST, STORED_DTYPES, Chunk, Manifest, TensorEntry, parse
+from hybridpp.checkpoint.writer import Holding
+from hybridpp.errors import CheckpointError
+
+
+class PlannedRead(NamedTuple):
+    """A part of a chunk, and where its values go.
+
+    Attributes:
+        chunk: in a file.
+        dtype: of the chunk.
+        source: what of the chunk is read.
+        target: a view of that shape.
+    """
+
+    chunk: Chunk
+    dtype: str
+    source: Box
+    target: Tensor
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint whose files have the right sizes; their contents are not read.
+
+    Raises:
+        CheckpointError: it is damaged, or a file is missing or has another size.
+    """
+    try:
+        manifest = parse((folder / MANIFEST).read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{MANIFEST} cannot be read: {error.strerror}") from error
+    for name, file in manifest.files.items():
+        path = folder / name
+        if path.is_symlink() or not path.is_file():
+            raise CheckpointError(f"{name} is missing")
+        if path.stat().st_size != file.nbytes:
+            raise CheckpointError(f"{name} has {path.stat().st_size} bytes, and was written with {file.nbytes}")
+    return manifest
+
+
+def verify_file(folder: Path, manifest: Manifest, name: str) -> None:
+    """Read a data file, and compare it with its digest.
+
+    Raises:
+        CheckpointError: it was changed, or cannot be read.
+    """
+    try:
+        matches = file_matches(manifest.files[name].digest, folder / name)
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error
+    if not matches:
+        raise CheckpointError(f"{name} is damaged: it does not have the digest that it was written with")
+
+
+def plan_reads(tensors: Mapping[str, TensorEntry], holdings: Iterable[Holding]) -> list[PlannedRead]:
+    """What is read to fill all parts of holdings; nothing is read yet.
+
+    Raises:
+        CheckpointError: a tensor is missing, or has another shape.
+    """
+    reads: list[PlannedRead] = []
+    for holding in holdings:
+        entry = tensors.get(holding.key)
+        if entry is None:
+            raise CheckpointError(f"{holding.key} is missing")
+        if entry.shape != holding.shape:
+            raise CheckpointError(f"{holding.key} has shape {entry.shape} in the checkpoint, and {holding.shape} here")
+        for box, view in holding.parts:
+            found = [(chunk, common) for chunk in entry.chunks if (common := chunk.box.intersection(box)) is not None]
+            assert sum(common.size for _, common in found) == prod(box.shape), "chunks are all of the tensor"
+            reads += [
+                PlannedRead(
+                    chunk, entry.dtype, common.seen_from(chunk.box.start), view[common.seen_from(box.start).slices]
+                )
+                for chunk, common in found
+            ]
+    return reads
+
+
+@torch.no_grad()
+def fill(folder: Path, reads: Sequence[PlannedRead]) -> None:
+    """Read, file by file; values are converted to the dtypes of their targets.
+
+    Raises:
+        CheckpointError: a file is broken, or is not what the manifest says.
+    """
+    by_file: dict[str, list[PlannedRead]] = {}
+    for read in reads:
+        by_file.setdefault(read.chunk.file, []).append(read)
+    for name, wanted in by_file.items():
+        with opened(folder / name) as handle:
+            for read in wanted:
+                read.target.copy_(_stored(handle, read, folder / name))
+
+
+def _stored(handle: Any, read: PlannedRead, file: Path) -> Tensor:
+    stored = handle.get_slice(read.chunk.key)
+    shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+    if (shape, dtype) != (read.chunk.box.shape, STORED_DTYPES[read.dtype][0]):
+        raise CheckpointError(f"{file} is not what its manifest says: {read.chunk.key} has shape {shape} and {dtype}.")
+    part: Tensor = stored[read.source.slices] if shape else handle.get_tensor(read.chunk.key)
+    return part
