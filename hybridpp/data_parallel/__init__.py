@@ -9,7 +9,7 @@ from hybridpp.data_parallel.layout import ShardLayout
 from hybridpp.data_parallel.offload_share import offloaded_parameters
 from hybridpp.data_parallel.reducer import GradientReducer
 from hybridpp.data_parallel.running_statistics import BufferWriteDetector, RunningStatistics
-from hybridpp.data_parallel.sampler import ShardedBatchSampler
+from hybridpp.data_parallel.sampler import PassStart, ShardedBatchSampler
 from hybridpp.data_parallel.seeding import SeededCollate, SeededDataset
 from hybridpp.data_parallel.update_target import UpdateTarget
 
@@ -20,6 +20,7 @@ __all__ = [
     "GradientBuckets",
     "GradientReducer",
     "GradientSharding",
+    "PassStart",
     "RunningStatistics",
     "SeededCollate",
     "SeededDataset",

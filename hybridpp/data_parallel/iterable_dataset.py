@@ -23,6 +23,9 @@ class ShardedIterableDataset(IterableDataset[Any]):
         replica: which replica this is.
         drop_last: whether to skip an incomplete last global batch.
 
+    Attributes:
+        num_skipped: samples that the next pass leaves out at its start, over all replicas; it reads them.
+
     Raises:
         ConfigError: a size is below 1, or ``replica`` is not one of ``num_replicas``.
     """
@@ -34,15 +37,22 @@ class ShardedIterableDataset(IterableDataset[Any]):
         self.num_replicas = num_replicas
         self.replica = replica
         self.drop_last = drop_last
+        self.num_skipped = 0
 
     def __iter__(self) -> Iterator[list[Any]]:
+        num_skipped, self.num_skipped = self.num_skipped, 0
+        return self._batches(num_skipped)
+
+    def _batches(self, num_skipped: int) -> Iterator[list[Any]]:
         samples = iter(self.stream)
         size = self.batch_size * self.num_replicas
-        first: list[Any] = []
+        first = list(islice(samples, min(num_skipped, self.num_replicas)))
+        for _ in islice(samples, num_skipped - len(first)):
+            pass
         while batch := list(islice(samples, size)):
             if len(batch) < size and self.drop_last:
                 return
-            first = first or batch[: self.num_replicas]
+            first = [*first, *batch][: self.num_replicas]
             missing = max(0, self.num_replicas - len(batch))
             yield replica_slice([*batch, *islice(cycle(first), missing)], self.num_replicas, self.replica)
             if len(batch) < size:

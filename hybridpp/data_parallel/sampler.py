@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from itertools import cycle, islice
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,18 @@ from hybridpp.data_parallel.seeding import EpochIndices
 from hybridpp.errors import ConfigError, DataError
 
 Item = TypeVar("Item")
+
+
+class PassStart(NamedTuple):
+    """Where a pass over the data starts.
+
+    Attributes:
+        epoch: of the pass.
+        num_samples: samples of the epoch, over all replicas, that it leaves out, because they were seen before.
+    """
+
+    epoch: int
+    num_samples: int
 
 
 class ShardedBatchSampler(Sampler[list[int]]):
@@ -43,6 +55,10 @@ class ShardedBatchSampler(Sampler[list[int]]):
         seed: must be the same on every replica.
         drop_last: whether to skip an incomplete last global batch.
 
+    Attributes:
+        current: where the pass started that began last.
+        num_passes: number of passes that have begun.
+
     Raises:
         ConfigError: ``batch_size`` or ``num_replicas`` is below 1, or ``replica`` is not one of ``num_replicas``.
         DataError: the dataset is empty, or ``drop_last`` would leave no step.
@@ -69,6 +85,9 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self.seed = seed
         self.drop_last = drop_last
         self._next_epoch = 0
+        self._start = PassStart(0, 0)
+        self.current = PassStart(0, 0)
+        self.num_passes = 0
 
     @property
     def epoch(self) -> int:
@@ -85,19 +104,35 @@ class ShardedBatchSampler(Sampler[list[int]]):
             raise ConfigError(f"epoch must not be negative: got epoch={epoch}. Count epochs from 0.")
         self._next_epoch = epoch
 
+    def start_at(self, start: "PassStart") -> None:
+        """Let the next pass be of an epoch without its first samples; later passes are complete."""
+        self.set_epoch(start.epoch)
+        self._start = start
+
+    @property
+    def next_start(self) -> "PassStart":
+        """Where the next pass starts."""
+        epoch = self._next_epoch
+        return self._start if self._start.epoch == epoch else PassStart(epoch, 0)
+
     def __len__(self) -> int:
         """Number of steps in an epoch, the same on every replica."""
-        num_full, num_left = divmod(self.num_samples, self.batch_size * self.num_replicas)
+        return self.num_steps_after(0)
+
+    def num_steps_after(self, num_samples: int) -> int:
+        """Number of steps that are left of an epoch after its first ``num_samples`` samples."""
+        num_full, num_left = divmod(max(0, self.num_samples - num_samples), self.batch_size * self.num_replicas)
         return num_full if self.drop_last or num_left == 0 else num_full + 1
 
     def __iter__(self) -> Iterator[list[int]]:
         """Batches of indices, with their epoch."""
-        epoch = self._next_epoch
-        self._next_epoch = epoch + 1
+        epoch, first = self.current = self.next_start
+        self._start = PassStart(0, 0)
+        self._next_epoch, self.num_passes = epoch + 1, self.num_passes + 1
         order = self._order(epoch)
         global_size = self.batch_size * self.num_replicas
-        for step in range(len(self)):
-            global_batch: list[int] = order[step * global_size : (step + 1) * global_size].tolist()
+        for start in range(first, first + self.num_steps_after(first) * global_size, global_size):
+            global_batch: list[int] = order[start : start + global_size].tolist()
             num_missing = max(0, self.num_replicas - len(global_batch))
             first_samples: list[int] = order[:num_missing].tolist()
             filled = global_batch + list(islice(cycle(first_samples), num_missing))

@@ -15,7 +15,7 @@ from hybridpp.data_parallel import (
     ShardedIterableDataset,
 )
 from hybridpp.errors import ConfigError, DataError
-from hybridpp.pipeline import ReadAheadIterator
+from hybridpp_plugins.replica_loader import ReplicaDataLoader
 
 # Options of DataLoader that select samples.
 _TAKEN = ("sampler", "batch_sampler", "generator")
@@ -115,10 +115,3 @@ class DataLoaderConfig:
         generator = torch.Generator().manual_seed(self.seed + self.replica)
         options = {name: value for name, value in self.options.items() if name not in _TAKEN}
         return ReplicaDataLoader(dataset, num_workers=self.num_workers, generator=generator, **more, **options)
-
-
-class ReplicaDataLoader(DataLoader[Any]):
-    """A ``DataLoader`` whose iterators can read a batch ahead, so that all ranks can check it in time."""
-
-    def __iter__(self) -> Any:
-        return ReadAheadIterator(super().__iter__())

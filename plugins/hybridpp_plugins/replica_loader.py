@@ -1,0 +1,145 @@
+"""A dataloader that knows which samples the training loop took, and can go on after them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader
+
+from hybridpp.data_parallel import PassStart, ShardedBatchSampler, ShardedIterableDataset
+from hybridpp.errors import CheckpointError
+from hybridpp.pipeline import ReadAheadIterator
+
+
+class DataPosition(NamedTuple):
+    """What a training loop has taken of its data; the same on every rank.
+
+    Attributes:
+        epoch: of the pass that it is in; the next one where a pass has ended.
+        samples: taken of it, over all replicas.
+        passes: iterators that were made before this pass: each draws a seed of the workers.
+        dataset_size: samples of an epoch; None: it is not known.
+        seed: of the orders of the epochs; None: samples come in the order of the dataset.
+    """
+
+    epoch: int
+    samples: int
+    passes: int
+    dataset_size: int | None
+    seed: int | None
+
+
+@dataclass
+class _Taken:
+    """How many batches were taken from an iterator, which may be gone."""
+
+    num_batches: int = 0
+
+
+class _CountingIterator(ReadAheadIterator):
+    """An iterator that counts what is taken from it in a place of the loader, which does not keep workers alive."""
+
+    def __init__(self, iterator: Iterator[Any], taken: _Taken):
+        super().__init__(iterator)
+        self._taken = taken
+
+    def skip(self) -> None:
+        super().skip()
+        self._taken.num_batches += 1
+
+
+class ReplicaDataLoader(DataLoader[Any]):
+    """A ``DataLoader`` whose iterators can read a batch ahead, so that all ranks can check it in time.
+
+    What counts as taken is what the loop took from the last iterator: not what workers fetched, nor what was read
+    ahead.
+
+    Args:
+        dataset, options: as those of ``DataLoader``, with a :class:`ShardedBatchSampler` or on a
+            :class:`ShardedIterableDataset`.
+    """
+
+    def __init__(self, dataset: Any, **options: Any):
+        super().__init__(dataset, **options)
+        self._sampler = self.batch_sampler if isinstance(self.batch_sampler, ShardedBatchSampler) else None
+        self._stream = dataset if isinstance(dataset, ShardedIterableDataset) else None
+        self._taken: _Taken | None = None
+        self._num_iterators = 0
+        # Of a stream, whose passes begin when their iterators are made.
+        self._stream_pass, self._next_pass = PassStart(0, 0), PassStart(0, 0)
+        self._passes_before = 0
+
+    def __iter__(self) -> Any:
+        self._num_iterators += 1
+        if self._sampler is not None:
+            self._passes_before = self._sampler.num_passes
+        self._stream_pass, self._next_pass = self._next_pass, PassStart(self._next_pass.epoch + 1, 0)
+        if self._stream is not None:
+            self._stream.num_skipped = self._stream_pass.num_samples
+        self._taken = _Taken()
+        iterator = _CountingIterator(super().__iter__(), self._taken)
+        if self._stream is not None:  # a worker has a copy
+            self._stream.num_skipped = 0
+        return iterator
+
+    @property
+    def _global_size(self) -> int:
+        source: Any = self._sampler or self._stream
+        return int(source.batch_size * source.num_replicas)
+
+    def position(self) -> DataPosition:
+        """What the loop has taken. Call it between steps; nothing is communicated."""
+        is_begun = self._taken is not None
+        if self._sampler is None:
+            start, upcoming = self._stream_pass, self._next_pass
+        else:
+            start, upcoming = self._sampler.current, self._sampler.next_start
+            is_begun = is_begun and self._sampler.num_passes > self._passes_before
+        passes = self._num_iterators
+        if is_begun and self._taken is not None:
+            num_taken = self._taken.num_batches
+            if self._sampler is None or num_taken < self._sampler.num_steps_after(start.num_samples):
+                taken = start.num_samples + num_taken * self._global_size
+                upcoming, passes = PassStart(start.epoch, taken), passes - 1
+        sampler = self._sampler
+        if sampler is None:
+            return DataPosition(*upcoming, passes, None, None)
+        return DataPosition(*upcoming, passes, sampler.num_samples, sampler.seed if sampler.shuffle else None)
+
+    def check_position(self, position: DataPosition) -> None:
+        """Refuse a position in other data.
+
+        Raises:
+            CheckpointError: in the middle of an epoch, the dataset has another size, or the samples another order.
+        """
+        here = self.position()
+        if position.samples and (position.dataset_size, position.seed) != (here.dataset_size, here.seed):
+            raise CheckpointError(
+                f"the checkpoint was saved in the middle of an epoch of other data: {_in_words(position)}, and here "
+                f"are {_in_words(here)}. Use the same dataset, seed and shuffle, or a checkpoint from the end of an "
+                "epoch."
+            )
+
+    def go_on(self, position: DataPosition) -> int:
+        """Let the next pass go on at a position, whatever batch size and replicas it was reached with.
+
+        Returns:
+            How many of the ``len(self)`` steps of the epoch are done; 0 where the length is not known.
+        """
+        start = PassStart(position.epoch, position.samples)
+        self._taken = None
+        if isinstance(self.generator, torch.Generator):
+            for _ in range(position.passes - self._num_iterators):
+                torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+            self._num_iterators = max(self._num_iterators, position.passes)
+        if self._sampler is None:
+            self._next_pass = start
+            return position.samples // self._global_size
+        self._sampler.start_at(start)
+        return len(self._sampler) - self._sampler.num_steps_after(start.num_samples)
+
+
+def _in_words(position: DataPosition) -> str:
+    size = "a stream" if position.dataset_size is None else f"{position.dataset_size} samples"
+    return f"{size}, not shuffled" if position.seed is None else f"{size}, shuffled with seed {position.seed}"
