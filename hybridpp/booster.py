@@ -1,6 +1,6 @@
 """The class that training scripts use: boost a model and an optimizer, then run steps."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -11,18 +11,28 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from hybridpp.boosted_runs import BoostedRuns
 from hybridpp.config import require_bools
 from hybridpp.errors import ConfigError, NotBuiltError
-from hybridpp.plugin import Boosted, Criterion, Plugin, RecordsTimelines, RunsPipeline, SavesModels, UnboostsModels
-from hybridpp.saving import check_save_arguments
+from hybridpp.plugin import (
+    Boosted,
+    Criterion,
+    Plugin,
+    RecordsTimelines,
+    Resumed,
+    RunsPipeline,
+    SavesModels,
+    SavesRuns,
+    UnboostsModels,
+)
+from hybridpp.saving import check_run_arguments, check_save_arguments
 
 # Methods that other libraries' boosters have and this one does not, each with what to do instead.
 _UNSUPPORTED = {
-    "save_optimizer": "Call save_model, and save optimizer.state_dict() on every rank, each to its own file.",
-    "load_optimizer": "Call optimizer.load_state_dict() on every rank with that rank's state, in the layout that "
-    "saved it.",
-    "save_lr_scheduler": "Save lr_scheduler.state_dict().",
-    "load_lr_scheduler": "Call lr_scheduler.load_state_dict().",
+    "save_optimizer": "Call booster.save, which saves it with everything else.",
+    "load_optimizer": "Call booster.resume.",
+    "save_lr_scheduler": "Call booster.save, or save lr_scheduler.state_dict().",
+    "load_lr_scheduler": "Call booster.resume, or lr_scheduler.load_state_dict().",
     "enable_lora": "Wrap the model with the peft library before boost.",
 }
 
@@ -65,6 +75,7 @@ class Booster:
             )
         self.plugin: Plugin = plugin
         self._device = None if device is None else torch.device(device)
+        self._runs = BoostedRuns()
 
     def boost(
         self,
@@ -104,9 +115,11 @@ class Booster:
             ConfigError: the parts do not fit together.
             PartitionError: the model cannot be cut into this number of stages.
         """
-        return self.plugin.configure(
+        parts = self.plugin.configure(
             Boosted(model, optimizer, criterion, dataloader, lr_scheduler), device=self._device, sample=sample
         )
+        self._runs.add(parts)
+        return parts
 
     def execute_pipeline(
         self,
@@ -260,6 +273,71 @@ class Booster:
             )
         self._saver().load_model(model, Path(path), strict=strict)
 
+    def save(
+        self,
+        path: str | Path,
+        *,
+        step: int,
+        extras: Mapping[str, Any] | None = None,
+        keep_last: int | None = None,
+    ) -> None:
+        """Write a checkpoint of the run, from which :meth:`resume` goes on bit for bit, in this or another layout.
+
+        It holds, of every model that this booster boosted, weights in full precision, optimizer state, loss scale, LR
+        schedule and the position in the dataloader that was given to :meth:`boost`; and random generators, Python's,
+        numpy's and torch's. Each rank writes what it owns to ``path/step-00000120/``. If the job is killed, or the disk
+        is full, earlier checkpoints are as they were, and so is the run.
+
+        Collective: every rank of the world, between ``optimizer.step()`` and the next ``execute_pipeline``.
+
+        Args:
+            path: the folder of the run's checkpoints, on a file system that all ranks share; created if it does not
+                exist.
+            step: number of the step, which names the checkpoint; one of the same number is replaced.
+            extras: values to keep with it: numbers, text, lists, tuples, dicts, tensors, numpy arrays. Those of rank 0
+                are.
+            keep_last: how many checkpoints stay, this one included; older ones are removed once it is complete. None:
+                all.
+
+        Raises:
+            CheckpointError: it cannot be written; raised on every rank.
+            ConfigError: gradients are held, an argument is wrong, or nothing was boosted.
+        """
+        check_run_arguments(step, keep_last)
+        self._run_saver().save_run(
+            self._runs.parts(), Path(path), step=step, extras={} if extras is None else extras, keep_last=keep_last
+        )
+
+    def resume(self, path: str | Path, *, missing: Literal["error", "fresh"] = "error") -> Resumed:
+        """Go on from the newest checkpoint in a folder that is intact. Call it after :meth:`boost`.
+
+        The layout, the schedule, the precision, the batch size and the number of workers may differ from those that
+        saved it: then the run is the same up to rounding. Each rank reads what it owns.
+
+        Collective: every rank of the world, with the models, optimizers and dataloaders boosted in the order of the
+        run that saved it.
+
+        Args:
+            path: the folder that :meth:`save` was given.
+            missing: what a folder without checkpoints is: ``"error"``, or ``"fresh"``: the start of a new run.
+
+        Returns:
+            Where the run goes on: step, epoch, batches of the epoch that are done, and extras.
+
+        Raises:
+            CheckpointError: there is no checkpoint, none is intact, or it does not fit the run; raised on every rank,
+                and then nothing was changed.
+            ConfigError: an argument is wrong, or nothing was boosted.
+        """
+        if missing not in ("error", "fresh"):
+            raise ConfigError(f'missing must be "error" or "fresh": got {missing!r}.')
+        return self._run_saver().resume_run(self._runs.parts(), Path(path), start_fresh=missing == "fresh")
+
+    def _run_saver(self) -> SavesRuns:
+        if not isinstance(self.plugin, SavesRuns):
+            raise ConfigError(f"{type(self.plugin).__name__} saves no runs. Use HybridParallelPlugin.")
+        return self.plugin
+
     def unboost(self, model: nn.Module) -> nn.Module:
         """Take everything off a boosted model again: no wrapped forward, no hook and no attribute of ours is left.
 
@@ -279,6 +357,7 @@ class Booster:
         if not isinstance(self.plugin, UnboostsModels):
             raise ConfigError(f"{type(self.plugin).__name__} cannot unboost models. Save the model and load it anew.")
         self.plugin.unboost(model)
+        self._runs.remove(model)
         return model
 
     def __getattr__(self, name: str) -> Any:

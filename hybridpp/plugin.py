@@ -2,7 +2,8 @@
 
 To write one, subclass :class:`Plugin` and override the hooks that change. Further capabilities are base classes of
 their own, which the booster checks with ``isinstance``: :class:`RunsPipeline` (``execute_pipeline``),
-:class:`SavesModels` (``save_model``, ``load_model``), :class:`RecordsTimelines` (``record_timeline``) and
+:class:`SavesModels` (``save_model``, ``load_model``), :class:`SavesRuns` (``save``, ``resume``),
+:class:`RecordsTimelines` (``record_timeline``) and
 :class:`PreviewsTensorParallel` (``hybridpp partition --tp-size``). plugins/README.md has a complete one.
 
 The booster passes on what the script gave, and checks only what is the same for every plugin. A plugin checks the rest,
@@ -11,9 +12,10 @@ on every rank alike and before a collective, and raises subclasses of :class:`hy
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,8 +34,10 @@ __all__ = [
     "Plugin",
     "PreviewsTensorParallel",
     "RecordsTimelines",
+    "Resumed",
     "RunsPipeline",
     "SavesModels",
+    "SavesRuns",
     "SequenceParallelBlock",
     "TensorParallelPreview",
     "UnboostsModels",
@@ -251,6 +255,62 @@ class SavesModels(ABC):
 
         Raises:
             CheckpointError: the weights are missing or broken, or do not fit the model; on every rank.
+        """
+
+
+class Resumed(NamedTuple):
+    """Where a run goes on; of a new run, nothing is done yet.
+
+    Attributes:
+        step: of the checkpoint, as the script counted it.
+        epoch: of the dataloader that was given to ``boost``; 0 without one.
+        batches: steps of that epoch that are done, counted in those of ``len(dataloader)``.
+        extras: that the script saved.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batches: int = 0
+    extras: Mapping[str, Any] = MappingProxyType({})
+
+
+class SavesRuns(ABC):
+    """A plugin that saves and resumes complete runs: ``Booster.save`` and ``resume`` need it."""
+
+    @abstractmethod
+    def save_run(
+        self,
+        parts: Sequence[Boosted],
+        path: Path,
+        *,
+        step: int,
+        extras: Mapping[str, Any],
+        keep_last: int | None,
+    ) -> None:
+        """Write a checkpoint. Collective: every rank of the world. The booster has checked the arguments.
+
+        Args:
+            parts: what :meth:`Plugin.configure` returned for each model, in order.
+            path: the folder of checkpoints.
+            step: of the run.
+            extras: values of the script.
+            keep_last: how many checkpoints stay; None: all.
+
+        Raises:
+            CheckpointError: it cannot be written; on every rank, and earlier checkpoints are as they were.
+        """
+
+    @abstractmethod
+    def resume_run(self, parts: Sequence[Boosted], path: Path, *, start_fresh: bool) -> Resumed:
+        """Go on from the newest checkpoint that is intact. Collective: every rank of the world.
+
+        Args:
+            parts: as in :meth:`save_run`.
+            path: the folder of checkpoints.
+            start_fresh: whether a folder without checkpoints is no error.
+
+        Raises:
+            CheckpointError: there is none, or it does not fit; on every rank.
         """
 
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of ``save_model``, and the file suffixes that it writes."""
+"""Checks of the arguments of ``save_model`` and ``save``, and the file suffixes that the former writes."""
 
 from pathlib import Path
 
@@ -53,4 +53,18 @@ def check_save_arguments(
         raise ConfigError(
             f"use_safetensors={use_safetensors} does not fit the path: {path} is written as {form}. Leave it out, or "
             "use a path that ends in .safetensors or in .pt."
+        )
+
+
+def check_run_arguments(step: int, keep_last: int | None) -> None:
+    """Check the arguments of a save of a run.
+
+    Raises:
+        ConfigError: an argument is no number, or too small.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ConfigError(f"step must be a number of steps, 0 or more: got {step!r}. Count the run's steps.")
+    if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1):
+        raise ConfigError(
+            f"keep_last must be a number of checkpoints, 1 or more: got {keep_last!r}. Leave it out to keep all."
         )

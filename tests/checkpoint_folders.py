@@ -2,14 +2,12 @@
 
 import torch
 
-from hybridpp.checkpoint.boxes import Box, full_box
+from hybridpp.checkpoint.boxes import Box
 from hybridpp.checkpoint.commit import begin, commit, new_save_id, step_folder, token_file
 from hybridpp.checkpoint.manifest import Manifest
 from hybridpp.checkpoint.writer import Holding, write_holdings
 
-
-def full_holding(key, tensor):
-    return Holding(key, tensor.dtype, tuple(tensor.shape), [(full_box(tensor.shape), tensor)])
+full_holding = Holding.of_all
 
 
 def halves(key, tensor):

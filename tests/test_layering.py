@@ -36,6 +36,7 @@ ROWS = {
     "hybridpp.plugin": 5,
     "hybridpp.tp_preview": 5,
     "hybridpp.registry": 5,
+    "hybridpp.boosted_runs": 5,
     "hybridpp.booster": 5,
     "hybridpp_plugins": 6,
     "hybridpp.cli": 7,
@@ -45,7 +46,10 @@ ROWS = {
 # Modules that are one thing: they may import each other (in one direction: see the test on cycles).
 TOGETHER = [
     {"hybridpp.errors", "hybridpp.config", "hybridpp.saving", "hybridpp.sizes", "hybridpp.text_table"},
-    {"hybridpp.plugin", "hybridpp.registry", "hybridpp.booster", "hybridpp.tp_preview"},
+    {
+        *("hybridpp.plugin", "hybridpp.registry", "hybridpp.booster", "hybridpp.boosted_runs"),
+        "hybridpp.tp_preview",
+    },
     {"hybridpp.cli", "hybridpp.__main__"},
 ]
 WITHOUT_TORCH = {

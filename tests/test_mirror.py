@@ -11,6 +11,7 @@ PACKAGES = {"hybridpp": "tests", "plugins/hybridpp_plugins": "tests/plugins"}
 # Give a new module a test file instead of a line here.
 TYPES_ONLY = "types only"
 TESTED_THROUGH = {
+    "hybridpp/boosted_runs.py": "tests/plugins/test_run_checkpoint.py",
     "hybridpp/booster.py": "tests/test_registry.py",
     "hybridpp/checkpoint/find_tensors.py": "tests/plugins/test_weights.py",
     "hybridpp/checkpoint/gather.py": "tests/plugins/test_tensor_parallel_folders.py",
@@ -96,6 +97,7 @@ TESTED_THROUGH = {
     "hybridpp/timeline/gantt.py": "tests/timeline/test_picture.py",
     "hybridpp/timeline/span.py": "tests/timeline/test_timeline.py",
     "hybridpp/tp_preview.py": "tests/cli/test_partition.py",
+    "plugins/hybridpp_plugins/agreement.py": "tests/plugins/test_weights.py",
     "plugins/hybridpp_plugins/first_step_checks.py": "tests/plugins/test_bad_input.py",
     "plugins/hybridpp_plugins/boosted_models.py": "tests/plugins/test_bad_input.py",
     "plugins/hybridpp_plugins/hybrid_parallel.py": "tests/plugins/test_bad_input.py",
@@ -104,6 +106,7 @@ TESTED_THROUGH = {
     "plugins/hybridpp_plugins/optimizer.py": "tests/plugins/test_precision.py",
     "plugins/hybridpp_plugins/optimizer_memory.py": "tests/partition/test_memory.py",
     "plugins/hybridpp_plugins/preview_tp.py": "tests/cli/test_partition.py",
+    "plugins/hybridpp_plugins/rank_shares.py": "tests/plugins/test_reshard_checkpoints.py",
     "plugins/hybridpp_plugins/setup.py": "tests/plugins/test_parity.py",
     "plugins/hybridpp_plugins/timeline_recording.py": "tests/plugins/test_schedule_planner.py",
     "plugins/hybridpp_plugins/trained_weights.py": "tests/plugins/test_zero.py",

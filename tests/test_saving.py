@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybridpp.errors import ConfigError
-from hybridpp.saving import check_save_arguments, is_file_name
+from hybridpp.saving import check_run_arguments, check_save_arguments, is_file_name
 
 DEFAULTS = {
     "shard": True,
@@ -47,3 +47,22 @@ def test_the_format_must_be_that_of_the_path(tmp_path, name, safe):
 def test_an_unsupported_argument_is_refused_by_name(given, text):
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
         check_save_arguments(Path("folder"), **{**DEFAULTS, **given})
+
+
+@pytest.mark.parametrize("keep_last", [None, 1, 10])
+def test_right_arguments_of_a_run(keep_last):
+    check_run_arguments(0, keep_last)
+
+
+@pytest.mark.parametrize(
+    ("step", "keep_last", "text"),
+    [
+        (-1, None, "step must be a number of steps, 0 or more: got -1. Count the run's steps."),
+        (True, None, "step must be a number of steps, 0 or more: got True."),
+        (1, 0, "keep_last must be a number of checkpoints, 1 or more: got 0. Leave it out to keep all."),
+        (1, True, "keep_last must be a number of checkpoints, 1 or more: got True."),
+    ],
+)
+def test_wrong_arguments_of_a_run(step, keep_last, text):
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
+        check_run_arguments(step, keep_last)

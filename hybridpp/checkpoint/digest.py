@@ -5,6 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+import torch
+from torch import Tensor
+
 from hybridpp.errors import CheckpointError
 
 try:
@@ -50,6 +53,14 @@ def new_digest(algorithm: str = ALGORITHM) -> Digest:
 def written_as(digest: Digest) -> str:
     """A digest with its algorithm, as it is stored."""
     return f"{ALGORITHM}:{digest.hexdigest()}"
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """A digest of a tensor's values."""
+    digest = new_digest()
+    host = tensor.detach().cpu().contiguous().reshape(-1)
+    digest.update(host.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def bytes_match(stored: str, data: bytes) -> bool:

@@ -1,11 +1,13 @@
-"""Bring what the ranks own together on rank 0, one tensor at a time."""
+"""Bring what the ranks have together on rank 0: tensors one at a time, and descriptions."""
 
+import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridpp.cluster import Group, gather_objects
+from hybridpp.cluster import Group, gather_numbers, gather_objects
 
 
 def gather_tensors(control: Group, sources: Sequence[int], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -41,3 +43,26 @@ def gather_tensors(control: Group, sources: Sequence[int], tensors: Mapping[str,
             complete[name] = torch.empty(shape, dtype=getattr(torch, dtype))
             control.receive(complete[name], rank).wait()
     return complete
+
+
+def gather_json(control: Group, call: str, value: Any) -> list[Any]:
+    """Every rank's ``value``, by rank, on rank 0; empty elsewhere. Large values are sent to rank 0 only.
+
+    Collective: all of ``control``.
+
+    Args:
+        control: over host memory.
+        call: that this rank is in, see :mod:`hybridpp.cluster.gather_numbers`.
+        value: anything that JSON can hold.
+    """
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [int(size) for (size,) in gather_numbers(control, call, [data.numel()])]
+    if control.rank:
+        control.send(data, 0).wait()
+        return []
+    values = [value]
+    for rank, size in enumerate(sizes[1:], start=1):
+        received = torch.empty(size, dtype=torch.uint8)
+        control.receive(received, rank).wait()
+        values.append(json.loads(received.numpy().tobytes()))
+    return values

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridpp.checkpoint.boxes import Box, split_box
+from hybridpp.checkpoint.boxes import Box, full_box, split_box
 from hybridpp.checkpoint.digest import new_digest, written_as
 from hybridpp.checkpoint.manifest import STORED_DTYPES, Chunk, FileEntry, TensorEntry
 from hybridpp.errors import CheckpointError
@@ -32,6 +32,11 @@ class Holding(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: Sequence[tuple[Box, Tensor]]
+
+    @classmethod
+    def of_all(cls, key: str, tensor: Tensor) -> "Holding":
+        """A full tensor."""
+        return cls(key, tensor.dtype, tuple(tensor.shape), [(full_box(tensor.shape), tensor)])
 
     @property
     def dtype_name(self) -> str:

@@ -5,6 +5,7 @@ from hybridpp.cluster.current import current_world
 from hybridpp.cluster.dist_logger import disable_existing_loggers, get_dist_logger
 from hybridpp.cluster.gather_numbers import PendingNumbers, gather_numbers, name_ranks, start_gather_numbers
 from hybridpp.cluster.gather_objects import gather_objects
+from hybridpp.cluster.generators import generator_states, set_generator_states
 from hybridpp.cluster.grid import Axis, Coordinate, RankGrid
 from hybridpp.cluster.launch import (
     check_joined,
@@ -50,6 +51,7 @@ __all__ = [
     "disable_existing_loggers",
     "gather_numbers",
     "gather_objects",
+    "generator_states",
     "get_dist_logger",
     "has_drawn",
     "launch",
@@ -62,6 +64,7 @@ __all__ = [
     "random_state",
     "resolved",
     "seed_stream",
+    "set_generator_states",
     "set_random_state",
     "set_seed",
     "start_gather_numbers",

@@ -65,6 +65,11 @@ class LossScaler:
         self._config = config
         self._scales = scales
 
+    @property
+    def is_active(self) -> bool:
+        """Whether there is a loss scale."""
+        return self._scales
+
     def update(self, overflow: bool) -> LossScale:
         """Count a step, which is skipped where a gradient overflowed; returns the state before it."""
         before = self.state

@@ -1,6 +1,6 @@
 """What a plugin does with the models that it boosted: run, save and load them, and take everything off again."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -10,19 +10,31 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hybridpp.errors import ClosedError, ConfigError
-from hybridpp.plugin import Criterion, RecordsTimelines, RunsPipeline, SavesModels, UnboostsModels
+from hybridpp.plugin import (
+    Boosted,
+    Criterion,
+    RecordsTimelines,
+    Resumed,
+    RunsPipeline,
+    SavesModels,
+    SavesRuns,
+    UnboostsModels,
+)
 from hybridpp.precision import describe_dtypes
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.engine_handle import ENGINE, copied_weights, original_of
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer
+from hybridpp_plugins.replica_loader import ReplicaDataLoader
+from hybridpp_plugins.run_checkpoint import resume_run, save_run
 from hybridpp_plugins.settings import PluginSettings
 from hybridpp_plugins.timeline_recording import TimelineRecording
+from hybridpp_plugins.training_state import RunParts
 from hybridpp_plugins.unboost import unboost
 from hybridpp_plugins.weights import load_weights, save_weights
 
 
-class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, UnboostsModels):
+class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, SavesRuns, UnboostsModels):
     """The part of a plugin that finds the engine of a boosted model, and hands calls to it.
 
     Attributes:
@@ -127,6 +139,32 @@ class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, UnboostsModels)
     def load_model(self, model: nn.Module, path: Path, *, strict: bool) -> None:
         """See :meth:`hybridpp.Booster.load_model`."""
         load_weights(self._engine(model), path, strict)
+
+    def _run_parts(self, parts: Sequence[Boosted]) -> list[RunParts]:
+        return [
+            RunParts(
+                self._engine(part.model),
+                part.lr_scheduler,
+                part.dataloader if isinstance(part.dataloader, ReplicaDataLoader) else None,
+            )
+            for part in parts
+        ]
+
+    def save_run(
+        self,
+        parts: Sequence[Boosted],
+        path: Path,
+        *,
+        step: int,
+        extras: Mapping[str, Any],
+        keep_last: int | None,
+    ) -> None:
+        """See :meth:`hybridpp.Booster.save`."""
+        save_run(self._run_parts(parts), path, step=step, extras=extras, keep_last=keep_last)
+
+    def resume_run(self, parts: Sequence[Boosted], path: Path, *, start_fresh: bool) -> Resumed:
+        """See :meth:`hybridpp.Booster.resume`."""
+        return resume_run(self._run_parts(parts), path, start_fresh=start_fresh)
 
 
 def _check_call(engine: Engine, criterion: Criterion | None, optimizer: Optimizer | None, return_loss: bool) -> None:

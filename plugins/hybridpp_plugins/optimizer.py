@@ -307,5 +307,5 @@ class HybridOptimizer(WrappedOptimizer):
 
     @property
     def holds_gradients(self) -> bool:  # type: ignore[override]  # an attribute in the base class
-        """Whether there was a backward pass since the last step."""
-        return not self._reducer.is_consumed
+        """Whether this rank has gradients of a backward pass since the last step or ``zero_grad``."""
+        return self._reducer.has_gradients

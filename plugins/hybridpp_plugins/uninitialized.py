@@ -1,7 +1,8 @@
 """The weights of a model that was boosted on the meta device and that have no values yet."""
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -97,6 +98,16 @@ class UninitializedWeights:
 
     def _before_forward(self, *_: object) -> None:
         self.check()
+
+    @contextmanager
+    def kept_on_failure(self) -> Iterator[None]:
+        """A context in which weights are written: if it fails, those that had no values still have none."""
+        lacking = self.lacking()
+        try:
+            yield
+        except BaseException:
+            self.mark(lacking)
+            raise
 
     def fill(self, names: Iterable[str]) -> None:
         """Note the weights that were loaded from a folder."""

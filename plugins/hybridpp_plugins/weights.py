@@ -8,9 +8,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from hybridpp.checkpoint import CheckpointContents, SaveTarget, gather_tensors, open_folder
-from hybridpp.cluster import gather_objects
-from hybridpp.errors import CheckpointError, PeerError
+from hybridpp.errors import CheckpointError
 from hybridpp.nn.pretrained_model import is_pretrained_model
+from hybridpp_plugins.agreement import agree
 from hybridpp_plugins.apply_tp import gather_tp_tensors, placements
 from hybridpp_plugins.engine import Engine
 
@@ -167,18 +167,5 @@ def _copy(
 
 
 def _agree(engine: Engine, failure: Exception | None, what: str) -> None:
-    """Fail on all ranks if one rank failed, so that none waits, and report the reason. Collective: all ranks."""
-    call = f"{what} (booster.save_model or booster.load_model)"
-    own_failure = None if failure is None else [isinstance(failure, CheckpointError), str(failure)]
-    failed = [
-        (rank, failure_of_rank)
-        for rank, failure_of_rank in enumerate(gather_objects(engine.layout.control, call, own_failure))
-        if failure_of_rank is not None
-    ]
-    if failure is not None:
-        raise failure
-    if failed:
-        rank, (is_known, text) = failed[0]
-        if is_known:
-            raise CheckpointError(f"{what} failed on rank {rank}: {text}")
-        raise PeerError(f"{what} failed on rank {rank}: {text}. See the error printed there.")
+    """Fail on all ranks if one rank failed. Collective: all ranks."""
+    agree(engine.layout.control, f"{what} (booster.save_model or booster.load_model)", failure, what)

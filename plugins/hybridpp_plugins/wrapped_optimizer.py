@@ -29,7 +29,7 @@ class WrappedOptimizer(Optimizer):
         progress: of the run; the engine counts in it.
         resumed_at: the step counts of the last ``load_state_dict``; None before one.
         on_release: puts back what boost changed of the wrapped optimizer's settings.
-        holds_gradients: whether there was a backward pass since the last step.
+        holds_gradients: whether this rank has gradients of a backward pass since the last step or ``zero_grad``.
     """
 
     holds_gradients: bool
@@ -159,9 +159,13 @@ class WrappedOptimizer(Optimizer):
             )
             return
         counts, progress = moment
+        self.set_counts(counts)
+        vars(self.progress).update(vars(progress))
+
+    def set_counts(self, counts: StepCounts) -> None:
+        """Go on counting after the steps of a state that was loaded."""
         self.applied_steps, self.loss_scaler.skipped_steps = counts.applied, counts.skipped
         self.loss_scaler.last_step_skipped = counts.last_skipped
-        vars(self.progress).update(vars(progress))
         self.resumed_at = counts
 
     @property

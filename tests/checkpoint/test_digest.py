@@ -1,9 +1,10 @@
 """Digests find changes; a checkpoint says by which algorithm."""
 
 import pytest
+import torch
 
 from hybridpp.checkpoint import digest as digests
-from hybridpp.checkpoint.digest import ALGORITHM, bytes_match, file_matches, new_digest, written_as
+from hybridpp.checkpoint.digest import ALGORITHM, bytes_match, file_matches, new_digest, tensor_digest, written_as
 from hybridpp.errors import CheckpointError
 
 
@@ -33,3 +34,9 @@ def test_an_unknown_algorithm_is_an_error(monkeypatch):
     monkeypatch.delitem(digests._ALGORITHMS, "xxh3_128")
     with pytest.raises(CheckpointError, match="Install the package xxhash"):
         new_digest("xxh3_128")
+
+
+def test_tensors_are_told_apart_by_their_values_alone():
+    tensor = torch.randn(2, 3)
+    assert tensor_digest(tensor) == tensor_digest(tensor.T.clone().T) != tensor_digest(tensor + 1)
+    assert tensor_digest(torch.zeros(0)) != tensor_digest(torch.tensor(True))

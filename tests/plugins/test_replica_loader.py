@@ -57,7 +57,7 @@ def test_another_batch_size_and_other_workers_go_on_at_the_next_sample(shuffle, 
     first, iterator = take(loader, 4)
     position = loader.position()
     assert (position.epoch, position.samples) == (1, 8)
-    del iterator
+    list(iterator)  # so that its workers end
     resumed = loader_of(batch_size=3, num_workers=later_workers, **options)
     resumed.check_position(position)
     assert resumed.go_on(position) == len(resumed) - 5 == 3
@@ -135,8 +135,9 @@ def test_set_epoch_before_the_pass_that_goes_on_keeps_its_position():
 def test_a_stream_goes_on_and_counts_its_passes(num_workers):
     loader = loader_of(Stream(), num_workers=num_workers)
     rest(loader)
-    take(loader, 3)
+    _, iterator = take(loader, 3)
     position = loader.position()
+    list(iterator)
     assert position[:2] == (1, 6)
     resumed = loader_of(Stream(), num_workers=num_workers)
     assert resumed.go_on(position) == 3

@@ -1,0 +1,28 @@
+"""The generators of random numbers that a script draws from: Python's, numpy's and torch's."""
+
+import random
+from typing import Any
+
+import numpy
+import torch
+
+from hybridpp.cluster.seeds import RandomState, random_state, set_random_state
+
+
+def generator_states(device: torch.device) -> dict[str, Any]:
+    """The states of this process's generators, and of that of a device: tuples, arrays and tensors."""
+    torch_state = random_state(device)
+    return {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch_state.cpu,
+        "cuda": torch_state.cuda,
+    }
+
+
+def set_generator_states(states: dict[str, Any], device: torch.device) -> None:
+    """Set them again. A device of another kind than the one of the states keeps its own."""
+    random.setstate(states["python"])
+    numpy.random.set_state(states["numpy"])
+    cuda = states["cuda"] if device.type == "cuda" else None
+    set_random_state(RandomState(states["torch"], cuda), device)

@@ -1,0 +1,164 @@
+"""What a rank holds of the full tensors of its model, as boxes: the same words for every layout."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hybridpp.checkpoint.boxes import Box, Region, full_box, range_boxes, shard_regions
+from hybridpp.cluster import gather_objects
+from hybridpp.data_parallel.bucket import dense_strides
+from hybridpp_plugins.apply_tp import placements
+from hybridpp_plugins.engine import Engine
+
+
+class HeldWeight(NamedTuple):
+    """A tensor of the model's state on this rank.
+
+    Attributes:
+        name: in the complete model.
+        tensor: with its values in full precision: a master, a piece of one, or the tensor itself.
+        is_trained: whether the optimizer updates it.
+    """
+
+    name: str
+    tensor: Tensor
+    is_trained: bool
+
+
+class RankShares:
+    """Boxes of a rank's tensors.
+
+    Args:
+        engine: of the model.
+        first_position: the first pipeline position that has each buffer.
+    """
+
+    def __init__(self, engine: Engine, first_position: Mapping[str, int]):
+        self._layout = engine.layout
+        self._parameters = dict(engine.model.named_parameters())
+        self._sharded = placements(engine.model)
+        self._first_position = {name: ranks[0] for name, ranks in engine.weights.ranks_of.items()} | dict(
+            first_position
+        )
+        # Only where replicas divide the parameters: else every replica updates all of them.
+        is_divided = engine.zero_stage > 0 and engine.weights.layout is not None
+        self._divided = frozenset(engine.weights.parameters if is_divided else ())
+        self._pieces = engine.weights.layout.pieces if is_divided and engine.weights.layout is not None else {}
+
+    def full_shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
+        """The shape that a parameter, or a buffer ``tensor``, has in the complete model."""
+        if name in self._sharded:
+            return self._sharded[name].full_shape
+        return tuple(self._parameters.get(name, tensor).shape)
+
+    def has_all(self, name: str) -> bool:
+        """Whether this rank updates all of the complete model's parameter."""
+        return name not in self._sharded and (name not in self._divided or self._pieces[name].is_whole)
+
+    def writes(self, name: str) -> bool:
+        """Whether this rank writes its parts of a tensor; of ranks that hold the same, the first does."""
+        layout = self._layout
+        is_first_replica = layout.here.dp == 0 or name in self._divided
+        return (
+            is_first_replica
+            and self._first_position[name] == layout.here.pp
+            and (layout.here.tp == 0 or name in self._sharded)
+        )
+
+    def parts(self, name: str, tensor: Tensor, *, to_write: bool = False) -> list[tuple[Box, Tensor]]:
+        """Boxes of the full tensor that a tensor of this rank holds, each with a view.
+
+        Args:
+            name: of the parameter or buffer.
+            tensor: what this rank updates of it, or a tensor of the same shape (a moment).
+            to_write: leave out what another rank writes.
+        """
+        if to_write and not self.writes(name):
+            return []
+        tensor, regions = tensor.detach(), self._regions(name, tensor, to_write)
+        if name not in self._divided or self._pieces[name].is_whole:
+            return [(region.box, tensor[Box(region.local, region.box.shape).slices]) for region in regions]
+        return [
+            (part.box, view[Box(part.local, part.box.shape).seen_from(box.start).slices])
+            for box, view in self._boxes_of_piece(name, tensor)
+            for region in regions
+            if (part := region.inside(box)) is not None
+        ]
+
+    def _regions(self, name: str, tensor: Tensor, first_copies: bool) -> list[Region]:
+        """The parts of the full tensor that this rank's shard of it has."""
+        sharding = self._sharded.get(name)
+        if sharding is None:
+            shape = self.full_shape(name, tensor)
+            return [Region(full_box(shape), (0,) * len(shape))]
+        pieces, tp = list(sharding.shard.pieces()), self._layout.tp
+        return shard_regions(sharding.full_shape, sharding.dim, pieces, tp.rank, tp.size, first_copies=first_copies)
+
+    def _boxes_of_piece(self, name: str, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """The boxes of this rank's shard that a flat piece has, each with a view of its shape."""
+        parameter, piece = self._parameters[name], self._pieces[name]
+        strides = dense_strides(parameter)
+        order = sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
+        back = [order.index(dim) for dim in range(parameter.dim())]
+        start = 0
+        for box in range_boxes(tuple(parameter.shape), order, piece.start, piece.stop):
+            ordered = flat[start : start + box.size].view([box.shape[dim] for dim in order])
+            yield box, ordered.permute(back)
+            start += box.size
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether an entry of a state dict is what a module returns from ``get_extra_state``."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def held_weights(engine: Engine) -> list[HeldWeight]:
+    """The tensors of this rank's model, of trained ones what it updates; those that other replicas update are missing.
+
+    Aliases are left out, what is no tensor, and what ``get_extra_state`` returns.
+    """
+    masters = engine.masters.masters
+    updated: Mapping[str, Tensor] = (
+        {name: masters.get(name, parameter) for name, parameter in engine.weights.parameters.items()}
+        if engine.optimizer is None
+        else engine.optimizer.target.tensors
+    )
+    held = []
+    for name, tensor in engine.model.state_dict().items():
+        if name in engine.original.aliases or not isinstance(tensor, Tensor) or is_extra_state(name):
+            continue
+        if name not in engine.weights.parameters:
+            held.append(HeldWeight(name, tensor, False))
+        elif name in updated:
+            held.append(HeldWeight(name, updated[name], True))
+    return held
+
+
+class BufferOwners(NamedTuple):
+    """Who writes buffers.
+
+    Attributes:
+        first_position: the first pipeline position that has each of the complete model's buffers.
+        differing: this rank's buffers that are not those of the first replica.
+    """
+
+    first_position: dict[str, int]
+    differing: frozenset[str]
+
+
+def find_buffer_owners(engine: Engine, call: str, digest_of: Callable[[Tensor], str] | None) -> BufferOwners:
+    """Find out who writes buffers, and which replicas have buffers of their own. Collective: all ranks.
+
+    Args:
+        engine: of the model.
+        call: that this rank is in.
+        digest_of: gives a text that differs where values differ; None: they are not compared.
+    """
+    here, parameters = engine.layout.here, dict(engine.model.named_parameters())
+    buffers = {held.name: held.tensor for held in held_weights(engine) if held.name not in parameters}
+    own = {name: digest_of(tensor) if digest_of else "" for name, tensor in buffers.items()}
+    rows = gather_objects(engine.layout.control, call, [here.dp, here.pp, here.tp, own])
+    first = {name: pp for dp, pp, tp, names in reversed(rows) if dp == tp == 0 for name in names}
+    (of_first_replica,) = (names for dp, pp, tp, names in rows if (dp, pp, tp) == (0, here.pp, here.tp))
+    return BufferOwners(first, frozenset(name for name in own if own[name] != of_first_replica[name]))

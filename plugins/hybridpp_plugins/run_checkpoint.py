@@ -1,0 +1,306 @@
+"""Save a run to a checkpoint, and resume from the newest that is intact."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from hybridpp.checkpoint.commit import (
+    begin,
+    commit,
+    committed_steps,
+    new_save_id,
+    open_step,
+    remove_old,
+    step_folder,
+    token_file,
+)
+from hybridpp.checkpoint.gather import gather_json
+from hybridpp.checkpoint.manifest import FileEntry, Manifest, check, merged, tensor_as_json
+from hybridpp.checkpoint.plain_values import decode, encode
+from hybridpp.checkpoint.reader import fill, verify_file
+from hybridpp.checkpoint.writer import WrittenFiles, remove, write_holdings
+from hybridpp.cluster import Group, gather_objects, generator_states, get_dist_logger, set_generator_states
+from hybridpp.errors import CheckpointError, ConfigError
+from hybridpp.plugin import Resumed
+from hybridpp_plugins.agreement import agree
+from hybridpp_plugins.training_state import RunParts, TrainingState, merged_states
+
+_SAVE, _RESUME = "in booster.save", "in booster.resume"
+
+
+class _Save:
+    """One save, on one rank. Collective: all ranks call every method, in order.
+
+    Args:
+        parts: what belongs to each model of the job.
+        path: the folder of checkpoints.
+        step: of the run.
+    """
+
+    def __init__(self, parts: Sequence[RunParts], path: Path, step: int):
+        self._layout = parts[0].engine.layout
+        self._control = self._layout.control
+        self._path, self._step = path, step
+        self._states = [TrainingState(part, index, _SAVE, compares=True) for index, part in enumerate(parts)]
+        self._device = parts[0].engine.device
+        self._save_id = ""
+        self._written = WrittenFiles({}, {})
+
+    def describe(self, extras: Mapping[str, Any]) -> dict[str, Any]:
+        """What this rank contributes besides tensors; refuses what cannot be saved, before anything is written."""
+        failure: Exception | None = None
+        described: dict[str, Any] = {}
+        for state in self._states:
+            state.engine.original.uninitialized.check(self._control)
+        try:
+            for state in self._states:
+                state.check_can_save()
+            described = {
+                "models": [state.described() for state in self._states],
+                "extras": encode(dict(extras), "extras"),
+                "generators": encode(generator_states(self._device), "generators"),
+                "dp": self._layout.here.dp,
+            }
+        except Exception as error:
+            failure = error
+        self._agree(failure)
+        return described
+
+    def write(self) -> None:
+        """Write this rank's tensors to new files."""
+        self._attempt(self._begin)
+        (self._save_id, *_) = gather_objects(self._control, _SAVE, self._save_id)
+        self._attempt(self._check_shared)
+        self._attempt(self._write_tensors)
+
+    def _begin(self) -> None:
+        if self._control.rank == 0:
+            save_id = new_save_id()
+            begin(self._path, self._step, save_id)
+            self._save_id = save_id
+
+    @property
+    def _folder(self) -> Path:
+        return step_folder(self._path, self._step)
+
+    def _check_shared(self) -> None:
+        if not token_file(self._folder, self._save_id).exists():
+            raise CheckpointError(
+                f"{self._folder} is not the folder that rank 0 made: all ranks must write to one file system. Pass a "
+                "path on a shared one."
+            )
+
+    def _write_tensors(self) -> None:
+        holdings = [holding for state in self._states for holding in state.holdings()]
+        prefix = f"rank-{self._layout.world.rank:05d}.{self._save_id}"
+        self._written = write_holdings(self._folder, prefix, holdings)
+
+    def commit(self, described: dict[str, Any]) -> Manifest | None:
+        """Let the checkpoint count; returns its manifest on rank 0."""
+        described["files"] = {name: list(entry) for name, entry in self._written.files.items()}
+        described["tensors"] = {key: tensor_as_json(entry) for key, entry in self._written.tensors.items()}
+        rows = gather_json(self._control, _SAVE, described)
+        manifest: list[Manifest] = []
+
+        def run() -> None:
+            if rows:
+                manifest.append(self._manifest(rows))
+                commit(self._path, manifest[0])
+
+        self._attempt(run)
+        if rows:
+            remove([token_file(self._folder, self._save_id)])
+        return manifest[0] if manifest else None
+
+    def _manifest(self, rows: Sequence[Mapping[str, Any]]) -> Manifest:
+        grid, engine = self._layout.grid, self._states[0].engine
+        models = [merged_states([row["models"][index] for row in rows]) for index in range(len(self._states))]
+        generators = [row["generators"] for row in rows]
+        distinct = [state for n, state in enumerate(generators) if state not in generators[:n]]
+        manifest = Manifest(
+            save_id=self._save_id,
+            step=self._step,
+            layout={
+                "dp_size": grid.dp_size,
+                "pp_size": grid.pp_size,
+                "tp_size": grid.tp_size,
+                "zero_stage": engine.zero_stage,
+            },
+            files={name: FileEntry(*entry) for row in rows for name, entry in row["files"].items()},
+            tensors=merged(item for row in rows for item in row["tensors"].items()),
+            state={
+                "models": models,
+                "extras": rows[0]["extras"],
+                "generators": {"states": distinct, "of_ranks": [distinct.index(state) for state in generators]},
+                "replicas_of_ranks": [row["dp"] for row in rows],
+            },
+        )
+        check(manifest)
+        return manifest
+
+    def _attempt(self, run: Callable[[], None]) -> None:
+        """Run it, and agree; where it fails on any rank, remove what this rank wrote."""
+        failure: Exception | None = None
+        try:
+            run()
+        except OSError as error:
+            failure = CheckpointError(
+                f"{self._path} cannot be written: {error.strerror or error}. Free space, or pass another path; earlier "
+                "checkpoints are as they were, and so is the run."
+            )
+            failure.__cause__ = error
+        except Exception as error:
+            failure = error
+        try:
+            self._agree(failure)
+        except Exception:
+            self._discard()
+            raise
+
+    def _discard(self) -> None:
+        written = [self._folder / name for name in self._written.files]
+        remove(written)
+        if self._control.rank == 0 and self._save_id:
+            remove([token_file(self._folder, self._save_id)])
+            try:
+                self._folder.rmdir()  # where it is empty
+            except OSError:
+                return
+
+    def _agree(self, failure: Exception | None) -> None:
+        agree(self._control, _SAVE, failure, "saving a checkpoint")
+
+
+def save_run(
+    parts: Sequence[RunParts], path: Path, *, step: int, extras: Mapping[str, Any], keep_last: int | None
+) -> None:
+    """See :meth:`hybridpp.Booster.save`. Collective: all ranks."""
+    save = _Save(parts, path, step)
+    described = save.describe(extras)
+    save.write()
+    manifest = save.commit(described)
+    if manifest is not None:
+        for problem in remove_old(path, manifest, keep_last):
+            get_dist_logger().warning(f"an older checkpoint could not be removed: {problem}.")
+
+
+def resume_run(parts: Sequence[RunParts], path: Path, *, start_fresh: bool) -> Resumed:
+    """See :meth:`hybridpp.Booster.resume`. Collective: all ranks."""
+    engine = parts[0].engine
+    control = engine.layout.control
+    manifest = _newest_intact(engine.layout.world.rank, control, path, start_fresh)
+    if manifest is None:
+        return Resumed()
+    states = [TrainingState(part, index, _RESUME, compares=False) for index, part in enumerate(parts)]
+    names = gather_objects(control, _RESUME, [state.group_names for state in states])
+    folder = step_folder(path, manifest.step)
+    failure: Exception | None = None
+    try:
+        stored = manifest.state["models"]
+        if len(stored) != len(states):
+            raise CheckpointError(f"it has {len(stored)} models, and {len(states)} were boosted here")
+        planned = [
+            state.plan(manifest, stored[index], [row[index] for row in names]) for index, state in enumerate(states)
+        ]
+        generators = decode(_own_generators(manifest, parts[0]))
+        extras = decode(manifest.state["extras"])
+    except (CheckpointError, ConfigError) as error:
+        failure = CheckpointError(f"{folder} does not fit this run: {error}. Nothing was changed.")
+    except Exception as error:
+        failure = error
+    _agree(control, failure)
+    with ExitStack() as incomplete:
+        for state in states:
+            incomplete.enter_context(state.incomplete())
+        try:
+            fill(folder, [read for plan in planned for read in plan.reads])
+        except Exception as error:
+            failure = error
+        _agree(control, failure)
+    batches = 0
+    try:
+        done = [state.load(plan, saved) for state, plan, saved in zip(states, planned, stored, strict=True)]
+        batches = done[0]
+        set_generator_states(generators, engine.device)
+    except Exception as error:
+        failure = error
+    _agree(control, failure)
+    position = planned[0].position
+    return Resumed(manifest.step, 0 if position is None else position.epoch, batches, extras)
+
+
+def _newest_intact(rank: int, control: Group, path: Path, start_fresh: bool) -> Manifest | None:
+    """The manifest of the newest checkpoint that is intact; None: there is none at all, which is right.
+
+    Raises:
+        CheckpointError: there is none, or none that is intact; on every rank.
+    """
+    failure: Exception | None = None
+    steps: list[int] = []
+    try:
+        steps = committed_steps(path) if rank == 0 else []
+        if rank == 0 and not steps and not start_fresh:
+            raise CheckpointError(
+                f'{path} holds no checkpoint. Pass the folder that booster.save wrote, or missing="fresh" to begin a '
+                "new run where there is none."
+            )
+    except Exception as error:
+        failure = error
+    _agree(control, failure)
+    (steps, *_) = gather_objects(control, _RESUME, steps)
+    rejected: list[str] = []
+    for step in steps:
+        manifest, reason = _verified(rank, control, path, step)
+        if not reason:
+            _report(rejected, step)
+            return manifest
+        rejected.append(f"step {step}: {reason}")
+    if rejected:
+        raise CheckpointError(
+            f"{path} holds no checkpoint that is intact. {'; '.join(rejected)}. Restore the files from a copy, or "
+            "begin a new run in another folder."
+        )
+    return None
+
+
+def _verified(rank: int, control: Group, path: Path, step: int) -> tuple[Manifest | None, str]:
+    """A checkpoint, and why it cannot be used, or "". Each rank reads some of its files. Collective: all ranks."""
+    manifest, reason = None, ""
+    try:
+        manifest = open_step(path, step)
+        for name in sorted(manifest.files)[rank :: control.size]:
+            verify_file(step_folder(path, step), manifest, name)
+    except CheckpointError as error:
+        reason = str(error)
+    rows = gather_objects(control, _RESUME, [reason, manifest.save_id if manifest else ""])
+    reasons = [reason for reason, _ in rows if reason]
+    if not reasons and len({save_id for _, save_id in rows}) > 1:
+        reasons = ["the ranks find different manifests"]
+    return manifest, reasons[0] if reasons else ""
+
+
+def _report(rejected: Sequence[str], step: int) -> None:
+    if rejected:
+        get_dist_logger().warning(
+            f"resuming from step {step}, because later checkpoints are damaged: {'; '.join(rejected)}.", ranks=[0]
+        )
+
+
+def _own_generators(manifest: Manifest, parts: RunParts) -> Any:
+    """The states of the generators that this rank goes on with.
+
+    In the layout that saved them, those of this rank; else those of the first rank of this replica, or of the one whose
+    number is as far as the replicas go round.
+    """
+    layout, grid = parts.engine.layout, parts.engine.layout.grid
+    generators, replicas = manifest.state["generators"], manifest.state["replicas_of_ranks"]
+    sizes = {"dp_size": grid.dp_size, "pp_size": grid.pp_size, "tp_size": grid.tp_size}
+    rank = layout.world.rank
+    if any(manifest.layout[name] != size for name, size in sizes.items()):
+        rank = replicas.index(layout.here.dp % (max(replicas) + 1))
+    return generators["states"][generators["of_ranks"][rank]]
+
+
+def _agree(control: Group, failure: Exception | None) -> None:
+    agree(control, _RESUME, failure, "resuming from a checkpoint")

@@ -1,0 +1,287 @@
+"""One model's training as a checkpoint has it: tensors as boxes, everything else by name as JSON."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from hybridpp.checkpoint.digest import tensor_digest
+from hybridpp.checkpoint.manifest import Manifest
+from hybridpp.checkpoint.plain_values import decode, encode
+from hybridpp.checkpoint.reader import PlannedRead, plan_reads
+from hybridpp.checkpoint.writer import Holding
+from hybridpp.errors import CheckpointError, ConfigError
+from hybridpp.precision import LossScale
+from hybridpp_plugins.engine import Engine
+from hybridpp_plugins.optimizer_by_name import OptimizerByName, merged_groups
+from hybridpp_plugins.optimizer_state import RunProgress, StepCounts
+from hybridpp_plugins.rank_shares import RankShares, find_buffer_owners, held_weights, is_extra_state
+from hybridpp_plugins.replica_loader import DataPosition, ReplicaDataLoader
+
+
+class RunParts(NamedTuple):
+    """What belongs to one model's training.
+
+    Attributes:
+        engine: of the boosted model.
+        lr_scheduler: that boost returned, if there is one.
+        dataloader: that was given to boost, if it counts what the loop took.
+    """
+
+    engine: Engine
+    lr_scheduler: LRScheduler | None
+    dataloader: ReplicaDataLoader | None
+
+
+class TrainingState:
+    """One model's training, for a checkpoint.
+
+    Collective: all ranks must make it, with the same argument ``compares``.
+
+    Args:
+        parts: what belongs to it.
+        index: of the model among those of the job.
+        call: that this rank is in.
+        compares: whether to find out which replicas have buffers of their own, to write them.
+    """
+
+    def __init__(self, parts: RunParts, index: int, call: str, *, compares: bool):
+        self._engine, self._scheduler, self._loader = parts
+        self._prefix = f"model{index}/"
+        self._compares = compares and self._engine.layout.dp.size > 1
+        self._owners = find_buffer_owners(self._engine, call, tensor_digest if self._compares else None)
+        self._shares = RankShares(self._engine, self._owners.first_position)
+        self._optimizer: OptimizerByName | None = None
+        boosted = self._engine.optimizer
+        if boosted is not None:
+            frozen = {
+                n: p for n, p in self._engine.model.named_parameters() if n not in self._engine.weights.parameters
+            }
+            updated: dict[str, nn.Parameter] = frozen | dict(boosted.target.tensors)
+            key = f"{self._prefix}optimizer/"
+            self._optimizer = OptimizerByName(boosted.unwrap(), updated, self._shares, key)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the model."""
+        return self._engine
+
+    # Saving
+
+    def check_can_save(self) -> None:
+        """Refuse a moment at which a checkpoint would lack something.
+
+        Raises:
+            ConfigError: gradients are held.
+        """
+        optimizer = self._engine.optimizer
+        if optimizer is not None and optimizer.holds_gradients:
+            raise ConfigError(
+                "booster.save was called between backward and step: the checkpoint would lack the accumulated "
+                "gradients. Call it after optimizer.step() or optimizer.zero_grad()."
+            )
+
+    def holdings(self) -> list[Holding]:
+        """What this rank writes.
+
+        Raises:
+            CheckpointError: see :meth:`OptimizerByName.described_state`.
+        """
+        if self._engine.optimizer is not None:
+            self._engine.optimizer.target.pull()
+        else:
+            self._engine.masters.copy_from_model()
+        found = []
+        for name, tensor, _ in held_weights(self._engine):
+            shape, parts = self._shares.full_shape(name, tensor), self._shares.parts(name, tensor, to_write=True)
+            found.append(Holding(f"{self._prefix}weights/{name}", tensor.dtype, shape, parts))
+            if name in self._owners.differing and self._writes_for_replica(name):
+                found.append(Holding.of_all(self._replica_key(name, self._engine.layout.here.dp), tensor))
+        if self._optimizer is not None:
+            found += self._optimizer.holdings()
+        return found
+
+    def _writes_for_replica(self, name: str) -> bool:
+        here = self._engine.layout.here
+        return here.tp == 0 and self._owners.first_position[name] == here.pp
+
+    def _replica_key(self, name: str, replica: int) -> str:
+        return f"{self._prefix}replica{replica}/{name}"
+
+    def described(self) -> dict[str, Any]:
+        """Everything but tensors, as JSON. Of what all ranks have, that of rank 0 counts; by name, that of the first.
+
+        Raises:
+            CheckpointError: see :meth:`OptimizerByName.described_state`.
+            ConfigError: the state of the optimizer or the schedule holds an object.
+        """
+        engine, boosted = self._engine, self._engine.optimizer
+        optimizer = None
+        if boosted is not None and self._optimizer is not None:
+            optimizer = {
+                "class": self._optimizer.kind,
+                "names": self._optimizer.group_names,
+                "settings": self._optimizer.settings(),
+                "state": self._optimizer.described_state(),
+                "counts": asdict(boosted.counts),
+                "loss_scale": vars(boosted.loss_scaler.state).copy() if _scales(engine) else None,
+            }
+        scheduler = self._scheduler and encode(self._scheduler.state_dict(), "lr_scheduler.state_dict()")
+        return {
+            "class": type(engine.model).__name__,
+            "progress": asdict(engine.progress),
+            "extra_state": self._extra_state(),
+            "optimizer": optimizer,
+            "lr_scheduler": scheduler,
+            "data": None if self._loader is None else list(self._loader.position()),
+        }
+
+    def _extra_state(self) -> dict[str, list[Any]]:
+        """What modules return from ``get_extra_state``, after whether the module has tensors on this rank."""
+        held = [weight.name for weight in held_weights(self._engine)]
+        return {
+            name: [any(other.startswith(name.removesuffix("_extra_state")) for other in held), encode(value, name)]
+            for name, value in self._engine.model.state_dict().items()
+            if is_extra_state(name)
+        }
+
+    # Loading
+
+    def plan(self, manifest: Manifest, stored: Mapping[str, Any], all_names: Sequence[Any]) -> "PlannedState":
+        """Check that a checkpoint fits, and plan what is read of it. Nothing of the run changes.
+
+        Args:
+            manifest: of the checkpoint.
+            stored: this model's part of its state.
+            all_names: by rank, the names of :attr:`group_names`.
+
+        Raises:
+            CheckpointError: it does not fit.
+        """
+        self._check_names(manifest, stored)
+        extra = {name for name in self._engine.model.state_dict() if is_extra_state(name)}
+        if missing := extra - set(stored["extra_state"]):
+            raise CheckpointError(f"the checkpoint does not fit this model: missing {_some(missing)}")
+        holdings = [self._weight_holding(manifest, name, tensor) for name, tensor, _ in held_weights(self._engine)]
+        if (self._scheduler is None) != (stored["lr_scheduler"] is None):
+            one, other = ("has", "was saved without") if self._scheduler is not None else ("lacks", "was saved with")
+            raise CheckpointError(f"the run {one} an LR scheduler, and the checkpoint {other} one. Pass it to boost")
+        position = None if stored["data"] is None else DataPosition(*stored["data"])
+        if self._loader is not None and position is not None:
+            self._loader.check_position(position)
+        state: dict[str, dict[str, Any]] = {}
+        if self._optimizer is not None:
+            saved = stored["optimizer"]
+            if saved is None:
+                raise CheckpointError("the checkpoint was saved without an optimizer, and the run has one")
+            self._optimizer.check(saved, merged_groups(all_names))
+            state, more = self._optimizer.planned_state(saved["state"], manifest.tensors)
+            holdings += more
+        return PlannedState(plan_reads(manifest.tensors, holdings), state, position)
+
+    @property
+    def group_names(self) -> list[list[str]]:
+        """The names of the parameters of each of the optimizer's groups on this rank."""
+        return [] if self._optimizer is None else self._optimizer.group_names
+
+    def _check_names(self, manifest: Manifest, stored: Mapping[str, Any]) -> None:
+        prefix = f"{self._prefix}weights/"
+        there = {key.removeprefix(prefix) for key in manifest.tensors if key.startswith(prefix)}
+        tensors = {*self._engine.staged.owners, *self._engine.original.buffer_names}
+        here = {name for name in tensors if name not in self._engine.original.aliases and not is_extra_state(name)}
+        if there != here:
+            raise CheckpointError(
+                f"the checkpoint of a {stored['class']} does not fit this {type(self._engine.model).__name__}: missing "
+                f"{_some(here - there)}, unexpected {_some(there - here)}"
+            )
+
+    def _weight_holding(self, manifest: Manifest, name: str, tensor: Tensor) -> Holding:
+        key = self._replica_key(name, self._engine.layout.here.dp)
+        if key not in manifest.tensors:
+            key = f"{self._prefix}weights/{name}"
+        return Holding(key, tensor.dtype, self._shares.full_shape(name, tensor), self._shares.parts(name, tensor))
+
+    def incomplete(self) -> AbstractContextManager[None]:
+        """A context in which weights are read: where that fails, weights that had no values still have none."""
+        return self._engine.original.uninitialized.kept_on_failure()
+
+    def load(self, planned: "PlannedState", stored: Mapping[str, Any]) -> int:
+        """Go on from a state whose tensors were read. Collective: all replicas.
+
+        Returns:
+            How many steps of the epoch are done, by the dataloader.
+        """
+        engine, boosted = self._engine, self._engine.optimizer
+        for name in filter(is_extra_state, engine.model.state_dict()):
+            module = engine.model.get_submodule(name.rpartition(".")[0])
+            module.set_extra_state(decode(stored["extra_state"][name]))
+        vars(engine.progress).update(vars(RunProgress(**stored["progress"])))
+        if boosted is None or self._optimizer is None:
+            engine.masters.copy_to_model()
+        else:
+            saved = stored["optimizer"]
+            boosted.zero_grad()
+            self._optimizer.load(saved["settings"], planned.state)
+            boosted.set_counts(StepCounts(**saved["counts"]))
+            if saved["loss_scale"] is not None and _scales(engine):
+                boosted.loss_scaler.state = LossScale(**saved["loss_scale"])
+            boosted.target.push()
+        engine.original.uninitialized.fill({*engine.staged.owners, *engine.original.buffer_names})
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(decode(stored["lr_scheduler"]))
+        if self._loader is None or planned.position is None:
+            return 0
+        return self._loader.go_on(planned.position)
+
+
+class PlannedState(NamedTuple):
+    """What is loaded of a checkpoint.
+
+    Attributes:
+        reads: into the model, and into the tensors of ``state``.
+        state: of the optimizer, by name.
+        position: in the data; None: the checkpoint has none.
+    """
+
+    reads: list[PlannedRead]
+    state: dict[str, dict[str, Any]]
+    position: DataPosition | None
+
+
+def merged_states(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One model's state, from what each rank described of it, by rank.
+
+    Raises:
+        CheckpointError: the ranks are not at the same position in the data.
+    """
+    first = dict(rows[0])
+    for rank, row in enumerate(rows):
+        if row["data"] != first["data"]:
+            raise CheckpointError(
+                f"the ranks took different numbers of batches: (epoch, samples, ...) is {first['data']} on rank 0 and "
+                f"{row['data']} on rank {rank}. Let every rank iterate over the dataloader that was given to boost."
+            )
+    # Of a module that runs on another stage, a rank has the state from before boost.
+    extra = [(owns, name, value) for row in reversed(rows) for name, (owns, value) in row["extra_state"].items()]
+    first["extra_state"] = {name: value for _, name, value in sorted(extra, key=lambda entry: entry[0])}
+    if first["optimizer"] is not None:
+        optimizers = [row["optimizer"] for row in rows]
+        groups = merged_groups(optimizer["names"] for optimizer in optimizers)
+        state: dict[str, Any] = {}
+        for optimizer in reversed(optimizers):
+            state |= optimizer["state"]
+        kept = {key: value for key, value in optimizers[0].items() if key != "names"}
+        first["optimizer"] = {**kept, "groups": [{"names": names} for names in groups], "state": state}
+    return first
+
+
+def _scales(engine: Engine) -> bool:
+    return engine.optimizer is not None and engine.optimizer.loss_scaler.is_active
+
+
+def _some(names: set[str]) -> str:
+    listed = sorted(names)
+    return str(listed) if len(listed) <= 8 else f"{listed[:8]} and {len(listed) - 8} more"

@@ -1,0 +1,343 @@
+"""Six steps are three, a save, new objects and three more, bit for bit; and no failure costs a checkpoint or a run."""
+
+import errno
+import os
+import pickle
+import random
+import re
+import shutil
+
+import numpy
+import pytest
+import torch
+from run_checkpoints import Run, on_layout, resumed, tensors_in
+from support import assert_same
+from torch import nn
+
+from hybridpp import Booster, HybridParallelPlugin
+from hybridpp.checkpoint import reader, writer
+from hybridpp.checkpoint.commit import committed_steps, step_folder, steps
+from hybridpp.checkpoint.manifest import MANIFEST
+from hybridpp.cluster import current_world
+from hybridpp.errors import CheckpointError, ConfigError
+from hybridpp.plugin import Plugin, Resumed
+
+FP16 = {"precision": "fp16", "initial_scale": 2.0**24}  # the first steps overflow
+RUNS = {
+    "one fp32": {},
+    "one bf16": {"precision": "bf16"},
+    "one fp16": FP16,
+    "offload fp32": {"offload_optimizer": 0.5},
+    "pp2 zb-h1 fp16": {"pp_size": 2, "schedule": "zb-h1", **FP16},
+    "tp2 pp2 bf16": {"tp_size": 2, "pp_size": 2, "precision": "bf16"},
+    "dp2 fp16": {"dp_size": 2, **FP16},
+    "dp2 zero 1 fp16": {"dp_size": 2, "zero_stage": 1, "ddp_bucket_cap_mb": 0.01, **FP16},
+    "dp2 zero 2 bf16": {"dp_size": 2, "zero_stage": 2, "precision": "bf16"},
+    "pp2 dp2 zero 1 fp32": {"pp_size": 2, "dp_size": 2, "zero_stage": 1},
+}
+
+
+def draws():
+    return random.random(), numpy.random.rand(), torch.rand(()).item()
+
+
+def assert_same_run(actual, expected):
+    assert actual[1] == expected[1]
+    assert_same(actual[0], expected[0])
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_three_steps_and_three_after_a_save_are_six(tmp_path, name):
+    settings = RUNS[name]
+
+    def unbroken(make):
+        run = make()
+        before = run.steps(range(3))
+        run.booster.save(tmp_path / "a", step=3, extras={"losses": before})
+        numbers = draws() if current_world().size == 1 else None
+        after = run.steps(range(3, 6))
+        assert len({*before, *after}) == 6
+        assert run.optimizer.skipped_steps >= ("initial_scale" in settings)
+        return after, run.everything(), numbers
+
+    def in_two(make):
+        torch.manual_seed(7)  # another seed of dropout, which the checkpoint's replaces
+        run = make()
+        run.steps([9])
+        done = run.booster.resume(tmp_path / "a")
+        assert done.step == 3
+        assert len(done.extras["losses"]) == 3
+        numbers = draws() if current_world().size == 1 else None
+        return run.steps(range(3, 6)), run.everything(), numbers
+
+    def in_three(make):
+        run = make()
+        run.booster.resume(tmp_path / "a")
+        first = run.steps([3])
+        run.booster.save(tmp_path / "b", step=4)
+        run = make()
+        run.booster.resume(tmp_path / "b")
+        return first + run.steps([4, 5]), run.everything(), None
+
+    expected = on_layout(unbroken, **settings)
+    for others in (on_layout(in_two, **settings), on_layout(in_three, **settings)):
+        for (losses, state, numbers), (other_losses, other_state, other_numbers) in zip(expected, others, strict=True):
+            assert other_losses == losses
+            assert_same_run(other_state, state)
+            assert other_numbers in (numbers, None)
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp32", "bf16"), ("bf16", "fp32"), ("fp16", "bf16"), ("bf16", "fp16")])
+def test_masters_are_the_weights_of_another_precision(tmp_path, before, after):
+    def first(make):
+        run = make(precision=before)
+        run.steps(range(2))
+        run.booster.save(tmp_path / "first", step=2)
+
+    def second(make):
+        run = make(precision=after)
+        run.booster.resume(tmp_path / "first")
+        assert run.optimizer.loss_scale == (2.0**12 if after == "fp16" else 1.0)
+        run.booster.save(tmp_path / "second", step=2)
+        run.steps([2])
+
+    on_layout(first)
+    on_layout(second, dp_size=2, zero_stage=1)
+    first, second = (tensors_in(tmp_path / name, 2) for name in ("first", "second"))
+    frozen = {key for key in first if "blocks.1." in key}  # which the precision rounds
+    assert_same(
+        {key: tensor for key, tensor in second.items() if key not in frozen},
+        {key: tensor for key, tensor in first.items() if key not in frozen},
+    )
+
+
+def saved_twice(make, path):
+    """Two checkpoints and the run, in the same layout as everything that follows."""
+    run = make()
+    for step in (1, 2):
+        run.steps([step])
+        run.booster.save(path, step=step)
+    return run
+
+
+def test_the_newest_that_is_intact_is_taken_and_the_others_are_named(tmp_path, caplog):
+    on_layout(lambda make: saved_twice(make, tmp_path), pp_size=2)
+    folder = step_folder(tmp_path, 2)
+    names = [MANIFEST, *sorted(file.name for file in folder.glob("*.safetensors"))]
+    assert len(names) == 3
+    for name in names:
+        data = (folder / name).read_bytes()
+        flipped = bytearray(data)
+        flipped[len(data) * 2 // 3] ^= 4
+        (folder / name).write_bytes(flipped)
+        caplog.clear()
+        assert [done.step for done in on_layout(lambda make: resumed(make, tmp_path), pp_size=2)] == [1, 1]
+        (record,) = caplog.records
+        assert f"resuming from step 1, because later checkpoints are damaged: step 2: {name} " in record.getMessage()
+        (folder / name).write_bytes(data)
+    (folder / names[1]).unlink()
+    assert on_layout(lambda make: resumed(make, tmp_path))[0].step == 1
+    shutil.rmtree(step_folder(tmp_path, 1))
+    text = f"{tmp_path} holds no checkpoint that is intact. step 2: {names[1]} is missing. Restore the files"
+
+    def refused(make):
+        run = make()
+        before = run.everything()
+        with pytest.raises(CheckpointError, match=re.escape(text)):
+            run.booster.resume(tmp_path, missing="fresh")
+        assert_same_run(run.everything(), before)
+
+    on_layout(refused, dp_size=2)
+
+
+@pytest.mark.parametrize("kind", ["nothing", "empty", "a killed save"])
+def test_a_new_run_begins_where_there_is_no_checkpoint(tmp_path, kind):
+    path = tmp_path / "run"
+    if kind != "nothing":
+        path.mkdir()
+    if kind == "a killed save":
+        on_layout(lambda make: saved_twice(make, path))
+        for step in (1, 2):
+            (step_folder(path, step) / MANIFEST).unlink()
+
+    def rank(make):
+        run = make()
+        with pytest.raises(CheckpointError, match=re.escape(f"{path} holds no checkpoint. Pass the folder")):
+            run.booster.resume(path)
+        assert run.booster.resume(path, missing="fresh") == Resumed(0, 0, 0, {})
+        run.steps([0])
+        run.booster.save(path, step=5)
+
+    on_layout(rank, pp_size=2)
+    assert steps(path) == [5]
+
+
+@pytest.mark.parametrize(("point", "rank"), [("data", 0), ("data", 1), ("manifest", 0)])
+def test_a_full_disk_is_one_error_and_neither_run_nor_checkpoints_change(tmp_path, monkeypatch, rank, point):
+    full = set()
+
+    def fail(*args):
+        if current_world().rank in full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*args)
+
+    module, name = (writer, "_write_file") if point == "data" else (os, "replace")
+    write = getattr(module, name)
+    monkeypatch.setattr(module, name, fail)
+
+    def run_rank(make):
+        run = saved_twice(make, tmp_path)
+        barrier = run.booster.plugin.layout.control.all_gather
+        barrier(torch.zeros(1))
+        before, listed = run.everything(), sorted(tmp_path.rglob("*"))
+        barrier(torch.zeros(1))
+        if current_world().rank == rank:
+            full.add(rank)
+        for step in (2, 3):
+            with pytest.raises(CheckpointError, match=f"{re.escape(str(tmp_path))} cannot be written: No space left"):
+                run.booster.save(tmp_path, step=step)
+        barrier(torch.zeros(1))
+        full.clear()
+        assert_same_run(run.everything(), before)
+        assert sorted(tmp_path.rglob("*")) == listed
+        barrier(torch.zeros(1))
+        run.steps([3])
+        run.booster.save(tmp_path, step=3)
+
+    on_layout(run_rank, pp_size=2)
+    assert committed_steps(tmp_path) == [3, 2, 1]
+
+
+def test_a_read_only_folder_is_one_error_on_all_ranks(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    def rank(make):
+        with pytest.raises(CheckpointError, match=r"file cannot be written: (Not a directory|File exists)"):
+            saved_twice(make, tmp_path / "file")
+
+    on_layout(rank, pp_size=2)
+
+
+def test_ranks_without_a_common_file_system_are_refused(tmp_path, monkeypatch):
+    """As where the path is on each host's own disk."""
+    from hybridpp_plugins import run_checkpoint
+
+    def hosts_own(folder, save_id):
+        return folder / (f"other-{save_id}" if current_world().rank else f".saving-{save_id}")
+
+    monkeypatch.setattr(run_checkpoint, "token_file", hosts_own)
+
+    def rank(make):
+        run = make()
+        with pytest.raises(CheckpointError, match="all ranks must write to one file system"):
+            run.booster.save(tmp_path, step=1)
+
+    on_layout(rank, dp_size=2)
+    assert committed_steps(tmp_path) == []
+
+
+def test_retention_keeps_as_many_as_asked(tmp_path):
+    def rank(make):
+        run = make()
+        for step in range(1, 6):
+            run.steps([step])
+            run.booster.save(tmp_path, step=step, keep_last=2)
+
+    on_layout(rank, dp_size=2, zero_stage=1)
+    assert steps(tmp_path) == committed_steps(tmp_path) == [5, 4]
+
+
+def test_gradients_that_are_held_are_refused_until_they_are_dropped(tmp_path):
+    def rank(make):
+        run = make()
+        run.steps([0])
+        run.optimizer.zero_grad()
+        run.booster.save(tmp_path, step=1)
+        with run.booster.no_sync(run.model, run.optimizer):
+            run.optimizer.step = lambda: None
+            run.steps([1])
+        del run.optimizer.step
+        with pytest.raises(ConfigError, match=r"booster\.save was called between backward and step"):
+            run.booster.save(tmp_path, step=2)
+        run.optimizer.zero_grad()
+        run.booster.save(tmp_path, step=2)
+
+    on_layout(rank, dp_size=2)
+    assert committed_steps(tmp_path) == [2, 1]
+
+
+def test_a_resume_that_fails_while_reading_is_an_error_on_all_ranks(tmp_path, monkeypatch):
+    on_layout(lambda make: saved_twice(make, tmp_path))
+
+    stored = reader._stored
+
+    def broken_on_rank_1(*args):
+        if current_world().rank:
+            raise CheckpointError("the disk is gone")
+        return stored(*args)
+
+    monkeypatch.setattr(reader, "_stored", broken_on_rank_1)
+
+    def rank(make):
+        with pytest.raises(CheckpointError, match="the disk is gone"):
+            resumed(make, tmp_path)
+
+    on_layout(rank, pp_size=2)
+
+
+def test_nothing_in_the_folder_is_a_pickle_and_none_is_loaded(tmp_path, monkeypatch):
+    on_layout(lambda make: saved_twice(make, tmp_path))
+    for file in tmp_path.rglob("*"):
+        if file.is_file():
+            assert file.name == MANIFEST or file.suffix == ".safetensors"
+            assert b"PK\x03\x04" not in file.read_bytes()[:64]
+
+    def refuse(*_, **__):
+        raise AssertionError("a pickle is loaded")
+
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    monkeypatch.setattr(torch, "load", refuse)
+    assert on_layout(lambda make: resumed(make, tmp_path))[0].step == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"step": -1}, "step must be a number of steps, 0 or more: got -1. Count the run's steps."),
+        ({"step": 1.0}, "step must be a number of steps, 0 or more: got 1.0."),
+        ({"step": 1, "keep_last": 0}, "keep_last must be a number of checkpoints, 1 or more: got 0."),
+        ({"step": 1, "extras": {"model": object}}, "extras['model'] is a type, which a checkpoint cannot hold"),
+    ],
+)
+def test_wrong_arguments_of_save(tmp_path, arguments, text):
+    run = Run()
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        run.booster.save(tmp_path / "run", **arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_wrong_arguments_of_resume_and_boosters_without_runs(tmp_path):
+    with pytest.raises(ConfigError, match='missing must be "error" or "fresh": got \'new\''):
+        Run().booster.resume(tmp_path, missing="new")
+    booster = Booster(plugin=HybridParallelPlugin())
+    for call in (lambda: booster.save(tmp_path, step=1), lambda: booster.resume(tmp_path)):
+        with pytest.raises(ConfigError, match=r"there is no run to save or resume\. Call booster\.boost first\."):
+            call()
+    model = booster.boost(nn.Linear(2, 2)).model
+    booster.unboost(model)
+    with pytest.raises(ConfigError, match="there is no run"):
+        booster.save(tmp_path, step=1)
+    with pytest.raises(ConfigError, match=r"Plugin saves no runs\. Use HybridParallelPlugin\."):
+        Booster(plugin=Plugin()).resume(tmp_path)
+
+
+def test_a_booster_does_not_keep_models_alive(tmp_path):
+    run = Run()
+    run.booster.save(tmp_path, step=1)
+    run.model = run.optimizer = run.scheduler = None
+    import gc
+
+    gc.collect()
+    with pytest.raises(ConfigError, match="there is no run"):
+        run.booster.save(tmp_path, step=2)
