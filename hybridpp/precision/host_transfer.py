@@ -20,13 +20,15 @@ class HostTransfer:
         self._masters = dict(masters)
         # Made at the first step: models on the meta device have no memory before.
         self._staging: dict[str, Tensor] = {}
+        # On CUDA: of copies to the device that may still read this memory.
+        self._reading: dict[str, torch.cuda.Stream] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._masters
 
     def to_host(self, gradients: Mapping[str, Tensor]) -> None:
         """Copy gradients to :meth:`beside`. The host waits for the device, once."""
-        streams = set()
+        streams = set(self._reading.values())
         for name, gradient in gradients.items():
             if name in self._masters and gradient.device.type != "cpu":
                 self.beside(name, gradient).copy_(gradient, non_blocking=gradient.is_cuda)
@@ -34,6 +36,7 @@ class HostTransfer:
                     streams.add(torch.cuda.current_stream(gradient.device))
         for stream in streams:
             stream.synchronize()
+        self._reading.clear()
 
     def beside(self, name: str, gradient: Tensor) -> Tensor:
         """A tensor in host memory for a gradient of a master: the gradient itself, if it is there."""
@@ -45,9 +48,12 @@ class HostTransfer:
         if weight.device.type == "cpu":
             weight.copy_(master)
             return
+        if name in self._reading:
+            self._reading.pop(name).synchronize()
         staged = self._staged(name, weight.dtype, weight.is_cuda).copy_(master)
-        # In the order of the stream: a later gradient takes the memory only when this copy is done.
         weight.copy_(staged, non_blocking=weight.is_cuda)
+        if weight.is_cuda:
+            self._reading[name] = torch.cuda.current_stream(weight.device)
 
     def _staged(self, name: str, dtype: torch.dtype, pinned: bool) -> Tensor:
         """Memory like a master, in a dtype that is not wider."""

@@ -1,10 +1,15 @@
 """Large collectives over gloo go from rank to rank, and add in rank order."""
 
+from functools import partial
+
 import pytest
 import torch
+from plugins.zero_models import SAMPLE, TiedModel, batches, cross_entropy, step, two_groups, weights_of
 from processes import run_ranks
+from support import assert_same
 
-from hybridpp.cluster import current_world
+from hybridpp import Booster, HybridParallelPlugin
+from hybridpp.cluster import current_world, torch_group
 from hybridpp.cluster.direct_exchange import add_into_own, received_beside
 from hybridpp.cluster.shared_memory import sum_in_order
 
@@ -80,6 +85,25 @@ def test_few_of_many_sums_hold_memory_at_a_time():
     for running, sums, left in run_ranks(_many, 2):
         assert (running, left) == (4, 0)
         assert sums == [{2.0 * number} for number in range(10)]
+
+
+def _trained(zero_stage):
+    """Weights after steps in which no bucket goes through shared memory; several sums are under way."""
+    torch_group._MAX_EXCHANGED_BYTES = 0
+    plugin = HybridParallelPlugin(num_microbatches=2, max_norm=0.5, zero_stage=zero_stage, ddp_bucket_cap_mb=0.01)
+    booster, model = Booster(plugin=plugin), TiedModel()
+    parts = booster.boost(model, two_groups(model.parameters()), criterion=cross_entropy, sample=SAMPLE)
+    for batch in batches(3, 8):
+        step(booster, parts.model, parts.optimizer, batch)
+        parts.optimizer.step()
+    assert len(plugin._engine(parts.model).weights.layout.buckets) > 5
+    return weights_of(parts.model)
+
+
+def test_a_divided_update_over_gloo_has_the_bits_of_one_that_is_not():
+    plain, zero = (run_ranks(partial(_trained, stage), 2) for stage in (0, 1))
+    for expected, actual in zip(plain, zero, strict=True):
+        assert_same(actual, expected)
 
 
 def _alone():
