@@ -39,6 +39,8 @@ def add_training_flags(parser: ArgumentParser) -> None:
     group.add_argument("--warmup-ratio", type=float, default=0.1, help="share of all steps (default: %(default)s)")
     group.add_argument("--max-norm", type=float, default=1.0, help="gradient clipping (default: %(default)s)")
     group.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: %(default)s")
+    group.add_argument("--save-every", type=int, metavar="N", help="write a checkpoint of the run every N steps")
+    group.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     group.add_argument("--seed", type=int, default=42, help="default: %(default)s")
 
 

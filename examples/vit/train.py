@@ -9,6 +9,8 @@ Face folder, and checks that in plain transformers. With ``--model`` and ``--dat
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -31,6 +33,7 @@ from hybridpp import (
     launch_from_torch,
 )
 from hybridpp.optim import CosineAnnealingWarmupLR
+from hybridpp.plugin import Resumed
 from hybridpp.timeline import draw
 
 NUM_RECORDED_STEPS = 20
@@ -59,11 +62,28 @@ def train(args: Namespace, coordinator: DistCoordinator) -> None:
         model=model, optimizer=optimizer, criterion=model_loss, dataloader=dataloader, lr_scheduler=lr_scheduler
     )
 
-    for epoch in range(args.epochs):
-        train_epoch(epoch, model, optimizer, criterion, lr_scheduler, dataloader, booster, coordinator)
+    checkpoints = Path(args.output, "checkpoints")
+    done = booster.resume(checkpoints, missing="fresh") if args.resume else Resumed()
+    if args.resume:
+        coordinator.print_on_master(f"Resumed at step {done.step}: epoch {done.epoch + 1}, batch {done.batches + 1}")
+    steps = count(done.step + 1)
+
+    def save() -> None:
+        step = next(steps)
+        if args.save_every and step % args.save_every == 0:
+            booster.save(checkpoints, step=step, keep_last=2)
+
+    score = None
+    for epoch in range(done.epoch, args.epochs):
+        first_batch = done.batches if epoch == done.epoch else 0
+        train_epoch(
+            epoch, first_batch, save, model, optimizer, criterion, lr_scheduler, dataloader, booster, coordinator
+        )
         score = evaluate(model, criterion, held_out_loader, booster)
         coordinator.print_on_master(f"Epoch [{epoch + 1}]: held-out accuracy {score}")
 
+    if score is None:  # the checkpoint was the end of the run
+        score = evaluate(model, criterion, held_out_loader, booster)
     if args.timeline:
         draw_step(args.timeline, model, optimizer, criterion, dataloader, booster, coordinator)
     booster.save_model(model, args.output, shard=True)
@@ -77,6 +97,8 @@ def train(args: Namespace, coordinator: DistCoordinator) -> None:
 
 def train_epoch(
     epoch: int,
+    first_batch: int,
+    after_step: Callable[[], None],
     model: nn.Module,
     optimizer: Optimizer,
     criterion: Callable[[Any, Any], Tensor],
@@ -85,18 +107,20 @@ def train_epoch(
     booster: Booster,
     coordinator: DistCoordinator,
 ) -> None:
-    """One pass over the training data.
+    """One pass over the training data, or what is left of it after ``first_batch`` batches.
 
     Collective: every rank must call it.
     """
     model.train()
     data_iter = iter(dataloader)
-    with tqdm(range(len(dataloader)), desc=f"Epoch [{epoch + 1}]", disable=not coordinator.is_master()) as bar:
+    batches = range(first_batch, len(dataloader))
+    with tqdm(batches, desc=f"Epoch [{epoch + 1}]", disable=not coordinator.is_master()) as bar:
         for _ in bar:
             loss = booster.execute_pipeline(data_iter, model, criterion, optimizer, return_loss=True)["loss"]
             optimizer.step()
             lr_scheduler.step()
             optimizer.zero_grad()
+            after_step()
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
 
 

@@ -50,6 +50,18 @@ def test_it_trains_with_pp2_dp2_and_reloads_with_the_same_accuracy(trained):
     assert {"config.json", "model.safetensors", "preprocessor_config.json"} <= {file.name for file in folder.iterdir()}
 
 
+def test_it_resumes_in_another_layout_where_it_was_stopped(tmp_path):
+    flags = ("--max-samples", "60", "--batch-size", "20", "--output", str(tmp_path), "--save-every", "2")
+    first = run_script(2, SCRIPT, "--epochs", "1", *flags, "--resume")
+    assert first.returncode == 0, first.stderr
+    assert "Resumed at step 0: epoch 1, batch 1" in first.stdout
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    second = run_script(1, SCRIPT, "--epochs", "2", *flags, "--resume", "--precision", "bf16")
+    assert second.returncode == 0, second.stderr
+    assert "Resumed at step 2: epoch 1, batch 3" in second.stdout
+    assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+
+
 def test_it_draws_a_row_for_each_stage(trained):
     picture = (trained[0] / "step.svg").read_text()
     assert "rank 0" in picture
