@@ -1,0 +1,96 @@
+"""A job that is killed at any call that changes a file leaves one complete checkpoint: the old one or the new one."""
+
+import functools
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from run_checkpoints import on_layout, resumed, tensors_in
+from support import assert_same
+
+from hybridpp.checkpoint.commit import committed_steps, steps
+
+LAYOUT = {"pp_size": 2}
+# Every second call of a save is tried: there are about 40.
+STRIDE = 2
+
+
+def saved(make, path, numbers, **arguments):
+    run = make()
+    if committed_steps(path):
+        run.booster.resume(path)
+    run.steps(numbers)
+    run.booster.save(path, **arguments)
+
+
+def counted(count, point):
+    """Call it before a file changes: at the given call, the process is killed."""
+    count.append(point)
+    if len(count) == point:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_at(point, path, step):
+    """Whether a save was killed at its call number ``point``, in a process of its own; False: it had fewer calls."""
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+        return os.WIFSIGNALED(status)
+    try:
+        count = []
+
+        def watched(call):
+            @functools.wraps(call)
+            def run(*args, **kwargs):
+                counted(count, point)
+                return call(*args, **kwargs)
+
+            return run
+
+        for owner, names in ((os, ("fsync", "replace")), (Path, ("open", "mkdir", "touch", "unlink", "rmdir"))):
+            for name in names:
+                setattr(owner, name, watched(getattr(owner, name)))
+        on_layout(lambda make: saved(make, path, [1], step=step, keep_last=1), **LAYOUT)
+    except BaseException:
+        os._exit(1)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["the same step again", "the next step"])
+def test_a_kill_leaves_the_old_checkpoint_or_the_new_one(tmp_path, step):
+    on_layout(lambda make: saved(make, tmp_path / "old", [0], step=1), **LAYOUT)
+    old = tensors_in(tmp_path / "old", 1)
+    found, point = set(), 1
+    while True:
+        path = tmp_path / f"at {point}"
+        path.mkdir()
+        for folder in (tmp_path / "old").iterdir():
+            (path / folder.name).mkdir()
+            for file in folder.iterdir():
+                (path / folder.name / file.name).write_bytes(file.read_bytes())
+        was_killed = killed_at(point, path, step)
+        (done,) = {result.step for result in on_layout(lambda make, path=path: resumed(make, path))}
+        tensors = tensors_in(path, done)
+        is_old = all(tensors[key].equal(tensor) for key, tensor in old.items())
+        assert done == 1 if is_old else done == step
+        found.add((is_old, was_killed))
+        if not was_killed:
+            break
+        if not is_old:
+            new = tensors
+        point += STRIDE
+    assert found >= {(True, True), (False, True), (False, False)}
+    assert point > 10
+    assert_same(new, tensors)
+    assert steps(path) == [step]
+
+
+def test_the_next_save_removes_what_a_killed_one_left(tmp_path):
+    on_layout(lambda make: saved(make, tmp_path, [0], step=1), **LAYOUT)
+    assert killed_at(7, tmp_path, 2)
+    assert steps(tmp_path) == [2, 1]
+    assert committed_steps(tmp_path) == [1]
+    on_layout(lambda make: saved(make, tmp_path, [1], step=3), **LAYOUT)
+    assert steps(tmp_path) == committed_steps(tmp_path) == [3, 1]
