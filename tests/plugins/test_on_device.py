@@ -91,16 +91,13 @@ def test_the_search_for_a_plan_finds_what_it_finds_on_the_cpu(told):
 
 @pytest.mark.parametrize("case", range(3))
 def test_masters_and_moments_lie_in_host_memory_and_change_no_bit(told, case):
-    plain, half, whole = told["offloaded"][case]
-    for rank, (nothing, part, everything) in enumerate(zip(plain, half, whole, strict=True)):
+    for nothing, part in zip(*told["offloaded"][case], strict=True):
         total = nothing["updated"]["gpusim"]
-        assert nothing["updated"]["cpu"] == everything["updated"]["gpusim"] == 0, rank
-        assert everything["updated"]["cpu"] == total > 0
+        assert nothing["updated"]["cpu"] == 0
         assert 0.3 * total < part["updated"]["cpu"] < 0.8 * total
         assert part["updated"]["cpu"] + part["updated"]["gpusim"] == total
-        for found in (part, everything):
-            assert found["moments beside"]
-            assert found["weights"] == ["gpusim"]
-            assert [found[key] for key in ("losses", "bits", "skipped")] == [
-                nothing[key] for key in ("losses", "bits", "skipped")
-            ]
+        assert part["moments beside"]
+        assert part["weights"] == ["gpusim"]
+        assert [part[key] for key in ("losses", "bits", "skipped")] == [
+            nothing[key] for key in ("losses", "bits", "skipped")
+        ]
