@@ -280,6 +280,7 @@ class Booster:
         step: int,
         extras: Mapping[str, Any] | None = None,
         keep_last: int | None = None,
+        asynchronous: bool = False,
     ) -> None:
         """Write a checkpoint of the run, from which :meth:`resume` goes on bit for bit, in this or another layout.
 
@@ -298,15 +299,34 @@ class Booster:
                 are.
             keep_last: how many checkpoints stay, this one included; older ones are removed once it is complete. None:
                 all.
+            asynchronous: return as soon as this rank's part is copied to host memory, and write it while training goes
+                on. The checkpoint counts when all ranks have written theirs. The next save, :meth:`resume` and
+                :meth:`wait_for_save` wait for it, and raise what made it fail.
 
         Raises:
-            CheckpointError: it cannot be written; raised on every rank.
+            CheckpointError: it, or the asynchronous one before it, cannot be written; raised on every rank.
             ConfigError: gradients are held, an argument is wrong, or nothing was boosted.
         """
         check_run_arguments(step, keep_last)
+        require_bools(asynchronous=asynchronous)
         self._run_saver().save_run(
-            self._runs.parts(), Path(path), step=step, extras={} if extras is None else extras, keep_last=keep_last
+            self._runs.parts(),
+            Path(path),
+            step=step,
+            extras={} if extras is None else extras,
+            keep_last=keep_last,
+            asynchronous=asynchronous,
         )
+
+    def wait_for_save(self) -> None:
+        """Wait until the last asynchronous save is complete. Collective: every rank of the world.
+
+        A script that ends waits by itself, but only this call, and the next save, raise what made it fail.
+
+        Raises:
+            CheckpointError: it could not be written; raised on every rank.
+        """
+        self._run_saver().wait_for_save()
 
     def resume(self, path: str | Path, *, missing: Literal["error", "fresh"] = "error") -> Resumed:
         """Go on from the newest checkpoint in a folder that is intact. Call it after :meth:`boost`.

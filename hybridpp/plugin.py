@@ -286,6 +286,7 @@ class SavesRuns(ABC):
         step: int,
         extras: Mapping[str, Any],
         keep_last: int | None,
+        asynchronous: bool,
     ) -> None:
         """Write a checkpoint. Collective: every rank of the world. The booster has checked the arguments.
 
@@ -295,9 +296,19 @@ class SavesRuns(ABC):
             step: of the run.
             extras: values of the script.
             keep_last: how many checkpoints stay; None: all.
+            asynchronous: return once the run's values are copied, and write them in the background.
 
         Raises:
-            CheckpointError: it cannot be written; on every rank, and earlier checkpoints are as they were.
+            CheckpointError: it, or the one in the background before it, cannot be written; on every rank, and earlier
+                checkpoints are as they were.
+        """
+
+    @abstractmethod
+    def wait_for_save(self) -> None:
+        """Wait for the save in the background, if there is one. Collective: every rank of the world.
+
+        Raises:
+            CheckpointError: it failed on some rank; on every rank.
         """
 
     @abstractmethod

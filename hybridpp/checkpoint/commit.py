@@ -15,8 +15,11 @@ from hybridpp.checkpoint.staging_folder import sync
 from hybridpp.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
-# A manifest that is being written; the file by which ranks find out whether they share a file system.
-_TEMPORARY = re.compile(r"(manifest\.[0-9a-f]{8}\.tmp|\.saving-[0-9a-f]{8})", re.ASCII)
+# A manifest that is being written; the file by which ranks find out whether they share a file system; what ranks say of
+# a save in the background.
+_TEMPORARY = re.compile(
+    r"manifest\.[0-9a-f]{8}\.tmp|\.saving-[0-9a-f]{8}|part-\d{5,}\.[0-9a-f]{8}\.json(\.tmp)?", re.ASCII
+)
 
 
 def step_folder(path: Path, step: int) -> Path:
@@ -32,6 +35,19 @@ def new_save_id() -> str:
 def token_file(folder: Path, save_id: str) -> Path:
     """A file that exists while a save is running."""
     return folder / f".saving-{save_id}"
+
+
+def part_file(folder: Path, save_id: str, rank: int) -> Path:
+    """A file that says what a rank wrote, in a save in the background."""
+    return folder / f"part-{rank:05d}.{save_id}.json"
+
+
+def is_committed(folder: Path, save_id: str) -> bool:
+    """Whether a folder has the manifest of a save."""
+    try:
+        return read_manifest(folder).save_id == save_id
+    except CheckpointError:
+        return False
 
 
 def begin(path: Path, step: int, save_id: str) -> None:

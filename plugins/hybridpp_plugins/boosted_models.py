@@ -26,7 +26,7 @@ from hybridpp_plugins.engine_handle import ENGINE, copied_weights, original_of
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.replica_loader import ReplicaDataLoader
-from hybridpp_plugins.run_checkpoint import resume_run, save_run
+from hybridpp_plugins.run_checkpoint import RunSaves, resume_run
 from hybridpp_plugins.settings import PluginSettings
 from hybridpp_plugins.timeline_recording import TimelineRecording
 from hybridpp_plugins.training_state import RunParts
@@ -46,6 +46,9 @@ class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, SavesRuns, Unbo
     settings: PluginSettings
     _closed = False
 
+    def __init__(self) -> None:
+        self._saves = RunSaves()
+
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(
@@ -62,6 +65,7 @@ class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, SavesRuns, Unbo
         Collective: every rank of the world.
         """
         if not self._closed:
+            self._saves.wait()
             self._closed = True
             self.layout.close()
 
@@ -158,12 +162,21 @@ class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, SavesRuns, Unbo
         step: int,
         extras: Mapping[str, Any],
         keep_last: int | None,
+        asynchronous: bool,
     ) -> None:
         """See :meth:`hybridpp.Booster.save`."""
-        save_run(self._run_parts(parts), path, step=step, extras=extras, keep_last=keep_last)
+        self._saves.save(
+            self._run_parts(parts), path, step=step, extras=extras, keep_last=keep_last, asynchronous=asynchronous
+        )
+
+    def wait_for_save(self) -> None:
+        """See :meth:`hybridpp.Booster.wait_for_save`."""
+        self._check_open()
+        self._saves.wait()
 
     def resume_run(self, parts: Sequence[Boosted], path: Path, *, start_fresh: bool) -> Resumed:
         """See :meth:`hybridpp.Booster.resume`."""
+        self._saves.wait()
         return resume_run(self._run_parts(parts), path, start_fresh=start_fresh)
 
 

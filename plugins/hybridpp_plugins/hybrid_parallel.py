@@ -171,6 +171,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
         **other: Unpack[OtherLibrarySettings],
     ):
         given = {name: value for name, value in locals().items() if name not in ("self", "other")}
+        BoostedModels.__init__(self)  # super() would add a name to locals()
         self.settings = parse_settings(given, other)
         check_joined()
         world = current_world()

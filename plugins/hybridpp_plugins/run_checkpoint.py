@@ -9,8 +9,10 @@ from hybridpp.checkpoint.commit import (
     begin,
     commit,
     committed_steps,
+    is_committed,
     new_save_id,
     open_step,
+    part_file,
     remove_old,
     step_folder,
     token_file,
@@ -19,11 +21,12 @@ from hybridpp.checkpoint.gather import gather_json
 from hybridpp.checkpoint.manifest import FileEntry, Manifest, check, merged, tensor_as_json
 from hybridpp.checkpoint.plain_values import decode, encode
 from hybridpp.checkpoint.reader import fill, verify_file
-from hybridpp.checkpoint.writer import WrittenFiles, remove, write_holdings
+from hybridpp.checkpoint.writer import Holding, WrittenFiles, remove, write_holdings
 from hybridpp.cluster import Group, gather_objects, generator_states, get_dist_logger, set_generator_states
 from hybridpp.errors import CheckpointError, ConfigError
 from hybridpp.plugin import Resumed
 from hybridpp_plugins.agreement import agree
+from hybridpp_plugins.background_save import BackgroundSave, host_copies
 from hybridpp_plugins.training_state import RunParts, TrainingState, merged_states
 
 _SAVE, _RESUME = "in booster.save", "in booster.resume"
@@ -67,12 +70,49 @@ class _Save:
         self._agree(failure)
         return described
 
-    def write(self) -> None:
-        """Write this rank's tensors to new files."""
+    def begin(self) -> None:
+        """Make the folder, which all ranks must see."""
         self._attempt(self._begin)
         (self._save_id, *_) = gather_objects(self._control, _SAVE, self._save_id)
         self._attempt(self._check_shared)
+
+    def write(self) -> None:
+        """Write this rank's tensors to new files."""
         self._attempt(self._write_tensors)
+
+    def start(self, described: dict[str, Any], keep_last: int | None) -> BackgroundSave:
+        """Copy this rank's tensors to host memory, and write them while training goes on."""
+        copies: list[Holding] = []
+
+        def copy() -> None:
+            copies.extend(host_copies(self._holdings()))
+
+        def commit_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+            manifest = self._manifest(rows)
+            commit(self._path, manifest)
+            remove([token_file(self._folder, self._save_id)])
+            remove_old(self._path, manifest, keep_last)
+
+        self._attempt(copy)
+        rank, size = self._control.rank, self._control.size
+        return BackgroundSave(
+            rank, size, self._folder, self._save_id, copies, lambda written: _part(described, written), commit_rows
+        )
+
+    def finish(self, background: BackgroundSave) -> None:
+        """Wait for a save in the background; where it failed on any rank, it is removed and fails on all."""
+        if self._control.rank:
+            background.join()
+        if any(gather_objects(self._control, _SAVE, background.failure is not None)):
+            background.cancel()
+        background.join()
+        self._written = background.written
+
+        def reraise() -> None:
+            if background.failure is not None:
+                raise background.failure
+
+        self._attempt(reraise)
 
     def _begin(self) -> None:
         if self._control.rank == 0:
@@ -92,15 +132,15 @@ class _Save:
             )
 
     def _write_tensors(self) -> None:
-        holdings = [holding for state in self._states for holding in state.holdings()]
         prefix = f"rank-{self._layout.world.rank:05d}.{self._save_id}"
-        self._written = write_holdings(self._folder, prefix, holdings)
+        self._written = write_holdings(self._folder, prefix, self._holdings())
+
+    def _holdings(self) -> list[Holding]:
+        return [holding for state in self._states for holding in state.holdings()]
 
     def commit(self, described: dict[str, Any]) -> Manifest | None:
         """Let the checkpoint count; returns its manifest on rank 0."""
-        described["files"] = {name: list(entry) for name, entry in self._written.files.items()}
-        described["tensors"] = {key: tensor_as_json(entry) for key, entry in self._written.tensors.items()}
-        rows = gather_json(self._control, _SAVE, described)
+        rows = gather_json(self._control, _SAVE, _part(described, self._written))
         manifest: list[Manifest] = []
 
         def run() -> None:
@@ -159,10 +199,13 @@ class _Save:
             raise
 
     def _discard(self) -> None:
+        if self._save_id and is_committed(self._folder, self._save_id):
+            return  # what failed came after
         written = [self._folder / name for name in self._written.files]
         remove(written)
         if self._control.rank == 0 and self._save_id:
             remove([token_file(self._folder, self._save_id)])
+            remove(part_file(self._folder, self._save_id, rank) for rank in range(self._control.size))
             try:
                 self._folder.rmdir()  # where it is empty
             except OSError:
@@ -172,17 +215,51 @@ class _Save:
         agree(self._control, _SAVE, failure, "saving a checkpoint")
 
 
-def save_run(
-    parts: Sequence[RunParts], path: Path, *, step: int, extras: Mapping[str, Any], keep_last: int | None
-) -> None:
-    """See :meth:`hybridpp.Booster.save`. Collective: all ranks."""
-    save = _Save(parts, path, step)
-    described = save.describe(extras)
-    save.write()
-    manifest = save.commit(described)
-    if manifest is not None:
-        for problem in remove_old(path, manifest, keep_last):
-            get_dist_logger().warning(f"an older checkpoint could not be removed: {problem}.")
+def _part(described: Mapping[str, Any], written: WrittenFiles) -> dict[str, Any]:
+    """What a rank contributes to a checkpoint, as JSON."""
+    files = {name: list(entry) for name, entry in written.files.items()}
+    return {
+        **described,
+        "files": files,
+        "tensors": {key: tensor_as_json(entry) for key, entry in written.tensors.items()},
+    }
+
+
+class RunSaves:
+    """The saves of a plugin's runs: at most one is under way."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[_Save, BackgroundSave] | None = None
+
+    def save(
+        self,
+        parts: Sequence[RunParts],
+        path: Path,
+        *,
+        step: int,
+        extras: Mapping[str, Any],
+        keep_last: int | None,
+        asynchronous: bool,
+    ) -> None:
+        """See :meth:`hybridpp.Booster.save`. Collective: all ranks."""
+        self.wait()
+        save = _Save(parts, path, step)
+        described = save.describe(extras)
+        save.begin()
+        if asynchronous:
+            self._pending = (save, save.start(described, keep_last))
+            return
+        save.write()
+        manifest = save.commit(described)
+        if manifest is not None:
+            for problem in remove_old(path, manifest, keep_last):
+                get_dist_logger().warning(f"an older checkpoint could not be removed: {problem}.")
+
+    def wait(self) -> None:
+        """See :meth:`hybridpp.Booster.wait_for_save`. Collective: all ranks, if a save is under way."""
+        if self._pending is not None:
+            (save, background), self._pending = self._pending, None
+            save.finish(background)
 
 
 def resume_run(parts: Sequence[RunParts], path: Path, *, start_fresh: bool) -> Resumed:

@@ -3,6 +3,7 @@
 import functools
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from hybridpp.checkpoint.commit import committed_steps, steps
 LAYOUT = {"pp_size": 2}
 # Every second call of a save is tried: there are about 40.
 STRIDE = 2
+LOCK = threading.Lock()
 
 
 def saved(make, path, numbers, **arguments):
@@ -22,16 +24,18 @@ def saved(make, path, numbers, **arguments):
         run.booster.resume(path)
     run.steps(numbers)
     run.booster.save(path, **arguments)
+    run.booster.wait_for_save()
 
 
 def counted(count, point):
     """Call it before a file changes: at the given call, the process is killed."""
-    count.append(point)
-    if len(count) == point:
-        os.kill(os.getpid(), signal.SIGKILL)
+    with LOCK:
+        count.append(point)
+        if len(count) == point:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed_at(point, path, step):
+def killed_at(point, path, step, asynchronous=False):
     """Whether a save was killed at its call number ``point``, in a process of its own; False: it had fewer calls."""
     child = os.fork()
     if child:
@@ -52,14 +56,15 @@ def killed_at(point, path, step):
         for owner, names in ((os, ("fsync", "replace")), (Path, ("open", "mkdir", "touch", "unlink", "rmdir"))):
             for name in names:
                 setattr(owner, name, watched(getattr(owner, name)))
-        on_layout(lambda make: saved(make, path, [1], step=step, keep_last=1), **LAYOUT)
+        on_layout(lambda make: saved(make, path, [1], step=step, keep_last=1, asynchronous=asynchronous), **LAYOUT)
     except BaseException:
         os._exit(1)
     os._exit(0)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["", "asynchronous"])
 @pytest.mark.parametrize("step", [1, 2], ids=["the same step again", "the next step"])
-def test_a_kill_leaves_the_old_checkpoint_or_the_new_one(tmp_path, step):
+def test_a_kill_leaves_the_old_checkpoint_or_the_new_one(tmp_path, step, asynchronous):
     on_layout(lambda make: saved(make, tmp_path / "old", [0], step=1), **LAYOUT)
     old = tensors_in(tmp_path / "old", 1)
     found, point = set(), 1
@@ -70,7 +75,7 @@ def test_a_kill_leaves_the_old_checkpoint_or_the_new_one(tmp_path, step):
             (path / folder.name).mkdir()
             for file in folder.iterdir():
                 (path / folder.name / file.name).write_bytes(file.read_bytes())
-        was_killed = killed_at(point, path, step)
+        was_killed = killed_at(point, path, step, asynchronous)
         (done,) = {result.step for result in on_layout(lambda make, path=path: resumed(make, path))}
         tensors = tensors_in(path, done)
         is_old = all(tensors[key].equal(tensor) for key, tensor in old.items())

@@ -15,7 +15,7 @@ from support import assert_same
 from torch import nn
 
 from hybridpp import Booster, HybridParallelPlugin
-from hybridpp.checkpoint import reader, writer
+from hybridpp.checkpoint import commit, reader, writer
 from hybridpp.checkpoint.commit import committed_steps, step_folder, steps
 from hybridpp.checkpoint.manifest import MANIFEST
 from hybridpp.cluster import current_world
@@ -206,6 +206,31 @@ def test_a_full_disk_is_one_error_and_neither_run_nor_checkpoints_change(tmp_pat
 
     on_layout(run_rank, pp_size=2)
     assert committed_steps(tmp_path) == [3, 2, 1]
+
+
+def test_what_fails_after_the_commit_does_not_undo_it(tmp_path, monkeypatch):
+    """The old manifest is gone by then."""
+    synced = commit.sync
+
+    def fail_after_replace(path):
+        if (path / MANIFEST).is_file() and not list(path.glob("*.tmp")) and is_last:
+            raise OSError(errno.EIO, "Input/output error")
+        synced(path)
+
+    monkeypatch.setattr(commit, "sync", fail_after_replace)
+    is_last = []
+
+    def rank(make):
+        run = make()
+        run.booster.save(tmp_path, step=1)
+        run.steps([0])
+        is_last.append(True)
+        with pytest.raises(CheckpointError, match="cannot be written: Input/output error"):
+            run.booster.save(tmp_path, step=2)
+        is_last.clear()
+        assert run.booster.resume(tmp_path).step == 2
+
+    on_layout(rank)
 
 
 def test_a_read_only_folder_is_one_error_on_all_ranks(tmp_path):

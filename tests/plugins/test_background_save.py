@@ -1,0 +1,135 @@
+"""A save in the background is the checkpoint of its moment, whatever the run does meanwhile; or one error."""
+
+import errno
+import re
+import threading
+
+import pytest
+import torch
+from hybridpp_plugins import background_save
+from run_checkpoints import on_layout, tensors_in
+from support import assert_same
+
+from hybridpp.checkpoint import writer
+from hybridpp.checkpoint.commit import committed_steps, step_folder, steps
+from hybridpp.errors import CheckpointError, ConfigError
+
+LAYOUTS = {
+    "one": {},
+    "pp2 bf16": {"pp_size": 2, "precision": "bf16"},
+    "dp2 zero 1": {"dp_size": 2, "zero_stage": 1},
+    "tp2": {"tp_size": 2},
+}
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Writing in the background waits until it is set."""
+    opened = threading.Event()
+    write = background_save.write_holdings
+
+    def waiting(*args):
+        assert opened.wait(30)
+        return write(*args)
+
+    monkeypatch.setattr(background_save, "write_holdings", waiting)
+    return opened
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_run_goes_on_and_the_checkpoint_is_that_of_its_moment(tmp_path, gate, name):
+    def rank(make):
+        run = make()
+        run.steps([0])
+        run.booster.save(tmp_path / "sync", step=1)
+        run.booster.save(tmp_path / "async", step=1, asynchronous=True)
+        assert committed_steps(tmp_path / "async") == []
+        run.steps([1, 2])
+        run.booster.plugin.layout.control.all_gather(torch.zeros(1))
+        gate.set()
+        run.booster.wait_for_save()
+        run.booster.wait_for_save()
+        assert committed_steps(tmp_path / "async") == [1]
+
+    on_layout(rank, **LAYOUTS[name])
+    assert_same(tensors_in(tmp_path / "async", 1), tensors_in(tmp_path / "sync", 1))
+    left = {file.suffix for file in step_folder(tmp_path / "async", 1).iterdir()}
+    assert left == {".json", ".safetensors"}
+    assert len(list(step_folder(tmp_path / "async", 1).glob("*.json"))) == 1
+
+
+def test_the_next_save_and_resume_wait_for_it_and_retention_holds(tmp_path):
+    def rank(make):
+        run = make()
+        for step in range(1, 5):
+            run.steps([step])
+            run.booster.save(tmp_path, step=step, asynchronous=True, keep_last=2)
+        assert run.booster.resume(tmp_path).step == 4
+        expected = run.steps([5])
+        run.booster.plugin.close()
+        run = make()
+        run.booster.resume(tmp_path)
+        assert run.steps([5]) == expected
+
+    on_layout(rank, pp_size=2)
+    assert steps(tmp_path) == committed_steps(tmp_path) == [4, 3]
+
+
+@pytest.mark.parametrize("call", ["wait_for_save", "save"])
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_full_disk_is_an_error_on_all_ranks_and_costs_nothing(tmp_path, monkeypatch, call, failing, is_told):
+    """Also where the rank that fails cannot tell rank 0."""
+    is_full = threading.Event()
+    write, leave = writer._write_file, background_save.BackgroundSave._leave
+
+    def fail(path, parts):
+        if is_full.is_set() and path.name.startswith(f"rank-0000{failing}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, parts)
+
+    def leave_or_fail(save, part):
+        if not is_told and is_full.is_set() and save._rank == failing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        leave(save, part)
+
+    monkeypatch.setattr(writer, "_write_file", fail)
+    monkeypatch.setattr(background_save.BackgroundSave, "_leave", leave_or_fail)
+
+    def rank(make):
+        run = make()
+        barrier = run.booster.plugin.layout.control.all_gather
+        run.booster.save(tmp_path, step=1)
+        barrier(torch.zeros(1))
+        is_full.set()
+        run.booster.save(tmp_path, step=1, asynchronous=True)
+        run.steps([0])
+        with pytest.raises(CheckpointError, match=r"No space left|another rank could not write"):
+            run.booster.wait_for_save() if call == "wait_for_save" else run.booster.save(tmp_path, step=2)
+        barrier(torch.zeros(1))
+        is_full.clear()
+        barrier(torch.zeros(1))
+        assert run.booster.resume(tmp_path).step == 1
+        run.booster.save(tmp_path, step=3, asynchronous=True)
+        run.booster.wait_for_save()
+
+    on_layout(rank, pp_size=2)
+    assert steps(tmp_path) == committed_steps(tmp_path) == [3, 1]
+    assert not list(tmp_path.rglob("part-*"))
+
+
+def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(background_save, "_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(background_save.BackgroundSave, "_leave", lambda save, part: None)
+    save = background_save.BackgroundSave(0, 2, tmp_path, "01234567", [], lambda written: {}, lambda rows: None)
+    save.join()
+    assert re.search("rank 0 has not written its part in 0 s", str(save.failure))
+
+
+def test_asynchronous_is_a_bool(tmp_path):
+    def rank(make):
+        run = make()
+        with pytest.raises(ConfigError, match="asynchronous must be True or False: got asynchronous=1"):
+            run.booster.save(tmp_path, step=1, asynchronous=1)
+
+    on_layout(rank)
