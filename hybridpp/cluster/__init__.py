@@ -1,5 +1,6 @@
 """Ranks, groups, launch, logging and seeds."""
 
+from hybridpp.cluster.common_results import CommonResults
 from hybridpp.cluster.coordinator import DistCoordinator
 from hybridpp.cluster.current import current_world
 from hybridpp.cluster.dist_logger import disable_existing_loggers, get_dist_logger
@@ -33,6 +34,7 @@ from hybridpp.cluster.world import Group, Pending, Work, World
 
 __all__ = [
     "Axis",
+    "CommonResults",
     "Coordinate",
     "DistCoordinator",
     "DrawMonitor",

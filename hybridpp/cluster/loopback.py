@@ -5,12 +5,13 @@ per-process random generators are saved and restored per rank, and a deadlock is
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextvars import copy_context
 from typing import Any, TypeVar
 
 import torch
 
+from hybridpp.cluster.common_results import CommonResults
 from hybridpp.cluster.devices import default_device
 from hybridpp.cluster.loopback_group import LoopbackGroup
 from hybridpp.cluster.loopback_messages import Mailboxes, MessageQueues, Messages
@@ -29,12 +30,14 @@ class Loopback:
         in_order: handle messages as the strictest device does: all that a rank sends and receives is in one queue, a
             send is done when it is received, and the first message between two ranks in a group waits for both. What
             may deadlock on a device raises DeadlockError here.
+        shares_results: whether one rank computes for all what all would compute: see CommonResults.
 
     Attributes:
         size: number of ranks.
         turns: that they take, in the latest run.
         shared: collectives there that not all ranks have called yet.
         messages: on their way there.
+        results: that the ranks have in common there, by key; None: each rank computes for itself.
 
     Example:
         >>> from hybridpp.cluster import current_world
@@ -42,8 +45,10 @@ class Loopback:
         [0, 1]
     """
 
-    def __init__(self, size: int, *, in_order: bool = False):
+    def __init__(self, size: int, *, in_order: bool = False, shares_results: bool = True):
         self.size = size
+        # One rank has nobody to share with.
+        self.results: dict[Hashable, Any] | None = {} if shares_results and size > 1 else None
         self._in_order = in_order
         self.turns = TurnTaking(size)
         self.shared: dict[Any, Any] = {}
@@ -82,6 +87,8 @@ class Loopback:
         turns.start()
         for thread in threads:
             thread.join()
+        if self.results:
+            self.results.clear()
         failure, turns.failure = turns.failure, None
         if failure is not None:
             try:
@@ -107,6 +114,7 @@ class LoopbackWorld:
         self._device = device
         self._loopback = loopback
         self._num_splits = 0
+        self._num_kinds = 0
         self._control: LoopbackGroup | None = None
 
     @property
@@ -136,6 +144,13 @@ class LoopbackWorld:
 
     def release(self, groups: Iterable[Group]) -> None:
         """Groups in one process take nothing."""
+
+    def common_results(self, kind: Hashable) -> CommonResults | None:
+        self._num_kinds += 1
+        results, turns = self._loopback.results, self._loopback.turns
+        if results is None:
+            return None
+        return CommonResults((self._num_kinds, kind), results, lambda: turns.posts[self.rank])
 
     def control(self) -> LoopbackGroup:
         # One object, because a group numbers its collectives.

@@ -96,7 +96,7 @@ class LoopbackGroup:
         key = (self._key, kind, turn)
         parts: dict[int, Tensor] = self._shared.setdefault(key, {})
         parts[self.rank] = tensor
-        self._turns.post()
+        self._turns.post(self._world_rank)
         if len(parts) == self.size:
             finish([parts[member] for member in range(self.size)])
             del self._shared[key]
@@ -140,10 +140,10 @@ class LoopbackGroup:
         check_real(tensor)
         messages, rank, other = self._messages, self._world_rank, self.ranks[peer]
         if messages.connect(self._key, rank, other):
-            self._turns.post()
+            self._turns.post(self._world_rank)
         connected = partial(messages.is_connected, self._key, other, rank)
         self._turns.wait_until(rank, connected, f"the first message of rank {other} in its group")
         source, target = (rank, other) if is_send else (other, rank)
         done = messages.post(MessageEnd((self._key, source, target), is_send, tensor.detach()))
-        self._turns.post()
+        self._turns.post(self._world_rank)
         return _Pending(self._turns, rank, lambda: bool(done), what)

@@ -1,7 +1,7 @@
 """The world of ``torch.distributed``, and the groups that its ranks share."""
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from copy import copy
 from datetime import timedelta
 from weakref import WeakSet
@@ -125,6 +125,9 @@ class TorchWorld:
         for index, key in enumerate(keys):
             if not any(row[index] for row in used):
                 self._close(key)
+
+    def common_results(self, kind: Hashable) -> None:
+        """None: each process computes for itself."""
 
     def control(self) -> TorchGroup:
         """All ranks over gloo, whatever the backend of the data. Collective at the first call."""

@@ -17,6 +17,7 @@ class TurnTaking:
 
     Attributes:
         failure: the first error of a rank; the others end where they wait next.
+        posts: how often each rank has called :meth:`post`.
     """
 
     def __init__(self, size: int):
@@ -24,6 +25,7 @@ class TurnTaking:
         self._waiting: dict[int, tuple[int, str]] = {}
         self._alive = set(range(size))
         self._posted = 0
+        self.posts = [0] * size
         self.failure: BaseException | None = None
 
     def start(self) -> None:
@@ -34,9 +36,10 @@ class TurnTaking:
         """Wait for this rank's turn."""
         self._turns[rank].acquire()
 
-    def post(self) -> None:
-        """Record that something was sent that a waiting rank may need."""
+    def post(self, rank: int) -> None:
+        """Record that this rank sent something that a waiting rank may need."""
         self._posted += 1
+        self.posts[rank] += 1
 
     def _pass_on(self, rank: int) -> None:
         order = sorted(self._alive, key=lambda other: (other <= rank, other))

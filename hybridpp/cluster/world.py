@@ -4,7 +4,7 @@ All other code uses a ``World`` and its ``Group``s. One implementation is ``torc
 the other is ranks that take turns inside one process (``loopback.py``).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Protocol, TypeVar
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridpp.cluster.common_results import CommonResults
 from hybridpp.errors import PartitionError
 from hybridpp.nn.torch_private import has_no_data
 
@@ -147,6 +148,15 @@ class World(Protocol):
         """Close groups that :meth:`split` returned to one caller; whoever split the same lists keeps them.
 
         Using one of ``groups`` afterwards is an error. Collective: every rank of the world, each with its own groups.
+        """
+
+    def common_results(self, kind: Hashable) -> CommonResults | None:
+        """Results that ranks of one process compute once; None where ranks are processes.
+
+        Every rank of the world must call it as often, in the same order.
+
+        Args:
+            kind: what the results depend on beside their keys; ranks with another one share nothing.
         """
 
     def control(self) -> Group:

@@ -173,7 +173,7 @@ def reachable(objects: Iterable[Any], num_levels: int | None = None) -> tuple[li
                 below += thing
             elif isinstance(thing, MappingProxyType):
                 below += thing.values()
-            for holder in _holders(thing):
+            for holder in holders(thing):
                 contents = holder.read(thing)
                 found.append((holder, contents))
                 below += contents.values() if isinstance(contents, dict) else contents
@@ -181,6 +181,9 @@ def reachable(objects: Iterable[Any], num_levels: int | None = None) -> tuple[li
     return found, any_tensor
 
 
-def _holders(thing: Any) -> list[Holder]:
+def holders(thing: Any) -> list[Holder]:
+    """What of a thing can be read and put back: none of modules, tensors, classes and functions."""
+    if isinstance(thing, _CLOSED):
+        return []
     held = [Holder.of_items(thing)] if is_container(thing) else []
     return [*held, Holder.of_attributes(thing)] if has_attributes(thing) else held

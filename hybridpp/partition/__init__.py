@@ -4,6 +4,7 @@ from hybridpp.partition.annotations import annotate_split_points, set_execution_
 from hybridpp.partition.block_calls import block_calls
 from hybridpp.partition.blocks import ModuleUnits, find_units, finest_units
 from hybridpp.partition.calls import CallArguments, TensorSpec, Trace, UnitCall
+from hybridpp.partition.common_traces import CommonTraces
 from hybridpp.partition.compile_blocks import compile_blocks
 from hybridpp.partition.compiled import compiled_parts, has_compiled_forward
 from hybridpp.partition.concrete_fallback import UntraceableUnitError
@@ -20,6 +21,7 @@ from hybridpp.partition.trace import Tracer
 __all__ = [
     "BoundarySharding",
     "CallArguments",
+    "CommonTraces",
     "CutPoint",
     "MemoryBudget",
     "ModuleUnits",

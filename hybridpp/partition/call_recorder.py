@@ -17,6 +17,7 @@ from hybridpp.partition.concrete_fallback import UntraceableUnitError, run_on_co
 from hybridpp.partition.containers import ContainerRef, ContainerSnapshot, flatten, tensors_in
 from hybridpp.partition.fakes import Fakes
 from hybridpp.partition.flops import FlopCounter
+from hybridpp.partition.hooks import HookEffects
 from hybridpp.partition.module_outputs import AttributeKey, AttributeSlot, AttributeSnapshot
 from hybridpp.partition.object_state import RemoteObject, holds_tensors, may_hide_tensors
 from hybridpp.partition.resets import AttributeReset, ResetSearch, UnitCallKey
@@ -230,9 +231,9 @@ class CallRecorder:
         self._outputs.append((call, number, leaf, version_of(leaf)))
         return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
 
-    def finish(self, result: Any, resets: tuple[tuple[AttributeReset, ...], ...]) -> Trace:
+    def finish(self, result: Any, resets: tuple[tuple[AttributeReset, ...], ...], hook_effects: HookEffects) -> Trace:
         """The trace of a forward that returned ``result``."""
         for call, number, leaf, version in self._outputs:
             if version_of(leaf) != version:
                 call.written |= {number}
-        return Trace(tuple(self.calls), self.taints.sources(result), resets)
+        return Trace(tuple(self.calls), self.taints.sources(result), resets, hook_effects)

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import torch
 
 from hybridpp.nn.torch_private import pytree
+from hybridpp.partition.hooks import HookEffects
 from hybridpp.partition.module_outputs import AttributeKey
 from hybridpp.partition.resets import AttributeReset
 from hybridpp.partition.taint import Source
@@ -86,8 +87,16 @@ class UnitCall:
 
 @dataclass(frozen=True)
 class Trace:
-    """Every unit call of one forward, the sources of the result, and the attributes that are reset after each cut."""
+    """What is known of one forward.
+
+    Attributes:
+        calls: every unit call.
+        result_sources: the sources of what it returns.
+        resets: the attributes that are reset after each cut.
+        hook_effects: what the hooks did that ran.
+    """
 
     calls: tuple[UnitCall, ...]
     result_sources: frozenset[Source]
     resets: tuple[tuple[AttributeReset, ...], ...] = ()
+    hook_effects: HookEffects = field(default_factory=dict)

@@ -28,6 +28,7 @@ class Fakes:
         parameters: the fake parameters.
         buffers: the fake buffers.
         originals: the buffers of the fakes, by ``id`` of the fake.
+        slots: where each fake is held: the module, its name there, the fake.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtypes: Mapping[int, torch.dtype]):
@@ -41,7 +42,7 @@ class Fakes:
         self.parameters = [fakes[id(parameter)] for parameter in model.parameters()]
         self.buffers = [fakes[id(buffer)] for buffer in model.buffers()]
         self.originals = {id(fakes[id(buffer)]): buffer for buffer in model.buffers()}
-        self._slots: list[tuple[nn.Module, str, Tensor]] = [
+        self.slots: list[tuple[nn.Module, str, Tensor]] = [
             (module, key, fakes[id(tensor)])
             for module in model.modules()
             for key, tensor in (*parameters_of(module).items(), *buffers_of(module).items())
@@ -52,7 +53,7 @@ class Fakes:
     def in_place(self) -> Iterator[None]:
         """Inside, the model holds the fakes; afterwards, what it held before."""
         with preserved_modules(self._model):
-            for module, key, fake in self._slots:
+            for module, key, fake in self.slots:
                 # Pruned tensors are plain attributes, and must be parameters or buffers again. All are set anew, so
                 # that a module's tensors have the order in which they were registered.
                 del _owning_dict(module, key)[key]
@@ -63,19 +64,19 @@ class Fakes:
     def renew(self) -> None:
         """Update the fakes of buffers that the forward has replaced, such as tables that grow with the inputs."""
         is_new = False
-        for index, (module, key, fake) in enumerate(self._slots):
+        for index, (module, key, fake) in enumerate(self.slots):
             buffer = _owning_dict(module, key)[key]
             original = self.originals.get(id(fake))
             if original is None or buffer is original or not isinstance(buffer, Tensor):
                 continue
             if buffer.shape != fake.shape:
                 fake = fake_like(self._mode, buffer, fake.dtype, self._device)
-                self._slots[index] = (module, key, fake)
+                self.slots[index] = (module, key, fake)
                 is_new = True
             self.originals[id(fake)] = buffer
         if is_new:
             # Drop fakes that are no longer used.
-            self.buffers = list({id(fake): fake for _, _, fake in self._slots if id(fake) in self.originals}.values())
+            self.buffers = list({id(fake): fake for _, _, fake in self.slots if id(fake) in self.originals}.values())
             self.originals = {id(fake): self.originals[id(fake)] for fake in self.buffers}
 
 

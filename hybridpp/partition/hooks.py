@@ -1,9 +1,9 @@
 """Module hooks: observers are left out of traces, and on containers, which all stages run, they run once."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -26,6 +26,9 @@ _GLOBAL: tuple[dict[int, Hook], ...] = (GLOBAL_FORWARD_PRE_HOOKS, GLOBAL_FORWARD
 # Number of known hooks above which removed ones are dropped.
 _MAX_KNOWN = 1024
 
+HookEffects: TypeAlias = Mapping[int, bool]
+"""Whether a hook that ran in a trace changed anything, by its index in :meth:`ModelHooks.registered`."""
+
 
 class ModelHooks:
     """Classification of a model's hooks, and their treatment in a trace.
@@ -42,9 +45,32 @@ class ModelHooks:
         self._run: dict[int, Hook] = {}
         self._changing: set[int] = set()
 
+    def registered(self) -> list[Hook]:
+        """The hooks on the model's forwards now: the global ones, then those of each module."""
+        return [hook for held in _hook_dicts(self._model) for hook in held.values()]
+
+    def learn(self, hooks: Sequence[Hook], effects: HookEffects) -> None:
+        """Classify hooks by what they did in a trace.
+
+        Args:
+            hooks: those that were :meth:`registered` when the trace began.
+            effects: as :meth:`disabled_for_trace` gave them, on this model or on an equal one.
+        """
+        for index, changed in effects.items():
+            self._run[id(hooks[index])] = hooks[index]
+            if changed:
+                self._changing.add(id(hooks[index]))
+
     @contextmanager
-    def disabled_for_trace(self) -> Iterator[None]:
-        """Disable or replace the hooks inside, for a trace."""
+    def disabled_for_trace(self) -> Iterator[HookEffects]:
+        """Disable or replace the hooks inside, for a trace; yields what the hooks that run there do."""
+        effects: dict[int, bool] = {}
+        indices = {id(hook): index for index, hook in enumerate(self.registered())}
+
+        def note(hook: Hook, changed: bool) -> None:
+            index = indices[id(hook)]
+            effects[index] = changed or effects.get(index, False)
+
         dicts = [held for held in _hook_dicts(self._model) if any(map(self._is_replaced, held.values()))]
         reach = Reachable(hook for held in dicts for hook in held.values() if self._is_replaced(hook))
         # Other code registers and removes hooks in the same dicts meanwhile.
@@ -53,10 +79,10 @@ class ModelHooks:
             for held in dicts:
                 for key, hook in list(held.items()):
                     if self._is_replaced(hook):
-                        stand_in = partial(_left_out, hook) if only_observes(hook) else HookOnFakes(hook, self._note)
+                        stand_in = partial(_left_out, hook) if only_observes(hook) else HookOnFakes(hook, note)
                         replaced.put(held, key, stand_in)
             with reach.restored():
-                yield
+                yield effects
         finally:
             replaced.restore(keep_newer=True)
 
@@ -88,11 +114,6 @@ class ModelHooks:
 
     def _is_replaced(self, hook: Hook) -> bool:
         return is_users(hook) and not self.is_container_code(hook)
-
-    def _note(self, hook: Hook, changed: bool) -> None:
-        self._run[id(hook)] = hook
-        if changed:
-            self._changing.add(id(hook))
 
 
 class ContainerCodeHooks:

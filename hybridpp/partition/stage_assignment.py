@@ -136,6 +136,7 @@ def cut_into_stages(
         device=device,
         dtypes=staging.dtypes,
         count_flops=config.balance == "flops",
+        common=staging.common,
     )
     trace, blocks = found.trace, found.units.blocks
     cut = _choose_cut(model, found, sample, num_stages, device, staging)

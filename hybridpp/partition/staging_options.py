@@ -8,6 +8,7 @@ import torch
 
 from hybridpp.cluster import DrawMonitor
 from hybridpp.config import PartitionConfig, PipelineGradientCheckpointConfig
+from hybridpp.partition.common_traces import CommonTraces
 from hybridpp.partition.memory import TrainingStateSpec
 from hybridpp.partition.plan import BoundarySharding
 
@@ -29,6 +30,7 @@ class StagingOptions:
         state_spec: what a rank keeps for each trainable weight.
         ranks: the rank of each stage; empty: one stage per rank.
         draws: of the model.
+        common: traces of the in-process ranks that hold equal models; None: each rank traces for itself.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -42,3 +44,4 @@ class StagingOptions:
     state_spec: TrainingStateSpec = field(default_factory=TrainingStateSpec)
     ranks: Sequence[int] = ()
     draws: DrawMonitor = field(default_factory=DrawMonitor)
+    common: CommonTraces | None = None

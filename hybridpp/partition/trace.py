@@ -18,8 +18,10 @@ from hybridpp.nn.torch_private import (
 )
 from hybridpp.partition.call_recorder import CallRecorder, UnitObserver
 from hybridpp.partition.calls import Trace
+from hybridpp.partition.common_traces import CommonTraces, TracedForward
 from hybridpp.partition.concrete_fallback import UntraceableUnitError
 from hybridpp.partition.fakes import Fakes, bound_cache, quiet
+from hybridpp.partition.hooks import HookEffects
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.module_outputs import AttributeSlot
 from hybridpp.partition.resets import UnitCallKey
@@ -39,6 +41,7 @@ class Tracer:
         finest: interceptor of its finest units.
         device: device of the fake tensors.
         dtypes: of tensors that will be cast, by ``id``.
+        common: traces of the in-process ranks that hold equal models; None: this rank traces for itself.
     """
 
     def __init__(
@@ -48,11 +51,13 @@ class Tracer:
         finest: Interceptor,
         device: torch.device,
         dtypes: Mapping[int, torch.dtype] | None = None,
+        common: CommonTraces | None = None,
     ):
         self._model = model
         self._interceptor = interceptor
         self._finest = finest
         self._fakes = Fakes(model, device, dtypes or {})
+        self._common = common
         self._cache = TraceCache(model, interceptor.units)
         self._unit_parameters: dict[str, tuple[str, ...]] = {}
         # Initial values of the attributes that units set. A rank's own units have set them since, other ranks' units
@@ -91,8 +96,31 @@ class Tracer:
         """
         bound_cache()
         self._fakes.renew()
+        hooks = self._interceptor.hooks.registered()
+
+        def make() -> Trace:
+            return self._trace(args, kwargs, count_flops, watch, cuts)
+
+        # A watch sees the units run, and what they have set before is this rank's.
+        if self._common is None or watch is not None or self._initial:
+            trace = make()
+        else:
+            options = self._interceptor.units, count_flops, tuple(cuts)
+            forward = TracedForward(self._model, self._fakes, (args, kwargs), options, self._cache)
+            trace = self._common.get(forward, make)
+        self._interceptor.hooks.learn(hooks, trace.hook_effects)
+        return trace
+
+    def _trace(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        count_flops: bool,
+        watch: UnitObserver | None,
+        cuts: Sequence[UnitCallKey],
+    ) -> Trace:
         recorder = CallRecorder(self._model, self._fakes, self._unit_parameters, self._cache, count_flops, watch)
-        with self._recording(recorder):
+        with self._recording(recorder) as hook_effects:
             for slot in self._initial.values():
                 put_entry(*slot)
             recorder.search_resets(cuts)
@@ -102,7 +130,7 @@ class Tracer:
             except (*_CANNOT_RUN_ON_FAKES, UntraceableUnitError) as error:
                 if self._only_container_code_follows(error, recorder):
                     # The last stage runs it with real values, and it may use what local variables hold.
-                    return recorder.finish(_locals(error), recorder.resets.found())
+                    return recorder.finish(_locals(error), recorder.resets.found(), hook_effects)
                 if isinstance(error, UntraceableUnitError):
                     raise
                 raise self._branches_on_a_value(error, recorder) from error
@@ -110,16 +138,16 @@ class Tracer:
             resets = recorder.resets.found()
         for slot in recorder.attributes_before:
             self._initial.setdefault((id(slot[0]), slot[1]), slot)
-        return recorder.finish(result, resets)
+        return recorder.finish(result, resets, hook_effects)
 
     @contextmanager
-    def _recording(self, recorder: CallRecorder) -> Iterator[None]:
-        """Inside, the model's forward runs on fakes, and its unit calls are recorded."""
+    def _recording(self, recorder: CallRecorder) -> Iterator[HookEffects]:
+        """Inside, the model's forward runs on fakes, and its unit calls are recorded; yields what hooks do there."""
         with (
             self._fakes.in_place(),
             # Compiled code cannot run on fakes, and a failed attempt would disable its compilation.
             force_eager(),
-            self._interceptor.hooks.disabled_for_trace(),
+            self._interceptor.hooks.disabled_for_trace() as hook_effects,
             self._interceptor.active(recorder),
             self._finest.active(recorder.note_inner),
             _restored_generators(),
@@ -128,7 +156,7 @@ class Tracer:
             torch.enable_grad(),
             recorder.taints,
         ):
-            yield
+            yield hook_effects
 
     def _only_container_code_follows(self, error: Exception, recorder: CallRecorder) -> bool:
         """Whether a forward that failed looks at values (as a loss does) after all units were called."""

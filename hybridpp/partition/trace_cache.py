@@ -1,8 +1,8 @@
 """Cache of units' results, so that a trace of a model with many equal blocks runs one of them."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,17 @@ class _ById:
         return id(self._thing)
 
 
+class _Key(NamedTuple):
+    """What a call's result depends on."""
+
+    kinds: Hashable
+    training: tuple[bool, ...]
+    hooks: tuple[_ById, ...]
+    has_grad: bool
+    tree: pytree.TreeSpec
+    arguments: tuple[Hashable, ...]
+
+
 class TraceCache:
     """Results of units by what they depend on: class, sizes and settings of the module, and kinds of arguments.
 
@@ -72,9 +83,18 @@ class TraceCache:
     def __init__(self, model: nn.Module, names: tuple[str, ...]):
         self._modules = {name: tuple(model.get_submodule(name).modules()) for name in names}
         self._kinds: dict[str, Hashable] = {}
-        self._results: dict[Hashable, _Result] = {}
+        self._results: dict[_Key, _Result] = {}
 
-    def key(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    @property
+    def results(self) -> Mapping[_Key, _Result]:
+        """What it holds now and a cache for an equal model may take: hooks are a model's own."""
+        return {key: result for key, result in self._results.items() if not key.hooks}
+
+    def take(self, results: Mapping[_Key, _Result]) -> None:
+        """Take over the :attr:`results` of a cache for an equal model."""
+        self._results.update(results)
+
+    def key(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Key:
         """The key of a unit's call."""
         leaves, tree = flatten((args, kwargs))
         kinds: list[Hashable] = []
@@ -89,9 +109,9 @@ class TraceCache:
             self._kinds[name] = tuple(_kind(module) for module in modules)
         training = tuple(module.training for module in modules)
         hooks = [hook for module in modules for hook in _hooks(module)]
-        return self._kinds[name], training, tuple(map(_ById, hooks)), torch.is_grad_enabled(), tree, tuple(kinds)
+        return _Key(self._kinds[name], training, tuple(map(_ById, hooks)), torch.is_grad_enabled(), tree, tuple(kinds))
 
-    def lookup(self, key: Hashable, name: str, arguments: list[Tensor]) -> tuple[Any, int, tuple[str, ...]] | None:
+    def lookup(self, key: _Key, name: str, arguments: list[Tensor]) -> tuple[Any, int, tuple[str, ...]] | None:
         """New fakes of the result, its FLOPs and the names of the finest units inside; None if it is not cached."""
         result = self._results.pop(key, None)
         if result is not None:
@@ -103,7 +123,7 @@ class TraceCache:
         return pytree.tree_unflatten(leaves, result.tree), result.flops, tuple(name + rest for rest in result.inner)
 
     def store(
-        self, key: Hashable, name: str, output: Any, arguments: list[Any], flops: int, inner: tuple[str, ...]
+        self, key: _Key, name: str, output: Any, arguments: list[Any], flops: int, inner: tuple[str, ...]
     ) -> None:
         """Cache a result if it can be recreated; the tensors in ``arguments`` were not written to."""
         leaves, tree = flatten(output)

@@ -10,6 +10,7 @@ from hybridpp.errors import HybridppError
 from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
 from hybridpp.partition.blocks import ModuleUnits, find_units
 from hybridpp.partition.calls import CallArguments, Trace
+from hybridpp.partition.common_traces import CommonTraces
 from hybridpp.partition.concrete_fallback import UntraceableUnitError
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.plan import uses
@@ -43,6 +44,7 @@ def find_traced_units(
     device: torch.device,
     dtypes: Mapping[int, torch.dtype] | None = None,
     count_flops: bool = False,
+    common: CommonTraces | None = None,
 ) -> TracedUnits:
     """Find the units of a model and trace it; repeat if the forward does not use a large part of it.
 
@@ -58,6 +60,7 @@ def find_traced_units(
         device: device of the fake tensors.
         dtypes: of tensors that will be cast, by ``id``.
         count_flops: whether the trace counts them.
+        common: traces of the in-process ranks that hold equal models.
     """
     model = adapter.model
     used: set[str] | None = None
@@ -66,7 +69,7 @@ def find_traced_units(
     while True:
         adapter.take_off(AdapterLayer.STAGE)
         interceptor = Interceptor(adapter, AdapterLayer.STAGE, units.units)
-        tracer = Tracer(model, interceptor, finest, device, dtypes)
+        tracer = Tracer(model, interceptor, finest, device, dtypes, common)
         trace = tracer.trace(*sample, count_flops=count_flops)
         # A unit counts as used completely, so a finer round can find fewer used parameters, but no others.
         newly_used = _used(trace)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,22 @@ _Forward = Callable[..., Any]
 # In evaluation these use a fused kernel that refuses fp32 inputs with half-precision weights; a function mode disables
 # the kernel.
 _WITH_KERNELS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+class CastsSeen(NamedTuple):
+    """Where complete forwards call functions whose arguments are cast.
+
+    Attributes:
+        kinds: of the arguments of those forwards.
+        callers: classes of units that call such functions.
+        in_container_code: whether container code does.
+        is_repeated: whether container code does where the backward pass may run it again.
+    """
+
+    kinds: frozenset[Any]
+    callers: frozenset[type]
+    in_container_code: bool
+    is_repeated: bool
 
 
 class FunctionCasts:
@@ -68,6 +84,17 @@ class FunctionCasts:
                 self._callers.add(type(module))
             adapter.wrap(module, AdapterLayer.FUNCTION_DTYPES, self._run_unit, type(module))
         adapter.wrap(model, AdapterLayer.FUNCTION_DTYPES, self._run_model, model)
+
+    def learned(self) -> CastsSeen:
+        """What complete forwards have shown so far."""
+        return CastsSeen(frozenset(self._known), frozenset(self._callers), self._in_container_code, self._is_repeated)
+
+    def learn(self, seen: CastsSeen) -> None:
+        """Take over what a complete forward of an equal model has shown on another rank."""
+        self._known |= seen.kinds
+        self._callers |= seen.callers
+        self._in_container_code |= seen.in_container_code
+        self._is_repeated |= seen.is_repeated
 
     def _note(self) -> None:
         if self._unit is None:

@@ -11,7 +11,14 @@ from hybridpp.cluster import DrawMonitor, gather_objects
 from hybridpp.config import Precision
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn.torch_private import apply_to_tensors
-from hybridpp.partition import StagedModel, StagingOptions, TrainingStateSpec, finest_units, has_compiled_forward
+from hybridpp.partition import (
+    CommonTraces,
+    StagedModel,
+    StagingOptions,
+    TrainingStateSpec,
+    finest_units,
+    has_compiled_forward,
+)
 from hybridpp.pipeline import call_arguments
 from hybridpp.precision import (
     FunctionCasts,
@@ -134,11 +141,21 @@ def _cut(
         state_spec=working.state_spec,
         ranks=placement,
         draws=applied_tp.draws or DrawMonitor(),
+        common=_common_traces(context, working),
     )
     own_stages = [stage for stage, rank in enumerate(placement) if rank == layout.here.pp]
     calls = [call_arguments(batch) for batch in samples.batches]
     with samples.explained(model):
         return StagedModel(adapter, len(placement), own_stages, device=context.device, samples=calls, staging=staging)
+
+
+def _common_traces(context: BoostContext, working: _Working) -> CommonTraces | None:
+    """The traces of the in-process ranks that hold the same shards. Every rank of the world calls it."""
+    layout = context.layout
+    results = layout.world.common_results((layout.here.tp, repr(context.settings)))
+    if results is None:
+        return None
+    return CommonTraces(results, (working.function_casts,) if working.function_casts else ())
 
 
 def _bring(

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from partition.tracing import tracer
 from support import assert_near, assert_same, boosted, gradients_of, sgd
 from torch import nn
 from torch.nn.modules.module import (
@@ -298,3 +299,26 @@ def test_global_hooks_added_and_removed_during_a_trace_stay_as_they_are():
         come.remove()
     finally:
         stay.remove()
+
+
+def test_what_hooks_did_in_a_trace_classifies_those_of_an_equal_model():
+    def looks(module, args, output):
+        seen = {}
+        seen["output"] = output  # from its code, it may have changed something
+
+    def changes(module, args, output):
+        return output.clone()
+
+    def hooked_blocks():
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+        for block, hook in zip(model, (looks, changes, changes), strict=True):
+            # An object of its own for each model.
+            block.register_forward_hook(functools.partial(hook))
+        return model
+
+    found = tracer(hooked_blocks()).trace((torch.ones(1, 2),), {})
+    assert found.hook_effects == {0: False, 1: True, 2: True}
+    other = ModelHooks(hooked_blocks())
+    assert not any(map(other.is_observer, other.registered()))
+    other.learn(other.registered(), found.hook_effects)
+    assert list(map(other.is_observer, other.registered())) == [True, False, False]

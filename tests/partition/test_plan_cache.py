@@ -9,7 +9,7 @@ from support import boosted, sgd
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hybridpp.cluster import Loopback
+from hybridpp.cluster import Loopback, common_results
 from hybridpp.partition import fakes, plan_cache, trace_cache
 from hybridpp.partition.hooks import ModelHooks
 
@@ -41,6 +41,7 @@ def test_a_run_over_ever_other_shapes_stays_right_and_flat(monkeypatch):
     monkeypatch.setattr(plan_cache, "_MAX_PLANS", 3)
     monkeypatch.setattr(trace_cache, "_MAX_RESULTS", 4)
     monkeypatch.setattr(fakes, "_MAX_CACHED", 60)
+    monkeypatch.setattr(common_results, "_MAX_RESULTS", 2)
 
     def run():
         booster, model, optimizer = boosted(CachedTable(), sgd, (batch(2),), pp_size=2)

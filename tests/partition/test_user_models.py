@@ -13,6 +13,7 @@ from partition import (
     user_models,
     wrapper_models,
 )
+from partition.tracing import compare_traces
 from support import assert_near, assert_same, boosted, sgd, train
 from torch.utils import _pytree as pytree
 
@@ -85,14 +86,17 @@ def run(make_model, batches, **settings):
     list(enumerate([*(cls for module in MODULES for cls in of(module)), *IN_A_ROW])),
     ids=lambda value: getattr(value.args[0] if isinstance(value, functools.partial) else value, "__name__", None),
 )
-def test_a_model_gives_losses_and_gradients_of_one_process(place, make_model):
-    """On two stages, and on four: on as many ranks and on two in turn."""
+def test_a_model_gives_losses_and_gradients_of_one_process(place, make_model, monkeypatch):
+    """On two stages, and on four: on as many ranks and on two in turn. On two, each rank traces."""
     named = make_model.args[0] if isinstance(make_model, functools.partial) else make_model
     batches = BATCHES.get(named.__name__, ROWS)
     expected = run(make_model, batches)
     to_rounding = any(named in module.TO_ROUNDING for module in MODULES)
     for layout in (LAYOUTS[0], LAYOUTS[1 + place % 2]):
-        actual = run(make_model, batches, **layout)
+        with monkeypatch.context() as patch:
+            if layout is LAYOUTS[0]:
+                compare_traces(patch)
+            actual = run(make_model, batches, **layout)
         assert actual["losses"] == [pytest.approx(expected["losses"][0], rel=1e-6 if to_rounding else 0)] * len(
             actual["losses"]
         )

@@ -1,7 +1,10 @@
 """Traces of models for tests, and what each of their calls depends on."""
 
+from collections import Counter
+
 import torch
 
+from hybridpp.cluster import CommonResults
 from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
 from hybridpp.partition import Tracer, find_units
 from hybridpp.partition.blocks import finest_units
@@ -10,12 +13,11 @@ from hybridpp.partition.intercept import Interceptor
 CPU = torch.device("cpu")
 
 
-def tracer(model, dtype=None):
+def tracer(model, dtype=None, common=None):
     dtypes = {} if dtype is None else {id(tensor): dtype for tensor in model.parameters()}
     finest = Interceptor(ModuleAdapter(model), AdapterLayer.UNIT_RNG, finest_units(model))
-    return Tracer(
-        model, Interceptor(ModuleAdapter(model), AdapterLayer.STAGE, find_units(model, 2).units), finest, CPU, dtypes
-    )
+    units = Interceptor(ModuleAdapter(model), AdapterLayer.STAGE, find_units(model, 2).units)
+    return Tracer(model, units, finest, CPU, dtypes, common)
 
 
 def trace(model, *args, count_flops=False, **kwargs):
@@ -34,3 +36,24 @@ def links(found):
         *(f"{n} < {text(call.sources)}" for n, call in zip(names, found.calls, strict=True)),
         text(found.result_sources),
     ]
+
+
+def compare_traces(monkeypatch):
+    """Let every rank trace for itself, and compare what it finds with the trace that it would have been given.
+
+    Returns a counter of traces: ``"made"``, and ``"compared"``.
+    """
+    counts, get = Counter(), CommonResults.get
+
+    def both(self, key, make, is_common):
+        counts["made"] += 1
+        made = make()
+        given = get(self, key, lambda: made, is_common)
+        if given is not made:
+            counts["compared"] += 1
+            assert given.trace == made.trace, "a rank is given a trace that is not its own"
+            assert given[1:3] == made[1:3], "it leaves something else"
+        return made
+
+    monkeypatch.setattr(CommonResults, "get", both)
+    return counts

@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 from divided_models import MODELS, VIT, qwen3, token_batch
+from partition.tracing import compare_traces
 from processes import run_ranks
 from support import assert_near, boosted, image_batch, model_loss, sgd, tiny_vit, train, whole_over_tp
 from torch import nn
@@ -60,13 +61,15 @@ def one_process_of(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_of_all_kinds_of_layers(name):
-    """In stages; those of one stage are further below."""
+def test_models_of_all_kinds_of_layers(name, monkeypatch):
+    """In stages, every rank of which traces; those of one stage are further below."""
+    traces = compare_traces(monkeypatch)
     make_model, plan = MODELS[name]
     batches = [token_batch(seed=seed) for seed in range(2)]
     options = {"pp_size": 2, "num_microbatches": 2, "schedule": "zb-h1"}
     run = train(make_model, batches, tp_size=2, tensor_parallel_plan=plan, **options)
     assert_equal(run, one_process_of(name), 2e-6)
+    assert traces == {"made": 8, "compared": 4}, "at boost and in the first step, of either shard"
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "llama-one-kv-head", "qwen3"])
