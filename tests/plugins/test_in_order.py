@@ -62,7 +62,7 @@ def test_evaluation_ends(schedule):
 
 
 def test_receives_one_action_ahead_would_deadlock(monkeypatch):
-    monkeypatch.setattr(rank_program, "lower", one_ahead)
+    monkeypatch.setattr(rank_program, "lower", lambda programs, *, reduces_each: one_ahead(programs))
     with pytest.raises(DeadlockError, match="every rank waits for another"):
         trained(schedule="1f1b", pp_size=2, num_microbatches=3)
     trained(in_order=False, schedule="1f1b", pp_size=2, num_microbatches=3)
