@@ -11,7 +11,7 @@ PACKAGES = {"hybridpp": "tests", "plugins/hybridpp_plugins": "tests/plugins"}
 # Give a new module a test file instead of a line here.
 TYPES_ONLY = "types only"
 TESTED_THROUGH = {
-    "hybridpp/boosted_runs.py": "tests/plugins/test_run_checkpoint.py",
+    "hybridpp/boosted_runs.py": "tests/plugins/test_run_saves.py",
     "hybridpp/booster.py": "tests/test_registry.py",
     "hybridpp/checkpoint/find_tensors.py": "tests/plugins/test_weights.py",
     "hybridpp/checkpoint/gather.py": "tests/plugins/test_tensor_parallel_folders.py",
@@ -107,6 +107,7 @@ TESTED_THROUGH = {
     "plugins/hybridpp_plugins/optimizer_memory.py": "tests/partition/test_memory.py",
     "plugins/hybridpp_plugins/preview_tp.py": "tests/cli/test_partition.py",
     "plugins/hybridpp_plugins/rank_shares.py": "tests/plugins/test_reshard_checkpoints.py",
+    "plugins/hybridpp_plugins/run_resume.py": "tests/plugins/test_run_saves.py",
     "plugins/hybridpp_plugins/setup.py": "tests/plugins/test_parity.py",
     "plugins/hybridpp_plugins/timeline_recording.py": "tests/plugins/test_schedule_planner.py",
     "plugins/hybridpp_plugins/trained_weights.py": "tests/plugins/test_zero.py",

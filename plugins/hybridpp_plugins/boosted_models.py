@@ -26,7 +26,8 @@ from hybridpp_plugins.engine_handle import ENGINE, copied_weights, original_of
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.replica_loader import ReplicaDataLoader
-from hybridpp_plugins.run_checkpoint import RunSaves, resume_run
+from hybridpp_plugins.run_resume import resume_run
+from hybridpp_plugins.run_saves import RunSaves
 from hybridpp_plugins.settings import PluginSettings
 from hybridpp_plugins.timeline_recording import TimelineRecording
 from hybridpp_plugins.training_state import RunParts

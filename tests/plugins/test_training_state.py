@@ -360,7 +360,7 @@ def test_ranks_that_took_different_numbers_of_batches_are_named(tmp_path):
 
 def test_generators_of_another_layout_are_those_of_the_replica(tmp_path):
     """In one process the ranks have one set of generators, so the states are told apart by hand."""
-    from hybridpp_plugins.run_checkpoint import _own_generators
+    from hybridpp_plugins.run_resume import _own_generators
     from hybridpp_plugins.training_state import RunParts
 
     from hybridpp.checkpoint.commit import open_step

@@ -245,12 +245,12 @@ def test_a_read_only_folder_is_one_error_on_all_ranks(tmp_path):
 
 def test_ranks_without_a_common_file_system_are_refused(tmp_path, monkeypatch):
     """As where the path is on each host's own disk."""
-    from hybridpp_plugins import run_checkpoint
+    from hybridpp_plugins import run_saves
 
     def hosts_own(folder, save_id):
         return folder / (f"other-{save_id}" if current_world().rank else f".saving-{save_id}")
 
-    monkeypatch.setattr(run_checkpoint, "token_file", hosts_own)
+    monkeypatch.setattr(run_saves, "token_file", hosts_own)
 
     def rank(make):
         run = make()

@@ -1,0 +1,143 @@
+"""Resume a run from the newest checkpoint that is intact."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from hybridpp.checkpoint.commit import (
+    committed_steps,
+    open_step,
+    step_folder,
+)
+from hybridpp.checkpoint.manifest import Manifest
+from hybridpp.checkpoint.plain_values import decode
+from hybridpp.checkpoint.reader import fill, verify_file
+from hybridpp.cluster import Group, gather_objects, get_dist_logger, set_generator_states
+from hybridpp.errors import CheckpointError, ConfigError
+from hybridpp.plugin import Resumed
+from hybridpp_plugins.agreement import agree
+from hybridpp_plugins.training_state import RunParts, TrainingState
+
+_RESUME = "in booster.resume"
+
+
+def resume_run(parts: Sequence[RunParts], path: Path, *, start_fresh: bool) -> Resumed:
+    """See :meth:`hybridpp.Booster.resume`. Collective: all ranks."""
+    engine = parts[0].engine
+    control = engine.layout.control
+    manifest = _newest_intact(engine.layout.world.rank, control, path, start_fresh)
+    if manifest is None:
+        return Resumed()
+    states = [TrainingState(part, index, _RESUME, compares=False) for index, part in enumerate(parts)]
+    names = gather_objects(control, _RESUME, [state.group_names for state in states])
+    folder = step_folder(path, manifest.step)
+    failure: Exception | None = None
+    try:
+        stored = manifest.state["models"]
+        if len(stored) != len(states):
+            raise CheckpointError(f"it has {len(stored)} models, and {len(states)} were boosted here")
+        planned = [
+            state.plan(manifest, stored[index], [row[index] for row in names]) for index, state in enumerate(states)
+        ]
+        generators = decode(_own_generators(manifest, parts[0]))
+        extras = decode(manifest.state["extras"])
+    except (CheckpointError, ConfigError) as error:
+        failure = CheckpointError(f"{folder} does not fit this run: {error}. Nothing was changed.")
+    except Exception as error:
+        failure = error
+    _agree(control, failure)
+    with ExitStack() as incomplete:
+        for state in states:
+            incomplete.enter_context(state.incomplete())
+        try:
+            fill(folder, [read for plan in planned for read in plan.reads])
+        except Exception as error:
+            failure = error
+        _agree(control, failure)
+    batches = 0
+    try:
+        done = [state.load(plan, saved) for state, plan, saved in zip(states, planned, stored, strict=True)]
+        batches = done[0]
+        set_generator_states(generators, engine.device)
+    except Exception as error:
+        failure = error
+    _agree(control, failure)
+    position = planned[0].position
+    return Resumed(manifest.step, 0 if position is None else position.epoch, batches, extras)
+
+
+def _newest_intact(rank: int, control: Group, path: Path, start_fresh: bool) -> Manifest | None:
+    """The manifest of the newest checkpoint that is intact; None: there is none at all, which is right.
+
+    Raises:
+        CheckpointError: there is none, or none that is intact; on every rank.
+    """
+    failure: Exception | None = None
+    steps: list[int] = []
+    try:
+        steps = committed_steps(path) if rank == 0 else []
+        if rank == 0 and not steps and not start_fresh:
+            raise CheckpointError(
+                f'{path} holds no checkpoint. Pass the folder that booster.save wrote, or missing="fresh" to begin a '
+                "new run where there is none."
+            )
+    except Exception as error:
+        failure = error
+    _agree(control, failure)
+    (steps, *_) = gather_objects(control, _RESUME, steps)
+    rejected: list[str] = []
+    for step in steps:
+        manifest, reason = _verified(rank, control, path, step)
+        if not reason:
+            _report(rejected, step)
+            return manifest
+        rejected.append(f"step {step}: {reason}")
+    if rejected:
+        raise CheckpointError(
+            f"{path} holds no checkpoint that is intact. {'; '.join(rejected)}. Restore the files from a copy, or "
+            "begin a new run in another folder."
+        )
+    return None
+
+
+def _verified(rank: int, control: Group, path: Path, step: int) -> tuple[Manifest | None, str]:
+    """A checkpoint, and why it cannot be used, or "". Each rank reads some of its files. Collective: all ranks."""
+    manifest, reason = None, ""
+    try:
+        manifest = open_step(path, step)
+        for name in sorted(manifest.files)[rank :: control.size]:
+            verify_file(step_folder(path, step), manifest, name)
+    except CheckpointError as error:
+        reason = str(error)
+    rows = gather_objects(control, _RESUME, [reason, manifest.save_id if manifest else ""])
+    reasons = [reason for reason, _ in rows if reason]
+    if not reasons and len({save_id for _, save_id in rows}) > 1:
+        reasons = ["the ranks find different manifests"]
+    return manifest, reasons[0] if reasons else ""
+
+
+def _report(rejected: Sequence[str], step: int) -> None:
+    if rejected:
+        get_dist_logger().warning(
+            f"resuming from step {step}, because later checkpoints are damaged: {'; '.join(rejected)}.", ranks=[0]
+        )
+
+
+def _own_generators(manifest: Manifest, parts: RunParts) -> Any:
+    """The states of the generators that this rank goes on with.
+
+    In the layout that saved them, those of this rank; else those of the first rank of this replica, or of the one whose
+    number is as far as the replicas go round.
+    """
+    layout, grid = parts.engine.layout, parts.engine.layout.grid
+    generators, replicas = manifest.state["generators"], manifest.state["replicas_of_ranks"]
+    sizes = {"dp_size": grid.dp_size, "pp_size": grid.pp_size, "tp_size": grid.tp_size}
+    rank = layout.world.rank
+    if any(manifest.layout[name] != size for name, size in sizes.items()):
+        rank = replicas.index(layout.here.dp % (max(replicas) + 1))
+    return generators["states"][generators["of_ranks"][rank]]
+
+
+def _agree(control: Group, failure: Exception | None) -> None:
+    agree(control, _RESUME, failure, "resuming from a checkpoint")
