@@ -1,0 +1,154 @@
+"""Checkpoints of runs against torch.save and torch.distributed.checkpoint (DCP); a step beside a background save.
+
+    OMP_NUM_THREADS=1 PYTHONPATH=.:plugins python benchmarks/checkpoints.py --folder /dev/shm
+
+One process, 24 linear layers of 1024 x 1024 with AdamW in fp32 (288 MiB with the moments). Every round runs each
+variant once, in a new random order, and removes what it wrote. All variants sync their files; the loads of
+booster.resume include the comparison with digests, which the others do not have. The step beside a save is the one
+that follows the call, and takes longer than the save. Then each rank of a model sharded over 8 tensor-parallel ranks
+reads its part of a checkpoint that one process wrote.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from hybridpp import Booster, HybridParallelPlugin
+from hybridpp.checkpoint.boxes import shard_regions
+from hybridpp.checkpoint.commit import open_step, step_folder
+from hybridpp.checkpoint.reader import fill, plan_reads
+from hybridpp.checkpoint.writer import Holding
+
+WIDTH, NUM_LAYERS, STEPS = 1024, 24, 1
+
+
+class Job:
+    """A model that has taken a step, and ways to save and load it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.booster = Booster(plugin=HybridParallelPlugin())
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)])
+        parts = self.booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        self.model, self.optimizer = parts.model, parts.optimizer
+        self.batch = torch.randn(256, WIDTH)
+        self.nbytes = 3 * sum(parameter.nbytes for parameter in model.parameters())
+        self.step()
+
+    def step(self) -> None:
+        self.optimizer.backward(self.model(self.batch).square().mean())
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.unwrap().state_dict()}
+
+    def torch_save(self, path: Path) -> None:
+        path.mkdir()
+        with (path / "state.pt").open("wb") as file:
+            torch.save(self.state(), file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def torch_load(self, path: Path) -> None:
+        state = torch.load(path / "state.pt", weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.unwrap().load_state_dict(state["optimizer"])
+
+    def variants(self) -> dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]]:
+        return {
+            "booster": (lambda path: self.booster.save(path, step=1), self.booster.resume),
+            "torch.save": (self.torch_save, self.torch_load),
+            "DCP": (
+                lambda path: dcp.save(self.state(), checkpoint_id=path, no_dist=True),
+                lambda path: dcp.load(self.state(), checkpoint_id=path, no_dist=True),
+            ),
+        }
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def saves_and_loads(job: Job, folder: Path, rounds: int) -> None:
+    times: dict[tuple[str, str], list[float]] = {}
+    for _ in range(rounds):
+        variants = list(job.variants().items())
+        random.shuffle(variants)
+        for name, (save, load) in variants:
+            path = folder / name
+            times.setdefault((name, "save"), []).append(seconds(lambda: save(path)))  # noqa: B023
+            times.setdefault((name, "load"), []).append(seconds(lambda: load(path)))  # noqa: B023
+            shutil.rmtree(path)
+    for what in ("save", "load"):
+        for name in job.variants():
+            median = statistics.median(times[name, what])
+            ratio = statistics.median(times["booster", what]) / median
+            print(
+                f"{what} {name:10} {median:6.3f} s {job.nbytes / median / 2**20:6.0f} MiB/s   booster / it {ratio:.2f}"
+            )
+
+
+def steps_beside_a_save(job: Job, folder: Path, rounds: int) -> None:
+    """A step while a save writes, against a step alone; and how long the call itself takes."""
+    alone, beside, calls = [], [], []
+    for _ in range(rounds):
+        alone.append(seconds(lambda: [job.step() for _ in range(STEPS)]))
+        calls.append(seconds(lambda: job.booster.save(folder / "async", step=1, asynchronous=True)))
+        beside.append(seconds(lambda: [job.step() for _ in range(STEPS)]))
+        job.booster.wait_for_save()
+        shutil.rmtree(folder / "async")
+    first, second = statistics.median(alone), statistics.median(beside)
+    print(f"{STEPS} step alone {first:.3f} s, beside a save {second:.3f} s: {second / first:.2f}")
+    print(f"the call of an asynchronous save {statistics.median(calls):.3f} s; {threading.active_count()} thread left")
+
+
+def bytes_read(job: Job, folder: Path) -> None:
+    """By each of 8 ranks that shard the layers by their outputs."""
+    job.booster.save(folder / "reads", step=1)
+    manifest = open_step(folder / "reads", 1)
+    read = owned = 0
+    for rank in range(8):
+        holdings = []
+        for key, entry in manifest.tensors.items():
+            (region,) = shard_regions(entry.shape, 0, [(entry.shape[0], 1)], rank, 8, first_copies=False)
+            target = torch.empty(region.box.shape)
+            holdings.append(Holding(key, target.dtype, entry.shape, [(region.box, target)]))
+            owned += target.nbytes
+        reads = plan_reads(manifest.tensors, holdings)
+        read += sum(planned.source.size * 4 for planned in reads)
+        fill(step_folder(folder / "reads", 1), reads)
+    print(f"8 ranks read {read / 2**20:.1f} MiB and own {owned / 2**20:.1f} MiB: {read / owned:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", help="where to write; default: the folder for temporary files")
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    job, folder = Job(), Path(tempfile.mkdtemp(dir=args.folder))
+    try:
+        saves_and_loads(job, folder, args.rounds)
+        steps_beside_a_save(job, folder, args.rounds)
+        bytes_read(job, folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
