@@ -10,6 +10,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.cluster import Group, Loopback, current_world
+from hybridpp.data_parallel.gradient_hooks import GradientHooks
 from hybridpp.pipeline import split_batch, to_plain_containers
 from hybridpp.tensor_parallel import sharding_of
 
@@ -162,6 +163,14 @@ def gradients_of(booster: Booster, model: nn.Module) -> dict[str, Tensor]:
     """This rank's accumulated gradients, by name."""
     buckets = booster.plugin._engine(model).buckets
     return {name: gradient.clone() for name, gradient in buckets.whole_gradients().items()}
+
+
+def noted_hooks(monkeypatch: Any) -> list[str]:
+    """The names of the parameters whose gradient hooks are called from now on, in order."""
+    names: list[str] = []
+    before = GradientHooks.call
+    monkeypatch.setattr(GradientHooks, "call", lambda self, name: (names.append(name), before(self, name)))
+    return names
 
 
 def whole_over_tp(booster: Booster, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

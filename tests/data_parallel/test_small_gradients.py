@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from data_parallel.replicas import TINY_MIB, accumulate, buckets_of, loss, make_buckets, make_model, on_replicas
+from support import noted_hooks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -13,7 +14,6 @@ from hybridpp.cluster import current_world
 from hybridpp.data_parallel import accumulator
 from hybridpp.data_parallel.accumulator import SmallGradients
 from hybridpp.data_parallel.bucket import Bucket
-from hybridpp.data_parallel.gradient_hooks import GradientHooks
 from hybridpp.errors import ConfigError
 
 HALF = torch.bfloat16
@@ -32,10 +32,7 @@ class CountOperators(TorchDispatchMode):
 @pytest.fixture
 def hooked(monkeypatch):
     """The names of the parameters whose hooks were called, in order."""
-    names = []
-    before = GradientHooks.call
-    monkeypatch.setattr(GradientHooks, "call", lambda self, name: (names.append(name), before(self, name)))
-    return names
+    return noted_hooks(monkeypatch)
 
 
 def one_by_one(num_replicas, numbers, rank=0):

@@ -4,11 +4,10 @@ import pytest
 import torch
 from compiled_blocks import ROWS, Blocks, mean_square, run_compiled
 from hybridpp_plugins import setup
-from support import boosted, gradients_of, sgd, train
+from support import boosted, gradients_of, noted_hooks, sgd, train
 
 from hybridpp.data_parallel import accumulator, buckets
 from hybridpp.data_parallel.bucket import Bucket
-from hybridpp.data_parallel.gradient_hooks import GradientHooks
 
 
 @pytest.fixture
@@ -32,10 +31,7 @@ def kernel(monkeypatch):
 @pytest.fixture
 def hooked(monkeypatch):
     """The names of the parameters whose gradients came from autograd."""
-    names = []
-    before = GradientHooks.call
-    monkeypatch.setattr(GradientHooks, "call", lambda self, name: (names.append(name), before(self, name)))
-    return names
+    return noted_hooks(monkeypatch)
 
 
 def run(**settings):
