@@ -13,6 +13,7 @@ from hybridpp.checkpoint.manifest import Manifest
 from hybridpp.checkpoint.plain_values import decode, encode
 from hybridpp.checkpoint.reader import PlannedRead, plan_reads
 from hybridpp.checkpoint.writer import Holding
+from hybridpp.cluster import get_dist_logger
 from hybridpp.errors import CheckpointError, ConfigError
 from hybridpp.precision import LossScale
 from hybridpp_plugins.engine import Engine
@@ -170,8 +171,15 @@ class TrainingState:
             one, other = ("has", "was saved without") if self._scheduler is not None else ("lacks", "was saved with")
             raise CheckpointError(f"the run {one} an LR scheduler, and the checkpoint {other} one. Pass it to boost")
         position = None if stored["data"] is None else DataPosition(*stored["data"])
-        if self._loader is not None and position is not None:
-            self._loader.check_position(position)
+        if self._loader is not None:
+            if position is None:
+                get_dist_logger().warning(
+                    "the checkpoint has no position in the data, because its run passed no dataloader of "
+                    "plugin.prepare_dataloader to boost: the data start at the first epoch.",
+                    ranks=[0],
+                )
+            else:
+                self._loader.check_position(position)
         state: dict[str, dict[str, Any]] = {}
         if self._optimizer is not None:
             saved = stored["optimizer"]

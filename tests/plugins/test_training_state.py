@@ -347,6 +347,17 @@ def test_other_data_is_refused_in_the_middle_of_an_epoch(tmp_path):
         job.booster.resume(tmp_path)
 
 
+def test_a_checkpoint_without_a_position_in_the_data_says_so(tmp_path, caplog):
+    without = Training(loader=False)
+    without.run(1)
+    without.booster.save(tmp_path, step=1)
+    job = Training()
+    assert job.resume(tmp_path).epoch == 0
+    (record,) = caplog.records
+    assert "the checkpoint has no position in the data" in record.getMessage()
+    job.run(1)
+
+
 def test_ranks_that_took_different_numbers_of_batches_are_named(tmp_path):
     def rank():
         job = Training()
