@@ -184,6 +184,20 @@ class Booster:
         """A context in which each replica accumulates gradients locally; the next step outside reduces them."""
         return self.plugin.no_sync(model, optimizer)
 
+    def unsharded(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A context in which this rank holds all weights of its stages, which ``zero_stage=3`` divides over replicas.
+
+        What is written to them is kept; every replica must write the same. Inside, ``state_dict``, copies of the model
+        and reads of parameters work. With other settings weights are always there, and it does nothing.
+
+        Collective: every rank of the world, at the start of the block.
+
+        Example:
+            with booster.unsharded(model), torch.no_grad():
+                model.head.weight.zero_()
+        """
+        return self.plugin.unsharded(model)
+
     def record_timeline(self, model: nn.Module) -> AbstractContextManager[Any]:
         """A context that records when each action of the steps inside it ran, on every rank of the pipeline.
 

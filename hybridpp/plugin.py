@@ -159,6 +159,10 @@ class Plugin:
         """
         return nullcontext()
 
+    def unsharded(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A context in which this rank holds all weights of the model that it computes with. By default it does."""
+        return nullcontext()
+
     def prepare_dataloader(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> DataLoader[Any]:
         """A dataloader over this replica's share of the dataset. The script calls it, before ``boost``.
 

@@ -51,7 +51,8 @@ class Run:
     def everything(self):
         """This rank's tensors and counts."""
         inner = self.optimizer.unwrap()
-        tensors = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        with self.booster.unsharded(self.model):
+            tensors = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         for index, state in enumerate(inner.state.values()):
             tensors |= {f"{index} {key}": torch.as_tensor(value).clone() for key, value in state.items()}
         for name, tensor in self.optimizer.target.tensors.items():

@@ -12,27 +12,25 @@ class ZeroConfig(ConfigBase):
     """What replicas divide among themselves, and when they exchange it.
 
     Attributes:
-        zero_stage: 0: nothing; 1: optimizer state and masters; 2: also the sums of gradients.
+        zero_stage: 0: nothing; 1: optimizer state and masters; 2: also the sums of gradients; 3: also weights.
         zero_reduce: when gradients are summed over the replicas from stage 2 on: after the backward pass of each
             ``"microbatch"``, so that none are held complete, or once per ``"step"``, with the bits and the volume of
             stage 1; None: each micro-batch.
         offload_optimizer: share of the optimizer's state and masters that lies in host memory and is updated
             there, from 0 to 1; rounded up to whole buckets.
+        max_gathered_stages: at stage 3 with several stages per rank, of how many the weights are gathered at a time, at
+            least 2; None: of all up to 2 stages, else of half of them.
     """
 
     zero_stage: int = 0
     zero_reduce: Literal["microbatch", "step"] | None = None
     offload_optimizer: float = 0.0
+    max_gathered_stages: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.zero_stage not in (0, 1, 2, 3):
             raise ConfigError(f"zero_stage must be 0, 1, 2 or 3: got zero_stage={self.zero_stage!r}.")
-        if self.zero_stage > 2:
-            raise ConfigError(
-                f"weights are not sharded yet: got zero_stage={self.zero_stage}. Use zero_stage=2, which shards the "
-                "gradients, the optimizer's state and the fp32 masters."
-            )
         reduce: Any = self.zero_reduce
         if reduce not in (None, "microbatch", "step"):
             raise ConfigError(f"zero_reduce must be 'microbatch' or 'step': got zero_reduce={reduce!r}.")
@@ -41,12 +39,32 @@ class ZeroConfig(ConfigBase):
                 f"zero_reduce={reduce!r} has no effect below stage 2, where every replica holds complete gradients: "
                 f"got zero_stage={self.zero_stage}. Leave zero_reduce out, or use zero_stage=2."
             )
-
         if not 0 <= self.offload_optimizer <= 1:
             raise ConfigError(
                 f"offload_optimizer must be from 0 to 1: got offload_optimizer={self.offload_optimizer!r}. Use 1.0 to "
                 "keep all of the optimizer's state in host memory."
             )
+        self._check_gathered()
+
+    def _check_gathered(self) -> None:
+        number = self.max_gathered_stages
+        if number is None:
+            return
+        if not isinstance(number, int) or isinstance(number, bool) or number < 2:
+            raise ConfigError(
+                "max_gathered_stages must be an integer of at least 2, as forward passes of one stage follow backward "
+                f"passes of another: got max_gathered_stages={number!r}."
+            )
+        if self.zero_stage < 3:
+            raise ConfigError(
+                f"max_gathered_stages={number} has no effect below stage 3, where weights are not sharded: got "
+                f"zero_stage={self.zero_stage}. Leave max_gathered_stages out, or use zero_stage=3."
+            )
+
+    def num_gathered_stages(self, num_stages: int) -> int:
+        """Of how many of a rank's stages the weights are gathered at a time."""
+        number = num_stages if num_stages <= 2 else -(-num_stages // 2)
+        return min(num_stages, self.max_gathered_stages or number)
 
     @property
     def reduces_each_microbatch(self) -> bool:

@@ -11,6 +11,7 @@ from hybridpp.data_parallel.reducer import GradientReducer
 from hybridpp.data_parallel.running_statistics import BufferWriteDetector, RunningStatistics
 from hybridpp.data_parallel.sampler import PassStart, ShardedBatchSampler
 from hybridpp.data_parallel.seeding import SeededCollate, SeededDataset
+from hybridpp.data_parallel.sharded_weights import ShardedWeights
 from hybridpp.data_parallel.update_target import UpdateTarget
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "ShardLayout",
     "ShardedBatchSampler",
     "ShardedIterableDataset",
+    "ShardedWeights",
     "UpdateTarget",
     "buffers_to_send",
     "layout_of",

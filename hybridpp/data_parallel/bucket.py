@@ -61,10 +61,10 @@ class Bucket:
         sharding: GradientSharding = GradientSharding.NONE,
     ):
         first = parameters[layout.slots[0].name]
-        make = torch.empty if sharding.frees else torch.zeros
+        make = torch.empty if sharding.frees and not layout.is_shared else torch.zeros
         self.layout = layout
         self.flat = make(layout.size, dtype=accumulation_dtype(first), device=first.device)
-        self.views = views_in(self.flat, layout, parameters)
+        self.views = views_in(self.flat, layout)
         self.each_pass = sharding is GradientSharding.MICROBATCH and not layout.is_shared
         self.pending: set[str] | None = None
         self.work: Work | None = None
@@ -76,7 +76,8 @@ class Bucket:
         self._index = index
         if sharding.frees:
             self.own = torch.zeros_like(self._segment)
-            self.close()
+            if not layout.is_shared:  # of whose gradients views are still to be made
+                self.close()
 
     def open(self) -> None:
         """Give the buffer memory, with old values, and zeros between the gradients."""
@@ -169,12 +170,10 @@ def accumulation_dtype(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-def views_in(flat: Tensor, layout: BucketLayout, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def views_in(flat: Tensor, layout: BucketLayout) -> dict[str, Tensor]:
     """Views of a bucket in the shapes and strides of its parameters, by name."""
     return {
-        slot.name: flat.as_strided(
-            parameters[slot.name].size(), dense_strides(parameters[slot.name]), flat.storage_offset() + slot.start
-        )
+        slot.name: flat.as_strided(slot.shape, slot.strides, flat.storage_offset() + slot.start)
         for slot in layout.slots
     }
 
@@ -184,10 +183,10 @@ def dense_strides(parameter: Tensor) -> tuple[int, ...]:
     return torch.empty_like(parameter, device="meta").stride()
 
 
-def piece_in(flat: Tensor, piece: Piece, parameter: Tensor) -> Tensor:
+def piece_in(flat: Tensor, piece: Piece) -> Tensor:
     """The view of a bucket that a piece is: of the parameter's shape if it is whole, else flat."""
     if piece.is_whole:
-        return flat.as_strided(parameter.size(), dense_strides(parameter), flat.storage_offset() + piece.offset)
+        return flat.as_strided(piece.shape, piece.strides, flat.storage_offset() + piece.offset)
     return flat[piece.offset : piece.offset + piece.size]
 
 
@@ -199,6 +198,7 @@ def layout_of(
     shared: Collection[str] = (),
     indivisible: Collection[str] = (),
     stages: Mapping[str, tuple[int, ...]] | None = None,
+    units: Mapping[str, tuple[int, ...]] | None = None,
 ) -> ShardLayout:
     """Put the gradients of parameters into buckets, one segment per member of ``group``. Nothing is communicated.
 
@@ -209,6 +209,7 @@ def layout_of(
         shared: those of whose gradients ranks of one replica hold summands.
         indivisible: those that are updated whole.
         stages: the stages of this rank that use each, in order; see :class:`ParameterInfo`.
+        units: the units of this rank that use each, in order, if weights are gathered by unit.
     """
     infos = {
         name: ParameterInfo(
@@ -218,6 +219,9 @@ def layout_of(
             (stages or {}).get(name, ()),
             name not in indivisible,
             name in shared,
+            tuple(parameter.shape),
+            dense_strides(parameter),
+            (units or {}).get(name, ()),
         )
         for name, parameter in parameters.items()
     }

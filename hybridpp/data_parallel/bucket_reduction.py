@@ -23,6 +23,8 @@ class BucketReduction:
         dtype: of the messages; None: the accumulation dtype.
         reached: the parameters that a backward pass has reached on this rank; read when a reduction starts.
         scatter: whether a replica gets its own segment of each sum only.
+        by_unit: whether weights are gathered by unit. Then a unit's buckets are reduced when the pass is done with it:
+            replicas would wait for each other if gathers and reductions did not have one order.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class BucketReduction:
         reached: Collection[str],
         *,
         scatter: bool,
+        by_unit: bool = False,
     ):
         self._accumulator = accumulator
         self._shared = [bucket for bucket in accumulator.buckets if bucket.layout.is_shared]
@@ -40,7 +43,10 @@ class BucketReduction:
         self._group = group
         self._dtype = dtype
         self._reached = reached
-        self._scatter = scatter
+        self._scatter, self._by_unit = scatter, by_unit
+        # The units that the running pass is done with.
+        self._done_units: set[int] = set()
+        self._reduced_at_end: set[Bucket] = set()
         self._deferred: set[str] = set()
         self._stages = frozenset(stage for bucket in self._buckets for stage in bucket.layout.stages)
         # Whether a last backward pass has begun; the stages of which one has begun, and of which it has ended.
@@ -84,7 +90,9 @@ class BucketReduction:
             if bucket.pending is None and (stage is None or (stages and self._begun.issuperset(stages))):
                 bucket.pending = set(bucket.views) if pending is None else set(bucket.views).intersection(pending)
         self._deferred.clear()
-        self._launch_complete()
+        self._done_units.clear()
+        if not self._by_unit:
+            self._launch_complete()
 
     def defer(self, names: Iterable[str]) -> None:
         """Note that the running backward pass does not complete these gradients: :meth:`complete` follows."""
@@ -118,7 +126,27 @@ class BucketReduction:
         bucket = self._accumulator.bucket_of[name]
         if bucket.pending is not None:
             bucket.pending.discard(name)
-            self._launch_complete()
+            if not self._by_unit:
+                self._launch_complete()
+
+    def reduce_at_end(self, names: Iterable[str]) -> None:
+        """Reduce these parameters' buckets at the end of a pass: other code than that of units uses them, too."""
+        self._reduced_at_end.update(self._accumulator.bucket_of[name] for name in names if name in self._names)
+
+    def launch_unit(self, unit: int) -> None:
+        """Start to reduce what a unit has for itself, when the running pass is done with it. Collective: the group."""
+        self._done_units.add(unit)
+        for bucket in self._buckets:
+            if bucket.pending is not None and self._is_done(bucket):
+                bucket.pending.clear()
+        self._launch_complete()
+
+    def _is_done(self, bucket: Bucket) -> bool:
+        """Whether the running pass is done with all units that use a bucket."""
+        units = bucket.layout.units
+        if bucket in self._reduced_at_end:
+            return False
+        return bool(units) and self._done_units.issuperset(units) and self._deferred.isdisjoint(bucket.views)
 
     def launch_remaining(self, stage: int | None) -> None:
         """Start the remaining reductions after the last backward pass of a stage, or of all (None).

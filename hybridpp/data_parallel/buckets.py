@@ -89,7 +89,7 @@ class GradientBuckets:
         self._hooks = GradientHooks(self._accumulator, parameters, self._on_gradient)
         self._used = self._hooks.reached
         self._pieces = {
-            piece.name: piece_in(bucket.own, piece, parameters[piece.name])
+            piece.name: piece_in(bucket.own, piece)
             for bucket in self._accumulator.buckets
             for piece in bucket.layout.pieces_within(group.rank)
         }
@@ -102,9 +102,10 @@ class GradientBuckets:
         if self._group.size == 1:
             return None
         arguments = (self._accumulator, self._group, self.communication_dtype, self._used)
+        by_unit = any(bucket.layout.units for bucket in self._accumulator.buckets)
         if self._reduces_each_pass:
-            return PassReduction(*arguments, scatter=True, on_launch=self._lend)
-        return BucketReduction(*arguments, scatter=self._scatters)
+            return PassReduction(*arguments, scatter=True, by_unit=by_unit, on_launch=self._lend)
+        return BucketReduction(*arguments, scatter=self._scatters, by_unit=by_unit)
 
     def _lend(self, bucket: Bucket) -> None:
         """Let a reduction have a bucket; the next gradients come through hooks, which wait for it."""
@@ -139,7 +140,7 @@ class GradientBuckets:
                 flat = bucket.own.new_zeros(bucket.layout.size)
                 flat[bucket.layout.segment(self._group.rank)] = bucket.complete()
             self._group.all_gather_segments(flat).wait()
-            unsharded |= views_in(flat, bucket.layout, self.parameters) if bucket.frees else bucket.views
+            unsharded |= views_in(flat, bucket.layout) if bucket.frees else bucket.views
         return unsharded
 
     @property
@@ -314,6 +315,16 @@ class GradientBuckets:
         """
         if self._reduction is not None:
             self._reduction.launch_remaining(stage)
+
+    def reduce_at_end(self, names: Iterable[str]) -> None:
+        """Do not reduce these parameters' gradients in :meth:`launch_unit`."""
+        if self._reduction is not None:
+            self._reduction.reduce_at_end(names)
+
+    def launch_unit(self, unit: int) -> None:
+        """Start to reduce what a unit has for itself, when a backward pass is done with it. Collective: replicas."""
+        if self._reduction is not None and not self._is_stashed:
+            self._reduction.launch_unit(unit)
 
     def unread_flags(self) -> Tensor | None:
         """What :meth:`unused_parameters` will read of the device, for the caller to read with other numbers."""

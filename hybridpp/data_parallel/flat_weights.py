@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.cluster import Group
-from hybridpp.data_parallel.bucket import accumulation_dtype, dense_strides, piece_in, views_in
-from hybridpp.data_parallel.layout import Piece, ShardLayout
+from hybridpp.data_parallel.bucket import piece_in, views_in
+from hybridpp.data_parallel.layout import BucketLayout, Piece, ShardLayout
 
 
 class FlatWeights:
@@ -34,23 +34,35 @@ class FlatWeights:
         device: torch.device,
         move: Callable[[nn.Parameter, Tensor], None],
     ):
-        self._layout, self._group, self._parameters = layout, group, dict(parameters)
+        self._layout, self._group = layout, group
+        self._dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
+        self._device = device
         self._flats: list[Tensor] = []
         self.pieces: dict[str, Tensor] = {}
         self.parts = parts_of(layout, parameters)
+        # With the address of the memory that each was given.
+        self._addresses: list[tuple[str, nn.Parameter, int]] = []
         for bucket in layout.buckets:
             flat = torch.zeros(bucket.size, dtype=parameters[bucket.slots[0].name].dtype, device=device)
-            for name, view in views_in(flat, bucket, parameters).items():
+            for name, view in views_in(flat, bucket).items():
                 move(parameters[name], view)
-            self._flats.append(flat)
-            for piece in bucket.pieces(layout.index):
-                self.pieces[piece.name] = piece_in(flat, piece, parameters[piece.name])
+            self._hold(bucket, flat, parameters)
+
+    def _hold(self, bucket: BucketLayout, flat: Tensor, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Keep a bucket with weights."""
+        self._flats.append(flat)
+        self._addresses += [(slot.name, p := parameters[slot.name], p.data_ptr()) for slot in bucket.slots]
+        self.pieces |= {piece.name: piece_in(flat, piece) for piece in bucket.pieces(self._layout.index)}
 
     def gather(self) -> None:
         """Fill every weight with the pieces of all replicas. Collective: the group."""
         pending = [self._group.all_gather_segments(flat) for flat in self._flats]
         for work in pending:
             work.wait()
+
+    def moved(self) -> Iterator[str]:
+        """Parameters that the script has given other memory."""
+        return (name for name, parameter, address in self._addresses if parameter.data_ptr() != address)
 
     def gathered(self, pieces: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Complete tensors, by name, from fp32 pieces like :attr:`pieces`; one bucket at a time. Collective: the group.
@@ -59,29 +71,24 @@ class FlatWeights:
             pieces: of this replica, at least in fp32.
         """
         for bucket in self._layout.buckets:
-            first = self._parameters[bucket.slots[0].name]
-            flat = torch.zeros(bucket.size, dtype=accumulation_dtype(first), device=first.device)
+            dtype = torch.promote_types(self._dtypes[bucket.slots[0].name], torch.float32)
+            flat = torch.zeros(bucket.size, dtype=dtype, device=self._device)
             for piece in bucket.pieces(self._layout.index):
-                own = pieces.get(piece.name, self.pieces[piece.name]).detach()
-                piece_in(flat, piece, self._parameters[piece.name]).copy_(own)
+                piece_in(flat, piece).copy_(pieces.get(piece.name, self.pieces[piece.name]).detach())
             self._group.all_gather_segments(flat).wait()
-            yield from views_in(flat, bucket, self._parameters).items()
+            yield from views_in(flat, bucket).items()
 
 
 def parts_of(layout: ShardLayout, parameters: Mapping[str, Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:
     """For each parameter of which this replica has a piece, a function that takes the piece of such a tensor."""
-    return {
-        name: partial(_take, piece, dense_strides(parameters[name]))
-        for name, piece in layout.pieces.items()
-        if name in parameters
-    }
+    return {name: partial(_take, piece) for name, piece in layout.pieces.items() if name in parameters}
 
 
-def _take(piece: Piece, strides: tuple[int, ...], tensor: Tensor) -> Tensor:
+def _take(piece: Piece, tensor: Tensor) -> Tensor:
     """The piece of a tensor of the parameter's shape: a view, if its memory is in the parameter's order."""
     if piece.is_whole:
         return tensor
-    if tensor.stride() != strides:
-        ordered = torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device)
+    if tensor.stride() != piece.strides:
+        ordered = torch.empty_strided(tensor.size(), piece.strides, dtype=tensor.dtype, device=tensor.device)
         tensor = ordered.copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())[piece.start : piece.stop]

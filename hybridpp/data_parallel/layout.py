@@ -23,11 +23,14 @@ class Slot(NamedTuple):
         name: of the parameter.
         start: its first element in the bucket.
         size: its number of elements.
+        shape, strides: of the view of the bucket that it is.
     """
 
     name: str
     start: int
     size: int
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
 
 
 class Piece(NamedTuple):
@@ -38,6 +41,8 @@ class Piece(NamedTuple):
         start, stop: its elements, in the order in which the parameter lies in memory.
         offset: of ``start`` in the bucket.
         is_whole: whether it is all of the parameter.
+        strides: those of the parameter.
+        shape: its shape.
     """
 
     name: str
@@ -45,6 +50,8 @@ class Piece(NamedTuple):
     stop: int
     offset: int
     is_whole: bool
+    strides: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -63,6 +70,9 @@ class ParameterInfo(NamedTuple):
             complete when its stages are.
         is_divisible: whether its pieces may be updated apart; else it lies in one segment.
         is_shared: whether ranks of one replica hold summands of its gradient, which are summed before the replicas'.
+        shape, strides: of its gradient.
+        units: of the rank's units that use it, in order, if weights are gathered by unit. Those that other units use
+            share no bucket.
     """
 
     size: int
@@ -71,6 +81,9 @@ class ParameterInfo(NamedTuple):
     stages: tuple[int, ...] = ()
     is_divisible: bool = True
     is_shared: bool = False
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    units: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,6 +96,7 @@ class BucketLayout:
         num_segments: one per replica.
         stages: as of its parameters.
         is_shared: as of its parameters.
+        units: as of its parameters.
 
     Example:
         >>> layout = divide_bucket({"weight": 6000, "bias": 10}, num_segments=2)
@@ -95,6 +109,7 @@ class BucketLayout:
     num_segments: int
     stages: tuple[int, ...] = ()
     is_shared: bool = False
+    units: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -108,7 +123,7 @@ class BucketLayout:
     def gaps(self) -> Iterator[slice]:
         """The elements that belong to no parameter: padding."""
         end = 0
-        for _, start, size in (*self.slots, Slot("", self.size, 0)):
+        for _, start, size, *_ in (*self.slots, Slot("", self.size, 0)):
             if start > end:
                 yield slice(end, start)
             end = start + size
@@ -116,10 +131,11 @@ class BucketLayout:
     def pieces(self, index: int) -> Iterator[Piece]:
         """What lies in a segment, in order; parameters without elements lie in none."""
         low, high = index * self.segment_size, (index + 1) * self.segment_size
-        for name, start, size in self.slots:
+        for name, start, size, shape, strides in self.slots:
             first, last = max(start, low), min(start + size, high)
             if first < last:
-                yield Piece(name, first - start, last - start, first, last - first == size)
+                is_whole = last - first == size
+                yield Piece(name, first - start, last - start, first, is_whole, strides, shape)
 
     def pieces_within(self, index: int) -> Iterator[Piece]:
         """The same with offsets from the start of the segment."""
@@ -163,7 +179,7 @@ def plan_buckets(
     open_buckets: dict[Hashable, tuple[list[str], int]] = {}
     # Backward reaches the last parameters first, so their bucket is complete first.
     for order, (name, info) in enumerate(reversed(list(parameters.items()))):
-        key = (info.kind, info.stages, info.is_divisible, info.is_shared)
+        key = (info.kind, info.stages, info.is_divisible, info.is_shared, info.units)
         names, nbytes = open_buckets.get(key, ([], 0))
         if names and nbytes + info.nbytes > capacity_bytes:
             names, nbytes = [], 0
@@ -183,7 +199,10 @@ def _bucket(names: Sequence[str], parameters: Mapping[str, ParameterInfo], num_s
     sizes = {name: parameters[name].size for name in names}
     first = parameters[names[0]]
     placed = divide_bucket(sizes, num_segments) if first.is_divisible else distribute_bucket(sizes, num_segments)
-    return replace(placed, stages=first.stages, is_shared=first.is_shared)
+    slots = tuple(
+        slot._replace(shape=parameters[slot.name].shape, strides=parameters[slot.name].strides) for slot in placed.slots
+    )
+    return replace(placed, slots=slots, stages=first.stages, is_shared=first.is_shared, units=first.units)
 
 
 def divide_bucket(sizes: Mapping[str, int], num_segments: int) -> BucketLayout:

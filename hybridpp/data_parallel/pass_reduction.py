@@ -46,7 +46,9 @@ class PassReduction(BucketReduction):
         for bucket in self._waiting:
             bucket.pending = set(bucket.views) if pending is None else set(bucket.views).intersection(pending)
         self._deferred.clear()
-        self._launch_complete()
+        self._done_units.clear()
+        if not self._by_unit:
+            self._launch_complete()
 
     def _is_launched(self, bucket: Bucket) -> bool:
         return bucket not in self._waiting
@@ -64,6 +66,12 @@ class PassReduction(BucketReduction):
             self._reduce(self._waiting.popleft())
         for bucket in self._buckets:
             bucket.pending = None
+
+    def launch_unit(self, unit: int) -> None:
+        self._done_units.add(unit)
+        for bucket in [one for one in self._waiting if self._is_done(one)]:
+            self._waiting.remove(bucket)
+            self._reduce(bucket)
 
     def _launch_complete(self) -> None:
         while self._waiting and not self._waiting[0].pending:

@@ -84,6 +84,7 @@ __all__ = [
     "assert_async",
     "backward_hooks_of",
     "buffers_of",
+    "call_after_backward",
     "call_of",
     "children_of",
     "compiled_call_of",
@@ -192,6 +193,13 @@ def is_composite(operator: OpOverload) -> bool:
 
 # Autograd, autocast, functorch.
 current_graph_task_id = _current_graph_task_id
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the running backward pass ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 is_any_autocast_enabled = _is_any_autocast_enabled
 is_functorch_active = _are_functorch_transforms_active
 

@@ -17,6 +17,7 @@ from hybridpp.partition.samples import make_samples
 from hybridpp.partition.staged_model import StagedModel
 from hybridpp.partition.staging_options import StagingOptions
 from hybridpp.partition.trace import Tracer
+from hybridpp.partition.unit_gather import UnitGather
 
 __all__ = [
     "BoundarySharding",
@@ -35,6 +36,7 @@ __all__ = [
     "Tracer",
     "TrainingStateSpec",
     "UnitCall",
+    "UnitGather",
     "UntraceableUnitError",
     "annotate_split_points",
     "block_calls",

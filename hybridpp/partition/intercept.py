@@ -29,10 +29,12 @@ class Interceptor(CallRouter):
     Attributes:
         units: their names.
         hooks: the classification of the model's hooks.
+        around: ``around(name, forward, *args, **kwargs)`` runs each unit inside the handler; None: it runs by itself.
     """
 
     def __init__(self, adapter: ModuleAdapter, layer: AdapterLayer, units: Iterable[str]):
         self.units = tuple(units)
+        self.around: Callable[..., Any] | None = None
         self.hooks = ModelHooks(adapter.model)
         super().__init__(adapter, layer, self.units)
 
@@ -43,6 +45,8 @@ class Interceptor(CallRouter):
 
     def _call(self, name: str, call: Forward, /, *args: Any, **kwargs: Any) -> Any:
         handler = self._handler
+        if self.around is not None:
+            call = functools.partial(self.around, name, call)
         if handler is None:
             return call(*args, **kwargs)
         unit = functools.partial(self._with_hooks, name, call)

@@ -32,6 +32,7 @@ from hybridpp.partition.rng import RecomputeRng, RngTrace, UnitRng, inner_linear
 from hybridpp.partition.stage_assignment import cut_into_stages, one_stage
 from hybridpp.partition.stage_run import StageDone, StageRun, Watcher
 from hybridpp.partition.staging_options import StagingOptions
+from hybridpp.partition.unit_gather import UnitGather
 
 CallRunner = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -72,6 +73,7 @@ class StagedModel:
         model: the model.
         owners: the stages that hold each parameter, by its name; the same on every rank.
         around_call: wraps the script's own calls of the complete model; None: they are not wrapped.
+        gather: gathers the weights of units; None: they are always there.
 
     Raises:
         PartitionError: the model cannot be cut into ``num_stages``.
@@ -99,6 +101,7 @@ class StagedModel:
         self._watch: Watcher | None = None
         self.around_call: CallRunner | None = None
         self._remote_deltas: list[AttributeDelta] = []
+        self.gather: UnitGather | None = None
         self._visibility = ParameterVisibility()
         refuse_compiled(model, [model])
         self._finest = Interceptor(adapter, AdapterLayer.UNIT_RNG, finest_units(model))
@@ -135,10 +138,21 @@ class StagedModel:
             args, kwargs = self._inputs.cast(args), self._inputs.cast(kwargs)
             if self._watch is not None:
                 with self._interceptor.active(functools.partial(_watched, self._watch)):
-                    return forward(*args, **kwargs)
+                    return self._gathering(forward)(*args, **kwargs)
             if self.around_call is not None:
-                return self.around_call(forward, args, kwargs)
-        return forward(*args, **kwargs)
+                return self.around_call(self._gathering(forward), args, kwargs)
+        return self._gathering(forward)(*args, **kwargs)
+
+    def _gathering(self, forward: Forward) -> Forward:
+        """The model's forward with the weights that are gathered for it."""
+        if self.gather is None:
+            return forward
+        gather = self.gather
+        return lambda *args, **kwargs: gather.around_model(forward, args, kwargs)
+
+    def gather_units(self, gather: UnitGather) -> None:
+        """Gather the weights of units where they run; with one stage only."""
+        self.gather, self._finest.around = gather, gather.around_unit
 
     @contextmanager
     def _entered(self) -> Iterator[None]:

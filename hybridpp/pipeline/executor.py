@@ -158,7 +158,9 @@ class _Handlers:
         self._wgrad_tasks: dict[Action, list[WgradTask]] = {}
         # The actions after which the gradients of a stage are reduced.
         self._reduced_after: set[Action] = set()
+        self._reduces_each = False
         self._split: set[tuple[int, int | None]] = set()
+        self._gathered: set[Action] = set()
         # Whether any weight gradient is deferred.
         self._defers = weight_gradients.is_always_needed
 
@@ -174,6 +176,8 @@ class _Handlers:
             ActionKind.SEND_GRADIENT: self.messages.send,
             ActionKind.RECEIVE_GRADIENT: self._receive_gradients,
             ActionKind.REDUCE_GRADIENTS: self._reduce_gradients,
+            ActionKind.UNSHARD: self._unshard,
+            ActionKind.RESHARD: self._reshard,
         }
 
     def expect(self, program: Program) -> None:
@@ -187,6 +191,7 @@ class _Handlers:
         adding = [action for action in program if action.kind in _ADDS_TO_GRADIENTS]
         each = {(stage, microbatch) for stage, kind, microbatch in program if kind is ActionKind.REDUCE_GRADIENTS}
         self._reduced_after = {action for action in adding if (action.stage, action.microbatch) in each}
+        self._reduces_each = any(microbatch is not None for _, microbatch in each)
         self._reduced_after.update({action.stage: action for action in adding}.values())
 
     def finish(self) -> None:
@@ -219,6 +224,8 @@ class _Handlers:
         if (stage, microbatch) in self._graphs:
             raise ScheduleError(f"{action} runs again before its backward. Check the program with check_program.")
         tensors = self.messages.take(action) if stage else []
+        if step.weights is not None:
+            step.weights.wait(stage)
         if self._recorder is not None:
             self._recorder.start()
         stage_input = StageInput(tensors, plan.incoming_specs, step.training)
@@ -279,6 +286,8 @@ class _Handlers:
         received = []
         if stage_output is not None:
             received = self.messages.take(action._replace(kind=ActionKind.BACKWARD))
+        if self._step.weights is not None:
+            self._step.weights.wait(stage)
         if self._recorder is not None:
             self._recorder.start()
         with self._stages.recomputing(context):
@@ -291,8 +300,25 @@ class _Handlers:
         if stage:
             self.messages.pass_gradients(action, stage_input.gradients())
 
+    def _unshard(self, action: Action) -> None:
+        assert self._step.weights is not None, "the program is for sharded weights"
+        if action.microbatch is None:
+            self._step.weights.unshard(action.stage)
+        else:
+            # Of a micro-batch that other replicas have: first of its forward, then of its backward pass.
+            is_backward = action in self._gathered
+            if is_backward and self._reduces_each:
+                self._step.begin_last_backward(action.stage, ())
+            self._gathered.add(action)
+            self._step.weights.gather_as_others(backward=is_backward)
+
+    def _reshard(self, action: Action) -> None:
+        assert self._step.weights is not None, "the program is for sharded weights"
+        self._step.weights.reshard(action.stage)
+
     def _reduce_gradients(self, action: Action) -> None:
-        if action.microbatch is not None and action.microbatch >= len(self._step.microbatches):
+        is_missing = action.microbatch is not None and action.microbatch >= len(self._step.microbatches)
+        if is_missing and action._replace(kind=ActionKind.UNSHARD) not in self._gathered:
             # Of a micro-batch that other replicas have.
             self._step.begin_last_backward(action.stage, ())
         self._step.reduce_gradients(action.stage)

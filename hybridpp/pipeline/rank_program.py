@@ -11,6 +11,7 @@ from hybridpp.schedule import (
     first_microbatches,
     lower,
     placement,
+    with_unshards,
 )
 
 
@@ -31,7 +32,11 @@ class RankProgram(NamedTuple):
 
 
 def rank_programs(
-    programs: Programs, *, reduces_each: bool = False, num_microbatches: int | None = None
+    programs: Programs,
+    *,
+    reduces_each: bool = False,
+    num_microbatches: int | None = None,
+    max_unsharded: int | None = None,
 ) -> tuple[RankProgram, ...]:
     """The program of every rank, with communication, for checked compute programs.
 
@@ -39,11 +44,15 @@ def rank_programs(
         programs: compute programs.
         reduces_each: whether gradients are reduced after every action that adds to them.
         num_microbatches: of this replica, if other replicas have more, for which ``programs`` are.
+        max_unsharded: number of a rank's stages whose weights may be gathered at a time; None: weights are not sharded.
+            If there is one stage, passes gather weights by themselves, too.
     """
-    lowered = lower(programs, reduces_each=reduces_each)
-    if num_microbatches is not None:
-        lowered = first_microbatches(lowered, num_microbatches)
     where = placement(programs)
+    lowered = lower(programs, reduces_each=reduces_each)
+    if max_unsharded is not None:
+        lowered = tuple(with_unshards(program, max_unsharded) for program in lowered)
+    if num_microbatches is not None:
+        lowered = first_microbatches(lowered, num_microbatches, gathers=max_unsharded is not None and len(where) == 1)
     return tuple(
         RankProgram(actions, done, where, _losses_after(actions, len(where) - 1))
         for actions, done in zip(lowered, completed_sends(lowered), strict=True)

@@ -2,13 +2,30 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from hybridpp.pipeline.batch import Microbatch
 
 MicrobatchLoss = Callable[[Any, Any], Tensor]
+
+
+class StageWeights(Protocol):
+    """Weights that are gathered for the stages that use them."""
+
+    @property
+    def gather_as_others(self) -> Callable[..., None]:
+        """``gather_as_others(backward=...)`` takes part in the gathers of a pass that only other replicas run."""
+
+    def unshard(self, stage: int) -> None:
+        """Start to gather the weights of a stage. Collective: all replicas."""
+
+    def wait(self, stage: int) -> None:
+        """Wait until they are there."""
+
+    def reshard(self, stage: int) -> None:
+        """Free them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +43,7 @@ class PipelineStep:
             of the parameters that it may add to (None: all). Returns whether gradients should complete one by one.
         end_backward: called after each action that adds to gradients.
         reduce_gradients: called after the last of them, with the stage.
+        weights: gathers the weights of stages; None: they are always there.
         max_stored_microbatches: number of micro-batches whose activations the rank stores completely, counted per
             stage; further ones may be recomputed.
         model_inputs: selects the part of a micro-batch's inputs that the model is called with.
@@ -41,6 +59,7 @@ class PipelineStep:
     begin_last_backward: Callable[[int, Collection[str] | None], bool]
     end_backward: Callable[[], None]
     reduce_gradients: Callable[[int], None]
+    weights: StageWeights | None = None
     max_stored_microbatches: int = 0
     model_inputs: Callable[[Any], Any] = lambda inputs: inputs
     inspect_loss: Callable[[int, Tensor, Any, Any], None] | None = None

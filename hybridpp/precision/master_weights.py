@@ -41,7 +41,8 @@ class MasterWeights:
         are_copies: bool = False,
     ):
         self._parts = dict.fromkeys(parameters, _all_of) if parts is None else parts
-        self._model_weights = {name: parameters[name] for name in parameters if name in self._parts}
+        self._model_weights: dict[str, Tensor] = {n: parameters[n] for n in parameters if n in self._parts}
+        self._parts_of_weights = self._parts
         self.masters = {
             name: nn.Parameter(
                 _wide_copy(self._parts[name]((values or parameters)[name].detach()), parameter.dtype, name in on_host),
@@ -53,6 +54,12 @@ class MasterWeights:
         hosted = {name: master for name, master in self.masters.items() if name in on_host}
         self.transfer = HostTransfer(hosted) if hosted else None
         self._versions: dict[str, int] = {}
+        self._note_versions()
+
+    def update_pieces(self, pieces: Mapping[str, Tensor]) -> None:
+        """From now on, update these views of the parts, because parameters have no values between steps (ZeRO 3)."""
+        self._model_weights = {name: pieces[name] for name in self._model_weights}
+        self._parts_of_weights = dict.fromkeys(self._model_weights, _all_of)
         self._note_versions()
 
     def _note_versions(self) -> None:
@@ -67,7 +74,7 @@ class MasterWeights:
         """
         for name, master in self.masters.items():
             if version_of(self._model_weights[name]) != self._versions[name]:
-                working = self._parts[name](self._model_weights[name]).to(master.device)
+                working = self._parts_of_weights[name](self._model_weights[name]).to(master.device)
                 master.copy_(torch.where(master.to(working.dtype) == working, master, working))
         self._note_versions()
 
@@ -79,7 +86,8 @@ class MasterWeights:
     def set(self, name: str, value: Tensor) -> None:
         """Set one master, and its weight to the rounded value, from a tensor of the parameter's shape."""
         self.masters[name].copy_(self._parts[name](value))
-        self._model_weights[name].copy_(value)
+        whole_or_piece = value if self._parts_of_weights is self._parts else self._parts[name](value)
+        self._model_weights[name].copy_(whole_or_piece)
         self._versions[name] = version_of(self._model_weights[name])
 
     @torch.no_grad()
@@ -89,10 +97,10 @@ class MasterWeights:
         pairs: defaultdict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
         for name, master in self.masters.items():
             if self.transfer is not None and name in self.transfer:
-                self.transfer.to_device(name, self._parts[name](self._model_weights[name]))
+                self.transfer.to_device(name, self._parts_of_weights[name](self._model_weights[name]))
                 continue
             targets, sources = pairs[self._model_weights[name].dtype]
-            targets.append(self._parts[name](self._model_weights[name]))
+            targets.append(self._parts_of_weights[name](self._model_weights[name]))
             sources.append(master)
         for targets, sources in pairs.values():
             foreach_copy_(targets, sources)

@@ -1,6 +1,6 @@
 """What the optimizer updates where replicas divide the parameters among themselves (ZeRO)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ class ShardedTarget(ReplicatedTarget):
         masters: of the pieces of those in half precision.
         pieces: views of the weights that this replica updates, by name.
         gather: brings every replica's pieces into the weights. Collective: all replicas.
+        moved: names of parameters that the script has given other memory.
 
     Attributes:
         tensors: what is updated, by the parameter's name; parameters that lie on other replicas are missing.
@@ -27,13 +28,13 @@ class ShardedTarget(ReplicatedTarget):
         masters: MasterWeights,
         pieces: Mapping[str, Tensor],
         gather: Callable[[], None],
+        moved: Callable[[], Iterable[str]],
     ):
         super().__init__(parameters, masters)
         self.tensors = {
             name: masters.masters.get(name, nn.Parameter(pieces[name])) for name in parameters if name in pieces
         }
-        self._gather = gather
-        self._addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
+        self._gather, self._moved = gather, moved
 
     def pull(self) -> None:
         """Take over weights of the model that the script has written to.
@@ -41,13 +42,12 @@ class ShardedTarget(ReplicatedTarget):
         Raises:
             ConfigError: the script gave a parameter other memory.
         """
-        for name, parameter in self._parameters.items():
-            if parameter.data_ptr() != self._addresses[name]:
-                raise ConfigError(
-                    f"{name} was given other memory after booster.boost ({name}.data = ..., model.to(...), or "
-                    "flatten_parameters()): with ZeRO, weights lie in buffers that the replicas share out. Write in "
-                    "place, with parameter.data.copy_(...)."
-                )
+        for name in self._moved():
+            raise ConfigError(
+                f"{name} was given other memory after booster.boost ({name}.data = ..., model.to(...), or "
+                "flatten_parameters()): with ZeRO, weights lie in buffers that the replicas share out. Write in "
+                "place, with parameter.data.copy_(...)."
+            )
         super().pull()
 
     def push(self) -> None:

@@ -16,6 +16,7 @@ from hybridpp.schedule.render import parse_action, render, render_grid
 from hybridpp.schedule.send_lifetimes import CompletedSends, completed_sends
 from hybridpp.schedule.split_backward import fill_weight_gradients
 from hybridpp.schedule.stage_placement import looped, placement, v_shaped
+from hybridpp.schedule.unshard import with_unshards
 from hybridpp.schedule.zb_v import zb_v
 from hybridpp.schedule.zero_bubble import interleaved_zero_bubble, zb_h1, zb_h2
 
@@ -56,6 +57,7 @@ __all__ = [
     "save_schedule",
     "stages_placement",
     "v_shaped",
+    "with_unshards",
     "zb_h1",
     "zb_h2",
     "zb_v",

@@ -20,6 +20,8 @@ class ActionKind(StrEnum):
     SEND_GRADIENT = "SEND_B"
     RECEIVE_GRADIENT = "RECV_B"
     REDUCE_GRADIENTS = "REDUCE_GRAD"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
 
     @property
     def computes(self) -> bool:

@@ -73,19 +73,27 @@ def lower(
     return tuple(_merged(program, deque(own), intervals) for program, own in zip(programs, ordered, strict=True))
 
 
-def first_microbatches(programs: Programs, count: int) -> Programs:
-    """Lowered programs without the work for all micro-batches but the first ``count``; reductions stay.
+def first_microbatches(programs: Programs, count: int, *, gathers: bool = False) -> Programs:
+    """Lowered programs without the work for all micro-batches but the first ``count``.
 
-    Replicas with fewer micro-batches than others run them, so that all replicas reduce in one order.
+    What belongs to no micro-batch stays, and so do reductions. Replicas with fewer micro-batches than others run them,
+    so that all replicas reduce in one order.
+
+    Args:
+        programs: of all ranks.
+        count: of micro-batches.
+        gathers: whether passes gather weights by themselves: then an UNSHARD with its micro-batch is in the place of
+            each forward that is left out, and of each B or I.
     """
-    return tuple(
-        tuple(
-            action
-            for action in program
-            if (action.microbatch or 0) < count or action.kind is ActionKind.REDUCE_GRADIENTS
-        )
-        for program in programs
-    )
+
+    def kept(program: Program) -> Iterator[Action]:
+        for action in program:
+            if (action.microbatch or 0) < count or action.kind is ActionKind.REDUCE_GRADIENTS:
+                yield action
+            elif gathers and action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT):
+                yield action._replace(kind=ActionKind.UNSHARD)
+
+    return tuple(tuple(kept(program)) for program in programs)
 
 
 def _merged(program: Program, posts: deque[_Post], intervals: Mapping[Action, StartEnd]) -> Program:

@@ -114,6 +114,10 @@ class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, SavesRuns, Unbo
         """See :meth:`hybridpp.Booster.no_sync`."""
         return self._engine(model).no_sync()
 
+    def unsharded(self, model: nn.Module) -> AbstractContextManager[None]:
+        """See :meth:`hybridpp.Booster.unsharded`."""
+        return self._engine(model).weights.unsharded()
+
     def record_timeline(self, model: nn.Module) -> AbstractContextManager[TimelineRecording]:
         """See :meth:`hybridpp.Booster.record_timeline`."""
         return self._engine(model).recorded()

@@ -112,6 +112,7 @@ class Engine:
             self.device,
         )
         self._reader = BatchReader(self.layout.control, self.layout.pipelines, self.pipeline, type(self.model).__name__)
+        self._sharded = self.weights.sharded
         self._has_losses = self.layout.here.pp == self.planner.placement[-1]
         recomputation = self.pipeline.recomputation
         self._max_stored = (recomputation.max_stored_microbatches or 0) if recomputation else 0
@@ -120,6 +121,7 @@ class Engine:
 
     def __deepcopy__(self, memo: Any) -> CopiedModel:
         """A placeholder: a copy of a boosted model (averaged weights, for example) is not boosted."""
+        self.weights.check_readable("a copy of the model")
         return CopiedModel(self.model)
 
     @property
@@ -231,6 +233,7 @@ class Engine:
             begin_last_backward=self.buckets.begin_last_backward if self.buckets else lambda stage, pending: False,
             end_backward=self.buckets.end_backward if self.buckets else _nothing,
             reduce_gradients=self.buckets.launch_remaining if self.buckets else lambda stage: None,
+            weights=self._sharded,
             max_stored_microbatches=self._max_stored,
             model_inputs=called.model_inputs,
             inspect_loss=self.criterion_check.inspect if unknown else None,
@@ -268,6 +271,8 @@ class Engine:
         except BaseException:
             if task.training and self.buckets is not None:
                 self.buckets.abort()
+            if self._sharded is not None:
+                self._sharded.cancel()
             self.criterion_check.reduction = LossReduction.MEAN
             raise
         return result, loss

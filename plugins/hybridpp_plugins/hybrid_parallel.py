@@ -71,11 +71,12 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
             sharded layers of a block; needs ``tp_size > 1``.
         sequence_parallelism_mode: ``"split_gather"``, the only supported mode; None means the same.
         zero_stage: what replicas divide among themselves (ZeRO). 0: nothing; 1: optimizer state and fp32 masters, with
-            the same results; 2: also gradients.
+            the same results; 2: also gradients; 3: also weights.
         zero_reduce: when gradients are summed over the replicas from stage 2 on: after the backward pass of each
             ``"microbatch"`` (the default; results differ by rounding), or once per ``"step"`` (the same results).
         offload_optimizer: share of the optimizer's state and of fp32 masters that lies in host memory and is updated
             there, 0 to 1, with every ``zero_stage``.
+        max_gathered_stages: at stage 3 with several stages per rank, of how many the weights are gathered at a time.
         broadcast_buffers: whether replicas take the first one's persistent buffers after each step of training, where a
             forward writes to them, as in ``DistributedDataParallel``; False: each keeps its own. Running statistics of
             batch normalisation are those of one process either way.
@@ -151,6 +152,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
         zero_stage: int = 0,
         zero_reduce: Literal["microbatch", "step"] | None = None,
         offload_optimizer: float = 0.0,
+        max_gathered_stages: int | None = None,
         broadcast_buffers: bool = True,
         fp32_modules: Sequence[str] = (),
         fp32_norms: bool | None = None,
@@ -180,8 +182,9 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
         self.precision = str(self.settings.precision)
         self.max_norm = self.settings.optimizer.max_norm
         self.zero_stage = self.settings.zero.zero_stage
-        reduces_each = self.dp_size > 1 and self.settings.zero.reduces_each_microbatch
-        self._planner = SchedulePlanner(self.settings.pipeline, pp_size, reduces_each=reduces_each)
+        self._planner = SchedulePlanner(
+            self.settings.pipeline, pp_size, self.settings.zero if self.dp_size > 1 else None
+        )
         if self.settings.compile.is_on and self._planner.splits_backward:
             compile_keywords(self.settings.compile.keywords())
         grid = RankGrid(dp_size=self.dp_size, pp_size=pp_size, tp_size=tp_size)

@@ -143,6 +143,15 @@ class Layout:
                 groups[positions] = group
         return groups
 
+    def dp_weights(self) -> Group:
+        """The group of :attr:`dp` again, for weights: their order and that of gradients need not agree over replicas.
+
+        Collective: all ranks of the world.
+        """
+        group = self._split(self.grid.groups("dp"), "dp, weights")
+        assert group is not None, "every rank is in one of them"
+        return group
+
     def group_of_copies(self, size: int) -> Group:
         """This rank's group of ``size`` consecutive tensor-parallel ranks.
 

@@ -1,7 +1,7 @@
 """Find the first inf or NaN of a step by running the step again."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -37,6 +37,7 @@ class NonFiniteDiagnosis:
         reducer: its gradients.
         layout: the ranks.
         device: where this one computes.
+        unsharded: a context in which all weights are there. Collective: all replicas.
     """
 
     def __init__(
@@ -46,12 +47,14 @@ class NonFiniteDiagnosis:
         reducer: GradientReducer | None,
         layout: Layout,
         device: torch.device,
+        unsharded: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self._staged = staged
         self._executor = executor
         self._reducer = reducer
         self._layout = layout
         self._device = device
+        self._unsharded = unsharded
 
     def diagnose(self, program: RankProgram, step: PipelineStep, bad_loss: BadLoss | None = None) -> str:
         """A description of the first inf or NaN of a step; the same on every rank.
@@ -71,7 +74,8 @@ class NonFiniteDiagnosis:
             losses = {n: result.losses[n].item() for n, has_loss in enumerate(result.has_loss) if has_loss}
             detector.losses(losses, self._staged.num_stages - 1)
 
-        failure = self._again(run, detector, step.training)
+        with self._unsharded():
+            failure = self._again(run, detector, step.training)
         here = detector.findings if bad_loss is None else self._about(bad_loss, detector.findings)
         found, failure = self._first_of_all_ranks(here, failure)
         if not found and failure:
@@ -97,10 +101,11 @@ class NonFiniteDiagnosis:
             failures.append(
                 f"of {len(kept.numbers)} calls, {gone} not recorded beyond a limit of {MAX_BYTES >> 20} MiB"
             )
-        for arrival, call in enumerate(calls):
-            found, failure = self._run_again(call, kept.name(call))
-            findings += [_of_call(finding, call, arrival, kept.name(call)) for finding in found]
-            failures += [failure] if failure else []
+        with self._unsharded():
+            for arrival, call in enumerate(calls):
+                found, failure = self._run_again(call, kept.name(call))
+                findings += [_of_call(finding, call, arrival, kept.name(call)) for finding in found]
+                failures += [failure] if failure else []
         first, failure = self._first_of_all_ranks(findings, "; ".join(failures))
         if not first:
             raise NotRepeatable(failure or _FINITE_AGAIN)

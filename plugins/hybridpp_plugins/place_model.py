@@ -114,7 +114,7 @@ def place_model(
     staged = _cut(adapter, context, working, samples, applied_tp)
     weights = _bring(adapter, staged, working, context, rules)
     allocate(model, weights.masters.masters.values(), context.device)
-    uninitialized.watch(adapter, weights.masters)
+    uninitialized.watch(adapter, weights.masters, weights.sharded)
     return PlacedModel(staged, weights, function_casts)
 
 

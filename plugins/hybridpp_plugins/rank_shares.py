@@ -1,13 +1,12 @@
 """What a rank holds of the full tensors of its model, as boxes: the same words for every layout."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from hybridpp.checkpoint.boxes import Box, Region, full_box, range_boxes, shard_regions
 from hybridpp.cluster import gather_objects
-from hybridpp.data_parallel.bucket import dense_strides
 from hybridpp_plugins.apply_tp import placements
 from hybridpp_plugins.engine import Engine
 
@@ -43,8 +42,11 @@ class RankShares:
         )
         # Only where replicas divide the parameters: else every replica updates all of them.
         is_divided = engine.zero_stage > 0 and engine.weights.layout is not None
-        self._divided = frozenset(engine.weights.parameters if is_divided else ())
-        self._pieces = engine.weights.layout.pieces if is_divided and engine.weights.layout is not None else {}
+        pieces = engine.weights.layout.pieces if is_divided and engine.weights.layout is not None else {}
+        sharded = engine.weights.sharded
+        self._pieces = {**pieces, **(sharded.frozen_pieces if sharded else {})}
+        divided = engine.weights.parameters if is_divided else ()
+        self._divided = frozenset((*divided, *(name for name in self._parameters if sharded and sharded.holds(name))))
 
     def full_shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
         """The shape that a parameter, or a buffer ``tensor``, has in the complete model."""
@@ -98,8 +100,7 @@ class RankShares:
     def _boxes_of_piece(self, name: str, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
         """The boxes of this rank's shard that a flat piece has, each with a view of its shape."""
         parameter, piece = self._parameters[name], self._pieces[name]
-        strides = dense_strides(parameter)
-        order = sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
+        order = sorted(range(parameter.dim()), key=lambda dim: -piece.strides[dim])
         back = [order.index(dim) for dim in range(parameter.dim())]
         start = 0
         for box in range_boxes(tuple(parameter.shape), order, piece.start, piece.stop):
@@ -111,6 +112,12 @@ class RankShares:
 def is_extra_state(name: str) -> bool:
     """Whether an entry of a state dict is what a module returns from ``get_extra_state``."""
     return name.rpartition(".")[2] == "_extra_state"
+
+
+def state_of(engine: Engine) -> dict[str, Any]:
+    """The model's state dict; of weights that replicas divide, with the shapes only."""
+    with engine.weights.internal():
+        return engine.model.state_dict()
 
 
 def held_weights(engine: Engine) -> list[HeldWeight]:
@@ -125,10 +132,14 @@ def held_weights(engine: Engine) -> list[HeldWeight]:
         else engine.optimizer.target.tensors
     )
     held = []
-    for name, tensor in engine.model.state_dict().items():
+    sharded = engine.weights.sharded
+    own_parts = sharded.own_parts() if sharded else {}
+    for name, tensor in state_of(engine).items():
         if name in engine.original.aliases or not isinstance(tensor, Tensor) or is_extra_state(name):
             continue
-        if name not in engine.weights.parameters:
+        if sharded and name not in engine.weights.parameters and sharded.holds(name):
+            held += [HeldWeight(name, own_parts[name], False)] if name in own_parts else []
+        elif name not in engine.weights.parameters:
             held.append(HeldWeight(name, tensor, False))
         elif name in updated:
             held.append(HeldWeight(name, updated[name], True))

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hybridpp.config import PipelineConfig
+from hybridpp.config import PipelineConfig, ZeroConfig
 from hybridpp.errors import ConfigError, ScheduleError
 from hybridpp.pipeline import RankProgram, rank_programs
 from hybridpp.schedule import (
@@ -32,7 +32,7 @@ class SchedulePlanner:
         config: ``config.schedule`` is a name, a file (CSV or JSON), the programs themselves (actions or their text, one
             row per rank), or a function ``(num_ranks, num_microbatches)`` that returns such programs.
         num_ranks: ranks of the pipeline.
-        reduces_each: whether gradients are reduced after every action that adds to them.
+        zero: what replicas divide among themselves; nothing, if there is one.
 
     Attributes:
         placement: the rank of every stage.
@@ -41,8 +41,8 @@ class SchedulePlanner:
         ScheduleError: the schedule is unknown, does not run, or is for another number of ranks.
     """
 
-    def __init__(self, config: PipelineConfig, num_ranks: int, *, reduces_each: bool = False):
-        self._reduces_each = reduces_each
+    def __init__(self, config: PipelineConfig, num_ranks: int, zero: ZeroConfig | None = None):
+        self._zero = zero or ZeroConfig()
         self._num_ranks = num_ranks
         schedule: Any = config.schedule
         self._name = _name_of(schedule)
@@ -63,7 +63,10 @@ class SchedulePlanner:
             self._check_chunks()
         self._check_recomputation(config)
         self._training = cache(self._plan_training)
-        self._evaluation = cache(lambda m: rank_programs(forward_only(self.placement, m)))
+        self._max_unsharded: int | None = None
+        if self._zero.zero_stage == 3:
+            self._max_unsharded = self._zero.num_gathered_stages(len(self.placement) // num_ranks)
+        self._evaluation = cache(self._plan_evaluation)
 
     @property
     def splits_backward(self) -> bool:
@@ -77,15 +80,17 @@ class SchedulePlanner:
         Args:
             num_microbatches: of this replica.
             training: whether there are backward passes.
-            most: the largest number of micro-batches of a replica. If gradients are reduced after every action, all
-                replicas follow its program.
+            most: the largest number of micro-batches of a replica. If replicas communicate in the middle of a step,
+                all follow its program.
 
         Raises:
             ScheduleError: the schedule is for another number of micro-batches.
         """
-        if not training:
-            return self._evaluation(num_microbatches)
-        return self._training(num_microbatches, most if self._reduces_each else num_microbatches)
+        return (self._training if training else self._evaluation)(num_microbatches, most)
+
+    def _plan_evaluation(self, own_count: int, num_microbatches: int) -> tuple[RankProgram, ...]:
+        programs = forward_only(self.placement, num_microbatches)
+        return rank_programs(programs, num_microbatches=own_count, max_unsharded=self._max_unsharded)
 
     def _plan_training(self, own_count: int, num_microbatches: int) -> tuple[RankProgram, ...]:
         programs = self._checked(num_microbatches)
@@ -97,7 +102,12 @@ class SchedulePlanner:
             )
         if not self._is_known:
             check_on_devices(programs)
-        return rank_programs(programs, reduces_each=self._reduces_each, num_microbatches=own_count)
+        return rank_programs(
+            programs,
+            reduces_each=self._zero.reduces_each_microbatch,
+            num_microbatches=own_count,
+            max_unsharded=self._max_unsharded,
+        )
 
     def _checked(self, num_microbatches: int) -> Programs:
         programs = _actions(self._make(self._num_ranks, num_microbatches), self._name)

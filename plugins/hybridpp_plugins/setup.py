@@ -31,7 +31,7 @@ from hybridpp_plugins.place_model import BoostContext, PlacedModel, place_model
 from hybridpp_plugins.replica_buffers import replica_buffers
 from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.settings import PluginSettings
-from hybridpp_plugins.trained_weights import UpdateRules
+from hybridpp_plugins.trained_weights import UpdateRules, refuse_reading
 from hybridpp_plugins.wrap_optimizer import wrap_optimizer
 
 
@@ -55,11 +55,13 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
     buckets, boosted = None, None
     if optimizer is not None:
         buckets, boosted = _wrap_optimizer(optimizer, adapter, applied_tp, placed, original, context)
+        if staged.gather is not None:
+            staged.gather.after_backward, staged.gather.after_move = buckets.launch_unit, buckets.reduce_at_end
         boosted.progress = progress
     layout.connect(device, planner.placement)
     transport = Transport(layout.pp, device)
     executor = Executor(staged, transport, device, applied_tp.weight_gradients, applied_tp.in_a_step)
-    diagnosis = NonFiniteDiagnosis(staged, executor, buckets, layout, device)
+    diagnosis = NonFiniteDiagnosis(staged, executor, buckets, layout, device, placed.weights.unsharded)
     if boosted is not None:
         _watch_manual_calls(boosted, staged, diagnosis, context)
     statistics = RunningStatistics(model, layout.dp)
@@ -83,6 +85,8 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
         module_dtypes=module_dtypes,
         statistics=statistics,
     )
+    if placed.weights.sharded is not None:
+        refuse_reading(adapter, placed.weights)
     if boosted is not None and not boosted.exposes_grad:
         boosted.grad_access_warning.watch(adapter, lambda: engine.is_running)
     return engine

@@ -1,6 +1,7 @@
 """The weights that a rank trains: where their gradients lie, their masters, and which part this replica updates."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -8,11 +9,24 @@ from torch import Tensor, nn
 
 from hybridpp.checkpoint import swap_value, without_flat_weights
 from hybridpp.config import OptimizerConfig, Precision, ZeroConfig
-from hybridpp.data_parallel import FlatWeights, GradientSharding, ShardLayout, layout_of, offloaded_parameters, parts_of
-from hybridpp.partition import StagedModel
+from hybridpp.data_parallel import (
+    FlatWeights,
+    GradientSharding,
+    ShardedWeights,
+    ShardLayout,
+    layout_of,
+    offloaded_parameters,
+    parts_of,
+)
+from hybridpp.errors import ConfigError
+from hybridpp.module_adapter import ModuleAdapter
+from hybridpp.partition import StagedModel, UnitGather, finest_units, has_compiled_forward
 from hybridpp.precision import MasterWeights, ReplicatedTarget, ShardedTarget
 from hybridpp.tensor_parallel import sharding_of
 from hybridpp_plugins.layout import Layout
+
+# Of the model's elements. Smaller units (norms beside blocks) are gathered with what no unit has.
+_LEAST_SHARE = 1 / 256
 
 
 class UpdateRules(NamedTuple):
@@ -59,6 +73,31 @@ class TrainedWeights(NamedTuple):
             return GradientSharding.SCATTERED if self.zero.zero_stage else GradientSharding.NONE
         return GradientSharding.MICROBATCH if self.zero.reduces_each_microbatch else GradientSharding.STEP
 
+    @property
+    def sharded(self) -> ShardedWeights | None:
+        """The weights, if they are gathered only where they are used; else None."""
+        return self.flat if isinstance(self.flat, ShardedWeights) else None
+
+    def internal(self) -> AbstractContextManager[None]:
+        """A context in which parameters may be listed that have no values."""
+        return nullcontext() if self.sharded is None else self.sharded.internal()
+
+    def unsharded(self) -> AbstractContextManager[None]:
+        """A context in which all weights are there. Collective: all replicas, if they are sharded."""
+        return nullcontext() if self.sharded is None else self.sharded.unsharded()
+
+    def check_readable(self, what: str) -> None:
+        """Refuse to read weights that are sharded.
+
+        Raises:
+            ConfigError: the weights are not there.
+        """
+        if self.sharded is not None and not self.sharded.is_readable:
+            raise ConfigError(
+                f"{what} needs all weights, of which each replica holds a part: got zero_stage=3. Use `with "
+                "booster.unsharded(model):` on every rank around it, or booster.save_model."
+            )
+
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """What this replica updates of a tensor of a parameter's shape."""
         return tensor if self.flat is None else self.flat.parts[name](tensor)
@@ -78,7 +117,7 @@ class TrainedWeights(NamedTuple):
         """What the optimizer updates."""
         if self.flat is None:
             return ReplicatedTarget(self.parameters, self.masters)
-        return ShardedTarget(self.parameters, self.masters, self.flat.pieces, self.flat.gather)
+        return ShardedTarget(self.parameters, self.masters, self.flat.pieces, self.flat.gather, self.flat.moved)
 
 
 def trained_weights(
@@ -112,13 +151,20 @@ def trained_weights(
     shared = {name for name in parameters if len(ranks_of[name]) > 1 or name in rules.summed}
     shared |= {name for name, p in parameters.items() if (sharding := sharding_of(p)) and sharding.has_copies()}
     own = {stage for stage, position in enumerate(placement) if position == layout.here.pp}
+
+    def stages_of(names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(sorted(own.intersection(staged.owners[name]))) for name in names}
+
+    unit_names = gathering_units(model) if rules.zero.zero_stage == 3 and staged.num_stages == 1 else {}
+    units = _units_of(model, unit_names)
     buckets = layout_of(
         parameters,
         layout.dp,
         rules.config.ddp_bucket_cap_mb,
         shared=shared,
         indivisible=rules.indivisible if rules.zero.zero_stage else (),
-        stages={name: tuple(sorted(own.intersection(staged.owners[name]))) for name in parameters},
+        stages=stages_of(parameters),
+        units=units,
     )
     on_host = offloaded_parameters(buckets, parameters, rules.zero.offload_optimizer)
     if not in_half:
@@ -129,8 +175,60 @@ def trained_weights(
         return TrainedWeights(parameters, masters, buckets, None, rules.zero, ranks_of, in_half)
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     with torch.no_grad(), without_flat_weights(recurrent):
-        flat = FlatWeights(buckets, parameters, layout.dp, device, _move)
+        if rules.zero.zero_stage < 3:
+            flat = FlatWeights(buckets, parameters, layout.dp, device, _move)
+        else:
+            frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad and not p.is_complex()}
+            capacity = rules.config.ddp_bucket_cap_mb
+            frozen_buckets = layout_of(frozen, layout.dp, capacity, stages=stages_of(frozen), units=units)
+            flat = ShardedWeights(buckets, parameters, layout.dp_weights(), device, _copy, frozen_buckets, frozen)
+            masters.update_pieces(flat.pieces)
+            if staged.num_stages == 1:
+                _gather_units(staged, flat, unit_names)
     return TrainedWeights(parameters, masters, buckets, flat, rules.zero, ranks_of, in_half)
+
+
+def gathering_units(model: nn.Module) -> dict[str, int]:
+    """The units of a model that are large enough to gather by themselves, by name, with their numbers."""
+    least = _LEAST_SHARE * sum(parameter.numel() for parameter in model.parameters())
+    sizes = {name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in finest_units(model)}
+    return {name: number for number, name in enumerate(name for name, size in sizes.items() if size > least)}
+
+
+def _units_of(model: nn.Module, units: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """The numbers of the units that use each parameter."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, tuple[int, ...]] = {}
+    for unit, number in units.items():
+        for parameter in model.get_submodule(unit).parameters():
+            name = names[id(parameter)]
+            found[name] = (*found.get(name, ()), number)
+    return found
+
+
+def _gather_units(staged: StagedModel, weights: ShardedWeights, units: Mapping[str, int]) -> None:
+    is_compiled = any(has_compiled_forward(module) for module in staged.model.modules())
+    gather = UnitGather(weights, units, learns=not is_compiled)
+    weights.gather_as_others, weights.after_cancel = gather.gather_as_others, gather.reset
+    weights.after_update = gather.release_kept
+    staged.gather_units(gather)
+
+
+def refuse_reading(adapter: ModuleAdapter, weights: TrainedWeights) -> None:
+    """Refuse ``state_dict`` while weights are not there."""
+    handle = adapter.model.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]  # torch
+        lambda *_: weights.check_readable("state_dict")
+    )
+    adapter.hooked(adapter.model, "hook that refuses state_dict", handle)
+
+
+def _copy(parameter: nn.Parameter, view: Tensor) -> None:
+    """Copy a parameter to where it lies."""
+    if parameter.is_meta:
+        # Not the view, with which it would share the counter of versions.
+        swap_value(parameter, torch.zeros((), dtype=view.dtype, device=view.device).expand(parameter.shape))
+    else:
+        view.copy_(parameter.data)
 
 
 def _move(parameter: nn.Parameter, view: Tensor) -> None:

@@ -19,7 +19,7 @@ from hybridpp.precision import LossScale
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.optimizer_by_name import OptimizerByName, merged_groups
 from hybridpp_plugins.optimizer_state import RunProgress, StepCounts
-from hybridpp_plugins.rank_shares import RankShares, find_buffer_owners, held_weights, is_extra_state
+from hybridpp_plugins.rank_shares import RankShares, find_buffer_owners, held_weights, is_extra_state, state_of
 from hybridpp_plugins.replica_loader import DataPosition, ReplicaDataLoader
 
 
@@ -145,7 +145,7 @@ class TrainingState:
         held = [weight.name for weight in held_weights(self._engine)]
         return {
             name: [any(other.startswith(name.removesuffix("_extra_state")) for other in held), encode(value, name)]
-            for name, value in self._engine.model.state_dict().items()
+            for name, value in state_of(self._engine).items()
             if is_extra_state(name)
         }
 
@@ -163,7 +163,7 @@ class TrainingState:
             CheckpointError: it does not fit.
         """
         self._check_names(manifest, stored)
-        extra = {name for name in self._engine.model.state_dict() if is_extra_state(name)}
+        extra = {name for name in state_of(self._engine) if is_extra_state(name)}
         if missing := extra - set(stored["extra_state"]):
             raise CheckpointError(f"the checkpoint does not fit this model: missing {_some(missing)}")
         holdings = [self._weight_holding(manifest, name, tensor) for name, tensor, _ in held_weights(self._engine)]
@@ -223,7 +223,7 @@ class TrainingState:
             How many steps of the epoch are done, by the dataloader.
         """
         engine, boosted = self._engine, self._engine.optimizer
-        for name in filter(is_extra_state, engine.model.state_dict()):
+        for name in filter(is_extra_state, state_of(engine)):
             module = engine.model.get_submodule(name.rpartition(".")[0])
             module.set_extra_state(decode(stored["extra_state"][name]))
         vars(engine.progress).update(vars(RunProgress(**stored["progress"])))

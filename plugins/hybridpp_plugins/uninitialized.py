@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hybridpp.cluster import Group, gather_objects
+from hybridpp.data_parallel import ShardedWeights
 from hybridpp.errors import ConfigError
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn.torch_private import version_of
@@ -26,23 +27,27 @@ class _Empty(NamedTuple):
         version: its version counter.
         address: of its memory.
         is_marked: whether its first element is NaN, to detect writes through ``.data`` (``weight.data.normal_()``).
+        is_part: whether it is this replica's part of a weight, whose version changes with those of others.
     """
 
     tensor: Tensor
     version: int
     address: int
     is_marked: bool
+    is_part: bool
 
     @classmethod
-    def mark(cls, tensor: Tensor) -> "_Empty":
+    def mark(cls, tensor: Tensor, is_part: bool) -> "_Empty":
         is_marked = tensor.dtype in _MARKED and tensor.numel() > 0
         if is_marked:
             _first(tensor).fill_(math.nan)
-        return cls(tensor, version_of(tensor), tensor.data_ptr(), is_marked)
+        return cls(tensor, version_of(tensor), tensor.data_ptr(), is_marked, is_part)
 
     def is_written(self, now: Tensor | None) -> bool:
         """Whether the tensor that is in the model ``now`` has values."""
-        if now is not self.tensor or version_of(now) != self.version or now.data_ptr() != self.address:
+        if now is not self.tensor or now.data_ptr() != self.address:
+            return True
+        if version_of(now) != self.version and not (self.is_part and self.is_marked):
             return True
         return self.is_marked and not bool(_first(now).isnan())
 
@@ -69,14 +74,15 @@ class UninitializedWeights:
         self._empty: dict[str, _Empty] = {}
         self._model = nn.Module()
         self._masters = MasterWeights({})
+        self._sharded: ShardedWeights | None = None
         self._hook: RemovableHandle | None = None
 
     @torch.no_grad()
-    def watch(self, adapter: ModuleAdapter, masters: MasterWeights) -> None:
+    def watch(self, adapter: ModuleAdapter, masters: MasterWeights, sharded: ShardedWeights | None) -> None:
         """Watch the model, whose memory is allocated now, for writes; refuse calls of it while weights are missing."""
         if not self._names:
             return
-        self._model, self._masters = adapter.model, masters
+        self._model, self._masters, self._sharded = adapter.model, masters, sharded
         self.mark(self._names)
         handle = self._model.register_forward_pre_hook(self._before_forward)
         self._hook = adapter.hooked(self._model, "hook that refuses weights without values", handle)
@@ -85,7 +91,7 @@ class UninitializedWeights:
     def mark(self, names: Collection[str]) -> None:
         """Mark these weights of this rank as having no values."""
         if names:
-            self._empty |= {name: _Empty.mark(leaf) for name, leaf in self._now().items() if name in names}
+            self._empty |= {n: _Empty.mark(leaf, self._is_part(n)) for n, leaf in self._now().items() if n in names}
 
     def lacking(self) -> set[str]:
         """This rank's weights without values."""
@@ -93,8 +99,13 @@ class UninitializedWeights:
         return set(self._empty)
 
     def _now(self) -> dict[str, Tensor]:
-        state = self._model.state_dict(keep_vars=True)
-        return {name: leaf for name, leaf in state.items() if isinstance(leaf, Tensor)}
+        with nullcontext() if self._sharded is None else self._sharded.internal():
+            state = self._model.state_dict(keep_vars=True)
+        now = {n: leaf for n, leaf in state.items() if isinstance(leaf, Tensor) and not self._is_part(n)}
+        return now if self._sharded is None else {**now, **self._sharded.own_parts()}
+
+    def _is_part(self, name: str) -> bool:
+        return self._sharded is not None and self._sharded.holds(name)
 
     def _before_forward(self, *_: object) -> None:
         self.check()
@@ -120,7 +131,7 @@ class UninitializedWeights:
         for name in names:
             self._empty.pop(name, None)
         if not self._names:
-            self._model, self._masters = nn.Module(), MasterWeights({})
+            self._model, self._masters, self._sharded = nn.Module(), MasterWeights({}), None
             if self._hook is not None:
                 self._hook.remove()
 
@@ -153,7 +164,7 @@ class UninitializedWeights:
             del self._empty[name]
             master, value = self._masters.masters.get(name), now[name].detach()
             # A master that rounds to the written value may be more precise (from an optimizer's state).
-            if master is not None and not self._masters.rounds_to(name, value):
+            if master is not None and not self._is_part(name) and not self._masters.rounds_to(name, value):
                 self._masters.set(name, value)
 
     def _message(self, missing: set[str]) -> str:

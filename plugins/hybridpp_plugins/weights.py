@@ -21,7 +21,8 @@ def save_weights(engine: Engine, path: Path, max_shard_size: str, copy: nn.Modul
     target = _target(engine, path)
     failure: Exception | None = None
     try:
-        state = _gather(engine, copy)
+        with engine.weights.unsharded():
+            state = _gather(engine, copy)
     except BaseException:
         if target is not None:
             target.discard()
@@ -83,7 +84,8 @@ def load_weights(engine: Engine, path: Path, strict: bool) -> None:
     try:
         contents = open_folder(engine.model, path, strict)
         stored_names = _stored_names(engine, contents)
-        targets = _check(engine, contents, stored_names, path, strict)
+        with engine.weights.internal():
+            targets = _check(engine, contents, stored_names, path, strict)
     except Exception as error:
         failure = error
     _agree(engine, failure, "reading the weights")
@@ -156,12 +158,14 @@ def _copy(
     engine: Engine, contents: CheckpointContents, stored_names: Mapping[str, str], targets: Mapping[str, Tensor]
 ) -> None:
     wanted = {stored_names[name]: name for name in targets}
-    sharded = placements(engine.model)
+    sharded, weights = placements(engine.model), engine.weights.sharded
     for there, stored in contents.read(list(wanted)):
         name = wanted[there]
         value = sharded[name].take(stored, engine.layout.tp.rank) if name in sharded else stored.full()
         if name in engine.masters.masters:
             engine.masters.set(name, value)
+        elif weights is not None and weights.holds(name):
+            weights.assign(name, value)
         else:
             targets[name].copy_(value)
 

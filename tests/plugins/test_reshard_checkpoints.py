@@ -20,6 +20,7 @@ LAYOUTS = {
     "tp2 pp2": {"tp_size": 2, "pp_size": 2},
     "dp2 zero 1": {"dp_size": 2, "zero_stage": 1, "ddp_bucket_cap_mb": 0.01},
     "dp3 zero 2": {"dp_size": 3, "zero_stage": 2},
+    "dp2 zero 3": {"dp_size": 2, "zero_stage": 3},
     "dp2 offloaded": {"dp_size": 2, "zero_stage": 1, "ddp_bucket_cap_mb": 0.01, "offload_optimizer": 0.5},
     "tp2 pp2 dp2 zero 1": {"tp_size": 2, "pp_size": 2, "dp_size": 2, "zero_stage": 1, "ddp_bucket_cap_mb": 0.01},
 }

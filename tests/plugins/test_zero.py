@@ -52,11 +52,16 @@ def trained(booster, model, optimizer, num_steps=3):
     for number, batch in enumerate(batches(num_steps, 12)):
         losses.append(step(booster, model, optimizer, batch[:ragged] if number == num_steps - 1 else batch))
         optimizer.step()
-    return losses, weights_of(model), optimizer.get_grad_norm()
+    with booster.unsharded(model):
+        return losses, weights_of(model), optimizer.get_grad_norm()
 
 
-EXACT = {"1": {"zero_stage": 1}, "2 by step": {"zero_stage": 2, "zero_reduce": "step"}}
-BY_MICROBATCH = {"2": {"zero_stage": 2}}
+EXACT = {
+    "1": {"zero_stage": 1},
+    "2 by step": {"zero_stage": 2, "zero_reduce": "step"},
+    "3 by step": {"zero_stage": 3, "zero_reduce": "step"},
+}
+BY_MICROBATCH = {"2": {"zero_stage": 2}, "3": {"zero_stage": 3}}
 # Further pairs are proved by the pieces: the reduction, the layout of buckets, the schedules.
 CASES = [(layout, "fp32") for layout in LAYOUTS]
 CASES += [
@@ -98,7 +103,8 @@ def test_weights_and_losses_have_the_bits_of_training_without_it(layout, precisi
 def test_reduction_by_microbatch_differs_by_rounding(layout, precision, mode):
     # Gradients that are rounded before they are summed, once per micro-batch or once per step.
     rounded = "communication_dtype" in LAYOUTS[layout] or precision != "fp32"
-    tolerance = 1e-2 if rounded else 2e-6
+    # Where rounding changes the sign of a gradient, AdamW goes the other way, by lr.
+    tolerance = 0.06 if rounded else 2e-6
     results = on_layout(trained, **BY_MICROBATCH[mode], **_settings(layout, precision))
     for plain, (losses, weights, norm) in zip(plainly(layout, precision), results, strict=True):
         assert losses == pytest.approx(plain[0], rel=10 * tolerance)
@@ -117,7 +123,8 @@ def test_gradients_add_up_over_calls_to_the_same_bits(mode, precision, synced):
             step(booster, model, optimizer, round_of_calls[-1])
             gradients = dict(optimizer.gradients())
             optimizer.step()
-        return gradients, weights_of(model)
+        with booster.unsharded(model):
+            return gradients, weights_of(model)
 
     layout = {"dp_size": 3, "pp_size": 2, "precision": precision}
     same = assert_same if mode in EXACT else partial(assert_near, tolerance=2e-6)
@@ -139,10 +146,11 @@ class GroupedQueries(nn.Module):
         return self.model(tokens).logits
 
 
+@pytest.mark.parametrize("mode", ["1", "3 by step"])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_copied_heads_have_the_bits_of_training_without_it(sequence):
+def test_copied_heads_have_the_bits_of_training_without_it(sequence, mode):
     settings = {"tp_size": 2, "make_model": GroupedQueries, "enable_sequence_parallelism": sequence}
-    results = both(partial(trained, num_steps=2), dp_size=2, **settings)
+    results = both(partial(trained, num_steps=2), EXACT[mode], dp_size=2, **settings)
     for (losses, weights, norm), (zero_losses, zero_weights, zero_norm) in results:
         assert zero_losses == losses
         assert_same(zero_weights, weights)
@@ -167,14 +175,15 @@ def only_matrices():
     return model
 
 
+@pytest.mark.parametrize("mode", ["1", "3 by step"])
 @pytest.mark.parametrize("name", WHOLE)
-def test_optimizers_that_read_whole_parameters_get_whole_ones(name):
+def test_optimizers_that_read_whole_parameters_get_whole_ones(name, mode):
     def run(booster, model, optimizer):
         shapes = {tuple(p.shape) for group in optimizer.param_groups for p in group["params"]}
         return trained(booster, model, optimizer, 3)[1], shapes
 
     make = only_matrices if name == "Muon" else TiedModel
-    results = both(run, dp_size=2, make_optimizer=WHOLE[name], make_model=make)
+    results = both(run, EXACT[mode], dp_size=2, make_optimizer=WHOLE[name], make_model=make)
     for (weights, shapes), (zero_weights, zero_shapes) in results:
         assert_same(zero_weights, weights)
         assert zero_shapes <= shapes
@@ -276,7 +285,7 @@ def test_a_chunk_is_reduced_while_others_still_run(stage):
         assert all(action is not None and action.stage == last for action in first)
 
 
-@pytest.mark.parametrize("mode", ["2 by step", "2"])
+@pytest.mark.parametrize("mode", ["2 by step", "2", "3"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_gradients_take_the_memory_of_one_part(schedule, mode):
     """Between calls; within one, reduction by micro-batch also has no complete ones, but for the tied weight."""
@@ -401,22 +410,27 @@ def test_a_state_of_another_replica_or_stage_is_refused():
     assert "replica 0 of 2 with ZeRO, and this is a replica that updates all of its parameters" in plain[0]
 
 
-def test_saved_weights_are_those_of_training_without_it(tmp_path):
+@pytest.mark.parametrize("zero", [1, 3])
+def test_saved_weights_are_those_of_training_without_it(zero, tmp_path):
     def run(path, booster, model, optimizer):
         trained(booster, model, optimizer, 2)
         booster.save_model(model, path)
 
-    for stage in (0, 1):
-        path = tmp_path / f"{stage}.safetensors"
-        on_layout(partial(run, path), dp_size=2, pp_size=2, precision="bf16", zero_stage=stage)
-    assert_same(load_file(tmp_path / "1.safetensors"), load_file(tmp_path / "0.safetensors"))
+    for settings in ({}, EXACT["1"] if zero == 1 else EXACT["3 by step"]):
+        path = tmp_path / f"{settings.get('zero_stage', 0)}.safetensors"
+        on_layout(partial(run, path), dp_size=2, pp_size=2, precision="bf16", **settings)
+    assert_same(load_file(tmp_path / f"{zero}.safetensors"), load_file(tmp_path / "0.safetensors"))
 
 
-def test_a_model_from_the_meta_device_trains_to_the_same_bits(tmp_path):
+@pytest.mark.parametrize("pp_size", [1, 2])
+@pytest.mark.parametrize("mode", ["1", "3 by step"])
+def test_a_model_from_the_meta_device_trains_to_the_same_bits(mode, pp_size, tmp_path):
     torch.save(TiedModel().state_dict(), tmp_path / "start.pt")
 
-    def run(stage):
-        plugin = HybridParallelPlugin(num_microbatches=4, max_norm=0.5, pp_size=2, zero_stage=stage, precision="bf16")
+    def run(settings):
+        plugin = HybridParallelPlugin(
+            num_microbatches=4, max_norm=0.5, pp_size=pp_size, precision="bf16", microbatch_size=None, **settings
+        )
         booster = Booster(plugin=plugin)
         with torch.device("meta"):
             model = TiedModel()
@@ -424,7 +438,7 @@ def test_a_model_from_the_meta_device_trains_to_the_same_bits(tmp_path):
         booster.load_model(model, tmp_path / "start.pt")
         return trained(booster, parts.model, parts.optimizer, 3)[1]
 
-    plain, zero = (Loopback(4).run(partial(run, stage)) for stage in (0, 1))
+    plain, zero = (Loopback(2 * pp_size).run(partial(run, settings)) for settings in ({}, EXACT[mode]))
     for expected, actual in zip(plain, zero, strict=True):
         assert_same(actual, expected)
 
@@ -465,7 +479,8 @@ def test_the_search_for_an_inf_finds_its_source_and_training_goes_on(mode):
         report, scale = optimizer.overflow_report, optimizer.loss_scaler.state.scale
         loss = step(booster, model, optimizer, batches(1, 8)[0])
         optimizer.step()
-        return report, scale < kept, loss, weights_of(model)
+        with booster.unsharded(model):
+            return report, scale < kept, loss, weights_of(model)
 
     layout = {"dp_size": 2, "pp_size": 2, "precision": "fp16"}
     for plain, zero in both(run, (EXACT | BY_MICROBATCH)[mode], **layout):
@@ -493,19 +508,26 @@ def test_stages_that_do_not_exist_are_refused(stage):
 
 
 def _on_processes(settings):
-    plugin = HybridParallelPlugin(pp_size=2, num_microbatches=4, max_norm=0.5, precision="bf16", **settings)
+    plugin = HybridParallelPlugin(
+        **{"pp_size": 2, "num_microbatches": 4, "max_norm": 0.5, "precision": "bf16", **settings}
+    )
     booster, model = Booster(plugin=plugin), TiedModel()
     parts = booster.boost(model, two_groups(model.parameters()), criterion=cross_entropy, sample=SAMPLE)
     return trained(booster, parts.model, parts.optimizer)[1]
 
 
 def test_processes_give_the_bits_of_training_without_it():
-    plain, zero, by_microbatch = (
-        run_ranks(partial(_on_processes, settings), 4) for settings in ({}, EXACT["1"], BY_MICROBATCH["2"])
-    )
-    for expected, actual, near in zip(plain, zero, by_microbatch, strict=True):
+    plain, zero = (run_ranks(partial(_on_processes, settings), 4) for settings in ({}, EXACT["3 by step"]))
+    for expected, actual in zip(plain, zero, strict=True):
         assert_same(actual, expected)
-        assert_near(near, expected, 1e-2)
+
+
+@pytest.mark.parametrize("mode", BY_MICROBATCH)
+def test_processes_without_pipelines_give_the_same_to_rounding(mode):
+    settings = {"pp_size": 1, "precision": "fp32"}
+    plain, zero = (run_ranks(partial(_on_processes, {**settings, **more}), 2) for more in ({}, BY_MICROBATCH[mode]))
+    for expected, actual in zip(plain, zero, strict=True):
+        assert_near(actual, expected, 2e-6)
 
 
 def test_one_process_gives_the_same_to_rounding():

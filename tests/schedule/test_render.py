@@ -5,7 +5,17 @@ from textwrap import dedent
 import pytest
 
 from hybridpp.errors import ScheduleError
-from hybridpp.schedule import Action, ActionKind, forward_only, lower, one_f_one_b, parse_action, render, render_grid
+from hybridpp.schedule import (
+    Action,
+    ActionKind,
+    forward_only,
+    lower,
+    one_f_one_b,
+    parse_action,
+    render,
+    render_grid,
+    with_unshards,
+)
 
 SPLIT = (
     (
@@ -15,6 +25,7 @@ SPLIT = (
     ),
 )
 LOWERED = [lower(programs) for programs in (one_f_one_b(4, 11), forward_only((0, 1, 2), 2), one_f_one_b(12, 3), SPLIT)]
+LOWERED.append(tuple(with_unshards(program, 1) for program in LOWERED[0]))
 
 
 def actions():
@@ -45,7 +56,7 @@ def test_torch_reads_our_text_and_writes_the_same():
 def test_what_is_no_action(text):
     message = (
         "an action is written like 2F0 (stage, one of F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE_GRAD, "
-        f"micro-batch): got {text!r}."
+        f"UNSHARD, RESHARD, micro-batch): got {text!r}."
     )
     with pytest.raises(ScheduleError, match=f"^{re.escape(message)}$"):
         parse_action(text)

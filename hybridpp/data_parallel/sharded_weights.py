@@ -1,0 +1,317 @@
+"""Weights of which a replica holds one segment, except where they are used (ZeRO 3)."""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from hybridpp.cluster import Group, Work
+from hybridpp.data_parallel.bucket import allocate_flat, free_flat, piece_in, views_in
+from hybridpp.data_parallel.flat_weights import FlatWeights, parts_of
+from hybridpp.data_parallel.layout import BucketLayout, ShardLayout
+
+# Stands, in the place of a unit, for the weights that no unit has for itself.
+_REST = -1
+
+
+class WeightBucket:
+    """The weights of a bucket: always this replica's segment, and all of them while somebody uses them.
+
+    While nobody does, the parameters are NaN and take no memory: reading them gives NaN, writing is an error.
+
+    Args:
+        layout: where the weights lie.
+        flat: the weights.
+        parameters: by name; they become NaN.
+        index: of this replica's segment.
+
+    Attributes:
+        layout: as given.
+        own: this replica's segment.
+    """
+
+    def __init__(self, layout: BucketLayout, flat: Tensor, parameters: Mapping[str, nn.Parameter], index: int):
+        self.layout = layout
+        self._flat, self._views, self._index = flat, views_in(flat, layout), index
+        self.own = flat[layout.segment(index)].clone()
+        # Where the parameters lie while they are there.
+        self._current, self._current_views = flat, self._views
+        self._parameters = {name: parameters[name] for name in self._views}
+        self._absent = _absent(flat)
+        self._users: set[Hashable] = set()
+        # The running gather; those that were forgotten, which may still write to the buffer.
+        self._work: Work | None = None
+        self._cancelled: list[Work] = []
+        self._free()
+
+    def _free(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.data = self._absent.expand(parameter.shape)
+        if self._current is self._flat:
+            free_flat(self._flat)
+        self._current, self._current_views = self._flat, self._views
+
+    @property
+    def is_used(self) -> bool:
+        """Whether somebody uses the weights."""
+        return bool(self._users)
+
+    def start(self, user: Hashable, group: Group, *, apart: bool = False) -> None:
+        """Start to gather the weights for a user, unless they are there. Collective: the group, if nobody uses them.
+
+        Args:
+            user: ends the use with :meth:`release`.
+            group: the replicas.
+            apart: whether in memory of their own, which tensors that lie there keep alive.
+        """
+        if not self._users:
+            while self._cancelled:
+                self._cancelled.pop().wait()
+            if apart:
+                self._current = torch.zeros(self.layout.size, dtype=self.own.dtype, device=self.own.device)
+                self._current_views = views_in(self._current, self.layout)
+            else:
+                allocate_flat(self._flat)
+            self._current[self.layout.segment(self._index)] = self.own
+            self._work = group.all_gather_segments(self._current)
+        self._users.add(user)
+
+    def wait(self) -> None:
+        """Wait until the weights are there."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            for name, parameter in self._parameters.items():
+                parameter.data = self._current_views[name]
+
+    def release(self, user: Hashable) -> None:
+        """End a use; the last one frees the weights."""
+        if user in self._users:
+            self._users.remove(user)
+            if not self._users:
+                self.wait()
+                self._free()
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Those that lie here."""
+        return self._parameters.values()
+
+    def holds_memory_of(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the buffer."""
+        return tensor.untyped_storage().data_ptr() == self._current.untyped_storage().data_ptr()
+
+    def keep(self) -> None:
+        """Take over what was written to the weights, in this replica's segment."""
+        self.own.copy_(self._current[self.layout.segment(self._index)])
+
+    def cancel(self) -> None:
+        """Forget all uses after an error, without waiting for other replicas."""
+        if self._users:
+            self._users.clear()
+            if self._work is None:
+                self._free()
+            else:
+                self._cancelled.append(self._work)
+                self._work = None
+
+    def moved(self) -> Iterator[str]:
+        """Parameters that the script has given other memory."""
+        is_there = self.is_used and self._work is None
+        for name, parameter in self._parameters.items():
+            if parameter.data_ptr() != (self._current_views[name] if is_there else self._absent).data_ptr():
+                yield name
+
+
+def _no_units(*, backward: bool) -> None:
+    raise AssertionError("weights are gathered by stage")
+
+
+def _absent(like: Tensor) -> Tensor:
+    """One element that stands for those of weights that are not there."""
+    value = torch.nan if like.is_floating_point() else 0
+    return torch.full((), value, dtype=like.dtype, device=like.device)
+
+
+class ShardedWeights(FlatWeights):
+    """Weights that are gathered from all replicas for the stages that use them, and freed after.
+
+    Args:
+        layout, parameters, group, device, move: as of :class:`FlatWeights`, for trainable weights.
+        frozen_layout, frozen: the same for frozen ones.
+
+    Attributes:
+        frozen_pieces: what this replica has of frozen weights, by name.
+        gather_as_others: takes part in the gathers of a pass that other replicas run and this one does not, of units:
+            ``gather_as_others(backward=...)``.
+        after_cancel, after_update: called by :meth:`cancel` and :meth:`gather`; None: nothing is.
+    """
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        parameters: Mapping[str, nn.Parameter],
+        group: Group,
+        device: torch.device,
+        move: Callable[[nn.Parameter, Tensor], None],
+        frozen_layout: ShardLayout,
+        frozen: Mapping[str, nn.Parameter],
+    ):
+        self._buckets: list[WeightBucket] = []
+        super().__init__(layout, parameters, group, device, move)
+        self._own_parts = dict(self.pieces)
+        for bucket in frozen_layout.buckets:
+            flat = torch.zeros(bucket.size, dtype=frozen[bucket.slots[0].name].dtype, device=device)
+            for name, view in views_in(flat, bucket).items():
+                move(frozen[name], view)
+            self._own_parts |= self._sharded(bucket, flat, frozen)
+        self._all_parts = self.parts | parts_of(frozen_layout, frozen)
+        self.frozen_pieces = frozen_layout.pieces
+        self._names = frozenset((*parameters, *frozen))
+        self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters()}
+        self._of_unit: dict[int, list[WeightBucket]] = defaultdict(list)
+        for one in self._buckets:
+            for unit in one.layout.units or (_REST,):
+                self._of_unit[unit].append(one)
+        self._depth, self._is_internal = 0, False
+        self.gather_as_others: Callable[..., None] = _no_units
+        self.after_cancel: Callable[[], None] | None = None
+        self.after_update: Callable[[], None] | None = None
+
+    def _hold(self, bucket: BucketLayout, flat: Tensor, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.pieces |= self._sharded(bucket, flat, parameters)
+
+    def _sharded(self, layout: BucketLayout, flat: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Keep a bucket with weights; returns views of this replica's pieces, by name."""
+        bucket = WeightBucket(layout, flat, parameters, self._layout.index)
+        self._buckets.append(bucket)
+        return {piece.name: piece_in(bucket.own, piece) for piece in layout.pieces_within(self._layout.index)}
+
+    def gather(self) -> None:
+        """Free weights that are still there, and are old now. The new ones are gathered where they are used."""
+        if self.after_update is not None:
+            self.after_update()
+
+    def unshard(self, stage: int) -> None:
+        """Start to gather the weights of a stage, except for those that units gather. Collective: all replicas."""
+        for bucket in self._of(stage):
+            bucket.start(stage, self._group)
+
+    def wait(self, stage: int) -> None:
+        """Wait until the weights of a stage are there."""
+        for bucket in self._of(stage):
+            bucket.wait()
+
+    def reshard(self, stage: int) -> None:
+        """Free the weights of a stage, unless another one uses them."""
+        for bucket in self._of(stage):
+            bucket.release(stage)
+
+    def _of(self, stage: int) -> Iterable[WeightBucket]:
+        return (bucket for bucket in self._of_unit[_REST] if stage in bucket.layout.stages)
+
+    def start_unit(self, unit: int, user: Hashable) -> None:
+        """Start to gather the weights of a unit for a user; -1: of all that no unit has. Collective: all replicas."""
+        for bucket in self._of_unit[unit]:
+            bucket.start(user, self._group)
+
+    def wait_unit(self, unit: int) -> None:
+        """Wait until they are there."""
+        for bucket in self._of_unit[unit]:
+            bucket.wait()
+
+    def release_unit(self, unit: int, user: Hashable) -> None:
+        """End a use; the last one frees them."""
+        for bucket in self._of_unit[unit]:
+            bucket.release(user)
+
+    def shares_memory(self, unit: int, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the buffers of a unit's weights."""
+        return any(bucket.holds_memory_of(tensor) for bucket in self._of_unit[unit])
+
+    def move_to_rest(self, parameter: nn.Parameter, user: Hashable) -> Collection[str]:
+        """If a parameter is not there, gather it for a user, and later with the rest. Collective: all replicas.
+
+        Returns:
+            The names of all parameters that moved with it.
+        """
+        bucket = self._bucket_of.get(id(parameter))
+        if bucket is None or bucket.is_used:
+            return ()
+        bucket.start(user, self._group)
+        bucket.wait()
+        return self._move_to_rest([bucket])
+
+    def move_unit_to_rest(self, unit: int) -> Collection[str]:
+        """Gather a unit's weights with the rest from now on; returns the names of its parameters."""
+        return self._move_to_rest([] if unit == _REST else list(self._of_unit[unit]))
+
+    def _move_to_rest(self, moved: Iterable[WeightBucket]) -> list[str]:
+        names = []
+        for bucket in moved:
+            for buckets in self._of_unit.values():
+                if bucket in buckets:
+                    buckets.remove(bucket)
+            self._of_unit[_REST].append(bucket)
+            names += [slot.name for slot in bucket.layout.slots]
+        return names
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """A context in which all weights of this rank are there, and what is written to them is kept.
+
+        All replicas must write the same. Collective: all replicas.
+        """
+        self._depth += 1
+        user = ("unsharded", self._depth)
+        try:
+            for bucket in self._buckets:
+                bucket.start(user, self._group, apart=True)
+            for bucket in self._buckets:
+                bucket.wait()
+            yield
+            for bucket in self._buckets:
+                bucket.keep()
+        finally:
+            self._depth -= 1
+            for bucket in self._buckets:
+                bucket.release(user)
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether all weights are there, or the reader knows that they may not be."""
+        return self._depth > 0 or self._is_internal
+
+    @contextmanager
+    def internal(self) -> Iterator[None]:
+        """A context in which the library itself lists parameters, whether or not they have values."""
+        previous, self._is_internal = self._is_internal, True
+        try:
+            yield
+        finally:
+            self._is_internal = previous
+
+    def holds(self, name: str) -> bool:
+        """Whether a parameter is sharded."""
+        return name in self._names
+
+    def own_parts(self) -> Mapping[str, Tensor]:
+        """Views of this replica's parts of all parameters, by name, trainable and frozen."""
+        return self._own_parts
+
+    def assign(self, name: str, value: Tensor) -> None:
+        """Set a parameter to a tensor of its shape, outside of :meth:`unsharded`."""
+        if name in self._own_parts:
+            self._own_parts[name].copy_(self._all_parts[name](value))
+
+    def cancel(self) -> None:
+        """After an error in a step: forget uses, without waiting for other replicas."""
+        for bucket in self._buckets:
+            bucket.cancel()
+        if self.after_cancel is not None:
+            self.after_cancel()
+
+    def moved(self) -> Iterator[str]:
+        for bucket in self._buckets:
+            yield from bucket.moved()

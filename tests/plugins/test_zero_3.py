@@ -1,0 +1,236 @@
+"""ZeRO 3: weights are there where they are used only, with scripts that call the model, read and write weights."""
+
+from copy import deepcopy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from plugins.zero_models import SAMPLE, WIDTH, Block, TiedModel, batches, cross_entropy, on_layout, step, weights_of
+from support import assert_near, assert_same
+from torch import nn
+
+from hybridpp.errors import ConfigError
+
+ZERO = {"zero_stage": 3, "zero_reduce": "step"}
+
+
+def both(run, **layout):
+    """What it gives without and with sharded weights, for each rank."""
+    return list(zip(*(on_layout(run, **one, **layout) for one in ({}, ZERO)), strict=True))
+
+
+def trained(booster, model, optimizer, num_steps=3):
+    losses = []
+    for batch in batches(num_steps, 12):
+        losses.append(step(booster, model, optimizer, batch))
+        optimizer.step()
+    with booster.unsharded(model):
+        return losses, weights_of(model)
+
+
+def assert_bits(make_model, **layout):
+    for plain, zero in both(trained, make_model=make_model, dp_size=2, **layout):
+        assert zero[0] == plain[0]
+        assert_same(zero[1], plain[1])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_scripts_own_passes_gather_what_they_use(precision):
+    def run(booster, model, optimizer):
+        for number, batch in enumerate(batches(3, 12)):
+            replica = booster.plugin.layout.here.dp
+            own = batch[replica * 6 : (replica + 1) * 6]
+            booster.backward(cross_entropy(model(own), own), optimizer)
+            optimizer.step()
+            model.eval()
+            with torch.no_grad():
+                logits = model(batch)
+            model.train(number != 1)
+        with booster.unsharded(model):
+            return logits, weights_of(model)
+
+    for (logits, weights), (zero_logits, zero_weights) in both(run, dp_size=2, precision=precision):
+        assert zero_logits.equal(logits)
+        assert_same(zero_weights, weights)
+
+
+@pytest.mark.parametrize("layout", [{}, {"pp_size": 2}, {"pp_size": 2, "schedule": "interleaved"}])
+def test_evaluation_gathers_too(layout):
+    def run(booster, model, optimizer):
+        with torch.no_grad():
+            return [step(booster, model, None, batch) for batch in batches(2, 12)]
+
+    for plain, zero in both(run, dp_size=2, **layout):
+        assert zero == plain
+
+
+@pytest.mark.parametrize("layout", [{}, {"pp_size": 2}])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_recomputed_blocks_have_the_bits_of_training_without_it(precision, layout):
+    config = {"gradient_checkpointing_ratio": 1.0}
+    assert_bits(TiedModel, precision=precision, gradient_checkpoint_config=config, **layout)
+
+
+class ReadsOutside(TiedModel):
+    """Container code reads parameters of units; the head is a function of the embedding's weight."""
+
+    def __init__(self):
+        super().__init__()
+        del self.head
+
+    def forward(self, tokens):
+        x = self.embed(tokens) * self.blocks[0].norm.weight
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(x, self.embed.weight)
+
+
+@dataclass
+class Result:
+    hidden: torch.Tensor
+
+
+class Wrapped(Block):
+    def forward(self, result):
+        return Result(super().forward(result.hidden))
+
+
+class PassesRecords(TiedModel):
+    """Blocks take and return dataclasses, which torch's trees do not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Wrapped() for _ in range(3))
+
+    def forward(self, tokens):
+        result = Result(self.embed(tokens))
+        for block in self.blocks:
+            result = block(result)
+        return self.head(result.hidden)
+
+
+class SharesBlocks(TiedModel):
+    """One block runs three times; another one twice in a row on its own output."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for index in (0, 2, 0, 3, 3, 0):
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+class ReturnsWeights(TiedModel):
+    """A unit returns a weight itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = Scale()
+
+    def forward(self, tokens):
+        x = self.embed(tokens) * self.scale()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * self.scale())
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((30, WIDTH), 1.1))
+
+    def forward(self):
+        return self.weight[0]
+
+
+@pytest.mark.parametrize("make_model", [ReadsOutside, PassesRecords, SharesBlocks, ReturnsWeights])
+def test_models_that_use_weights_in_other_ways(make_model):
+    assert_bits(make_model)
+    [plain, _] = on_layout(trained, make_model=make_model, dp_size=2)
+    for zero in on_layout(trained, make_model=make_model, dp_size=2, schedule="gpipe", zero_stage=3):
+        assert_near(zero[1], plain[1], 2e-6)
+
+
+def test_only_a_few_units_are_there_at_a_time():
+    def run(booster, model, optimizer):
+        weights, sizes = booster.plugin._engine(model).weights.sharded, []
+
+        def note(*_):
+            sizes.append(sum(bucket._flat.untyped_storage().nbytes() for bucket in weights._buckets))
+
+        with torch.no_grad():
+            model(SAMPLE)  # the first pass does not know the order yet
+        for block in model.blocks:
+            block.register_forward_pre_hook(note)
+            block.register_full_backward_pre_hook(note)
+        trained(booster, model, optimizer, 2)
+        return max(sizes), sum(4 * bucket.layout.size for bucket in weights._buckets), sizes[-1]
+
+    def deep():
+        model = TiedModel()
+        model.blocks = nn.ModuleList(Block() for _ in range(12))
+        return model
+
+    most, complete, _ = on_layout(run, dp_size=2, make_model=deep, num_microbatches=1, **ZERO)[0]
+    # Of 12 blocks and a tied weight as large as one: what runs, what was before it, and what comes next.
+    assert most < complete / 3
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_weights_that_are_written_in_unsharded_are_trained_on(pp_size):
+    def run(booster, model, optimizer):
+        for batch in batches(2, 12):
+            step(booster, model, optimizer, batch)
+            optimizer.step()
+            with torch.no_grad(), booster.unsharded(model):
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+        return trained(booster, model, optimizer, 2)
+
+    for precision in ("fp32", "bf16"):
+        for plain, zero in both(run, dp_size=2, pp_size=pp_size, precision=precision):
+            assert zero[0] == plain[0]
+            assert_same(zero[1], plain[1])
+
+
+def test_a_model_can_be_loaded_into_shards(tmp_path):
+    def save(booster, model, optimizer):
+        trained(booster, model, optimizer, 1)
+        booster.save_model(model, tmp_path / "weights.safetensors")
+        with booster.unsharded(model):
+            return weights_of(model)
+
+    def load(booster, model, optimizer):
+        booster.load_model(model, tmp_path / "weights.safetensors")
+        with booster.unsharded(model):
+            return weights_of(model)
+
+    [expected, _] = on_layout(save, dp_size=2, **ZERO)
+    for precision in ("fp32", "bf16"):
+        for actual in on_layout(load, dp_size=2, precision=precision, **ZERO):
+            assert_near({n: w.float() for n, w in actual.items()}, expected, 1e-6 if precision == "fp32" else 1e-2)
+
+
+@pytest.mark.parametrize("what", ["state_dict", "a copy of the model"])
+def test_reading_all_weights_is_refused_with_the_remedy(what):
+    read = (lambda model: model.state_dict()) if what == "state_dict" else deepcopy
+
+    def run(booster, model, optimizer):
+        with pytest.raises(ConfigError) as error:
+            read(model)
+        with booster.unsharded(model):
+            read(model)
+        return str(error.value)
+
+    assert on_layout(run, dp_size=2, **ZERO)[0] == (
+        f"{what} needs all weights, of which each replica holds a part: got zero_stage=3. Use `with "
+        "booster.unsharded(model):` on every rank around it, or booster.save_model."
+    )
+
+
+def test_without_sharded_weights_unsharded_does_nothing():
+    def run(booster, model, optimizer):
+        with booster.unsharded(model):
+            return weights_of(model)
+
+    for weights in on_layout(run, dp_size=1, zero_stage=3):
+        assert_same(weights, dict(TiedModel().named_parameters()))
