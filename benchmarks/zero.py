@@ -1,4 +1,4 @@
-"""ZeRO on two replicas against DistributedDataParallel, alone and with torch's ZeroRedundancyOptimizer.
+"""ZeRO on two replicas against DistributedDataParallel, alone and with ZeroRedundancyOptimizer, and against FSDP2.
 
     OMP_NUM_THREADS=1 PYTHONPATH=.:plugins python benchmarks/zero.py
 
@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from baselines import StepFunction
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from vit import make_batch, make_vit
@@ -48,9 +50,26 @@ def ddp(hidden: int, batch: dict[str, torch.Tensor], sharded: bool) -> StepFunct
     return step
 
 
-def hybridpp(hidden: int, batch: dict[str, torch.Tensor], zero_stage: int) -> StepFunction:
+def fsdp(hidden: int, batch: dict[str, torch.Tensor]) -> StepFunction:
+    """torch's FSDP2: each block by itself, and the rest."""
+    model = make_vit(hidden)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.vit.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def hybridpp(hidden: int, batch: dict[str, torch.Tensor], zero_stage: int, **options: Any) -> StepFunction:
     """``booster.execute_pipeline`` and ``optimizer.step``."""
-    plugin = HybridParallelPlugin(num_microbatches=1, precision="fp32", zero_stage=zero_stage)
+    plugin = HybridParallelPlugin(num_microbatches=1, precision="fp32", zero_stage=zero_stage, **options)
     booster, model = Booster(plugin=plugin), make_vit(hidden)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     boosted = booster.boost(model, optimizer, lambda outputs, inputs: outputs.loss, sample=batch)
@@ -62,7 +81,7 @@ def hybridpp(hidden: int, batch: dict[str, torch.Tensor], zero_stage: int) -> St
     return step
 
 
-def measure(hidden: int, rounds: int) -> dict[str, list[float]]:
+def measure(hidden: int, rounds: int, only: list[str]) -> dict[str, list[float]]:
     """Milliseconds of each variant in each round, on this rank."""
     whole = make_batch(2 * NUM_SAMPLES)
     batch = {name: tensor.chunk(2)[dist.get_rank()] for name, tensor in whole.items()}
@@ -71,7 +90,11 @@ def measure(hidden: int, rounds: int) -> dict[str, list[float]]:
         "DDP + ZeroRedundancyOptimizer": ddp(hidden, batch, sharded=True),
         "hybridpp, zero_stage=0": hybridpp(hidden, batch, 0),
         "hybridpp, zero_stage=1": hybridpp(hidden, batch, 1),
+        "hybridpp, zero_stage=2": hybridpp(hidden, batch, 2),
+        "FSDP2": fsdp(hidden, batch),
+        "hybridpp, zero_stage=3": hybridpp(hidden, batch, 3),
     }
+    variants = {name: step for name, step in variants.items() if not only or name in only}
     times: dict[str, list[float]] = {name: [] for name in variants}
     order = random.Random(0)  # the same on all ranks
     for number in range(rounds + 2):
@@ -90,27 +113,31 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--builds", type=int, default=3)
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="variants, the first of which the others are compared with"
+    )
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     if "RANK" in os.environ:
         torch.set_num_threads(1)
         launch_from_torch(seed=0)
-        times = measure(args.hidden, args.rounds)
+        times = measure(args.hidden, args.rounds, args.only)
         if dist.get_rank() == 0:
             print(json.dumps(times))
         return
     medians: dict[str, list[float]] = {}
     for _ in range(args.builds):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-        command += ["--hidden", str(args.hidden), "--rounds", str(args.rounds)]
+        command += ["--hidden", str(args.hidden), "--rounds", str(args.rounds), "--only", *args.only]
         job = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         found = json.loads(job.stdout.splitlines()[-1])
         for name, times in found.items():
             medians.setdefault(name, []).append(statistics.median(times))
     print(f"hidden {args.hidden}, {args.rounds} rounds x {args.builds} builds, load {os.getloadavg()[0]:.1f}\n")
-    print("| variant | ms | DDP's time over it, by build |\n|---|--:|--:|")
+    first = (args.only or ["DDP"])[0]
+    print(f"| variant | ms | {first}'s time over it, by build |\n|---|--:|--:|")
     for name, values in medians.items():
-        ratios = ", ".join(f"{a / b:.3f}" for a, b in zip(medians["DDP"], values, strict=True))
+        ratios = ", ".join(f"{a / b:.3f}" for a, b in zip(medians[first], values, strict=True))
         print(f"| {name} | {statistics.median(values):.0f} | {ratios} |")
 
 

@@ -51,7 +51,9 @@ def add_parallel_flags(parser: ArgumentParser) -> None:
         "--tp-size", type=int, help="ranks that share a layer (default: 2 on 4, 8, ... processes, else 1)"
     )
     group.add_argument("--pp-size", type=int, help="pipeline stages (default: 2 on 2, 4, ... processes, else 1)")
-    group.add_argument("--zero-stage", type=int, default=0, help="1: replicas divide optimizer state (default: 0)")
+    group.add_argument(
+        "--zero-stage", type=int, default=0, help="replicas divide 1: optimizer state, 2: gradients, 3: weights"
+    )
     sizes = group.add_mutually_exclusive_group()
     sizes.add_argument("--num-microbatches", type=int, help="microbatches per batch (default: 4)")
     sizes.add_argument("--microbatch-size", type=int, help="samples per microbatch, instead of --num-microbatches")

@@ -49,9 +49,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--zero-stage",
         type=int,
-        choices=(0, 1, 2),
+        choices=(0, 1, 2, 3),
         default=0,
-        help="what replicas divide: 1: optimizer state and masters; 2: also gradients",
+        help="what replicas divide: 1: optimizer state and masters; 2: also gradients; 3: also weights",
     )
     parser.add_argument(
         "--offload-optimizer",
@@ -94,7 +94,12 @@ def run(arguments: Namespace) -> str:
     num_shards = num_replicas if arguments.zero_stage else 1
     num_gradient_shards = num_replicas if zero.reduces_each_microbatch else 1
     spec = TrainingStateSpec(
-        _ADAMS, precision is not Precision.FP32, num_shards, num_gradient_shards, zero.offload_optimizer
+        _ADAMS,
+        precision is not Precision.FP32,
+        num_shards,
+        num_gradient_shards,
+        zero.offload_optimizer,
+        zero.weight_copies(num_replicas, arguments.pp_size),
     )
     state_bytes = _state_bytes(model, casted, spec, shapes)
     sizes = {name: parts.total for name, parts in state_bytes.items()}

@@ -66,6 +66,17 @@ class ZeroConfig(ConfigBase):
         number = num_stages if num_stages <= 2 else -(-num_stages // 2)
         return min(num_stages, self.max_gathered_stages or number)
 
+    def weight_copies(self, num_replicas: int, num_stages: int) -> float:
+        """How often a rank holds each of its weights at the peak of a step, without units that are gathered.
+
+        Args:
+            num_replicas: that divide weights among themselves.
+            num_stages: of the model; those of a rank are counted as if all were gathered.
+        """
+        if self.zero_stage < 3 or num_replicas == 1:
+            return 1.0
+        return 1 / num_replicas + (1 if num_stages > 1 else 0)
+
     @property
     def reduces_each_microbatch(self) -> bool:
         """Whether gradients are reduced after the backward pass of each micro-batch."""

@@ -24,6 +24,8 @@ class TrainingStateSpec(NamedTuple):
         num_shards: replicas that divide masters and optimizer states among themselves (ZeRO).
         num_gradient_shards: replicas that divide gradients among themselves.
         offload: share of masters and optimizer states that lies in host memory.
+        weight_copies: how often the rank holds each of its weights, at the peak of a step: a part only, if replicas
+            divide weights among themselves and gather them by unit; a part more than once, if by stage.
     """
 
     moments: int | None = None
@@ -31,6 +33,7 @@ class TrainingStateSpec(NamedTuple):
     num_shards: int = 1
     num_gradient_shards: int = 1
     offload: float = 0.0
+    weight_copies: float = 1.0
 
     def bytes_of(self, parameter: nn.Parameter, dtype: torch.dtype, num_elements: int | None = None) -> int:
         """Bytes of the weight in ``dtype`` and, if it is trained, of its gradient, master weight and optimizer state.
@@ -46,11 +49,11 @@ class TrainingStateSpec(NamedTuple):
         """The summands of :meth:`bytes_of`."""
         count = parameter.numel() if num_elements is None else num_elements
         if not parameter.requires_grad:
-            return StateBytes(count * dtype.itemsize, 0, 0, 0)
+            return StateBytes(math.ceil(count * self.weight_copies) * dtype.itemsize, 0, 0, 0)
         divided = math.ceil(count / self.num_shards * (1 - self.offload))
         wide = max(dtype.itemsize, torch.float32.itemsize)
         return StateBytes(
-            weights=count * dtype.itemsize,
+            weights=math.ceil(count * self.weight_copies) * dtype.itemsize,
             gradients=0 if self.moments is None else math.ceil(count / self.num_gradient_shards) * wide,
             masters=divided * torch.float32.itemsize if self.masters else 0,
             moments=divided * wide * (self.moments or 0),

@@ -8,12 +8,17 @@ from hybridpp.partition import TrainingStateSpec
 
 
 def optimizer_memory(
-    optimizer: Optimizer | None, precision: Precision, zero: ZeroConfig | None = None, num_replicas: int = 1
+    optimizer: Optimizer | None,
+    precision: Precision,
+    zero: ZeroConfig | None = None,
+    num_replicas: int = 1,
+    num_stages: int = 1,
 ) -> TrainingStateSpec:
     """Gradients, masters and optimizer state per weight; ``optimizer`` None: the model is not trained.
 
     SGD keeps one number per weight with momentum, else none. All other optimizers are counted as Adam: two numbers per
-    weight, or three with ``amsgrad``. ``num_replicas`` replicas divide what ``zero`` says among themselves.
+    weight, or three with ``amsgrad``. ``num_replicas`` replicas divide what ``zero`` says among themselves. The model
+    has ``num_stages``.
     """
     masters = precision is not Precision.FP32
     if optimizer is None:
@@ -22,7 +27,8 @@ def optimizer_memory(
     zero = zero or ZeroConfig()
     shards = num_replicas if zero.zero_stage else 1
     gradient_shards = shards if zero.reduces_each_microbatch else 1
-    return TrainingStateSpec(moments, masters, shards, gradient_shards, zero.offload_optimizer)
+    copies = zero.weight_copies(num_replicas, num_stages)
+    return TrainingStateSpec(moments, masters, shards, gradient_shards, zero.offload_optimizer, copies)
 
 
 def _moments(optimizer: Optimizer, group: dict[str, object]) -> int:

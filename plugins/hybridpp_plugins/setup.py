@@ -49,7 +49,8 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
     compiled = _compile_blocks(adapter, settings, planner, device)
     applied_tp = apply_tensor_parallel(adapter, settings.parallel, layout, find_samples, compiled)
     rules = None if optimizer is None else _update_rules(optimizer, original.names, applied_tp, context)
-    state_spec = optimizer_memory(optimizer, settings.precision, settings.zero, layout.dp.size)
+    num_stages = len(planner.placement)
+    state_spec = optimizer_memory(optimizer, settings.precision, settings.zero, layout.dp.size, num_stages)
     placed = place_model(adapter, applied_tp, module_dtypes, context, original.uninitialized, state_spec, rules)
     staged, progress = placed.staged, RunProgress(seed)
     buckets, boosted = None, None

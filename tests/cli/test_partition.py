@@ -109,7 +109,7 @@ def test_what_a_rank_of_several_replicas_holds(table):
     config.architectures = ["LlamaForCausalLM"]
     title = "MiB of each rank in training with Adam, 4 replicas, zero_stage={}\n\n"
     held = {}
-    for stage in (0, 1, 2):
+    for stage in (0, 1, 2, 3):
         text, _ = table(config, *arguments, "--zero-stage", str(stage))
         lines = text.partition(title.format(stage))[2].splitlines()
         assert [cell.strip() for cell in lines[0].split("|")] == [
@@ -123,6 +123,10 @@ def test_what_a_rank_of_several_replicas_holds(table):
     for plain, zero in zip(held[1], held[2], strict=True):
         assert [*zero[:2], *zero[3:5]] == [*plain[:2], *plain[3:5]]
         assert zero[2] == pytest.approx(plain[2] / 4, abs=0.1)
+    for plain, zero in zip(held[2], held[3], strict=True):
+        # The replica's part, and all that a step gathers.
+        assert zero[1] == pytest.approx(plain[1] * 1.25, abs=0.2)
+        assert zero[2:5] == plain[2:5]
 
 
 def test_what_lies_in_host_memory(table):

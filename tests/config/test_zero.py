@@ -28,6 +28,16 @@ from hybridpp.config import ZeroConfig
             "zero_reduce must be 'microbatch' or 'step': got zero_reduce='batch'.",
         ),
         (
+            {"zero_stage": 3, "max_gathered_stages": 1},
+            "max_gathered_stages must be an integer of at least 2, as forward passes of one stage follow backward "
+            "passes of another: got max_gathered_stages=1.",
+        ),
+        (
+            {"zero_stage": 2, "max_gathered_stages": 2},
+            "max_gathered_stages=2 has no effect below stage 3, where weights are not sharded: got zero_stage=2. Leave "
+            "max_gathered_stages out, or use zero_stage=3.",
+        ),
+        (
             {"zero_stage": 1, "zero_reduce": "step"},
             "zero_reduce='step' has no effect below stage 2, where every replica holds complete gradients: got "
             "zero_stage=1. Leave zero_reduce out, or use zero_stage=2.",
@@ -37,6 +47,19 @@ from hybridpp.config import ZeroConfig
 def test_refused_settings(settings, text):
     with refused(text):
         ZeroConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "most", "gathered"), [(1, None, 1), (2, None, 2), (3, None, 2), (8, None, 4), (8, 3, 3), (2, 5, 2)]
+)
+def test_weights_of_how_many_stages_are_gathered(num_stages, most, gathered):
+    assert ZeroConfig(zero_stage=3, max_gathered_stages=most).num_gathered_stages(num_stages) == gathered
+
+
+def test_how_often_a_rank_holds_its_weights():
+    assert [ZeroConfig(zero_stage=stage).weight_copies(4, 1) for stage in range(4)] == [1, 1, 1, 0.25]
+    assert ZeroConfig(zero_stage=3).weight_copies(4, 2) == 1.25
+    assert ZeroConfig(zero_stage=3).weight_copies(1, 2) == 1
 
 
 @pytest.mark.parametrize(

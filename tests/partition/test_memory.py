@@ -86,6 +86,8 @@ def test_what_training_keeps_of_a_weight():
     assert TrainingStateSpec(2).bytes_of(weight, full, num_elements=5) == 5 * 16
     assert TrainingStateSpec(2, masters=True, num_shards=4).bytes_of(weight, half) == 10 * (2 + 4) + 3 * (4 + 8)
     assert TrainingStateSpec(2, num_shards=4).bytes_of(frozen, half) == 10 * 2
+    assert TrainingStateSpec(2, weight_copies=0.5).bytes_of(frozen, half) == 5 * 2
+    assert TrainingStateSpec(2, weight_copies=1.5).bytes_of(weight, full) == 15 * 4 + 10 * (4 + 8)
 
 
 def loss(outputs, inputs):
