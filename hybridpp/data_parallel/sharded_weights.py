@@ -11,6 +11,7 @@ from hybridpp.cluster import Group, Work
 from hybridpp.data_parallel.bucket import allocate_flat, free_flat, piece_in, views_in
 from hybridpp.data_parallel.flat_weights import FlatWeights, parts_of
 from hybridpp.data_parallel.layout import BucketLayout, ShardLayout
+from hybridpp.errors import ConfigError
 
 # Stands, in the place of a unit, for the weights that no unit has for itself.
 _REST = -1
@@ -65,8 +66,12 @@ class WeightBucket:
             user: ends the use with :meth:`release`.
             group: the replicas.
             apart: whether in memory of their own, which tensors that lie there keep alive.
+
+        Raises:
+            ConfigError: the script has given a parameter other memory.
         """
         if not self._users:
+            self._check_unmoved()
             while self._cancelled:
                 self._cancelled.pop().wait()
             if apart:
@@ -77,6 +82,14 @@ class WeightBucket:
             self._current[self.layout.segment(self._index)] = self.own
             self._work = group.all_gather_segments(self._current)
         self._users.add(user)
+
+    def _check_unmoved(self) -> None:
+        for name in self.moved():
+            raise ConfigError(
+                f"{name} was given other memory after booster.boost ({name}.data = ..., or model.to(...)): with "
+                "zero_stage=3 replicas divide weights, so it would not be used. Write in place, inside `with "
+                "booster.unsharded(model):`, on every rank."
+            )
 
     def wait(self) -> None:
         """Wait until the weights are there."""

@@ -285,7 +285,9 @@ class _ReadsParameters(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # A shape or a dtype needs no values, and the library sets ``.data``.
+        # A shape, a dtype or an address needs no values, and the library sets ``.data``.
+        if func is Tensor.data_ptr:
+            return func(*args, **kwargs)
         if func.__name__ in ("__get__", "__set__") and not isinstance(result := func(*args, **kwargs), Tensor):
             return result
         for one in tensors_in((args, kwargs)):
