@@ -11,6 +11,8 @@ from torch import nn
 from hybridpp import Booster, HybridParallelPlugin
 
 WIDTH, NUM_LAYERS = 300, 16
+# At stage 3, where each layer has a bucket of its own, of which up to 2,048 elements per replica are padding.
+WIDE, FEW = 900, 4
 
 
 def alive_bytes():
@@ -25,8 +27,9 @@ def held(precision, zero_stage, offload):
     before = alive_bytes()
     plugin = HybridParallelPlugin(precision=precision, zero_stage=zero_stage, offload_optimizer=offload)
     booster = Booster(plugin=plugin)
-    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)])
-    batch = torch.randn(2, WIDTH)
+    width, num_layers = (WIDE, FEW) if zero_stage == 3 else (WIDTH, NUM_LAYERS)
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(num_layers)])
+    batch = torch.randn(2, width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     parts = booster.boost(model, optimizer, lambda outputs, inputs: outputs.float().square().mean(), sample=batch)
     del model, optimizer
@@ -39,8 +42,9 @@ def held(precision, zero_stage, offload):
 def formula(num_elements, precision, zero_stage, num_replicas, offload):
     """On the CPU, where what is offloaded lies in the same memory: of fp32 weights there are copies then."""
     shards = num_replicas if zero_stage else 1
-    each = 4 + (8 + 4 * offload) / shards if precision == "fp32" else 2 + 12 / shards
-    return num_elements * (each + 4 / (num_replicas if zero_stage == 2 else 1))
+    weights = (4 if precision == "fp32" else 2) / (num_replicas if zero_stage == 3 else 1)
+    updated = (8 + 4 * offload if precision == "fp32" else 12) / shards
+    return num_elements * (weights + updated + 4 / (num_replicas if zero_stage >= 2 else 1))
 
 
 @pytest.mark.parametrize(
@@ -54,6 +58,9 @@ def formula(num_elements, precision, zero_stage, num_replicas, offload):
         (4, "bf16", 1, 0.0),
         (4, "fp32", 2, 0.0),
         (2, "bf16", 2, 0.0),
+        (4, "fp32", 3, 0.0),
+        (2, "bf16", 3, 0.0),
+        (2, "fp32", 3, 1.0),
         (2, "fp32", 1, 1.0),
         (2, "bf16", 1, 1.0),
     ],
