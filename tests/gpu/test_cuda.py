@@ -201,6 +201,9 @@ def test_dropout_on_cuda_is_drawn_by_place_not_by_history():
         (4, ["--pp-size", "4"]),
         (2, ["--pp-size", "2", "--schedule", "zb-h1"]),
         (2, ["--pp-size", "2", "--schedule", "zb-v"]),
+        (2, ["--pp-size", "1", "--zero-stage", "2"]),
+        (2, ["--pp-size", "1", "--zero-stage", "3"]),
+        (4, ["--pp-size", "2", "--zero-stage", "3"]),
     ],
     ids=lambda value: "".join(value) if isinstance(value, list) else str(value),
 )

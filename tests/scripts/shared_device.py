@@ -12,6 +12,7 @@ parser.add_argument("--pp-size", type=int)
 parser.add_argument("--tp-size", type=int, default=1)
 parser.add_argument("--precisions", nargs="+")
 parser.add_argument("--schedule", default="1f1b")
+parser.add_argument("--zero-stage", type=int, default=0)
 parser.add_argument("--device", default="cuda")
 args = parser.parse_args()
 
@@ -20,7 +21,7 @@ launch_from_torch(backend="gloo")
 torch.backends.cudnn.allow_tf32 = False
 coordinator = DistCoordinator()
 for precision in args.precisions:
-    settings = {"num_microbatches": 2, "precision": precision, "schedule": args.schedule}
+    settings = {"num_microbatches": 2, "precision": precision, "schedule": args.schedule, "zero_stage": args.zero_stage}
     plugin = HybridParallelPlugin(tp_size=args.tp_size, pp_size=args.pp_size, **settings)
     booster = Booster(plugin=plugin, device=args.device)
     model = tiny_vit()
