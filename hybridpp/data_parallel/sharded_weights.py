@@ -203,6 +203,7 @@ class ShardedWeights(FlatWeights):
 
     def gather(self) -> None:
         """Free weights that are still there, and are old now. The new ones are gathered where they are used."""
+        self.refuse_inside()
         if self.after_update is not None:
             self.after_update()
 
@@ -291,6 +292,18 @@ class ShardedWeights(FlatWeights):
             for bucket in self._buckets:
                 bucket.release(user)
 
+    def refuse_inside(self) -> None:
+        """Refuse to change this replica's parts inside of :meth:`unsharded`, whose weights would overwrite them.
+
+        Raises:
+            ConfigError: it is running.
+        """
+        if self._depth:
+            raise ConfigError(
+                "inside booster.unsharded, the weights that are there are kept at the end, and would undo "
+                "optimizer.step(), booster.load_model and booster.resume. Call these, and save, after the block."
+            )
+
     @property
     def is_readable(self) -> bool:
         """Whether all weights are there, or the reader knows that they may not be."""
@@ -326,5 +339,6 @@ class ShardedWeights(FlatWeights):
             self.after_cancel()
 
     def moved(self) -> Iterator[str]:
+        self.refuse_inside()
         for bucket in self._buckets:
             yield from bucket.moved()

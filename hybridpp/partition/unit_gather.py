@@ -75,15 +75,37 @@ class _BackwardUse(NamedTuple):
 
     Attributes:
         unit: its number.
-        model_call: in which its forward ran.
+        model_call: that its forward ran in.
         left: ids of the nodes of its inputs that the pass has not reached.
         task: of autograd's engine.
     """
 
     unit: int
-    model_call: object
+    model_call: "_ModelCall"
     left: set[int]
     task: int
+
+
+class _ModelCall:
+    """The calls of units in one call of the model. Only hooks of autograd's graph hold it, for as long as that lives.
+
+    Attributes:
+        num_left: how many calls of each unit the running backward pass has not left.
+    """
+
+    def __init__(self) -> None:
+        self.num_left: dict[int, int] = {}
+        self._num_calls: dict[int, int] = {}
+
+    def add(self, unit: int) -> None:
+        """Note a call, of which there will be a backward pass."""
+        self._num_calls[unit] = self.num_left[unit] = self._num_calls.get(unit, 0) + 1
+
+    def leave(self, unit: int) -> bool:
+        """Note that a backward pass has left a call; returns whether it has left all. Then another pass may begin."""
+        left = self.num_left.get(unit, 1) - 1
+        self.num_left[unit] = left or self._num_calls.get(unit, 1)
+        return not left
 
 
 class UnitGather:
@@ -117,9 +139,8 @@ class UnitGather:
         self._kept: list[object] = []
         self.after_backward: Callable[[int], None] | None = None
         self.after_move: Callable[[Collection[str]], None] | None = None
-        # The running call of the model; how many calls of each unit in it a backward pass has not left.
-        self._model_call = object()
-        self._num_calls: dict[tuple[object, int], int] = {}
+        # The running call of the model.
+        self._model_call = _ModelCall()
         self._is_in_model = self._is_copy = False
 
     def __deepcopy__(self, memo: Any) -> "UnitGather":
@@ -137,11 +158,12 @@ class UnitGather:
         """Call the model's forward with the weights that no unit has for itself."""
         if self._is_copy or self._is_in_model or _is_in_backward():
             return forward(*args, **kwargs)
-        self._is_in_model, self._model_call = True, object()
+        self._drop_interrupted()
+        self._is_in_model, self._model_call = True, _ModelCall()
         try:
             return self._run(REST, forward, args, kwargs)
         finally:
-            self._is_in_model = False
+            self._is_in_model, self._model_call = False, _ModelCall()
             self._end(self._forward)
 
     def _run(self, unit: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -149,13 +171,15 @@ class UnitGather:
         # Recomputation runs units within a backward pass, which has gathered them already.
         self._start(unit, call, None if _is_in_backward() else self._forward)
         is_kept = False
+        # Before the forward, which may write to its inputs in place.
+        inputs = _nodes(tensors_in((args, kwargs)))
         try:
             with self._learning(call) if unit == REST and self._learns else nullcontext():
                 result = forward(*args, **kwargs)
             outputs = [_held_here(output) for output in tensors_in(result)]
             is_kept = any(self._weights.shares_memory(unit, output) for output in outputs)
             if torch.is_grad_enabled():
-                self._watch(unit, outputs, tensors_in((args, kwargs)))
+                self._watch(unit, outputs, inputs)
         finally:
             if is_kept:
                 # Whoever has that result may read it at any time.
@@ -166,7 +190,8 @@ class UnitGather:
         return result
 
     def release_kept(self) -> None:
-        """Free weights that lay in what units returned, after an update."""
+        """Free weights that lay in what units returned, or that an error in a backward pass left, after an update."""
+        self._drop_interrupted()
         while self._kept:
             self._weights.release_unit(REST, self._kept.pop())
 
@@ -199,27 +224,45 @@ class UnitGather:
         self._drop_ahead()
         order.end()
 
-    def _watch(self, unit: int, outputs: list[Tensor], inputs: list[Tensor]) -> None:
-        """Gather the weights again when a backward pass reaches an output, until it has reached all inputs."""
-        entries, exits = _nodes(outputs), _nodes(inputs)
-        exits -= entries
+    def _drop_interrupted(self) -> None:
+        """Free what backward passes used that an error has ended: it would be old after the next update."""
+        if self._held and not _is_in_backward():
+            self._drop_ahead()
+            for call, use in self._held.items():
+                self._weights.release_unit(use.unit, call)
+            self._held.clear()
+            self._backward.events.clear()
+
+    def _watch(self, unit: int, outputs: list[Tensor], inputs: set[Any]) -> None:
+        """Gather the weights again when a backward pass reaches an output, until it has reached all inputs.
+
+        Args:
+            unit: its number.
+            outputs: of the call.
+            inputs: the nodes that made its inputs.
+        """
+        entries = _nodes(outputs)
+        exits = inputs - entries
+        # Who writes to a view in place gives it another node, which leads to that of the tensor that it is a view of.
+        entries |= _nodes([base for one in outputs if (base := one._base) is not None]) - exits
         # Hooks know nodes by their ids only: a hook that referred to its node would keep the graph for ever.
-        call, exit_ids, key = object(), frozenset(map(id, exits)), (self._model_call, unit)
+        call, exit_ids, model_call = object(), frozenset(map(id, exits)), self._model_call
         if entries and not _is_in_backward():
-            self._num_calls[key] = self._num_calls.get(key, 0) + 1
+            model_call.add(unit)
         for node in entries:
-            node.register_prehook(partial(self._on_entry, key, call, exit_ids, id(node)))
+            node.register_prehook(partial(self._on_entry, unit, model_call, call, exit_ids, id(node)))
         for node in exits:
             node.register_prehook(partial(self._on_exit, id(node)))
 
-    def _on_entry(self, key: tuple[object, int], call: object, exit_ids: frozenset[int], node_id: int, _: Any) -> None:
+    def _on_entry(
+        self, unit: int, model_call: _ModelCall, call: object, exit_ids: frozenset[int], node_id: int, _: Any
+    ) -> None:
         # The output of one unit is the input of another, which makes room first.
         self._on_exit(node_id, None)
         if call not in self._held:
             task = current_graph_task_id()
             if all(use.task != task for use in self._held.values()):
                 call_after_backward(partial(self._end_backward, task))
-            model_call, unit = key
             self._held[call] = _BackwardUse(unit, model_call, set(exit_ids), task)
             self._start(unit, call, self._backward)
 
@@ -233,12 +276,8 @@ class UnitGather:
     def _leave(self, call: object) -> None:
         use = self._held.pop(call)
         self._weights.release_unit(use.unit, call)
-        key = use.model_call, use.unit
-        left = self._num_calls.pop(key, 1) - 1
-        if left:
-            self._num_calls[key] = left
         self._backward.events.append((use.unit, False))
-        if not left:
+        if use.model_call.leave(use.unit):
             self._backward.events.append((use.unit, None))
             self._ended(use.unit)
 
@@ -271,7 +310,6 @@ class UnitGather:
         """After an error in a step: forget what was used."""
         self._held.clear()
         self._kept.clear()
-        self._num_calls.clear()
         self._ahead, self._is_in_model = None, False
         self._forward.events, self._backward.events = [], []
 

@@ -107,9 +107,14 @@ class HybridOptimizer(WrappedOptimizer):
         self._reducer.begin_last_backward()
         num_replicas = self.norm.num_replicas
         scaled = self.scale_loss(loss.to(torch.promote_types(loss.dtype, torch.float32))) / num_replicas
-        with self.recompute_context(), self.grad_access_warning.quiet():
-            # From the edge: backward of a tensor disables torch's function modes, which recomputation may need.
-            torch.autograd.backward(get_gradient_edge(scaled), *args, **kwargs)
+        try:
+            with self.recompute_context(), self.grad_access_warning.quiet():
+                # From the edge: backward of a tensor disables torch's function modes, which recomputation may need.
+                torch.autograd.backward(get_gradient_edge(scaled), *args, **kwargs)
+        except BaseException:
+            # As after an error in execute_pipeline: some buckets are reduced already, and others are not.
+            self._reducer.abort()
+            raise
         self.end_accumulation()
         if self.statistics is not None and self._reducer.is_syncing:
             self.statistics.average()

@@ -82,6 +82,8 @@ def load_weights(engine: Engine, path: Path, strict: bool) -> None:
     failure: Exception | None = None
     stored_names: dict[str, str] = {}
     try:
+        if engine.weights.sharded is not None:
+            engine.weights.sharded.refuse_inside()
         contents = open_folder(engine.model, path, strict)
         stored_names = _stored_names(engine, contents)
         with engine.weights.internal():

@@ -142,7 +142,34 @@ class Scale(nn.Module):
         return self.weight[0]
 
 
-@pytest.mark.parametrize("make_model", [ReadsOutside, PassesRecords, SharesBlocks, ReturnsWeights])
+class WritesInPlace(TiedModel):
+    """Container code writes to a unit's output, which is a view; a unit writes to its input, with its own weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.gain = Gain()
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for linear in self.linears:
+            y = linear(x)
+            y += x
+            x = y.relu_()
+        return self.head(self.gain(x.sin()))
+
+
+class Gain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((WIDTH, WIDTH), 1.1))
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(x.mul_(self.gain[0]))
+
+
+@pytest.mark.parametrize("make_model", [ReadsOutside, PassesRecords, SharesBlocks, ReturnsWeights, WritesInPlace])
 def test_models_that_use_weights_in_other_ways(make_model):
     assert_bits(make_model)
     [plain, _] = on_layout(trained, make_model=make_model, dp_size=2)
@@ -208,6 +235,64 @@ def test_a_model_can_be_loaded_into_shards(tmp_path):
     for precision in ("fp32", "bf16"):
         for actual in on_layout(load, dp_size=2, precision=precision, **ZERO):
             assert_near({n: w.float() for n, w in actual.items()}, expected, 1e-6 if precision == "fp32" else 1e-2)
+
+
+@pytest.mark.parametrize("change", ["step", "load_model"])
+def test_what_unsharded_would_undo_is_refused_inside(change, tmp_path):
+    def run(booster, model, optimizer):
+        booster.save_model(model, tmp_path / "weights.safetensors")
+        batch = batches(1, 12)[0]
+        booster.backward(cross_entropy(model(batch), batch), optimizer)
+        apply = (
+            optimizer.step if change == "step" else lambda: booster.load_model(model, tmp_path / "weights.safetensors")
+        )
+        with booster.unsharded(model):
+            before = weights_of(model)
+            with pytest.raises(ConfigError, match="Call these, and save, after the block"):
+                apply()
+        with booster.unsharded(model):
+            assert_same(weights_of(model), before)
+        apply()
+
+    on_layout(run, dp_size=2, **ZERO)
+
+
+@pytest.mark.parametrize("zero_reduce", ["step", "microbatch"])
+def test_training_goes_on_after_an_error_in_a_backward_pass(zero_reduce):
+    class Interruption(Exception):
+        pass
+
+    def interrupt(*_):
+        raise Interruption
+
+    def passes(booster, model, optimizer, fails):
+        for batch in batches(3, 12):
+            if fails:
+                handle = model.blocks[2].register_full_backward_pre_hook(interrupt)
+                with pytest.raises(Interruption):
+                    booster.backward(cross_entropy(model(batch), batch), optimizer)
+                handle.remove()
+            booster.backward(cross_entropy(model(batch), batch), optimizer)
+            optimizer.step()
+        with booster.unsharded(model):
+            return weights_of(model)
+
+    def without_drops():
+        model = TiedModel()
+        return model.eval()
+
+    results = [
+        on_layout(
+            lambda *parts, fails=fails: passes(*parts, fails),
+            dp_size=2,
+            make_model=without_drops,
+            zero_stage=3,
+            zero_reduce=zero_reduce,
+        )
+        for fails in (False, True)
+    ]
+    for expected, actual in zip(*results, strict=True):
+        assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("what", ["state_dict", "a copy of the model"])
