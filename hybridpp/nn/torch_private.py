@@ -83,6 +83,7 @@ __all__ = [
     "apply_to_tensors",
     "assert_async",
     "backward_hooks_of",
+    "base_of",
     "buffers_of",
     "call_after_backward",
     "call_of",
@@ -193,6 +194,10 @@ def is_composite(operator: OpOverload) -> bool:
 
 # Autograd, autocast, functorch.
 current_graph_task_id = _current_graph_task_id
+
+
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""The tensor that a tensor is a view of; None: it is none."""
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from hybridpp.module_adapter import Forward
 from hybridpp.nn.deferred_tensor import MadeWhenRead
-from hybridpp.nn.torch_private import DisableTorchFunctionSubclass, call_after_backward, current_graph_task_id
+from hybridpp.nn.torch_private import DisableTorchFunctionSubclass, base_of, call_after_backward, current_graph_task_id
 from hybridpp.partition.containers import tensors_in
 
 # Stands, in the place of a unit, for the parameters that no unit has for itself.
@@ -244,7 +244,7 @@ class UnitGather:
         entries = _nodes(outputs)
         exits = inputs - entries
         # Who writes to a view in place gives it another node, which leads to that of the tensor that it is a view of.
-        entries |= _nodes([base for one in outputs if (base := one._base) is not None]) - exits
+        entries |= _nodes([base for one in outputs if (base := base_of(one)) is not None]) - exits
         # Hooks know nodes by their ids only: a hook that referred to its node would keep the graph for ever.
         call, exit_ids, model_call = object(), frozenset(map(id, exits)), self._model_call
         if entries and not _is_in_backward():
