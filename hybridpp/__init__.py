@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridpp_plugins import HybridParallelPlugin
+    from hybridpp_plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 
     from hybridpp.booster import Booster
     from hybridpp.cluster import (
@@ -46,8 +46,10 @@ __all__ = [
     "DistCoordinator",
     "HybridAdam",
     "HybridParallelPlugin",
+    "LowLevelZeroPlugin",
     "PipelineGradientCheckpointConfig",
     "Plugin",
+    "TorchDDPPlugin",
     "disable_existing_loggers",
     "get_dist_logger",
     "launch",
@@ -62,8 +64,10 @@ _MODULE_OF = {
     "DistCoordinator": "hybridpp.cluster",
     "HybridAdam": "hybridpp.optim",
     "HybridParallelPlugin": "hybridpp_plugins",
+    "LowLevelZeroPlugin": "hybridpp_plugins",
     "PipelineGradientCheckpointConfig": "hybridpp.config",
     "Plugin": "hybridpp.plugin",
+    "TorchDDPPlugin": "hybridpp_plugins",
     "disable_existing_loggers": "hybridpp.cluster",
     "get_dist_logger": "hybridpp.cluster",
     "launch": "hybridpp.cluster",

@@ -107,7 +107,8 @@ class Plugin:
         """A new plugin of the class that is registered as ``name``.
 
         Args:
-            name: ``"hybrid_parallel"``, or an entry point of the group ``hybridpp.plugins`` of an installed package.
+            name: ``"hybrid_parallel"``, ``"low_level_zero"``, ``"torch_ddp"``, or an entry point of the group
+                ``hybridpp.plugins`` of an installed package.
             settings: what the class is constructed with; a plugin without arguments takes none.
 
         Raises:

@@ -8,7 +8,11 @@ from hybridpp.errors import ConfigError
 
 GROUP = "hybridpp.plugins"
 # What pyproject.toml declares, for a checkout that is on PYTHONPATH and not installed.
-_OWN = {"hybrid_parallel": "hybridpp_plugins:HybridParallelPlugin"}
+_OWN = {
+    "hybrid_parallel": "hybridpp_plugins:HybridParallelPlugin",
+    "low_level_zero": "hybridpp_plugins:LowLevelZeroPlugin",
+    "torch_ddp": "hybridpp_plugins:TorchDDPPlugin",
+}
 
 
 def plugin_names() -> list[str]:

@@ -55,18 +55,19 @@ def test_our_plugin_is_found_whether_or_not_it_is_installed(entry_points):
     assert plugin_class("hybrid_parallel") is HybridParallelPlugin
     entry_points(hybrid_parallel="hybridpp_plugins:HybridParallelPlugin")
     assert plugin_class("hybrid_parallel") is HybridParallelPlugin
-    assert plugin_names() == ["hybrid_parallel"]
+    assert plugin_names() == ["hybrid_parallel", "low_level_zero", "torch_ddp"]
 
 
 def test_a_third_party_brings_a_plugin_by_an_entry_point(entry_points):
     entry_points(theirs="their_package:Theirs")
     assert plugin_class("theirs") is Theirs
-    assert plugin_names() == ["hybrid_parallel", "theirs"]
+    assert plugin_names() == ["hybrid_parallel", "low_level_zero", "theirs", "torch_ddp"]
 
 
 def test_an_unknown_plugin_lists_the_valid_ones(entry_points):
     entry_points(theirs="their_package:Theirs")
-    text = "plugin is one of hybrid_parallel, theirs: got 'hybrid'. Install the package that brings it."
+    known = "hybrid_parallel, low_level_zero, theirs, torch_ddp"
+    text = f"plugin is one of {known}: got 'hybrid'. Install the package that brings it."
     with refused(text):
         plugin_class("hybrid")
     with refused(text):

@@ -124,6 +124,16 @@ def refuse_unsupported(name: str, value: Any, parallel: ParallelConfig) -> None:
     # With sequence parallelism, scripts may pass the number of tensor-parallel ranks.
     if name == "sp_size" and parallel.enable_sequence_parallelism:
         values = (*values, parallel.tp_size)
+    refuse_value(name, value, UnsupportedSetting(values, instead))
+
+
+def refuse_value(name: str, value: Any, setting: UnsupportedSetting) -> None:
+    """Accept ``value`` if it is one of the setting's.
+
+    Raises:
+        ConfigError: it is another.
+    """
+    values, instead = setting
     if not any(value is known or (type(value) is type(known) and value == known) for known in values):
         raise ConfigError(
             f"{name} is not supported yet: got {name}={value!r}. {instead}Leave it out, or pass {name}={values[0]!r}."
