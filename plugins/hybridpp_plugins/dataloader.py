@@ -32,7 +32,8 @@ class DataLoaderConfig:
         shuffle: whether to draw a new order for each epoch.
         seed: of that order, of the samples, and of workers.
         drop_last: whether to skip an incomplete last global batch.
-        seed_samples: whether random numbers drawn for a sample depend only on the sample.
+        seed_samples: whether random numbers drawn for a sample depend only on the sample; None: where samples have
+            indices.
         collate_fn: makes a batch from samples; None stacks them.
         num_workers: processes that load data.
         options: further arguments of ``DataLoader``.
@@ -47,13 +48,15 @@ class DataLoaderConfig:
     shuffle: bool
     seed: int
     drop_last: bool
-    seed_samples: bool
+    seed_samples: bool | None
     collate_fn: Callable[[list[Any]], Any] | None
     num_workers: int
     options: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        require_bools(shuffle=self.shuffle, drop_last=self.drop_last, seed_samples=self.seed_samples)
+        require_bools(shuffle=self.shuffle, drop_last=self.drop_last)
+        if self.seed_samples is not None:
+            require_bools(seed_samples=self.seed_samples)
         taken = [name for name in _TAKEN if self.options.get(name) is not None]
         if taken:
             raise ConfigError(
@@ -85,7 +88,7 @@ class DataLoaderConfig:
             drop_last=self.drop_last,
         )
         collate = self.collate_fn
-        if self.seed_samples:
+        if self.seed_samples is not False:
             dataset = SeededDataset(dataset, self.seed)
             collate = collate and SeededCollate(collate)
         return self._made(dataset, batch_sampler=sampler, collate_fn=collate)
@@ -95,6 +98,11 @@ class DataLoaderConfig:
             raise ConfigError(
                 f"{type(dataset).__name__} is iterable, so it sets the order of its samples: got shuffle=True. Shuffle "
                 "inside of the dataset, with the same seed on all ranks."
+            )
+        if self.seed_samples:
+            raise ConfigError(
+                f"samples of {type(dataset).__name__} have no indices to seed generators with, because it is iterable: "
+                "got seed_samples=True. Leave it out, and draw from a generator of the dataset's own."
             )
         if self.num_workers > 1:
             raise ConfigError(

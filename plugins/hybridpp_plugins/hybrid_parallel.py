@@ -225,7 +225,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         pin_memory: bool | None = None,
-        seed_samples: bool = True,
+        seed_samples: bool | None = None,
         distributed_sampler_cls: None = None,
         **options: Any,
     ) -> DataLoader[Any]:
@@ -247,7 +247,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
                 if this rank computes on a CUDA device.
             seed_samples: whether Python's, numpy's and torch's generators are seeded for each sample with the seed, the
                 epoch and its index, so that random augmentation is the same for any number of workers and replicas.
-                The dataset is then wrapped, and samples are loaded one at a time.
+                The dataset is then wrapped, and samples are loaded one at a time. None: where samples have indices.
             distributed_sampler_cls: accepted for compatibility, as None only.
             options: further arguments of ``torch.utils.data.DataLoader``.
 

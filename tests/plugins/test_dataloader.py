@@ -215,6 +215,7 @@ class Bare:
             ConfigError,
             "each worker would read all samples of Stream: got num_workers=2. Use 0 or",
         ),
+        (Stream(), {"seed_samples": True}, ConfigError, "samples of Stream have no indices to seed generators with"),
         (Stream(), {"batch_size": 0}, ConfigError, "batch_size must be at least 1: got batch_size=0."),
         (
             [1],

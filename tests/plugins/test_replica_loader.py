@@ -1,7 +1,9 @@
 """A loader goes on where the loop was: each sample once, whatever batch size, replicas and workers come after."""
 
+import random
 import re
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -92,6 +94,45 @@ def test_other_replicas_go_on_at_the_next_sample(before, after, drop_last, make)
     expected = set(rest(loader_of(make(), shuffle=options["shuffle"]))[0])
     assert len({*seen, *later}) == len(seen) + num_left - (num_left % (2 * after) if drop_last else 0)
     assert {*seen, *later} <= expected
+
+
+class Augmented(Numbers):
+    def __getitem__(self, index):
+        return index, random.random(), numpy.random.rand(), torch.rand(()).item()
+
+
+def generator_states():
+    return random.getstate(), tuple(numpy.random.get_state()[1]), tuple(torch.get_rng_state().tolist())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
+def test_augmentation_goes_on_in_mid_epoch_as_in_one_run_of_one_rank(num_workers, before, after):
+    """Python's, numpy's and torch's draws, in the second epoch; the generators of the script do not move."""
+    options = {"shuffle": True, "seed_samples": True}
+    first_epoch, expected = rest(loader_of(Augmented(), batch_size=3, **options), 2)
+    assert {sample[0]: sample[1:] for sample in first_epoch} != {sample[0]: sample[1:] for sample in expected}
+
+    def first():
+        loader = loader_of(Augmented(), num_workers=num_workers, **options)
+        list(loader)
+        taken, iterator = take(loader, 2)
+        position = loader.position()
+        list(iterator)
+        return taken, position
+
+    def second():
+        loader = loader_of(Augmented(), batch_size=3, num_workers=2 - num_workers, **options)
+        loader.go_on(position)
+        return rest(loader)[0]
+
+    states = generator_states()
+    ranks = Loopback(before).run(first)
+    position = ranks[0][1]
+    seen = [sample for taken, _ in ranks for sample in taken]
+    seen += [sample for rank in Loopback(after).run(second) for sample in rank]
+    assert generator_states() == states
+    assert set(seen) == set(expected), "a last batch of one sample is filled up with another"
 
 
 def test_the_end_of_an_epoch_is_the_start_of_the_next():
