@@ -23,6 +23,7 @@ from hybridpp.plugin import (
     RunsPipeline,
     SavesModels,
     SavesRuns,
+    StepOptions,
     UnboostsModels,
 )
 from hybridpp.saving import check_run_arguments, check_save_arguments
@@ -129,10 +130,14 @@ class Booster:
         optimizer: Optimizer | None = None,
         return_loss: bool = True,
         return_outputs: bool = False,
+        *,
+        return_losses: bool = False,
+        outputs_on: Literal["last", "first", "all"] = "last",
+        num_microbatches: int | None = None,
     ) -> dict[str, Any]:
         """Run one batch: forward, loss and, if gradients are enabled, backward.
 
-        Collective: every rank of the world.
+        Collective: every rank of the world, with the same options.
 
         Args:
             data_iter: yields this replica's batch: a dict (``model(**batch)``), a tuple or list (``model(*batch)``) or
@@ -148,13 +153,18 @@ class Booster:
                 mean. May be None only if ``return_loss`` is False and gradients are disabled.
             optimizer: the boosted optimizer; required if gradients are enabled.
             return_loss: whether to compute the loss.
-            return_outputs: whether to keep the model's outputs.
+            return_outputs: whether to return the model's outputs.
+            return_losses: whether to return the loss of each micro-batch, too.
+            outputs_on: which ranks of a pipeline get the outputs: those of the ``"last"`` stage, which compute them;
+                those of the ``"first"``; or ``"all"``. They are sent after the step, and keep only their values.
+            num_microbatches: number of micro-batches of this batch; None: as the plugin is set.
 
         Returns:
             ``loss``: on every rank, a detached fp32 scalar, the mean (or sum) over this replica's batch; None if
             ``return_loss`` is False. In evaluation it waits for the last stage when it is read. ``outputs``: on the
-            ranks of the last stage, the model's output, merged over the micro-batches; None on other ranks and if
-            ``return_outputs`` is False.
+            ranks of ``outputs_on``, the model's output, merged over the micro-batches; None on other ranks and unless
+            ``return_outputs``. ``losses``, with ``return_losses``: on every rank, what the criterion returned for each
+            micro-batch of this replica, fp32 ``[num_microbatches]`` in host memory, NaN for one without items.
 
         Raises:
             ConfigError: the arguments do not fit together, or the criterion returns a sum without declaring it.
@@ -168,9 +178,16 @@ class Booster:
             raise ConfigError(
                 f"{type(self.plugin).__name__} runs no pipeline. Use HybridParallelPlugin, with pp_size=1 or more."
             )
-        return self.plugin.execute_pipeline(
-            data_iter, model, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
+        options = StepOptions(
+            return_loss=return_loss,
+            return_outputs=return_outputs,
+            return_losses=return_losses,
+            outputs_on=outputs_on,
+            num_microbatches=num_microbatches,
         )
+        if return_losses or outputs_on != "last" or num_microbatches is not None:
+            options.check()
+        return self.plugin.execute_pipeline(data_iter, model, criterion, optimizer, options)
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """Backward pass of a loss that the script computed by calling the model; requires ``pp_size=1``.

@@ -14,9 +14,10 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from hybridpp.config import require_bools
 from hybridpp.errors import ConfigError
 from hybridpp.registry import load_plugin
 from hybridpp.tp_preview import PreviewsTensorParallel, SequenceParallelBlock, TensorParallelPreview
@@ -39,6 +41,7 @@ __all__ = [
     "SavesModels",
     "SavesRuns",
     "SequenceParallelBlock",
+    "StepOptions",
     "TensorParallelPreview",
     "UnboostsModels",
     "plugin_class",
@@ -194,6 +197,46 @@ def plugin_class(name: str) -> type[Plugin]:
     return found
 
 
+OutputRanks = Literal["last", "first", "all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """What one call of ``execute_pipeline`` computes and returns; the same on all ranks.
+
+    Attributes:
+        return_loss: whether to return the batch's loss.
+        return_outputs: whether to return the model's outputs.
+        return_losses: whether to return the loss of each micro-batch.
+        outputs_on: which ranks of a pipeline get the outputs: those of the last stage, those of the first, or all.
+        num_microbatches: of this batch; None: as the plugin is set.
+    """
+
+    return_loss: bool = True
+    return_outputs: bool = False
+    return_losses: bool = False
+    outputs_on: OutputRanks = "last"
+    num_microbatches: int | None = None
+
+    def check(self) -> None:
+        """Refuse options that are wrong or do not fit together.
+
+        Raises:
+            ConfigError: with what to change.
+        """
+        require_bools(return_outputs=self.return_outputs, return_losses=self.return_losses)
+        if self.outputs_on not in get_args(OutputRanks):
+            raise ConfigError(f"outputs_on is one of {', '.join(get_args(OutputRanks))}: got {self.outputs_on!r}.")
+        if self.outputs_on != "last" and not self.return_outputs:
+            raise ConfigError(
+                f"outputs_on={self.outputs_on!r} says who gets the outputs: got return_outputs=False. Pass "
+                "return_outputs=True."
+            )
+        count: Any = self.num_microbatches
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ConfigError(f"num_microbatches must be an integer of at least 1, or None: got {count!r}.")
+
+
 class RunsPipeline(ABC):
     """A plugin that splits a batch into micro-batches and runs them: ``Booster.execute_pipeline`` needs it."""
 
@@ -204,18 +247,15 @@ class RunsPipeline(ABC):
         model: nn.Module,
         criterion: Criterion | None,
         optimizer: Optimizer | None,
-        *,
-        return_loss: bool,
-        return_outputs: bool,
+        options: StepOptions,
     ) -> dict[str, Any]:
         """Take one batch of ``data_iter`` and run forward, loss and, where gradients are enabled, backward.
 
         Collective: every rank of the world. The arguments, the result and the errors are those of
-        :meth:`hybridpp.Booster.execute_pipeline`; none has a default here, since the booster gives them all.
+        :meth:`hybridpp.Booster.execute_pipeline`.
 
         Returns:
-            ``{"loss": ..., "outputs": ...}``: a detached fp32 scalar on every rank (None unless ``return_loss``), and
-            on the last stage the outputs of the complete batch (None elsewhere, or unless ``return_outputs``).
+            ``{"loss": ..., "outputs": ...}`` and, with ``return_losses``, ``"losses"``; see there.
         """
 
 

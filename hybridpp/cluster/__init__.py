@@ -29,7 +29,7 @@ from hybridpp.cluster.seeds import (
     stream_seed,
     stream_seeder,
 )
-from hybridpp.cluster.wire_format import resolved
+from hybridpp.cluster.wire_format import as_carried, resolved
 from hybridpp.cluster.world import Group, Pending, Work, World
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "RankGrid",
     "Work",
     "World",
+    "as_carried",
     "check_joined",
     "current_world",
     "default_generators",

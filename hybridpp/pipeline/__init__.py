@@ -13,6 +13,7 @@ from hybridpp.pipeline.batch_dim_checks import check_batch_dims, watch_sequence_
 from hybridpp.pipeline.batch_dims import leaf_dims
 from hybridpp.pipeline.batch_reader import (
     BatchReader,
+    BatchUse,
     check_equal,
     read_batch,
     start_batch_check,
@@ -36,6 +37,7 @@ from hybridpp.pipeline.weight_gradients import WeightGradients
 
 __all__ = [
     "BatchReader",
+    "BatchUse",
     "CriterionAdapter",
     "DeviceRecorder",
     "Executor",

@@ -79,3 +79,13 @@ def different_batches(ranks: Sequence[int]) -> DataError:
         f"the ranks of one pipeline must hold the same batch: {name_ranks(ranks)} hold different ones. "
         "Use plugin.prepare_dataloader, or seed the sampler and the transforms alike on all of them."
     )
+
+
+def different_counts(ranks: Sequence[int], batch_infos: Sequence[RankBatchInfo]) -> DataError:
+    """The error of ranks of one pipeline that split a batch differently."""
+    counts = sorted({int(batch_infos[rank].num_microbatches) for rank in ranks})
+    return DataError(
+        f"the ranks of one pipeline must split a batch alike: {name_ranks(ranks)} split it into "
+        f"{' and '.join(map(str, counts))} micro-batches. Pass the same num_microbatches to execute_pipeline on all of "
+        "them."
+    )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from hybridpp.cluster import Group, PendingNumbers, start_gather_numbers
 from hybridpp.config import PipelineConfig
@@ -17,12 +17,40 @@ from hybridpp.pipeline.batch_checks import (
     RankBatchInfo,
     check_readiness,
     different_batches,
+    different_counts,
 )
 from hybridpp.pipeline.criterion import CriterionAdapter
 from hybridpp.pipeline.forward_signature import ForwardSignature
 from hybridpp.pipeline.read_ahead import PreparedItems, ReadAheadIterator
 
 Called: TypeAlias = CriterionAdapter | ForwardSignature
+
+
+class BatchUse(NamedTuple):
+    """What a batch is read for.
+
+    Attributes:
+        called: how the model and the criterion are called.
+        training: whether gradients are enabled.
+        num_microbatches: of the batch; None: as the plugin is set.
+    """
+
+    called: Called
+    training: bool
+    num_microbatches: int | None = None
+
+    def key(self) -> Any:
+        """What the preparation depends on; equal for criteria that a script defines again at every step."""
+        if isinstance(self.called, CriterionAdapter):
+            called: Any = self.called.identity, self.called.num_items, self.called.sums
+        else:
+            called = self.called
+        return called, self.training, self.num_microbatches
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether losses end the step, with which the ranks compare what was deferred."""
+        return isinstance(self.called, CriterionAdapter)
 
 
 def step_call(model_name: str, training: bool) -> str:
@@ -86,6 +114,9 @@ class PendingBatch:
         for is_deferred in (0.0, 1.0):
             digests = [info.digest if info.deferred == is_deferred else None for info in batch_infos]
             check_equal(digests, self._pipelines)
+        for ranks in self._pipelines:
+            if len({batch_infos[rank].num_microbatches for rank in ranks}) > 1:
+                raise different_counts(ranks, batch_infos)
         return self._batch, batch_infos
 
     def drop(self) -> None:
@@ -180,8 +211,7 @@ class BatchReader:
     def read(
         self,
         data_iter: Iterator[Any],
-        called: Called,
-        training: bool,
+        use: BatchUse,
         check: Callable[[], None],
         checks: FirstBatchChecks | None,
     ) -> tuple[SplitBatch, list[RankBatchInfo], Exception | None]:
@@ -191,15 +221,14 @@ class BatchReader:
 
         Args:
             data_iter: of batches.
-            called: how the model and the criterion are called.
-            training: whether gradients are enabled.
+            use: what for.
             check: refuses a model that cannot be trained.
             checks: of the first training step; None after it.
 
         Raises:
             Exception: see :meth:`PendingBatch.wait`.
         """
-        pending = self._take(data_iter, _use(called, training)) if isinstance(data_iter, ReadAheadIterator) else None
+        pending = self._take(data_iter, use.key()) if isinstance(data_iter, ReadAheadIterator) else None
         if pending is not None:
             batch, infos = pending.wait()
             try:
@@ -210,19 +239,19 @@ class BatchReader:
 
         def prepare() -> SplitBatch:
             check()
-            batch = self._split(read_batch(data_iter), called)
+            batch = self._split(read_batch(data_iter), use)
             if checks is not None:
                 checks.check(batch, data_iter)
             return batch
 
-        compares = training and checks is not None and checks.compares
-        defer = checks is None and _has_losses(called)
-        batch, infos = self._start("at the start of", prepare, training, compares, defer).wait()
+        compares = use.training and checks is not None and checks.compares
+        defer = checks is None and use.has_losses
+        batch, infos = self._start("at the start of", prepare, use.training, compares, defer).wait()
         if checks is not None and compares:
             checks.compare(infos)
         return batch, infos, None
 
-    def read_ahead(self, data_iter: Iterator[Any], called: Called, training: bool) -> None:
+    def read_ahead(self, data_iter: Iterator[Any], use: BatchUse) -> None:
         """Read the next batch, and begin its exchange. Collective: all ranks, with iterators of one kind.
 
         Problems are raised when the batch is used.
@@ -231,10 +260,10 @@ class BatchReader:
             return
 
         def prepare() -> SplitBatch:
-            return self._split(to_plain_containers(data_iter.peek()), called)
+            return self._split(to_plain_containers(data_iter.peek()), use)
 
-        pending = self._start("in", prepare, training, defer=_has_losses(called))
-        self._ahead.put(data_iter, pending, _use(called, training))
+        pending = self._start("in", prepare, use.training, defer=use.has_losses)
+        self._ahead.put(data_iter, pending, use.key())
 
     def _take(self, data_iter: ReadAheadIterator, use: Any) -> PendingBatch | None:
         """The batch that was read ahead, if it is the next one and was prepared for this use."""
@@ -270,27 +299,15 @@ class BatchReader:
         call = f"{moment} {step_call(self._model_name, training)}"
         return start_batch_check(self._control, self._pipelines, call, prepare, compare, defer)
 
-    def _split(self, batch: Any, called: Called) -> SplitBatch:
-        loss_of = called if isinstance(called, CriterionAdapter) else None
+    def _split(self, batch: Any, use: BatchUse) -> SplitBatch:
+        loss_of = use.called if isinstance(use.called, CriterionAdapter) else None
         split = split_batch(
             batch,
-            num_microbatches=self._config.num_microbatches,
-            microbatch_size=self._config.microbatch_size,
+            num_microbatches=use.num_microbatches or self._config.num_microbatches,
+            microbatch_size=None if use.num_microbatches else self._config.microbatch_size,
             num_items=loss_of.num_items if loss_of else None,
             sums=loss_of is not None and loss_of.sums,
             dims=self._config.batch_dims or 0,
         )
-        called.model_inputs(split.microbatches[0].inputs)
+        use.called.model_inputs(split.microbatches[0].inputs)
         return split
-
-
-def _has_losses(called: Called) -> bool:
-    """Whether losses end the step, with which the ranks compare what was deferred."""
-    return isinstance(called, CriterionAdapter)
-
-
-def _use(called: Called, training: bool) -> Any:
-    """What the preparation of a batch depends on; equal for criteria that a script defines again at every step."""
-    if isinstance(called, CriterionAdapter):
-        return training, called.identity, called.num_items, called.sums
-    return training, called

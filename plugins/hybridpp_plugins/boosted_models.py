@@ -18,6 +18,7 @@ from hybridpp.plugin import (
     RunsPipeline,
     SavesModels,
     SavesRuns,
+    StepOptions,
     UnboostsModels,
 )
 from hybridpp.precision import describe_dtypes
@@ -86,14 +87,12 @@ class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, SavesRuns, Unbo
         model: nn.Module,
         criterion: Criterion | None,
         optimizer: Optimizer | None,
-        *,
-        return_loss: bool,
-        return_outputs: bool,
+        options: StepOptions,
     ) -> dict[str, Any]:
         """See :meth:`hybridpp.Booster.execute_pipeline`."""
         engine = self._engine(model)
-        _check_call(engine, criterion, optimizer, return_loss)
-        return engine.step(data_iter, criterion, return_loss, return_outputs)
+        _check_call(engine, criterion, optimizer, options)
+        return engine.step(data_iter, criterion, options)
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """See :meth:`hybridpp.Booster.backward`."""
@@ -185,7 +184,7 @@ class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, SavesRuns, Unbo
         return resume_run(self._run_parts(parts), path, start_fresh=start_fresh)
 
 
-def _check_call(engine: Engine, criterion: Criterion | None, optimizer: Optimizer | None, return_loss: bool) -> None:
+def _check_call(engine: Engine, criterion: Criterion | None, optimizer: Optimizer | None, options: StepOptions) -> None:
     """Refuse arguments of ``execute_pipeline`` that do not fit together, before anything is communicated."""
     if engine.original.uninitialized.is_pending:
         engine.original.uninitialized.check(engine.layout.control)
@@ -197,7 +196,7 @@ def _check_call(engine: Engine, criterion: Criterion | None, optimizer: Optimize
             "execute_pipeline needs the boosted optimizer if gradients are enabled. Pass optimizer=, or call it "
             "under torch.no_grad() to evaluate."
         )
-    if criterion is None and (training or return_loss):
+    if criterion is None and (training or options.return_loss or options.return_losses):
         raise ConfigError(
             "execute_pipeline needs criterion(outputs, inputs) to compute a loss. Pass it, or return_loss=False "
             "under torch.no_grad()."

@@ -16,6 +16,7 @@ from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.partition import StagedModel
 from hybridpp.pipeline import (
     BatchReader,
+    BatchUse,
     CriterionAdapter,
     Executor,
     ForwardSignature,
@@ -26,11 +27,9 @@ from hybridpp.pipeline import (
     SignatureCache,
     SplitBatch,
     StepResult,
-    merge_outputs,
 )
-from hybridpp.plugin import Criterion
+from hybridpp.plugin import Criterion, StepOptions
 from hybridpp.precision import MasterWeights, ModuleDtypes
-from hybridpp.sharded_activations import gathered
 from hybridpp_plugins.criterion_check import CriterionCheck
 from hybridpp_plugins.engine_handle import CopiedModel
 from hybridpp_plugins.first_step_checks import FirstStepChecks
@@ -41,6 +40,7 @@ from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.optimizer_state import RunProgress
 from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.step_epilogue import PendingEnd, StepEpilogue
+from hybridpp_plugins.step_results import StepResults
 from hybridpp_plugins.timeline_recording import TimelineRecording
 from hybridpp_plugins.trained_weights import TrainedWeights
 
@@ -112,6 +112,9 @@ class Engine:
             self.device,
         )
         self._reader = BatchReader(self.layout.control, self.layout.pipelines, self.pipeline, type(self.model).__name__)
+        self._results = StepResults(
+            self.layout, self.planner.placement, self.pipeline.dims_of_outputs, self.device, type(self.model).__name__
+        )
         self._sharded = self.weights.sharded
         self._has_losses = self.layout.here.pp == self.planner.placement[-1]
         recomputation = self.pipeline.recomputation
@@ -147,24 +150,28 @@ class Engine:
         """Set the signature that the model's forward had before boost."""
         self.signatures = SignatureCache(self.model, signature)
 
-    def step(
-        self, data_iter: Iterator[Any], criterion: Criterion | None, return_loss: bool, return_outputs: bool
-    ) -> dict[str, Any]:
+    def step(self, data_iter: Iterator[Any], criterion: Criterion | None, options: StepOptions) -> dict[str, Any]:
         """One step of training, or of evaluation if gradients are disabled. Collective: all ranks."""
         training = torch.is_grad_enabled()
-        called = self.signatures.of(criterion if training or return_loss else None)
+        has_losses = training or options.return_loss or options.return_losses
+        use = BatchUse(self.signatures.of(criterion if has_losses else None), training, options.num_microbatches)
         if self.epilogue.pending_losses:
             self.epilogue.wait_for_losses(0 if training else 1)
         self.is_running = True
         try:
             batch, infos, failure = self._reader.read(
-                data_iter, called, training, self._check_trained if training else _nothing, self.first_step
+                data_iter, use, self._check_trained if training else _nothing, self.first_step
             )
-            self._reader.read_ahead(data_iter, called, training)
-            task = self._task(batch, infos, called, training, return_outputs)
+            self._reader.read_ahead(data_iter, use)
+            task = self._task(batch, infos, use.called, training, options.return_outputs)
             result, loss = self._run(
-                batch, task, self._program(infos, training), failure, getattr(called, "identity", None)
+                batch, task, self._program(infos, training), failure, getattr(use.called, "identity", None)
             )
+            found: dict[str, Any] = {"outputs": None}
+            if options.return_losses or options.return_outputs:
+                if self._results.meets(options):
+                    self.epilogue.wait_for_losses()
+                found = self._results.of(batch, result, options)
         except (PeerError, DeadlockError) as error:
             # After a timeout, the other rank may still not say anything.
             if not isinstance(error, PeerTimeoutError):
@@ -177,11 +184,7 @@ class Engine:
             self.progress.num_steps += 1
         else:
             self.progress.num_evaluations += 1
-        outputs = None
-        if return_outputs and result.outputs:
-            parts = [gathered(result.outputs[index]) for index in range(len(batch.microbatches))]
-            outputs = merge_outputs(parts, batch.microbatches, self.pipeline.dims_of_outputs)
-        return {"loss": loss if return_loss else None, "outputs": outputs}
+        return {"loss": loss if options.return_loss else None, **found}
 
     def _check_trained(self) -> None:
         if self.optimizer is not None:
