@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from hybridpp.config import ZeroConfig
 from hybridpp.partition import StageSummary, StateBytes
 from hybridpp.text_table import text_table
 
@@ -10,7 +11,7 @@ def render_memory(
     stages: Sequence[StageSummary],
     state_bytes: Mapping[str, StateBytes],
     num_replicas: int,
-    zero_stage: int,
+    zero: ZeroConfig,
     host_bytes: Mapping[str, int] | None = None,
 ) -> str:
     """A line per stage with the MiB that each of its ranks holds, trained with Adam.
@@ -19,7 +20,7 @@ def render_memory(
         stages: of the cut.
         state_bytes: of each parameter on a rank that holds it, by name.
         num_replicas: of the model.
-        zero_stage: what replicas divide among themselves.
+        zero: what they divide among themselves.
         host_bytes: what of each parameter lies in host memory, beside that; None: nothing does.
     """
     titles = ("stage", *StateBytes._fields, "total", *(() if host_bytes is None else ("host memory",)))
@@ -30,4 +31,5 @@ def render_memory(
         on_host = [] if host_bytes is None else [sum(host_bytes[name] for name in summary.parameters)]
         rows.append((str(summary.stage), *(f"{number / 2**20:,.1f}" for number in (*sums, sum(sums), *on_host))))
     replicas = f"{num_replicas} replica{'s' if num_replicas > 1 else ''}"
-    return f"MiB of each rank in training with Adam, {replicas}, zero_stage={zero_stage}\n\n{text_table(titles, rows)}"
+    divided = f"zero_stage={zero.zero_stage}" + (f", zero_size={zero.zero_size}" if zero.zero_size else "")
+    return f"MiB of each rank in training with Adam, {replicas}, {divided}\n\n{text_table(titles, rows)}"

@@ -54,6 +54,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="what replicas divide: 1: optimizer state and masters; 2: also gradients; 3: also weights",
     )
     parser.add_argument(
+        "--zero-size", type=positive, help="neighbouring replicas that divide it among themselves (default: all)"
+    )
+    parser.add_argument(
         "--offload-optimizer",
         type=float,
         default=0.0,
@@ -73,7 +76,9 @@ def run(arguments: Namespace) -> str:
         balance=arguments.balance,
         memory_limit=arguments.memory_limit,
     )
-    zero = ZeroConfig(zero_stage=arguments.zero_stage, offload_optimizer=arguments.offload_optimizer)
+    given = ZeroConfig(
+        zero_stage=arguments.zero_stage, zero_size=arguments.zero_size, offload_optimizer=arguments.offload_optimizer
+    )
     parallel = ParallelConfig(
         tp_size=arguments.tp_size,
         pp_size=arguments.pp_size,
@@ -85,21 +90,21 @@ def run(arguments: Namespace) -> str:
             f"zero_stage={arguments.zero_stage} divides over replicas, and there is one. Pass the ranks of the job as "
             f"--world-size: a multiple of {arguments.tp_size * arguments.pp_size}."
         )
+    zero = given.among(num_replicas)
     config = load_config(arguments.model)
     model = build(config, arguments.task)
     division = preview_sharding(model, parallel) if arguments.tp_size > 1 else None
     casted = _casted(model, Precision(arguments.precision))
     shapes = division.shapes if division else {}
     precision = Precision(arguments.precision)
-    num_shards = num_replicas if arguments.zero_stage else 1
-    num_gradient_shards = num_replicas if zero.reduces_each_microbatch else 1
+    num_shards = zero.num_shards(num_replicas)
     spec = TrainingStateSpec(
         _ADAMS,
         precision is not Precision.FP32,
         num_shards,
-        num_gradient_shards,
+        num_shards if zero.reduces_each_microbatch else 1,
         zero.offload_optimizer,
-        zero.weight_copies(num_replicas, arguments.pp_size),
+        zero.weight_copies(num_shards, arguments.pp_size),
     )
     state_bytes = _state_bytes(model, casted, spec, shapes)
     sizes = {name: parts.total for name, parts in state_bytes.items()}
@@ -111,7 +116,7 @@ def run(arguments: Namespace) -> str:
     parts = [first + render_cut(stages, num_parameters, arguments.batch_size, shares)]
     if arguments.world_size or arguments.zero_stage or zero.offload_optimizer:
         host_bytes = _host_bytes(model, casted, spec, shapes) if zero.offload_optimizer else None
-        parts.append(render_memory(stages, state_bytes, num_replicas, arguments.zero_stage, host_bytes))
+        parts.append(render_memory(stages, state_bytes, num_replicas, given, host_bytes))
     if division is not None:
         parts.append(render_sharding(model, division, arguments.tp_size))
     return "\n\n".join(parts)

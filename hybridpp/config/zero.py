@@ -1,6 +1,7 @@
 """What replicas divide among themselves (ZeRO)."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hybridpp.config.base import ConfigBase
@@ -20,12 +21,15 @@ class ZeroConfig(ConfigBase):
             there, from 0 to 1; rounded up to whole buckets.
         max_gathered_stages: at stage 3 with several stages per rank, of how many the weights are gathered at a time, at
             least 2; None: of all up to 2 stages, else of half of them.
+        zero_size: how many neighbouring replicas divide these things among themselves; the others have copies (hybrid
+            sharding). None: all replicas; 1: nothing is divided.
     """
 
     zero_stage: int = 0
     zero_reduce: Literal["microbatch", "step"] | None = None
     offload_optimizer: float = 0.0
     max_gathered_stages: int | None = None
+    zero_size: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,6 +49,7 @@ class ZeroConfig(ConfigBase):
                 "keep all of the optimizer's state in host memory."
             )
         self._check_gathered()
+        self._check_size()
 
     def _check_gathered(self) -> None:
         number = self.max_gathered_stages
@@ -60,6 +65,40 @@ class ZeroConfig(ConfigBase):
                 f"max_gathered_stages={number} has no effect below stage 3, where weights are not sharded: got "
                 f"zero_stage={self.zero_stage}. Leave max_gathered_stages out, or use zero_stage=3."
             )
+
+    def _check_size(self) -> None:
+        size = self.zero_size
+        if size is None:
+            return
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(
+                f"zero_size must be an integer of at least 1: got zero_size={size!r}. Leave it out for all replicas."
+            )
+        if self.zero_stage == 0:
+            raise ConfigError(
+                f"zero_size={size} has no effect at stage 0, where replicas divide nothing: got zero_stage=0. Leave "
+                "zero_size out, or use zero_stage=1."
+            )
+
+    def among(self, num_replicas: int) -> "ZeroConfig":
+        """What is left of this for a number of replicas: nothing is divided by one alone.
+
+        Raises:
+            ConfigError: sets of ``zero_size`` replicas do not cover them.
+        """
+        if self.zero_size is not None and num_replicas % self.zero_size:
+            sizes = [size for size in range(1, num_replicas + 1) if num_replicas % size == 0]
+            raise ConfigError(
+                f"zero_size must divide the number of replicas: got zero_size={self.zero_size} with {num_replicas} "
+                f"replicas. Use {_listed(sizes)}, or leave it out for all."
+            )
+        if self.num_shards(num_replicas) == 1:
+            return ZeroConfig(offload_optimizer=self.offload_optimizer)
+        return replace(self, zero_size=self.num_shards(num_replicas))
+
+    def num_shards(self, num_replicas: int) -> int:
+        """Among how many of the replicas each thing is divided."""
+        return (self.zero_size or num_replicas) if self.zero_stage else 1
 
     def num_gathered_stages(self, num_stages: int) -> int:
         """Of how many of a rank's stages the weights are gathered at a time."""
@@ -81,3 +120,8 @@ class ZeroConfig(ConfigBase):
     def reduces_each_microbatch(self) -> bool:
         """Whether gradients are reduced after the backward pass of each micro-batch."""
         return self.zero_stage >= 2 and self.zero_reduce != "step"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -8,6 +8,7 @@ from hybridpp.data_parallel.iterable_dataset import ShardedIterableDataset
 from hybridpp.data_parallel.layout import ShardLayout
 from hybridpp.data_parallel.offload_share import offloaded_parameters
 from hybridpp.data_parallel.reducer import GradientReducer
+from hybridpp.data_parallel.replicas import HybridReplicas, Replicas
 from hybridpp.data_parallel.running_statistics import BufferWriteDetector, RunningStatistics
 from hybridpp.data_parallel.sampler import PassStart, ShardedBatchSampler
 from hybridpp.data_parallel.seeding import SeededCollate, SeededDataset
@@ -21,7 +22,9 @@ __all__ = [
     "GradientBuckets",
     "GradientReducer",
     "GradientSharding",
+    "HybridReplicas",
     "PassStart",
+    "Replicas",
     "RunningStatistics",
     "SeededCollate",
     "SeededDataset",

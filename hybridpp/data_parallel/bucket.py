@@ -1,6 +1,7 @@
 """A flat buffer of gradients, and its reduction over the replicas."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from enum import Enum, auto
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from hybridpp.cluster import Group, Work
 from hybridpp.data_parallel.layout import BucketLayout, ParameterInfo, Piece, ShardLayout, plan_buckets
+from hybridpp.data_parallel.replicas import HybridReplicas, Replicas
 
 
 class GradientSharding(Enum):
@@ -100,14 +102,21 @@ class Bucket:
         flat = torch.view_as_real(self.flat).flatten() if self.flat.is_complex() else self.flat
         return flat[:: max(1, flat.numel() // count)].clone()
 
-    def keep_segment(self) -> None:
-        """Clear all but this replica's segment, where the sum so far is again if it was kept apart."""
+    def keep_segment(self, *, counts: bool = True) -> None:
+        """Clear all but this replica's segment, where the sum so far is again if it was kept apart.
+
+        Args:
+            counts: False: clear that, too, as another replica has the same and keeps it.
+        """
         self.open()
         kept = self.layout.segment(self._index)
+        if self.frees and counts:
+            self._segment.copy_(self.complete())
+        elif not counts:
+            self._segment.zero_()
         self.flat[: kept.start].zero_()
         self.flat[kept.stop :].zero_()
         if self.frees:
-            self._segment.copy_(self.complete())
             self.clear()
 
     def clear(self) -> None:
@@ -121,7 +130,7 @@ class Bucket:
             self._is_zero = False
         return self.own
 
-    def launch_reduce(self, group: Group, dtype: torch.dtype | None, *, scatter: bool) -> None:
+    def launch_reduce(self, group: Replicas, dtype: torch.dtype | None, *, scatter: bool) -> None:
         """Start to sum the buffer, rounded to ``dtype``, over a group. Collective: the group.
 
         Args:
@@ -192,7 +201,7 @@ def piece_in(flat: Tensor, piece: Piece) -> Tensor:
 
 def layout_of(
     parameters: Mapping[str, Tensor],
-    group: Group,
+    group: Group | HybridReplicas,
     capacity_mib: float,
     *,
     shared: Collection[str] = (),
@@ -200,7 +209,9 @@ def layout_of(
     stages: Mapping[str, tuple[int, ...]] | None = None,
     units: Mapping[str, tuple[int, ...]] | None = None,
 ) -> ShardLayout:
-    """Put the gradients of parameters into buckets, one segment per member of ``group``. Nothing is communicated.
+    """Put the gradients of parameters into buckets, a segment for each replica that divides them with others.
+
+    Nothing is communicated.
 
     Args:
         parameters: trainable ones, by name, in the order of the forward.
@@ -225,4 +236,6 @@ def layout_of(
         )
         for name, parameter in parameters.items()
     }
-    return plan_buckets(infos, capacity_mib * 2**20, group.size, group.rank)
+    shards = group.shards if isinstance(group, HybridReplicas) else group
+    layout = plan_buckets(infos, capacity_mib * 2**20, shards.size, shards.rank)
+    return replace(layout, counts=not isinstance(group, HybridReplicas) or group.copies.rank == 0)

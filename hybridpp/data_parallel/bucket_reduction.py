@@ -5,9 +5,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from hybridpp.cluster import Group, Work
+from hybridpp.cluster import Work
 from hybridpp.data_parallel.accumulator import GradientAccumulator
 from hybridpp.data_parallel.bucket import Bucket
+from hybridpp.data_parallel.replicas import Replicas
 from hybridpp.errors import ConfigError
 
 
@@ -30,7 +31,7 @@ class BucketReduction:
     def __init__(
         self,
         accumulator: GradientAccumulator,
-        group: Group,
+        group: Replicas,
         dtype: torch.dtype | None,
         reached: Collection[str],
         *,

@@ -14,6 +14,7 @@ from hybridpp.data_parallel.bucket_reduction import BucketReduction
 from hybridpp.data_parallel.gradient_hooks import GradientHooks
 from hybridpp.data_parallel.layout import ShardLayout
 from hybridpp.data_parallel.pass_reduction import PassReduction
+from hybridpp.data_parallel.replicas import HybridReplicas, Replicas
 from hybridpp.data_parallel.shared_gradients import SharedGradients, Summand
 from hybridpp.errors import ConfigError
 from hybridpp.nn.fp32_products import adds_products
@@ -43,7 +44,7 @@ class GradientBuckets:
     Args:
         parameters: this rank's trainable parameters, by name, in the order of the forward.
         group: the replicas.
-        layout: the buckets, with a segment for each replica; shared parameters have their own.
+        layout: the buckets, with a segment for each replica that divides them; shared parameters have their own.
         shared: by parameter, the groups whose members hold a summand of its gradient each (stages that share the
             parameter, ranks that apply it to different shards of an activation).
         communication_dtype: dtype of the messages between replicas; None: the accumulation dtype.
@@ -63,7 +64,7 @@ class GradientBuckets:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        group: Group,
+        group: Replicas,
         layout: ShardLayout,
         shared: Mapping[str, Sequence[Group]] | None = None,
         communication_dtype: torch.dtype | None = None,
@@ -76,6 +77,7 @@ class GradientBuckets:
             sharding = GradientSharding.NONE
         self.parameters = parameters
         self._group = group
+        self._layout = layout
         self._scatters = sharding is not GradientSharding.NONE
         self._reduces_each_pass = sharding is GradientSharding.MICROBATCH
         self._accumulator = GradientAccumulator(parameters, layout, exposes_grad, sharding)
@@ -91,7 +93,7 @@ class GradientBuckets:
         self._pieces = {
             piece.name: piece_in(bucket.own, piece)
             for bucket in self._accumulator.buckets
-            for piece in bucket.layout.pieces_within(group.rank)
+            for piece in bucket.layout.pieces_within(layout.index)
         }
         self._reduction = self._make_reduction()
         self._state = _State.CONSUMED
@@ -111,6 +113,9 @@ class GradientBuckets:
         """Let a reduction have a bucket; the next gradients come through hooks, which wait for it."""
         self._accumulator.lend(bucket)
         self._hooks.enable(bucket.views)
+        if isinstance(self._group, HybridReplicas):
+            # Not in reductions by step, which begin in passes that replicas run at different times.
+            self._group.go_on(num_left=1)
 
     @property
     def views(self) -> dict[str, Tensor]:
@@ -138,7 +143,7 @@ class GradientBuckets:
             flat = bucket.flat
             if bucket.frees:
                 flat = bucket.own.new_zeros(bucket.layout.size)
-                flat[bucket.layout.segment(self._group.rank)] = bucket.complete()
+                flat[bucket.layout.segment(self._layout.index)] = bucket.complete()
             self._group.all_gather_segments(flat).wait()
             unsharded |= views_in(flat, bucket.layout) if bucket.frees else bucket.views
         return unsharded
@@ -194,7 +199,7 @@ class GradientBuckets:
         self._accumulator.zero_stale(held)
         if self._group.size > 1:
             for bucket in held:
-                bucket.keep_segment()
+                bucket.keep_segment(counts=self._layout.counts)
         self._shared.keep_one_copy()
 
     def begin_last_backward(self, stage: int | None = None, pending: Collection[str] | None = None) -> bool:

@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hybridpp.cluster import Group
 from hybridpp.data_parallel.bucket import piece_in, views_in
 from hybridpp.data_parallel.layout import BucketLayout, Piece, ShardLayout
+from hybridpp.data_parallel.replicas import Replicas
 
 
 class FlatWeights:
@@ -30,7 +30,7 @@ class FlatWeights:
         self,
         layout: ShardLayout,
         parameters: Mapping[str, nn.Parameter],
-        group: Group,
+        group: Replicas,
         device: torch.device,
         move: Callable[[nn.Parameter, Tensor], None],
     ):

@@ -93,7 +93,7 @@ class BucketLayout:
     Attributes:
         slots: the parameters, in order.
         segment_size: elements of a segment.
-        num_segments: one per replica.
+        num_segments: one per replica that divides it with others.
         stages: as of its parameters.
         is_shared: as of its parameters.
         units: as of its parameters.
@@ -149,14 +149,16 @@ class ShardLayout:
 
     Attributes:
         buckets: in the order in which a backward pass completes them.
-        num_segments: number of replicas.
-        index: of this one.
+        num_segments: number of replicas that divide the buckets among themselves.
+        index: of this one among them.
+        counts: whether what this replica has counts: False if another one has the same segments, and counts.
         pieces: what this replica updates, by name, in the order of the buckets.
     """
 
     buckets: tuple[BucketLayout, ...]
     num_segments: int
     index: int
+    counts: bool = True
     pieces: Mapping[str, Piece] = field(init=False)
 
     def __post_init__(self) -> None:

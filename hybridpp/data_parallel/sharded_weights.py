@@ -7,10 +7,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from hybridpp.cluster import Group, Work
+from hybridpp.cluster import Work
 from hybridpp.data_parallel.bucket import allocate_flat, free_flat, piece_in, views_in
 from hybridpp.data_parallel.flat_weights import FlatWeights, parts_of
 from hybridpp.data_parallel.layout import BucketLayout, ShardLayout
+from hybridpp.data_parallel.replicas import Replicas
 from hybridpp.errors import ConfigError
 
 # Stands, in the place of a unit, for the weights that no unit has for itself.
@@ -59,7 +60,7 @@ class WeightBucket:
         """Whether somebody uses the weights."""
         return bool(self._users)
 
-    def start(self, user: Hashable, group: Group, *, apart: bool = False) -> None:
+    def start(self, user: Hashable, group: Replicas, *, apart: bool = False) -> None:
         """Start to gather the weights for a user, unless they are there. Collective: the group, if nobody uses them.
 
         Args:
@@ -165,7 +166,7 @@ class ShardedWeights(FlatWeights):
         self,
         layout: ShardLayout,
         parameters: Mapping[str, nn.Parameter],
-        group: Group,
+        group: Replicas,
         device: torch.device,
         move: Callable[[nn.Parameter, Tensor], None],
         frozen_layout: ShardLayout,

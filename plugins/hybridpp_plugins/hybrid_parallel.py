@@ -72,6 +72,8 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
         sequence_parallelism_mode: ``"split_gather"``, the only supported mode; None means the same.
         zero_stage: what replicas divide among themselves (ZeRO). 0: nothing; 1: optimizer state and fp32 masters, with
             the same results; 2: also gradients; 3: also weights.
+        zero_size: how many neighbouring replicas divide that among themselves, of which other replicas have copies
+            (hybrid sharding); it divides ``dp_size``. None: all replicas.
         zero_reduce: when gradients are summed over the replicas from stage 2 on: after the backward pass of each
             ``"microbatch"`` (the default; results differ by rounding), or once per ``"step"`` (the same results).
         offload_optimizer: share of the optimizer's state and of fp32 masters that lies in host memory and is updated
@@ -150,6 +152,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
         enable_sequence_parallelism: bool = False,
         sequence_parallelism_mode: Literal["split_gather"] | None = None,
         zero_stage: int = 0,
+        zero_size: int | None = None,
         zero_reduce: Literal["microbatch", "step"] | None = None,
         offload_optimizer: float = 0.0,
         max_gathered_stages: int | None = None,
@@ -182,9 +185,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
         self.precision = str(self.settings.precision)
         self.max_norm = self.settings.optimizer.max_norm
         self.zero_stage = self.settings.zero.zero_stage
-        self._planner = SchedulePlanner(
-            self.settings.pipeline, pp_size, self.settings.zero if self.dp_size > 1 else None
-        )
+        self._planner = SchedulePlanner(self.settings.pipeline, pp_size, self.settings.zero.among(self.dp_size))
         if self.settings.compile.is_on and self._planner.splits_backward:
             compile_keywords(self.settings.compile.keywords())
         grid = RankGrid(dp_size=self.dp_size, pp_size=pp_size, tp_size=tp_size)

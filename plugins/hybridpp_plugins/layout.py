@@ -9,6 +9,7 @@ from weakref import ref
 import torch
 
 from hybridpp.cluster import Axis, Coordinate, Group, RankGrid, World
+from hybridpp.data_parallel import HybridReplicas
 from hybridpp.errors import ConfigError
 from hybridpp.pipeline import StageManager
 
@@ -143,14 +144,39 @@ class Layout:
                 groups[positions] = group
         return groups
 
-    def dp_weights(self) -> Group:
-        """The group of :attr:`dp` again, for weights: their order and that of gradients need not agree over replicas.
+    def replicas(self, num_shards: int) -> Group | HybridReplicas:
+        """The replicas, in sets of neighbours that divide gradients and weights among themselves.
 
-        Collective: all ranks of the world.
+        Collective: all ranks of the world, with the same number.
+
+        Args:
+            num_shards: replicas of a set; it divides their number.
         """
-        group = self._split(self.grid.groups("dp"), "dp, weights")
+        if num_shards == self.dp.size:
+            return self.dp
+        lines = self.grid.groups("dp")
+        copies = self._split([line[n::num_shards] for line in lines for n in range(num_shards)], "dp, copies")
+        shards = self._split(self._sets(num_shards), "dp, shards")
+        assert copies is not None, "every rank is in one of them"
+        assert shards is not None, "every rank is in one of them"
+        return HybridReplicas(self.dp, shards, copies)
+
+    def dp_weights(self, num_shards: int) -> Group:
+        """This rank's set of replicas again, for weights: their order and that of gradients may differ by replica.
+
+        Collective: all ranks of the world, with the same number.
+
+        Args:
+            num_shards: replicas of a set.
+        """
+        group = self._split(self._sets(num_shards), "dp, weights")
         assert group is not None, "every rank is in one of them"
         return group
+
+    def _sets(self, size: int) -> list[tuple[int, ...]]:
+        """The ranks of each set of neighbouring replicas that hold the same part of the model."""
+        lines = self.grid.groups("dp")
+        return [line[start : start + size] for line in lines for start in range(0, len(line), size)]
 
     def group_of_copies(self, size: int) -> Group:
         """This rank's group of ``size`` consecutive tensor-parallel ranks.

@@ -11,23 +11,22 @@ def optimizer_memory(
     optimizer: Optimizer | None,
     precision: Precision,
     zero: ZeroConfig | None = None,
-    num_replicas: int = 1,
     num_stages: int = 1,
 ) -> TrainingStateSpec:
     """Gradients, masters and optimizer state per weight; ``optimizer`` None: the model is not trained.
 
     SGD keeps one number per weight with momentum, else none. All other optimizers are counted as Adam: two numbers per
-    weight, or three with ``amsgrad``. ``num_replicas`` replicas divide what ``zero`` says among themselves. The model
-    has ``num_stages``.
+    weight, or three with ``amsgrad``. Replicas divide what ``zero`` says among themselves. The model has
+    ``num_stages``.
     """
     masters = precision is not Precision.FP32
     if optimizer is None:
         return TrainingStateSpec(None, masters)
     moments = max((_moments(optimizer, group) for group in optimizer.param_groups), default=0)
     zero = zero or ZeroConfig()
-    shards = num_replicas if zero.zero_stage else 1
+    shards = zero.num_shards(1)
     gradient_shards = shards if zero.reduces_each_microbatch else 1
-    copies = zero.weight_copies(num_replicas, num_stages)
+    copies = zero.weight_copies(shards, num_stages)
     return TrainingStateSpec(moments, masters, shards, gradient_shards, zero.offload_optimizer, copies)
 
 

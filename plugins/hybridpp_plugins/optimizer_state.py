@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -51,6 +51,18 @@ class StepCounts:
     last_skipped: bool = False
 
 
+class Segment(NamedTuple):
+    """What of the parameters a replica updates: one of equal segments (ZeRO).
+
+    Attributes:
+        number: of the segment.
+        out_of: how many; 1: the replica updates all parameters.
+    """
+
+    number: int = 0
+    out_of: int = 1
+
+
 class OptimizerStateOwner:
     """The rank that an optimizer's state belongs to.
 
@@ -61,7 +73,7 @@ class OptimizerStateOwner:
         sharded: the sharding of the sharded parameters, by name.
         tp: the tensor-parallel ranks.
         precision: of the run.
-        segment: the replicas, if they divide the parameters among themselves (ZeRO).
+        segment: that this replica updates.
     """
 
     def __init__(
@@ -72,7 +84,7 @@ class OptimizerStateOwner:
         sharded: Mapping[str, ParameterSharding],
         tp: Group,
         precision: Precision,
-        segment: Group | None = None,
+        segment: Segment,
     ):
         names = {id(tensor): name for name, tensor in updated.items()}
         self._groups = [
@@ -81,7 +93,7 @@ class OptimizerStateOwner:
         ]
         self._masters = frozenset[str]() if masters.are_copies else frozenset(masters.masters)
         self._share = [tp.rank, tp.size]
-        self._segment = [0, 1] if segment is None else [segment.rank, segment.size]
+        self._segment = list(segment)
         self._precision = str(precision)
 
     def describe(self) -> dict[str, Any]:

@@ -41,11 +41,13 @@ class RankShares:
             first_position
         )
         # Only where replicas divide the parameters: else every replica updates all of them.
-        is_divided = engine.zero_stage > 0 and engine.weights.layout is not None
-        pieces = engine.weights.layout.pieces if is_divided and engine.weights.layout is not None else {}
+        layout = engine.weights.layout if engine.zero_stage else None
+        pieces = {} if layout is None else layout.pieces
         sharded = engine.weights.sharded
+        # Of replicas that have the same segments, those of the first set write.
+        self._counts = layout is not None and layout.counts
         self._pieces = {**pieces, **(sharded.frozen_pieces if sharded else {})}
-        divided = engine.weights.parameters if is_divided else ()
+        divided = engine.weights.parameters if layout is not None else ()
         self._divided = frozenset((*divided, *(name for name in self._parameters if sharded and sharded.holds(name))))
 
     def full_shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
@@ -61,7 +63,7 @@ class RankShares:
     def writes(self, name: str) -> bool:
         """Whether this rank writes its parts of a tensor; of ranks that hold the same, the first does."""
         layout = self._layout
-        is_first_replica = layout.here.dp == 0 or name in self._divided
+        is_first_replica = self._counts if name in self._divided else layout.here.dp == 0
         return (
             is_first_replica
             and self._first_position[name] == layout.here.pp

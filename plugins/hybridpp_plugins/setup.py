@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from hybridpp.checkpoint import derive_buffers
 from hybridpp.cluster import get_dist_logger
-from hybridpp.config import Precision, ZeroConfig
+from hybridpp.config import Precision
 from hybridpp.data_parallel import GradientBuckets, RunningStatistics
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn.fp32_products import adds_products
@@ -50,7 +50,7 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
     applied_tp = apply_tensor_parallel(adapter, settings.parallel, layout, find_samples, compiled)
     rules = None if optimizer is None else _update_rules(optimizer, original.names, applied_tp, context)
     num_stages = len(planner.placement)
-    state_spec = optimizer_memory(optimizer, settings.precision, settings.zero, layout.dp.size, num_stages)
+    state_spec = optimizer_memory(optimizer, settings.precision, settings.zero.among(layout.dp.size), num_stages)
     placed = place_model(adapter, applied_tp, module_dtypes, context, original.uninitialized, state_spec, rules)
     staged, progress = placed.staged, RunProgress(seed)
     buckets, boosted = None, None
@@ -120,9 +120,7 @@ def _update_rules(
     """
     settings, layout = context.settings, context.layout
     check_locality(optimizer, names, layout, context.device)
-    zero, indivisible = settings.zero, frozenset[str]()
-    if layout.dp.size == 1:
-        zero = ZeroConfig(offload_optimizer=zero.offload_optimizer)
+    zero, indivisible = settings.zero.among(layout.dp.size), frozenset[str]()
     if zero.zero_stage:
         indivisible = indivisible_parameters(optimizer, names, zero.zero_stage, context.device)
     return UpdateRules(settings.optimizer, zero, indivisible, applied_tp.summed)

@@ -12,6 +12,7 @@ from hybridpp.config import OptimizerConfig, Precision, ZeroConfig
 from hybridpp.data_parallel import (
     FlatWeights,
     GradientSharding,
+    Replicas,
     ShardedWeights,
     ShardLayout,
     layout_of,
@@ -24,6 +25,7 @@ from hybridpp.partition import StagedModel, UnitGather, finest_units, has_compil
 from hybridpp.precision import MasterWeights, ReplicatedTarget, ShardedTarget
 from hybridpp.tensor_parallel import sharding_of
 from hybridpp_plugins.layout import Layout
+from hybridpp_plugins.optimizer_state import Segment
 
 # Of the model's elements. Smaller units (norms beside blocks) are gathered with what no unit has.
 _LEAST_SHARE = 1 / 256
@@ -53,7 +55,8 @@ class TrainedWeights(NamedTuple):
         masters: fp32 masters of them, or of the pieces that this replica updates; none in fp32.
         layout: of their gradients, and of the weights with ZeRO; None: there is no optimizer.
         flat: the weights, where replicas exchange pieces of them; else None.
-        zero: what replicas divide among themselves.
+        replicas: that reduce gradients.
+        zero: what they divide among themselves.
         ranks_of: the pipeline positions that hold each of the complete model's parameters.
         in_half: whether there are masters, here or on other replicas.
     """
@@ -62,9 +65,17 @@ class TrainedWeights(NamedTuple):
     masters: MasterWeights
     layout: ShardLayout | None
     flat: FlatWeights | None
+    replicas: Replicas
     zero: ZeroConfig
     ranks_of: Mapping[str, tuple[int, ...]]
     in_half: bool
+
+    @property
+    def segment(self) -> Segment:
+        """What this replica updates of every bucket."""
+        if self.flat is None or self.layout is None:
+            return Segment()
+        return Segment(self.layout.index, self.layout.num_segments)
 
     @property
     def sharding(self) -> GradientSharding:
@@ -147,7 +158,7 @@ def trained_weights(
     with_masters = {name: p for name, p in parameters.items() if in_half and p.is_floating_point()}
     if rules is None:
         masters = MasterWeights(with_masters, values)
-        return TrainedWeights(parameters, masters, None, None, ZeroConfig(), ranks_of, in_half)
+        return TrainedWeights(parameters, masters, None, None, layout.dp, ZeroConfig(), ranks_of, in_half)
     shared = {name for name in parameters if len(ranks_of[name]) > 1 or name in rules.summed}
     shared |= {name for name, p in parameters.items() if (sharding := sharding_of(p)) and sharding.has_copies()}
     own = {stage for stage, position in enumerate(placement) if position == layout.here.pp}
@@ -157,9 +168,11 @@ def trained_weights(
 
     unit_names = gathering_units(model) if rules.zero.zero_stage == 3 and staged.num_stages == 1 else {}
     units = _units_of(model, unit_names)
+    num_shards = rules.zero.num_shards(layout.dp.size)
+    replicas = layout.dp if not rules.zero.zero_stage else layout.replicas(num_shards)
     buckets = layout_of(
         parameters,
-        layout.dp,
+        replicas,
         rules.config.ddp_bucket_cap_mb,
         shared=shared,
         indivisible=rules.indivisible if rules.zero.zero_stage else (),
@@ -172,20 +185,21 @@ def trained_weights(
     parts = parts_of(buckets, with_masters) if rules.zero.zero_stage else None
     masters = MasterWeights(with_masters, values, parts, on_host=on_host, are_copies=not in_half)
     if not rules.zero.zero_stage:
-        return TrainedWeights(parameters, masters, buckets, None, rules.zero, ranks_of, in_half)
+        return TrainedWeights(parameters, masters, buckets, None, replicas, rules.zero, ranks_of, in_half)
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     with torch.no_grad(), without_flat_weights(recurrent):
         if rules.zero.zero_stage < 3:
-            flat = FlatWeights(buckets, parameters, layout.dp, device, _move)
+            flat = FlatWeights(buckets, parameters, replicas, device, _move)
         else:
             frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad and not p.is_complex()}
             capacity = rules.config.ddp_bucket_cap_mb
-            frozen_buckets = layout_of(frozen, layout.dp, capacity, stages=stages_of(frozen), units=units)
-            flat = ShardedWeights(buckets, parameters, layout.dp_weights(), device, _copy, frozen_buckets, frozen)
+            frozen_buckets = layout_of(frozen, replicas, capacity, stages=stages_of(frozen), units=units)
+            group = layout.dp_weights(num_shards)
+            flat = ShardedWeights(buckets, parameters, group, device, _copy, frozen_buckets, frozen)
             masters.update_pieces(flat.pieces)
             if staged.num_stages == 1:
                 _gather_units(staged, flat, unit_names)
-    return TrainedWeights(parameters, masters, buckets, flat, rules.zero, ranks_of, in_half)
+    return TrainedWeights(parameters, masters, buckets, flat, replicas, rules.zero, ranks_of, in_half)
 
 
 def gathering_units(model: nn.Module) -> dict[str, int]:

@@ -51,9 +51,8 @@ def wrap_optimizer(
     for name, parameter in weights.parameters.items():
         adapter.noted(parameter, "hook on its gradient", partial(buckets.release, name))
     norm = _norm(weights, sharded, layout)
-    segment = None if weights.flat is None else layout.dp
     owner = OptimizerStateOwner(
-        optimizer, updated, weights.masters, sharded, layout.tp, settings.precision, segment=segment
+        optimizer, updated, weights.masters, sharded, layout.tp, settings.precision, weights.segment
     )
     boosted = HybridOptimizer(
         optimizer, buckets, target, weights.masters, norm, settings.optimizer, settings.precision, owner
@@ -140,7 +139,7 @@ def _buckets(
         shared.setdefault(name, []).append(layout.tp)
     buckets = GradientBuckets(
         trainable,
-        layout.dp,
+        weights.replicas,
         weights.layout,
         shared,
         communication_dtype=torch_dtype(settings.optimizer.communication_precision),
@@ -163,7 +162,7 @@ def _norm(weights: TrainedWeights, sharded: Mapping[str, ParameterSharding], lay
     masks = {name: sharded[name].unique_mask(weights.parameters[name].detach(), tp.rank) for name in in_part}
     return GlobalGradNorm(
         control=layout.control,
-        ranks=layout.pipelines[0] if weights.flat is None else tuple(range(layout.control.size)),
+        ranks=tuple(rank for ranks in layout.pipelines[: weights.segment.out_of] for rank in ranks),
         num_replicas=layout.dp.size,
         counted=tuple(counted),
         copied=tuple(name for name in here if name not in counted or name in in_part),

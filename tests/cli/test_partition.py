@@ -109,8 +109,8 @@ def test_what_a_rank_of_several_replicas_holds(table):
     config.architectures = ["LlamaForCausalLM"]
     title = "MiB of each rank in training with Adam, 4 replicas, zero_stage={}\n\n"
     held = {}
-    for stage in (0, 1, 2, 3):
-        text, _ = table(config, *arguments, "--zero-stage", str(stage))
+    for stage, more in ((0, []), (1, []), (2, []), (3, []), ("3, zero_size=2", ["--zero-size", "2"])):
+        text, _ = table(config, *arguments, "--zero-stage", str(stage)[0], *more)
         lines = text.partition(title.format(stage))[2].splitlines()
         assert [cell.strip() for cell in lines[0].split("|")] == [
             *("stage", "weights", "gradients", "masters", "moments", "total")
@@ -127,6 +127,9 @@ def test_what_a_rank_of_several_replicas_holds(table):
         # The replica's part, and all that a step gathers.
         assert zero[1] == pytest.approx(plain[1] * 1.25, abs=0.2)
         assert zero[2:5] == plain[2:5]
+    for plain, zero in zip(held[0], held["3, zero_size=2"], strict=True):
+        assert zero[1] == pytest.approx(plain[1] * 1.5, abs=0.2)
+        assert zero[2:5] == [pytest.approx(part / 2, abs=0.1) for part in plain[2:5]]
 
 
 def test_what_lies_in_host_memory(table):

@@ -37,6 +37,18 @@ from hybridpp.config import ZeroConfig
             "max_gathered_stages=2 has no effect below stage 3, where weights are not sharded: got zero_stage=2. Leave "
             "max_gathered_stages out, or use zero_stage=3.",
         ),
+        *(
+            (
+                {"zero_stage": 1, "zero_size": size},
+                f"zero_size must be an integer of at least 1: got zero_size={size!r}. Leave it out for all replicas.",
+            )
+            for size in (0, True, 2.0, "2")
+        ),
+        (
+            {"zero_size": 2},
+            "zero_size=2 has no effect at stage 0, where replicas divide nothing: got zero_stage=0. Leave zero_size "
+            "out, or use zero_stage=1.",
+        ),
         (
             {"zero_stage": 1, "zero_reduce": "step"},
             "zero_reduce='step' has no effect below stage 2, where every replica holds complete gradients: got "
@@ -68,3 +80,17 @@ def test_how_often_a_rank_holds_its_weights():
 )
 def test_gradients_are_reduced_for_each_microbatch_from_stage_2_on(stage, reduce, each):
     assert ZeroConfig(zero_stage=stage, zero_reduce=reduce).reduces_each_microbatch is each
+
+
+def test_what_a_number_of_replicas_divides():
+    config = ZeroConfig(zero_stage=3, zero_reduce="step", offload_optimizer=0.5, zero_size=2)
+    assert (config.among(4), config.among(4).num_shards(4)) == (config, 2)
+    all_four = ZeroConfig(zero_stage=1).among(4)
+    assert (all_four.zero_size, all_four.num_shards(4)) == (4, 4)
+    nothing = ZeroConfig(offload_optimizer=0.5)
+    assert ZeroConfig(zero_stage=2, zero_size=1, offload_optimizer=0.5).among(4) == nothing
+    assert ZeroConfig(zero_stage=3, max_gathered_stages=2, offload_optimizer=0.5).among(1) == nothing
+    assert nothing.num_shards(4) == 1
+    text = "zero_size must divide the number of replicas: got zero_size=4 with 6 replicas. Use 1, 2, 3 or 6, or leave"
+    with refused(f"{text} it out for all."):
+        ZeroConfig(zero_stage=1, zero_size=4).among(6)

@@ -22,10 +22,11 @@ def alive_bytes():
     return sum(storages.values())
 
 
-def held(precision, zero_stage, offload):
+def held(precision, zero_stage, offload, zero_size=None):
     """Bytes that training takes on this rank, and elements that it trains."""
     before = alive_bytes()
-    plugin = HybridParallelPlugin(precision=precision, zero_stage=zero_stage, offload_optimizer=offload)
+    settings = {"precision": precision, "zero_stage": zero_stage, "zero_size": zero_size}
+    plugin = HybridParallelPlugin(offload_optimizer=offload, **settings)
     booster = Booster(plugin=plugin)
     width, num_layers = (WIDE, FEW) if zero_stage == 3 else (WIDTH, NUM_LAYERS)
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(num_layers)])
@@ -69,3 +70,9 @@ def test_tensors_alive_between_steps_are_those_of_the_formula(num_replicas, prec
     for nbytes, num_elements in run_ranks(partial(held, precision, zero_stage, offload), num_replicas):
         expected = formula(num_elements, precision, zero_stage, num_replicas, offload)
         assert nbytes == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(("precision", "zero_stage"), [("bf16", 1), ("fp32", 3)])
+def test_sets_of_two_hold_what_two_replicas_do(precision, zero_stage):
+    for nbytes, num_elements in run_ranks(partial(held, precision, zero_stage, 0.0, 2), 4):
+        assert nbytes == pytest.approx(formula(num_elements, precision, zero_stage, 2, 0.0), rel=0.02)
