@@ -1,6 +1,6 @@
 """The class that training scripts use: boost a model and an optimizer, then run steps."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from hybridpp.plugin import (
     SavesRuns,
     StepOptions,
     UnboostsModels,
+    configure_with,
 )
 from hybridpp.saving import check_run_arguments, check_save_arguments
 
@@ -87,6 +88,8 @@ class Booster:
         lr_scheduler: LRScheduler | None = None,
         *,
         sample: Any = None,
+        model_inputs: str | int | Sequence[str | int] | Mapping[str, str | int] | None = None,
+        loss_reduction: Literal["mean", "sum"] | None = None,
     ) -> Boosted:
         """Prepare a model and its optimizer for training. Call it once, with the complete model.
 
@@ -108,6 +111,11 @@ class Booster:
             lr_scheduler: made on ``optimizer``. The returned one does not advance at skipped steps.
             sample: a small batch like the training batches. Needed only if the model is cut into stages or sharded,
                 ``dataloader`` is not given, and no batch can be made from the model's configuration.
+            model_inputs: what the model gets of a batch: names of a dict's entries, indices of a tuple's, or a dict
+                from the forward's arguments to these: ``{"pixel_values": 0}`` for ``(image, label)`` pairs. What it
+                leaves is the target of a torch loss. None: all entries that the forward accepts.
+            loss_reduction: what criteria return over the samples of a micro-batch that do not declare it by an
+                attribute ``reduction``; None: a mean, which is checked in the first step.
 
         Returns:
             The five parts, in the order of the arguments, as a named tuple.
@@ -116,9 +124,10 @@ class Booster:
             ConfigError: the parts do not fit together.
             PartitionError: the model cannot be cut into this number of stages.
         """
-        parts = self.plugin.configure(
-            Boosted(model, optimizer, criterion, dataloader, lr_scheduler), device=self._device, sample=sample
-        )
+        options = {"model_inputs": model_inputs, "loss_reduction": loss_reduction}
+        given = {name: value for name, value in options.items() if value is not None}
+        parts = Boosted(model, optimizer, criterion, dataloader, lr_scheduler)
+        parts = configure_with(self.plugin, parts, device=self._device, sample=sample, **given)
         self._runs.add(parts)
         return parts
 

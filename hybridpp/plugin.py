@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hybridpp.config import require_bools
 from hybridpp.errors import ConfigError
+from hybridpp.pipeline import InputSelection
 from hybridpp.registry import load_plugin
 from hybridpp.tp_preview import PreviewsTensorParallel, SequenceParallelBlock, TensorParallelPreview
 
@@ -132,7 +133,15 @@ class Plugin:
             ) from error
         return found(**settings)
 
-    def configure(self, parts: Boosted, *, device: torch.device | None = None, sample: Any = None) -> Boosted:
+    def configure(
+        self,
+        parts: Boosted,
+        *,
+        device: torch.device | None = None,
+        sample: Any = None,
+        model_inputs: InputSelection | None = None,
+        loss_reduction: Literal["mean", "sum"] | None = None,
+    ) -> Boosted:
         """Prepare the parts of a run for training; ``Booster.boost`` returns the result.
 
         Collective where the plugin communicates: every rank calls it, with the same model and weights.
@@ -141,6 +150,7 @@ class Plugin:
             parts: as the script gave them.
             device: where to compute; None: the plugin chooses.
             sample: a small batch like those to come, or None.
+            model_inputs, loss_reduction: as ``Booster.boost`` got them.
 
         Returns:
             The parts to train with. By default the same ones.
@@ -235,6 +245,19 @@ class StepOptions:
         count: Any = self.num_microbatches
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise ConfigError(f"num_microbatches must be an integer of at least 1, or None: got {count!r}.")
+
+
+def configure_with(plugin: Plugin, parts: Boosted, **options: Any) -> Boosted:
+    """``plugin.configure`` with the options that it has.
+
+    Raises:
+        ConfigError: it has another one not, which may be newer than the plugin.
+    """
+    try:
+        inspect.signature(plugin.configure).bind(parts, **options)
+    except TypeError as error:
+        raise ConfigError(f"{type(plugin).__name__} cannot boost with these options: {error}. Leave it out.") from error
+    return plugin.configure(parts, **options)
 
 
 class RunsPipeline(ABC):

@@ -21,7 +21,8 @@ from hybridpp.pipeline.batch_reader import (
 )
 from hybridpp.pipeline.boundary import Transport
 from hybridpp.pipeline.compiled_wgrad import compile_keywords, makes_cuda_graphs
-from hybridpp.pipeline.criterion import CriterionAdapter, SignatureCache, takes_targets, without_target
+from hybridpp.pipeline.criterion import CriterionAdapter, SignatureCache
+from hybridpp.pipeline.criterion_form import check_reduction, takes_targets, without_target
 from hybridpp.pipeline.executor import Executor
 from hybridpp.pipeline.forward_signature import ForwardSignature
 from hybridpp.pipeline.loss_reduction import LossReduction, SumTracer, confirm_sum, detect_reduction, duplicate_samples
@@ -29,6 +30,7 @@ from hybridpp.pipeline.merge import merge_outputs
 from hybridpp.pipeline.rank_program import RankProgram, rank_programs
 from hybridpp.pipeline.read_ahead import ReadAheadIterator
 from hybridpp.pipeline.recorder import DeviceRecorder, HostRecorder, Recorder
+from hybridpp.pipeline.selected_inputs import InputSelection, with_selection
 from hybridpp.pipeline.split_backward_ops import Gradients, SplitBackwardOps, split_backward_ops
 from hybridpp.pipeline.stage import PipelineStage, StageIO, TensorMeta
 from hybridpp.pipeline.stage_manager import StageManager
@@ -44,6 +46,7 @@ __all__ = [
     "ForwardSignature",
     "Gradients",
     "HostRecorder",
+    "InputSelection",
     "LossReduction",
     "Microbatch",
     "MicrobatchLoss",
@@ -66,6 +69,7 @@ __all__ = [
     "call_arguments",
     "check_batch_dims",
     "check_equal",
+    "check_reduction",
     "compile_keywords",
     "confirm_sum",
     "detect_reduction",
@@ -83,5 +87,6 @@ __all__ = [
     "takes_targets",
     "to_plain_containers",
     "watch_sequence_axes",
+    "with_selection",
     "without_target",
 ]

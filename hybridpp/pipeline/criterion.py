@@ -1,9 +1,7 @@
 """The user's criteria: adapters to the call ``criterion(outputs, inputs)``, and the losses of a step."""
 
-import functools
-import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +11,17 @@ from hybridpp.nn.deferred_tensor import MadeWhenRead, deferred
 from hybridpp.nn.half import HALF_DTYPES
 from hybridpp.nn.torch_private import pytree
 from hybridpp.pipeline.class_weights import ClassWeights
+from hybridpp.pipeline.criterion_form import (
+    REDUCTIONS,
+    check_reduction,
+    name_of,
+    num_arguments,
+    takes_targets,
+    without_target,
+)
 from hybridpp.pipeline.forward_signature import ForwardSignature, describe_arguments
+from hybridpp.pipeline.selected_inputs import InputSelection, with_selection
 from hybridpp.pipeline.step import PipelineStep, StepResult
-
-_HOMES = ("torch.nn.functional", "torch.nn.modules.loss")
-"""The modules of torch's losses, which are called with a tensor and its target, not with a batch."""
-
-_REDUCTIONS = {"mean": False, "batchmean": False, "elementwise_mean": False, "sum": True}
 
 
 class CriterionAdapter:
@@ -32,30 +34,31 @@ class CriterionAdapter:
     Args:
         criterion: callable.
         signature: of the model's forward.
+        loss_reduction: what criteria return that do not say it themselves; None: unknown.
 
     Attributes:
         criterion: as given.
         identity: equal for functions that a script defines again at every step.
         sums: whether it returns a sum over samples instead of a mean, by its attribute ``reduction``.
-        declares_reduction: whether it has such an attribute.
+        declares_reduction: whether that is known.
         num_items: counts the items of a micro-batch's inputs that the mean is over; None: items are samples.
 
     Raises:
-        ConfigError: it has none of these forms, or does not reduce.
+        ConfigError: it has none of these forms, does not reduce, or otherwise than ``loss_reduction``.
     """
 
-    def __init__(self, criterion: Callable[..., Any], signature: ForwardSignature):
+    def __init__(self, criterion: Callable[..., Any], signature: ForwardSignature, loss_reduction: str | None = None):
         self.criterion = criterion
         self.identity: Any = getattr(criterion, "__code__", criterion)
         self._signature = signature
         self._reduction = getattr(criterion, "reduction", None)
         self._is_torchs = takes_targets(criterion)
-        self._num_arguments = 2 if self._is_torchs else _num_arguments(criterion)
+        self._num_arguments = 2 if self._is_torchs else num_arguments(criterion)
         # Batches that the forward accepts completely: looked up for every micro-batch, checked once.
         self._taken_names: set[tuple[Any, ...]] = set()
-        reduction = reduction_of(criterion)
+        reduction = check_reduction(criterion, loss_reduction)
         self.declares_reduction = reduction is not None
-        self.sums = reduction is not None and _REDUCTIONS[reduction]
+        self.sums = reduction is not None and REDUCTIONS[reduction]
         self.num_items: Callable[[Any], Any] | None = getattr(criterion, "num_items", None)
         classes = ClassWeights.of(criterion) if self._is_torchs and self.num_items is None else None
         if classes is not None:
@@ -80,7 +83,7 @@ class CriterionAdapter:
                 self._taken_names.add(tuple(batch))
             return taken
         self._target(batch)
-        if isinstance(batch, tuple | list):
+        if isinstance(batch, tuple | list) and not self._signature.selects:
             rest = without_target(batch)
             if self._signature.extra_entries(rest):
                 raise self._unclear(
@@ -97,15 +100,17 @@ class CriterionAdapter:
         try:
             return self.criterion(*given)
         except Exception as error:
-            error.add_note(f"hybridpp: in {_name(self.criterion)}({', '.join(map(describe_arguments, given))})")
+            error.add_note(f"hybridpp: in {name_of(self.criterion)}({', '.join(map(describe_arguments, given))})")
             raise
 
     def _target(self, batch: Any) -> Any:
+        extra_entries = self._signature.extra_entries(batch)
+        if (isinstance(batch, dict) or self._signature.selects) and len(extra_entries) == 1:
+            return batch[extra_entries[0]]
+        if self._signature.selects:
+            raise self._unclear(f"a batch of which model_inputs leaves {len(extra_entries)} entries")
         if isinstance(batch, tuple | list) and len(batch) > 1:
             return batch[-1]
-        extra_entries = self._signature.extra_entries(batch)
-        if isinstance(batch, dict) and len(extra_entries) == 1:
-            return batch[extra_entries[0]]
         if isinstance(batch, dict):
             rest = (
                 f", which are arguments of {self._signature.owner}.forward except {', '.join(extra_entries) or 'none'}"
@@ -115,7 +120,7 @@ class CriterionAdapter:
 
     def _unclear(self, got: str) -> ConfigError:
         return ConfigError(
-            f"{_name(self.criterion)} takes a tensor and its target, which is the last entry of a tuple, or the one "
+            f"{name_of(self.criterion)} takes a tensor and its target, which is the last entry of a tuple, or the one "
             f"entry of a dict that is no argument of the model's forward: got {got}. Select both, for example with "
             'criterion=lambda outputs, inputs: loss(outputs.logits, inputs["labels"]).'
         )
@@ -127,12 +132,21 @@ class SignatureCache:
     Args:
         model: its forward may have been wrapped.
         signature: of its forward before it was wrapped.
+        model_inputs: what the model gets of a batch; None: all that its forward accepts.
+        loss_reduction: what criteria return that do not say it themselves; None: unknown.
     """
 
-    def __init__(self, model: nn.Module, signature: ForwardSignature):
+    def __init__(
+        self,
+        model: nn.Module,
+        signature: ForwardSignature,
+        model_inputs: InputSelection | None = None,
+        loss_reduction: Literal["mean", "sum"] | None = None,
+    ):
+        self._model_inputs, self._loss_reduction = model_inputs, loss_reduction
         self._model = model
         self._forward = model.forward
-        self._signature = signature
+        self._signature = with_selection(signature, model_inputs)
         self._criterion: CriterionAdapter | None = None
 
     def of(self, criterion: Callable[..., Any] | None) -> "CriterionAdapter | ForwardSignature":
@@ -144,11 +158,12 @@ class SignatureCache:
         forward = self._model.forward
         if self._forward is not forward:  # the script has replaced it
             self._forward, self._criterion = forward, None
-            self._signature = ForwardSignature.of(forward, type(self._model).__name__)
+            signature = ForwardSignature.of(forward, type(self._model).__name__)
+            self._signature = with_selection(signature, self._model_inputs)
         if criterion is None:
             return self._signature
         if self._criterion is None or not self._criterion.is_of(criterion):
-            self._criterion = CriterionAdapter(criterion, self._signature)
+            self._criterion = CriterionAdapter(criterion, self._signature, self._loss_reduction)
         return self._criterion
 
 
@@ -213,61 +228,3 @@ def _widened_when_read(output: Tensor) -> Tensor:
     if output.dim() == 0 or not is_known:
         return output.float()
     return deferred(output, output.float, dtype=torch.float32, device=output.device)
-
-
-def reduction_of(criterion: Any) -> str | None:
-    """The reduction that a criterion declares: its attribute ``reduction``, or a bound argument of that name.
-
-    Criteria inside of it do not count: it may divide the sum that an inner criterion returns.
-
-    Raises:
-        ConfigError: it declares that it does not reduce.
-    """
-    held = criterion.keywords.get("reduction") if isinstance(criterion, functools.partial) else None
-    reduction = held or getattr(criterion, "reduction", None)
-    if reduction == "none":
-        raise ConfigError(
-            f"a criterion must return one number per micro-batch: {_name(criterion)} has reduction='none'. "
-            "Use 'mean' or 'sum', or reduce its result."
-        )
-    return reduction if isinstance(reduction, str) and reduction in _REDUCTIONS else None
-
-
-def without_target(batch: Any) -> Any:
-    """A tuple or list without its last entry, the target of a torch loss. A dict is unchanged: names select from it."""
-    return batch[:-1] if isinstance(batch, tuple | list) and len(batch) > 1 else batch
-
-
-def takes_targets(criterion: Any) -> bool:
-    """Whether it is one of torch's losses that are called with a tensor and its target, not with a batch."""
-    function = criterion
-    while isinstance(function, functools.partial) and not function.args:
-        function = function.func
-    if isinstance(function, nn.Module):
-        function = type(function).forward.__get__(function)
-    if getattr(function, "__module__", None) not in _HOMES:
-        return False
-    needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
-    return len(needed) == 2
-
-
-def _num_arguments(criterion: Any) -> int:
-    """2 (outputs and inputs) or 1 (outputs)."""
-    try:
-        signature = inspect.signature(criterion.forward if isinstance(criterion, nn.Module) else criterion)
-    except (TypeError, ValueError, AttributeError):
-        return 2
-    for count in (2, 1):
-        try:
-            signature.bind(*[None] * count)
-        except TypeError:
-            continue
-        return count
-    raise ConfigError(
-        f"a criterion must accept (outputs, inputs) or (outputs): {_name(criterion)} has the signature "
-        f"{signature}. Bind other arguments: criterion=lambda outputs, inputs: ..."
-    )
-
-
-def _name(criterion: Any) -> str:
-    return getattr(criterion, "__name__", None) or type(criterion).__name__

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -27,6 +27,7 @@ class ForwardSignature:
         num_positional: the maximum number of positional arguments; None: any number.
         num_required: the minimum number of positional arguments.
         required_by_name: names of the required keyword-only arguments.
+        selects: whether the script says what the model gets of a batch.
     """
 
     owner: str
@@ -35,6 +36,7 @@ class ForwardSignature:
     num_positional: int | None = None
     num_required: int = 0
     required_by_name: frozenset[str] = frozenset()
+    selects: ClassVar[bool] = False
 
     @classmethod
     def of(cls, forward: Callable[..., Any], owner: str) -> "ForwardSignature":

@@ -90,8 +90,8 @@ class CriterionCheck:
             raise ConfigError(
                 "the criterion returns a sum over samples without declaring it: for twice the samples it returned "
                 "twice "
-                "the loss, and the mean of such losses depends on num_microbatches. Set criterion.reduction = 'sum' "
-                "(functions have attributes, too), or return the mean."
+                "the loss, and the mean of such losses depends on num_microbatches. Pass loss_reduction='sum' "
+                "to boost, or set criterion.reduction = 'sum' (functions have attributes, too), or return the mean."
             )
         if reduction is LossReduction.SUM_IN_MODEL and not self._has_warned:
             self._has_warned = True

@@ -146,10 +146,6 @@ class Engine:
         """A context in which gradients are only accumulated."""
         return nullcontext() if self.buckets is None else self.buckets.no_sync()
 
-    def set_signature(self, signature: ForwardSignature) -> None:
-        """Set the signature that the model's forward had before boost."""
-        self.signatures = SignatureCache(self.model, signature)
-
     def step(self, data_iter: Iterator[Any], criterion: Criterion | None, options: StepOptions) -> dict[str, Any]:
         """One step of training, or of evaluation if gradients are disabled. Collective: all ranks."""
         training = torch.is_grad_enabled()

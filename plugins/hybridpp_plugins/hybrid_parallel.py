@@ -12,7 +12,15 @@ from torch.utils.data import DataLoader, Dataset
 from hybridpp.cluster import RankGrid, check_joined, current_world, preserved_random_state
 from hybridpp.config import ParallelConfig, PipelineGradientCheckpointConfig, Precision, require_bools
 from hybridpp.errors import ConfigError
-from hybridpp.pipeline import ForwardSignature, StageManager, compile_keywords
+from hybridpp.pipeline import (
+    ForwardSignature,
+    InputSelection,
+    SignatureCache,
+    StageManager,
+    check_reduction,
+    compile_keywords,
+    with_selection,
+)
 from hybridpp.plugin import Boosted, Plugin, PreviewsTensorParallel, TensorParallelPreview
 from hybridpp_plugins.boosted_models import BoostedModels
 from hybridpp_plugins.dataloader import DataLoaderConfig
@@ -280,7 +288,15 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
         )
         return config.loader(dataset)
 
-    def configure(self, parts: Boosted, *, device: torch.device | None = None, sample: Any = None) -> Boosted:
+    def configure(
+        self,
+        parts: Boosted,
+        *,
+        device: torch.device | None = None,
+        sample: Any = None,
+        model_inputs: InputSelection | None = None,
+        loss_reduction: Literal["mean", "sum"] | None = None,
+    ) -> Boosted:
         """See :meth:`hybridpp.Booster.boost`."""
         self._check_open()
         check_parts(parts)
@@ -289,15 +305,18 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
             device = torch.device("cuda", torch.cuda.current_device())
         self.layout.check_carried(device)
         signature = ForwardSignature.of(parts.model.forward, type(parts.model).__name__)
+        called = with_selection(signature, model_inputs)
+        if loss_reduction is not None:
+            check_reduction(parts.criterion, loss_reduction)
 
         def samples() -> Samples:
-            return find_samples(parts.model, parts.dataloader, sample, device).called_by(signature, parts.criterion)
+            return find_samples(parts.model, parts.dataloader, sample, device).called_by(called, parts.criterion)
 
         with undone_on_failure(parts.model, parts.optimizer) as rollback:
             context = BoostContext(self.settings, self.layout, self._planner, device, samples, rollback)
             with preserved_random_state(device):
                 engine = boost(parts, context, self._num_boosted)
-            engine.set_signature(signature)
+            engine.signatures = SignatureCache(parts.model, signature, model_inputs, loss_reduction)
             attach_engine(engine.adapter, engine)
             scheduler: Any = parts.lr_scheduler
             if scheduler is not None and engine.optimizer is not None:

@@ -40,7 +40,8 @@ class Samples:
         """
         if self.are_made:
             return self
-        batches = map(without_target, self.batches) if takes_targets(criterion) else self.batches
+        is_pair = takes_targets(criterion) and not signature.selects
+        batches = map(without_target, self.batches) if is_pair else self.batches
         return replace(self, batches=tuple(map(signature.model_inputs, batches)))
 
     @contextmanager

@@ -173,6 +173,72 @@ def test_a_sum_is_refused_until_it_says_so():
     assert Loopback(1).run(run) == [pytest.approx(squared(Net(), *pairs()).item())]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS[2:4], ids=str)
+def test_boost_may_say_that_criteria_add_up(layout):
+    loss, gradients = by_itself(Net(), squared, pairs())
+
+    def run():
+        settings = {name: value for name, value in layout.items() if name != "dp_size"}
+        booster = Booster(plugin=HybridParallelPlugin(**settings), device="cpu")
+        model = Net()
+        parts = booster.boost(model, sgd(model.parameters()), sample=pairs(2), loss_reduction="sum", model_inputs=0)
+        half = layout.get("dp_size", 1)
+        rows = slice(None) if half == 1 else slice(4 * booster.plugin.layout.here.dp, None)
+        batch = tuple(part[rows][: 8 // half] for part in pairs())
+        found = booster.execute_pipeline(iter([batch]), parts.model, sums, parts.optimizer)["loss"].item()
+        return found, gradients_of(booster, parts.model)
+
+    ranks = Loopback(layout.get("pp_size", 1) * layout.get("dp_size", 1)).run(run)
+    assert_near({name: one for _, found in ranks for name, one in found.items()}, gradients, 1e-5)
+    assert sum(found for found, _ in ranks) == pytest.approx(loss * layout.get("pp_size", 1), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "criterion", "message"),
+    [
+        ({"loss_reduction": "add"}, None, "loss_reduction must be 'mean', 'sum' or None: got loss_reduction='add'"),
+        ({"loss_reduction": "sum"}, nn.MSELoss(), "MSELoss has reduction='mean', and boost got loss_reduction='sum'"),
+        ({"loss_reduction": "mean"}, said_sum, "said_sum has reduction='sum', and boost got loss_reduction='mean'"),
+        ({"model_inputs": []}, None, "model_inputs must be names or indices"),
+    ],
+)
+def test_a_contradicting_reduction_is_refused(settings, criterion, message):
+    model = Net()
+    booster = Booster(plugin=HybridParallelPlugin(), device="cpu")
+    with pytest.raises(ConfigError, match=message):
+        booster.boost(model, sgd(model.parameters()), criterion, **settings)
+    assert vars(model).keys() == vars(Net()).keys()
+
+
+class Keywords(Net):
+    """Names no argument, so that it may get anything."""
+
+    def forward(self, **inputs):
+        return super().forward(inputs["x"])
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_the_target_of_a_torch_loss_is_what_the_model_does_not_get(pp_size):
+    x, y = pairs()
+    loss, _ = by_itself(Net(), lambda model, x, y: F.mse_loss(model(x), y), (x, y))
+
+    def run():
+        booster = Booster(plugin=HybridParallelPlugin(pp_size=pp_size, num_microbatches=2), device="cpu")
+        found = []
+        for selection, batch in (("x", {"x": x, "y": y}), ({"x": 1}, (y, x))):
+            model, criterion = Keywords(), nn.MSELoss()
+            parts = booster.boost(model, sgd(model.parameters()), criterion, sample=batch, model_inputs=selection)
+            step = booster.execute_pipeline(iter([batch]), parts.model, criterion, parts.optimizer)
+            found.append(step["loss"].item())
+            three = {**batch, "z": y} if isinstance(batch, dict) else (*batch, y)
+            with pytest.raises(ConfigError, match="a batch of which model_inputs leaves 2 entries"):
+                booster.execute_pipeline(iter([three]), parts.model, criterion, parts.optimizer)
+        return found
+
+    for found in Loopback(pp_size).run(run):
+        assert found == pytest.approx([loss, loss])
+
+
 def test_one_microbatch_in_all_may_hold_any_sum():
     _, gradients = by_itself(Net(), squared, pairs())
     assert_near(train(Net, [pairs()], criterion=sums, num_microbatches=1)["gradients"], gradients)

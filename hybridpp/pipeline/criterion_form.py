@@ -1,0 +1,91 @@
+"""Which form a user's criterion has: a loss of torch's or a function, and what it returns over samples."""
+
+import functools
+import inspect
+from typing import Any
+
+from torch import nn
+
+from hybridpp.errors import ConfigError
+
+_HOMES = ("torch.nn.functional", "torch.nn.modules.loss")
+"""The modules of torch's losses, which are called with a tensor and its target, not with a batch."""
+
+REDUCTIONS = {"mean": False, "batchmean": False, "elementwise_mean": False, "sum": True}
+"""Whether each reduction adds up over samples, by the names that torch's losses use."""
+
+
+def reduction_of(criterion: Any) -> str | None:
+    """The reduction that a criterion declares: its attribute ``reduction``, or a bound argument of that name.
+
+    Criteria inside of it do not count: it may divide the sum that an inner criterion returns.
+
+    Raises:
+        ConfigError: it declares that it does not reduce.
+    """
+    held = criterion.keywords.get("reduction") if isinstance(criterion, functools.partial) else None
+    reduction = held or getattr(criterion, "reduction", None)
+    if reduction == "none":
+        raise ConfigError(
+            f"a criterion must return one number per micro-batch: {name_of(criterion)} has reduction='none'. "
+            "Use 'mean' or 'sum', or reduce its result."
+        )
+    return reduction if isinstance(reduction, str) and reduction in REDUCTIONS else None
+
+
+def check_reduction(criterion: Any, loss_reduction: str | None) -> str | None:
+    """The reduction that a criterion declares, else ``loss_reduction``.
+
+    Raises:
+        ConfigError: ``loss_reduction`` is none, or the criterion declares another one.
+    """
+    if loss_reduction not in (None, "mean", "sum"):
+        raise ConfigError(f"loss_reduction must be 'mean', 'sum' or None: got loss_reduction={loss_reduction!r}.")
+    reduction = reduction_of(criterion)
+    if reduction and loss_reduction and REDUCTIONS[reduction] != REDUCTIONS[loss_reduction]:
+        raise ConfigError(
+            f"{name_of(criterion)} has reduction={reduction!r}, and boost got loss_reduction={loss_reduction!r}. Give "
+            "one of them, or the same."
+        )
+    return reduction or loss_reduction
+
+
+def without_target(batch: Any) -> Any:
+    """A tuple or list without its last entry, the target of a torch loss. A dict is unchanged: names select from it."""
+    return batch[:-1] if isinstance(batch, tuple | list) and len(batch) > 1 else batch
+
+
+def takes_targets(criterion: Any) -> bool:
+    """Whether it is one of torch's losses that are called with a tensor and its target, not with a batch."""
+    function = criterion
+    while isinstance(function, functools.partial) and not function.args:
+        function = function.func
+    if isinstance(function, nn.Module):
+        function = type(function).forward.__get__(function)
+    if getattr(function, "__module__", None) not in _HOMES:
+        return False
+    needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    return len(needed) == 2
+
+
+def num_arguments(criterion: Any) -> int:
+    """2 (outputs and inputs) or 1 (outputs)."""
+    try:
+        signature = inspect.signature(criterion.forward if isinstance(criterion, nn.Module) else criterion)
+    except (TypeError, ValueError, AttributeError):
+        return 2
+    for count in (2, 1):
+        try:
+            signature.bind(*[None] * count)
+        except TypeError:
+            continue
+        return count
+    raise ConfigError(
+        f"a criterion must accept (outputs, inputs) or (outputs): {name_of(criterion)} has the signature "
+        f"{signature}. Bind other arguments: criterion=lambda outputs, inputs: ..."
+    )
+
+
+def name_of(criterion: Any) -> str:
+    """Its name in errors."""
+    return getattr(criterion, "__name__", None) or type(criterion).__name__
