@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
+from hybridpp.boosted import Boosted
 from hybridpp.errors import ConfigError
-from hybridpp.plugin import Boosted
 
 T = TypeVar("T")
 
@@ -48,6 +48,20 @@ class BoostedRuns:
         if not found:
             raise ConfigError("there is no run to save or resume. Call booster.boost first.")
         return found
+
+    def part_of(self, optimizer: Any) -> Boosted:
+        """What was boosted together with an optimizer.
+
+        Raises:
+            ConfigError: nothing was.
+        """
+        for part in self.parts():
+            if optimizer is not None and part.optimizer is optimizer:
+                return part
+        raise ConfigError(
+            f"this {type(optimizer).__name__} was not boosted by this booster. Pass the optimizer that booster.boost "
+            "returned."
+        )
 
 
 def _reference(value: T) -> Callable[[], T | None]:

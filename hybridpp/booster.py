@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,34 +11,26 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from hybridpp.boosted_runs import BoostedRuns
-from hybridpp.config import require_bools
+from hybridpp.booster_saves import BoosterSaves
 from hybridpp.errors import ConfigError, NotBuiltError
 from hybridpp.plugin import (
     Boosted,
     Criterion,
     Plugin,
     RecordsTimelines,
-    Resumed,
     RunsPipeline,
-    SavesModels,
-    SavesRuns,
     StepOptions,
     UnboostsModels,
     configure_with,
 )
-from hybridpp.saving import check_run_arguments, check_save_arguments
 
 # Methods that other libraries' boosters have and this one does not, each with what to do instead.
 _UNSUPPORTED = {
-    "save_optimizer": "Call booster.save, which saves it with everything else.",
-    "load_optimizer": "Call booster.resume.",
-    "save_lr_scheduler": "Call booster.save, or save lr_scheduler.state_dict().",
-    "load_lr_scheduler": "Call booster.resume, or lr_scheduler.load_state_dict().",
     "enable_lora": "Wrap the model with the peft library before boost.",
 }
 
 
-class Booster:
+class Booster(BoosterSaves):
     """Turns an ordinary training script into a parallel one.
 
     Args:
@@ -241,163 +232,6 @@ class Booster:
             raise ConfigError(f"{type(self.plugin).__name__} records no timelines. Use HybridParallelPlugin.")
         return self.plugin.record_timeline(model)
 
-    def save_model(
-        self,
-        model: nn.Module,
-        path: str | Path,
-        shard: bool = True,
-        size_per_shard: int = 1024,
-        *,
-        use_safetensors: bool | None = None,
-        prefix: str | None = None,
-        gather_dtensor: bool = True,
-        use_async: bool = False,
-    ) -> None:
-        """Write the complete model to a folder that Hugging Face's ``from_pretrained`` reads, or to one file.
-
-        Weights are written in the dtype that they had before ``boost``: trained weights from their fp32 masters,
-        frozen weights as the precision rounded them. Collective: every rank of the world; rank 0 writes.
-
-        New files are written next to existing weights and then replace them, so the disk must hold both. If the job is
-        killed during the save, or the disk is full, a load finds either the old or the new weights, never a mixture;
-        the next save removes incomplete files. Other files in the folder are kept.
-
-        Args:
-            model: the boosted model; or every rank's copy of it, or its ``torch.optim.swa_utils.AveragedModel``.
-            path: a folder, created if it does not exist. A path that ends in ``.safetensors``, ``.pt``, ``.pth`` or
-                ``.bin`` and is not a folder becomes one file with the complete model's ``state_dict()``.
-            shard: whether to split the weights in a folder into several files.
-            size_per_shard: the maximum size of such a file, in MB (10**6 bytes).
-            use_safetensors: None derives the format from the path; a folder holds safetensors files.
-            prefix, gather_dtensor, use_async: accepted for compatibility, at their defaults only.
-
-        Raises:
-            CheckpointError: the path cannot be written to; raised on every rank.
-            ConfigError: an argument is not supported, or the arguments do not fit together.
-        """
-        check_save_arguments(
-            Path(path),
-            shard=shard,
-            size_per_shard=size_per_shard,
-            use_safetensors=use_safetensors,
-            prefix=prefix,
-            gather_dtensor=gather_dtensor,
-            use_async=use_async,
-        )
-        self._saver().save_model(model, Path(path), shard=shard, size_per_shard_mb=size_per_shard)
-
-    def load_model(
-        self, model: nn.Module, path: str | Path, strict: bool = True, *, low_cpu_mem_mode: bool = True
-    ) -> None:
-        """Read weights from such a folder or file into the boosted model. Collective: every rank of the world.
-
-        Each rank reads only the tensors that it owns. In addition to these, it maps one file of the folder at a time.
-
-        Args:
-            model: the boosted model.
-            path: a folder with safetensors files; or one file with a state dict under the model's own names, written
-                by safetensors or by ``torch.save`` (read with ``weights_only=True``, so it cannot run code).
-            strict: whether missing and unexpected names are an error.
-            low_cpu_mem_mode: accepted for compatibility, as True only: each rank reads only what it owns.
-
-        Raises:
-            ConfigError: an argument has the wrong type or is not supported.
-            CheckpointError: there are no weights, they are corrupt or do not fit the model, or the folder holds two
-                models of which one is out of date; raised on every rank.
-        """
-        require_bools(strict=strict, low_cpu_mem_mode=low_cpu_mem_mode)
-        if not low_cpu_mem_mode:
-            raise ConfigError(
-                "low_cpu_mem_mode=False is not supported: each rank reads only what it owns, file by file. Leave it "
-                "out."
-            )
-        self._saver().load_model(model, Path(path), strict=strict)
-
-    def save(
-        self,
-        path: str | Path,
-        *,
-        step: int,
-        extras: Mapping[str, Any] | None = None,
-        keep_last: int | None = None,
-        asynchronous: bool = False,
-    ) -> None:
-        """Write a checkpoint of the run, from which :meth:`resume` goes on bit for bit, in this or another layout.
-
-        It holds, of every model that this booster boosted, weights in full precision, optimizer state, loss scale, LR
-        schedule and the position in the dataloader that was given to :meth:`boost`; and random generators, Python's,
-        numpy's and torch's. Each rank writes what it owns to ``path/step-00000120/``. If the job is killed, or the disk
-        is full, earlier checkpoints are as they were, and so is the run.
-
-        Collective: every rank of the world, between ``optimizer.step()`` and the next ``execute_pipeline``.
-
-        Args:
-            path: the folder of the run's checkpoints, on a file system that all ranks share; created if it does not
-                exist.
-            step: number of the step, which names the checkpoint; one of the same number is replaced.
-            extras: values to keep with it: numbers, text, lists, tuples, dicts, tensors, numpy arrays. Those of rank 0
-                are.
-            keep_last: how many checkpoints stay, this one included; older ones are removed once it is complete. None:
-                all.
-            asynchronous: return as soon as this rank's part is copied to host memory, and write it while training goes
-                on. The checkpoint counts when all ranks have written theirs. The next save, :meth:`resume` and
-                :meth:`wait_for_save` wait for it, and raise what made it fail.
-
-        Raises:
-            CheckpointError: it, or the asynchronous one before it, cannot be written; raised on every rank.
-            ConfigError: gradients are held, an argument is wrong, or nothing was boosted.
-        """
-        check_run_arguments(step, keep_last)
-        require_bools(asynchronous=asynchronous)
-        self._run_saver().save_run(
-            self._runs.parts(),
-            Path(path),
-            step=step,
-            extras={} if extras is None else extras,
-            keep_last=keep_last,
-            asynchronous=asynchronous,
-        )
-
-    def wait_for_save(self) -> None:
-        """Wait until the last asynchronous save is complete. Collective: every rank of the world.
-
-        A script that ends waits by itself, but only this call, and the next save, raise what made it fail.
-
-        Raises:
-            CheckpointError: it could not be written; raised on every rank.
-        """
-        self._run_saver().wait_for_save()
-
-    def resume(self, path: str | Path, *, missing: Literal["error", "fresh"] = "error") -> Resumed:
-        """Go on from the newest checkpoint in a folder that is intact. Call it after :meth:`boost`.
-
-        The layout, the schedule, the precision, the batch size and the number of workers may differ from those that
-        saved it: then the run is the same up to rounding. Each rank reads what it owns.
-
-        Collective: every rank of the world, with the models, optimizers and dataloaders boosted in the order of the
-        run that saved it.
-
-        Args:
-            path: the folder that :meth:`save` was given.
-            missing: what a folder without checkpoints is: ``"error"``, or ``"fresh"``: the start of a new run.
-
-        Returns:
-            Where the run goes on: step, epoch, batches of the epoch that are done, and extras.
-
-        Raises:
-            CheckpointError: there is no checkpoint, none is intact, or it does not fit the run; raised on every rank,
-                and then nothing was changed.
-            ConfigError: an argument is wrong, or nothing was boosted.
-        """
-        if missing not in ("error", "fresh"):
-            raise ConfigError(f'missing must be "error" or "fresh": got {missing!r}.')
-        return self._run_saver().resume_run(self._runs.parts(), Path(path), start_fresh=missing == "fresh")
-
-    def _run_saver(self) -> SavesRuns:
-        if not isinstance(self.plugin, SavesRuns):
-            raise ConfigError(f"{type(self.plugin).__name__} saves no runs. Use HybridParallelPlugin.")
-        return self.plugin
-
     def unboost(self, model: nn.Module) -> nn.Module:
         """Take everything off a boosted model again: no wrapped forward, no hook and no attribute of ours is left.
 
@@ -424,8 +258,3 @@ class Booster:
         if name in _UNSUPPORTED:
             raise NotBuiltError(f"booster.{name} is not supported yet. {_UNSUPPORTED[name]}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def _saver(self) -> SavesModels:
-        if not isinstance(self.plugin, SavesModels):
-            raise ConfigError(f"{type(self.plugin).__name__} cannot save models. Use torch.save on the model's state.")
-        return self.plugin

@@ -2,8 +2,8 @@
 
 To write one, subclass :class:`Plugin` and override the hooks that change. Further capabilities are base classes of
 their own, which the booster checks with ``isinstance``: :class:`RunsPipeline` (``execute_pipeline``),
-:class:`SavesModels` (``save_model``, ``load_model``), :class:`SavesRuns` (``save``, ``resume``),
-:class:`RecordsTimelines` (``record_timeline``) and
+:class:`SavesModels` (``save_model``, ``load_model``), :class:`SavesRuns` (``save``, ``resume``), :class:`SavesParts`
+(``save_optimizer``, ``load_lr_scheduler``, …), :class:`RecordsTimelines` (``record_timeline``) and
 :class:`PreviewsTensorParallel` (``hybridpp partition --tp-size``). plugins/README.md has a complete one.
 
 The booster passes on what the script gave, and checks only what is the same for every plugin. A plugin checks the rest,
@@ -12,22 +12,21 @@ on every rank alike and before a collective, and raises subclasses of :class:`hy
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from hybridpp.boosted import Boosted, Criterion
 from hybridpp.config import require_bools
 from hybridpp.errors import ConfigError
 from hybridpp.pipeline import InputSelection
+from hybridpp.plugin_saves import Resumed, SavesModels, SavesParts, SavesRuns
 from hybridpp.registry import load_plugin
 from hybridpp.tp_preview import PreviewsTensorParallel, SequenceParallelBlock, TensorParallelPreview
 
@@ -40,6 +39,7 @@ __all__ = [
     "Resumed",
     "RunsPipeline",
     "SavesModels",
+    "SavesParts",
     "SavesRuns",
     "SequenceParallelBlock",
     "StepOptions",
@@ -47,45 +47,6 @@ __all__ = [
     "UnboostsModels",
     "plugin_class",
 ]
-
-
-class Criterion(Protocol):
-    """A callable that returns the loss of one micro-batch as a scalar tensor with a graph.
-
-    Three forms are understood: ``criterion(outputs, inputs)``, where ``outputs`` is what the model returned and
-    ``inputs`` the micro-batch as the dataloader gave it; ``criterion(outputs)``; and torch's losses
-    (``nn.CrossEntropyLoss()``, ``F.mse_loss``), whose target is the last entry of a tuple, or the one entry of a dict
-    that the model's forward does not take.
-
-    The loss is a mean over the samples of the micro-batch. Two attributes change that:
-
-    - ``num_items(inputs)`` returns what the mean is taken over, such as the number of tokens that count; an int, or a
-      tensor with one element. Micro-batches and replicas are weighted by it.
-    - ``reduction = "sum"``: the loss is a sum over the samples.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
-
-
-class Boosted(NamedTuple):
-    """The five parts of a run: what :meth:`Plugin.configure` is given, and what it and ``Booster.boost`` return.
-
-    It unpacks in this order, and ``parts._replace(model=...)`` is a copy with another part.
-
-    Attributes:
-        model: the script's module. A plugin may return another one; ``HybridParallelPlugin`` returns the same object.
-        optimizer: made on all parameters of ``model``. Whatever a plugin returns has ``step``, ``zero_grad``,
-            ``state_dict`` and ``param_groups``; None where the script gave none.
-        criterion: as the script gave it, or None.
-        dataloader: as the script gave it, or None; usually from :meth:`Plugin.prepare_dataloader`.
-        lr_scheduler: made on ``optimizer``; or None.
-    """
-
-    model: nn.Module
-    optimizer: Optimizer | None = None
-    criterion: Criterion | None = None
-    dataloader: DataLoader[Any] | None = None
-    lr_scheduler: LRScheduler | None = None
 
 
 class Plugin:
@@ -290,106 +251,6 @@ class RecordsTimelines(ABC):
         """A context whose value has ``timeline``, a :class:`hybridpp.timeline.Timeline`, after the block has ended.
 
         Collective: every rank of the world, at the start and at the end of the block.
-        """
-
-
-class SavesModels(ABC):
-    """A plugin that writes and reads weights: ``Booster.save_model`` and ``load_model`` need it."""
-
-    @abstractmethod
-    def save_model(self, model: nn.Module, path: Path, *, shard: bool, size_per_shard_mb: int) -> None:
-        """Write the complete model. Collective: every rank of the world; one of them writes.
-
-        The booster has checked the arguments.
-
-        Args:
-            model: the boosted model, or a copy of it.
-            path: a folder in Hugging Face's format, or one file, by its suffix (``.safetensors``, ``.pt``, …).
-            shard: whether a folder may hold several files.
-            size_per_shard_mb: size limit of each, in MB (10**6 bytes).
-
-        Raises:
-            CheckpointError: nothing can be written; on every rank.
-        """
-
-    @abstractmethod
-    def load_model(self, model: nn.Module, path: Path, *, strict: bool) -> None:
-        """Read what :meth:`save_model`, or ``save_pretrained`` of transformers, wrote. Collective: every rank.
-
-        Args:
-            model: the boosted model.
-            path: a folder or a file.
-            strict: whether missing and unexpected names are an error.
-
-        Raises:
-            CheckpointError: the weights are missing or broken, or do not fit the model; on every rank.
-        """
-
-
-class Resumed(NamedTuple):
-    """Where a run goes on; of a new run, nothing is done yet.
-
-    Attributes:
-        step: of the checkpoint, as the script counted it.
-        epoch: of the dataloader that was given to ``boost``; 0 without one.
-        batches: steps of that epoch that are done, counted in those of ``len(dataloader)``.
-        extras: that the script saved.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    batches: int = 0
-    extras: Mapping[str, Any] = MappingProxyType({})
-
-
-class SavesRuns(ABC):
-    """A plugin that saves and resumes complete runs: ``Booster.save`` and ``resume`` need it."""
-
-    @abstractmethod
-    def save_run(
-        self,
-        parts: Sequence[Boosted],
-        path: Path,
-        *,
-        step: int,
-        extras: Mapping[str, Any],
-        keep_last: int | None,
-        asynchronous: bool,
-    ) -> None:
-        """Write a checkpoint. Collective: every rank of the world. The booster has checked the arguments.
-
-        Args:
-            parts: what :meth:`Plugin.configure` returned for each model, in order.
-            path: the folder of checkpoints.
-            step: of the run.
-            extras: values of the script.
-            keep_last: how many checkpoints stay; None: all.
-            asynchronous: return once the run's values are copied, and write them in the background.
-
-        Raises:
-            CheckpointError: it, or the one in the background before it, cannot be written; on every rank, and earlier
-                checkpoints are as they were.
-        """
-
-    @abstractmethod
-    def wait_for_save(self) -> None:
-        """Wait for the save in the background, if there is one. Collective: every rank of the world.
-
-        Raises:
-            CheckpointError: it failed on some rank; on every rank.
-        """
-
-    @abstractmethod
-    def resume_run(self, parts: Sequence[Boosted], path: Path, *, start_fresh: bool) -> Resumed:
-        """Go on from the newest checkpoint that is intact. Collective: every rank of the world.
-
-        Args:
-            parts: as in :meth:`save_run`.
-            path: the folder of checkpoints.
-            start_fresh: whether a folder without checkpoints is no error.
-
-        Raises:
-            CheckpointError: there is none, or it does not fit; on every rank.
         """
 
 

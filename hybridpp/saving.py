@@ -1,5 +1,6 @@
-"""Checks of the arguments of ``save_model`` and ``save``, and the file suffixes that the former writes."""
+"""Checks of the arguments of saves, and the file suffixes that ``save_model`` writes."""
 
+import sys
 from pathlib import Path
 
 from hybridpp.config import require_bools
@@ -19,7 +20,6 @@ def check_save_arguments(
     shard: bool,
     size_per_shard: float,
     use_safetensors: bool | None,
-    prefix: str | None,
     gather_dtensor: bool,
     use_async: bool,
 ) -> None:
@@ -29,15 +29,7 @@ def check_save_arguments(
         ConfigError: an argument has the wrong type, does not fit the path, or is not supported.
     """
     require_bools(shard=shard, gather_dtensor=gather_dtensor, use_async=use_async)
-    if isinstance(size_per_shard, bool) or not isinstance(size_per_shard, int | float) or not size_per_shard > 0:
-        raise ConfigError(
-            f"size_per_shard must be a number of MB above 0: got {size_per_shard!r}. Use, for example, 1024."
-        )
-    if prefix:
-        raise ConfigError(
-            f"prefix={prefix!r} is not supported: from_pretrained would not find files with a prefix. Leave it out, "
-            "and save each model to its own folder."
-        )
+    check_size_per_shard(size_per_shard)
     if not gather_dtensor:
         raise ConfigError("gather_dtensor=False is not supported: saved weights are unsharded. Leave it out.")
     if use_async:
@@ -54,6 +46,38 @@ def check_save_arguments(
             f"use_safetensors={use_safetensors} does not fit the path: {path} is written as {form}. Leave it out, or "
             "use a path that ends in .safetensors or in .pt."
         )
+
+
+def check_size_per_shard(size_per_shard: float) -> None:
+    """Check the size limit of a file.
+
+    Raises:
+        ConfigError: it is no number above 0.
+    """
+    if isinstance(size_per_shard, bool) or not isinstance(size_per_shard, int | float) or not size_per_shard > 0:
+        raise ConfigError(
+            f"size_per_shard must be a number of MB above 0: got {size_per_shard!r}. Use, for example, 1024."
+        )
+
+
+def file_bytes_of(size_per_shard: float | None) -> int:
+    """The most that a file holds, in bytes, from MB (10**6 bytes); None: there is no limit."""
+    return sys.maxsize if size_per_shard is None else max(1, int(size_per_shard * 10**6))
+
+
+def with_prefix(path: str | Path, prefix: str | None) -> Path:
+    """The folder named ``prefix`` in a folder; without a prefix, the path.
+
+    Raises:
+        ConfigError: the prefix is no name of a folder, or the path is that of a file.
+    """
+    if not prefix:
+        return Path(path)
+    if not isinstance(prefix, str) or Path(prefix).name != prefix or prefix == "..":
+        raise ConfigError(f"prefix must be the name of a folder to make in the path: got {prefix!r}. Use a plain name.")
+    if is_file_name(Path(path)) and not Path(path).is_dir():
+        raise ConfigError(f"prefix={prefix!r} names a folder, and {path} ends as a file does. Put it in that name.")
+    return Path(path) / prefix
 
 
 def check_run_arguments(step: int, keep_last: int | None) -> None:

@@ -36,8 +36,11 @@ ROWS = {
     "hybridpp.plugin": 5,
     "hybridpp.tp_preview": 5,
     "hybridpp.registry": 5,
+    "hybridpp.plugin_saves": 5,
+    "hybridpp.boosted": 5,
     "hybridpp.boosted_runs": 5,
     "hybridpp.booster": 5,
+    "hybridpp.booster_saves": 5,
     "hybridpp_plugins": 6,
     "hybridpp.cli": 7,
     "hybridpp.__main__": 7,
@@ -48,7 +51,7 @@ TOGETHER = [
     {"hybridpp.errors", "hybridpp.config", "hybridpp.saving", "hybridpp.sizes", "hybridpp.text_table"},
     {
         *("hybridpp.plugin", "hybridpp.registry", "hybridpp.booster", "hybridpp.boosted_runs"),
-        "hybridpp.tp_preview",
+        *("hybridpp.plugin_saves", "hybridpp.boosted", "hybridpp.booster_saves", "hybridpp.tp_preview"),
     },
     {"hybridpp.cli", "hybridpp.__main__"},
 ]

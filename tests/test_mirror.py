@@ -11,8 +11,10 @@ PACKAGES = {"hybridpp": "tests", "plugins/hybridpp_plugins": "tests/plugins"}
 # Give a new module a test file instead of a line here.
 TYPES_ONLY = "types only"
 TESTED_THROUGH = {
+    "hybridpp/boosted.py": TYPES_ONLY,
     "hybridpp/boosted_runs.py": "tests/plugins/test_run_saves.py",
     "hybridpp/booster.py": "tests/test_registry.py",
+    "hybridpp/booster_saves.py": "tests/plugins/test_part_saves.py",
     "hybridpp/checkpoint/find_tensors.py": "tests/plugins/test_weights.py",
     "hybridpp/checkpoint/gather.py": "tests/plugins/test_tensor_parallel_folders.py",
     "hybridpp/checkpoint/index.py": "tests/checkpoint/test_folder.py",
@@ -81,6 +83,7 @@ TESTED_THROUGH = {
     "hybridpp/plan_search/size_attributes.py": "tests/plan_search/test_auxiliary_params.py",
     "hybridpp/plan_search/stacked_experts.py": "tests/plan_search/test_auxiliary_params.py",
     "hybridpp/plan_search/verify.py": "tests/plan_search/test_model_search.py",
+    "hybridpp/plugin_saves.py": TYPES_ONLY,
     "hybridpp/plugin.py": "tests/test_registry.py",
     "hybridpp/precision/function_casts.py": "tests/precision/test_mixed_dtype_rules.py",
     "hybridpp/precision/sharded_target.py": "tests/plugins/test_zero.py",
@@ -107,7 +110,10 @@ TESTED_THROUGH = {
     "plugins/hybridpp_plugins/optimizer_memory.py": "tests/partition/test_memory.py",
     "plugins/hybridpp_plugins/preview_tp.py": "tests/cli/test_partition.py",
     "plugins/hybridpp_plugins/rank_shares.py": "tests/plugins/test_reshard_checkpoints.py",
+    "plugins/hybridpp_plugins/folder_save.py": "tests/plugins/test_run_saves.py",
+    "plugins/hybridpp_plugins/optimizer_part.py": "tests/plugins/test_part_saves.py",
     "plugins/hybridpp_plugins/run_resume.py": "tests/plugins/test_run_saves.py",
+    "plugins/hybridpp_plugins/verified_folder.py": "tests/plugins/test_run_saves.py",
     "plugins/hybridpp_plugins/setup.py": "tests/plugins/test_parity.py",
     "plugins/hybridpp_plugins/timeline_recording.py": "tests/plugins/test_schedule_planner.py",
     "plugins/hybridpp_plugins/trained_weights.py": "tests/plugins/test_zero.py",

@@ -1,4 +1,4 @@
-"""Arguments of `save_model`."""
+"""Arguments of saves."""
 
 import re
 from pathlib import Path
@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 
 from hybridpp.errors import ConfigError
-from hybridpp.saving import check_run_arguments, check_save_arguments, is_file_name
+from hybridpp.saving import check_run_arguments, check_save_arguments, file_bytes_of, is_file_name, with_prefix
 
 DEFAULTS = {
     "shard": True,
     "size_per_shard": 1024,
     "use_safetensors": None,
-    "prefix": None,
     "gather_dtensor": True,
     "use_async": False,
 }
@@ -38,7 +37,6 @@ def test_the_format_must_be_that_of_the_path(tmp_path, name, safe):
     [
         ({"size_per_shard": 0}, "size_per_shard must be a number of MB above 0: got 0."),
         ({"size_per_shard": True}, "size_per_shard must be a number of MB above 0: got True."),
-        ({"prefix": "ema"}, "prefix='ema' is not supported"),
         ({"gather_dtensor": False}, "gather_dtensor=False is not supported"),
         ({"use_async": True}, "use_async=True is not supported"),
         ({"shard": 1}, "shard must be True or False: got shard=1."),
@@ -66,3 +64,20 @@ def test_right_arguments_of_a_run(keep_last):
 def test_wrong_arguments_of_a_run(step, keep_last, text):
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
         check_run_arguments(step, keep_last)
+
+
+def test_a_prefix_is_the_name_of_a_folder(tmp_path):
+    assert with_prefix("run", None) == with_prefix("run", "") == Path("run")
+    assert with_prefix("run", "ema") == Path("run/ema")
+    for prefix in ("..", "a/b", "/a", 1):
+        with pytest.raises(ConfigError, match="prefix must be the name of a folder to make in the path: got"):
+            with_prefix("run", prefix)
+    with pytest.raises(ConfigError, match=r"prefix='ema' names a folder, and run\.pt ends as a file does"):
+        with_prefix("run.pt", "ema")
+    (tmp_path / "run.pt").mkdir()
+    assert with_prefix(tmp_path / "run.pt", "ema").name == "ema"
+
+
+def test_the_limit_of_a_file_in_bytes():
+    assert (file_bytes_of(2), file_bytes_of(0.0000001)) == (2_000_000, 1)
+    assert file_bytes_of(None) > 2**60

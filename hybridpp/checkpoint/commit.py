@@ -7,6 +7,7 @@ new manifest replaces the old one. After that, nothing refers to the old files.
 import os
 import re
 import secrets
+from collections.abc import Collection
 from pathlib import Path
 
 from hybridpp.checkpoint.manifest import DATA_FILE, MANIFEST, Manifest
@@ -51,26 +52,34 @@ def is_committed(folder: Path, save_id: str) -> bool:
 
 
 def begin(path: Path, step: int, save_id: str) -> None:
-    """Make the folder of a step, and the token of a save.
+    """Make the folder of a step, and the token of a save; see :func:`begin_in`."""
+    begin_in(step_folder(path, step), save_id)
+
+
+def begin_in(folder: Path, save_id: str) -> None:
+    """Make a folder, and the token of a save.
 
     Raises:
         OSError: it cannot be written to.
     """
-    folder = step_folder(path, step)
-    is_new = not path.exists()
+    is_new = not folder.parent.exists()
     folder.mkdir(parents=True, exist_ok=True)
     if is_new:
-        sync(path.parent)
+        sync(folder.parent.parent)
     token_file(folder, save_id).touch(exist_ok=False)
 
 
 def commit(path: Path, manifest: Manifest) -> None:
+    """Let the checkpoint of a step count; see :func:`commit_in`."""
+    commit_in(step_folder(path, manifest.step), manifest)
+
+
+def commit_in(folder: Path, manifest: Manifest) -> None:
     """Let a checkpoint count, whose data files are on disk.
 
     Raises:
         OSError: the manifest cannot be written; then what was there before still counts.
     """
-    folder = step_folder(path, manifest.step)
     temporary = folder / f"manifest.{manifest.save_id}.tmp"
     try:
         with temporary.open("xb") as file:
@@ -78,7 +87,7 @@ def commit(path: Path, manifest: Manifest) -> None:
             file.flush()
             os.fsync(file.fileno())
         sync(folder)  # the names of the data files
-        sync(path)
+        sync(folder.parent)
         os.replace(temporary, folder / MANIFEST)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -136,7 +145,7 @@ def remove_old(path: Path, current: Manifest, keep_last: int | None) -> list[str
     for step in steps(path):
         try:
             if step == current.step:
-                _clean(step_folder(path, step), {*current.files})
+                clean(step_folder(path, step), {*current.files})
             elif step in dropped or step not in committed:
                 _drop(step_folder(path, step))
         except OSError as error:
@@ -148,14 +157,18 @@ def _drop(folder: Path) -> None:
     """Remove a checkpoint, its manifest first, so that it does not count while it is incomplete."""
     (folder / MANIFEST).unlink(missing_ok=True)
     sync(folder)
-    _clean(folder, set())
+    clean(folder, set())
     if not any(folder.iterdir()):
         folder.rmdir()
         sync(folder.parent)
 
 
-def _clean(folder: Path, kept: set[str]) -> None:
-    """Remove what saves wrote to a folder but for some files; other files stay."""
+def clean(folder: Path, kept: Collection[str]) -> None:
+    """Remove what saves wrote to a folder but for some files; other files stay.
+
+    Raises:
+        OSError: something cannot be removed.
+    """
     for entry in list(folder.iterdir()):
         written_by_us = DATA_FILE.fullmatch(entry.name) or _TEMPORARY.fullmatch(entry.name)
         if written_by_us and entry.name not in kept:

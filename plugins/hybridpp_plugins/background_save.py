@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridpp.checkpoint.commit import part_file
-from hybridpp.checkpoint.writer import Holding, WrittenFiles, remove, write_holdings
+from hybridpp.checkpoint.writer import Holding, WrittenFiles, remove
 from hybridpp.errors import CheckpointError
 
 _POLL_S = 0.02
@@ -28,12 +28,12 @@ class BackgroundSave:
         size: of the world.
         folder: of the checkpoint.
         save_id: of the save.
-        holdings: copies in host memory of what this rank writes.
-        described: what else it contributes; see :meth:`finish`.
+        write: writes copies in host memory to files, given the first part of their names.
+        described: what the rank contributes, given what it wrote.
         commit: called on rank 0 with what all ranks wrote and contribute, by rank.
 
     Attributes:
-        failure: why it failed; None: it has not, so far.
+        failure: why it failed on this rank; None: it has not, so far, or another rank did.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class BackgroundSave:
         size: int,
         folder: Path,
         save_id: str,
-        holdings: Sequence[Holding],
+        write: Callable[[str], WrittenFiles],
         described: Callable[[WrittenFiles], Mapping[str, Any]],
         commit: Callable[[Sequence[Mapping[str, Any]]], None],
     ):
         self._rank, self._size, self._folder, self._save_id = rank, size, folder, save_id
-        self._holdings: Sequence[Holding] = holdings
+        self._write: Callable[[str], WrittenFiles] | None = write
         self._described, self._commit = described, commit
         self.written = WrittenFiles({}, {})
         self.failure: Exception | None = None
@@ -66,16 +66,18 @@ class BackgroundSave:
 
     def _run(self) -> None:
         try:
-            prefix = f"rank-{self._rank:05d}.{self._save_id}"
-            self.written = write_holdings(self._folder, prefix, self._holdings)
-            self._holdings = ()
+            assert self._write is not None
+            self.written = self._write(f"rank-{self._rank:05d}.{self._save_id}")
+            self._write = None  # it holds the copies
             self._leave(self._described(self.written))
             if self._rank == 0:
                 self._commit(self._collect())
                 remove(part_file(self._folder, self._save_id, rank) for rank in range(self._size))
+        except _CancelledSave:
+            self._write = None
         except Exception as error:
             self.failure = error
-            self._holdings = ()
+            self._write = None
             self._leave_failure(error)
 
     def _leave(self, part: Mapping[str, Any]) -> None:
@@ -99,12 +101,16 @@ class BackgroundSave:
                 if time.monotonic() > deadline:
                     raise CheckpointError(f"rank {len(parts)} has not written its part in {_TIMEOUT_S:.0f} s")
                 if self._cancelled.wait(_POLL_S):
-                    raise CheckpointError("another rank could not write its part")
+                    raise _CancelledSave
                 continue
             parts.append(json.loads(path.read_text()))
             if "failure" in parts[-1]:
                 raise CheckpointError(f"rank {len(parts) - 1} failed: {parts[-1]['failure']}")
         return parts
+
+
+class _CancelledSave(Exception):
+    """Another rank failed, and has said so by other means."""
 
 
 def host_copies(holdings: Sequence[Holding]) -> list[Holding]:

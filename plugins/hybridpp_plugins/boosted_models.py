@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hybridpp.checkpoint.commit import step_folder
 from hybridpp.errors import ClosedError, ConfigError
 from hybridpp.plugin import (
     Boosted,
@@ -17,6 +18,7 @@ from hybridpp.plugin import (
     Resumed,
     RunsPipeline,
     SavesModels,
+    SavesParts,
     SavesRuns,
     StepOptions,
     UnboostsModels,
@@ -24,11 +26,13 @@ from hybridpp.plugin import (
 from hybridpp.precision import describe_dtypes
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.engine_handle import ENGINE, copied_weights, original_of
+from hybridpp_plugins.folder_save import FolderSave, Saves
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer
+from hybridpp_plugins.part_saves import OptimizerContents, ScheduleContents, load_optimizer, load_schedule
 from hybridpp_plugins.replica_loader import ReplicaDataLoader
 from hybridpp_plugins.run_resume import resume_run
-from hybridpp_plugins.run_saves import RunSaves
+from hybridpp_plugins.run_saves import RunContents
 from hybridpp_plugins.settings import PluginSettings
 from hybridpp_plugins.timeline_recording import TimelineRecording
 from hybridpp_plugins.training_state import RunParts
@@ -36,7 +40,7 @@ from hybridpp_plugins.unboost import unboost
 from hybridpp_plugins.weights import load_weights, save_weights
 
 
-class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, SavesRuns, UnboostsModels):
+class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, SavesRuns, SavesParts, UnboostsModels):
     """The part of a plugin that finds the engine of a boosted model, and hands calls to it.
 
     Attributes:
@@ -49,7 +53,7 @@ class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, SavesRuns, Unbo
     _closed = False
 
     def __init__(self) -> None:
-        self._saves = RunSaves()
+        self._saves = Saves()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -169,9 +173,9 @@ class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, SavesRuns, Unbo
         asynchronous: bool,
     ) -> None:
         """See :meth:`hybridpp.Booster.save`."""
-        self._saves.save(
-            self._run_parts(parts), path, step=step, extras=extras, keep_last=keep_last, asynchronous=asynchronous
-        )
+        self._saves.wait()
+        contents = RunContents(self._run_parts(parts), step, extras, keep_last)
+        self._saves.run(FolderSave(self.layout, step_folder(path, step), contents), asynchronous=asynchronous)
 
     def wait_for_save(self) -> None:
         """See :meth:`hybridpp.Booster.wait_for_save`."""
@@ -182,6 +186,34 @@ class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, SavesRuns, Unbo
         """See :meth:`hybridpp.Booster.resume`."""
         self._saves.wait()
         return resume_run(self._run_parts(parts), path, start_fresh=start_fresh)
+
+    def _engine_and_optimizer(self, part: Boosted) -> tuple[Engine, HybridOptimizer]:
+        engine = self._engine(part.model)
+        assert engine.optimizer is not None
+        return engine, engine.optimizer
+
+    def save_optimizer(self, part: Boosted, path: Path, *, file_bytes: int, asynchronous: bool) -> None:
+        """See :meth:`hybridpp.Booster.save_optimizer`."""
+        contents = OptimizerContents(*self._engine_and_optimizer(part))
+        self._saves.wait()
+        self._saves.run(FolderSave(self.layout, path, contents, file_bytes), asynchronous=asynchronous)
+
+    def load_optimizer(self, part: Boosted, path: Path) -> None:
+        """See :meth:`hybridpp.Booster.load_optimizer`."""
+        self._saves.wait()
+        load_optimizer(*self._engine_and_optimizer(part), path)
+
+    def save_lr_scheduler(self, lr_scheduler: Any, path: Path) -> None:
+        """See :meth:`hybridpp.Booster.save_lr_scheduler`."""
+        self._check_open()
+        self._saves.wait()
+        self._saves.run(FolderSave(self.layout, path, ScheduleContents(lr_scheduler)), asynchronous=False)
+
+    def load_lr_scheduler(self, lr_scheduler: Any, path: Path) -> None:
+        """See :meth:`hybridpp.Booster.load_lr_scheduler`."""
+        self._check_open()
+        self._saves.wait()
+        load_schedule(self.layout.control, lr_scheduler, path)
 
 
 def _check_call(engine: Engine, criterion: Criterion | None, optimizer: Optimizer | None, options: StepOptions) -> None:

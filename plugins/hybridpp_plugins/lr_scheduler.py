@@ -62,6 +62,10 @@ class SkipAwareScheduler(LRScheduler):
         self._scheduler.load_state_dict(state)
         self._count((applied, skipped))
 
+    def unwrap(self) -> LRScheduler:
+        """The scheduler that was given to ``boost``."""
+        return self._scheduler
+
     def __getattr__(self, name: str) -> Any:
         if name == "_scheduler":  # not set yet: being copied or unpickled
             raise AttributeError(name)

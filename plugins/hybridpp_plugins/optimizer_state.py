@@ -17,7 +17,7 @@ _FORMAT = 2
 _KEYS = ("optimizer", "loss_scale", "masters")
 _WAY_OUT = (
     "Save optimizer.state_dict() on every rank, in a file with the rank in its name, and load it on the same rank of "
-    "the same layout."
+    "the same layout; or call booster.save_optimizer, whose result any layout loads."
 )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from hybridpp.checkpoint.commit import (
 )
 from hybridpp.checkpoint.manifest import Manifest
 from hybridpp.checkpoint.plain_values import decode
-from hybridpp.checkpoint.reader import fill, verify_file
+from hybridpp.checkpoint.reader import fill
 from hybridpp.cluster import Group, gather_objects, get_dist_logger, set_generator_states
 from hybridpp.errors import CheckpointError, ConfigError
 from hybridpp.plugin import Resumed
 from hybridpp_plugins.agreement import agree
 from hybridpp_plugins.training_state import RunParts, TrainingState
+from hybridpp_plugins.verified_folder import verified
 
 _RESUME = "in booster.resume"
 
@@ -88,7 +90,7 @@ def _newest_intact(rank: int, control: Group, path: Path, start_fresh: bool) -> 
     (steps, *_) = gather_objects(control, _RESUME, steps)
     rejected: list[str] = []
     for step in steps:
-        manifest, reason = _verified(rank, control, path, step)
+        manifest, reason = verified(control, _RESUME, step_folder(path, step), partial(open_step, path, step))
         if not reason:
             _report(rejected, step)
             return manifest
@@ -99,22 +101,6 @@ def _newest_intact(rank: int, control: Group, path: Path, start_fresh: bool) -> 
             "begin a new run in another folder."
         )
     return None
-
-
-def _verified(rank: int, control: Group, path: Path, step: int) -> tuple[Manifest | None, str]:
-    """A checkpoint, and why it cannot be used, or "". Each rank reads some of its files. Collective: all ranks."""
-    manifest, reason = None, ""
-    try:
-        manifest = open_step(path, step)
-        for name in sorted(manifest.files)[rank :: control.size]:
-            verify_file(step_folder(path, step), manifest, name)
-    except CheckpointError as error:
-        reason = str(error)
-    rows = gather_objects(control, _RESUME, [reason, manifest.save_id if manifest else ""])
-    reasons = [reason for reason, _ in rows if reason]
-    if not reasons and len({save_id for _, save_id in rows}) > 1:
-        reasons = ["the ranks find different manifests"]
-    return manifest, reasons[0] if reasons else ""
 
 
 def _report(rejected: Sequence[str], step: int) -> None:

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from hybridpp.checkpoint.digest import tensor_digest
@@ -14,11 +14,10 @@ from hybridpp.checkpoint.plain_values import decode, encode
 from hybridpp.checkpoint.reader import PlannedRead, plan_reads
 from hybridpp.checkpoint.writer import Holding
 from hybridpp.cluster import get_dist_logger
-from hybridpp.errors import CheckpointError, ConfigError
-from hybridpp.precision import LossScale
+from hybridpp.errors import CheckpointError
 from hybridpp_plugins.engine import Engine
-from hybridpp_plugins.optimizer_by_name import OptimizerByName, merged_groups
-from hybridpp_plugins.optimizer_state import RunProgress, StepCounts
+from hybridpp_plugins.optimizer_part import OptimizerPart, merged_optimizer
+from hybridpp_plugins.optimizer_state import RunProgress
 from hybridpp_plugins.rank_shares import RankShares, find_buffer_owners, held_weights, is_extra_state, state_of
 from hybridpp_plugins.replica_loader import DataPosition, ReplicaDataLoader
 
@@ -55,15 +54,8 @@ class TrainingState:
         self._compares = compares and self._engine.layout.dp.size > 1
         self._owners = find_buffer_owners(self._engine, call, tensor_digest if self._compares else None)
         self._shares = RankShares(self._engine, self._owners.first_position)
-        self._optimizer: OptimizerByName | None = None
         boosted = self._engine.optimizer
-        if boosted is not None:
-            frozen = {
-                n: p for n, p in self._engine.model.named_parameters() if n not in self._engine.weights.parameters
-            }
-            updated: dict[str, nn.Parameter] = frozen | dict(boosted.target.tensors)
-            key = f"{self._prefix}optimizer/"
-            self._optimizer = OptimizerByName(boosted.unwrap(), updated, self._shares, key)
+        self._optimizer = boosted and OptimizerPart(self._engine, boosted, self._shares, self._prefix)
 
     @property
     def engine(self) -> Engine:
@@ -78,12 +70,8 @@ class TrainingState:
         Raises:
             ConfigError: gradients are held.
         """
-        optimizer = self._engine.optimizer
-        if optimizer is not None and optimizer.holds_gradients:
-            raise ConfigError(
-                "booster.save was called between backward and step: the checkpoint would lack the accumulated "
-                "gradients. Call it after optimizer.step() or optimizer.zero_grad()."
-            )
+        if self._optimizer is not None:
+            self._optimizer.check_can_save("booster.save")
 
     def holdings(self) -> list[Holding]:
         """What this rank writes.
@@ -119,23 +107,12 @@ class TrainingState:
             CheckpointError: see :meth:`OptimizerByName.described_state`.
             ConfigError: the state of the optimizer or the schedule holds an object.
         """
-        engine, boosted = self._engine, self._engine.optimizer
-        optimizer = None
-        if boosted is not None and self._optimizer is not None:
-            optimizer = {
-                "class": self._optimizer.kind,
-                "names": self._optimizer.group_names,
-                "settings": self._optimizer.settings(),
-                "state": self._optimizer.described_state(),
-                "counts": asdict(boosted.counts),
-                "loss_scale": vars(boosted.loss_scaler.state).copy() if _scales(engine) else None,
-            }
         scheduler = self._scheduler and encode(self._scheduler.state_dict(), "lr_scheduler.state_dict()")
         return {
-            "class": type(engine.model).__name__,
-            "progress": asdict(engine.progress),
+            "class": type(self._engine.model).__name__,
+            "progress": asdict(self._engine.progress),
             "extra_state": self._extra_state(),
-            "optimizer": optimizer,
+            "optimizer": None if self._optimizer is None else self._optimizer.described(),
             "lr_scheduler": scheduler,
             "data": None if self._loader is None else list(self._loader.position()),
         }
@@ -185,8 +162,7 @@ class TrainingState:
             saved = stored["optimizer"]
             if saved is None:
                 raise CheckpointError("the checkpoint was saved without an optimizer, and the run has one")
-            self._optimizer.check(saved, merged_groups(all_names))
-            state, more = self._optimizer.planned_state(saved["state"], manifest.tensors)
+            state, more = self._optimizer.plan(saved, manifest.tensors, all_names)
             holdings += more
         return PlannedState(plan_reads(manifest.tensors, holdings), state, position)
 
@@ -222,21 +198,15 @@ class TrainingState:
         Returns:
             How many steps of the epoch are done, by the dataloader.
         """
-        engine, boosted = self._engine, self._engine.optimizer
+        engine = self._engine
         for name in filter(is_extra_state, state_of(engine)):
             module = engine.model.get_submodule(name.rpartition(".")[0])
             module.set_extra_state(decode(stored["extra_state"][name]))
         vars(engine.progress).update(vars(RunProgress(**stored["progress"])))
-        if boosted is None or self._optimizer is None:
+        if self._optimizer is None:
             engine.masters.copy_to_model()
         else:
-            saved = stored["optimizer"]
-            boosted.zero_grad()
-            self._optimizer.load(saved["settings"], planned.state)
-            boosted.set_counts(StepCounts(**saved["counts"]))
-            if saved["loss_scale"] is not None and _scales(engine):
-                boosted.loss_scaler.state = LossScale(**saved["loss_scale"])
-            boosted.target.push()
+            self._optimizer.load(stored["optimizer"], planned.state)
         engine.original.uninitialized.fill({*engine.staged.owners, *engine.original.buffer_names})
         if self._scheduler is not None:
             self._scheduler.load_state_dict(decode(stored["lr_scheduler"]))
@@ -276,18 +246,8 @@ def merged_states(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     extra = [(owns, name, value) for row in reversed(rows) for name, (owns, value) in row["extra_state"].items()]
     first["extra_state"] = {name: value for _, name, value in sorted(extra, key=lambda entry: entry[0])}
     if first["optimizer"] is not None:
-        optimizers = [row["optimizer"] for row in rows]
-        groups = merged_groups(optimizer["names"] for optimizer in optimizers)
-        state: dict[str, Any] = {}
-        for optimizer in reversed(optimizers):
-            state |= optimizer["state"]
-        kept = {key: value for key, value in optimizers[0].items() if key != "names"}
-        first["optimizer"] = {**kept, "groups": [{"names": names} for names in groups], "state": state}
+        first["optimizer"] = merged_optimizer([row["optimizer"] for row in rows])
     return first
-
-
-def _scales(engine: Engine) -> bool:
-    return engine.optimizer is not None and engine.optimizer.loss_scaler.is_active
 
 
 def _some(names: set[str]) -> str:

@@ -110,6 +110,9 @@ class WrappedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's state to resume a run, in addition to the model's weights. It differs between ranks.
 
+        With ``zero_stage`` it is the part that this replica updates, with tensor parallelism that of its shards.
+        Nothing is communicated. ``booster.save_optimizer`` writes the complete state, by names, for any layout.
+
         It contains the optimizer state, masters, loss scale, step counts and the seed of dropout. Weights without
         masters (in fp32, or frozen) are saved by ``booster.save_model``. Call it between steps: accumulated gradients
         are not included.

@@ -26,13 +26,13 @@ LAYOUTS = {
 def gate(monkeypatch):
     """Writing in the background waits until it is set."""
     opened = threading.Event()
-    write = background_save.write_holdings
+    run = background_save.BackgroundSave._run
 
-    def waiting(*args):
+    def waiting(save):
         assert opened.wait(30)
-        return write(*args)
+        run(save)
 
-    monkeypatch.setattr(background_save, "write_holdings", waiting)
+    monkeypatch.setattr(background_save.BackgroundSave, "_run", waiting)
     return opened
 
 
@@ -104,7 +104,7 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_costs_nothing(tmp_path, monkey
         is_full.set()
         run.booster.save(tmp_path, step=1, asynchronous=True)
         run.steps([0])
-        with pytest.raises(CheckpointError, match=r"No space left|another rank could not write"):
+        with pytest.raises(CheckpointError, match="No space left on device"):
             run.booster.wait_for_save() if call == "wait_for_save" else run.booster.save(tmp_path, step=2)
         barrier(torch.zeros(1))
         is_full.clear()
@@ -121,7 +121,7 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_costs_nothing(tmp_path, monkey
 def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(background_save, "_TIMEOUT_S", 0.1)
     monkeypatch.setattr(background_save.BackgroundSave, "_leave", lambda save, part: None)
-    save = background_save.BackgroundSave(0, 2, tmp_path, "01234567", [], lambda written: {}, lambda rows: None)
+    save = background_save.BackgroundSave(0, 2, tmp_path, "01234567", lambda prefix: {}, lambda written: {}, print)
     save.join()
     assert re.search("rank 0 has not written its part in 0 s", str(save.failure))
 

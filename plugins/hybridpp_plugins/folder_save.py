@@ -1,0 +1,227 @@
+"""Save to a folder that counts from one moment, at once or in the background: of whatever, from all ranks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from hybridpp.checkpoint.commit import begin_in, commit_in, is_committed, new_save_id, part_file, token_file
+from hybridpp.checkpoint.gather import gather_json
+from hybridpp.checkpoint.manifest import FileEntry, Manifest, check, merged, tensor_as_json
+from hybridpp.checkpoint.writer import FILE_BYTES, Holding, WrittenFiles, remove, write_holdings
+from hybridpp.cluster import gather_objects, get_dist_logger
+from hybridpp.errors import CheckpointError
+from hybridpp_plugins.agreement import agree
+from hybridpp_plugins.background_save import BackgroundSave, host_copies
+from hybridpp_plugins.layout import Layout
+
+
+class SavedContents(Protocol):
+    """What a save writes, on one rank.
+
+    Attributes:
+        call: of the booster that saves, such as ``"booster.save"``.
+        step: of the run.
+        zero_stage: of the model, for people.
+    """
+
+    call: str
+    step: int
+    zero_stage: int
+
+    def check(self) -> None:
+        """Refuse what cannot be saved, on all ranks alike. Collective: all ranks."""
+
+    def described(self) -> dict[str, Any]:
+        """What this rank contributes besides tensors, as JSON; refuses what cannot be saved."""
+
+    def holdings(self) -> list[Holding]:
+        """The tensors that this rank writes."""
+
+    def state(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The state of the manifest, from what the ranks described."""
+
+    def after_commit(self, folder: Path, manifest: Manifest) -> Sequence[str]:
+        """Remove what is old, on rank 0; returns what could not be removed."""
+
+
+class FolderSave:
+    """One save, on one rank. Collective: all ranks call every method, in order.
+
+    Args:
+        layout: the ranks.
+        folder: to write to.
+        contents: what is written.
+        file_bytes: the most that a file holds.
+    """
+
+    def __init__(self, layout: Layout, folder: Path, contents: SavedContents, file_bytes: int = FILE_BYTES):
+        self._layout, self._control = layout, layout.control
+        self._folder, self._contents, self._file_bytes = folder, contents, file_bytes
+        self._call = f"in {contents.call}"
+        self._save_id = ""
+        self._written = WrittenFiles({}, {})
+        self._described: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        """Check what is saved before anything is written; then make the folder, which all ranks must see."""
+        self._contents.check()
+        failure: Exception | None = None
+        try:
+            self._described = self._contents.described()
+        except Exception as error:
+            failure = error
+        self._agree(failure)
+        self._attempt(self._make_folder)
+        (self._save_id, *_) = gather_objects(self._control, self._call, self._save_id)
+        self._attempt(self._check_shared)
+
+    def write(self) -> None:
+        """Write this rank's tensors to new files, and let the checkpoint count."""
+        self._attempt(self._write_tensors)
+        rows = gather_json(self._control, self._call, self._part(self._written))
+        manifests: list[Manifest] = []
+
+        def run() -> None:
+            if rows:
+                manifests.append(self._manifest(rows))
+                commit_in(self._folder, manifests[0])
+
+        self._attempt(run)
+        for manifest in manifests:
+            self._after_commit(manifest)
+
+    def start(self) -> BackgroundSave:
+        """Copy this rank's tensors to host memory, and write them while training goes on."""
+        copies: list[Holding] = []
+
+        def commit_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+            manifest = self._manifest(rows)
+            commit_in(self._folder, manifest)
+            self._after_commit(manifest)
+
+        self._attempt(lambda: copies.extend(host_copies(self._contents.holdings())))
+        return BackgroundSave(
+            self._control.rank,
+            self._control.size,
+            self._folder,
+            self._save_id,
+            lambda prefix: write_holdings(self._folder, prefix, copies, self._file_bytes),
+            self._part,
+            commit_rows,
+        )
+
+    def finish(self, background: BackgroundSave) -> None:
+        """Wait for a save in the background; where it failed on any rank, it is removed and fails on all."""
+        if self._control.rank:
+            background.join()
+        if any(gather_objects(self._control, self._call, background.failure is not None)):
+            background.cancel()
+        background.join()
+        self._written = background.written
+
+        def reraise() -> None:
+            if background.failure is not None:
+                raise background.failure
+
+        self._attempt(reraise)
+
+    def _make_folder(self) -> None:
+        if self._control.rank == 0:
+            save_id = new_save_id()
+            begin_in(self._folder, save_id)
+            self._save_id = save_id
+
+    def _check_shared(self) -> None:
+        if not token_file(self._folder, self._save_id).exists():
+            raise CheckpointError(
+                f"{self._folder} is not the folder that rank 0 made: all ranks must write to one file system. Pass a "
+                "path on a shared one."
+            )
+
+    def _write_tensors(self) -> None:
+        prefix = f"rank-{self._layout.world.rank:05d}.{self._save_id}"
+        self._written = write_holdings(self._folder, prefix, self._contents.holdings(), self._file_bytes)
+
+    def _part(self, written: WrittenFiles) -> dict[str, Any]:
+        """What this rank contributes, as JSON."""
+        files = {name: list(entry) for name, entry in written.files.items()}
+        tensors = {key: tensor_as_json(entry) for key, entry in written.tensors.items()}
+        return {**self._described, "files": files, "tensors": tensors}
+
+    def _manifest(self, rows: Sequence[Mapping[str, Any]]) -> Manifest:
+        grid = self._layout.grid
+        manifest = Manifest(
+            save_id=self._save_id,
+            step=self._contents.step,
+            layout={
+                "dp_size": grid.dp_size,
+                "pp_size": grid.pp_size,
+                "tp_size": grid.tp_size,
+                "zero_stage": self._contents.zero_stage,
+            },
+            files={name: FileEntry(*entry) for row in rows for name, entry in row["files"].items()},
+            tensors=merged(item for row in rows for item in row["tensors"].items()),
+            state=self._contents.state(rows),
+        )
+        check(manifest)
+        return manifest
+
+    def _after_commit(self, manifest: Manifest) -> None:
+        remove([token_file(self._folder, self._save_id)])
+        for problem in self._contents.after_commit(self._folder, manifest):
+            get_dist_logger().warning(f"an older checkpoint could not be removed: {problem}.")
+
+    def _attempt(self, run: Callable[[], None]) -> None:
+        """Run it, and agree; where it fails on any rank, remove what this rank wrote."""
+        failure: Exception | None = None
+        try:
+            run()
+        except OSError as error:
+            failure = CheckpointError(
+                f"{self._folder} cannot be written: {error.strerror or error}. Free space, or pass another path; "
+                "earlier checkpoints are as they were, and so is the run."
+            )
+            failure.__cause__ = error
+        except Exception as error:
+            failure = error
+        try:
+            self._agree(failure)
+        except Exception:
+            self._discard()
+            raise
+
+    def _discard(self) -> None:
+        if self._save_id and is_committed(self._folder, self._save_id):
+            return  # what failed came after
+        remove([self._folder / name for name in self._written.files])
+        if self._control.rank == 0 and self._save_id:
+            remove([token_file(self._folder, self._save_id)])
+            remove(part_file(self._folder, self._save_id, rank) for rank in range(self._control.size))
+            try:
+                self._folder.rmdir()  # where it is empty
+            except OSError:
+                return
+
+    def _agree(self, failure: Exception | None) -> None:
+        agree(self._control, self._call, failure, "saving a checkpoint")
+
+
+class Saves:
+    """The saves of a plugin: at most one is under way."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[FolderSave, BackgroundSave] | None = None
+
+    def run(self, save: FolderSave, *, asynchronous: bool) -> None:
+        """Save, or begin to. Collective: all ranks, after :meth:`wait`."""
+        save.begin()
+        if asynchronous:
+            self._pending = (save, save.start())
+        else:
+            save.write()
+
+    def wait(self) -> None:
+        """See :meth:`hybridpp.Booster.wait_for_save`. Collective: all ranks, if a save is under way."""
+        if self._pending is not None:
+            (save, background), self._pending = self._pending, None
+            save.finish(background)
