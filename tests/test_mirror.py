@@ -16,7 +16,7 @@ TESTED_THROUGH = {
     "hybridpp/booster.py": "tests/test_registry.py",
     "hybridpp/booster_saves.py": "tests/plugins/test_part_saves.py",
     "hybridpp/checkpoint/find_tensors.py": "tests/plugins/test_weights.py",
-    "hybridpp/checkpoint/gather.py": "tests/plugins/test_tensor_parallel_folders.py",
+    "hybridpp/checkpoint/gather.py": "tests/plugins/test_run_saves.py",
     "hybridpp/checkpoint/index.py": "tests/checkpoint/test_folder.py",
     "hybridpp/checkpoint/meta.py": "tests/plugins/test_uninitialized.py",
     "hybridpp/checkpoint/pretrained.py": "tests/plugins/test_weights.py",

@@ -1,7 +1,6 @@
 """Weights on disk, and models on the meta device."""
 
 from hybridpp.checkpoint.folder import SaveTarget, open_folder
-from hybridpp.checkpoint.gather import gather_tensors
 from hybridpp.checkpoint.meta import allocate, derive_buffers, swap_value, without_flat_weights
 from hybridpp.checkpoint.read import CheckpointContents
 
@@ -10,7 +9,6 @@ __all__ = [
     "SaveTarget",
     "allocate",
     "derive_buffers",
-    "gather_tensors",
     "open_folder",
     "swap_value",
     "without_flat_weights",

@@ -1,23 +1,24 @@
 """Save and open folders of weights in Hugging Face's layout, and single files in torch's."""
 
 import copy
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 
 from hybridpp.checkpoint.atomic_replace import replace_weights
+from hybridpp.checkpoint.hub_tensors import hub_groups, plain_groups
 from hybridpp.checkpoint.read import CheckpointContents, open_plain
-from hybridpp.checkpoint.single_file import open_file, stage_file, without_aliases, write_file
+from hybridpp.checkpoint.safetensors_file import StoredSpec
+from hybridpp.checkpoint.single_file import StreamedFile, open_file, replace_file, stage_file, tied_names
 from hybridpp.checkpoint.staging_folder import remove_leftovers, stage
-from hybridpp.errors import CheckpointError
+from hybridpp.checkpoint.streamed_folder import StreamedFolder
+from hybridpp.errors import CheckpointError, PeerError
 from hybridpp.nn.pretrained_model import is_pretrained_model
-from hybridpp.saving import is_file_name
+from hybridpp.saving import SAFE_SUFFIXES, is_file_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,7 +29,8 @@ _ADAPTER = "adapter_config.json"
 class SaveTarget:
     """Where a model is to be saved: a folder, or one file if the path ends as one (``.safetensors``, ``.pt``, …).
 
-    Existing weights are kept until everything new is written next to them, so there must be room for both.
+    Existing weights are kept until everything new is written next to them, so there must be room for both. Call
+    :meth:`plan`, then :meth:`write_next` for each file, then :meth:`finish`; or :meth:`write`, which does all of it.
 
     Args:
         path: created if it does not exist.
@@ -41,7 +43,9 @@ class SaveTarget:
     def __init__(self, path: Path, model: nn.Module):
         self._path = path
         self._model = model
-        with _errors_explained(path):
+        self._writer: StreamedFolder | StreamedFile | None = None
+        self._num_written = 0
+        with self._errors_explained():
             self._is_file = is_file_name(path) and not path.is_dir()
             self._check()
             self._staged = stage_file(path) if self._is_file else stage(path)
@@ -58,60 +62,110 @@ class SaveTarget:
                 "Pass another path, or move the adapter away."
             )
 
-    def write(self, state: dict[str, Tensor], dtype: torch.dtype | None, max_shard_size: str) -> None:
+    def plan(
+        self,
+        specs: Mapping[str, StoredSpec],
+        aliases: Mapping[str, str],
+        dtype: torch.dtype | None,
+        max_shard_size: str,
+    ) -> list[tuple[str, ...]]:
+        """Decide what the files hold; of a Hugging Face model, write its config.
+
+        Args:
+            specs: of every parameter and persistent buffer that the state dict has, by name.
+            aliases: other names of tied ones, each with the name in ``specs``.
+            dtype: of the floating-point tensors, for the config.
+            max_shard_size: size of a file in a folder, like ``"1024MB"``.
+
+        Returns:
+            For each file, the names of the tensors that :meth:`write_next` takes, in order.
+        """
+        with self._errors_explained():
+            groups = plain_groups(specs, aliases)
+            if self._is_file:
+                self._writer = StreamedFile(groups, is_safe=self._path.suffix in SAFE_SUFFIXES)
+                return [self._writer.reads]
+            if is_pretrained_model(self._model):
+                # transformers writes the names that older versions and the hub know, and takes dtype and ties from a
+                # model: the complete model on the meta device replaces the one that holds only a stage.
+                shell = _shell(self._model, dtype)
+                shell.save_pretrained(self._staged, state_dict={})  # the config, and what belongs to it
+                groups = hub_groups(shell, specs, aliases)
+            self._writer = StreamedFolder(groups, max_shard_size)
+            return [file.reads for file in self._writer.files]
+
+    def write_next(self, tensors: Iterable[Tensor], written: Callable[[int], Any] | None = None) -> None:
+        """Write the next file that :meth:`plan` returned.
+
+        Args:
+            tensors: as named there; one is taken at a time.
+            written: called with the number of bytes of each tensor in the file, after it.
+
+        Raises:
+            CheckpointError: it cannot be written. A load finds the old weights.
+        """
+        assert self._writer is not None, "plan was called"
+        with self._errors_explained():
+            if isinstance(self._writer, StreamedFile):
+                self._writer.write(self._staged, tensors, written)
+                return
+            file = self._writer.files[self._num_written]
+            self._num_written += 1
+            self._writer.write(self._staged / file.name, file, tensors, written)
+
+    def finish(self) -> None:
+        """Replace what was there by what was written.
+
+        Raises:
+            CheckpointError: that fails. A load finds either the old weights or the new ones, complete.
+        """
+        with self._errors_explained():
+            if isinstance(self._writer, StreamedFolder):
+                self._writer.write_index(self._staged)
+                replace_weights(self._staged, self._path)
+            else:
+                replace_file(self._staged, self._path)
+
+    def write(self, state: Mapping[str, Tensor], dtype: torch.dtype | None, max_shard_size: str) -> None:
         """Write a model's complete state; a Hugging Face model with its config, so that ``from_pretrained`` reads it.
 
         Args:
             state: every parameter and persistent buffer, by name.
-            dtype: of the floating-point tensors in ``state``, for the config.
-            max_shard_size: size of a file in a folder, like ``"1024MB"``.
+            dtype, max_shard_size: see :meth:`plan`.
 
         Raises:
             CheckpointError: something cannot be written. A load finds either the old weights or the new ones, complete.
         """
-        with _errors_explained(self._path):
-            if self._is_file:
-                write_file(state, self._staged, self._path)
-                return
-            try:
-                self._stage_folder(state, dtype, max_shard_size)
-                replace_weights(self._staged, self._path)
-            except Exception:
-                with suppress(OSError):  # the first error is more informative
-                    remove_leftovers(self._path)
-                raise
+        aliases = tied_names(state)
+        specs = {name: StoredSpec.of(tensor) for name, tensor in state.items() if name not in aliases}
+        try:
+            for names in self.plan(specs, aliases, dtype, max_shard_size):
+                self.write_next(state[name] for name in names)
+            self.finish()
+        except Exception:
+            self.discard()
+            raise
 
     def discard(self) -> None:
         """Remove staged files: nothing will be written."""
         with suppress(OSError):
             if self._is_file:
-                self._staged.unlink()
+                self._staged.unlink(missing_ok=True)
             else:
-                shutil.rmtree(self._staged)
+                remove_leftovers(self._path)
 
-    def _stage_folder(self, state: dict[str, Tensor], dtype: torch.dtype | None, max_shard_size: str) -> None:
-        if is_pretrained_model(self._model):
-            # transformers writes the names that older versions and the hub know, and takes dtype and ties from a model:
-            # the complete model on the meta device replaces the one that holds only a stage.
-            shell = _shell(self._model, dtype)
-            shell.save_pretrained(self._staged, state_dict=state, max_shard_size=max_shard_size)
-        else:
-            # Tensors that share memory would be written under one name only.
-            save_torch_state_dict(without_aliases(state), self._staged, max_shard_size=max_shard_size)
-
-
-@contextmanager
-def _errors_explained(path: Path) -> Iterator[None]:
-    """Turn errors of the file system into ones with advice."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:  # transformers, safetensors and torch.save have no error in common
-        raise CheckpointError(
-            f"{path} cannot be written: {type(error).__name__}: {error}. Free disk space, check permissions, or pass "
-            "another path. A load finds either the old weights or the new ones, complete."
-        ) from error
+    @contextmanager
+    def _errors_explained(self) -> Iterator[None]:
+        """Turn errors of the file system into ones with advice."""
+        try:
+            yield
+        except (CheckpointError, PeerError):
+            raise
+        except Exception as error:  # transformers, safetensors and torch.save have no error in common
+            raise CheckpointError(
+                f"{self._path} cannot be written: {type(error).__name__}: {error}. Free disk space, check permissions, "
+                "or pass another path. A load finds either the old weights or the new ones, complete."
+            ) from error
 
 
 def _shell(model: "PreTrainedModel", dtype: torch.dtype | None) -> "PreTrainedModel":

@@ -3,14 +3,16 @@
 import os
 import secrets
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from hybridpp.checkpoint.hub_tensors import OutputGroup
 from hybridpp.checkpoint.read import CheckpointContents, InMemory, StoredTensor, open_plain
+from hybridpp.checkpoint.safetensors_file import write_safetensors
 from hybridpp.checkpoint.staging_folder import sync
 from hybridpp.errors import CheckpointError
 from hybridpp.nn.torch_private import storage_id
@@ -29,31 +31,60 @@ def stage_file(path: Path) -> Path:
     return staged
 
 
-def write_file(state: Mapping[str, Tensor], staged: Path, path: Path) -> None:
-    """Write a state dict, and replace ``path`` by it when it is complete."""
-    try:
-        if path.suffix in SAFE_SUFFIXES:
-            save_file(
-                {n: tensor.contiguous() for n, tensor in without_aliases(state).items()}, staged, {"format": "pt"}
-            )
-        else:
-            torch.save(dict(state), staged)
-        sync(staged)
-        os.replace(staged, path)
-        sync(path.parent)
-    except Exception:
-        staged.unlink(missing_ok=True)
-        raise
+class StreamedFile:
+    """A file of weights that is being written; one of safetensors with one tensor in memory.
+
+    Args:
+        groups: each one tensor with its names.
+        is_safe: whether it is a safetensors file, or one of ``torch.save``, which needs all tensors at once.
+
+    Attributes:
+        reads: names of the tensors that :meth:`write` takes, in order.
+    """
+
+    def __init__(self, groups: Sequence[OutputGroup], *, is_safe: bool):
+        self._is_safe = is_safe
+        self._groups = sorted(groups, key=_element_size) if is_safe else list(groups)
+        self.reads = tuple(source for group in self._groups for source in group.sources)
+
+    def write(self, path: Path, tensors: Iterable[Tensor], written: Callable[[int], Any] | None = None) -> None:
+        """Write it to an empty file, and sync it.
+
+        Args:
+            path: of the file.
+            tensors: in the order of :attr:`reads`.
+            written: called with the number of bytes of each tensor, after it.
+        """
+        outputs = (
+            (name, tensor) for group, tensor in zip(self._groups, tensors, strict=True) for name in group.outputs
+        )
+        if self._is_safe:
+            specs = {name: spec for group in self._groups for name, spec in group.outputs.items()}
+            write_safetensors(path, specs, (tensor for _, tensor in outputs), written)
+            return
+        torch.save(dict(outputs), path)
+        sync(path)
 
 
-def without_aliases(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors that share memory, so that each name of a tied weight is written."""
-    seen: set[int] = set()
-    found: dict[str, Tensor] = {}
+def _element_size(group: OutputGroup) -> int:
+    return -next(iter(group.outputs.values())).dtype.itemsize
+
+
+def replace_file(staged: Path, path: Path) -> None:
+    """Replace ``path`` by a file that is complete and synced."""
+    os.replace(staged, path)
+    sync(path.parent)
+
+
+def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """The names of tensors that are the memory of one before them, each with the name of that one."""
+    first: dict[Any, str] = {}
+    found = {}
     for name, tensor in state.items():
-        memory = storage_id(tensor)
-        found[name] = tensor.clone() if memory in seen else tensor
-        seen.add(memory)
+        memory = (storage_id(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        if memory in first and tensor.numel() and not tensor.is_meta:
+            found[name] = first[memory]
+        first.setdefault(memory, name)
     return found
 
 

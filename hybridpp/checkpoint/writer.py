@@ -1,18 +1,17 @@
 """Write a rank's part of a checkpoint: safetensors files, tensor by tensor, with digests computed while writing."""
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridpp.checkpoint.boxes import Box, full_box, split_box
 from hybridpp.checkpoint.digest import new_digest, written_as
-from hybridpp.checkpoint.manifest import STORED_DTYPES, Chunk, FileEntry, TensorEntry
-from hybridpp.errors import CheckpointError
+from hybridpp.checkpoint.manifest import Chunk, FileEntry, TensorEntry
+from hybridpp.checkpoint.safetensors_file import StoredSpec, header, stored_name, values
 
 FILE_BYTES = 2**30
 """The most that a data file holds."""
@@ -45,12 +44,7 @@ class Holding(NamedTuple):
         Raises:
             CheckpointError: checkpoints cannot hold it.
         """
-        name = str(self.dtype).removeprefix("torch.")
-        if name not in STORED_DTYPES:
-            raise CheckpointError(
-                f"{self.key} has dtype {name}, which safetensors files cannot hold. Convert it to another dtype."
-            )
-        return name
+        return stored_name(self.key, self.dtype)
 
 
 class _Part(NamedTuple):
@@ -162,20 +156,8 @@ def _write_file(path: Path, parts: Sequence[_Part]) -> FileEntry:
 
 
 def _blocks(parts: Sequence[_Part]) -> Iterator[memoryview]:
-    yield memoryview(_header(parts))
     for part in parts:
-        host = part.view.detach().to(device="cpu", dtype=part.holding.dtype).contiguous()
-        yield host.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _header(parts: Sequence[_Part]) -> bytes:
-    """The header of a safetensors file: its length in 8 bytes, and JSON, padded so that what follows is aligned."""
-    entries: dict[str, Any] = {}
-    end = 0
+        stored_name(part.holding.key, part.holding.dtype)  # refuses a dtype by the tensor's name
+    yield memoryview(header([(part.name, StoredSpec(part.holding.dtype, part.box.shape)) for part in parts]))
     for part in parts:
-        start, end = end, end + part.nbytes
-        dtype, _ = STORED_DTYPES[part.holding.dtype_name]
-        entries[part.name] = {"dtype": dtype, "shape": list(part.box.shape), "data_offsets": [start, end]}
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+        yield values(part.view, part.holding.dtype)

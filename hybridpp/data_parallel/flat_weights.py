@@ -35,8 +35,6 @@ class FlatWeights:
         move: Callable[[nn.Parameter, Tensor], None],
     ):
         self._layout, self._group = layout, group
-        self._dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
-        self._device = device
         self._flats: list[Tensor] = []
         self.pieces: dict[str, Tensor] = {}
         self.parts = parts_of(layout, parameters)
@@ -63,20 +61,6 @@ class FlatWeights:
     def moved(self) -> Iterator[str]:
         """Parameters that the script has given other memory."""
         return (name for name, parameter, address in self._addresses if parameter.data_ptr() != address)
-
-    def gathered(self, pieces: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Complete tensors, by name, from fp32 pieces like :attr:`pieces`; one bucket at a time. Collective: the group.
-
-        Args:
-            pieces: of this replica, at least in fp32.
-        """
-        for bucket in self._layout.buckets:
-            dtype = torch.promote_types(self._dtypes[bucket.slots[0].name], torch.float32)
-            flat = torch.zeros(bucket.size, dtype=dtype, device=self._device)
-            for piece in bucket.pieces(self._layout.index):
-                piece_in(flat, piece).copy_(pieces.get(piece.name, self.pieces[piece.name]).detach())
-            self._group.all_gather_segments(flat).wait()
-            yield from views_in(flat, bucket).items()
 
 
 def parts_of(layout: ShardLayout, parameters: Mapping[str, Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:

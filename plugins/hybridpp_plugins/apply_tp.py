@@ -1,7 +1,7 @@
 """Apply tensor parallelism: sharded layers with deferred weight gradients, gradient sums, gathered tensors."""
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -222,18 +222,3 @@ def local_state(parameter: nn.Parameter, state: Mapping[str, Any], tp_rank: int)
         else value
         for key, value in state.items()
     }
-
-
-def gather_tp_tensors(
-    tensors: Iterator[tuple[str, Tensor]], sharded: Mapping[str, ParameterSharding], tp: Group
-) -> dict[str, Tensor]:
-    """Tensors with the sharded ones gathered, on the host; empty except on the first rank of ``tp``.
-
-    Collective: one all-gather over ``tp`` for each sharded tensor.
-    """
-    full = {}
-    for name, tensor in tensors:
-        parts = tp.all_gather(tensor.detach()) if name in sharded else [tensor]
-        if tp.rank == 0:
-            full[name] = sharded[name].join([part.cpu() for part in parts]) if name in sharded else tensor
-    return full

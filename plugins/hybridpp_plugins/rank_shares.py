@@ -31,9 +31,10 @@ class RankShares:
     Args:
         engine: of the model.
         first_position: the first pipeline position that has each buffer.
+        divided: whether the tensors are what this replica updates; False: all replicas have all of them.
     """
 
-    def __init__(self, engine: Engine, first_position: Mapping[str, int]):
+    def __init__(self, engine: Engine, first_position: Mapping[str, int], *, divided: bool = True):
         self._layout = engine.layout
         self._parameters = dict(engine.model.named_parameters())
         self._sharded = placements(engine.model)
@@ -41,14 +42,14 @@ class RankShares:
             first_position
         )
         # Only where replicas divide the parameters: else every replica updates all of them.
-        layout = engine.weights.layout if engine.zero_stage else None
+        layout = engine.weights.layout if engine.zero_stage and divided else None
         pieces = {} if layout is None else layout.pieces
-        sharded = engine.weights.sharded
+        sharded = engine.weights.sharded if divided else None
         # Of replicas that have the same segments, those of the first set write.
         self._counts = layout is not None and layout.counts
         self._pieces = {**pieces, **(sharded.frozen_pieces if sharded else {})}
-        divided = engine.weights.parameters if layout is not None else ()
-        self._divided = frozenset((*divided, *(name for name in self._parameters if sharded and sharded.holds(name))))
+        trained = engine.weights.parameters if layout is not None else ()
+        self._divided = frozenset((*trained, *(name for name in self._parameters if sharded and sharded.holds(name))))
 
     def full_shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
         """The shape that a parameter, or a buffer ``tensor``, has in the complete model."""

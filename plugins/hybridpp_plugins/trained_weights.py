@@ -113,17 +113,6 @@ class TrainedWeights(NamedTuple):
         """What this replica updates of a tensor of a parameter's shape."""
         return tensor if self.flat is None else self.flat.parts[name](tensor)
 
-    def whole_masters(self) -> Mapping[str, Tensor]:
-        """The masters in their parameters' shapes, unless they are copies of weights.
-
-        Collective: all replicas, if they divide the parameters.
-        """
-        if not self.in_half:
-            return {}
-        if self.flat is None:
-            return self.masters.masters
-        return {name: tensor.clone() for name, tensor in self.flat.gathered(self.masters.masters)}
-
     def target(self) -> ReplicatedTarget:
         """What the optimizer updates."""
         if self.flat is None:

@@ -1,80 +1,84 @@
 """Save and load a boosted model's weights."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from hybridpp.checkpoint import CheckpointContents, SaveTarget, gather_tensors, open_folder
-from hybridpp.errors import CheckpointError
+from hybridpp.checkpoint import CheckpointContents, SaveTarget, open_folder
+from hybridpp.errors import CheckpointError, PeerError
 from hybridpp.nn.pretrained_model import is_pretrained_model
 from hybridpp_plugins.agreement import agree
-from hybridpp_plugins.apply_tp import gather_tp_tensors, placements
+from hybridpp_plugins.apply_tp import placements
 from hybridpp_plugins.engine import Engine
+from hybridpp_plugins.weight_stream import WeightStream
+
+_Result = TypeVar("_Result")
 
 
 def save_weights(engine: Engine, path: Path, max_shard_size: str, copy: nn.Module | None = None) -> None:
-    """Gather the weights of one replica, or of a copy of it, on rank 0 and write them. Collective: all ranks."""
+    """Write the weights, or those of a copy of the model, tensor by tensor on rank 0. Collective: all ranks."""
     engine.original.uninitialized.check(engine.layout.control)
     target = _target(engine, path)
-    failure: Exception | None = None
     try:
-        with engine.weights.unsharded():
-            state = _gather(engine, copy)
+        stream = WeightStream(engine, copy)
+        for names in stream.share(_plan(engine, target, stream, max_shard_size)):
+            _write_file(engine, target, stream, names)
+        _attempt(engine, None if target is None else target.finish)
     except BaseException:
         if target is not None:
             target.discard()
         raise
-    if target is not None:
-        try:
-            target.write(state, engine.original.model_dtype, max_shard_size)
-        except Exception as error:
-            failure = error
-    _agree(engine, failure, "writing the model")
 
 
 def _target(engine: Engine, path: Path) -> SaveTarget | None:
     """The target on rank 0, checked before anything is gathered. Collective: all ranks."""
-    target: SaveTarget | None = None
+    is_first = engine.layout.control.rank == 0
+    return _attempt(engine, (lambda: SaveTarget(path, engine.model)) if is_first else None)
+
+
+def _plan(
+    engine: Engine, target: SaveTarget | None, stream: WeightStream, max_shard_size: str
+) -> list[tuple[str, ...]]:
+    """The names that each file needs, on rank 0. Collective: all ranks."""
+    original = engine.original
+    aliases = {alias: name for alias, name in original.aliases.items() if name in stream.specs}
+    plan = partial(target.plan, stream.specs, aliases, original.model_dtype, max_shard_size) if target else None
+    return _attempt(engine, plan) or []
+
+
+def _write_file(engine: Engine, target: SaveTarget | None, stream: WeightStream, names: Sequence[str]) -> None:
+    """Write one file on rank 0. Where that fails, what the others send is taken all the same. Collective: all ranks."""
     failure: Exception | None = None
-    if engine.layout.control.rank == 0:
+    if target is None:
+        stream.send(names)
+    else:
+        tensors = stream.read(names)
         try:
-            target = SaveTarget(path, engine.model)
+            target.write_next(tensors)
+        except PeerError:
+            raise
         except Exception as error:
             failure = error
+            for _ in tensors:
+                pass
     _agree(engine, failure, "writing the model")
-    return target
 
 
-def _gather(engine: Engine, copy: nn.Module | None) -> dict[str, Tensor]:
-    """The complete model's state on rank 0, in ``state_dict`` order; empty elsewhere. Collective: all ranks."""
-    control = engine.layout.control
-    sources = engine.layout.pipelines[0]
-    tensors: dict[str, Tensor] = {}
-    weights = _full_precision(engine, copy)
-    if control.rank in sources:
-        dtypes = engine.original.dtypes
-        # Masters may lie in host memory, of which a group of devices gathers nothing.
-        own_tensors = ((name, tensor.to(engine.device, dtypes.get(name, tensor.dtype))) for name, tensor in weights)
-        tensors = gather_tp_tensors(own_tensors, placements(engine.model), engine.layout.tp)
-    complete = gather_tensors(control, sources, tensors)
-    complete |= {alias: complete[name] for alias, name in engine.original.aliases.items() if name in complete}
-    return {name: complete[name] for name in (*engine.original.dtypes, *complete) if name in complete}
-
-
-def _full_precision(engine: Engine, copy: nn.Module | None) -> list[tuple[str, Tensor]]:
-    """This rank's weights: the masters where they exist; a copy of the model has none. Collective: all replicas."""
-    masters: Mapping[str, Tensor] = {}
-    if copy is None:
-        engine.masters.copy_from_model()
-        masters = engine.weights.whole_masters()
-    return [
-        (name, masters[name].detach() if name in masters else tensor)
-        for name, tensor in (copy or engine.model).state_dict().items()
-        if name not in engine.original.aliases and isinstance(tensor, Tensor)
-    ]
+def _attempt(engine: Engine, run: Callable[[], _Result] | None) -> _Result | None:
+    """Run something on the ranks that have it; a failure is one on all ranks. Collective: all ranks."""
+    failure: Exception | None = None
+    result: _Result | None = None
+    try:
+        result = None if run is None else run()
+    except Exception as error:
+        failure = error
+    _agree(engine, failure, "writing the model")
+    return result
 
 
 def load_weights(engine: Engine, path: Path, strict: bool) -> None:

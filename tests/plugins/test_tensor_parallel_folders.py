@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from divided_models import LLAMA, MODELS, llama, token_batch
-from support import assert_near, assert_same, boosted, image_batch, model_loss, sgd, tiny_vit, whole_over_tp
+from support import assert_near, assert_same, boosted, model_loss, sgd, whole_over_tp
 from transformers import LlamaForCausalLM
 
 from hybridpp.checkpoint.read import InFile
@@ -107,20 +107,6 @@ def test_of_a_divided_weight_a_rank_reads_its_share_only(tmp_path, read, name):
             assert sum(mine) == whole[parameter], parameter
             # The last rows of an embedding may be one fewer.
             assert mine[0] - mine[1] in (0, place.full_shape[1 - place.dim] if len(place.full_shape) > 1 else 0)
-
-
-def test_replicas_do_not_gather_what_only_the_first_one_writes(tmp_path, monkeypatch):
-    gathering = []
-
-    def save(settings):
-        booster, model, _ = boosted(tiny_vit(), sgd, image_batch(2), **settings)
-        tp = booster.plugin.layout.tp
-        gather = tp.all_gather
-        monkeypatch.setattr(tp, "all_gather", lambda tensor: gathering.append(tp.ranks) or gather(tensor))
-        booster.save_model(model, tmp_path)
-
-    on_layout(save, tp_size=2, dp_size=2)
-    assert set(gathering) == {(0, 1)}
 
 
 def test_training_goes_on_from_a_folder_in_another_layout(tmp_path):
