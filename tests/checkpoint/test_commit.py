@@ -123,7 +123,7 @@ def test_a_checkpoint_does_not_count_while_it_is_removed(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(commits, "_clean", refuse)
+    monkeypatch.setattr(commits, "clean", refuse)
     (problem, _) = remove_old(tmp_path, current, 1)
     assert problem.endswith("Permission denied")
     assert committed_steps(tmp_path) == [20]
