@@ -7,7 +7,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridpp_plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+    from hybridpp_plugins import (
+        GeminiPlugin,
+        HybridParallelPlugin,
+        LowLevelZeroPlugin,
+        TorchDDPPlugin,
+        TorchFSDPPlugin,
+    )
 
     from hybridpp.booster import Booster
     from hybridpp.cluster import (
@@ -44,12 +50,14 @@ __version__ = "0.2.0"
 __all__ = [
     "Booster",
     "DistCoordinator",
+    "GeminiPlugin",
     "HybridAdam",
     "HybridParallelPlugin",
     "LowLevelZeroPlugin",
     "PipelineGradientCheckpointConfig",
     "Plugin",
     "TorchDDPPlugin",
+    "TorchFSDPPlugin",
     "disable_existing_loggers",
     "get_dist_logger",
     "launch",
@@ -62,12 +70,14 @@ __all__ = [
 _MODULE_OF = {
     "Booster": "hybridpp.booster",
     "DistCoordinator": "hybridpp.cluster",
+    "GeminiPlugin": "hybridpp_plugins",
     "HybridAdam": "hybridpp.optim",
     "HybridParallelPlugin": "hybridpp_plugins",
     "LowLevelZeroPlugin": "hybridpp_plugins",
     "PipelineGradientCheckpointConfig": "hybridpp.config",
     "Plugin": "hybridpp.plugin",
     "TorchDDPPlugin": "hybridpp_plugins",
+    "TorchFSDPPlugin": "hybridpp_plugins",
     "disable_existing_loggers": "hybridpp.cluster",
     "get_dist_logger": "hybridpp.cluster",
     "launch": "hybridpp.cluster",

@@ -36,14 +36,19 @@ class Booster(BoosterSaves):
     Args:
         plugin: a plugin, or the name of one (``Plugin.from_name`` accepts settings as well). None:
             ``HybridParallelPlugin()``, which trains a complete replica on every rank.
-        mixed_precision: ``"fp32"``, ``"fp16"`` or ``"bf16"``, if ``plugin`` is None or a name. None: the plugin's
-            default. A plugin object has its own ``precision``.
+        mixed_precision: ``"fp32"``, ``"fp16"`` or ``"bf16"``, if ``plugin`` is None, a name, or an object that was made
+            without a precision (``TorchDDPPlugin()``). None: the plugin's default.
         device: where to compute, for example ``"cpu"``; the job's backend must carry its tensors. None: this rank's
             CUDA device if it has one, else the CPU.
+        plugin_kwargs: settings of the plugin, if ``plugin`` is a name.
 
     Raises:
-        ConfigError: the plugin or the precision is unknown, the precision is given twice, or the named plugin has no
-            precision.
+        ConfigError: the plugin or the precision is unknown, the precision is given twice, the named plugin has no
+            precision, or settings are given beside an object.
+
+    Example:
+        >>> Booster(plugin="low_level_zero", plugin_kwargs={"stage": 2}, mixed_precision="bf16").plugin.zero_stage
+        2
     """
 
     def __init__(
@@ -51,16 +56,18 @@ class Booster(BoosterSaves):
         plugin: Plugin | str | None = None,
         mixed_precision: Literal["fp32", "fp16", "bf16"] | None = None,
         device: str | torch.device | None = None,
+        plugin_kwargs: Mapping[str, Any] | None = None,
     ):
         if isinstance(plugin, Plugin):
-            if mixed_precision is not None:
+            if plugin_kwargs:
                 raise ConfigError(
-                    f"precision is a setting of the plugin: got mixed_precision={mixed_precision!r} and a "
-                    f"{type(plugin).__name__}. Pass precision={mixed_precision!r} to the plugin."
+                    f"plugin_kwargs are settings of a plugin that is given by name: got {dict(plugin_kwargs)} and a "
+                    f"{type(plugin).__name__}. Pass them to the plugin."
                 )
+            if mixed_precision is not None:
+                plugin.set_precision(mixed_precision)
         elif plugin is None or isinstance(plugin, str):
-            settings = {} if mixed_precision is None else {"precision": mixed_precision}
-            plugin = Plugin.from_name(plugin or "hybrid_parallel", **settings)
+            plugin = Plugin.from_name(plugin or "hybrid_parallel", **_settings(mixed_precision, plugin_kwargs or {}))
         else:
             raise ConfigError(
                 f"plugin must be a Plugin, a plugin's name, or None: got {type(plugin).__name__}. "
@@ -258,3 +265,15 @@ class Booster(BoosterSaves):
         if name in _UNSUPPORTED:
             raise NotBuiltError(f"booster.{name} is not supported yet. {_UNSUPPORTED[name]}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _settings(mixed_precision: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a plugin that is made by name."""
+    if mixed_precision is None:
+        return dict(given)
+    if given.get("precision", mixed_precision) != mixed_precision:
+        raise ConfigError(
+            f"mixed_precision and precision are one setting: got mixed_precision={mixed_precision!r} and "
+            f"precision={given['precision']!r}. Give one of them."
+        )
+    return {**given, "precision": mixed_precision}

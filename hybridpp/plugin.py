@@ -72,8 +72,8 @@ class Plugin:
         """A new plugin of the class that is registered as ``name``.
 
         Args:
-            name: ``"hybrid_parallel"``, ``"low_level_zero"``, ``"torch_ddp"``, or an entry point of the group
-                ``hybridpp.plugins`` of an installed package.
+            name: ``"hybrid_parallel"``, ``"torch_ddp"``, ``"low_level_zero"``, ``"gemini"``, ``"torch_fsdp"``, or an
+                entry point of the group ``hybridpp.plugins`` of an installed package.
             settings: what the class is constructed with; a plugin without arguments takes none.
 
         Raises:
@@ -137,6 +137,40 @@ class Plugin:
     def unsharded(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context in which this rank holds all weights of the model that it computes with. By default it does."""
         return nullcontext()
+
+    def set_precision(self, precision: str) -> None:
+        """Train in the precision that the script gave ``Booster``, if the plugin leaves it open. By default it refuses.
+
+        Args:
+            precision: ``"fp32"``, ``"fp16"`` or ``"bf16"``.
+
+        Raises:
+            ConfigError: the plugin has a precision of its own.
+        """
+        raise ConfigError(
+            f"precision is a setting of the plugin: got mixed_precision={precision!r} and a {type(self).__name__}. "
+            f"Pass precision={precision!r} to the plugin."
+        )
+
+    def control_precision(self) -> bool:
+        """Whether the plugin has a precision of its own, so that ``Booster`` takes no ``mixed_precision`` beside it."""
+        return True
+
+    def supported_precisions(self) -> list[str]:
+        """The precisions that the plugin trains in."""
+        return ["fp32"]
+
+    def supported_devices(self) -> list[str]:
+        """The kinds of devices that the plugin trains on."""
+        return ["cpu", "cuda"]
+
+    def support_no_sync(self) -> bool:
+        """Whether :meth:`no_sync` works."""
+        return True
+
+    def support_lora(self) -> bool:
+        """Whether the plugin adds adapters (LoRA) to a model. Models that peft has made may be boosted with any."""
+        return False
 
     def prepare_dataloader(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> DataLoader[Any]:
         """A dataloader over this replica's share of the dataset. The script calls it, before ``boost``.

@@ -9,9 +9,11 @@ from hybridpp.errors import ConfigError
 GROUP = "hybridpp.plugins"
 # What pyproject.toml declares, for a checkout that is on PYTHONPATH and not installed.
 _OWN = {
+    "gemini": "hybridpp_plugins:GeminiPlugin",
     "hybrid_parallel": "hybridpp_plugins:HybridParallelPlugin",
     "low_level_zero": "hybridpp_plugins:LowLevelZeroPlugin",
     "torch_ddp": "hybridpp_plugins:TorchDDPPlugin",
+    "torch_fsdp": "hybridpp_plugins:TorchFSDPPlugin",
 }
 
 

@@ -56,8 +56,8 @@ CONFIGS = (
 class OnCpu(hybridpp.Booster):
     """A booster that stays on the CPU, where there is a CUDA device, too."""
 
-    def __init__(self, plugin):
-        super().__init__(plugin=plugin, device="cpu")
+    def __init__(self, plugin, **settings):
+        super().__init__(plugin=plugin, device="cpu", **settings)
 
 
 class SequenceFirst(torch.nn.Module):

@@ -12,6 +12,8 @@ from hybridpp.errors import ConfigError
 from hybridpp.plugin import Boosted, Plugin, plugin_class
 from hybridpp.registry import plugin_names
 
+OURS = ["gemini", "hybrid_parallel", "low_level_zero", "torch_ddp", "torch_fsdp"]
+
 
 def refused(text):
     return pytest.raises(ConfigError, match=f"^{re.escape(text)}$")
@@ -55,18 +57,18 @@ def test_our_plugin_is_found_whether_or_not_it_is_installed(entry_points):
     assert plugin_class("hybrid_parallel") is HybridParallelPlugin
     entry_points(hybrid_parallel="hybridpp_plugins:HybridParallelPlugin")
     assert plugin_class("hybrid_parallel") is HybridParallelPlugin
-    assert plugin_names() == ["hybrid_parallel", "low_level_zero", "torch_ddp"]
+    assert plugin_names() == OURS
 
 
 def test_a_third_party_brings_a_plugin_by_an_entry_point(entry_points):
     entry_points(theirs="their_package:Theirs")
     assert plugin_class("theirs") is Theirs
-    assert plugin_names() == ["hybrid_parallel", "low_level_zero", "theirs", "torch_ddp"]
+    assert plugin_names() == sorted([*OURS, "theirs"])
 
 
 def test_an_unknown_plugin_lists_the_valid_ones(entry_points):
     entry_points(theirs="their_package:Theirs")
-    known = "hybrid_parallel, low_level_zero, theirs, torch_ddp"
+    known = ", ".join(sorted([*OURS, "theirs"]))
     text = f"plugin is one of {known}: got 'hybrid'. Install the package that brings it."
     with refused(text):
         plugin_class("hybrid")
@@ -74,6 +76,30 @@ def test_an_unknown_plugin_lists_the_valid_ones(entry_points):
         Booster(plugin="hybrid")
     with refused(text):
         Plugin.from_name("hybrid", tp_size=2)
+
+
+def test_an_installed_distribution_is_found_and_its_preset_trains(tmp_path, monkeypatch):
+    metadata = tmp_path / "scratch_plugins-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: scratch-plugins\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[{registry.GROUP}]\nscratch = scratch_plugins:Scratch\n")
+    (tmp_path / "scratch_plugins.py").write_text(
+        "from hybridpp import HybridParallelPlugin\n\n\n"
+        "class Scratch(HybridParallelPlugin):\n"
+        "    def __init__(self, level=1, precision='fp32'):\n"
+        "        super().__init__(zero_stage=level, precision=precision)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "scratch" in plugin_names()
+    booster = Booster(plugin="scratch", plugin_kwargs={"level": 2}, mixed_precision="bf16", device="cpu")
+    plugin = booster.plugin
+    assert (type(plugin).__module__, plugin.zero_stage, plugin.precision) == ("scratch_plugins", 2, "bf16")
+    model = nn.Linear(2, 1)
+    weight = model.weight.detach().clone()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    booster.execute_pipeline(iter([torch.ones(2, 2)]), model, lambda outputs, inputs: outputs.mean(), optimizer)
+    optimizer.step()
+    assert torch.equal(model.weight, (weight - 1).bfloat16())
 
 
 def test_a_plugin_without_arguments_is_made_by_name(entry_points):
@@ -147,6 +173,35 @@ def test_without_a_plugin_object_a_booster_makes_one(plugin, mixed_precision, pr
     made = Booster(plugin=plugin, mixed_precision=mixed_precision).plugin
     assert isinstance(made, HybridParallelPlugin)
     assert (made.precision, made.pp_size, made.dp_size) == (precision, 1, 1)
+
+
+def test_settings_go_to_a_plugin_that_is_given_by_name(entry_points):
+    entry_points(configurable="their_package:Configurable")
+    made = Booster(plugin="configurable", plugin_kwargs={"stage": 2}, mixed_precision="fp16").plugin
+    assert (type(made), made.stage, made.precision) == (Configurable, 2, "fp16")
+    ours = Booster(plugin_kwargs={"max_norm": 1.0, "precision": "bf16"}, mixed_precision="bf16").plugin
+    assert (ours.max_norm, ours.precision) == (1.0, "bf16")
+    with refused(
+        "mixed_precision and precision are one setting: got mixed_precision='fp16' and precision='bf16'. Give one of "
+        "them."
+    ):
+        Booster(plugin="gemini", plugin_kwargs={"precision": "bf16"}, mixed_precision="fp16")
+    with refused(
+        "plugin_kwargs are settings of a plugin that is given by name: got {'stage': 2} and a Theirs. Pass them to the "
+        "plugin."
+    ):
+        Booster(plugin=Theirs(), plugin_kwargs={"stage": 2})
+
+
+def test_what_a_plugin_says_of_itself():
+    def said(plugin):
+        return (
+            *(plugin.support_no_sync(), plugin.support_lora(), plugin.control_precision()),
+            *(plugin.supported_precisions(), plugin.supported_devices()),
+        )
+
+    assert said(Theirs()) == (True, False, True, ["fp32"], ["cpu", "cuda"])
+    assert said(HybridParallelPlugin()) == (True, False, True, ["fp32", "fp16", "bf16"], ["cpu", "cuda"])
 
 
 def test_a_plugin_that_overrides_nothing_changes_nothing():

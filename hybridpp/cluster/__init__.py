@@ -8,6 +8,7 @@ from hybridpp.cluster.gather_numbers import PendingNumbers, gather_numbers, name
 from hybridpp.cluster.gather_objects import gather_objects
 from hybridpp.cluster.generators import generator_states, set_generator_states
 from hybridpp.cluster.grid import Axis, Coordinate, RankGrid
+from hybridpp.cluster.hosts import ranks_per_host
 from hybridpp.cluster.launch import (
     check_joined,
     launch,
@@ -65,6 +66,7 @@ __all__ = [
     "name_ranks",
     "preserved_random_state",
     "random_state",
+    "ranks_per_host",
     "resolved",
     "seed_stream",
     "set_generator_states",

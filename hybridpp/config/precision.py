@@ -37,7 +37,7 @@ class PrecisionConfig(ConfigBase):
     """The precision, and what computes in fp32 under fp16 or bf16.
 
     Attributes:
-        precision: ``"fp32"``, ``"fp16"`` or ``"bf16"``.
+        precision: ``"fp32"``, ``"fp16"`` or ``"bf16"``; None: left open, and fp32 unless somebody else sets it.
         fp32_modules: patterns of module names or classes, in which ``*`` matches anything: ``["*.router"]``. A pattern
             after ``!`` selects modules for half precision: ``["*.mlp", "!*.mlp.fc2"]``, or ``["!LayerNorm"]`` against
             the default. The last pattern that matches applies.
@@ -48,14 +48,16 @@ class PrecisionConfig(ConfigBase):
             format of their inputs.
     """
 
-    precision: Precision | Literal["fp32", "fp16", "bf16"] = Precision.FP32
+    precision: Precision | Literal["fp32", "fp16", "bf16"] | None = Precision.FP32
     fp32_modules: Sequence[str] = ()
     fp32_norms: bool | None = None
     fp32_losses: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "precision", Precision.parse(self.precision))
+        object.__setattr__(
+            self, "precision", Precision.FP32 if self.precision is None else Precision.parse(self.precision)
+        )
         if self.fp32_norms is not None:
             require_bools(fp32_norms=self.fp32_norms)
         given: Any = self.fp32_modules

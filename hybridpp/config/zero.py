@@ -22,14 +22,14 @@ class ZeroConfig(ConfigBase):
         max_gathered_stages: at stage 3 with several stages per rank, of how many the weights are gathered at a time, at
             least 2; None: of all up to 2 stages, else of half of them.
         zero_size: how many neighbouring replicas divide these things among themselves; the others have copies (hybrid
-            sharding). None: all replicas; 1: nothing is divided.
+            sharding). ``"host"``: those of one host; None: all replicas; 1: nothing is divided.
     """
 
     zero_stage: int = 0
     zero_reduce: Literal["microbatch", "step"] | None = None
     offload_optimizer: float = 0.0
     max_gathered_stages: int | None = None
-    zero_size: int | None = None
+    zero_size: int | Literal["host"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,9 +70,10 @@ class ZeroConfig(ConfigBase):
         size = self.zero_size
         if size is None:
             return
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if size != "host" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ConfigError(
-                f"zero_size must be an integer of at least 1: got zero_size={size!r}. Leave it out for all replicas."
+                f"zero_size must be an integer of at least 1, or 'host': got zero_size={size!r}. Leave it out for all "
+                "replicas."
             )
         if self.zero_stage == 0:
             raise ConfigError(
@@ -80,13 +81,30 @@ class ZeroConfig(ConfigBase):
                 "zero_size out, or use zero_stage=1."
             )
 
+    def within_host(self, num_ranks: int, ranks_per_replica: int) -> "ZeroConfig":
+        """The same with the number of replicas of a host.
+
+        Args:
+            num_ranks: of a host.
+            ranks_per_replica: of a replica.
+
+        Raises:
+            ConfigError: a host has not only complete replicas.
+        """
+        if num_ranks % ranks_per_replica:
+            raise ConfigError(
+                f"zero_size='host' needs hosts of complete replicas: got {num_ranks} ranks per host, and tp_size * "
+                f"pp_size={ranks_per_replica} per replica. Leave zero_size out to divide over all replicas."
+            )
+        return replace(self, zero_size=num_ranks // ranks_per_replica)
+
     def among(self, num_replicas: int) -> "ZeroConfig":
         """What is left of this for a number of replicas: nothing is divided by one alone.
 
         Raises:
             ConfigError: sets of ``zero_size`` replicas do not cover them.
         """
-        if self.zero_size is not None and num_replicas % self.zero_size:
+        if isinstance(self.zero_size, int) and num_replicas % self.zero_size:
             sizes = [size for size in range(1, num_replicas + 1) if num_replicas % size == 0]
             raise ConfigError(
                 f"zero_size must divide the number of replicas: got zero_size={self.zero_size} with {num_replicas} "
@@ -98,6 +116,7 @@ class ZeroConfig(ConfigBase):
 
     def num_shards(self, num_replicas: int) -> int:
         """Among how many of the replicas each thing is divided."""
+        assert self.zero_size != "host", "within_host has been called"
         return (self.zero_size or num_replicas) if self.zero_stage else 1
 
     def num_gathered_stages(self, num_stages: int) -> int:

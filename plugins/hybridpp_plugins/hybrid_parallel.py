@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from hybridpp.cluster import RankGrid, check_joined, current_world, preserved_random_state
+from hybridpp.cluster import RankGrid, check_joined, current_world, preserved_random_state, ranks_per_host
 from hybridpp.config import ParallelConfig, PipelineGradientCheckpointConfig, Precision, require_bools
 from hybridpp.errors import ConfigError
 from hybridpp.pipeline import (
@@ -50,7 +50,8 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
     Args:
         tp_size: tensor-parallel ranks, which shard each layer; 1: layers are not sharded.
         pp_size: ranks of each pipeline; 1: no pipeline. The script stays the same.
-        precision: number format of the forward and the backward pass; with fp16 and bf16, fp32 masters are kept.
+        precision: number format of the forward and the backward pass; with fp16 and bf16, fp32 masters are kept. None:
+            that of ``Booster(mixed_precision=...)``, else fp32.
         enable_all_optimization: let torch use its fastest fp32 matrix kernels (TF32 on CUDA); no effect on the CPU.
         compile_blocks: whether ``torch.compile`` compiles the model's blocks, equal blocks once; or a dict of its
             keywords. Needs ``tp_size=1``.
@@ -81,7 +82,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
         zero_stage: what replicas divide among themselves (ZeRO). 0: nothing; 1: optimizer state and fp32 masters, with
             the same results; 2: also gradients; 3: also weights.
         zero_size: how many neighbouring replicas divide that among themselves, of which other replicas have copies
-            (hybrid sharding); it divides ``dp_size``. None: all replicas.
+            (hybrid sharding); it divides ``dp_size``. ``"host"``: those of one host; None: all replicas.
         zero_reduce: when gradients are summed over the replicas from stage 2 on: after the backward pass of each
             ``"microbatch"`` (the default; results differ by rounding), or once per ``"step"`` (the same results).
         offload_optimizer: share of the optimizer's state and of fp32 masters that lies in host memory and is updated
@@ -116,7 +117,8 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
         max_scale: upper limit of the scale.
 
         other: keywords of other libraries: ``pp_style`` is ``schedule``, ``num_layers_per_stage`` is
-            ``layers_per_stage``, and others are accepted with values that have no effect; see
+            ``layers_per_stage``, ``cpu_offload`` is ``offload_optimizer=1.0``; others are accepted where they have no
+            effect, see
             :class:`~hybridpp_plugins.unsupported.OtherLibrarySettings`. Any other name is refused.
 
     Attributes:
@@ -142,7 +144,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
         tp_size: int = 1,
         pp_size: int = 1,
         *,
-        precision: Precision | Literal["fp32", "fp16", "bf16"] = "fp32",
+        precision: Precision | Literal["fp32", "fp16", "bf16"] | None = "fp32",
         enable_all_optimization: bool = False,
         compile_blocks: bool | Mapping[str, Any] = False,
         num_microbatches: int | None = None,
@@ -160,7 +162,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
         enable_sequence_parallelism: bool = False,
         sequence_parallelism_mode: Literal["split_gather"] | None = None,
         zero_stage: int = 0,
-        zero_size: int | None = None,
+        zero_size: int | Literal["host"] | None = None,
         zero_reduce: Literal["microbatch", "step"] | None = None,
         offload_optimizer: float = 0.0,
         max_gathered_stages: int | None = None,
@@ -185,9 +187,13 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
     ):
         given = {name: value for name, value in locals().items() if name not in ("self", "other")}
         BoostedModels.__init__(self)  # super() would add a name to locals()
+        self._given = (given, other)
         self.settings = parse_settings(given, other)
         check_joined()
         world = current_world()
+        if zero_size == "host":
+            zero = self.settings.zero.within_host(ranks_per_host(world), tp_size * pp_size)
+            self.settings = self.settings._replace(zero=zero)
         self.tp_size, self.pp_size, self.sp_size = tp_size, pp_size, 1
         self.dp_size = self.settings.parallel.dp_size(world.size)
         self.precision = str(self.settings.precision)
@@ -202,6 +208,25 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
         self._num_boosted = 0
         if enable_all_optimization:
             torch.set_float32_matmul_precision("high")
+
+    def control_precision(self) -> bool:
+        return self._given[0]["precision"] is not None
+
+    def supported_precisions(self) -> list[str]:
+        return [str(precision) for precision in Precision]
+
+    def set_precision(self, precision: str) -> None:
+        if self.control_precision():
+            super().set_precision(precision)
+        given, other = self._given
+        settings = parse_settings({**given, "precision": precision}, other)
+        if self._num_boosted and settings.precision != self.settings.precision:
+            raise ConfigError(
+                f"this plugin has boosted a model in {self.precision}: got mixed_precision={precision!r}. Make another "
+                f"{type(self).__name__} for it."
+            )
+        self.settings = settings._replace(zero=self.settings.zero)
+        self.precision = str(self.settings.precision)
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:

@@ -19,7 +19,7 @@ from hybridpp.config import (
 )
 from hybridpp.errors import ConfigError
 from hybridpp.sharding_plan import parse_style
-from hybridpp_plugins.unsupported import HINTS, SYNONYMS, UNSUPPORTED, is_switch, refuse_unsupported
+from hybridpp_plugins.unsupported import CONVERTED, HINTS, SYNONYMS, UNSUPPORTED, is_switch, refuse_unsupported
 
 
 class PluginSettings(NamedTuple):
@@ -47,13 +47,14 @@ def parse_settings(given: Mapping[str, Any], other: Mapping[str, Any]) -> Plugin
         ConfigError: a value is wrong, or a name is unknown or requests an unsupported feature.
     """
     for name in other:
-        if not (name in UNSUPPORTED or name in HINTS or name in SYNONYMS):
-            raise _unknown(name, [*given, *SYNONYMS])
+        if not (name in UNSUPPORTED or name in HINTS or name in SYNONYMS or name in CONVERTED):
+            raise _unknown(name, [*given, *SYNONYMS, *CONVERTED])
     values = dict(given)
     switches = {name: other[name] for name in other if name in HINTS or is_switch(name)}
     require_bools(enable_all_optimization=values["enable_all_optimization"], **switches)
     for name in SYNONYMS:
         _merge_synonym(values, name, other.get(name))
+    _convert(values, other)
     if values["pp_size"] == 1 and values["num_microbatches"] is None and values["microbatch_size"] is None:
         values["num_microbatches"] = 1  # no other stage has to be kept busy
     precision_config = _take(PrecisionConfig, values)
@@ -62,7 +63,7 @@ def parse_settings(given: Mapping[str, Any], other: Mapping[str, Any]) -> Plugin
         zero=_take(ZeroConfig, values),
         pipeline=_take(PipelineConfig, values),
         partition=_take(PartitionConfig, values),
-        precision=Precision.parse(precision_config.precision),
+        precision=precision_config.precision or Precision.FP32,
         precision_config=precision_config,
         optimizer=_take(OptimizerConfig, values, loss_scale=_take(LossScaleConfig, values)),
         compile=_take(CompileConfig, values),
@@ -110,6 +111,27 @@ def _merge_synonym(values: dict[str, Any], synonym: str, value: Any) -> None:
             f"{synonym} and {name} are one setting: got {value!r} and {values[name]!r}. Give one of them."
         )
     values[name] = value
+
+
+def _convert(values: dict[str, Any], other: Mapping[str, Any]) -> None:
+    """Take over settings that other libraries have in another form."""
+    is_on_host = other.get("cpu_offload", False)
+    require_bools(cpu_offload=is_on_host)
+    if is_on_host:
+        if values["offload_optimizer"] not in (0, 1):
+            raise ConfigError(
+                "cpu_offload and offload_optimizer are one setting: got cpu_offload=True and offload_optimizer="
+                f"{values['offload_optimizer']!r}. Give one of them."
+            )
+        values["offload_optimizer"] = 1.0
+    size = other.get("zero_bucket_size_in_m")
+    if size is not None:
+        if isinstance(size, bool) or not isinstance(size, int | float) or not size > 0:
+            raise ConfigError(
+                f"zero_bucket_size_in_m must be a number above 0: got zero_bucket_size_in_m={size!r}. Leave it out."
+            )
+        if values["zero_stage"]:
+            values["ddp_bucket_cap_mb"] = 4.0 * size
 
 
 def _unknown(name: str, known: list[str]) -> ConfigError:

@@ -10,8 +10,9 @@ from hybridpp.errors import ConfigError
 class OtherLibrarySettings(TypedDict, total=False):
     """Keywords that only other libraries have, with the values that are accepted.
 
-    The tables below say the same at run time. Two are other names of settings: ``pp_style`` (``schedule``) and
-    ``num_layers_per_stage`` (``layers_per_stage``). No other has an effect.
+    The tables below say the same at run time. Some are other names of settings: ``pp_style`` (``schedule``),
+    ``num_layers_per_stage`` (``layers_per_stage``), ``cpu_offload`` (``offload_optimizer=1.0``) and, with ZeRO,
+    ``zero_bucket_size_in_m`` (a quarter of ``ddp_bucket_cap_mb``). No other has an effect.
     """
 
     pp_style: str
@@ -30,11 +31,11 @@ class OtherLibrarySettings(TypedDict, total=False):
     make_vocab_size_divisible_by: Literal[64] | None
     custom_policy: None
     scheduler_nodes: None
-    enable_fused_normalization: Literal[False]
-    enable_flash_attention: Literal[False]
-    enable_jit_fused: Literal[False]
-    zero_bucket_size_in_m: Literal[12] | None
-    cpu_offload: Literal[False]
+    enable_fused_normalization: bool
+    enable_flash_attention: bool
+    enable_jit_fused: bool
+    zero_bucket_size_in_m: float | None
+    cpu_offload: bool
     overlap_allgather: Literal[False]
     fp8_communication: Literal[False]
     use_fp8: Literal[False]
@@ -46,9 +47,15 @@ class OtherLibrarySettings(TypedDict, total=False):
 SYNONYMS = {"pp_style": "schedule", "num_layers_per_stage": "layers_per_stage"}
 """Settings by the names that other libraries have for them."""
 
+CONVERTED = {"cpu_offload": "offload_optimizer", "zero_bucket_size_in_m": "ddp_bucket_cap_mb"}
+"""The same, with values of another kind."""
+
 HINTS = frozenset(
     {
         "check_reduction",
+        "enable_flash_attention",
+        "enable_fused_normalization",
+        "enable_jit_fused",
         "enable_metadata_cache",
         "find_unused_parameters",
         "gradient_as_bucket_view",
@@ -58,7 +65,11 @@ HINTS = frozenset(
         "static_graph",
     }
 )
-"""Switches of which both values give what they ask for."""
+"""Switches of which both values give what they ask for.
+
+The kernels are those of the model: attention and norms are fused where torch's functions are, which models of
+transformers use by default; ``compile_blocks`` fuses the rest.
+"""
 
 
 class UnsupportedSetting(NamedTuple):
@@ -73,8 +84,6 @@ class UnsupportedSetting(NamedTuple):
     instead: str = ""
 
 
-_MASTERS = "Every replica keeps its complete optimizer state on the device. "
-_KERNELS = "The model's own kernels run. "
 _REPLICAS = "Tensor-parallel ranks are consecutive; replicas are not. "
 
 UNSUPPORTED: dict[str, UnsupportedSetting] = {
@@ -91,15 +100,10 @@ UNSUPPORTED: dict[str, UnsupportedSetting] = {
         "Use tensor_parallel_plan to set how layers are sharded, and split_points to set the cuts. ",
     ),
     "scheduler_nodes": UnsupportedSetting((None,), "Pass your own programs as schedule. "),
-    "enable_fused_normalization": UnsupportedSetting((False,), _KERNELS),
-    "enable_flash_attention": UnsupportedSetting(
-        (False,), "Use attn_implementation='sdpa' for torch's fused attention. "
+    "overlap_allgather": UnsupportedSetting(
+        (False,), "Weights are there when optimizer.step() returns; with zero_stage=3 they are gathered ahead of use. "
     ),
-    "enable_jit_fused": UnsupportedSetting((False,), _KERNELS),
-    "zero_bucket_size_in_m": UnsupportedSetting((12, None), _MASTERS),
-    "cpu_offload": UnsupportedSetting((False,), "Use offload_optimizer=1.0, with any zero_stage. "),
-    "overlap_allgather": UnsupportedSetting((False,), _MASTERS),
-    "fp8_communication": UnsupportedSetting((False,)),
+    "fp8_communication": UnsupportedSetting((False,), "Use precision='bf16'. "),
     "use_fp8": UnsupportedSetting((False,), "Use precision='bf16'. "),
     "dp_outside": UnsupportedSetting((True,), _REPLICAS),
     "moe_dp_outside": UnsupportedSetting((True,), _REPLICAS),

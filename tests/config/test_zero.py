@@ -40,7 +40,8 @@ from hybridpp.config import ZeroConfig
         *(
             (
                 {"zero_stage": 1, "zero_size": size},
-                f"zero_size must be an integer of at least 1: got zero_size={size!r}. Leave it out for all replicas.",
+                f"zero_size must be an integer of at least 1, or 'host': got zero_size={size!r}. Leave it out for all "
+                "replicas.",
             )
             for size in (0, True, 2.0, "2")
         ),
@@ -94,3 +95,13 @@ def test_what_a_number_of_replicas_divides():
     text = "zero_size must divide the number of replicas: got zero_size=4 with 6 replicas. Use 1, 2, 3 or 6, or leave"
     with refused(f"{text} it out for all."):
         ZeroConfig(zero_stage=1, zero_size=4).among(6)
+
+
+def test_the_replicas_of_a_host():
+    config = ZeroConfig(zero_stage=3, zero_size="host")
+    assert config.within_host(8, 2) == ZeroConfig(zero_stage=3, zero_size=4)
+    with refused(
+        "zero_size='host' needs hosts of complete replicas: got 8 ranks per host, and tp_size * pp_size=16 per "
+        "replica. Leave zero_size out to divide over all replicas."
+    ):
+        config.within_host(8, 16)

@@ -10,7 +10,7 @@ from textwrap import dedent
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
-from hybridpp_plugins.unsupported import HINTS, SYNONYMS, UNSUPPORTED, OtherLibrarySettings
+from hybridpp_plugins.unsupported import CONVERTED, HINTS, SYNONYMS, UNSUPPORTED, OtherLibrarySettings
 from support import ROOT
 
 from hybridpp import Booster, HybridParallelPlugin
@@ -71,7 +71,7 @@ def test_help_has_a_line_for_every_keyword_with_type_and_default():
     assert documented == [*PARAMETERS, "other"]
     assert " |      shuffle: bool = False,\n" in text
     assert " |  ) -> DataLoader[Any]\n" in text
-    assert " |      precision: Precision | Literal['fp32', 'fp16', 'bf16'] = 'fp32',\n" in text
+    assert " |      precision: Precision | Literal['fp32', 'fp16', 'bf16'] | None = 'fp32',\n" in text
     assert " |      **other: Unpack[OtherLibrarySettings],\n" in text
 
 
@@ -93,7 +93,7 @@ def accepts(annotation: Any, value: Any) -> bool:
 
 def test_keywords_of_other_libraries_are_typed_as_they_are_checked():
     hints = get_type_hints(OtherLibrarySettings)
-    assert set(hints) == {*SYNONYMS, *HINTS, *UNSUPPORTED}
+    assert set(hints) == {*SYNONYMS, *CONVERTED, *HINTS, *UNSUPPORTED}
     assert all(hints[name] is bool for name in HINTS)
     assert not set(hints) & set(PARAMETERS)
     for name, entry in UNSUPPORTED.items():
@@ -118,7 +118,7 @@ SCRIPT = """
     HybridParallelPlugin(max_norm="1.0")
     HybridParallelPlugin(precision="fp8")
     HybridParallelPlugin(layers_per_stage=4)
-    HybridParallelPlugin(cpu_offload=True)
+    HybridParallelPlugin(use_fp8=True)
 """
 
 

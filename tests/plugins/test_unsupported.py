@@ -81,6 +81,10 @@ def test_every_setting_at_its_default_is_taken():
         ("overlap_p2p", False),
         ("make_vocab_size_divisible_by", None),
         ("zero_bucket_size_in_m", None),
+        ("zero_bucket_size_in_m", 24),
+        ("enable_fused_normalization", True),
+        ("enable_flash_attention", True),
+        ("enable_jit_fused", True),
     ],
 )
 def test_other_values_that_ask_for_nothing_are_taken(name, value):
@@ -97,12 +101,7 @@ def test_other_values_that_ask_for_nothing_are_taken(name, value):
         ("make_vocab_size_divisible_by", 128, "without padding. Leave it out, or pass"),
         ("custom_policy", object, "Use tensor_parallel_plan to set how layers are sharded"),
         ("scheduler_nodes", [], "Pass your own programs as schedule."),
-        ("enable_fused_normalization", True, "The model's own kernels run."),
-        ("enable_flash_attention", True, "Use attn_implementation='sdpa' for torch's fused attention."),
-        ("enable_jit_fused", True, "The model's own kernels run."),
-        ("zero_bucket_size_in_m", 24, "Every replica keeps its complete optimizer state"),
-        ("cpu_offload", True, "Use offload_optimizer=1.0, with any zero_stage."),
-        ("overlap_allgather", True, "Every replica keeps its complete optimizer state"),
+        ("overlap_allgather", True, "Weights are there when optimizer.step() returns"),
         ("fp8_communication", True, "Leave it out, or pass fp8_communication=False."),
         ("use_fp8", True, "Use precision='bf16'."),
         ("dp_outside", False, "replicas are not. Leave it out, or pass dp_outside=True."),
@@ -112,6 +111,22 @@ def test_other_values_that_ask_for_nothing_are_taken(name, value):
 def test_what_asks_for_more_is_refused_with_the_way_out(name, value, instead):
     with pytest.raises(ConfigError, match=rf"^{name} is not supported yet: got {name}=.*{re.escape(instead)}"):
         HybridParallelPlugin(**GOOD, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ({"cpu_offload": 1}, "cpu_offload must be True or False: got cpu_offload=1."),
+        (
+            {"cpu_offload": True, "offload_optimizer": 0.5},
+            "cpu_offload and offload_optimizer are one setting: got cpu_",
+        ),
+        ({"zero_bucket_size_in_m": 0}, "zero_bucket_size_in_m must be a number above 0: got zero_bucket_size_in_m=0."),
+    ],
+)
+def test_converted_settings_are_checked(other, text):
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
+        HybridParallelPlugin(**GOOD, **other)
 
 
 def test_attention_over_a_ring_is_named():
