@@ -9,6 +9,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Imports make no garbage; a quarter of the time to collect tests went into looking for it.
+gc.disable()
 
 
 # They start interpreters, 5 to 15 s a test. Workers that share out the tests meet in the middle of them: one might be
@@ -39,5 +41,6 @@ def pytest_collection_finish() -> None:
             pass
     gc.collect()
     gc.freeze()
+    gc.enable()
     # Most of what tests make is freed without a search, and each search goes through all of it.
     gc.set_threshold(50_000, 20, 20)

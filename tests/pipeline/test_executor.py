@@ -62,7 +62,8 @@ def test_1f1b_keeps_the_activations_of_at_most_p_minus_s_microbatches(num_stages
         mine = model[current_world().rank]
         mine.peaks.clear()
         booster.execute_pipeline(iter([data]), model, squares, optimizer)
-        gc.collect()
+        if mine.alive:  # in cycles, perhaps
+            gc.collect()
         assert not mine.alive, "everything is freed when the step ends"
         return max(mine.peaks[-num_microbatches:])
 

@@ -36,7 +36,6 @@ def num_calls(step):
         nonlocal count
         count += event in ("call", "c_call")
 
-    gc.collect()
     gc.disable()
     sys.setprofile(note)
     try:

@@ -58,14 +58,17 @@ def run_first(parameters):
 
 
 @pytest.mark.parametrize("target", LAYOUTS)
-def test_every_layout_loads_what_every_layout_saved(folders, target, tmp_path):
+def test_every_layout_loads_what_other_layouts_saved(folders, target, tmp_path):
+    """And each is loaded by others: half of the pairs."""
+    number = [*LAYOUTS].index(target)
+    sources = [source for index, source in enumerate(LAYOUTS) if (index + number) % 2 == 0]
     expected = tensors_in(folders / "first", STEP)
     assert sum("/optimizer/" in key for key in expected) > sum("/weights/" in key for key in expected) > 20
 
     def load(make):
         run = make(make_optimizer=run_first)
         losses = []
-        for source in LAYOUTS:
+        for source in sources:
             assert run.booster.resume(folders / source).step == STEP
             run.booster.save(tmp_path / source, step=STEP)
             losses.append(run.steps([STEP]))
@@ -74,8 +77,8 @@ def test_every_layout_loads_what_every_layout_saved(folders, target, tmp_path):
         return losses
 
     for losses in on_layout(load, **LAYOUTS[target]):
-        assert losses == [losses[0]] * len(LAYOUTS)
-    for source in LAYOUTS:
+        assert losses == [losses[0]] * len(sources)
+    for source in sources:
         assert_same(tensors_in(tmp_path / source, STEP), expected)
 
 
