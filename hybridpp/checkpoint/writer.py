@@ -1,9 +1,10 @@
 """Write a rank's part of a checkpoint: safetensors files, tensor by tensor, with digests computed while writing."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,27 +38,28 @@ class Holding(NamedTuple):
         """A full tensor."""
         return cls(key, tensor.dtype, tuple(tensor.shape), [(full_box(tensor.shape), tensor)])
 
-    @property
-    def dtype_name(self) -> str:
-        """The dtype as a checkpoint names it.
 
-        Raises:
-            CheckpointError: checkpoints cannot hold it.
-        """
-        return stored_name(self.key, self.dtype)
+class WritablePart(NamedTuple):
+    """A part of a tensor that goes into one file.
 
+    Attributes:
+        key: of the tensor in the checkpoint.
+        spec: of the full tensor, with the dtype that is written.
+        box: which part.
+        name: of the part in its file.
+        load: gives its values when it is written.
+    """
 
-class _Part(NamedTuple):
-    """A piece of a holding in a file."""
-
-    holding: Holding
+    key: str
+    spec: StoredSpec
     box: Box
-    view: Tensor
     name: str
+    load: Callable[[], Tensor]
 
     @property
     def nbytes(self) -> int:
-        return self.box.size * self.holding.dtype.itemsize
+        """Bytes of its elements."""
+        return self.box.size * self.spec.dtype.itemsize
 
 
 class WrittenFiles(NamedTuple):
@@ -87,15 +89,34 @@ def write_holdings(
         CheckpointError: a dtype cannot be stored.
         OSError: the files cannot be written; those that were are removed.
     """
+    return write_parts(folder, prefix, _parts(holdings, file_bytes), file_bytes)
+
+
+def write_parts(
+    folder: Path,
+    prefix: str,
+    parts: Iterable[WritablePart],
+    file_bytes: int = FILE_BYTES,
+    on_written: Callable[[int], Any] | None = None,
+) -> WrittenFiles:
+    """Write parts of tensors, none larger than ``file_bytes``; the rest is as of :func:`write_holdings`.
+
+    Args:
+        folder, prefix, file_bytes: see there.
+        parts: each is loaded when it is written.
+        on_written: called with the number of bytes of the tensors in each file, after it.
+    """
     written = WrittenFiles({}, {})
     started: list[Path] = []
     try:
-        for number, parts in enumerate(_by_file(holdings, file_bytes)):
+        for number, of_file in enumerate(_by_file(parts, file_bytes)):
             path = folder / f"{prefix}.{number:05d}.safetensors"
             started.append(path)
-            written.files[path.name] = _write_file(path, parts)
-            for part in parts:
+            written.files[path.name] = _write_file(path, of_file)
+            for part in of_file:
                 _note(written.tensors, part, path.name)
+            if on_written is not None:
+                on_written(sum(part.nbytes for part in of_file))
     except BaseException:
         remove(started)
         raise
@@ -111,19 +132,17 @@ def remove(paths: Iterable[Path]) -> None:
             continue  # the next save removes it
 
 
-def _note(tensors: dict[str, TensorEntry], part: _Part, file: str) -> None:
-    holding = part.holding
-    before = tensors[holding.key].chunks if holding.key in tensors else ()
+def _note(tensors: dict[str, TensorEntry], part: WritablePart, file: str) -> None:
+    before = tensors[part.key].chunks if part.key in tensors else ()
     chunks = (*before, Chunk(part.box, file, part.name))
-    tensors[holding.key] = TensorEntry(holding.dtype_name, holding.shape, chunks)
+    tensors[part.key] = TensorEntry(stored_name(part.key, part.spec.dtype), part.spec.shape, chunks)
 
 
-def _by_file(holdings: Iterable[Holding], file_bytes: int) -> Iterator[list[_Part]]:
+def _by_file(parts: Iterable[WritablePart], file_bytes: int) -> Iterator[list[WritablePart]]:
     """What each file holds. Larger elements come first, so that all are aligned."""
-    parts = sorted(_parts(holdings, file_bytes), key=lambda part: -part.holding.dtype.itemsize)
-    current: list[_Part] = []
+    current: list[WritablePart] = []
     size = 0
-    for part in parts:
+    for part in sorted(parts, key=lambda part: -part.spec.dtype.itemsize):
         if current and size + part.nbytes > file_bytes:
             yield current
             current, size = [], 0
@@ -133,31 +152,35 @@ def _by_file(holdings: Iterable[Holding], file_bytes: int) -> Iterator[list[_Par
         yield current
 
 
-def _parts(holdings: Iterable[Holding], file_bytes: int) -> Iterator[_Part]:
+def _parts(holdings: Iterable[Holding], file_bytes: int) -> Iterator[WritablePart]:
     for holding in holdings:
-        limit, number = file_bytes // holding.dtype.itemsize, 0
+        spec, number = StoredSpec(holding.dtype, holding.shape), 0
         for box, view in holding.parts:
-            for small in split_box(box, limit):
+            for small in split_box(box, file_bytes // spec.dtype.itemsize):
                 inner = view[small.seen_from(box.start).slices] if small is not box else view
-                yield _Part(holding, small, inner, f"{holding.key}#{number}")
+                yield WritablePart(holding.key, spec, small, f"{holding.key}#{number}", partial(_given, inner))
                 number += 1
 
 
-def _write_file(path: Path, parts: Sequence[_Part]) -> FileEntry:
+def _given(view: Tensor) -> Tensor:
+    return view
+
+
+def _write_file(path: Path, parts: Sequence[WritablePart]) -> FileEntry:
     digest, size = new_digest(), 0
+    for part in parts:
+        stored_name(part.key, part.spec.dtype)  # refuses a dtype by the tensor's name
     with path.open("xb") as file:
-        for data in _blocks(parts):
+
+        def write(data: memoryview) -> None:
+            nonlocal size
             file.write(data)
             digest.update(data)
             size += data.nbytes
+
+        write(memoryview(header([(part.name, StoredSpec(part.spec.dtype, part.box.shape)) for part in parts])))
+        for part in parts:
+            write(values(part.load(), part.spec.dtype))
         file.flush()
         os.fsync(file.fileno())
     return FileEntry(size, written_as(digest))
-
-
-def _blocks(parts: Sequence[_Part]) -> Iterator[memoryview]:
-    for part in parts:
-        stored_name(part.holding.key, part.holding.dtype)  # refuses a dtype by the tensor's name
-    yield memoryview(header([(part.name, StoredSpec(part.holding.dtype, part.box.shape)) for part in parts]))
-    for part in parts:
-        yield values(part.view, part.holding.dtype)

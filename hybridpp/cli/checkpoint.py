@@ -1,4 +1,4 @@
-"""``hybridpp checkpoint``: list, verify and show what ``booster.save`` wrote, without a job and without a device."""
+"""``hybridpp checkpoint``: what ``booster.save`` wrote, without a job and without a device."""
 
 from argparse import ArgumentParser, Namespace
 from collections import Counter
@@ -10,9 +10,12 @@ from typing import Any
 from hybridpp.checkpoint.commit import committed_steps, open_step, step_folder, steps
 from hybridpp.checkpoint.manifest import MANIFEST, Manifest
 from hybridpp.checkpoint.reader import verify_file
+from hybridpp.cli import checkpoint_formats
 from hybridpp.errors import CheckpointError
 from hybridpp.sizes import format_bytes
 from hybridpp.text_table import text_table
+
+_FORMATS = {"export": checkpoint_formats.run_export, "reshard": checkpoint_formats.run_reshard}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -31,14 +34,17 @@ def add_arguments(parser: ArgumentParser) -> None:
             )
         if name == "show":
             action.add_argument("--tensors", action="store_true", help="list every tensor")
+    checkpoint_formats.add_arguments(actions)
 
 
 def run(arguments: Namespace) -> str:
     """Returns the table.
 
     Raises:
-        CheckpointError: there is no checkpoint, or one is damaged.
+        HybridppError: there is no checkpoint, one is damaged, or something cannot be written.
     """
+    if arguments.action in _FORMATS:
+        return _FORMATS[arguments.action](arguments)
     path: Path = arguments.path
     found = steps(path)
     if not found:

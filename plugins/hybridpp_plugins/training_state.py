@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hybridpp.checkpoint.digest import tensor_digest
 from hybridpp.checkpoint.manifest import Manifest
+from hybridpp.checkpoint.model_origin import described_origin
 from hybridpp.checkpoint.plain_values import decode, encode
 from hybridpp.checkpoint.reader import PlannedRead, plan_reads
 from hybridpp.checkpoint.writer import Holding
@@ -115,7 +116,15 @@ class TrainingState:
             "optimizer": None if self._optimizer is None else self._optimizer.described(),
             "lr_scheduler": scheduler,
             "data": None if self._loader is None else list(self._loader.position()),
+            "origin": self._origin(),
         }
+
+    def _origin(self) -> dict[str, Any] | None:
+        """What the model was before boost, which rank 0 says for all."""
+        original = self._engine.original
+        if self._engine.layout.world.rank:
+            return None
+        return described_origin(self._engine.model, original.aliases, original.dtypes)
 
     def _extra_state(self) -> dict[str, list[Any]]:
         """What modules return from ``get_extra_state``, after whether the module has tensors on this rank."""

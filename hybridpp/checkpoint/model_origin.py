@@ -1,0 +1,89 @@
+"""What a checkpoint says of the model before boost, so that the model can be exported without its script."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hybridpp.errors import CheckpointError, ConfigError
+from hybridpp.nn.pretrained_model import is_pretrained_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def described_origin(model: nn.Module, aliases: Mapping[str, str], dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
+    """Aliases, dtypes and configuration of a model, as JSON.
+
+    Args:
+        model: gives its configuration, if it is transformers'.
+        aliases: other names of tied parameters, each with the first one.
+        dtypes: of the tensors of its state dict, before boost.
+    """
+    names = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items() if dtype.is_floating_point}
+    usual = Counter(names.values()).most_common(1)
+    config: dict[str, Any] | None = None
+    if is_pretrained_model(model):
+        config = json.loads(model.config.to_json_string())
+    return {
+        "aliases": dict(aliases),
+        "dtype": usual[0][0] if usual else None,
+        "other_dtypes": {name: dtype for name, dtype in names.items() if dtype != usual[0][0]},
+        "config": config,
+    }
+
+
+def model_shell(class_name: str, config: Mapping[str, Any] | None, folder: Path | None) -> nn.Module:
+    """A model without values, whose class and configuration say how it is exported.
+
+    Args:
+        class_name: of the model that was saved.
+        config: what the checkpoint says of its configuration.
+        folder: has a ``config.json`` that is taken instead; None: ``config`` is.
+
+    Returns:
+        A model of transformers on the meta device; or an empty module, if there is no configuration.
+
+    Raises:
+        ConfigError: the folder has no configuration, or it is of another class.
+        CheckpointError: the class is not one of transformers.
+    """
+    if folder is None and config is None:
+        return nn.Module()
+    # transformers takes 3 s to import, which models of other libraries do not need.
+    import transformers  # noqa: PLC0415
+
+    if folder is not None:
+        try:
+            made = transformers.AutoConfig.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{folder} holds no configuration of a model: {error}. Pass a folder with its config.json."
+            ) from error
+    else:
+        assert config is not None
+        rest = {key: value for key, value in config.items() if key != "model_type"}
+        try:
+            made = transformers.AutoConfig.for_model(config["model_type"], **rest)
+        except (KeyError, ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"the configuration of the {class_name} in the checkpoint is not one that transformers "
+                f"{transformers.__version__} knows: {error}. Pass --config FOLDER, with its config.json."
+            ) from error
+    kind: type[PreTrainedModel] | None = getattr(transformers, class_name, None)
+    if kind is None:
+        raise CheckpointError(
+            f"{class_name} is no class of transformers, so it cannot be exported without its script. Use "
+            "booster.save_model there, or export --to torch."
+        )
+    if kind.config_class is None or not isinstance(made, kind.config_class):
+        raise ConfigError(
+            f"{folder} has the configuration of a {made.model_type}, and the checkpoint is of a {class_name}. Pass the "
+            "folder of that model."
+        )
+    with torch.device("meta"):
+        return kind(made)

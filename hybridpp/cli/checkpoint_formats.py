@@ -1,0 +1,111 @@
+"""``hybridpp checkpoint export``, ``reshard``: checkpoints of runs in other formats and files."""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from hybridpp.checkpoint.commit import open_step
+from hybridpp.checkpoint.export_run import export_dcp, export_folder, export_torch
+from hybridpp.checkpoint.model_origin import model_shell
+from hybridpp.checkpoint.new_output import refuse_existing
+from hybridpp.checkpoint.reshard import reshard
+from hybridpp.checkpoint.run_contents import StoredRunModel, chosen_step, open_verified
+from hybridpp.cli.argtypes import positive
+from hybridpp.errors import ConfigError
+from hybridpp.sizes import format_bytes, parse_bytes
+from hybridpp.text_table import text_table
+
+_DTYPES = ("as-before", "float32", "bfloat16", "float16", "float64")
+
+
+def add_arguments(actions: Any) -> None:
+    """Declare the subcommands and their flags."""
+    export = _action(actions, "export", "write a model of a checkpoint in another format")
+    export.add_argument("--to", choices=("hf", "dcp", "torch"), required=True, help="the format")
+    export.add_argument("--step", type=int, help="default: the newest")
+    export.add_argument("--model", type=int, help="number of the model, if the run had several; the first one is 0")
+    export.add_argument(
+        "--dtype", choices=_DTYPES, default="as-before", help="of weights; as-before: what they had before boost"
+    )
+    export.add_argument("--config", type=Path, help="hf: folder with a config.json to use instead of the run's")
+    export.add_argument("--size-per-shard", type=positive, default=1024, help="hf: most of a file, in MB")
+    again = _action(actions, "reshard", "write a checkpoint anew, as another number of ranks would have")
+    again.add_argument("--step", type=int, help="default: the newest")
+    again.add_argument("--ranks", type=positive, default=1, help="number of ranks, of which each has files of its own")
+    again.add_argument("--file-size", default="1GiB", help="the most that a file holds")
+
+
+def _action(actions: Any, name: str, text: str) -> ArgumentParser:
+    action: ArgumentParser = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
+    action.add_argument("path", type=Path, help="folder that booster.save was given")
+    action.add_argument("out", type=Path, help="what is written; it must not exist")
+    return action
+
+
+def run_export(arguments: Namespace) -> str:
+    """Write the export; returns the table.
+
+    Raises:
+        HybridppError: the checkpoint is missing or damaged, or the export cannot be written.
+    """
+    if arguments.config is not None and arguments.to != "hf":
+        raise ConfigError(f"--config is for --to hf: got --to {arguments.to}. Leave it out.")
+    refuse_existing(arguments.out)
+    with _progress("verify", _size(arguments)) as read:
+        folder, manifest = open_verified(arguments.path, arguments.step, read)
+    dtype = None if arguments.dtype == "as-before" else getattr(torch, arguments.dtype)
+    model = StoredRunModel(folder, manifest, arguments.model, dtype)
+    if arguments.to == "hf":
+        shell = model_shell(model.class_name, model.config, arguments.config)
+        with _progress("write", sum(spec.nbytes for spec in model.specs.values())) as written:
+            export_folder(model, arguments.out, shell, f"{arguments.size_per_shard}MB", written)
+    else:
+        (export_dcp if arguments.to == "dcp" else export_torch)(model, arguments.out)
+    has_state = arguments.to != "hf" and model.has_optimizer
+    row = [str(manifest.step), model.class_name, str(len(model.specs)), "yes" if has_state else "no"]
+    return text_table(
+        ["step", "model", "tensors", "optimizer", "size", "written to"],
+        [[*row, format_bytes(written_bytes(arguments.out)), str(arguments.out)]],
+        left=(1, 3, 5),
+    )
+
+
+def run_reshard(arguments: Namespace) -> str:
+    """Write the checkpoint; returns the table.
+
+    Raises:
+        HybridppError: the checkpoint is missing or damaged, or the new one cannot be written.
+    """
+    file_bytes = parse_bytes("--file-size", arguments.file_size)
+    with _progress("verify", _size(arguments)) as read:
+        folder, manifest = open_verified(arguments.path, arguments.step, read)
+    with _progress("write", sum(entry.nbytes for entry in manifest.tensors.values())) as written:
+        made = reshard(folder, manifest, arguments.out, arguments.ranks, file_bytes, written)
+    rows = [
+        [where, str(len(one.files)), format_bytes(max((f.nbytes for f in one.files.values()), default=0)), size]
+        for where, one in ((str(arguments.path), manifest), (str(arguments.out), made))
+        for size in [format_bytes(one.nbytes)]
+    ]
+    return text_table([f"step {manifest.step}", "files", "largest", "size"], rows)
+
+
+def _size(arguments: Namespace) -> int:
+    step = chosen_step(arguments.path, arguments.step)
+    return open_step(arguments.path, step).nbytes
+
+
+def written_bytes(path: Path) -> int:
+    """Bytes of a file, or of all files of a folder."""
+    return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
+
+
+@contextmanager
+def _progress(what: str, num_bytes: int) -> Iterator[Callable[[int], Any]]:
+    """A bar on stderr, if that is a terminal."""
+    with tqdm(total=num_bytes, desc=what, unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
+        yield bar.update
