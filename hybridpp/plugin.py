@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from hybridpp.boosted import Boosted, Criterion
 from hybridpp.config import require_bools
 from hybridpp.errors import ConfigError
-from hybridpp.pipeline import InputSelection
+from hybridpp.pipeline import InputSelection, num_samples, to_plain_containers
 from hybridpp.plugin_saves import Resumed, SavesModels, SavesParts, SavesRuns
 from hybridpp.registry import load_plugin
 from hybridpp.tp_preview import PreviewsTensorParallel, SequenceParallelBlock, TensorParallelPreview
@@ -181,6 +181,18 @@ class Plugin:
             options: further arguments of ``torch.utils.data.DataLoader``.
         """
         return DataLoader(dataset, batch_size, **options)
+
+    @property
+    def holds_results(self) -> bool:
+        """Whether this rank stands for its replica where results are summed: one rank of those that have the outputs.
+
+        By default every rank is a replica.
+        """
+        return True
+
+    def count_samples(self, batch: Any) -> int:
+        """The number of samples of a batch. By default they are in dimension 0."""
+        return num_samples(to_plain_containers(batch))
 
     def close(self) -> None:
         """Give back what the plugin holds of the process, such as process groups. The script calls it.

@@ -41,6 +41,7 @@ ROWS = {
     "hybridpp.boosted_runs": 5,
     "hybridpp.booster": 5,
     "hybridpp.booster_saves": 5,
+    "hybridpp.trainer": 6,
     "hybridpp_plugins": 6,
     "hybridpp.cli": 7,
     "hybridpp.__main__": 7,

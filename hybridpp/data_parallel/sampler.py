@@ -124,6 +124,11 @@ class ShardedBatchSampler(Sampler[list[int]]):
         num_full, num_left = divmod(max(0, self.num_samples - num_samples), self.batch_size * self.num_replicas)
         return num_full if self.drop_last or num_left == 0 else num_full + 1
 
+    def repeats(self, step: int) -> bool:
+        """Whether this replica's batch of a step of the pass that began last is only there to fill up the step."""
+        num_left = self.num_samples - self.current.num_samples - step * self.batch_size * self.num_replicas
+        return num_left <= self.replica
+
     def __iter__(self) -> Iterator[list[int]]:
         """Batches of indices, with their epoch."""
         epoch, first = self.current = self.next_start

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hybridpp.nn.contents import attributes_of, has_attributes, is_container
 from hybridpp.nn.snapshot import Snapshot
 
-Hook: TypeAlias = Callable[..., Any]
+ModuleHook: TypeAlias = Callable[..., Any]
 
 _OWN = ("hybridpp", "hybridpp_plugins")
 _STORES = frozenset(("STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR"))
@@ -23,12 +23,12 @@ _EMPTY = CellType()
 _NUM_LEVELS = 5
 
 
-def is_users(hook: Hook) -> bool:
+def is_users(hook: ModuleHook) -> bool:
     """Whether a hook is the user's; this library's hooks support fakes."""
     return str(getattr(_function_of(hook), "__module__", "")).partition(".")[0] not in _OWN
 
 
-def only_observes(hook: Hook) -> bool:
+def only_observes(hook: ModuleHook) -> bool:
     """Whether a hook's code returns None, assigns nothing and calls no in-place operation."""
     code = getattr(_function_of(hook), "__code__", None)
     if code is None or any(name == "setattr" or _is_in_place(name) for name in names_in(code)):
@@ -45,7 +45,7 @@ def only_observes(hook: Hook) -> bool:
     return True
 
 
-def feeds_container_code(hook: Hook, model: nn.Module) -> bool:
+def feeds_container_code(hook: ModuleHook, model: nn.Module) -> bool:
     """Whether values that a hook sees may enter the model's forward other than as the module's result.
 
     It refers to a module of the model, to an attribute of one, or to a context variable (by which transformers collects

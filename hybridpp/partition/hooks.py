@@ -20,9 +20,9 @@ from hybridpp.nn.torch_private import (
 )
 from hybridpp.partition.concrete_fallback import run_on_concrete_values
 from hybridpp.partition.containers import tensors_in
-from hybridpp.partition.hook_inspection import Hook, Reachable, feeds_container_code, is_users, only_observes
+from hybridpp.partition.hook_inspection import ModuleHook, Reachable, feeds_container_code, is_users, only_observes
 
-_GLOBAL: tuple[dict[int, Hook], ...] = (GLOBAL_FORWARD_PRE_HOOKS, GLOBAL_FORWARD_HOOKS)
+_GLOBAL: tuple[dict[int, ModuleHook], ...] = (GLOBAL_FORWARD_PRE_HOOKS, GLOBAL_FORWARD_HOOKS)
 # Number of known hooks above which removed ones are dropped.
 _MAX_KNOWN = 1024
 
@@ -41,15 +41,15 @@ class ModelHooks:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         # By id; the hooks are kept alive, so that ids stay unique.
-        self._container_code: dict[int, tuple[Hook, bool]] = {}
-        self._run: dict[int, Hook] = {}
+        self._container_code: dict[int, tuple[ModuleHook, bool]] = {}
+        self._run: dict[int, ModuleHook] = {}
         self._changing: set[int] = set()
 
-    def registered(self) -> list[Hook]:
+    def registered(self) -> list[ModuleHook]:
         """The hooks on the model's forwards now: the global ones, then those of each module."""
         return [hook for held in _hook_dicts(self._model) for hook in held.values()]
 
-    def learn(self, hooks: Sequence[Hook], effects: HookEffects) -> None:
+    def learn(self, hooks: Sequence[ModuleHook], effects: HookEffects) -> None:
         """Classify hooks by what they did in a trace.
 
         Args:
@@ -67,7 +67,7 @@ class ModelHooks:
         effects: dict[int, bool] = {}
         indices = {id(hook): index for index, hook in enumerate(self.registered())}
 
-        def note(hook: Hook, changed: bool) -> None:
+        def note(hook: ModuleHook, changed: bool) -> None:
             index = indices[id(hook)]
             effects[index] = changed or effects.get(index, False)
 
@@ -86,12 +86,12 @@ class ModelHooks:
         finally:
             replaced.restore(keep_newer=True)
 
-    def is_observer(self, hook: Hook) -> bool:
+    def is_observer(self, hook: ModuleHook) -> bool:
         """Whether a hook only observes, judged by its code or by its effects in a trace."""
         is_observer = only_observes(hook) or (id(hook) in self._run and id(hook) not in self._changing)
         return is_observer and not self.is_container_code(hook)
 
-    def is_container_code(self, hook: Hook) -> bool:
+    def is_container_code(self, hook: ModuleHook) -> bool:
         """See :func:`feeds_container_code`."""
         if id(hook) not in self._container_code:
             if len(self._container_code) >= _MAX_KNOWN:
@@ -112,7 +112,7 @@ class ModelHooks:
         after = [key for key, hook in forward_hooks_of(module).items() if self.is_container_code(hook)]
         return ContainerCodeHooks(module, before, after) if before or after else None
 
-    def _is_replaced(self, hook: Hook) -> bool:
+    def _is_replaced(self, hook: ModuleHook) -> bool:
         return is_users(hook) and not self.is_container_code(hook)
 
 
@@ -162,7 +162,7 @@ class HookOnFakes:
         hook: the user's.
     """
 
-    def __init__(self, hook: Hook, note: Callable[[Hook, bool], None]):
+    def __init__(self, hook: ModuleHook, note: Callable[[ModuleHook, bool], None]):
         self.hook = hook
         self._note = note
 
@@ -191,7 +191,7 @@ class HookOnFakes:
 @contextmanager
 def run_once(
     containers: Iterable[nn.Module],
-    is_observer: Callable[[Hook], bool],
+    is_observer: Callable[[ModuleHook], bool],
     begins: Callable[[], bool],
     ends: Callable[[], bool],
 ) -> Iterator[None]:
@@ -221,7 +221,7 @@ def run_once(
 
 
 class _RunOnce:
-    def __init__(self, hook: Hook, here: Callable[[], bool]):
+    def __init__(self, hook: ModuleHook, here: Callable[[], bool]):
         self.hook = hook
         self._here = here
 
@@ -229,7 +229,7 @@ class _RunOnce:
         return self.hook(*args) if self._here() else None
 
 
-def _hook_dicts(model: nn.Module) -> list[dict[int, Hook]]:
+def _hook_dicts(model: nn.Module) -> list[dict[int, ModuleHook]]:
     """The dicts of torch's forward hooks: the global ones, and those of each module."""
     return [
         *_GLOBAL,
@@ -237,5 +237,5 @@ def _hook_dicts(model: nn.Module) -> list[dict[int, Hook]]:
     ]
 
 
-def _left_out(hook: Hook, *args: Any) -> None:
+def _left_out(hook: ModuleHook, *args: Any) -> None:
     """Replaces a hook that does not run in a trace."""

@@ -19,6 +19,8 @@ from hybridpp.pipeline import (
     StageManager,
     check_reduction,
     compile_keywords,
+    num_samples,
+    to_plain_containers,
     with_selection,
 )
 from hybridpp.plugin import Boosted, Plugin, PreviewsTensorParallel, TensorParallelPreview
@@ -247,6 +249,15 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
     def sp_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold shards of this rank's sequences, with sequence parallelism; else None."""
         return self.tp_group if self.settings.parallel.enable_sequence_parallelism else None
+
+    @property
+    def holds_results(self) -> bool:
+        """Whether this rank is the first of those of its replica's last stage."""
+        return self.stage_manager.is_last_stage() and self.layout.tp.rank == 0
+
+    def count_samples(self, batch: Any) -> int:
+        """The number of samples of a batch, along ``batch_dims``."""
+        return num_samples(to_plain_containers(batch), self.settings.pipeline.batch_dims or 0)
 
     @line_by_line
     def prepare_dataloader(

@@ -88,6 +88,10 @@ class ReplicaDataLoader(DataLoader[Any]):
         source: Any = self._sampler or self._stream
         return int(source.batch_size * source.num_replicas)
 
+    def repeats(self, step: int) -> bool:
+        """Whether this replica's batch of a step of the last iterator holds only a sample that fills up the step."""
+        return self._sampler is not None and self._sampler.repeats(step)
+
     def position(self) -> DataPosition:
         """What the loop has taken. Call it between steps; nothing is communicated."""
         is_begun = self._taken is not None

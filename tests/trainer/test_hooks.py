@@ -1,0 +1,132 @@
+"""What each hook does, on the ranks of two replicas or of a pipeline."""
+
+import logging
+import re
+import struct
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+from trainer_job import job, on_ranks
+
+from hybridpp.errors import ConfigError
+from hybridpp.trainer import Hook, Trainer
+from hybridpp.trainer.hooks import (
+    AccuracyHook,
+    EarlyStoppingHook,
+    LogMetricByEpochHook,
+    LogMetricByStepHook,
+    LogTimingByEpochHook,
+    SaveCheckpointHook,
+    TrackerHook,
+)
+
+
+def fit(hooks, epochs=2, max_steps=None, evaluates=True, count=4, **settings):
+    booster, parts, test_loader = job(count=count, **settings)
+    trainer = Trainer(booster, parts)
+    trainer.fit(epochs=epochs, test_dataloader=test_loader if evaluates else None, hooks=hooks, max_steps=max_steps)
+    return trainer
+
+
+def test_logs_have_one_line_per_epoch_and_step_from_one_rank(caplog, capsys):
+    caplog.set_level(logging.INFO)
+
+    def run(**settings):
+        logger = logging.getLogger("own")
+        hooks = [LogMetricByEpochHook(logger), LogMetricByStepHook(interval=2), LogTimingByEpochHook(), AccuracyHook()]
+        booster, parts, test_loader = job(count=8, **settings)
+        trainer = Trainer(booster, parts)
+        trainer.fit(epochs=1, test_dataloader=test_loader, hooks=hooks, display_progress=True)
+        return trainer.metrics
+
+    metrics, _ = on_ranks(run, dp_size=2)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 3
+    assert re.fullmatch(r"\[rank 0\] Step 2: loss 1\.\d+, lr 0\.06", lines[0])
+    epoch = next(line for line in lines if "accuracy" in line)
+    assert epoch.startswith(
+        f"Epoch [1]: test/loss {metrics['test/loss']:.6g}, test/accuracy {metrics['test/accuracy']:.6g}"
+    )
+    assert any("s per step" in line and line.endswith("samples/s") for line in lines)
+    assert metrics["time/samples_per_second"] == pytest.approx(8 / metrics["time/epoch"])
+    assert capsys.readouterr().err.count("Epoch [1/1]: 100%") == 1
+
+
+def test_a_trackers_file_holds_losses_rates_and_metrics(tmp_path):
+    def run(**settings):
+        fit([TrackerHook("tensorboard", "name", tmp_path, config={"width": 6})], **settings)
+
+    on_ranks(run, dp_size=2)
+    values = {}
+    for path in (tmp_path / "name").glob("events.*"):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            event, data = Event.FromString(data[12 : 12 + length]), data[16 + length :]
+            for value in event.summary.value:
+                values.setdefault(value.tag, []).append((event.step, value.simple_value))
+    assert [step for step, _ in values["step/loss"]] == [1, 2]
+    assert [rate for _, rate in values["step/lr"]] == pytest.approx([0.04, 0.06])
+    assert [step for step, _ in values["test/loss"]] == [1, 2]
+    assert len(list((tmp_path / "name").glob("events.*"))) == 1, "one rank writes"
+
+
+def test_trackers_of_ones_own_are_taken_and_unknown_ones_refused():
+    class Own:
+        def __init__(self):
+            self.logs = []
+
+        def start(self):
+            self.logs.append("start")
+
+        def log(self, values, step):
+            self.logs.append((step, sorted(values)))
+
+        def finish(self):
+            self.logs.append("finish")
+
+    tracker = Own()
+    fit([TrackerHook(tracker, interval=2)], epochs=1, evaluates=False)
+    assert tracker.logs == ["start", (2, ["step/loss", "step/lr"]), (2, ["epoch", "train/loss"]), "finish"]
+    with pytest.raises(ConfigError, match=r"tracker is one of .*tensorboard.*: got 'tensorbord'"):
+        TrackerHook("tensorbord")
+    with pytest.raises(
+        ConfigError, match=r"tracker 'wandb' needs a package that is not installed. Run: pip install wandb"
+    ):
+        TrackerHook("wandb")
+
+
+def test_a_run_that_no_longer_improves_ends_on_every_rank():
+    class Metric(Hook):
+        priority = 0
+        values = (3.0, 2.0, 2.5, 1.95, 2.0, 0.0)
+
+        def after_epoch(self, trainer):
+            trainer.metrics["own"] = self.values[trainer.epoch]
+
+    def run(**settings):
+        stopping = EarlyStoppingHook("own", patience=2, min_delta=0.1)
+        return fit([stopping, Metric()], epochs=6, **settings).epoch, stopping.best
+
+    assert on_ranks(run, dp_size=2) == [(3, 2.0)] * 2
+
+
+def test_early_stopping_counts_evaluations_and_refuses_unknown_metrics():
+    hook = EarlyStoppingHook("test/loss", mode="max")
+    fit([hook], epochs=3)
+    assert hook.best is not None
+    with pytest.raises(ConfigError, match=r"there is no metric 'test/f1' yet. There are: .*test/loss"):
+        fit([EarlyStoppingHook("test/f1")], epochs=1)
+    with pytest.raises(ConfigError, match="mode is one of min, max: got 'lowest'"):
+        EarlyStoppingHook(mode="lowest")
+    with pytest.raises(ConfigError, match="patience must be an integer of at least 1"):
+        EarlyStoppingHook(patience=0)
+
+
+def test_checkpoints_come_at_their_interval_and_at_the_end(tmp_path):
+    fit([SaveCheckpointHook(tmp_path / "epochs", 2)], epochs=3, evaluates=False)
+    fit([SaveCheckpointHook(tmp_path / "steps", steps=3, keep_last=1, asynchronous=True)], epochs=4, evaluates=False)
+    assert sorted(path.name for path in (tmp_path / "epochs").iterdir()) == ["step-00000004", "step-00000006"]
+    assert sorted(path.name for path in (tmp_path / "steps").iterdir()) == ["step-00000006"]
+    with pytest.raises(ConfigError, match="interval must be an integer of at least 1: got interval=0"):
+        SaveCheckpointHook(tmp_path, 0)
