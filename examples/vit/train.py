@@ -90,7 +90,7 @@ def train(args: Namespace, coordinator: DistCoordinator) -> None:
     if coordinator.is_master():
         processor.save_pretrained(args.output)
         reloaded = evaluate_folder(args.output, splits, args.batch_size)
-        print(check_same(score, reloaded, args.output, args.precision))
+        print(check_same(score, reloaded, args.output, plugin.precision))
     coordinator.block_all()
     coordinator.print_on_master(f"Done in {time.perf_counter() - started:.0f} s.")
 
@@ -155,18 +155,18 @@ def model_loss(outputs: Any, inputs: Any) -> Tensor:
 
 
 def make_plugin(args: Namespace, world_size: int) -> Any:
-    """The layout that the flags ask for; the rest of the ranks hold replicas."""
-    tp_size, pp_size = choose_sizes(args.tp_size, args.pp_size, world_size)
-    return Plugin.from_name(
-        args.plugin,
-        tp_size=tp_size,
-        pp_size=pp_size,
-        zero_stage=args.zero_stage,
-        num_microbatches=args.num_microbatches,
-        microbatch_size=args.microbatch_size,
-        precision=args.precision,
-        max_norm=args.max_norm,
-    )
+    """The plugin that the flags ask for; ranks that its layout leaves over hold replicas."""
+    settings: dict[str, Any] = {
+        "num_microbatches": args.num_microbatches,
+        "microbatch_size": args.microbatch_size,
+        "max_norm": args.max_norm,
+    }
+    if args.precision is not None:
+        settings["precision"] = args.precision
+    if args.plugin == "hybrid_parallel":
+        tp_size, pp_size = choose_sizes(args.tp_size, args.pp_size, world_size)
+        settings |= {"tp_size": tp_size, "pp_size": pp_size, "zero_stage": args.zero_stage}
+    return Plugin.from_name(args.plugin, **settings)
 
 
 def choose_sizes(tp_size: int | None, pp_size: int | None, world_size: int) -> tuple[int, int]:
@@ -182,8 +182,8 @@ def describe(args: Namespace, plugin: Any, model: nn.Module, splits: ImageSplits
     """What is about to run, in a few lines."""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return (
-        f"Layout: tp={plugin.tp_size} x pp={plugin.pp_size} x dp={plugin.dp_size}, zero_stage={args.zero_stage}, "
-        f"{args.precision}\n"
+        f"Layout: tp={plugin.tp_size} x pp={plugin.pp_size} x dp={plugin.dp_size}, zero_stage={plugin.zero_stage}, "
+        f"{plugin.precision}\n"
         f"Model: {args.model or 'a small ViT from scratch'}, {num_parameters:,} parameters\n"
         f"Data: {args.dataset}, {len(splits.label_names)} classes, "
         f"{len(splits.train):,} images to train on, {len(splits.held_out):,} held out"

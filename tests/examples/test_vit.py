@@ -1,13 +1,19 @@
 """The main job, small: train, save, reload; then fine-tune from what was saved, with another head."""
 
 import importlib
+import io
 import re
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 
 import pytest
 from PIL.Image import fromarray
-from processes import run_script
+from processes import run_ranks, run_script
 from sklearn.datasets import load_digits
 from support import ROOT
+
+from hybridpp import DistCoordinator
+from hybridpp.cluster import set_seed
 
 SCRIPT = ROOT / "examples/vit/train.py"
 
@@ -108,9 +114,60 @@ def test_sizes_left_out_follow_the_number_of_processes(monkeypatch, tp_size, pp_
     assert importlib.import_module("train").choose_sizes(tp_size, pp_size, world_size) == chosen
 
 
+PLUGINS = {
+    "torch_ddp": "zero_stage=0, fp32",
+    "torch_ddp_fp16": "zero_stage=0, fp16",
+    "low_level_zero": "zero_stage=1, fp16",
+    "gemini": "zero_stage=3, fp16",
+    "torch_fsdp": "zero_stage=3, fp32",
+}
+
+
+def _with_every_preset(folder):
+    """What each prints; in one job, because starting one takes longer."""
+    train, options = importlib.import_module("train"), importlib.import_module("options")
+    printed = {}
+    for name in PLUGINS:
+        set_seed(42)  # as the start of the script does
+        flags = ("--epochs", "1", "--max-samples", "20", "--batch-size", "10", "--output", str(folder / name))
+        with redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()):
+            train.train(options.parse_args([*flags, "--plugin", name]), DistCoordinator())
+        printed[name] = stdout.getvalue()
+    return printed
+
+
+def test_it_trains_with_every_preset_by_name(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    printed, _ = run_ranks(partial(_with_every_preset, tmp_path), 2)
+    for name, how in PLUGINS.items():
+        assert f"Layout: tp=1 x pp=1 x dp=2, {how}\n" in printed[name]
+        assert re.search(r"Epoch \[1\]: held-out accuracy", printed[name])
+        assert "by plain transformers:" in printed[name]
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (
+            ["--plugin", "gemini", "--pp-size", "2"],
+            "--pp-size is of --plugin hybrid_parallel: leave it out with gemini",
+        ),
+        (
+            ["--plugin", "torch_ddp_fp16", "--precision", "bf16"],
+            "is torch_ddp with --precision fp16: leave --precision",
+        ),
+    ],
+)
+def test_flags_of_another_plugin_are_refused(monkeypatch, capsys, flags, text):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    with pytest.raises(SystemExit):
+        importlib.import_module("options").parse_args(flags)
+    assert text in capsys.readouterr().err
+
+
 def test_an_unknown_plugin_and_an_impossible_layout_give_one_message(tmp_path):
     job = run_script(2, SCRIPT, "--plugin", "magic", "--max-samples", "20")
     assert job.returncode != 0
-    assert "plugin is one of hybrid_parallel" in job.stderr
+    assert "plugin is one of gemini, hybrid_parallel" in job.stderr
     job = run_script(1, SCRIPT, "--pp-size", "2", "--max-samples", "20")
     assert "world size must be a multiple of tp_size * pp_size: got world_size=1" in job.stderr
