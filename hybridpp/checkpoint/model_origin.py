@@ -37,11 +37,11 @@ def described_origin(model: nn.Module, aliases: Mapping[str, str], dtypes: Mappi
     }
 
 
-def model_shell(class_name: str, config: Mapping[str, Any] | None, folder: Path | None) -> nn.Module:
+def model_shell(class_name: str | None, config: Mapping[str, Any] | None, folder: Path | None) -> nn.Module:
     """A model without values, whose class and configuration say how it is exported.
 
     Args:
-        class_name: of the model that was saved.
+        class_name: of the model that was saved; None: the one that the folder's configuration names.
         config: what the checkpoint says of its configuration.
         folder: has a ``config.json`` that is taken instead; None: ``config`` is.
 
@@ -74,11 +74,12 @@ def model_shell(class_name: str, config: Mapping[str, Any] | None, folder: Path 
                 f"the configuration of the {class_name} in the checkpoint is not one that transformers "
                 f"{transformers.__version__} knows: {error}. Pass --config FOLDER, with its config.json."
             ) from error
+    class_name = class_name or (made.architectures or ["a model without a class"])[0]
     kind: type[PreTrainedModel] | None = getattr(transformers, class_name, None)
     if kind is None:
         raise CheckpointError(
-            f"{class_name} is no class of transformers, so it cannot be exported without its script. Use "
-            "booster.save_model there, or export --to torch."
+            f"{class_name} is no class of transformers, so it cannot be converted without its script. Use "
+            "booster.save_model or load_model there, or a file of torch.save."
         )
     if kind.config_class is None or not isinstance(made, kind.config_class):
         raise ConfigError(

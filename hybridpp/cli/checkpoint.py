@@ -15,7 +15,11 @@ from hybridpp.errors import CheckpointError
 from hybridpp.sizes import format_bytes
 from hybridpp.text_table import text_table
 
-_FORMATS = {"export": checkpoint_formats.run_export, "reshard": checkpoint_formats.run_reshard}
+_FORMATS = {
+    "export": checkpoint_formats.run_export,
+    "import": checkpoint_formats.run_import,
+    "reshard": checkpoint_formats.run_reshard,
+}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -144,7 +148,7 @@ def _model(manifest: Manifest, index: int, model: dict[str, Any]) -> list[str]:
     if optimizer is not None:
         rates = ", ".join(str(group.get("lr")) for group in optimizer["settings"])
         counts = optimizer["counts"]
-        lines.append(f"  {optimizer['class']}: {len(optimizer['groups'])} groups, lr {rates}")
+        lines.append(f"  {optimizer['class'] or 'optimizer'}: {len(optimizer['groups'])} groups, lr {rates}")
         lines.append(f"  {counts['applied']} steps applied, {counts['skipped']} skipped")
     lines.append(f"  LR schedule: {'yes' if model['lr_scheduler'] is not None else 'no'}")
     if model["data"] is not None:

@@ -1,4 +1,4 @@
-"""``hybridpp checkpoint export``, ``reshard``: checkpoints of runs in other formats and files."""
+"""``hybridpp checkpoint export``, ``import``, ``reshard``: checkpoints of runs in other formats and files."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
@@ -11,12 +11,15 @@ from tqdm import tqdm
 
 from hybridpp.checkpoint.commit import open_step
 from hybridpp.checkpoint.export_run import export_dcp, export_folder, export_torch
+from hybridpp.checkpoint.import_run import import_run
+from hybridpp.checkpoint.import_sources import open_source
 from hybridpp.checkpoint.model_origin import model_shell
 from hybridpp.checkpoint.new_output import refuse_existing
 from hybridpp.checkpoint.reshard import reshard
 from hybridpp.checkpoint.run_contents import StoredRunModel, chosen_step, open_verified
 from hybridpp.cli.argtypes import positive
 from hybridpp.errors import ConfigError
+from hybridpp.saving import check_run_arguments
 from hybridpp.sizes import format_bytes, parse_bytes
 from hybridpp.text_table import text_table
 
@@ -34,6 +37,8 @@ def add_arguments(actions: Any) -> None:
     )
     export.add_argument("--config", type=Path, help="hf: folder with a config.json to use instead of the run's")
     export.add_argument("--size-per-shard", type=positive, default=1024, help="hf: most of a file, in MB")
+    other = _action(actions, "import", "make a checkpoint of weights in another format, for booster.resume")
+    other.add_argument("--step", type=int, default=0, help="of the checkpoint; default: 0")
     again = _action(actions, "reshard", "write a checkpoint anew, as another number of ranks would have")
     again.add_argument("--step", type=int, help="default: the newest")
     again.add_argument("--ranks", type=positive, default=1, help="number of ranks, of which each has files of its own")
@@ -42,8 +47,11 @@ def add_arguments(actions: Any) -> None:
 
 def _action(actions: Any, name: str, text: str) -> ArgumentParser:
     action: ArgumentParser = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
-    action.add_argument("path", type=Path, help="folder that booster.save was given")
-    action.add_argument("out", type=Path, help="what is written; it must not exist")
+    source = "folder that booster.save was given"
+    if name == "import":
+        source = "folder of transformers or of torch.distributed.checkpoint, or file of torch.save or of safetensors"
+    action.add_argument("path", type=Path, help=source)
+    action.add_argument("out", type=Path, help="what is written; nothing is overwritten")
     return action
 
 
@@ -73,6 +81,28 @@ def run_export(arguments: Namespace) -> str:
         [[*row, format_bytes(written_bytes(arguments.out)), str(arguments.out)]],
         left=(1, 3, 5),
     )
+
+
+def run_import(arguments: Namespace) -> str:
+    """Write the checkpoint; returns the table.
+
+    Raises:
+        HybridppError: the source cannot be read, or the checkpoint cannot be written.
+    """
+    check_run_arguments(arguments.step, None)
+    source = open_source(arguments.path)
+    num_bytes = sum(tensor.spec.nbytes for tensor in source.weights.values())
+    with _progress("write", num_bytes) as written:
+        made = import_run(source, arguments.out, arguments.step, written)
+    state = f"fresh: {source.no_optimizer}"
+    if source.groups is not None:
+        state = f"of {len(source.state)} parameters in {len(source.groups)} groups"
+    rows = [
+        ["weights", f"{len(source.weights)} tensors, {format_bytes(num_bytes)}, from {source.kind}"],
+        ["optimizer", state],
+        *([name, "fresh: not in this format"] for name in ("LR schedule", "position in data", "random generators")),
+    ]
+    return text_table([f"step {made.step}", str(arguments.out)], rows, left=(0, 1))
 
 
 def run_reshard(arguments: Namespace) -> str:

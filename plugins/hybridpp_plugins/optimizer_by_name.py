@@ -113,7 +113,9 @@ class OptimizerByName:
         Raises:
             CheckpointError: another optimizer, or other groups.
         """
-        if stored["class"] != self.kind:
+        if stored["class"] is None:
+            self._check_settings(stored["settings"])
+        elif stored["class"] != self.kind:
             raise CheckpointError(f"the state of {stored['class']} cannot be loaded into {self.kind}. Use the same one")
         there = [set(group["names"]) for group in stored["groups"]]
         if len(there) != len(names_of_all_ranks):
@@ -126,6 +128,15 @@ class OptimizerByName:
                 where = "there" if different[0] in saved else "here"
                 raise CheckpointError(
                     f"{different[0]} is in group {index} of the optimizer {where} only. Make the same groups"
+                )
+
+    def _check_settings(self, stored: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse the state of another class, if its name is not known."""
+        for group, saved in zip(self._optimizer.param_groups, stored, strict=False):
+            if unknown := sorted(set(saved) - set(group)):
+                raise CheckpointError(
+                    f"the state of an optimizer with {', '.join(unknown)} cannot be loaded into {self.kind}. Use the "
+                    "same one"
                 )
 
     def planned_state(

@@ -101,6 +101,13 @@ class OptimizerPart:
             boosted.loss_scaler.state = LossScale(**saved["loss_scale"])
         boosted.target.push()
 
+    def start_anew(self) -> None:
+        """Begin without state, from weights that were read. Collective: all replicas."""
+        self._boosted.zero_grad()
+        self._boosted.unwrap().state.clear()
+        self._boosted.set_counts(StepCounts())
+        self._boosted.target.push()
+
 
 def merged_optimizer(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One optimizer, from what each rank described of it, by rank."""

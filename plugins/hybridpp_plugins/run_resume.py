@@ -42,7 +42,7 @@ def resume_run(parts: Sequence[RunParts], path: Path, *, start_fresh: bool) -> R
         planned = [
             state.plan(manifest, stored[index], [row[index] for row in names]) for index, state in enumerate(states)
         ]
-        generators = decode(_own_generators(manifest, parts[0]))
+        generators = decode(_own_generators(manifest, parts[0])) if manifest.state["generators"] else None
         extras = decode(manifest.state["extras"])
     except (CheckpointError, ConfigError) as error:
         failure = CheckpointError(f"{folder} does not fit this run: {error}. Nothing was changed.")
@@ -61,7 +61,8 @@ def resume_run(parts: Sequence[RunParts], path: Path, *, start_fresh: bool) -> R
     try:
         done = [state.load(plan, saved) for state, plan, saved in zip(states, planned, stored, strict=True)]
         batches = done[0]
-        set_generator_states(generators, engine.device)
+        if generators is not None:
+            set_generator_states(generators, engine.device)
     except Exception as error:
         failure = error
     _agree(control, failure)

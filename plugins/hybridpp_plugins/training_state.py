@@ -148,31 +148,36 @@ class TrainingState:
         Raises:
             CheckpointError: it does not fit.
         """
-        self._check_names(manifest, stored)
+        keys = self._weight_keys(manifest, stored)
+        is_import = "imported_from" in stored
         extra = {name for name in state_of(self._engine) if is_extra_state(name)}
-        if missing := extra - set(stored["extra_state"]):
+        missing = extra - set(stored["extra_state"])
+        if missing and not is_import:
             raise CheckpointError(f"the checkpoint does not fit this model: missing {_some(missing)}")
-        holdings = [self._weight_holding(manifest, name, tensor) for name, tensor, _ in held_weights(self._engine)]
-        if (self._scheduler is None) != (stored["lr_scheduler"] is None):
+        holdings = [self._weight_holding(keys[name], name, tensor) for name, tensor, _ in held_weights(self._engine)]
+        if not is_import and (self._scheduler is None) != (stored["lr_scheduler"] is None):
             one, other = ("has", "was saved without") if self._scheduler is not None else ("lacks", "was saved with")
             raise CheckpointError(f"the run {one} an LR scheduler, and the checkpoint {other} one. Pass it to boost")
         position = None if stored["data"] is None else DataPosition(*stored["data"])
         if self._loader is not None:
-            if position is None:
+            if position is None and not is_import:
                 get_dist_logger().warning(
                     "the checkpoint has no position in the data, because its run passed no dataloader of "
                     "plugin.prepare_dataloader to boost: the data start at the first epoch.",
                     ranks=[0],
                 )
-            else:
+            elif position is not None:
                 self._loader.check_position(position)
+        if is_import:
+            self._say_what_is_fresh(stored, missing)
         state: dict[str, dict[str, Any]] = {}
         if self._optimizer is not None:
             saved = stored["optimizer"]
-            if saved is None:
+            if saved is None and not is_import:
                 raise CheckpointError("the checkpoint was saved without an optimizer, and the run has one")
-            state, more = self._optimizer.plan(saved, manifest.tensors, all_names)
-            holdings += more
+            if saved is not None:
+                state, more = self._optimizer.plan(saved, manifest.tensors, all_names)
+                holdings += more
         return PlannedState(plan_reads(manifest.tensors, holdings), state, position)
 
     @property
@@ -180,21 +185,48 @@ class TrainingState:
         """The names of the parameters of each of the optimizer's groups on this rank."""
         return [] if self._optimizer is None else self._optimizer.group_names
 
-    def _check_names(self, manifest: Manifest, stored: Mapping[str, Any]) -> None:
-        prefix = f"{self._prefix}weights/"
+    def _say_what_is_fresh(self, stored: Mapping[str, Any], extra_state: set[str]) -> None:
+        fresh = ["the random generators"]
+        if self._optimizer is not None and stored["optimizer"] is None:
+            fresh.append("the optimizer's state")
+        if self._scheduler is not None:
+            fresh.append("the LR schedule")
+        if self._loader is not None:
+            fresh.append("the position in the data")
+        fresh += sorted(extra_state)
+        get_dist_logger().warning(
+            f"the checkpoint was imported from {stored['imported_from']}, so these begin anew: {', '.join(fresh)}.",
+            ranks=[0],
+        )
+
+    def _weight_keys(self, manifest: Manifest, stored: Mapping[str, Any]) -> dict[str, str]:
+        """The key of each weight and buffer of the complete model. An import may have a tied weight by another name.
+
+        Raises:
+            CheckpointError: some are missing, or others are there.
+        """
+        prefix, original = f"{self._prefix}weights/", self._engine.original
         there = {key.removeprefix(prefix) for key in manifest.tensors if key.startswith(prefix)}
-        tensors = {*self._engine.staged.owners, *self._engine.original.buffer_names}
-        here = {name for name in tensors if name not in self._engine.original.aliases and not is_extra_state(name)}
-        if there != here:
+        tensors = {*self._engine.staged.owners, *original.buffer_names}
+        here = {name for name in tensors if name not in original.aliases and not is_extra_state(name)}
+        source = {name: name for name in here}
+        if "imported_from" in stored:
+            for alias, name in original.aliases.items():
+                if name not in there and alias in there:
+                    source[name] = alias
+            there -= original.aliases.keys() - set(source.values())
+        if there != set(source.values()):
             raise CheckpointError(
                 f"the checkpoint of a {stored['class']} does not fit this {type(self._engine.model).__name__}: missing "
-                f"{_some(here - there)}, unexpected {_some(there - here)}"
+                f"{_some(set(source.values()) - there)}, unexpected {_some(there - set(source.values()))}"
             )
+        return {name: self._own_key(manifest, name, f"{prefix}{other}") for name, other in source.items()}
 
-    def _weight_holding(self, manifest: Manifest, name: str, tensor: Tensor) -> Holding:
-        key = self._replica_key(name, self._engine.layout.here.dp)
-        if key not in manifest.tensors:
-            key = f"{self._prefix}weights/{name}"
+    def _own_key(self, manifest: Manifest, name: str, key: str) -> str:
+        own = self._replica_key(name, self._engine.layout.here.dp)
+        return own if own in manifest.tensors else key
+
+    def _weight_holding(self, key: str, name: str, tensor: Tensor) -> Holding:
         return Holding(key, tensor.dtype, self._shares.full_shape(name, tensor), self._shares.parts(name, tensor))
 
     def incomplete(self) -> AbstractContextManager[None]:
@@ -208,16 +240,18 @@ class TrainingState:
             How many steps of the epoch are done, by the dataloader.
         """
         engine = self._engine
-        for name in filter(is_extra_state, state_of(engine)):
+        for name in set(filter(is_extra_state, state_of(engine))) & set(stored["extra_state"]):
             module = engine.model.get_submodule(name.rpartition(".")[0])
             module.set_extra_state(decode(stored["extra_state"][name]))
         vars(engine.progress).update(vars(RunProgress(**stored["progress"])))
         if self._optimizer is None:
             engine.masters.copy_to_model()
+        elif stored["optimizer"] is None:
+            self._optimizer.start_anew()
         else:
             self._optimizer.load(stored["optimizer"], planned.state)
         engine.original.uninitialized.fill({*engine.staged.owners, *engine.original.buffer_names})
-        if self._scheduler is not None:
+        if self._scheduler is not None and stored["lr_scheduler"] is not None:
             self._scheduler.load_state_dict(decode(stored["lr_scheduler"]))
         if self._loader is None or planned.position is None:
             return 0
