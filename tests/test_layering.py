@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -88,9 +89,14 @@ def sources() -> dict[str, Path]:
 SOURCES = sources()
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def imports(source: str) -> Iterator[Import]:
     """What a source imports, wherever in it; ``from a import b`` counts as ``a.b`` where that is one of our modules."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from (Import(node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -107,7 +113,7 @@ def package_of(module: str) -> str | None:
 
 def reads_environment(source: str) -> Iterator[int]:
     """Lines that use ``os.environ`` or ``os.getenv``."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         used = [node.attr] if isinstance(node, ast.Attribute) else []
         used += [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
         if {"environ", "environb", "getenv", "putenv"} & set(used):

@@ -23,7 +23,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     # Forked: four interpreters would take 20 s to start. `make vit` starts as users start theirs.
     output = ("--output", str(folder), "--timeline", str(folder / "step.svg"))
-    job = run_script(4, SCRIPT, "--epochs", "2", "--max-samples", "100", *output)
+    job = run_script(4, SCRIPT, "--epochs", "2", "--max-samples", "50", *output)
     assert job.returncode == 0, job.stderr
     return folder, job
 

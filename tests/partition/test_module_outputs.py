@@ -18,7 +18,6 @@ BATCHES = [torch.randn(6, length, 4, generator=torch.Generator().manual_seed(len
 LAYOUTS = (
     {"pp_size": 2},
     {"pp_size": 4},
-    {"pp_size": 2, "schedule": "interleaved"},
     {"pp_size": 2, "schedule": "zb-v"},
 )
 MODELS = [cls for cls in vars(aux_loss_models).values() if isinstance(cls, type) and cls in aux_loss_models.TO_ROUNDING]
@@ -35,8 +34,7 @@ def run(make_model, **settings):
 @pytest.mark.parametrize("make_model", MODELS)
 def test_what_blocks_leave_is_found_by_glue_on_any_stage(make_model):
     expected = run(make_model)
-    recomputed = [{"gradient_checkpoint_config": {}, **layout} for layout in (LAYOUTS[0], LAYOUTS[-1])]
-    for layout in (*LAYOUTS, *recomputed):
+    for layout in (*LAYOUTS, {"gradient_checkpoint_config": {}, **LAYOUTS[-1]}):
         actual = run(make_model, **layout)
         assert actual["losses"] == [pytest.approx(expected["losses"][0], rel=1e-5)] * len(actual["losses"])
         assert_near(actual["gradients"], expected["gradients"])

@@ -60,7 +60,8 @@ def test_recomputing_some_changes_no_bit(schedule, config, one_process):
 
 @pytest.mark.parametrize(
     ("schedule", "recomputed"),
-    [("1f1b", None), ("zb-h1", {}), *((name, [None, {}][place % 2]) for place, name in enumerate(NAMES))],
+    # Under all of the other schedules blocks are recomputed by the library, above.
+    [("1f1b", None), ("1f1b", {}), ("zb-h1", {}), ("interleaved", None), ("zb-v", None)],
     ids=str,
 )
 def test_what_the_model_checkpoints_itself_is_left_to_it(schedule, recomputed, one_process):

@@ -95,9 +95,9 @@ SPLIT = STAGES | {"schedule": "zb-h1"}
     [
         *(("t5", layout) for layout in (FOUR, STAGES)),
         *(("llama-tied", layout) for layout in (TWO, SPLIT)),
-        *(("llama", layout) for layout in (FOUR, STAGES, SPLIT)),
-        *(("gpt2", layout) for layout in (TWO, STAGES)),
-        *(("bert", layout) for layout in (TWO, SPLIT)),
+        *(("llama", layout) for layout in (FOUR, SPLIT)),
+        ("gpt2", STAGES),
+        ("bert", SPLIT),
     ],
     ids=str,
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from divided_models import LLAMA, VIT, llama, qwen3, t5, token_batch
 from hybridpp_plugins import setup
-from support import assert_near, assert_same, boosted, image_batch, model_loss, sgd, tiny_vit, train
+from support import assert_near, assert_same, boosted, image_batch, model_loss, sgd, tiny_vit, train, trained_alone
 from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -174,7 +174,7 @@ def test_norms_of_a_model_made_in_another_format_are_fp32(make, made_in):
 )
 def test_stages_give_the_bits_of_one_process(make, batch, precision, layout):
     settings = {"precision": precision, "num_microbatches": 2}
-    whole = train(make, [batch] * 2, **settings)
+    whole = trained_alone(make, [batch] * 2, **settings)
     cut = train(make, [batch] * 2, **settings, **layout)
     assert_same(cut["weights"], whole["weights"])
     assert_same(cut["gradients"], whole["gradients"])
@@ -185,7 +185,7 @@ def test_stages_give_the_bits_of_one_process(make, batch, precision, layout):
 @pytest.mark.parametrize(("make", "batch", "plan"), [(llama, token_batch(), LLAMA), (tiny_vit, image_batch(4), VIT)])
 def test_shared_layers_and_sequences_agree_with_one_process(make, batch, plan, more):
     settings = {"precision": "bf16", "num_microbatches": 2}
-    whole = train(make, [batch], **settings)
+    whole = trained_alone(make, [batch], **settings)
     parts = train(make, [batch], **settings, tp_size=2, pp_size=2, tensor_parallel_plan=plan, **more)
     assert_near(parts["gradients"], whole["gradients"], 2e-2)
 

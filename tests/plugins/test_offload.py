@@ -120,8 +120,10 @@ def test_weights_that_the_script_writes_are_trained_on(precision):
         assert_same(actual, expected)
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(0.5, 0.5), (1.0, 0.0), (0.0, 1.0)])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "saved", "loaded"),
+    [("fp32", 0.5, 0.5), ("fp32", 1.0, 0.0), ("fp32", 0.0, 1.0), ("bf16", 1.0, 0.0), ("bf16", 0.0, 1.0)],
+)
 def test_a_run_resumes_with_another_share(precision, saved, loaded, tmp_path):
     layout = {"dp_size": 2, "pp_size": 2, "zero_stage": 1, "precision": precision, **SMALL}
 

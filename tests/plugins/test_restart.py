@@ -1,10 +1,10 @@
-"""Torchrun starts a job again: its ranks meet anew, whatever the attempts before left in its store."""
+"""A job that is started again (test_failure.py has torchrun do it): its ranks meet anew, whatever is left in the store."""
 
 import re
 from datetime import timedelta
 
 import pytest
-from processes import run_script, torchrun
+from processes import run_script
 from support import ROOT
 from torch.distributed import TCPStore
 
@@ -33,9 +33,3 @@ def test_every_attempt_finds_its_ranks_wherever_one_died_before(agent, monkeypat
         whole.append(losses(job.stdout))
     assert whole[3] == [("3", whole[4][0][1])], "the first step came before the death"
     assert len(whole[4]) == 3
-
-
-def test_torchrun_restarts_a_job_in_which_a_rank_died():
-    job = torchrun(2, ROOT / "tests/scripts/rejoined.py", launcher=["--max-restarts", "1"])
-    assert job.returncode == 0, job.stderr
-    assert job.stdout == "attempt 0 sum 3.0\nattempt 1 sum 3.0\n"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from divided_models import VIT
 from sequence_models import SHARDS, Block, Net, assert_equal, images, sequences, squares, vit
-from support import assert_same, boosted, model_loss, sgd, train
+from support import assert_same, boosted, model_loss, sgd, train, trained_alone
 from torch.utils.checkpoint import checkpoint
 
 from hybridpp.cluster import Loopback, current_world
@@ -247,14 +247,15 @@ class Late(Net):
         return (self.blocks[3](x) + first + before) / 10
 
 
-@pytest.mark.parametrize("net", [Collecting, Skipping, Writing, Centering, Hooked, Checkpointing])
-@pytest.mark.parametrize("layout", [{}, {"pp_size": 2}, {"gradient_checkpoint_config": {}}], ids=str)
-def test_what_glue_does_to_shards_is_done_to_the_whole(net, layout):
-    def make():
-        return net(Block)
+NETS = [functools.partial(net, Block) for net in (Collecting, Skipping, Writing, Centering, Hooked, Checkpointing)]
+FIVE = [sequences(5)]
 
-    expected = train(make, [sequences(5)], criterion=squares, num_microbatches=2)
-    assert_equal(train(make, [sequences(5)], criterion=squares, **OPTIONS, **layout), expected)
+
+@pytest.mark.parametrize("make", NETS, ids=lambda make: make.func.__name__)
+@pytest.mark.parametrize("layout", [{}, {"pp_size": 2}, {"gradient_checkpoint_config": {}}], ids=str)
+def test_what_glue_does_to_shards_is_done_to_the_whole(make, layout):
+    expected = trained_alone(make, FIVE, criterion=squares, num_microbatches=2)
+    assert_equal(train(make, FIVE, criterion=squares, **OPTIONS, **layout), expected)
 
 
 def test_what_a_block_writes_to_its_input_is_seen():
