@@ -23,6 +23,7 @@ class BucketReduction:
         group: the replicas.
         dtype: of the messages; None: the accumulation dtype.
         reached: the parameters that a backward pass has reached on this rank; read when a reduction starts.
+        on_launch: called with a bucket after its reduction has begun.
         scatter: whether a replica gets its own segment of each sum only.
         by_unit: whether weights are gathered by unit. Then a unit's buckets are reduced when the pass is done with it:
             replicas would wait for each other if gathers and reductions did not have one order.
@@ -34,6 +35,7 @@ class BucketReduction:
         group: Replicas,
         dtype: torch.dtype | None,
         reached: Collection[str],
+        on_launch: Callable[[Bucket], None],
         *,
         scatter: bool,
         by_unit: bool = False,
@@ -43,7 +45,7 @@ class BucketReduction:
         self._buckets = [bucket for bucket in accumulator.buckets if not bucket.layout.is_shared]
         self._group = group
         self._dtype = dtype
-        self._reached = reached
+        self._reached, self._on_launch = reached, on_launch
         self._scatter, self._by_unit = scatter, by_unit
         # The units that the running pass is done with.
         self._done_units: set[int] = set()
@@ -186,6 +188,7 @@ class BucketReduction:
     def _reduce(self, bucket: Bucket) -> None:
         self._accumulator.zero_stale([bucket])
         bucket.launch_reduce(self._group, self._dtype, scatter=self._scatter)
+        self._on_launch(bucket)
 
     def _reduce_flags(self) -> None:
         flags = torch.tensor([float(name in self._reached) for name in self._names])

@@ -59,6 +59,7 @@ class GradientBuckets:
         parameters: as given.
         exposes_grad: as given.
         communication_dtype: as given.
+        are_in_step: whether all replicas run the same passes in the next step, so that they begin reductions alike.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class GradientBuckets:
             for piece in bucket.layout.pieces_within(layout.index)
         }
         self._reduction = self._make_reduction()
+        self.are_in_step = False
         self._state = _State.CONSUMED
         self._sync = True
         self._is_stashed = False
@@ -103,18 +105,19 @@ class GradientBuckets:
     def _make_reduction(self) -> BucketReduction | None:
         if self._group.size == 1:
             return None
-        arguments = (self._accumulator, self._group, self.communication_dtype, self._used)
+        arguments = (self._accumulator, self._group, self.communication_dtype, self._used, self._on_launch)
         by_unit = any(bucket.layout.units for bucket in self._accumulator.buckets)
         if self._reduces_each_pass:
-            return PassReduction(*arguments, scatter=True, by_unit=by_unit, on_launch=self._lend)
+            return PassReduction(*arguments, scatter=True, by_unit=by_unit)
         return BucketReduction(*arguments, scatter=self._scatters, by_unit=by_unit)
 
-    def _lend(self, bucket: Bucket) -> None:
-        """Let a reduction have a bucket; the next gradients come through hooks, which wait for it."""
-        self._accumulator.lend(bucket)
-        self._hooks.enable(bucket.views)
-        if isinstance(self._group, HybridReplicas):
-            # Not in reductions by step, which begin in passes that replicas run at different times.
+    def _on_launch(self, bucket: Bucket) -> None:
+        """A reduction has begun. If it has the bucket, the next gradients come through hooks, which wait for it."""
+        if bucket.each_pass:
+            self._accumulator.lend(bucket)
+            self._hooks.enable(bucket.views)
+        # Else the host would wait for reductions that other replicas begin in a later pass.
+        if isinstance(self._group, HybridReplicas) and (bucket.each_pass or self.are_in_step):
             self._group.go_on(num_left=1)
 
     @property

@@ -1,7 +1,7 @@
 """The reduction of buckets after every backward pass (ZeRO 2 and 3)."""
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from hybridpp.data_parallel.bucket import Bucket
@@ -19,13 +19,11 @@ class PassReduction(BucketReduction):
     :meth:`launch_remaining` all the same. Shared gradients are kept complete, and reduced at the end.
 
     Args:
-        args, options: as of :class:`BucketReduction`.
-        on_launch: called with a bucket after its reduction has begun: gradients start new sums in it.
+        args, options: as of :class:`BucketReduction`. After ``on_launch``, gradients start new sums in a bucket.
     """
 
-    def __init__(self, *args: Any, on_launch: Callable[[Bucket], None], **options: Any):
+    def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self._on_launch = on_launch
         # The buckets of the running pass that are not reduced yet, in order.
         self._waiting: deque[Bucket] = deque()
         self._running: deque[Bucket] = deque()
@@ -83,7 +81,6 @@ class PassReduction(BucketReduction):
         super()._reduce(bucket)
         if bucket.each_pass:
             self._running.append(bucket)
-            self._on_launch(bucket)
 
     def _collect(self, bucket: Bucket) -> None:
         """Add what was reduced to the replica's segment, and free the buffer, unless a later pass has done so."""

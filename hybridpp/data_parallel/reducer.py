@@ -20,11 +20,13 @@ class GradientReducer(Protocol):
         parameters: this rank's trainable parameters, by name, in the order of the forward.
         exposes_grad: whether ``parameter.grad`` shows the gradients, so that the script may change them there.
         communication_dtype: dtype of the messages between replicas; None: the accumulation dtype.
+        are_in_step: whether all replicas run the same passes in the next step, so that they begin reductions alike.
     """
 
     parameters: Mapping[str, nn.Parameter]
     exposes_grad: bool
     communication_dtype: torch.dtype | None
+    are_in_step: bool
 
     @property
     def gradients(self) -> Mapping[str, Tensor]:

@@ -159,6 +159,8 @@ class Engine:
                 data_iter, use, self._check_trained if training else _nothing, self.first_step
             )
             self._reader.read_ahead(data_iter, use)
+            if self.buckets is not None:
+                self.buckets.are_in_step = len(self._counts(infos)) == 1
             task = self._task(batch, infos, use.called, training, options.return_outputs)
             result, loss = self._run(
                 batch, task, self._program(infos, training), failure, getattr(use.called, "identity", None)
@@ -186,9 +188,13 @@ class Engine:
         if self.optimizer is not None:
             self.optimizer.target.check(self.model)
 
+    def _counts(self, infos: list[RankBatchInfo]) -> frozenset[int]:
+        """The replicas' numbers of micro-batches."""
+        return frozenset(int(infos[ranks[0]].num_microbatches) for ranks in self.layout.pipelines)
+
     def _program(self, infos: list[RankBatchInfo], training: bool) -> RankProgram:
         """This rank's program. A schedule that does not fit some replica's batch is refused on every rank."""
-        counts = frozenset(int(infos[ranks[0]].num_microbatches) for ranks in self.layout.pipelines)
+        counts = self._counts(infos)
         own_count = int(infos[self.layout.world.rank].num_microbatches)
         if (counts, own_count, training) not in self._programs:
             most = max(counts)
