@@ -1,11 +1,13 @@
-"""Checkpoints of runs against torch.save and torch.distributed.checkpoint (DCP); a step beside a background save.
+r"""Checkpoints of runs against torch.save and torch.distributed.checkpoint (DCP); a step beside a background save.
 
     OMP_NUM_THREADS=1 PYTHONPATH=.:plugins python benchmarks/checkpoints.py --folder /dev/shm
+    OMP_NUM_THREADS=1 PYTHONPATH=.:plugins torchrun --standalone --nproc-per-node 2 \
+        benchmarks/checkpoints.py --beside dp2
 
 One process, 24 linear layers of 1024 x 1024 with AdamW in fp32 (288 MiB with the moments). Every round runs each
 variant once, in a new random order, and removes what it wrote. All variants sync their files; the loads of
-booster.resume include the comparison with digests, which the others do not have. The step beside a save is the one
-that follows the call, and takes longer than the save. Then each rank of a model sharded over 8 tensor-parallel ranks
+booster.resume include the comparison with digests, which the others do not have. Steps beside a save are those until
+every rank has written its part, against as many alone. Then each rank of a model sharded over 8 tensor-parallel ranks
 reads its part of a checkpoint that one process wrote.
 """
 
@@ -26,31 +28,49 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from hybridpp import Booster, HybridParallelPlugin
+from hybridpp import Booster, DistCoordinator, HybridParallelPlugin, launch_from_torch
 from hybridpp.checkpoint.boxes import shard_regions
 from hybridpp.checkpoint.commit import open_step, step_folder
 from hybridpp.checkpoint.reader import fill, plan_reads
 from hybridpp.checkpoint.writer import Holding
 
-WIDTH, NUM_LAYERS, STEPS = 1024, 24, 1
+WIDTH, NUM_LAYERS, BATCH = 1024, 24, 256
+LAYOUTS = {"one": {}, "dp2": {}, "pp2": {"pp_size": 2, "num_microbatches": 4}}
 
 
 class Job:
     """A model that has taken a step, and ways to save and load it."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
         torch.manual_seed(0)
-        self.booster = Booster(plugin=HybridParallelPlugin())
+        self.plugin = HybridParallelPlugin(**settings)
+        self.booster = Booster(plugin=self.plugin)
+        self.control, self.rank = self.plugin.layout.control, self.plugin.layout.world.rank
         model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)])
-        parts = self.booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-        self.model, self.optimizer = parts.model, parts.optimizer
-        self.batch = torch.randn(256, WIDTH)
         self.nbytes = 3 * sum(parameter.nbytes for parameter in model.parameters())
+        self.batch = torch.randn(BATCH // self.plugin.dp_size, WIDTH)
+        parts = self.booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3), sample=self.batch[:2])
+        self.model, self.optimizer = parts.model, parts.optimizer
         self.step()
 
     def step(self) -> None:
-        self.optimizer.backward(self.model(self.batch).square().mean())
+        self.booster.execute_pipeline(iter([self.batch]), self.model, self.loss, self.optimizer)
         self.optimizer.step()
+
+    @staticmethod
+    def loss(outputs: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        return outputs.square().mean()
+
+    def is_saving(self) -> bool:
+        """Whether a rank still writes; the same on every rank."""
+        own = any(thread.name.startswith("hybridpp save") for thread in threading.enumerate())
+        return bool(sum(part.item() for part in self.control.all_gather(torch.tensor(float(own)))))
+
+    def remove(self, path: Path) -> None:
+        self.is_saving()  # all ranks are here
+        if self.rank == 0:
+            shutil.rmtree(path)
+        self.is_saving()
 
     def state(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.unwrap().state_dict()}
@@ -104,17 +124,28 @@ def saves_and_loads(job: Job, folder: Path, rounds: int) -> None:
 
 
 def steps_beside_a_save(job: Job, folder: Path, rounds: int) -> None:
-    """A step while a save writes, against a step alone; and how long the call itself takes."""
-    alone, beside, calls = [], [], []
+    """Steps while a save writes, against as many alone just before; and how long the call itself takes."""
+    ratios, calls, counts, added, processor = [], [], [], [], []
     for _ in range(rounds):
-        alone.append(seconds(lambda: [job.step() for _ in range(STEPS)]))
         calls.append(seconds(lambda: job.booster.save(folder / "async", step=1, asynchronous=True)))
-        beside.append(seconds(lambda: [job.step() for _ in range(STEPS)]))
+        beside, begin = [], time.process_time()
+        while job.is_saving():
+            beside.append(seconds(job.step))
+        middle = time.process_time()
+        alone = [seconds(job.step) for _ in beside]
+        processor.append(2 * middle - begin - time.process_time())
         job.booster.wait_for_save()
-        shutil.rmtree(folder / "async")
-    first, second = statistics.median(alone), statistics.median(beside)
-    print(f"{STEPS} step alone {first:.3f} s, beside a save {second:.3f} s: {second / first:.2f}")
-    print(f"the call of an asynchronous save {statistics.median(calls):.3f} s; {threading.active_count()} thread left")
+        job.remove(folder / "async")
+        ratios.append(statistics.mean(beside) / statistics.mean(alone))
+        added.append(sum(beside) - sum(alone))
+        counts.append(len(beside))
+    if job.rank == 0:
+        print(
+            f"a step beside a save / a step alone {statistics.median(ratios):.3f} "
+            f"({min(ratios):.3f} to {max(ratios):.3f}); a save takes {statistics.median(counts):.0f} steps of "
+            f"{statistics.mean(alone):.3f} s, and adds {statistics.median(added):.3f} s, of the processor "
+            f"{statistics.median(processor):.3f} s; its call {statistics.median(calls):.3f} s"
+        )
 
 
 def bytes_read(job: Job, folder: Path) -> None:
@@ -139,8 +170,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", help="where to write; default: the folder for temporary files")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--beside", choices=LAYOUTS, help="only steps beside saves, in this layout, under torchrun")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    if args.beside:
+        launch_from_torch(seed=0)
+        job = Job(**LAYOUTS[args.beside])
+        steps_beside_a_save(job, Path(args.folder or tempfile.gettempdir()) / "hybridpp-beside", args.rounds)
+        DistCoordinator().destroy()
+        return
     job, folder = Job(), Path(tempfile.mkdtemp(dir=args.folder))
     try:
         saves_and_loads(job, folder, args.rounds)

@@ -238,8 +238,9 @@ class BoosterSaves:
             keep_last: how many checkpoints stay, this one included; older ones are removed once it is complete. None:
                 all.
             asynchronous: return as soon as this rank's part is copied to host memory, and write it while training goes
-                on. The checkpoint counts when all ranks have written theirs. The next save, :meth:`resume` and
-                :meth:`wait_for_save` wait for it, and raise what made it fail.
+                on. The checkpoint counts when all ranks have written theirs. What made it fail is raised on all ranks
+                by the same ``execute_pipeline``, before it takes a batch: gradients and data are as they were. The
+                next save, :meth:`resume` and :meth:`wait_for_save` wait for it, and raise that, too.
 
         Raises:
             CheckpointError: it, or the asynchronous one before it, cannot be written; raised on every rank.
@@ -259,7 +260,8 @@ class BoosterSaves:
     def wait_for_save(self) -> None:
         """Wait until the last asynchronous save is complete. Collective: every rank of the world.
 
-        A script that ends waits by itself, but only this call, and the next save, raise what made it fail.
+        A script that ends waits by itself, but only calls raise what made it fail: this one, the next save, and the
+        training step after the failure.
 
         Raises:
             CheckpointError: it could not be written; raised on every rank.

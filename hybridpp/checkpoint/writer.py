@@ -89,7 +89,7 @@ def write_holdings(
         CheckpointError: a dtype cannot be stored.
         OSError: the files cannot be written; those that were are removed.
     """
-    return write_parts(folder, prefix, _parts(holdings, file_bytes), file_bytes)
+    return write_parts(folder, prefix, parts_of(holdings, file_bytes), file_bytes)
 
 
 def write_parts(
@@ -106,13 +106,28 @@ def write_parts(
         parts: each is loaded when it is written.
         on_written: called with the number of bytes of the tensors in each file, after it.
     """
+    files = ((of_file, partial(_write_file, parts=of_file)) for of_file in by_file(parts, file_bytes))
+    return write_files(folder, prefix, files, on_written)
+
+
+def write_files(
+    folder: Path,
+    prefix: str,
+    files: Iterable[tuple[Sequence[WritablePart], Callable[[Path], FileEntry]]],
+    on_written: Callable[[int], Any] | None = None,
+) -> WrittenFiles:
+    """Write files, of each of which is given what it holds and what writes it; see :func:`write_parts`.
+
+    Raises:
+        OSError: the files cannot be written; those that were are removed.
+    """
     written = WrittenFiles({}, {})
     started: list[Path] = []
     try:
-        for number, of_file in enumerate(_by_file(parts, file_bytes)):
+        for number, (of_file, write) in enumerate(files):
             path = folder / f"{prefix}.{number:05d}.safetensors"
             started.append(path)
-            written.files[path.name] = _write_file(path, of_file)
+            written.files[path.name] = write(path)
             for part in of_file:
                 _note(written.tensors, part, path.name)
             if on_written is not None:
@@ -138,7 +153,7 @@ def _note(tensors: dict[str, TensorEntry], part: WritablePart, file: str) -> Non
     tensors[part.key] = TensorEntry(stored_name(part.key, part.spec.dtype), part.spec.shape, chunks)
 
 
-def _by_file(parts: Iterable[WritablePart], file_bytes: int) -> Iterator[list[WritablePart]]:
+def by_file(parts: Iterable[WritablePart], file_bytes: int) -> Iterator[list[WritablePart]]:
     """What each file holds. Larger elements come first, so that all are aligned."""
     current: list[WritablePart] = []
     size = 0
@@ -152,7 +167,8 @@ def _by_file(parts: Iterable[WritablePart], file_bytes: int) -> Iterator[list[Wr
         yield current
 
 
-def _parts(holdings: Iterable[Holding], file_bytes: int) -> Iterator[WritablePart]:
+def parts_of(holdings: Iterable[Holding], file_bytes: int) -> Iterator[WritablePart]:
+    """The parts of holdings, none larger than ``file_bytes``."""
     for holding in holdings:
         spec, number = StoredSpec(holding.dtype, holding.shape), 0
         for box, view in holding.parts:
@@ -162,14 +178,24 @@ def _parts(holdings: Iterable[Holding], file_bytes: int) -> Iterator[WritablePar
                 number += 1
 
 
+def header_of(parts: Sequence[WritablePart]) -> bytes:
+    """The header of a file of parts.
+
+    Raises:
+        CheckpointError: a dtype cannot be stored.
+    """
+    for part in parts:
+        stored_name(part.key, part.spec.dtype)  # by the tensor's name
+    return header([(part.name, StoredSpec(part.spec.dtype, part.box.shape)) for part in parts])
+
+
 def _given(view: Tensor) -> Tensor:
     return view
 
 
 def _write_file(path: Path, parts: Sequence[WritablePart]) -> FileEntry:
     digest, size = new_digest(), 0
-    for part in parts:
-        stored_name(part.key, part.spec.dtype)  # refuses a dtype by the tensor's name
+    first = header_of(parts)
     with path.open("xb") as file:
 
         def write(data: memoryview) -> None:
@@ -178,7 +204,7 @@ def _write_file(path: Path, parts: Sequence[WritablePart]) -> FileEntry:
             digest.update(data)
             size += data.nbytes
 
-        write(memoryview(header([(part.name, StoredSpec(part.spec.dtype, part.box.shape)) for part in parts])))
+        write(memoryview(first))
         for part in parts:
             write(values(part.load(), part.spec.dtype))
         file.flush()

@@ -1,23 +1,52 @@
 """Write a checkpoint while training goes on: threads that exchange what they wrote through the checkpoint's folder.
 
-Nothing is communicated between ranks until :meth:`BackgroundSave.wait`, so a step never meets a message of a save. When
-its data are on disk, each rank's thread leaves a file that describes them; rank 0's thread reads these and commits.
+The threads send nothing, so a step never meets a message of a save. When its data are on disk, each rank's thread
+leaves a file that describes them; rank 0's thread reads these and commits. How far each rank is, is a number in its
+message at the end of a step (:class:`SaveStatus`), so all ranks learn of the end of a save in the same step.
 """
 
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 from hybridpp.checkpoint.commit import part_file
-from hybridpp.checkpoint.writer import Holding, WrittenFiles, remove
+from hybridpp.checkpoint.writer import WrittenFiles, remove
 from hybridpp.errors import CheckpointError
 
 _POLL_S = 0.02
 _TIMEOUT_S = 600.0
+_NICENESS = 19
+
+
+class SaveOutcome(IntEnum):
+    """How far a save in the background is on a rank."""
+
+    NONE = 0
+    DONE = 1
+    FAILED = 2
+
+
+class SaveStatus:
+    """What the ends of steps tell of the save that is under way.
+
+    Attributes:
+        current: that save on this rank; None: there is none.
+        is_decided: whether it is done on all ranks, or failed on any; the same on every rank.
+    """
+
+    def __init__(self) -> None:
+        self.current: BackgroundSave | None = None
+        self.is_decided = False
+
+    def heard(self, outcomes: Sequence[float]) -> None:
+        """Take over how far each rank was in the last step."""
+        self.is_decided = SaveOutcome.FAILED in outcomes or all(one == SaveOutcome.DONE for one in outcomes)
 
 
 class BackgroundSave:
@@ -33,6 +62,7 @@ class BackgroundSave:
         commit: called on rank 0 with what all ranks wrote and contribute, by rank.
 
     Attributes:
+        outcome: how far this rank is; on rank 0, it is done when the checkpoint counts.
         failure: why it failed on this rank; None: it has not, so far, or another rank did.
     """
 
@@ -50,6 +80,7 @@ class BackgroundSave:
         self._write: Callable[[str], WrittenFiles] | None = write
         self._described, self._commit = described, commit
         self.written = WrittenFiles({}, {})
+        self.outcome = SaveOutcome.NONE
         self.failure: Exception | None = None
         self._cancelled = threading.Event()
         # No daemon: a script that ends waits for its last checkpoint.
@@ -65,6 +96,7 @@ class BackgroundSave:
         self._cancelled.set()
 
     def _run(self) -> None:
+        _yield_to_training()
         try:
             assert self._write is not None
             self.written = self._write(f"rank-{self._rank:05d}.{self._save_id}")
@@ -73,12 +105,14 @@ class BackgroundSave:
             if self._rank == 0:
                 self._commit(self._collect())
                 remove(part_file(self._folder, self._save_id, rank) for rank in range(self._size))
+            self.outcome = SaveOutcome.DONE
         except _CancelledSave:
             self._write = None
         except Exception as error:
             self.failure = error
             self._write = None
             self._leave_failure(error)
+            self.outcome = SaveOutcome.FAILED
 
     def _leave(self, part: Mapping[str, Any]) -> None:
         path = part_file(self._folder, self._save_id, self._rank)
@@ -109,13 +143,11 @@ class BackgroundSave:
         return parts
 
 
+def _yield_to_training() -> None:
+    """Let this thread run where others of the host leave time: a step waits for the slowest rank."""
+    if sys.platform == "linux":  # elsewhere it would be the process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
 class _CancelledSave(Exception):
     """Another rank failed, and has said so by other means."""
-
-
-def host_copies(holdings: Sequence[Holding]) -> list[Holding]:
-    """Copies that do not change with the run, in host memory."""
-    return [
-        holding._replace(parts=[(box, view.detach().to("cpu", copy=True)) for box, view in holding.parts])
-        for holding in holdings
-    ]

@@ -96,6 +96,8 @@ class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, SavesRuns, Save
         """See :meth:`hybridpp.Booster.execute_pipeline`."""
         engine = self._engine(model)
         _check_call(engine, criterion, optimizer, options)
+        if self._saves.status.is_decided:  # all ranks learned it in the last step
+            self._saves.wait()
         return engine.step(data_iter, criterion, options)
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:

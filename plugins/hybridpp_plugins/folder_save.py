@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hybridpp.checkpoint.commit import begin_in, commit_in, is_committed, new_save_id, part_file, token_file
+from hybridpp.checkpoint.file_images import FileImage, file_images, write_images
 from hybridpp.checkpoint.gather import gather_json
 from hybridpp.checkpoint.manifest import FileEntry, Manifest, check, merged, tensor_as_json
 from hybridpp.checkpoint.writer import FILE_BYTES, Holding, WrittenFiles, remove, write_holdings
 from hybridpp.cluster import gather_objects, get_dist_logger
 from hybridpp.errors import CheckpointError
 from hybridpp_plugins.agreement import agree
-from hybridpp_plugins.background_save import BackgroundSave, host_copies
+from hybridpp_plugins.background_save import BackgroundSave, SaveStatus
 from hybridpp_plugins.layout import Layout
 
 
@@ -92,20 +93,20 @@ class FolderSave:
 
     def start(self) -> BackgroundSave:
         """Copy this rank's tensors to host memory, and write them while training goes on."""
-        copies: list[Holding] = []
+        images: list[FileImage] = []
 
         def commit_rows(rows: Sequence[Mapping[str, Any]]) -> None:
             manifest = self._manifest(rows)
             commit_in(self._folder, manifest)
             self._after_commit(manifest)
 
-        self._attempt(lambda: copies.extend(host_copies(self._contents.holdings())))
+        self._attempt(lambda: images.extend(file_images(self._contents.holdings(), self._file_bytes)))
         return BackgroundSave(
             self._control.rank,
             self._control.size,
             self._folder,
             self._save_id,
-            lambda prefix: write_holdings(self._folder, prefix, copies, self._file_bytes),
+            lambda prefix: write_images(self._folder, prefix, images),
             self._part,
             commit_rows,
         )
@@ -207,21 +208,28 @@ class FolderSave:
 
 
 class Saves:
-    """The saves of a plugin: at most one is under way."""
+    """The saves of a plugin: at most one is under way.
+
+    Attributes:
+        status: of that one.
+    """
 
     def __init__(self) -> None:
-        self._pending: tuple[FolderSave, BackgroundSave] | None = None
+        self.status = SaveStatus()
+        self._pending: FolderSave | None = None
 
     def run(self, save: FolderSave, *, asynchronous: bool) -> None:
         """Save, or begin to. Collective: all ranks, after :meth:`wait`."""
         save.begin()
         if asynchronous:
-            self._pending = (save, save.start())
+            self.status.current, self._pending = save.start(), save
         else:
             save.write()
 
     def wait(self) -> None:
         """See :meth:`hybridpp.Booster.wait_for_save`. Collective: all ranks, if a save is under way."""
-        if self._pending is not None:
-            (save, background), self._pending = self._pending, None
-            save.finish(background)
+        save, background = self._pending, self.status.current
+        if save is None or background is None:
+            return
+        self.status.current, self.status.is_decided, self._pending = None, False, None
+        save.finish(background)

@@ -354,6 +354,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
                 engine = boost(parts, context, self._num_boosted)
             engine.signatures = SignatureCache(parts.model, signature, model_inputs, loss_reduction)
             attach_engine(engine.adapter, engine)
+            engine.epilogue.saves = self._saves.status
             scheduler: Any = parts.lr_scheduler
             if scheduler is not None and engine.optimizer is not None:
                 scheduler = SkipAwareScheduler(scheduler, engine.optimizer)

@@ -15,6 +15,7 @@ from hybridpp.errors import DeadlockError, PeerError
 from hybridpp.nn.deferred_tensor import DeferredTensor, deferred
 from hybridpp.partition import StagedModel
 from hybridpp.pipeline import PipelineStep, RankProgram, SplitBatch, StepResult, check_equal, step_call
+from hybridpp_plugins.background_save import SaveStatus
 from hybridpp_plugins.criterion_check import CriterionCheck
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.manual_clipping import ManualScaling
@@ -45,6 +46,7 @@ class StepEpilogue:
         device: of the losses that are returned.
 
     Attributes:
+        saves: the save in the background, of which a step tells the other ranks; None: nothing is told.
         pending_losses: losses of evaluations whose exchange may still run.
     """
 
@@ -67,6 +69,7 @@ class StepEpilogue:
         self._criterion_check = criterion_check
         self._problems = StepProblems(staged, layout.pipelines, optimizer, criterion_check, diagnose)
         self._device = device
+        self.saves: SaveStatus | None = None
         self.pending_losses: deque[DeferredTensor] = deque()
         self._evaluated: Any = None
         self._latest: _LossesOnly | None = None
@@ -92,6 +95,7 @@ class StepEpilogue:
             scaled=detector.report() if detector else ManualScaling(),
             calls=self._optimizer_calls(),
             wrote_buffer=float(optimizer is not None and optimizer.has_new_buffers),
+            save=0.0 if self.saves is None or self.saves.current is None else float(self.saves.current.outcome),
         )
 
         def message(losses: list[float], digest: float) -> list[float]:
@@ -195,6 +199,8 @@ class StepEpilogue:
             check_equal(summary.digests, self._pipelines)
         if optimizer is not None and optimizer.replica_buffers is not None:
             optimizer.replica_buffers.agree(any(report.wrote_buffer for report in summary.reports))
+        if optimizer is not None and self.saves is not None and self.saves.current is not None:
+            self.saves.heard([report.save for report in summary.reports])
         return torch.tensor(summary.loss, dtype=torch.float32)
 
 

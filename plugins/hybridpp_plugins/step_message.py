@@ -44,6 +44,7 @@ class RankReport(NamedTuple):
         calls: of the optimizer.
         digest: of what ranks still compare of their batches; -1: nothing.
         wrote_buffer: 1 if a forward pass has written here to a buffer that was not written to before.
+        save: how far a save in the background is, see :class:`~hybridpp_plugins.background_save.SaveOutcome`.
     """
 
     failed: float = 0.0
@@ -52,10 +53,11 @@ class RankReport(NamedTuple):
     calls: OptimizerCalls = OptimizerCalls()
     digest: float = -1.0
     wrote_buffer: float = 0.0
+    save: float = 0.0
 
     def numbers(self) -> list[float]:
         """All of it as numbers."""
-        return [self.failed, self.reduction, *self.scaled, *self.calls, self.digest, self.wrote_buffer]
+        return [self.failed, self.reduction, *self.scaled, *self.calls, self.digest, self.wrote_buffer, self.save]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "RankReport":

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from hybridpp.checkpoint.boxes import Box, full_box
 from hybridpp.checkpoint.commit import step_folder
+from hybridpp.checkpoint.file_images import file_images, write_images
 from hybridpp.checkpoint.manifest import STORED_DTYPES, check
 from hybridpp.checkpoint.reader import fill, plan_reads, verify_file
 from hybridpp.checkpoint.writer import Holding, write_holdings
@@ -34,7 +35,10 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, dtype, shape):
     kind = getattr(torch, dtype)
     raw = torch.randint(0, 2, (prod(shape) * kind.itemsize,), dtype=torch.uint8)
     tensor = raw.view(kind).reshape(shape)
-    manifest = save(tmp_path, 1, holdings=[full_holding("x", tensor), full_holding("byte", torch.ones(1).byte())])
+    holdings = [full_holding("x", tensor), full_holding("byte", torch.ones(1).byte())]
+    manifest = save(tmp_path, 1, holdings=holdings)
+    images = write_images(tmp_path, "later", file_images(holdings))
+    assert [*images.files.values()] == sorted(manifest.files.values()), "in the background, they are the same bytes"
     target = torch.zeros(shape, dtype=kind)
     fill(step_folder(tmp_path, 1), plan_reads(manifest.tensors, [full_holding("x", target)]))
     assert torch.equal(target.reshape(-1).view(torch.uint8), raw)

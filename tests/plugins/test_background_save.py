@@ -10,7 +10,7 @@ from hybridpp_plugins import background_save
 from run_checkpoints import on_layout, tensors_in
 from support import assert_same
 
-from hybridpp.checkpoint import writer
+from hybridpp.checkpoint import file_images
 from hybridpp.checkpoint.commit import committed_steps, step_folder, steps
 from hybridpp.errors import CheckpointError, ConfigError
 
@@ -81,19 +81,19 @@ def test_the_next_save_and_resume_wait_for_it_and_retention_holds(tmp_path):
 def test_a_full_disk_is_an_error_on_all_ranks_and_costs_nothing(tmp_path, monkeypatch, call, failing, is_told):
     """Also where the rank that fails cannot tell rank 0."""
     is_full = threading.Event()
-    write, leave = writer._write_file, background_save.BackgroundSave._leave
+    write, leave = file_images._write_image, background_save.BackgroundSave._leave
 
-    def fail(path, parts):
+    def fail(path, image):
         if is_full.is_set() and path.name.startswith(f"rank-0000{failing}"):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, parts)
+        return write(path, image)
 
     def leave_or_fail(save, part):
         if not is_told and is_full.is_set() and save._rank == failing:
             raise OSError(errno.ENOSPC, "No space left on device")
         leave(save, part)
 
-    monkeypatch.setattr(writer, "_write_file", fail)
+    monkeypatch.setattr(file_images, "_write_image", fail)
     monkeypatch.setattr(background_save.BackgroundSave, "_leave", leave_or_fail)
 
     def rank(make):
@@ -116,6 +116,47 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_costs_nothing(tmp_path, monkey
     on_layout(rank, pp_size=2)
     assert steps(tmp_path) == committed_steps(tmp_path) == [3, 1]
     assert not list(tmp_path.rglob("part-*"))
+
+
+@pytest.mark.parametrize("failing", [0, 1, None])
+@pytest.mark.parametrize("layout", [{"pp_size": 2}, {"dp_size": 2, "zero_stage": 1, "precision": "fp16"}])
+def test_all_ranks_commit_or_raise_at_the_same_step(tmp_path, monkeypatch, gate, layout, failing):
+    """Told in the message of a step; what failed costs no batch and no gradient, and the next steps are as ever."""
+    write = file_images._write_image
+
+    def fail(path, image):
+        if path.name.startswith(f"rank-0000{failing}"):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return write(path, image)
+
+    monkeypatch.setattr(file_images, "_write_image", fail)
+
+    def unbroken(make):
+        return make().steps(range(4))
+
+    def rank(make):
+        run = make()
+        losses = run.steps([0])
+        run.booster.save(tmp_path, step=1, asynchronous=True)
+        losses += run.steps([1])
+        gate.set()
+        status = run.booster.plugin._saves.status
+        background = status.current
+        background.join()
+        run.booster.plugin.layout.control.all_gather(torch.zeros(1))
+        assert status.current is background
+        losses += run.steps([2])
+        if failing is not None:
+            with pytest.raises(CheckpointError, match="Read-only file system"):
+                run.steps([3])
+        losses += run.steps([3])
+        assert status.current is None
+        run.booster.wait_for_save()
+        return losses
+
+    expected = on_layout(unbroken, **layout)
+    assert on_layout(rank, **layout) == expected
+    assert committed_steps(tmp_path) == ([1] if failing is None else [])
 
 
 def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):

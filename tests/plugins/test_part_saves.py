@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from hybridpp import Booster, HybridParallelPlugin
-from hybridpp.checkpoint import writer
+from hybridpp.checkpoint import file_images
 from hybridpp.checkpoint.manifest import MANIFEST
 from hybridpp.checkpoint.reader import fill, plan_reads, read_manifest
 from hybridpp.checkpoint.writer import Holding
@@ -133,13 +133,13 @@ def test_files_are_as_large_as_asked_and_the_newest_save_replaces_others(tmp_pat
 def test_a_save_in_the_background_has_its_moment_or_fails_on_all_ranks(tmp_path, monkeypatch):
     full = []
 
-    def fail(path, parts):
+    def fail(path, image):
         if full and path.name.startswith("rank-00001"):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, parts)
+        return write(path, image)
 
-    write = writer._write_file
-    monkeypatch.setattr(writer, "_write_file", fail)
+    write = file_images._write_image
+    monkeypatch.setattr(file_images, "_write_image", fail)
 
     def rank(make):
         run = make()

@@ -178,10 +178,10 @@ def test_a_new_run_begins_where_there_is_no_checkpoint(tmp_path, kind):
 def test_a_full_disk_is_one_error_and_neither_run_nor_checkpoints_change(tmp_path, monkeypatch, rank, point):
     full = set()
 
-    def fail(*args):
+    def fail(*args, **options):
         if current_world().rank in full:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(*args)
+        return write(*args, **options)
 
     module, name = (writer, "_write_file") if point == "data" else (os, "replace")
     write = getattr(module, name)
