@@ -39,8 +39,7 @@ def pytest_collection_finish() -> None:
         # fake mode, and crash once that has ended (pytorch #178950). In-process ranks are threads; this one stays.
         with FakeTensorMode():
             pass
-    gc.collect()
     gc.freeze()
     gc.enable()
     # Most of what tests make is freed without a search, and each search goes through all of it.
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(400_000, 10, 10)

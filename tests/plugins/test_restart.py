@@ -1,4 +1,4 @@
-"""A job that is started again (test_failure.py has torchrun do it): its ranks meet anew, whatever is left in the store."""
+"""A job that is started again (by torchrun: test_failure.py): its ranks meet anew, whatever the store still has."""
 
 import re
 from datetime import timedelta
