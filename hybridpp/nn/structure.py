@@ -116,11 +116,12 @@ class Structure:
         found = []
         for name in sorted(attributes):
             value = attributes[name]
-            if (id(attributes), name) in self._leave_out:
+            is_of_all = name in _OF_ALL_MODULES and isinstance(value, dict)
+            if (is_of_all and not value) or (id(attributes), name) in self._leave_out:  # most are empty
                 continue
-            if name not in _OF_ALL_MODULES or not isinstance(value, dict):
+            if not is_of_all:
                 found.append((name, self.of(value)))
-            elif held := self._of_all_modules(value, hooks):  # most are empty
+            elif held := self._of_all_modules(value, hooks):
                 found.append((name, held))
         return tuple(found)
 
