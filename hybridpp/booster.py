@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from hybridpp.boosted_runs import BoostedRuns
-from hybridpp.booster_saves import BoosterSaves
-from hybridpp.errors import ConfigError, NotBuiltError
+from hybridpp.booster_adapters import BoosterAdapters
+from hybridpp.errors import ConfigError
 from hybridpp.plugin import (
     Boosted,
     Criterion,
@@ -24,13 +24,8 @@ from hybridpp.plugin import (
     configure_with,
 )
 
-# Methods that other libraries' boosters have and this one does not, each with what to do instead.
-_UNSUPPORTED = {
-    "enable_lora": "Wrap the model with the peft library before boost.",
-}
 
-
-class Booster(BoosterSaves):
+class Booster(BoosterAdapters):
     """Turns an ordinary training script into a parallel one.
 
     Args:
@@ -260,11 +255,6 @@ class Booster(BoosterSaves):
         self.plugin.unboost(model)
         self._runs.remove(model)
         return model
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _UNSUPPORTED:
-            raise NotBuiltError(f"booster.{name} is not supported yet. {_UNSUPPORTED[name]}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 def _settings(mixed_precision: str | None, given: Mapping[str, Any]) -> dict[str, Any]:

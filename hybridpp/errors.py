@@ -61,9 +61,5 @@ class DeadlockError(HybridppError, RuntimeError):
     """Every rank waits for another rank."""
 
 
-class NotBuiltError(HybridppError, AttributeError):
-    """A feature of similar libraries that hybridpp does not support yet."""
-
-
 class CheckpointError(HybridppError, RuntimeError):
     """A folder of weights that cannot be written or does not fit the model."""

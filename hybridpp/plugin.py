@@ -169,8 +169,8 @@ class Plugin:
         return True
 
     def support_lora(self) -> bool:
-        """Whether the plugin adds adapters (LoRA) to a model. Models that peft has made may be boosted with any."""
-        return False
+        """Whether ``Booster.enable_lora`` works. Models that peft has made may be boosted with any plugin."""
+        return True
 
     def prepare_dataloader(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> DataLoader[Any]:
         """A dataloader over this replica's share of the dataset. The script calls it, before ``boost``.

@@ -13,13 +13,4 @@ CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if cls 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_every_error_is_hybridpps_and_one_built_in_error(cls):
     assert issubclass(cls, HybridppError)
-    assert sum(issubclass(cls, built_in) for built_in in (ValueError, RuntimeError, AttributeError)) == 1
-
-
-def test_a_missing_feature_does_not_break_hasattr():
-    class Optional:
-        @property
-        def feature(self):
-            raise errors.NotBuiltError("not built")
-
-    assert not hasattr(Optional(), "feature")
+    assert sum(issubclass(cls, built_in) for built_in in (ValueError, RuntimeError)) == 1

@@ -42,6 +42,7 @@ ROWS = {
     "hybridpp.boosted_runs": 5,
     "hybridpp.booster": 5,
     "hybridpp.booster_saves": 5,
+    "hybridpp.booster_adapters": 5,
     "hybridpp.trainer": 6,
     "hybridpp_plugins": 6,
     "hybridpp.cli": 7,
@@ -53,7 +54,13 @@ TOGETHER = [
     {"hybridpp.errors", "hybridpp.config", "hybridpp.saving", "hybridpp.sizes", "hybridpp.text_table"},
     {
         *("hybridpp.plugin", "hybridpp.registry", "hybridpp.booster", "hybridpp.boosted_runs"),
-        *("hybridpp.plugin_saves", "hybridpp.boosted", "hybridpp.booster_saves", "hybridpp.tp_preview"),
+        *(
+            "hybridpp.plugin_saves",
+            "hybridpp.boosted",
+            "hybridpp.booster_saves",
+            "hybridpp.booster_adapters",
+            "hybridpp.tp_preview",
+        ),
     },
     {"hybridpp.cli", "hybridpp.__main__"},
 ]

@@ -33,6 +33,7 @@ PAGES = (
     "tensor_parallelism",
     "memory",
     "saving",
+    "lora",
     "running",
     "extending",
 )

@@ -200,8 +200,8 @@ def test_what_a_plugin_says_of_itself():
             *(plugin.supported_precisions(), plugin.supported_devices()),
         )
 
-    assert said(Theirs()) == (True, False, True, ["fp32"], ["cpu", "cuda"])
-    assert said(HybridParallelPlugin()) == (True, False, True, ["fp32", "fp16", "bf16"], ["cpu", "cuda"])
+    assert said(Theirs()) == (True, True, True, ["fp32"], ["cpu", "cuda"])
+    assert said(HybridParallelPlugin()) == (True, True, True, ["fp32", "fp16", "bf16"], ["cpu", "cuda"])
 
 
 def test_a_plugin_that_overrides_nothing_changes_nothing():

@@ -11,7 +11,6 @@ from types import TracebackType
 from hybridpp.errors import (
     ConfigError,
     LaunchError,
-    NotBuiltError,
     PartitionError,
     PeerTimeoutError,
     ScheduleError,
@@ -29,7 +28,7 @@ def no_exit_reason(rank: int) -> str:
 
 
 # Errors in settings and in the order of calls, which are raised on every rank alike.
-_OF_ALL_RANKS = (ConfigError, LaunchError, NotBuiltError, PartitionError, ScheduleError, UnlikeCallsError)
+_OF_ALL_RANKS = (ConfigError, LaunchError, PartitionError, ScheduleError, UnlikeCallsError)
 # Time that a rank waits for the same failure of rank 0 before it prints its own error.
 _PATIENCE_S = 2.0
 _LOOK_S = 0.02

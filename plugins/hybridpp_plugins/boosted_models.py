@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hybridpp.checkpoint.commit import step_folder
 from hybridpp.errors import ClosedError, ConfigError
+from hybridpp.nn.peft_model import is_peft_model
 from hybridpp.plugin import (
     Boosted,
     Criterion,
@@ -24,6 +25,8 @@ from hybridpp.plugin import (
     UnboostsModels,
 )
 from hybridpp.precision import describe_dtypes
+from hybridpp.saving import is_file_name
+from hybridpp_plugins.adapters import save_adapters
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.engine_handle import ENGINE, copied_weights, original_of
 from hybridpp_plugins.folder_save import FolderSave, Saves
@@ -148,6 +151,9 @@ class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, SavesRuns, Save
         """See :meth:`hybridpp.Booster.save_model`."""
         copy = copied_weights(model)
         engine = self._engine(model if copy is None else original_of(copy))
+        if is_peft_model(engine.model) and (path.is_dir() or not is_file_name(path)):
+            save_adapters(engine, path, copy)
+            return
         save_weights(engine, path, f"{size_per_shard_mb}MB" if shard else "1000TB", copy)
 
     def load_model(self, model: nn.Module, path: Path, *, strict: bool) -> None:

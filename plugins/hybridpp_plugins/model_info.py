@@ -2,6 +2,7 @@
 
 import inspect
 import zlib
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 
 from hybridpp.cluster import Group, gather_numbers
 from hybridpp.errors import ConfigError
+from hybridpp.nn.peft_model import adapter_names, is_peft_model
 from hybridpp.plugin import Boosted
 from hybridpp_plugins.engine_handle import ENGINE, FailedBoost
 from hybridpp_plugins.optimizer import HybridOptimizer
@@ -34,6 +36,7 @@ class OriginalModelInfo(NamedTuple):
         model_dtype: of the first floating-point parameter.
         uninitialized: the weights without values.
         buffer_names: names of persistent buffers.
+        adapters: of a peft model, for each adapter the model's name of each tensor in the adapter's file.
     """
 
     names: dict[int, str]
@@ -42,6 +45,11 @@ class OriginalModelInfo(NamedTuple):
     model_dtype: torch.dtype | None
     uninitialized: UninitializedWeights
     buffer_names: frozenset[str]
+    adapters: Mapping[str, Mapping[str, str]]
+
+    def first_name(self, name: str) -> str:
+        """The name of a tensor under which this has it: of a tied parameter, the first."""
+        return self.aliases.get(name, name)
 
     @classmethod
     def of(cls, model: nn.Module) -> "OriginalModelInfo":
@@ -57,6 +65,7 @@ class OriginalModelInfo(NamedTuple):
                 all_names.get(name, name) for name, leaf in state.items() if leaf.is_meta
             ),
             buffer_names=frozenset(state) - frozenset(all_names),
+            adapters=adapter_names(model) if is_peft_model(model) else {},
         )
 
 

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from hybridpp.checkpoint import CheckpointContents, SaveTarget, open_folder
 from hybridpp.errors import CheckpointError, PeerError
+from hybridpp.nn.peft_model import is_peft_model
 from hybridpp.nn.pretrained_model import is_pretrained_model
+from hybridpp_plugins.adapters import holds_adapters, open_adapters
 from hybridpp_plugins.agreement import agree
 from hybridpp_plugins.apply_tp import placements
 from hybridpp_plugins.engine import Engine
@@ -88,10 +90,11 @@ def load_weights(engine: Engine, path: Path, strict: bool) -> None:
     try:
         if engine.weights.sharded is not None:
             engine.weights.sharded.refuse_inside()
-        contents = open_folder(engine.model, path, strict)
+        has_adapters = is_peft_model(engine.model) and holds_adapters(path)
+        contents = open_adapters(engine, path) if has_adapters else open_folder(engine.model, path, strict)
         stored_names = _stored_names(engine, contents)
         with engine.weights.internal():
-            targets = _check(engine, contents, stored_names, path, strict)
+            targets = _check(engine, contents, stored_names, path, strict and not has_adapters)
     except Exception as error:
         failure = error
     _agree(engine, failure, "reading the weights")
