@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hybridpp.boosted_runs import BoostedRuns
+from hybridpp.checkpoint.remote_path import as_path
 from hybridpp.config import require_bools
 from hybridpp.errors import ConfigError
 from hybridpp.plugin import Plugin, Resumed, SavesModels, SavesParts, SavesRuns
@@ -230,8 +231,8 @@ class BoosterSaves:
         Collective: every rank of the world, between ``optimizer.step()`` and the next ``execute_pipeline``.
 
         Args:
-            path: the folder of the run's checkpoints, on a file system that all ranks share; created if it does not
-                exist.
+            path: the folder of the run's checkpoints, on a file system that all ranks share, or a URL of fsspec
+                (``s3://bucket/run``); created if it does not exist.
             step: number of the step, which names the checkpoint; one of the same number is replaced.
             extras: values to keep with it: numbers, text, lists, tuples, dicts, tensors, numpy arrays. Those of rank 0
                 are.
@@ -250,7 +251,7 @@ class BoosterSaves:
         require_bools(asynchronous=asynchronous)
         self._run_saver().save_run(
             self._runs.parts(),
-            Path(path),
+            as_path(path),
             step=step,
             extras={} if extras is None else extras,
             keep_last=keep_last,
@@ -291,7 +292,7 @@ class BoosterSaves:
         """
         if missing not in ("error", "fresh"):
             raise ConfigError(f'missing must be "error" or "fresh": got {missing!r}.')
-        return self._run_saver().resume_run(self._runs.parts(), Path(path), start_fresh=missing == "fresh")
+        return self._run_saver().resume_run(self._runs.parts(), as_path(path), start_fresh=missing == "fresh")
 
     def _run_saver(self) -> SavesRuns:
         if not isinstance(self.plugin, SavesRuns):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from hybridpp.boosted import Boosted
+from hybridpp.checkpoint.remote_path import AnyPath
 
 
 class SavesModels(ABC):
@@ -67,7 +68,7 @@ class SavesRuns(ABC):
     def save_run(
         self,
         parts: Sequence[Boosted],
-        path: Path,
+        path: AnyPath,
         *,
         step: int,
         extras: Mapping[str, Any],
@@ -98,7 +99,7 @@ class SavesRuns(ABC):
         """
 
     @abstractmethod
-    def resume_run(self, parts: Sequence[Boosted], path: Path, *, start_fresh: bool) -> Resumed:
+    def resume_run(self, parts: Sequence[Boosted], path: AnyPath, *, start_fresh: bool) -> Resumed:
         """Go on from the newest checkpoint that is intact. Collective: every rank of the world.
 
         Args:

@@ -71,6 +71,11 @@ def with_prefix(path: str | Path, prefix: str | None) -> Path:
     Raises:
         ConfigError: the prefix is no name of a folder, or the path is that of a file.
     """
+    if "://" in str(path):
+        raise ConfigError(
+            f"weights and single states are written to and read from local paths: got {path}. Pass one, or use "
+            "booster.save and booster.resume, which take URLs."
+        )
     if not prefix:
         return Path(path)
     if not isinstance(prefix, str) or Path(prefix).name != prefix or prefix == "..":

@@ -8,11 +8,10 @@ import os
 import re
 import secrets
 from collections.abc import Collection
-from pathlib import Path
 
 from hybridpp.checkpoint.manifest import DATA_FILE, MANIFEST, Manifest
 from hybridpp.checkpoint.reader import read_manifest
-from hybridpp.checkpoint.staging_folder import sync
+from hybridpp.checkpoint.remote_path import AnyPath, RemotePath, sync_path
 from hybridpp.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
@@ -23,7 +22,7 @@ _TEMPORARY = re.compile(
 )
 
 
-def step_folder(path: Path, step: int) -> Path:
+def step_folder(path: AnyPath, step: int) -> AnyPath:
     """The folder of a step."""
     return path / f"step-{step:08d}"
 
@@ -33,17 +32,17 @@ def new_save_id() -> str:
     return secrets.token_hex(4)
 
 
-def token_file(folder: Path, save_id: str) -> Path:
+def token_file(folder: AnyPath, save_id: str) -> AnyPath:
     """A file that exists while a save is running."""
     return folder / f".saving-{save_id}"
 
 
-def part_file(folder: Path, save_id: str, rank: int) -> Path:
+def part_file(folder: AnyPath, save_id: str, rank: int) -> AnyPath:
     """A file that says what a rank wrote, in a save in the background."""
     return folder / f"part-{rank:05d}.{save_id}.json"
 
 
-def is_committed(folder: Path, save_id: str) -> bool:
+def is_committed(folder: AnyPath, save_id: str) -> bool:
     """Whether a folder has the manifest of a save."""
     try:
         return read_manifest(folder).save_id == save_id
@@ -51,12 +50,12 @@ def is_committed(folder: Path, save_id: str) -> bool:
         return False
 
 
-def begin(path: Path, step: int, save_id: str) -> None:
+def begin(path: AnyPath, step: int, save_id: str) -> None:
     """Make the folder of a step, and the token of a save; see :func:`begin_in`."""
     begin_in(step_folder(path, step), save_id)
 
 
-def begin_in(folder: Path, save_id: str) -> None:
+def begin_in(folder: AnyPath, save_id: str) -> None:
     """Make a folder, and the token of a save.
 
     Raises:
@@ -65,37 +64,40 @@ def begin_in(folder: Path, save_id: str) -> None:
     is_new = not folder.parent.exists()
     folder.mkdir(parents=True, exist_ok=True)
     if is_new:
-        sync(folder.parent.parent)
+        sync_path(folder.parent.parent)
     token_file(folder, save_id).touch(exist_ok=False)
 
 
-def commit(path: Path, manifest: Manifest) -> None:
+def commit(path: AnyPath, manifest: Manifest) -> None:
     """Let the checkpoint of a step count; see :func:`commit_in`."""
     commit_in(step_folder(path, manifest.step), manifest)
 
 
-def commit_in(folder: Path, manifest: Manifest) -> None:
+def commit_in(folder: AnyPath, manifest: Manifest) -> None:
     """Let a checkpoint count, whose data files are on disk.
 
     Raises:
         OSError: the manifest cannot be written; then what was there before still counts.
     """
+    if isinstance(folder, RemotePath):
+        (folder / MANIFEST).write_bytes(manifest.to_bytes())
+        return
     temporary = folder / f"manifest.{manifest.save_id}.tmp"
     try:
         with temporary.open("xb") as file:
             file.write(manifest.to_bytes())
             file.flush()
             os.fsync(file.fileno())
-        sync(folder)  # the names of the data files
-        sync(folder.parent)
+        sync_path(folder)  # the names of the data files
+        sync_path(folder.parent)
         os.replace(temporary, folder / MANIFEST)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync(folder)
+    sync_path(folder)
 
 
-def steps(path: Path) -> list[int]:
+def steps(path: AnyPath) -> list[int]:
     """The steps that have a folder, the newest first.
 
     Raises:
@@ -111,12 +113,12 @@ def steps(path: Path) -> list[int]:
     return sorted((number for number in numbers if step_folder(path, number).is_dir()), reverse=True)
 
 
-def committed_steps(path: Path) -> list[int]:
+def committed_steps(path: AnyPath) -> list[int]:
     """The steps whose folder has a manifest, the newest first."""
     return [step for step in steps(path) if (step_folder(path, step) / MANIFEST).is_file()]
 
 
-def open_step(path: Path, step: int) -> Manifest:
+def open_step(path: AnyPath, step: int) -> Manifest:
     """The manifest of a step.
 
     Raises:
@@ -128,7 +130,7 @@ def open_step(path: Path, step: int) -> Manifest:
     return manifest
 
 
-def remove_old(path: Path, current: Manifest, keep_last: int | None) -> list[str]:
+def remove_old(path: AnyPath, current: Manifest, keep_last: int | None) -> list[str]:
     """Remove older checkpoints and what killed saves left; returns what could not be removed, and why.
 
     Call it after ``current`` was committed, so that whatever happens here, a checkpoint that is intact stays.
@@ -153,23 +155,24 @@ def remove_old(path: Path, current: Manifest, keep_last: int | None) -> list[str
     return problems
 
 
-def _drop(folder: Path) -> None:
+def _drop(folder: AnyPath) -> None:
     """Remove a checkpoint, its manifest first, so that it does not count while it is incomplete."""
     (folder / MANIFEST).unlink(missing_ok=True)
-    sync(folder)
+    sync_path(folder)
     clean(folder, set())
     if not any(folder.iterdir()):
         folder.rmdir()
-        sync(folder.parent)
+        sync_path(folder.parent)
 
 
-def clean(folder: Path, kept: Collection[str]) -> None:
+def clean(folder: AnyPath, kept: Collection[str]) -> None:
     """Remove what saves wrote to a folder but for some files; other files stay.
 
     Raises:
         OSError: something cannot be removed.
     """
-    for entry in list(folder.iterdir()):
+    entries: list[AnyPath] = list(folder.iterdir())
+    for entry in entries:
         written_by_us = DATA_FILE.fullmatch(entry.name) or _TEMPORARY.fullmatch(entry.name)
         if written_by_us and entry.name not in kept:
             entry.unlink(missing_ok=True)

@@ -2,12 +2,12 @@
 
 import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.errors import CheckpointError
 
 try:
@@ -75,7 +75,7 @@ def bytes_match(stored: str, data: bytes) -> bool:
     return digest.hexdigest() == expected
 
 
-def file_matches(stored: str, path: Path) -> bool:
+def file_matches(stored: str, path: AnyPath) -> bool:
     """Whether a file has a stored digest.
 
     Raises:

@@ -11,6 +11,7 @@ from torch import Tensor
 from hybridpp.checkpoint.digest import new_digest, written_as
 from hybridpp.checkpoint.direct_write import pages, write_pages
 from hybridpp.checkpoint.manifest import FileEntry
+from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.checkpoint.writer import (
     FILE_BYTES,
     Holding,
@@ -62,7 +63,7 @@ def _nothing() -> Tensor:
     return torch.empty(0)
 
 
-def write_images(folder: Path, prefix: str, images: Iterable[FileImage]) -> WrittenFiles:
+def write_images(folder: AnyPath, prefix: str, images: Iterable[FileImage]) -> WrittenFiles:
     """Write files of which all bytes are in host memory, with little time of the processor.
 
     Where the file system allows it, the device reads that memory itself, past the cache of files.

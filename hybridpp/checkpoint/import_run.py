@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +11,7 @@ from hybridpp.checkpoint.commit import new_save_id
 from hybridpp.checkpoint.import_sources import ImportSource, LazyTensor
 from hybridpp.checkpoint.manifest import Manifest
 from hybridpp.checkpoint.plain_values import encode
+from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.checkpoint.reshard import write_checkpoint
 from hybridpp.checkpoint.safetensors_file import StoredSpec
 from hybridpp.checkpoint.writer import FILE_BYTES, WritablePart
@@ -21,7 +21,9 @@ _LIKE, _FULL, _VALUE = "like", "full", "value"
 _NO_SETTINGS = ("params", "fused", "foreach", "capturable", "differentiable")
 
 
-def import_run(source: ImportSource, out: Path, step: int, on_written: Callable[[int], Any] | None = None) -> Manifest:
+def import_run(
+    source: ImportSource, out: AnyPath, step: int, on_written: Callable[[int], Any] | None = None
+) -> Manifest:
     """Write a checkpoint of weights and, if the source has it, of an optimizer; the rest of a run begins anew.
 
     Args:

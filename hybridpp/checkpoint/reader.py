@@ -12,6 +12,8 @@ from hybridpp.checkpoint.boxes import Box
 from hybridpp.checkpoint.digest import file_matches
 from hybridpp.checkpoint.find_tensors import opened
 from hybridpp.checkpoint.manifest import MANIFEST, STORED_DTYPES, Chunk, Manifest, TensorEntry, parse
+from hybridpp.checkpoint.ranged_file import WantedBox, read_boxes
+from hybridpp.checkpoint.remote_path import AnyPath, RemotePath
 from hybridpp.checkpoint.writer import Holding
 from hybridpp.errors import CheckpointError
 
@@ -32,7 +34,7 @@ class PlannedRead(NamedTuple):
     target: Tensor
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: AnyPath) -> Manifest:
     """The manifest of a checkpoint whose files have the right sizes; their contents are not read.
 
     Raises:
@@ -51,7 +53,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def verify_file(folder: Path, manifest: Manifest, name: str) -> None:
+def verify_file(folder: AnyPath, manifest: Manifest, name: str) -> None:
     """Read a data file, and compare it with its digest.
 
     Raises:
@@ -91,7 +93,7 @@ def plan_reads(tensors: Mapping[str, TensorEntry], holdings: Iterable[Holding]) 
 
 
 @torch.no_grad()
-def fill(folder: Path, reads: Sequence[PlannedRead]) -> None:
+def fill(folder: AnyPath, reads: Sequence[PlannedRead]) -> None:
     """Read, file by file; values are converted to the dtypes of their targets.
 
     Raises:
@@ -101,6 +103,11 @@ def fill(folder: Path, reads: Sequence[PlannedRead]) -> None:
     for read in reads:
         by_file.setdefault(read.chunk.file, []).append(read)
     for name, wanted in by_file.items():
+        if isinstance(folder, RemotePath):
+            boxes = [WantedBox(read.chunk.key, read.dtype, read.chunk.box.shape, read.source) for read in wanted]
+            for number, part in read_boxes(folder / name, boxes):
+                wanted[number].target.copy_(part)
+            continue
         with opened(folder / name) as handle:
             for read in wanted:
                 read.target.copy_(_stored(handle, read, folder / name))

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +12,16 @@ from hybridpp.checkpoint.boxes import Box, full_box, split_box
 from hybridpp.checkpoint.commit import begin, commit, committed_steps, new_save_id, step_folder, token_file
 from hybridpp.checkpoint.manifest import FileEntry, Manifest, TensorEntry, check
 from hybridpp.checkpoint.reader import fill, plan_reads
+from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.checkpoint.safetensors_file import StoredSpec
 from hybridpp.checkpoint.writer import Holding, WritablePart, WrittenFiles, remove, write_parts
 from hybridpp.errors import CheckpointError
 
 
 def reshard(
-    folder: Path,
+    folder: AnyPath,
     manifest: Manifest,
-    out: Path,
+    out: AnyPath,
     num_ranks: int,
     file_bytes: int,
     on_written: Callable[[int], Any] | None = None,
@@ -53,7 +53,7 @@ def reshard(
     return write_checkpoint(replace(manifest, save_id=new_save_id()), by_rank, out, file_bytes, on_written)
 
 
-def _parts(folder: Path, manifest: Manifest, largest: int) -> Iterator[WritablePart]:
+def _parts(folder: AnyPath, manifest: Manifest, largest: int) -> Iterator[WritablePart]:
     for key, entry in manifest.tensors.items():
         spec = StoredSpec(getattr(torch, entry.dtype), entry.shape)
         for number, box in enumerate(split_box(full_box(entry.shape), largest // spec.dtype.itemsize)):
@@ -61,7 +61,7 @@ def _parts(folder: Path, manifest: Manifest, largest: int) -> Iterator[WritableP
             yield WritablePart(key, spec, box, f"{key}#{number}", load)
 
 
-def _loaded(folder: Path, manifest: Manifest, key: str, box: Box, dtype: torch.dtype) -> Tensor:
+def _loaded(folder: AnyPath, manifest: Manifest, key: str, box: Box, dtype: torch.dtype) -> Tensor:
     part = torch.empty(box.shape, dtype=dtype)
     wanted = Holding(key, dtype, manifest.tensors[key].shape, [(box, part)])
     fill(folder, plan_reads(manifest.tensors, [wanted]))
@@ -71,7 +71,7 @@ def _loaded(folder: Path, manifest: Manifest, key: str, box: Box, dtype: torch.d
 def write_checkpoint(
     manifest: Manifest,
     by_rank: list[list[WritablePart]],
-    out: Path,
+    out: AnyPath,
     file_bytes: int,
     on_written: Callable[[int], Any] | None = None,
 ) -> Manifest:

@@ -1,7 +1,6 @@
 """A model of a run's checkpoint by names, read one full tensor at a time, without a job."""
 
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,12 +10,13 @@ from hybridpp.checkpoint.commit import committed_steps, open_step, step_folder
 from hybridpp.checkpoint.manifest import Manifest
 from hybridpp.checkpoint.plain_values import decode
 from hybridpp.checkpoint.reader import fill, plan_reads, verify_file
+from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.checkpoint.safetensors_file import StoredSpec
 from hybridpp.checkpoint.writer import Holding
 from hybridpp.errors import CheckpointError, ConfigError
 
 
-def chosen_step(path: Path, step: int | None) -> int:
+def chosen_step(path: AnyPath, step: int | None) -> int:
     """A step that has a checkpoint; None: the newest.
 
     Raises:
@@ -30,7 +30,9 @@ def chosen_step(path: Path, step: int | None) -> int:
     return found[0] if step is None else step
 
 
-def open_verified(path: Path, step: int | None, on_read: Callable[[int], Any] | None = None) -> tuple[Path, Manifest]:
+def open_verified(
+    path: AnyPath, step: int | None, on_read: Callable[[int], Any] | None = None
+) -> tuple[AnyPath, Manifest]:
     """The folder and the manifest of a step, all of whose files have the digests that they were written with.
 
     Args:
@@ -50,7 +52,7 @@ def open_verified(path: Path, step: int | None, on_read: Callable[[int], Any] | 
     return folder, manifest
 
 
-def full_tensor(folder: Path, manifest: Manifest, key: str) -> Tensor:
+def full_tensor(folder: AnyPath, manifest: Manifest, key: str) -> Tensor:
     """A tensor of a checkpoint, complete.
 
     Raises:
@@ -83,7 +85,7 @@ class StoredRunModel:
         ConfigError: there are several models, or fewer.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, index: int | None, dtype: torch.dtype | None):
+    def __init__(self, folder: AnyPath, manifest: Manifest, index: int | None, dtype: torch.dtype | None):
         models = manifest.state["models"]
         if index is None and len(models) > 1:
             listed = ", ".join(f"{n} ({model['class']})" for n, model in enumerate(models))

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from hybridpp.checkpoint.boxes import Box, full_box, split_box
 from hybridpp.checkpoint.digest import new_digest, written_as
 from hybridpp.checkpoint.manifest import Chunk, FileEntry, TensorEntry
+from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.checkpoint.safetensors_file import StoredSpec, header, stored_name, values
 
 FILE_BYTES = 2**30
@@ -75,12 +77,13 @@ class WrittenFiles(NamedTuple):
 
 
 def write_holdings(
-    folder: Path, prefix: str, holdings: Iterable[Holding], file_bytes: int = FILE_BYTES
+    folder: AnyPath, prefix: str, holdings: Iterable[Holding], file_bytes: int = FILE_BYTES
 ) -> WrittenFiles:
     """Write tensors to new files of a folder. On the host, one part of at most ``file_bytes`` is in memory at a time.
 
     Args:
-        folder: an existing one.
+        folder: an existing one. Files for a remote one are written to the folder for temporary files first, one at a
+            time.
         prefix: of the names of the files, which do not exist yet.
         holdings: what is written.
         file_bytes: the most that a file holds, without its header.
@@ -93,7 +96,7 @@ def write_holdings(
 
 
 def write_parts(
-    folder: Path,
+    folder: AnyPath,
     prefix: str,
     parts: Iterable[WritablePart],
     file_bytes: int = FILE_BYTES,
@@ -111,7 +114,7 @@ def write_parts(
 
 
 def write_files(
-    folder: Path,
+    folder: AnyPath,
     prefix: str,
     files: Iterable[tuple[Sequence[WritablePart], Callable[[Path], FileEntry]]],
     on_written: Callable[[int], Any] | None = None,
@@ -122,12 +125,12 @@ def write_files(
         OSError: the files cannot be written; those that were are removed.
     """
     written = WrittenFiles({}, {})
-    started: list[Path] = []
+    started: list[AnyPath] = []
     try:
         for number, (of_file, write) in enumerate(files):
             path = folder / f"{prefix}.{number:05d}.safetensors"
             started.append(path)
-            written.files[path.name] = write(path)
+            written.files[path.name] = _put(path, write)
             for part in of_file:
                 _note(written.tensors, part, path.name)
             if on_written is not None:
@@ -138,7 +141,7 @@ def write_files(
     return written
 
 
-def remove(paths: Iterable[Path]) -> None:
+def remove(paths: Iterable[AnyPath]) -> None:
     """Remove files that may exist, as far as that is possible."""
     for path in paths:
         try:
@@ -191,6 +194,17 @@ def header_of(parts: Sequence[WritablePart]) -> bytes:
 
 def _given(view: Tensor) -> Tensor:
     return view
+
+
+def _put(path: AnyPath, write: Callable[[Path], FileEntry]) -> FileEntry:
+    """Write a file; a remote one in the folder for temporary files, and upload it."""
+    if isinstance(path, Path):
+        return write(path)
+    with TemporaryDirectory(prefix="hybridpp-") as folder:
+        local = Path(folder) / path.name
+        entry = write(local)
+        path.upload(local)
+    return entry
 
 
 def _write_file(path: Path, parts: Sequence[WritablePart]) -> FileEntry:

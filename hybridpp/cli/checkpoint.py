@@ -4,12 +4,12 @@ from argparse import ArgumentParser, Namespace
 from collections import Counter
 from datetime import datetime
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from hybridpp.checkpoint.commit import committed_steps, open_step, step_folder, steps
 from hybridpp.checkpoint.manifest import MANIFEST, Manifest
 from hybridpp.checkpoint.reader import verify_file
+from hybridpp.checkpoint.remote_path import AnyPath, as_path
 from hybridpp.cli import checkpoint_formats
 from hybridpp.errors import CheckpointError
 from hybridpp.sizes import format_bytes
@@ -31,7 +31,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         ("show", "what a checkpoint holds"),
     ):
         action = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
-        action.add_argument("path", type=Path, help="folder that booster.save was given")
+        action.add_argument("path", help="folder or URL that booster.save was given")
         if name != "list":
             action.add_argument(
                 "--step", type=int, help="default: " + ("every step" if name == "verify" else "the newest")
@@ -49,7 +49,7 @@ def run(arguments: Namespace) -> str:
     """
     if arguments.action in _FORMATS:
         return _FORMATS[arguments.action](arguments)
-    path: Path = arguments.path
+    path: AnyPath = as_path(arguments.path)
     found = steps(path)
     if not found:
         raise CheckpointError(f"{path} holds no checkpoint. Pass the folder that booster.save was given.")
@@ -65,14 +65,15 @@ def run(arguments: Namespace) -> str:
     return _shown(path, chosen[0], arguments.tensors)
 
 
-def _listed(path: Path, found: list[int]) -> str:
+def _listed(path: AnyPath, found: list[int]) -> str:
     rows = []
     for step in found:
         folder = step_folder(path, step)
         if not (folder / MANIFEST).is_file():
             rows.append([str(step), "", "", "", "", "incomplete: its save was killed, or is running"])
             continue
-        saved = datetime.fromtimestamp((folder / MANIFEST).stat().st_mtime).isoformat(" ", "seconds")
+        when = (folder / MANIFEST).stat().st_mtime
+        saved = datetime.fromtimestamp(when).isoformat(" ", "seconds") if when else ""
         try:
             manifest = open_step(path, step)
         except CheckpointError as error:
@@ -88,7 +89,7 @@ def _layout(manifest: Manifest) -> str:
     return " x ".join(f"{name}={size}" for name, size in sizes.items())
 
 
-def _verified(path: Path, chosen: list[int]) -> str:
+def _verified(path: AnyPath, chosen: list[int]) -> str:
     rows, damaged = [], []
     for step in chosen:
         try:
@@ -109,7 +110,7 @@ def _verified(path: Path, chosen: list[int]) -> str:
     return text_table(["step", "files", "size", "state"], rows, left=(3,))
 
 
-def _shown(path: Path, step: int, all_tensors: bool) -> str:
+def _shown(path: AnyPath, step: int, all_tensors: bool) -> str:
     manifest = open_step(path, step)
     lines = [
         f"step {step} in {step_folder(path, step)}",

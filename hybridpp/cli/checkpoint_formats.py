@@ -15,6 +15,7 @@ from hybridpp.checkpoint.import_run import import_run
 from hybridpp.checkpoint.import_sources import open_source
 from hybridpp.checkpoint.model_origin import model_shell
 from hybridpp.checkpoint.new_output import refuse_existing
+from hybridpp.checkpoint.remote_path import as_path
 from hybridpp.checkpoint.reshard import reshard
 from hybridpp.checkpoint.run_contents import StoredRunModel, chosen_step, open_verified
 from hybridpp.cli.argtypes import positive
@@ -47,11 +48,11 @@ def add_arguments(actions: Any) -> None:
 
 def _action(actions: Any, name: str, text: str) -> ArgumentParser:
     action: ArgumentParser = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
-    source = "folder that booster.save was given"
+    source = "folder or URL that booster.save was given"
     if name == "import":
         source = "folder of transformers or of torch.distributed.checkpoint, or file of torch.save or of safetensors"
-    action.add_argument("path", type=Path, help=source)
-    action.add_argument("out", type=Path, help="what is written; nothing is overwritten")
+    action.add_argument("path", help=source)
+    action.add_argument("out", help="what is written; nothing is overwritten")
     return action
 
 
@@ -63,22 +64,23 @@ def run_export(arguments: Namespace) -> str:
     """
     if arguments.config is not None and arguments.to != "hf":
         raise ConfigError(f"--config is for --to hf: got --to {arguments.to}. Leave it out.")
-    refuse_existing(arguments.out)
+    out = _local(arguments.out, "exports are written to")
+    refuse_existing(out)
     with _progress("verify", _size(arguments)) as read:
-        folder, manifest = open_verified(arguments.path, arguments.step, read)
+        folder, manifest = open_verified(as_path(arguments.path), arguments.step, read)
     dtype = None if arguments.dtype == "as-before" else getattr(torch, arguments.dtype)
     model = StoredRunModel(folder, manifest, arguments.model, dtype)
     if arguments.to == "hf":
         shell = model_shell(model.class_name, model.config, arguments.config)
         with _progress("write", sum(spec.nbytes for spec in model.specs.values())) as written:
-            export_folder(model, arguments.out, shell, f"{arguments.size_per_shard}MB", written)
+            export_folder(model, out, shell, f"{arguments.size_per_shard}MB", written)
     else:
-        (export_dcp if arguments.to == "dcp" else export_torch)(model, arguments.out)
+        (export_dcp if arguments.to == "dcp" else export_torch)(model, out)
     has_state = arguments.to != "hf" and model.has_optimizer
     row = [str(manifest.step), model.class_name, str(len(model.specs)), "yes" if has_state else "no"]
     return text_table(
         ["step", "model", "tensors", "optimizer", "size", "written to"],
-        [[*row, format_bytes(written_bytes(arguments.out)), str(arguments.out)]],
+        [[*row, format_bytes(written_bytes(out)), str(out)]],
         left=(1, 3, 5),
     )
 
@@ -90,10 +92,10 @@ def run_import(arguments: Namespace) -> str:
         HybridppError: the source cannot be read, or the checkpoint cannot be written.
     """
     check_run_arguments(arguments.step, None)
-    source = open_source(arguments.path)
+    source = open_source(_local(arguments.path, "imports are read from"))
     num_bytes = sum(tensor.spec.nbytes for tensor in source.weights.values())
     with _progress("write", num_bytes) as written:
-        made = import_run(source, arguments.out, arguments.step, written)
+        made = import_run(source, as_path(arguments.out), arguments.step, written)
     state = f"fresh: {source.no_optimizer}"
     if source.groups is not None:
         state = f"of {len(source.state)} parameters in {len(source.groups)} groups"
@@ -113,9 +115,9 @@ def run_reshard(arguments: Namespace) -> str:
     """
     file_bytes = parse_bytes("--file-size", arguments.file_size)
     with _progress("verify", _size(arguments)) as read:
-        folder, manifest = open_verified(arguments.path, arguments.step, read)
+        folder, manifest = open_verified(as_path(arguments.path), arguments.step, read)
     with _progress("write", sum(entry.nbytes for entry in manifest.tensors.values())) as written:
-        made = reshard(folder, manifest, arguments.out, arguments.ranks, file_bytes, written)
+        made = reshard(folder, manifest, as_path(arguments.out), arguments.ranks, file_bytes, written)
     rows = [
         [where, str(len(one.files)), format_bytes(max((f.nbytes for f in one.files.values()), default=0)), size]
         for where, one in ((str(arguments.path), manifest), (str(arguments.out), made))
@@ -125,8 +127,15 @@ def run_reshard(arguments: Namespace) -> str:
 
 
 def _size(arguments: Namespace) -> int:
-    step = chosen_step(arguments.path, arguments.step)
-    return open_step(arguments.path, step).nbytes
+    path = as_path(arguments.path)
+    return open_step(path, chosen_step(path, arguments.step)).nbytes
+
+
+def _local(path: str, what: str) -> Path:
+    found = as_path(path)
+    if not isinstance(found, Path):
+        raise ConfigError(f"{what} local paths: got {path}. Pass a local path, and copy.")
+    return found
 
 
 def written_bytes(path: Path) -> int:

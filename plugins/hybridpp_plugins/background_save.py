@@ -12,14 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
 from hybridpp.checkpoint.commit import part_file
+from hybridpp.checkpoint.remote_path import AnyPath, RemotePath
 from hybridpp.checkpoint.writer import WrittenFiles, remove
 from hybridpp.errors import CheckpointError
 
-_POLL_S = 0.02
+_POLL_S, _REMOTE_POLL_S = 0.02, 0.5
 _TIMEOUT_S = 600.0
 _NICENESS = 19
 
@@ -70,7 +70,7 @@ class BackgroundSave:
         self,
         rank: int,
         size: int,
-        folder: Path,
+        folder: AnyPath,
         save_id: str,
         write: Callable[[str], WrittenFiles],
         described: Callable[[WrittenFiles], Mapping[str, Any]],
@@ -116,6 +116,9 @@ class BackgroundSave:
 
     def _leave(self, part: Mapping[str, Any]) -> None:
         path = part_file(self._folder, self._save_id, self._rank)
+        if isinstance(path, RemotePath):
+            path.write_bytes(json.dumps(part).encode())
+            return
         temporary = path.with_suffix(".json.tmp")
         temporary.write_text(json.dumps(part))
         os.replace(temporary, path)
@@ -134,7 +137,7 @@ class BackgroundSave:
             if not path.exists():
                 if time.monotonic() > deadline:
                     raise CheckpointError(f"rank {len(parts)} has not written its part in {_TIMEOUT_S:.0f} s")
-                if self._cancelled.wait(_POLL_S):
+                if self._cancelled.wait(_REMOTE_POLL_S if isinstance(path, RemotePath) else _POLL_S):
                     raise _CancelledSave
                 continue
             parts.append(json.loads(path.read_text()))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hybridpp.checkpoint.commit import step_folder
+from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.errors import ClosedError, ConfigError
 from hybridpp.nn.peft_model import is_peft_model
 from hybridpp.plugin import (
@@ -173,7 +174,7 @@ class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, SavesRuns, Save
     def save_run(
         self,
         parts: Sequence[Boosted],
-        path: Path,
+        path: AnyPath,
         *,
         step: int,
         extras: Mapping[str, Any],
@@ -190,7 +191,7 @@ class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, SavesRuns, Save
         self._check_open()
         self._saves.wait()
 
-    def resume_run(self, parts: Sequence[Boosted], path: Path, *, start_fresh: bool) -> Resumed:
+    def resume_run(self, parts: Sequence[Boosted], path: AnyPath, *, start_fresh: bool) -> Resumed:
         """See :meth:`hybridpp.Booster.resume`."""
         self._saves.wait()
         return resume_run(self._run_parts(parts), path, start_fresh=start_fresh)

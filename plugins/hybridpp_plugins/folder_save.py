@@ -1,13 +1,13 @@
 """Save to a folder that counts from one moment, at once or in the background: of whatever, from all ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from hybridpp.checkpoint.commit import begin_in, commit_in, is_committed, new_save_id, part_file, token_file
 from hybridpp.checkpoint.file_images import FileImage, file_images, write_images
 from hybridpp.checkpoint.gather import gather_json
 from hybridpp.checkpoint.manifest import FileEntry, Manifest, check, merged, tensor_as_json
+from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.checkpoint.writer import FILE_BYTES, Holding, WrittenFiles, remove, write_holdings
 from hybridpp.cluster import gather_objects, get_dist_logger
 from hybridpp.errors import CheckpointError
@@ -41,7 +41,7 @@ class SavedContents(Protocol):
     def state(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The state of the manifest, from what the ranks described."""
 
-    def after_commit(self, folder: Path, manifest: Manifest) -> Sequence[str]:
+    def after_commit(self, folder: AnyPath, manifest: Manifest) -> Sequence[str]:
         """Remove what is old, on rank 0; returns what could not be removed."""
 
 
@@ -55,7 +55,7 @@ class FolderSave:
         file_bytes: the most that a file holds.
     """
 
-    def __init__(self, layout: Layout, folder: Path, contents: SavedContents, file_bytes: int = FILE_BYTES):
+    def __init__(self, layout: Layout, folder: AnyPath, contents: SavedContents, file_bytes: int = FILE_BYTES):
         self._layout, self._control = layout, layout.control
         self._folder, self._contents, self._file_bytes = folder, contents, file_bytes
         self._call = f"in {contents.call}"

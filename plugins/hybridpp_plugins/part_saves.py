@@ -9,6 +9,7 @@ from hybridpp.checkpoint.commit import clean, committed_steps
 from hybridpp.checkpoint.manifest import MANIFEST, Manifest
 from hybridpp.checkpoint.plain_values import decode, encode
 from hybridpp.checkpoint.reader import fill, plan_reads, read_manifest
+from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.checkpoint.writer import Holding
 from hybridpp.cluster import Group, gather_objects
 from hybridpp.errors import CheckpointError, ConfigError
@@ -35,7 +36,7 @@ class _Part:
     def check(self) -> None:
         """Refuse what cannot be saved."""
 
-    def after_commit(self, folder: Path, manifest: Manifest) -> list[str]:
+    def after_commit(self, folder: AnyPath, manifest: Manifest) -> list[str]:
         """Remove the files of saves before this one; returns what could not be removed."""
         try:
             clean(folder, manifest.files)
@@ -131,7 +132,7 @@ def trained_weights_of(engine: Engine, shares: RankShares, *, to_write: bool = F
     ]
 
 
-def load_optimizer(engine: Engine, boosted: HybridOptimizer, folder: Path) -> None:
+def load_optimizer(engine: Engine, boosted: HybridOptimizer, folder: AnyPath) -> None:
     """See :meth:`hybridpp.Booster.load_optimizer`. Collective: all ranks."""
     control, call = engine.layout.control, "in booster.load_optimizer"
     engine.original.uninitialized.check(control)
@@ -162,7 +163,7 @@ def load_optimizer(engine: Engine, boosted: HybridOptimizer, folder: Path) -> No
     part.load(saved, state)
 
 
-def load_schedule(control: Group, lr_scheduler: Any, folder: Path) -> None:
+def load_schedule(control: Group, lr_scheduler: Any, folder: AnyPath) -> None:
     """See :meth:`hybridpp.Booster.load_lr_scheduler`. Collective: all ranks."""
     call = "in booster.load_lr_scheduler"
     failure: Exception | None = None
@@ -195,7 +196,7 @@ def _class_name(lr_scheduler: Any) -> str:
     return type(lr_scheduler if unwrap is None else unwrap()).__name__
 
 
-def _opened(control: Group, call: str, folder: Path, kind: str) -> Manifest:
+def _opened(control: Group, call: str, folder: AnyPath, kind: str) -> Manifest:
     """The manifest of a folder that is intact and of a kind. Collective: all ranks.
 
     Raises:
@@ -216,8 +217,10 @@ def _opened(control: Group, call: str, folder: Path, kind: str) -> Manifest:
     return manifest
 
 
-def _hint(folder: Path) -> str:
+def _hint(folder: AnyPath) -> str:
     """What else is there, in words."""
+    if not isinstance(folder, Path):
+        return ""
     try:
         if committed_steps(folder):
             return "It holds checkpoints of a run, for booster.resume. "

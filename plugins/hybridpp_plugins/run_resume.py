@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from hybridpp.checkpoint.commit import (
@@ -14,6 +13,7 @@ from hybridpp.checkpoint.commit import (
 from hybridpp.checkpoint.manifest import Manifest
 from hybridpp.checkpoint.plain_values import decode
 from hybridpp.checkpoint.reader import fill
+from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.cluster import Group, gather_objects, get_dist_logger, set_generator_states
 from hybridpp.errors import CheckpointError, ConfigError
 from hybridpp.plugin import Resumed
@@ -24,7 +24,7 @@ from hybridpp_plugins.verified_folder import verified
 _RESUME = "in booster.resume"
 
 
-def resume_run(parts: Sequence[RunParts], path: Path, *, start_fresh: bool) -> Resumed:
+def resume_run(parts: Sequence[RunParts], path: AnyPath, *, start_fresh: bool) -> Resumed:
     """See :meth:`hybridpp.Booster.resume`. Collective: all ranks."""
     engine = parts[0].engine
     control = engine.layout.control
@@ -70,7 +70,7 @@ def resume_run(parts: Sequence[RunParts], path: Path, *, start_fresh: bool) -> R
     return Resumed(manifest.step, 0 if position is None else position.epoch, batches, extras)
 
 
-def _newest_intact(rank: int, control: Group, path: Path, start_fresh: bool) -> Manifest | None:
+def _newest_intact(rank: int, control: Group, path: AnyPath, start_fresh: bool) -> Manifest | None:
     """The manifest of the newest checkpoint that is intact; None: there is none at all, which is right.
 
     Raises:

@@ -1,12 +1,12 @@
 """A run as a checkpoint: its models, the script's own values, and random generators."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from hybridpp.checkpoint.commit import remove_old
 from hybridpp.checkpoint.manifest import Manifest
 from hybridpp.checkpoint.plain_values import encode
+from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.checkpoint.writer import Holding
 from hybridpp.cluster import generator_states
 from hybridpp_plugins.training_state import RunParts, TrainingState, merged_states
@@ -70,6 +70,6 @@ class RunContents:
             "replicas_of_ranks": [row["dp"] for row in rows],
         }
 
-    def after_commit(self, folder: Path, manifest: Manifest) -> list[str]:
+    def after_commit(self, folder: AnyPath, manifest: Manifest) -> list[str]:
         """Remove older checkpoints; returns what could not be removed."""
         return remove_old(folder.parent, manifest, self._keep_last)

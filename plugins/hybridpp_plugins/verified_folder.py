@@ -1,16 +1,16 @@
 """The manifest of a checkpoint that is intact, on all ranks; each reads some of its files."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 from hybridpp.checkpoint.manifest import Manifest
 from hybridpp.checkpoint.reader import verify_file
+from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.cluster import Group, gather_objects
 from hybridpp.errors import CheckpointError
 
 
 def verified(
-    control: Group, call: str, folder: Path, open_manifest: Callable[[], Manifest]
+    control: Group, call: str, folder: AnyPath, open_manifest: Callable[[], Manifest]
 ) -> tuple[Manifest | None, str]:
     """A checkpoint, and why it cannot be used, or "". Collective: all ranks.
 

@@ -212,14 +212,14 @@ def test_a_full_disk_is_one_error_and_neither_run_nor_checkpoints_change(tmp_pat
 
 def test_what_fails_after_the_commit_does_not_undo_it(tmp_path, monkeypatch):
     """The old manifest is gone by then."""
-    synced = commit.sync
+    synced = commit.sync_path
 
     def fail_after_replace(path):
         if (path / MANIFEST).is_file() and not list(path.glob("*.tmp")) and is_last:
             raise OSError(errno.EIO, "Input/output error")
         synced(path)
 
-    monkeypatch.setattr(commit, "sync", fail_after_replace)
+    monkeypatch.setattr(commit, "sync_path", fail_after_replace)
     is_last = []
 
     def rank(make):

@@ -1,0 +1,139 @@
+"""Read parts of tensors of a remote safetensors file: its header, then ranges of bytes."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridpp.checkpoint.boxes import Box
+from hybridpp.checkpoint.manifest import STORED_DTYPES
+from hybridpp.checkpoint.remote_path import RemotePath
+from hybridpp.errors import CheckpointError
+
+# Shorter runs of bytes are read with what lies between them.
+_LEAST_RUN = 2**16
+# What is read by one call.
+_MOST_BYTES = 2**26
+_MOST_HEADER = 10**8
+
+
+class WantedBox(NamedTuple):
+    """A part of a stored tensor.
+
+    Attributes:
+        key: of the tensor in the file.
+        dtype: torch's name.
+        shape: of the stored tensor.
+        box: the part.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+
+
+class _Request(NamedTuple):
+    """The bytes of a part: one range that covers it, or a range for each of its runs."""
+
+    wanted: WantedBox
+    ranges: list[tuple[int, int]]
+    is_cover: bool
+
+
+def read_boxes(path: RemotePath, wanted: Sequence[WantedBox]) -> Iterator[tuple[int, Tensor]]:
+    """Yield parts of tensors with their numbers in ``wanted``.
+
+    Raises:
+        CheckpointError: the file is broken, or is not what was expected.
+    """
+    entries, data = _header(path)
+    batch: list[tuple[int, _Request]] = []
+    size = 0
+    for number, one in enumerate(wanted):
+        request = _request(one, data + _offset(path, entries, one))
+        batch.append((number, request))
+        size += sum(end - start for start, end in request.ranges)
+        if size >= _MOST_BYTES:
+            yield from _read(path, batch)
+            batch, size = [], 0
+    yield from _read(path, batch)
+
+
+def _header(path: RemotePath) -> tuple[dict[str, Any], int]:
+    """The entries of a file, and where its values begin."""
+    try:
+        (length,) = path.read_ranges([(0, 8)])
+        num_bytes = int.from_bytes(length, "little")
+        if len(length) != 8 or num_bytes > _MOST_HEADER:
+            raise ValueError("it has no header")
+        (text,) = path.read_ranges([(8, 8 + num_bytes)])
+        found = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} cannot be read as a safetensors file: its header is no dict")
+    return found, 8 + num_bytes
+
+
+def _offset(path: RemotePath, entries: dict[str, Any], wanted: WantedBox) -> int:
+    name, width = STORED_DTYPES[wanted.dtype]
+    try:
+        entry = entries[wanted.key]
+        start, end = entry["data_offsets"]
+        fits = (entry["dtype"], entry["shape"]) == (name, list(wanted.shape))
+        if fits and type(start) is int and start >= 0 and end - start == prod(wanted.shape) * width:
+            return start
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise CheckpointError(f"{path} is not what its manifest says: {wanted.key} is missing, or of another shape.")
+
+
+def _request(wanted: WantedBox, start: int) -> _Request:
+    shape, box = wanted.shape, wanted.box
+    width = STORED_DTYPES[wanted.dtype][1]
+    if not box.size:
+        return _Request(wanted, [], False)
+    inner = len(shape)
+    while inner and box.shape[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    # From dimension `inner` on the part has all; a range of the one before it is one run of bytes.
+    outer = max(0, inner - 1)
+    strides = [prod(shape[dim + 1 :]) * width for dim in range(len(shape))]
+    run = prod(box.shape[outer:]) * width
+    begin = start + sum(first * stride for first, stride in zip(box.start, strides, strict=True))
+    begins = [begin]
+    for dim in range(outer):
+        begins = [each + step * strides[dim] for each in begins for step in range(box.shape[dim])]
+    if len(begins) == 1 or run >= _LEAST_RUN:
+        return _Request(wanted, [(each, each + run) for each in begins], False)
+    return _Request(wanted, [(begins[0], begins[-1] + run)], True)
+
+
+def _read(path: RemotePath, batch: Iterable[tuple[int, _Request]]) -> Iterator[tuple[int, Tensor]]:
+    batch = list(batch)
+    ranges = [one for _, request in batch for one in request.ranges]
+    try:
+        found = iter(path.read_ranges(ranges) if ranges else [])
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    for number, request in batch:
+        data = bytearray().join([next(found) for _ in request.ranges])
+        if len(data) != sum(end - start for start, end in request.ranges):
+            raise CheckpointError(f"{path} is shorter than its header says")
+        yield number, _tensor(request, data)
+
+
+def _tensor(request: _Request, data: bytearray) -> Tensor:
+    wanted = request.wanted
+    dtype = getattr(torch, wanted.dtype)
+    if not data:
+        return torch.empty(wanted.box.shape, dtype=dtype)
+    flat = torch.frombuffer(data, dtype=dtype)
+    if not request.is_cover:
+        return flat.view(wanted.box.shape)
+    strides = [prod(wanted.shape[dim + 1 :]) for dim in range(len(wanted.shape))]
+    return flat.as_strided(wanted.box.shape, strides)
