@@ -15,6 +15,7 @@ from support import (
     image_batch,
     model_loss,
     sgd,
+    small_vit,
     tiny_vit,
     train,
 )
@@ -43,8 +44,8 @@ def test_any_batch_size_gives_the_mean_gradient_of_the_whole_batch(pp_size, num_
 
 def test_by_size_the_last_microbatch_may_be_smaller():
     batches = [image_batch(7)]
-    by_size = train(tiny_vit, batches, pp_size=2, microbatch_size=3)
-    whole = train(tiny_vit, batches, pp_size=2, num_microbatches=1)
+    by_size = train(small_vit, batches, pp_size=2, microbatch_size=3)
+    whole = train(small_vit, batches, pp_size=2, num_microbatches=1)
     assert_near(by_size["gradients"], whole["gradients"])
 
 
@@ -53,7 +54,7 @@ def test_sizes_change_between_steps_and_evaluation_runs_in_between(pp_size):
     sizes = [8, 3, 8, 1, 12]
 
     def run(evaluate):
-        booster, model, optimizer = boosted(tiny_vit(0.1), sgd, image_batch(2), pp_size=pp_size, num_microbatches=3)
+        booster, model, optimizer = boosted(small_vit(0.1), sgd, image_batch(2), pp_size=pp_size, num_microbatches=3)
         losses = []
         for step, size in enumerate(sizes):
             batch = image_batch(size, step)
@@ -113,10 +114,10 @@ def test_evaluation_gives_the_models_own_loss_and_outputs(pp_size):
 def test_a_ragged_evaluation_is_the_exact_mean_not_the_mean_of_means():
     batch = image_batch(5)
     with torch.no_grad():
-        expected = tiny_vit()(**batch).loss.item()
+        expected = small_vit()(**batch).loss.item()
 
     def run():
-        booster, model, _ = boosted(tiny_vit(), None, image_batch(2), microbatch_size=4)
+        booster, model, _ = boosted(small_vit(), None, image_batch(2), microbatch_size=4)
         with torch.no_grad():
             return booster.execute_pipeline(iter([batch]), model, model_loss)["loss"].item()
 
@@ -125,7 +126,7 @@ def test_a_ragged_evaluation_is_the_exact_mean_not_the_mean_of_means():
 
 def test_without_loss_only_the_outputs_are_made():
     def run():
-        booster, model, _ = boosted(tiny_vit(), None, image_batch(2), pp_size=2)
+        booster, model, _ = boosted(small_vit(), None, image_batch(2), pp_size=2)
         with torch.no_grad():
             data = iter([image_batch(3)["pixel_values"]])
             return booster.execute_pipeline(data, model, return_loss=False, return_outputs=True)
@@ -169,14 +170,14 @@ def test_the_criterion_sees_the_microbatchs_own_inputs():
         return outputs.loss
 
     batch = image_batch(5)
-    train(tiny_vit, [batch], pp_size=2, num_microbatches=2, criterion=criterion)
+    train(small_vit, [batch], pp_size=2, num_microbatches=2, criterion=criterion)
     labels = batch["labels"].tolist()
     assert seen == [labels[:3], labels[3:]]
 
 
 def test_the_users_random_numbers_do_not_move():
     def run():
-        booster, model, optimizer = boosted(tiny_vit(0.1), sgd, image_batch(2))
+        booster, model, optimizer = boosted(small_vit(0.1), sgd, image_batch(2))
         torch.manual_seed(5)
         before = torch.rand(1)
         torch.manual_seed(5)
@@ -188,7 +189,7 @@ def test_the_users_random_numbers_do_not_move():
 
 def test_a_stage_cannot_be_called_by_itself():
     def run():
-        _, model, _ = boosted(tiny_vit(), None, image_batch(2), pp_size=2)
+        _, model, _ = boosted(small_vit(), None, image_batch(2), pp_size=2)
         with pytest.raises(RuntimeError, match=r"holds stage \d of 2 only.*Call booster.execute_pipeline"):
             model(**image_batch(2))
 
@@ -246,14 +247,14 @@ def test_a_model_that_writes_to_its_input_sees_each_input_once(pp_size):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing_draws_the_same_dropout_again(pp_size, use_reentrant):
     def checkpointed():
-        model = tiny_vit(0.1)
+        model = small_vit(0.1)
         new_name = hasattr(model, "activation_checkpointing_enable")  # since transformers 5.20 or so
         enable = model.activation_checkpointing_enable if new_name else model.gradient_checkpointing_enable
         enable({"use_reentrant": use_reentrant})
         return model
 
     batches = [image_batch(8, seed) for seed in range(2)]
-    without = train(functools.partial(tiny_vit, 0.1), batches, num_microbatches=2)
+    without = train(functools.partial(small_vit, 0.1), batches, num_microbatches=2)
     with_it = train(checkpointed, batches, pp_size=pp_size, num_microbatches=2)
     assert with_it["losses"][0] == without["losses"][0]
     assert_same(with_it["gradients"], without["gradients"])

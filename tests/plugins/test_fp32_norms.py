@@ -7,7 +7,18 @@ import pytest
 import torch
 from divided_models import LLAMA, VIT, llama, qwen3, t5, token_batch
 from hybridpp_plugins import setup
-from support import assert_near, assert_same, boosted, image_batch, model_loss, sgd, tiny_vit, train, trained_alone
+from support import (
+    assert_near,
+    assert_same,
+    boosted,
+    image_batch,
+    model_loss,
+    sgd,
+    small_vit,
+    tiny_vit,
+    train,
+    trained_alone,
+)
 from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -22,7 +33,7 @@ HALF, FULL = torch.bfloat16, torch.float32
 MODELS = {
     "llama": (llama, token_batch(), "model.layers.0.input_layernorm", "LlamaRMSNorm"),
     "t5": (t5, token_batch(), "encoder.block.0.layer.0.layer_norm", "T5LayerNorm"),
-    "vit": (tiny_vit, image_batch(4), "vit.layers.0.layernorm_before", "LayerNorm"),
+    "vit": (small_vit, image_batch(4), "vit.layers.0.layernorm_before", "LayerNorm"),
 }
 
 
@@ -64,7 +75,7 @@ def test_told_otherwise_norms_are_in_half_precision(make, batch, norm, kind, by)
     )
     seen, table = run_one(make, batch, **settings)
     assert seen[norm] == ({HALF}, HALF)
-    inside = "bfloat16, mean and variance float32" if make is tiny_vit else "bfloat16"
+    inside = "bfloat16, mean and variance float32" if make is small_vit else "bfloat16"
     assert re.search(rf"\d+ {kind} +\| bfloat16 +\| {inside}\n", table)
 
 
@@ -141,13 +152,13 @@ def test_norms_of_what_is_fp32_already():
 
 
 @pytest.mark.parametrize("made_in", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("make", [tiny_vit, lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))])
+@pytest.mark.parametrize("make", [small_vit, lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))])
 def test_norms_of_a_model_made_in_another_format_are_fp32(make, made_in):
     def run():
         model = make().to(made_in)
-        batch = image_batch(2) if make is tiny_vit else (torch.randn(2, 4),)
+        batch = image_batch(2) if make is small_vit else (torch.randn(2, 4),)
         booster, model, optimizer = boosted(model, sgd, batch, precision="bf16")
-        criterion = model_loss if make is tiny_vit else lambda outputs, _: outputs.square().mean()
+        criterion = model_loss if make is small_vit else lambda outputs, _: outputs.square().mean()
         booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
         optimizer.step()
         return {name: tensor.dtype for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
@@ -182,7 +193,7 @@ def test_stages_give_the_bits_of_one_process(make, batch, precision, layout):
 
 
 @pytest.mark.parametrize("more", [{}, {"enable_sequence_parallelism": True}], ids=["layers", "sequences"])
-@pytest.mark.parametrize(("make", "batch", "plan"), [(llama, token_batch(), LLAMA), (tiny_vit, image_batch(4), VIT)])
+@pytest.mark.parametrize(("make", "batch", "plan"), [(llama, token_batch(), LLAMA), (small_vit, image_batch(4), VIT)])
 def test_shared_layers_and_sequences_agree_with_one_process(make, batch, plan, more):
     settings = {"precision": "bf16", "num_microbatches": 2}
     whole = trained_alone(make, [batch], **settings)
@@ -225,8 +236,8 @@ def test_an_overflow_in_a_norm_is_named_with_what_it_returned():
 
 
 def test_in_fp32_the_switch_changes_nothing():
-    plain = train(tiny_vit, [image_batch(4)])
-    assert_same(train(tiny_vit, [image_batch(4)], fp32_norms=False)["weights"], plain["weights"])
+    plain = train(small_vit, [image_batch(4)])
+    assert_same(train(small_vit, [image_batch(4)], fp32_norms=False)["weights"], plain["weights"])
 
 
 def test_what_is_no_switch_is_refused():
@@ -293,7 +304,7 @@ def as_on_cuda(monkeypatch):
 def test_on_cuda_layer_norms_run_in_half_precision_with_fp32_masters(precision):
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     batch = image_batch(4)
-    booster, model, optimizer = boosted(tiny_vit(), sgd, batch, precision=precision)
+    booster, model, optimizer = boosted(small_vit(), sgd, batch, precision=precision)
     seen = []
     norm = model.vit.layers[0].layernorm_before
     norm.register_forward_hook(lambda module, args, out: seen.append((args[0].dtype, module.weight.dtype, out.dtype)))
@@ -309,9 +320,9 @@ def test_on_cuda_layer_norms_run_in_half_precision_with_fp32_masters(precision):
 def test_on_cuda_the_switch_and_patterns_put_layer_norms_in_fp32():
     name = "vit.layers.0.layernorm_before"
     for settings in ({"fp32_norms": True}, {"fp32_modules": ["LayerNorm"]}):
-        seen, _ = run_one(tiny_vit, image_batch(4), **settings)
+        seen, _ = run_one(small_vit, image_batch(4), **settings)
         assert seen[name] == ({FULL}, HALF)
-    seen, _ = run_one(tiny_vit, image_batch(4))
+    seen, _ = run_one(small_vit, image_batch(4))
     assert seen[name] == ({HALF}, HALF)
 
 

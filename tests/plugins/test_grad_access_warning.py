@@ -14,7 +14,7 @@ from support import (
     model_loss,
     replica_part,
     sgd,
-    tiny_vit,
+    small_vit,
     train,
 )
 
@@ -34,7 +34,7 @@ LOSS_SCALE = 256.0
 def whole_gradients(precision="fp32", num_parts=1):
     """Of plain torch in one process: half-precision gradients of each part of the batch, from an fp32 loss."""
     scale = LOSS_SCALE if precision == "fp16" else 1.0
-    model = tiny_vit() if precision == "fp32" else in_half(tiny_vit(), DTYPES[precision])
+    model = small_vit() if precision == "fp32" else in_half(small_vit(), DTYPES[precision])
     sums = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
     for part in (replica_part(BATCH, n, num_parts) for n in range(num_parts)):
         logits = model(part["pixel_values"].to(DTYPES[precision])).logits
@@ -50,7 +50,7 @@ def whole_gradients(precision="fp32", num_parts=1):
 def test_gradients_are_unscaled_fp32_and_the_whole_batchs(precision, pp_size, dp_size):
     def run():
         booster, model, optimizer = boosted(
-            tiny_vit(), sgd, image_batch(2), pp_size=pp_size, precision=precision, initial_scale=LOSS_SCALE
+            small_vit(), sgd, image_batch(2), pp_size=pp_size, precision=precision, initial_scale=LOSS_SCALE
         )
         mine = replica_part(BATCH, booster.plugin.layout.here.dp, dp_size)
         booster.execute_pipeline(iter([mine]), model, model_loss, optimizer)
@@ -69,7 +69,7 @@ def test_gradients_are_unscaled_fp32_and_the_whole_batchs(precision, pp_size, dp
 
 def test_behind_a_step_gradients_are_what_it_used():
     def run():
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), precision="fp16", max_norm=0.01)
+        booster, model, optimizer = boosted(small_vit(), sgd, image_batch(2), precision="fp16", max_norm=0.01)
         booster.execute_pipeline(iter([BATCH]), model, model_loss, optimizer)
         before = dict(optimizer.gradients())
         optimizer.step()
@@ -82,7 +82,7 @@ def test_behind_a_step_gradients_are_what_it_used():
 
 def test_a_parameter_that_nothing_reached_has_no_gradient():
     def run():
-        model = tiny_vit()
+        model = small_vit()
         model.never = torch.nn.Parameter(torch.ones(2))
         booster, model, optimizer = boosted(model, sgd, image_batch(2), precision="bf16")
         assert list(optimizer.gradients()) == []
@@ -99,7 +99,7 @@ def test_zero_grad_leaves_what_torchs_leaves(set_to_none):
     """Between calls that add up, too: what came before it is forgotten."""
 
     def run(forgets):
-        booster, model, optimizer = boosted(tiny_vit(), adamw, image_batch(2), pp_size=2)
+        booster, model, optimizer = boosted(small_vit(), adamw, image_batch(2), pp_size=2)
         if forgets:
             booster.execute_pipeline(iter([image_batch(4, 1)]), model, model_loss, optimizer)
             optimizer.zero_grad(set_to_none=set_to_none)
@@ -134,7 +134,7 @@ def test_in_half_precision_grad_is_none_for_every_parameter(precision):
 @pytest.mark.parametrize("precision", ["fp32", *HALF])
 def test_a_loop_that_never_calls_zero_grad_trains_like_one_that_does(precision):
     def run(clears):
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2, precision=precision)
+        booster, model, optimizer = boosted(small_vit(), sgd, image_batch(2), pp_size=2, precision=precision)
         for seed in range(3):
             if clears:
                 optimizer.zero_grad()
@@ -154,7 +154,7 @@ def test_clipping_by_value_is_torchs(precision):
 
     def run():
         booster, model, optimizer = boosted(
-            tiny_vit(), sgd, image_batch(2), pp_size=2, precision=precision, initial_scale=LOSS_SCALE
+            small_vit(), sgd, image_batch(2), pp_size=2, precision=precision, initial_scale=LOSS_SCALE
         )
         booster.execute_pipeline(iter([BATCH]), model, model_loss, optimizer)
         optimizer.clip_grad_by_value(limit)
@@ -168,16 +168,16 @@ def test_clipping_by_value_is_torchs(precision):
 
 @pytest.mark.parametrize("given", ["bf16", "fp16", torch.bfloat16])
 def test_gradients_may_travel_between_replicas_in_half_precision(given):
-    exact = train(tiny_vit, [BATCH], dp_size=2, pp_size=2)["gradients"]
-    rounded = train(tiny_vit, [BATCH], dp_size=2, pp_size=2, communication_dtype=given)["gradients"]
+    exact = train(small_vit, [BATCH], dp_size=2, pp_size=2)["gradients"]
+    rounded = train(small_vit, [BATCH], dp_size=2, pp_size=2, communication_dtype=given)["gradients"]
     assert_near(rounded, exact, 1e-2)
     assert any(not torch.equal(rounded[name], exact[name]) for name in exact)
 
 
 @pytest.mark.parametrize("given", ["fp32", torch.float32, None])
 def test_gradients_travel_in_the_fp32_they_are_added_up_in(given):
-    exact = train(tiny_vit, [BATCH], dp_size=2)["gradients"]
-    assert_same(train(tiny_vit, [BATCH], dp_size=2, communication_dtype=given)["gradients"], exact)
+    exact = train(small_vit, [BATCH], dp_size=2)["gradients"]
+    assert_same(train(small_vit, [BATCH], dp_size=2, communication_dtype=given)["gradients"], exact)
 
 
 def test_an_unknown_communication_dtype_is_refused():
@@ -188,7 +188,7 @@ def test_an_unknown_communication_dtype_is_refused():
 
 def test_gradients_of_backward_by_hand():
     def run():
-        model = tiny_vit()
+        model = small_vit()
         optimizer = sgd(model.parameters())
         settings = {"precision": "fp16", "initial_scale": LOSS_SCALE}
         plugin = HybridParallelPlugin(tp_size=1, pp_size=1, num_microbatches=1, **settings)
@@ -206,7 +206,7 @@ def test_unscaling_changes_nothing_but_the_scale(precision):
 
     def run(unscales):
         settings = {"pp_size": 2, "precision": precision, "initial_scale": LOSS_SCALE, "max_norm": 0.05}
-        booster, model, optimizer = boosted(tiny_vit(), adamw, image_batch(2), **settings)
+        booster, model, optimizer = boosted(small_vit(), adamw, image_batch(2), **settings)
         for _ in range(2):
             for seed in range(2):
                 booster.execute_pipeline(iter([image_batch(4, seed)]), model, model_loss, optimizer)
@@ -227,7 +227,7 @@ def test_unscaling_changes_nothing_but_the_scale(precision):
 
 def test_clipping_takes_what_scripts_of_this_kind_pass():
     def run():
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2))
+        booster, model, optimizer = boosted(small_vit(), sgd, image_batch(2))
         booster.execute_pipeline(iter([BATCH]), model, model_loss, optimizer)
         norm = optimizer.clip_grad_by_norm(0.01, norm_type=2.0, error_if_nonfinite=True)
         assert norm > 0.01

@@ -12,6 +12,7 @@ from support import (
     model_loss,
     replica_part,
     sgd,
+    small_vit,
     tiny_vit,
     train,
 )
@@ -37,13 +38,13 @@ def test_replicas_with_different_sample_counts_weigh_by_count():
     batch = image_batch(8)
 
     def run():
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2, num_microbatches=2)
+        booster, model, optimizer = boosted(small_vit(), sgd, image_batch(2), pp_size=2, num_microbatches=2)
         first = booster.plugin.layout.here.dp == 0
         mine = {name: value[:5] if first else value[5:] for name, value in batch.items()}
         booster.execute_pipeline(iter([mine]), model, model_loss, optimizer)
         return gradients_of(booster, model)
 
-    assert_near(collect(4, run), whole_gradients(tiny_vit, batch))
+    assert_near(collect(4, run), whole_gradients(small_vit, batch))
 
 
 class CountedLoss:
@@ -65,7 +66,7 @@ def test_a_criterion_may_say_what_its_mean_is_taken_over(pp_size):
         return {"pixel_values": part["pixel_values"], "labels": part["labels"]}
 
     def make_model():
-        model = tiny_vit()
+        model = small_vit()
         # The model's own loss knows no ignored label here; only the criterion is asked.
         original = model.forward
         model.forward = lambda pixel_values, labels: original(pixel_values)
@@ -118,10 +119,10 @@ def test_num_items_in_batch_makes_the_losses_parts_of_a_sum(num_items):
 @pytest.mark.parametrize("sync", ["always", "last", "never"])
 def test_accumulation_over_calls_equals_one_big_batch(sync):
     batch = image_batch(12)
-    expected = whole_gradients(tiny_vit, batch)
+    expected = whole_gradients(small_vit, batch)
 
     def run():
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2, num_microbatches=2)
+        booster, model, optimizer = boosted(small_vit(), sgd, image_batch(2), pp_size=2, num_microbatches=2)
         mine = replica_part(batch, booster.plugin.layout.here.dp, 2)
         third = lambda outputs, inputs: outputs.loss / 3  # noqa: E731
         for part in range(3):
@@ -142,7 +143,7 @@ def test_accumulation_over_calls_equals_one_big_batch(sync):
 @pytest.mark.parametrize("zero_grad", [False, True])
 def test_step_uses_the_gradients_up_with_and_without_zero_grad(precision, zero_grad):
     def run():
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), precision=precision)
+        booster, model, optimizer = boosted(small_vit(), sgd, image_batch(2), precision=precision)
         for _ in range(2):
             booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
             optimizer.step()
@@ -151,7 +152,7 @@ def test_step_uses_the_gradients_up_with_and_without_zero_grad(precision, zero_g
         return {name: p.detach().float() for name, p in model.named_parameters()}
 
     (weights,) = Loopback(1).run(run)
-    model = tiny_vit()
+    model = small_vit()
     optimizer = sgd(model.parameters())
     for _ in range(2):
         model(**image_batch(4)).loss.backward()
@@ -163,7 +164,7 @@ def test_step_uses_the_gradients_up_with_and_without_zero_grad(precision, zero_g
 
 def test_two_equal_calls_double_the_gradient_and_evaluation_keeps_it():
     def run():
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2, num_microbatches=2)
+        booster, model, optimizer = boosted(small_vit(), sgd, image_batch(2), pp_size=2, num_microbatches=2)
         booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
         once = gradients_of(booster, model)
         with torch.no_grad():
@@ -178,10 +179,10 @@ def test_two_equal_calls_double_the_gradient_and_evaluation_keeps_it():
 @pytest.mark.parametrize("dp_size", [1, 2])
 def test_backward_of_a_loss_computed_by_hand_is_the_mean_over_replicas(dp_size):
     batch = image_batch(8)
-    expected = whole_gradients(tiny_vit, batch)
+    expected = whole_gradients(small_vit, batch)
 
     def run():
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2))
+        booster, model, optimizer = boosted(small_vit(), sgd, image_batch(2))
         mine = replica_part(batch, current_world().rank, dp_size)
         booster.backward(model(**mine).loss, optimizer)
         return gradients_of(booster, model)
@@ -305,28 +306,28 @@ def test_every_parameter_group_keeps_its_settings(pp_size, named):
 def test_any_torch_optimizer(cls):
     batches = [image_batch(4, seed) for seed in range(3)]
     make_optimizer = functools.partial(cls, lr=1e-3, eps=1e-5)
-    one = train(tiny_vit, batches, make_optimizer=make_optimizer, num_microbatches=2)
-    two = train(tiny_vit, batches, make_optimizer=make_optimizer, num_microbatches=2, pp_size=2)
+    one = train(small_vit, batches, make_optimizer=make_optimizer, num_microbatches=2)
+    two = train(small_vit, batches, make_optimizer=make_optimizer, num_microbatches=2, pp_size=2)
     assert_near(two["weights"], one["weights"], 0)
 
 
 def test_gradients_are_readable_as_grad_until_the_next_backward():
     def run():
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), num_microbatches=2)
+        booster, model, optimizer = boosted(small_vit(), sgd, image_batch(2), num_microbatches=2)
         booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
     (gradients,) = Loopback(1).run(run)
-    assert_near(gradients, whole_gradients(tiny_vit, image_batch(4)))
+    assert_near(gradients, whole_gradients(small_vit, image_batch(4)))
 
 
 @pytest.mark.parametrize("pp_size", [1, 2])
 def test_a_user_may_clear_gradients_the_torch_way(pp_size):
     def run():
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=pp_size)
+        booster, model, optimizer = boosted(small_vit(), sgd, image_batch(2), pp_size=pp_size)
         booster.execute_pipeline(iter([image_batch(4, 1)]), model, model_loss, optimizer)
         model.zero_grad()
         booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
         return gradients_of(booster, model)
 
-    assert_near(collect(pp_size, run), whole_gradients(tiny_vit, image_batch(4)))
+    assert_near(collect(pp_size, run), whole_gradients(small_vit, image_batch(4)))

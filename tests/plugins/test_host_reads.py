@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import boosted, image_batch, model_loss, sgd, tiny_vit
+from support import boosted, image_batch, model_loss, sgd, small_vit
 from torch.overrides import TorchFunctionMode
 
 from hybridpp.cluster import Loopback
@@ -48,7 +48,7 @@ def places(pp_size=1, calls=1, behind=lambda model: None, **settings):
 
     def run():
         booster, model, optimizer = boosted(
-            tiny_vit(), sgd, image_batch(2), pp_size=pp_size, num_microbatches=3, **settings
+            small_vit(), sgd, image_batch(2), pp_size=pp_size, num_microbatches=3, **settings
         )
         for _ in range(2):
             with Reads() as reads:
@@ -91,7 +91,7 @@ def test_all_ranks_of_a_step_agree_in_two_messages(precision, max_norm):
 
     def run():
         booster, model, optimizer = boosted(
-            tiny_vit(), sgd, image_batch(2), tp_size=2, pp_size=2, precision=precision, max_norm=max_norm
+            small_vit(), sgd, image_batch(2), tp_size=2, pp_size=2, precision=precision, max_norm=max_norm
         )
         control, count = booster.plugin.layout.control, 0
         gather = control.start_all_gather

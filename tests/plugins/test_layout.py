@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run_ranks
-from support import boosted, image_batch, model_loss, sgd, tiny_vit
+from support import boosted, image_batch, model_loss, sgd, small_vit
 
 from hybridpp import Booster, DistCoordinator, HybridParallelPlugin
 from hybridpp.cluster import Loopback, current_world
@@ -78,7 +78,7 @@ def test_forty_closed_plugins_take_no_more_than_the_first():
 def _closed_models():
     losses = []
     for _ in range(3):
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2, num_microbatches=2)
+        booster, model, optimizer = boosted(small_vit(), sgd, image_batch(2), pp_size=2, num_microbatches=2)
         loss = booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)["loss"].item()
         # The model and its engine still refer to the groups.
         booster.plugin.close()
@@ -130,12 +130,12 @@ def test_a_plugin_may_be_closed_again_and_after_the_job_was_left():
 
 def test_a_closed_plugin_refuses_to_be_used(tmp_path):
     def run():
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2))
+        booster, model, optimizer = boosted(small_vit(), sgd, image_batch(2))
         weights = [parameter.detach().clone() for parameter in model.parameters()]
         booster.plugin.close()
         uses = [
             lambda: booster.execute_pipeline(iter([image_batch(2)]), model, model_loss, optimizer),
-            lambda: booster.boost(tiny_vit(), sample=image_batch(2)),
+            lambda: booster.boost(small_vit(), sample=image_batch(2)),
             lambda: booster.backward(torch.ones(1), optimizer),
             lambda: booster.no_sync(model),
             lambda: booster.record_timeline(model),
@@ -151,7 +151,7 @@ def test_a_closed_plugin_refuses_to_be_used(tmp_path):
 
 
 def _trained():
-    booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2, num_microbatches=2)
+    booster, model, optimizer = boosted(small_vit(), sgd, image_batch(2), pp_size=2, num_microbatches=2)
     loss = booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)["loss"].item()
     del booster, model, optimizer
     return loss
@@ -242,7 +242,7 @@ def test_a_device_that_the_backend_does_not_carry_is_refused(monkeypatch):
     """As the CPU in a job over nccl."""
     monkeypatch.setattr(LoopbackWorld, "carries", lambda world, device: device.type == "cuda")
     monkeypatch.setattr(LoopbackWorld, "device", torch.device("cuda", 1))
-    model = tiny_vit()
+    model = small_vit()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     text = (
         "the job's backend communicates tensors of other devices: got device='cpu' in a job of 2 ranks. Leave device "

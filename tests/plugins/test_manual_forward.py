@@ -9,7 +9,7 @@ import torch
 from divided_models import VIT, token_batch
 from hybridpp_plugins import manual_forward
 from nonfinite_ops import Through, spoilt
-from support import assert_same, boosted, image_batch, model_loss, replica_part, sgd, tiny_vit
+from support import assert_same, boosted, image_batch, model_loss, replica_part, sgd, small_vit, tiny_vit
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
@@ -98,7 +98,7 @@ def test_a_gradient_that_overflows_by_the_loss_scale_is_located():
 
 def test_the_second_run_draws_the_same_random_numbers():
     def run():
-        booster, model, optimizer = boosted(tiny_vit(0.5), sgd, image_batch(1), precision="fp16")
+        booster, model, optimizer = boosted(small_vit(0.5), sgd, image_batch(1), precision="fp16")
         seen = []
 
         def overflow(module, args, output):
@@ -120,7 +120,7 @@ def test_the_second_run_draws_the_same_random_numbers():
 def test_ranks_agree_on_whose_it_was(tp_size, caplog):
     def run():
         booster, model, optimizer = boosted(
-            tiny_vit(), sgd, image_batch(1), tp_size=tp_size, precision="fp16", tensor_parallel_plan=VIT
+            small_vit(), sgd, image_batch(1), tp_size=tp_size, precision="fp16", tensor_parallel_plan=VIT
         )
         value = math.inf if current_world().rank == 1 else 0.0
         handle = spoil_parameter(model.vit.layers[1].mlp.fc1.weight, value)
@@ -163,7 +163,7 @@ def test_logits_divided_by_vocabulary_stay_divided():
 
 def test_what_cannot_be_found_is_said_and_the_parameter_named():
     def run():
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(1), precision="fp16")
+        booster, model, optimizer = boosted(small_vit(), sgd, image_batch(1), precision="fp16")
 
         def overflow(make_loss, behind=lambda: None):
             optimizer.loss_scaler.skipped_steps = 0
@@ -260,7 +260,7 @@ SEVERAL = [image_batch(4, seed=seed) for seed in range(3)]
 def test_of_several_calls_the_one_that_overflowed_is_named(bad, tp_size, spoil_backward, at_once):
     def run():
         settings = {"tp_size": tp_size, "precision": "fp16", "tensor_parallel_plan": VIT}
-        booster, model, optimizer = boosted(tiny_vit(0.1), sgd, image_batch(1), **settings)
+        booster, model, optimizer = boosted(small_vit(0.1), sgd, image_batch(1), **settings)
         OnlyIn(SEVERAL[bad], spoil_backward).on(model)
         losses = [own_loss(model, batch) for batch in SEVERAL] if at_once else []
         for loss in [sum(losses)] if at_once else (own_loss(model, batch) for batch in SEVERAL):
@@ -282,7 +282,7 @@ def test_of_several_calls_the_one_that_overflowed_is_named(bad, tp_size, spoil_b
 def test_calls_beyond_what_may_be_kept_are_let_go(monkeypatch):
     def run(bad, room):
         monkeypatch.setattr(manual_forward, "MAX_BYTES", room)
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(1), precision="fp16")
+        booster, model, optimizer = boosted(small_vit(), sgd, image_batch(1), precision="fp16")
         OnlyIn(SEVERAL[bad], False).on(model)
         for batch in SEVERAL:
             booster.backward(own_loss(model, batch), optimizer)
@@ -305,7 +305,7 @@ def test_calls_beyond_what_may_be_kept_are_let_go(monkeypatch):
 def test_a_call_that_cannot_be_repeated_is_told_beside_what_another_gives():
     def run():
         batches = [{k: v.half() if v.is_floating_point() else v.clone() for k, v in batch.items()} for batch in SEVERAL]
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(1), precision="fp16")
+        booster, model, optimizer = boosted(small_vit(), sgd, image_batch(1), precision="fp16")
         OnlyIn(SEVERAL[1], False).on(model)
         for batch in batches:
             booster.backward(own_loss(model, batch), optimizer)
@@ -322,7 +322,7 @@ def test_a_call_that_cannot_be_repeated_is_told_beside_what_another_gives():
 
 def test_calls_of_execute_pipeline_beside_those_of_the_script_are_told():
     def run():
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(1), precision="fp16")
+        booster, model, optimizer = boosted(small_vit(), sgd, image_batch(1), precision="fp16")
         OnlyIn(SEVERAL[1], False).on(model)
         booster.execute_pipeline(iter([SEVERAL[0]]), model, model_loss, optimizer)
         booster.backward(own_loss(model, SEVERAL[1]), optimizer)
@@ -335,7 +335,7 @@ def test_calls_of_execute_pipeline_beside_those_of_the_script_are_told():
 
 def test_calls_before_zero_grad_count_no_more():
     def run():
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(1), precision="fp16")
+        booster, model, optimizer = boosted(small_vit(), sgd, image_batch(1), precision="fp16")
         OnlyIn(SEVERAL[0], False).on(model)
         booster.backward(own_loss(model, SEVERAL[0]), optimizer)
         optimizer.zero_grad()
@@ -348,7 +348,7 @@ def test_calls_before_zero_grad_count_no_more():
 
 def test_calls_before_zero_grad_with_gradients_after_it_count():
     def run():
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(1), precision="fp16")
+        booster, model, optimizer = boosted(small_vit(), sgd, image_batch(1), precision="fp16")
         OnlyIn(SEVERAL[1], False).on(model)
         first = own_loss(model, SEVERAL[0])
         optimizer.zero_grad()

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from divided_models import VIT
-from support import assert_same, boosted, image_batch, model_loss, replica_part, sgd, tiny_vit
+from support import assert_same, boosted, image_batch, model_loss, replica_part, sgd, small_vit
 
 from hybridpp import HybridParallelPlugin
 from hybridpp.cluster import Loopback, current_world
@@ -25,7 +25,7 @@ momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 def start(**settings):
     settings = {"pp_size": 2, "num_microbatches": 2, **settings}
-    return boosted(tiny_vit(), momentum, image_batch(2), tensor_parallel_plan=VIT, **settings)
+    return boosted(small_vit(), momentum, image_batch(2), tensor_parallel_plan=VIT, **settings)
 
 
 def spoil(model, name, value, on_rank):
@@ -200,7 +200,7 @@ def test_inside_no_sync_there_is_no_norm_of_all_replicas(call):
     arguments = () if call == "get_grad_norm" else (1.0,)
 
     def run():
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2))
+        booster, model, optimizer = boosted(small_vit(), sgd, image_batch(2))
         with booster.no_sync(model, optimizer):
             booster.execute_pipeline(iter([BATCH]), model, model_loss, optimizer)
             message = f"{call} inside no_sync would use one replica's gradients only. Call it after the block."

@@ -8,7 +8,7 @@ import pytest
 import torch
 from divided_models import VIT
 from plugins.normed_together import NormedTogether
-from support import assert_near, assert_same, boosted, image_batch, tiny_vit, train
+from support import assert_near, assert_same, boosted, image_batch, small_vit, train
 from torch import optim
 from transformers.optimization import Adafactor as HuggingFaceAdafactor
 
@@ -18,7 +18,7 @@ from hybridpp.errors import ConfigError
 
 BATCHES = [image_batch(4, seed) for seed in range(2)]
 INSTEAD = "an elementwise optimizer (AdamW, HybridAdam, SGD)"
-divided = functools.partial(train, tiny_vit, BATCHES, tensor_parallel_plan=VIT)
+divided = functools.partial(train, small_vit, BATCHES, tensor_parallel_plan=VIT)
 
 
 def matrices(make):
@@ -113,7 +113,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused(cls):
     )
 
     def run():
-        boosted(tiny_vit(), functools.partial(cls, lr=0.1), image_batch(2))
+        boosted(small_vit(), functools.partial(cls, lr=0.1), image_batch(2))
 
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         Loopback(1).run(run)

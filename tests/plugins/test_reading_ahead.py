@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 import torch
-from support import IMAGE, assert_same, boosted, gradients_of, image_batch, model_loss, sgd, tiny_vit
+from support import IMAGE, assert_same, boosted, gradients_of, image_batch, model_loss, sgd, small_vit
 from torch.utils.data import Dataset
 
 from hybridpp.cluster import Loopback, current_world
@@ -37,7 +37,7 @@ def trained(read, steps=4, **settings):
     """Weights and losses after some steps with batches that ``read`` takes from the dataloader."""
 
     def run():
-        booster, model, optimizer, loader = made(tiny_vit(0.1), Images(), **settings)
+        booster, model, optimizer, loader = made(small_vit(0.1), Images(), **settings)
         data, losses = read(iter(loader)), []
         for _ in range(steps):
             losses.append(booster.execute_pipeline(data, model, model_loss, optimizer)["loss"].item())
@@ -60,7 +60,7 @@ def overlapping(**settings):
 
     def run():
         rank, signal = current_world().rank, current_world().split([[0, 1]], "signal")
-        booster, model, optimizer, loader = made(tiny_vit(), Images(), schedule="zb-h2", **settings)
+        booster, model, optimizer, loader = made(small_vit(), Images(), schedule="zb-h2", **settings)
         executor = booster.plugin._engine(model).executor
         weight_gradients, run_program, data = executor._weight_gradients, executor.run, iter(loader)
         add, steps = weight_gradients.add, iter(range(3))
@@ -100,7 +100,7 @@ def evaluating(read):
 
     def run():
         rank, signal = current_world().rank, current_world().split([[0, 1]], "signal")
-        booster, model, _, loader = made(tiny_vit().eval(), Images(), make_optimizer=None)
+        booster, model, _, loader = made(small_vit().eval(), Images(), make_optimizer=None)
         executor = booster.plugin._engine(model).executor
         run_program, data, counted = executor.run, iter(loader), iter(range(1, 99))
 
@@ -127,7 +127,7 @@ def evaluating(read):
 
 
 def test_ranks_do_not_wait_for_the_last_stage_in_evaluation():
-    model = tiny_vit().eval()
+    model = small_vit().eval()
     with torch.no_grad():
         expected = [
             model(**{name: value[n : n + 2] for name, value in Images().images.items()}).loss.item()
@@ -146,7 +146,7 @@ def messages(executed):
     """What each call of a step raises, by rank."""
 
     def run():
-        booster, model, optimizer, loader = made(tiny_vit(), Images(bad=(3,)))
+        booster, model, optimizer, loader = made(small_vit(), Images(bad=(3,)))
         return executed(booster, model, optimizer, iter(loader))
 
     return Loopback(2).run(run)
@@ -173,7 +173,7 @@ def test_a_sample_that_cannot_be_read_is_named_at_its_step():
 
 def losses_of(use):
     def run():
-        booster, model, optimizer, loader = made(tiny_vit(), Images())
+        booster, model, optimizer, loader = made(small_vit(), Images())
         execute = functools.partial(booster.execute_pipeline, model=model)
 
         def train(data, criterion=model_loss):
@@ -262,7 +262,7 @@ def test_two_models_may_share_an_iterator():
         loader = None
         models = []
         for _ in range(2):
-            booster, model, optimizer, loader = made(tiny_vit(), Images())
+            booster, model, optimizer, loader = made(small_vit(), Images())
             models.append((booster, model, optimizer))
         data = iter(loader)
         return [
@@ -277,7 +277,7 @@ def test_two_models_may_share_an_iterator():
 
 def test_a_parameter_that_one_rank_unfroze_is_refused_on_all():
     def frozen():
-        model = tiny_vit()
+        model = small_vit()
         model.classifier.bias.requires_grad_(False)
         return model
 
@@ -311,7 +311,7 @@ def test_batches_that_differ_between_ranks_are_refused_at_their_step():
             return sample
 
     def run():
-        booster, model, optimizer, loader = made(tiny_vit(), Differing())
+        booster, model, optimizer, loader = made(small_vit(), Differing())
         data = iter(loader)
         for _ in range(2):
             booster.execute_pipeline(data, model, model_loss, optimizer)
@@ -325,7 +325,7 @@ def test_batches_that_differ_between_ranks_are_refused_at_their_step():
 def test_gradients_accumulate_over_calls_as_without_reading_ahead():
     def use(read):
         def run():
-            booster, model, optimizer, loader = made(tiny_vit(), Images())
+            booster, model, optimizer, loader = made(small_vit(), Images())
             data = read(iter(loader))
             for _ in range(3):
                 booster.execute_pipeline(data, model, model_loss, optimizer)

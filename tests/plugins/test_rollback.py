@@ -10,7 +10,7 @@ import hybridpp_plugins
 import pytest
 import torch
 from plugins.test_unboost import MODELS, differences, everything
-from support import assert_same, image_batch, model_loss, tiny_vit
+from support import assert_same, image_batch, model_loss, small_vit
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hybridpp import Booster, HybridParallelPlugin
@@ -103,7 +103,7 @@ def trained_after(fails, **settings):
     """Losses of a model that was boosted with ``settings`` after ``fails(model, optimizer)``, by rank."""
 
     def run():
-        model = tiny_vit()
+        model = small_vit()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         fails(model, optimizer)
         booster = booster_of(num_microbatches=2, **settings)
@@ -143,7 +143,7 @@ def test_a_corrected_setting_trains_as_if_nothing_had_failed(settings, wrong, er
 @pytest.mark.parametrize("settings", [{"pp_size": 2}, {"tp_size": 2}], ids=str)
 def test_a_boost_that_stops_too_late_asks_for_a_new_model(settings, monkeypatch):
     def run():
-        model = tiny_vit()
+        model = small_vit()
         booster = booster_of(num_microbatches=2, **settings)
         with pytest.raises(KeyboardInterrupt) as raised:
             booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), sample=BATCH)
@@ -176,7 +176,7 @@ def test_a_meta_model_is_on_the_meta_device_again(name, monkeypatch):
 
 
 def test_what_boost_replaces_is_freed_when_it_ends():
-    model = tiny_vit().requires_grad_(False)
+    model = small_vit().requires_grad_(False)
     values = [StorageWeakRef(weight.untyped_storage()) for weight in model.parameters() if weight.dim() == 2]
     boosted = booster_of(precision="bf16").boost(model)
     assert all(value.expired() for value in values)

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from run_checkpoints import on_layout, resumed, tensors_in
-from support import IMAGE, assert_same, model_loss, tiny_vit
+from support import IMAGE, assert_same, model_loss, small_vit
 from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import Dataset
@@ -46,7 +46,7 @@ class WithBatchNorm(nn.Module):
 class Training:
     """A script with a dataloader, mid-epoch, on any number of replicas."""
 
-    def __init__(self, make_model=tiny_vit, batch_size=4, num_workers=0, scheduler=True, loader=True, **settings):
+    def __init__(self, make_model=small_vit, batch_size=4, num_workers=0, scheduler=True, loader=True, **settings):
         self.plugin = HybridParallelPlugin(**settings)
         self.booster = Booster(plugin=self.plugin)
         context = {"multiprocessing_context": "fork"} if num_workers else {}
@@ -56,7 +56,7 @@ class Training:
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         schedule = MultiStepLR(optimizer, [2, 5]) if scheduler else None
-        criterion = model_loss if make_model is tiny_vit else self.criterion
+        criterion = model_loss if make_model is small_vit else self.criterion
         parts = self.booster.boost(model, optimizer, criterion, self.loader if loader else None, schedule)
         self.model, self.optimizer, self.loss, _, self.scheduler = parts
         self.epoch, self.batches, self.data = 0, 0, None
@@ -90,7 +90,7 @@ class Training:
 
 
 @pytest.mark.parametrize(("num_workers", "later_workers"), [(0, 0), (2, 0), (0, 2)])
-@pytest.mark.parametrize("make_model", [tiny_vit, WithBatchNorm])
+@pytest.mark.parametrize("make_model", [small_vit, WithBatchNorm])
 def test_runs_go_on_in_the_middle_of_an_epoch_with_augmentation(tmp_path, make_model, num_workers, later_workers):
     def unbroken():
         job = Training(make_model, num_workers=num_workers)
@@ -256,7 +256,7 @@ def test_evaluation_needs_no_optimizer(tmp_path):
     job = Training()
     job.run(1)
     job.booster.save(tmp_path, step=1)
-    booster, model = Booster(plugin=HybridParallelPlugin(precision="bf16")), tiny_vit(seed=3)
+    booster, model = Booster(plugin=HybridParallelPlugin(precision="bf16")), small_vit(seed=3)
     model, *_ = booster.boost(model)
     with pytest.raises(CheckpointError, match="the run lacks an LR scheduler, and the checkpoint was saved with one"):
         booster.resume(tmp_path)

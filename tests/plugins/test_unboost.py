@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from support import assert_near, assert_same, boosted, image_batch, model_loss, replica_part, sgd, tiny_vit
+from support import assert_near, assert_same, boosted, image_batch, model_loss, replica_part, sgd, small_vit
 from torch import nn
 from transformers import (
     BertConfig,
@@ -91,7 +91,7 @@ def contrastive():
 
 
 MODELS = {
-    "vit": (tiny_vit, image_batch(2), model_loss),
+    "vit": (small_vit, image_batch(2), model_loss),
     "bert": (
         lambda: BertForSequenceClassification(BertConfig(**SIZES, max_position_embeddings=8)),
         {"input_ids": IDS, "labels": torch.tensor([0, 1])},
@@ -177,7 +177,7 @@ def test_a_trained_model_is_as_before_boost_but_for_its_weights(name, precision)
 
 def test_weights_after_unboost_are_those_of_plain_training():
     batch = image_batch(4)
-    plain, model = tiny_vit(), tiny_vit()
+    plain, model = small_vit(), small_vit()
     reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
     booster, _, optimizer = boosted(model, lambda p: torch.optim.AdamW(p, lr=0.01), batch)
     for step in range(4):
@@ -201,7 +201,7 @@ def test_weights_after_unboost_are_those_of_plain_training():
 def test_an_unboosted_model_is_boosted_again_with_its_optimizer(precision):
     batch, losses = image_batch(4), []
     for unboosts in (False, True):
-        model = tiny_vit()
+        model = small_vit()
         booster, _, optimizer = boosted(model, lambda p: torch.optim.AdamW(p, lr=0.01), batch, precision=precision)
         losses.append([])
         for step in range(4):
@@ -216,7 +216,7 @@ def test_an_unboosted_model_is_boosted_again_with_its_optimizer(precision):
 @pytest.mark.parametrize("settings", [{"pp_size": 2}, {"tp_size": 2}], ids=str)
 def test_unboost_of_a_part_of_a_model_is_refused(settings):
     def run():
-        booster, model, _ = boosted(tiny_vit(), sgd, image_batch(2), num_microbatches=2, **settings)
+        booster, model, _ = boosted(small_vit(), sgd, image_batch(2), num_microbatches=2, **settings)
         sizes = {"tp_size": 1, "pp_size": 1, **settings}
         text = (
             f"unboost needs the unsharded model on one rank: got tp_size={sizes['tp_size']}, pp_size="
@@ -229,7 +229,7 @@ def test_unboost_of_a_part_of_a_model_is_refused(settings):
 
 
 def test_the_boosted_optimizer_is_refused_after_unboost():
-    booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2))
+    booster, model, optimizer = boosted(small_vit(), sgd, image_batch(2))
     booster.unboost(model)
     for use in (optimizer.step, lambda: booster.backward(model(**image_batch(2)).loss, optimizer)):
         with pytest.raises(ConfigError, match=r"^the model of this optimizer was unboosted. Call optimizer.unwrap\(\)"):
@@ -239,7 +239,7 @@ def test_the_boosted_optimizer_is_refused_after_unboost():
 
 
 def test_unboost_is_refused_where_the_script_has_set_a_forward():
-    booster, model, _ = boosted(tiny_vit(), sgd, image_batch(2))
+    booster, model, _ = boosted(small_vit(), sgd, image_batch(2))
     put = model.vit.layers[0].forward
     model.vit.layers[0].forward = lambda *args, **kwargs: put(*args, **kwargs)
     with pytest.raises(ConfigError, match=r"^'forward' of module 'vit.layers.0' was set after boost"):
@@ -250,7 +250,7 @@ def test_unboost_is_refused_where_the_script_has_set_a_forward():
 
 def test_describe_names_layers_hooks_and_attributes():
     recomputes = {"gradient_checkpoint_config": {"gradient_checkpointing_ratio": 1}}
-    booster, model, _ = boosted(tiny_vit(), sgd, image_batch(2), precision="bf16", **recomputes)
+    booster, model, _ = boosted(small_vit(), sgd, image_batch(2), precision="bf16", **recomputes)
     table = [[cell.strip() for cell in line.split("|")] for line in booster.plugin.describe(model).splitlines()]
     rows = {row[0]: row[-1] for row in table}
     assert rows["(the model)"].startswith("calls of the model, dtypes of torch functions, ")
@@ -275,11 +275,11 @@ def hooked(model):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_unboosted_replicas_have_the_weights_of_one_process(precision, is_meta, tmp_path):
     batch = image_batch(4)
-    tiny_vit().save_pretrained(tmp_path)
+    small_vit().save_pretrained(tmp_path)
 
     def run():
         with torch.device("meta" if is_meta else "cpu"):
-            model = hooked(tiny_vit())
+            model = hooked(small_vit())
         before = everything(model)
         num_microbatches = 2 // current_world().size  # so that bf16 rounds the same sums
         booster, _, optimizer = boosted(model, sgd, batch, precision=precision, num_microbatches=num_microbatches)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import RankFailed, run_ranks
-from support import boosted, image_batch, model_loss, sgd, tiny_vit
+from support import boosted, image_batch, model_loss, sgd, small_vit
 from torch import nn
 
 from hybridpp import DistCoordinator, HybridParallelPlugin, launch
@@ -61,7 +61,7 @@ def _hanging_criterion(port):
     rank = dist.get_rank()
     DistCoordinator().destroy()
     launch(rank, 2, "127.0.0.1", port, backend="gloo", timeout_s=TIMEOUT_S)
-    booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2, num_microbatches=2)
+    booster, model, optimizer = boosted(small_vit(), sgd, image_batch(2), pp_size=2, num_microbatches=2)
 
     def criterion(outputs, inputs):
         time.sleep(TIMEOUT_S + 1.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import assert_near, assert_same, boosted, image_batch, model_loss, sgd, tiny_vit
+from support import assert_near, assert_same, boosted, image_batch, model_loss, sgd, small_vit, tiny_vit
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, ViTForImageClassification
 
@@ -47,8 +47,8 @@ def test_from_pretrained_reads_what_was_saved(tmp_path, pp_size, num_ranks, prec
 
 
 def test_the_folder_has_the_names_that_the_hub_knows(tmp_path):
-    train_and_save(tmp_path, tiny_vit, image_batch(4), num_ranks=2, pp_size=2)
-    tiny_vit().save_pretrained(tmp_path / "plain")
+    train_and_save(tmp_path, small_vit, image_batch(4), num_ranks=2, pp_size=2)
+    small_vit().save_pretrained(tmp_path / "plain")
     ours, plain = (load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "plain"))
     assert set(ours) == set(plain)
 
@@ -101,11 +101,11 @@ def test_any_layout_loads_what_any_other_saved_buffers_included(tmp_path, save_p
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_load_model_reads_a_hugging_face_folder_into_masters_too(tmp_path, precision):
-    expected = tiny_vit(seed=1)
+    expected = small_vit(seed=1)
     expected.save_pretrained(tmp_path)
 
     def run():
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2, precision=precision)
+        booster, model, optimizer = boosted(small_vit(), sgd, image_batch(2), pp_size=2, precision=precision)
         booster.load_model(model, tmp_path)
         booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
         optimizer.param_groups[0]["lr"] = 0.0
@@ -144,7 +144,7 @@ def test_large_models_are_saved_in_several_files(tmp_path):
     assert_same(loaded, weights)
 
 
-def failing(folder, error, text, make_model=tiny_vit, strict=True, sample=None):
+def failing(folder, error, text, make_model=small_vit, strict=True, sample=None):
     def run():
         booster, model, _ = boosted(make_model(), sgd, image_batch(2) if sample is None else sample, pp_size=2)
         with pytest.raises((error, PeerError)) as raised:
@@ -184,7 +184,7 @@ def test_folders_that_do_not_fit(tmp_path):
     )
 
 
-@pytest.mark.parametrize("make_model", [plain_model, tiny_vit])
+@pytest.mark.parametrize("make_model", [plain_model, small_vit])
 def test_broken_files_are_named(tmp_path, make_model):
     data = torch.randn(2, 4) if make_model is plain_model else image_batch(2)
     criterion = squares if make_model is plain_model else model_loss
@@ -233,7 +233,7 @@ def test_a_file_in_the_way_is_an_error_on_every_rank(tmp_path):
     file.write_text("here")
 
     def run():
-        booster, model, _ = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2)
+        booster, model, _ = boosted(small_vit(), sgd, image_batch(2), pp_size=2)
         with pytest.raises(CheckpointError) as raised:
             booster.save_model(model, str(file))
         return str(raised.value)
@@ -246,7 +246,7 @@ def test_a_file_in_the_way_is_an_error_on_every_rank(tmp_path):
 
 def test_a_sharded_save_over_a_single_file_is_what_is_loaded(tmp_path):
     def run():
-        first, second = tiny_vit(seed=1), tiny_vit(seed=2)
+        first, second = small_vit(seed=1), small_vit(seed=2)
         booster, model, _ = boosted(first, sgd, image_batch(2), pp_size=2)
         booster.save_model(model, tmp_path, shard=False)
         booster, model, _ = boosted(second, sgd, image_batch(2), pp_size=2)
@@ -255,13 +255,13 @@ def test_a_sharded_save_over_a_single_file_is_what_is_loaded(tmp_path):
     Loopback(2).run(run)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     loaded = ViTForImageClassification.from_pretrained(tmp_path)
-    assert_same(dict(loaded.named_parameters()), dict(tiny_vit(seed=2).named_parameters()))
+    assert_same(dict(loaded.named_parameters()), dict(small_vit(seed=2).named_parameters()))
 
 
 @pytest.mark.parametrize("name", ["folder", "x.pt"])
 def test_a_full_disk_is_one_error_on_every_rank_and_the_old_save_stays(tmp_path, monkeypatch, name):
     def save(seed):
-        booster, model, _ = boosted(tiny_vit(seed=seed), sgd, image_batch(2), pp_size=2)
+        booster, model, _ = boosted(small_vit(seed=seed), sgd, image_batch(2), pp_size=2)
         booster.save_model(model, tmp_path / name)
 
     def full(*_, **__):
@@ -281,12 +281,12 @@ def test_a_full_disk_is_one_error_on_every_rank_and_the_old_save_stays(tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == [name], "nothing that was begun is left"
 
     def load():
-        booster, model, _ = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2)
+        booster, model, _ = boosted(small_vit(), sgd, image_batch(2), pp_size=2)
         booster.load_model(model, tmp_path / name)
         return dict(model.named_parameters())
 
     loaded = {name: tensor for weights in Loopback(2).run(load) for name, tensor in weights.items()}
-    assert_same(loaded, dict(tiny_vit(seed=1).named_parameters()))
+    assert_same(loaded, dict(small_vit(seed=1).named_parameters()))
 
 
 class Tied(nn.Module):
@@ -328,9 +328,9 @@ def test_what_was_saved_of_a_module_with_a_tied_head_loads_in_plain_torch(tmp_pa
 
 def test_a_file_of_a_hugging_face_model_has_the_names_that_the_model_has(tmp_path):
     file = tmp_path / "x.safetensors"
-    weights = train_and_save(file, tiny_vit, image_batch(4), num_ranks=2, pp_size=2)
+    weights = train_and_save(file, small_vit, image_batch(4), num_ranks=2, pp_size=2)
     assert_same(load_file(file), weights)
-    tiny_vit().save_pretrained(tmp_path)
+    small_vit().save_pretrained(tmp_path)
     text = "model.safetensors does not fit .*Hub names are converted only when a folder is loaded: pass the folder."
     failing(tmp_path / "model.safetensors", CheckpointError, text)
 
@@ -353,10 +353,10 @@ def levels():
 
 @pytest.mark.usefixtures("levels")
 def test_a_load_says_nothing_of_a_tensor_parallelism_that_is_not_asked_for(tmp_path, caplog, monkeypatch):
-    tiny_vit().save_pretrained(tmp_path)
+    small_vit().save_pretrained(tmp_path)
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     disable_existing_loggers()
-    booster, model, _ = boosted(tiny_vit(), sgd, image_batch(2))
+    booster, model, _ = boosted(small_vit(), sgd, image_batch(2))
     booster.load_model(model, tmp_path)
     assert not [record for record in caplog.records if record.name.startswith("transformers")]
 
