@@ -1,6 +1,6 @@
 """The class that training scripts use: boost a model and an optimizer, then run steps."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from hybridpp.errors import ConfigError
 from hybridpp.plugin import (
     Boosted,
     Criterion,
+    InitializesModels,
     Plugin,
     RecordsTimelines,
     RunsPipeline,
@@ -233,6 +234,31 @@ class Booster(BoosterAdapters):
         if not isinstance(self.plugin, RecordsTimelines):
             raise ConfigError(f"{type(self.plugin).__name__} records no timelines. Use HybridParallelPlugin.")
         return self.plugin.record_timeline(model)
+
+    def init_model(
+        self, model: nn.Module, *, seed: int | None = None, initialize: Callable[[nn.Module], Any] | None = None
+    ) -> None:
+        """Set all weights and persistent buffers of a boosted model to initial values, for training from scratch.
+
+        With a model that was boosted on the meta device, no rank ever holds more than its share and one tensor. Values
+        are computed by the modules' own ``_init_weights`` (as in transformers) or ``reset_parameters``, tensor by
+        tensor, with random numbers of the seed and the tensor's name: they are the same in every layout, but not those
+        of a model that is made with values.
+
+        Collective: every rank of the world.
+
+        Args:
+            model: the boosted model.
+            seed: of the random numbers; None: that of the run (``launch_from_torch(seed=...)``).
+            initialize: ``initialize(module)`` is called for each tensor with the module that holds it, and with those
+                above it, instead of their own methods.
+
+        Raises:
+            ConfigError: nothing initialises a weight; raised on every rank, and no weight has changed.
+        """
+        if not isinstance(self.plugin, InitializesModels):
+            raise ConfigError(f"{type(self.plugin).__name__} initialises no models. Boost a model that has weights.")
+        self.plugin.init_model(model, seed=seed, initialize=initialize)
 
     def unboost(self, model: nn.Module) -> nn.Module:
         """Take everything off a boosted model again: no wrapped forward, no hook and no attribute of ours is left.

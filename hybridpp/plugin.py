@@ -26,13 +26,14 @@ from hybridpp.boosted import Boosted, Criterion
 from hybridpp.config import require_bools
 from hybridpp.errors import ConfigError
 from hybridpp.pipeline import InputSelection, num_samples, to_plain_containers
-from hybridpp.plugin_saves import Resumed, SavesModels, SavesParts, SavesRuns
+from hybridpp.plugin_saves import InitializesModels, Resumed, SavesModels, SavesParts, SavesRuns
 from hybridpp.registry import load_plugin
 from hybridpp.tp_preview import PreviewsTensorParallel, SequenceParallelBlock, TensorParallelPreview
 
 __all__ = [
     "Boosted",
     "Criterion",
+    "InitializesModels",
     "Plugin",
     "PreviewsTensorParallel",
     "RecordsTimelines",

@@ -1,7 +1,7 @@
 """What plugins can save and load: models, runs, and parts of a run."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -59,6 +59,23 @@ class Resumed(NamedTuple):
     epoch: int = 0
     batches: int = 0
     extras: Mapping[str, Any] = MappingProxyType({})
+
+
+class InitializesModels(ABC):
+    """A plugin that initialises weights: ``Booster.init_model`` needs it."""
+
+    @abstractmethod
+    def init_model(self, model: nn.Module, *, seed: int | None, initialize: Callable[[nn.Module], Any] | None) -> None:
+        """Set the weights of a boosted model. Collective: every rank of the world.
+
+        Args:
+            model: the boosted model.
+            seed: of random numbers; None: the run's.
+            initialize: called with modules instead of their own methods; None: those.
+
+        Raises:
+            ConfigError: nothing initialises a weight; on every rank, and no weight has changed.
+        """
 
 
 class SavesRuns(ABC):

@@ -53,6 +53,7 @@ TESTED_THROUGH = {
     "hybridpp/module_adapter/changes.py": "tests/module_adapter/test_adapter.py",
     "hybridpp/module_adapter/describe.py": "tests/plugins/test_unboost.py",
     "hybridpp/module_adapter/wrapper.py": "tests/module_adapter/test_adapter.py",
+    "hybridpp/nn/initialization.py": "tests/plugins/test_initialize.py",
     "hybridpp/nn/names.py": "tests/partition/test_blocks.py",
     "hybridpp/nn/peft_model.py": "tests/plugins/test_adapters.py",
     "hybridpp/partition/block_calls.py": "tests/plugins/test_find_tp_plan.py",

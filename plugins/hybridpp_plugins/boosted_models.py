@@ -1,6 +1,6 @@
 """What a plugin does with the models that it boosted: run, save and load them, and take everything off again."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from hybridpp.nn.peft_model import is_peft_model
 from hybridpp.plugin import (
     Boosted,
     Criterion,
+    InitializesModels,
     RecordsTimelines,
     Resumed,
     RunsPipeline,
@@ -31,6 +32,7 @@ from hybridpp_plugins.adapters import save_adapters
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.engine_handle import ENGINE, copied_weights, original_of
 from hybridpp_plugins.folder_save import FolderSave, Saves
+from hybridpp_plugins.initialize import initialize_weights
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.part_saves import OptimizerContents, ScheduleContents, load_optimizer, load_schedule
@@ -44,7 +46,9 @@ from hybridpp_plugins.unboost import unboost
 from hybridpp_plugins.weights import load_weights, save_weights
 
 
-class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, SavesRuns, SavesParts, UnboostsModels):
+class BoostedModels(
+    RunsPipeline, RecordsTimelines, SavesModels, SavesRuns, SavesParts, UnboostsModels, InitializesModels
+):
     """The part of a plugin that finds the engine of a boosted model, and hands calls to it.
 
     Attributes:
@@ -160,6 +164,10 @@ class BoostedModels(RunsPipeline, RecordsTimelines, SavesModels, SavesRuns, Save
     def load_model(self, model: nn.Module, path: Path, *, strict: bool) -> None:
         """See :meth:`hybridpp.Booster.load_model`."""
         load_weights(self._engine(model), path, strict)
+
+    def init_model(self, model: nn.Module, *, seed: int | None, initialize: Callable[[nn.Module], Any] | None) -> None:
+        """See :meth:`hybridpp.Booster.init_model`."""
+        initialize_weights(self._engine(model), seed, initialize)
 
     def _run_parts(self, parts: Sequence[Boosted]) -> list[RunParts]:
         return [

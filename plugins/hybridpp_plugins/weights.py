@@ -20,6 +20,7 @@ from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.weight_stream import WeightStream
 
 _Result = TypeVar("_Result")
+_READING = "reading the weights"
 
 
 def save_weights(engine: Engine, path: Path, max_shard_size: str, copy: nn.Module | None = None) -> None:
@@ -85,19 +86,38 @@ def _attempt(engine: Engine, run: Callable[[], _Result] | None) -> _Result | Non
 
 def load_weights(engine: Engine, path: Path, strict: bool) -> None:
     """Read what this rank owns. No weight changes unless the folder fits on all ranks. Collective: all ranks."""
+    has_adapters = is_peft_model(engine.model) and holds_adapters(path)
+
+    def contents() -> CheckpointContents:
+        return open_adapters(engine, path) if has_adapters else open_folder(engine.model, path, strict)
+
+    set_weights(engine, contents, path, strict and not has_adapters)
+
+
+def set_weights(
+    engine: Engine, open_contents: Callable[[], CheckpointContents], path: Path, strict: bool, what: str = _READING
+) -> None:
+    """Set what this rank owns. No weight changes unless all ranks can. Collective: all ranks.
+
+    Args:
+        engine: of the model.
+        open_contents: returns values by the model's names.
+        path: of the folder that they come from, in errors.
+        strict: whether missing and unexpected names are an error.
+        what: the ranks do, in errors.
+    """
     failure: Exception | None = None
     stored_names: dict[str, str] = {}
     try:
         if engine.weights.sharded is not None:
             engine.weights.sharded.refuse_inside()
-        has_adapters = is_peft_model(engine.model) and holds_adapters(path)
-        contents = open_adapters(engine, path) if has_adapters else open_folder(engine.model, path, strict)
+        contents = open_contents()
         stored_names = _stored_names(engine, contents)
         with engine.weights.internal():
-            targets = _check(engine, contents, stored_names, path, strict and not has_adapters)
+            targets = _check(engine, contents, stored_names, path, strict)
     except Exception as error:
         failure = error
-    _agree(engine, failure, "reading the weights")
+    _agree(engine, failure, what)
     uninitialized = engine.original.uninitialized
     lacking = uninitialized.lacking()
     try:
@@ -108,7 +128,7 @@ def load_weights(engine: Engine, path: Path, strict: bool) -> None:
     except Exception as error:
         failure = error
     try:
-        _agree(engine, failure, "reading the weights")
+        _agree(engine, failure, what)
     except Exception:
         uninitialized.mark(lacking)
         raise
