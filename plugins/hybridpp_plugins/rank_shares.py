@@ -32,9 +32,17 @@ class RankShares:
         engine: of the model.
         first_position: the first pipeline position that has each buffer.
         divided: whether the tensors are what this replica updates; False: all replicas have all of them.
+        divides_writing: whether each replica writes some of the parameters that all have; False: the first writes all.
     """
 
-    def __init__(self, engine: Engine, first_position: Mapping[str, int], *, divided: bool = True):
+    def __init__(
+        self,
+        engine: Engine,
+        first_position: Mapping[str, int],
+        *,
+        divided: bool = True,
+        divides_writing: bool = False,
+    ):
         self._layout = engine.layout
         self._parameters = dict(engine.model.named_parameters())
         self._sharded = placements(engine.model)
@@ -50,6 +58,14 @@ class RankShares:
         self._pieces = {**pieces, **(sharded.frozen_pieces if sharded else {})}
         trained = engine.weights.parameters if layout is not None else ()
         self._divided = frozenset((*trained, *(name for name in self._parameters if sharded and sharded.holds(name))))
+        num_writers = engine.layout.dp.size if divides_writing else 1
+        # With two moments each; where a parameter is on several positions, the first one writes it.
+        sizes = {
+            name: parameter.numel() * (3 if parameter.requires_grad else 1)
+            for name, parameter in self._parameters.items()
+            if self._first_position[name] == engine.layout.here.pp
+        }
+        self._writers = _evenly(sizes, num_writers) if num_writers > 1 else {}
 
     def full_shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
         """The shape that a parameter, or a buffer ``tensor``, has in the complete model."""
@@ -64,7 +80,7 @@ class RankShares:
     def writes(self, name: str) -> bool:
         """Whether this rank writes its parts of a tensor; of ranks that hold the same, the first does."""
         layout = self._layout
-        is_first_replica = self._counts if name in self._divided else layout.here.dp == 0
+        is_first_replica = self._counts if name in self._divided else layout.here.dp == self._writers.get(name, 0)
         return (
             is_first_replica
             and self._first_position[name] == layout.here.pp
@@ -110,6 +126,16 @@ class RankShares:
             ordered = flat[start : start + box.size].view([box.shape[dim] for dim in order])
             yield box, ordered.permute(back)
             start += box.size
+
+
+def _evenly(sizes: Mapping[str, int], num_bins: int) -> dict[str, int]:
+    """The bin of each name, so that the sums of sizes are about equal: the largest first, to the emptiest."""
+    filled = [0] * num_bins
+    bins = {}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        bins[name] = filled.index(min(filled))
+        filled[bins[name]] += sizes[name]
+    return bins
 
 
 def is_extra_state(name: str) -> bool:

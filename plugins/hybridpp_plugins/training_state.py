@@ -54,7 +54,7 @@ class TrainingState:
         self._prefix = f"model{index}/"
         self._compares = compares and self._engine.layout.dp.size > 1
         self._owners = find_buffer_owners(self._engine, call, tensor_digest if self._compares else None)
-        self._shares = RankShares(self._engine, self._owners.first_position)
+        self._shares = RankShares(self._engine, self._owners.first_position, divides_writing=True)
         boosted = self._engine.optimizer
         self._optimizer = boosted and OptimizerPart(self._engine, boosted, self._shares, self._prefix)
 

@@ -10,13 +10,15 @@ import shutil
 import numpy
 import pytest
 import torch
+from hybridpp_plugins import rank_shares
+from plugins.zero_models import TiedModel
 from run_checkpoints import Run, on_layout, resumed, tensors_in
 from support import assert_same
 from torch import nn
 
 from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.checkpoint import commit, reader, writer
-from hybridpp.checkpoint.commit import committed_steps, step_folder, steps
+from hybridpp.checkpoint.commit import committed_steps, open_step, step_folder, steps
 from hybridpp.checkpoint.manifest import MANIFEST
 from hybridpp.cluster import current_world
 from hybridpp.errors import CheckpointError, ConfigError
@@ -368,3 +370,32 @@ def test_a_booster_does_not_keep_models_alive(tmp_path):
     gc.collect()
     with pytest.raises(ConfigError, match="there is no run"):
         run.booster.save(tmp_path, step=2)
+
+
+@pytest.mark.parametrize("layout", [{"dp_size": 2}, {"dp_size": 2, "pp_size": 2}, {"dp_size": 3, "precision": "bf16"}])
+def test_replicas_write_about_as_much_each(tmp_path, layout):
+    def save(make):
+        run = make()
+        run.steps([0])
+        run.booster.save(tmp_path, step=1)
+        return run.booster.plugin.layout.here
+
+    positions = on_layout(save, **layout)
+    sizes = [0] * len(positions)
+    for name, file in open_step(tmp_path, 1).files.items():
+        sizes[int(name.split(".")[0].removeprefix("rank-"))] += file.nbytes
+    for pp in range(layout.get("pp_size", 1)):
+        written = [size for size, here in zip(sizes, positions, strict=True) if here.pp == pp]
+        largest = 3 * TiedModel().embed.weight.nbytes
+        assert max(written) - min(written) < largest + 4000, "no tensor is divided; headers are not counted"
+        assert max(written) < 0.8 * sum(written)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_shares, "_evenly", lambda sizes, _: {})
+        on_layout(lambda make: save_again(make, tmp_path / "one"), **layout)
+    assert_same(tensors_in(tmp_path, 1), tensors_in(tmp_path / "one", 1))
+
+
+def save_again(make, path):
+    run = make()
+    run.steps([0])
+    run.booster.save(path, step=1)

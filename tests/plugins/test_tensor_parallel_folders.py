@@ -109,6 +109,30 @@ def test_of_a_divided_weight_a_rank_reads_its_share_only(tmp_path, read, name):
             assert mine[0] - mine[1] in (0, place.full_shape[1 - place.dim] if len(place.full_shape) > 1 else 0)
 
 
+def test_eight_ranks_read_no_more_than_they_own(tmp_path, read):
+    def make_model():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(16, 64, bias=False), torch.nn.Linear(64, 16, bias=False))
+
+    def parts_of(settings):
+        return boosted(make_model(), sgd, torch.ones(2, 16), **settings)
+
+    def save(settings):
+        booster, model, _ = parts_of(settings)
+        booster.save_model(model, tmp_path)
+
+    on_layout(save)
+
+    def load(settings):
+        booster, model, _ = parts_of({**settings, "tensor_parallel_plan": {"0": "column", "1": "row"}})
+        booster.load_model(model, tmp_path)
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    owned = on_layout(load, tp_size=8)
+    assert sum(owned) == 2 * 16 * 64
+    assert sum(read.values()) <= 1.05 * sum(owned)
+
+
 def test_training_goes_on_from_a_folder_in_another_layout(tmp_path):
     batches = [token_batch(seed=seed) for seed in range(4)]
 
