@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hybridpp.checkpoint.commit import step_folder
 from hybridpp.checkpoint.remote_path import AnyPath
-from hybridpp.errors import ClosedError, ConfigError
+from hybridpp.errors import ClosedError, ConfigError, DeadlockError, PeerError
 from hybridpp.nn.peft_model import is_peft_model
 from hybridpp.plugin import (
     Boosted,
@@ -106,7 +106,11 @@ class BoostedModels(
         _check_call(engine, criterion, optimizer, options)
         if self._saves.status.is_decided:  # all ranks learned it in the last step
             self._saves.wait()
-        return engine.step(data_iter, criterion, options)
+        try:
+            return engine.step(data_iter, criterion, options)
+        except (PeerError, DeadlockError):
+            self._saves.give_up()
+            raise
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """See :meth:`hybridpp.Booster.backward`."""

@@ -10,7 +10,7 @@ from hybridpp.checkpoint.manifest import FileEntry, Manifest, check, merged, ten
 from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.checkpoint.writer import FILE_BYTES, Holding, WrittenFiles, remove, write_holdings
 from hybridpp.cluster import gather_objects, get_dist_logger
-from hybridpp.errors import CheckpointError
+from hybridpp.errors import CheckpointError, DeadlockError, PeerError
 from hybridpp_plugins.agreement import agree
 from hybridpp_plugins.background_save import BackgroundSave, SaveStatus
 from hybridpp_plugins.layout import Layout
@@ -231,5 +231,15 @@ class Saves:
         save, background = self._pending, self.status.current
         if save is None or background is None:
             return
-        self.status.current, self.status.is_decided, self._pending = None, False, None
-        save.finish(background)
+        try:
+            save.finish(background)
+        except (PeerError, DeadlockError):
+            self.give_up()
+            raise
+        finally:
+            self.status.current, self.status.is_decided, self._pending = None, False, None
+
+    def give_up(self) -> None:
+        """A peer is gone: wait no longer for what it would write, so that this process can end."""
+        if self.status.current is not None:
+            self.status.current.cancel()
