@@ -321,6 +321,10 @@ def test_nothing_in_the_folder_is_a_pickle_and_none_is_loaded(tmp_path, monkeypa
             assert file.name == MANIFEST or file.suffix == ".safetensors"
             assert b"PK\x03\x04" not in file.read_bytes()[:64]
 
+    folder = step_folder(tmp_path, 2)
+    for name in ("state.pt", "manifest.pkl", "rank-00009.pt", ".metadata", "pytorch_model.bin"):
+        (folder / name).write_bytes(pickle.dumps(pytest.fail))  # planted; a load would be refused below
+
     def refuse(*_, **__):
         raise AssertionError("a pickle is loaded")
 
