@@ -235,7 +235,7 @@ class BoosterSaves:
                 (``s3://bucket/run``); created if it does not exist.
             step: number of the step, which names the checkpoint; one of the same number is replaced.
             extras: values to keep with it: numbers, text, lists, tuples, dicts, tensors, numpy arrays. Those of rank 0
-                are.
+                are, so not a rank's part of a model or of an average of it.
             keep_last: how many checkpoints stay, this one included; older ones are removed once it is complete. None:
                 all.
             asynchronous: return as soon as this rank's part is copied to host memory, and write it while training goes

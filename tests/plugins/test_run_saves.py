@@ -35,8 +35,8 @@ RUNS = {
     "dp2 fp16": {"dp_size": 2, **FP16},
     "dp2 zero 1 fp16": {"dp_size": 2, "zero_stage": 1, "ddp_bucket_cap_mb": 0.01, **FP16},
     "dp2 zero 2 bf16": {"dp_size": 2, "zero_stage": 2, "precision": "bf16"},
-    "pp2 dp2 zero 1 fp32": {"pp_size": 2, "dp_size": 2, "zero_stage": 1},
-    "dp2 zero 3 bf16": {"dp_size": 2, "zero_stage": 3, "precision": "bf16"},
+    "pp2 dp2 zero 1 fp16": {"pp_size": 2, "dp_size": 2, "zero_stage": 1, **FP16},
+    "dp2 zero 3 fp16": {"dp_size": 2, "zero_stage": 3, **FP16},
     "pp2 dp2 zero 3 fp32": {"pp_size": 2, "dp_size": 2, "zero_stage": 3},
 }
 
