@@ -149,11 +149,16 @@ def test_in_fp32_autograd_adds_in_place(kernel):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"pp_size": 2}, {"dp_size": 2, "ddp_bucket_cap_mb": 1e-4}, {"gradient_checkpoint_config": {}}],
+    ("backend", "settings"),
+    [
+        ("eager", {}),
+        ("eager", {"gradient_checkpoint_config": {}}),
+        ("aot_eager", {"pp_size": 2}),
+        ("aot_eager", {"dp_size": 2, "ddp_bucket_cap_mb": 1e-4}),
+        ("aot_eager", {"gradient_checkpoint_config": {}}),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_blocks_add_in_kernels_under_every_schedule(backend, settings, kernel):
     expected = run(**settings)
     num_calls = len(kernel)
