@@ -16,6 +16,7 @@ from hybridpp.errors import ConfigError
 from hybridpp.plugin import (
     Boosted,
     Criterion,
+    GeneratesText,
     InitializesModels,
     Plugin,
     RecordsTimelines,
@@ -234,6 +235,31 @@ class Booster(BoosterAdapters):
         if not isinstance(self.plugin, RecordsTimelines):
             raise ConfigError(f"{type(self.plugin).__name__} records no timelines. Use HybridParallelPlugin.")
         return self.plugin.record_timeline(model)
+
+    def generate(self, model: nn.Module, inputs: Any = None, **settings: Any) -> Any:
+        """Generate text with a boosted model: the tokens that ``model.generate`` of the complete model would return.
+
+        Greedy search, sampling and beams are those of transformers; each token is one evaluation of the model on all
+        tokens so far (there is no cache of keys and values). With several replicas, each generates from its own inputs.
+
+        Collective: every rank of the world; those of one replica with the same inputs and, to sample, the same state of
+        torch's generator (``torch.manual_seed``).
+
+        Args:
+            model: the boosted model, of transformers: a decoder, or an encoder with a decoder.
+            inputs: token numbers ``[B, T]``, or a dict with ``input_ids``, ``attention_mask`` and so on.
+            settings: of ``generate`` of transformers: ``max_new_tokens``, ``do_sample``, ``num_beams``, and so on.
+
+        Returns:
+            On every rank, what transformers returns: token numbers ``[B, T + new]``, by default.
+
+        Raises:
+            ConfigError: the model does not generate, or a setting is not supported.
+            DataError: the ranks of a replica have different inputs, or have sampled different tokens.
+        """
+        if not isinstance(self.plugin, GeneratesText):
+            raise ConfigError(f"{type(self.plugin).__name__} generates no text. Use HybridParallelPlugin.")
+        return self.plugin.generate(model, inputs, settings)
 
     def init_model(
         self, model: nn.Module, *, seed: int | None = None, initialize: Callable[[nn.Module], Any] | None = None

@@ -12,7 +12,7 @@ on every rank alike and before a collective, and raises subclasses of :class:`hy
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -33,6 +33,7 @@ from hybridpp.tp_preview import PreviewsTensorParallel, SequenceParallelBlock, T
 __all__ = [
     "Boosted",
     "Criterion",
+    "GeneratesText",
     "InitializesModels",
     "Plugin",
     "PreviewsTensorParallel",
@@ -298,6 +299,20 @@ class RecordsTimelines(ABC):
         """A context whose value has ``timeline``, a :class:`hybridpp.timeline.Timeline`, after the block has ended.
 
         Collective: every rank of the world, at the start and at the end of the block.
+        """
+
+
+class GeneratesText(ABC):
+    """A plugin that generates text with boosted models: ``Booster.generate`` needs it."""
+
+    @abstractmethod
+    def generate(self, model: nn.Module, inputs: Any, settings: Mapping[str, Any]) -> Any:
+        """What ``generate`` of the complete model returns. Collective: every rank of the world.
+
+        Args:
+            model: the boosted model.
+            inputs: as :meth:`hybridpp.Booster.generate` got them.
+            settings: further arguments of ``generate`` of transformers' models.
         """
 
 

@@ -16,6 +16,7 @@ from hybridpp.nn.peft_model import is_peft_model
 from hybridpp.plugin import (
     Boosted,
     Criterion,
+    GeneratesText,
     InitializesModels,
     RecordsTimelines,
     Resumed,
@@ -32,6 +33,7 @@ from hybridpp_plugins.adapters import save_adapters
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.engine_handle import ENGINE, copied_weights, original_of
 from hybridpp_plugins.folder_save import FolderSave, Saves
+from hybridpp_plugins.generate import generate
 from hybridpp_plugins.initialize import initialize_weights
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer
@@ -47,7 +49,7 @@ from hybridpp_plugins.weights import load_weights, save_weights
 
 
 class BoostedModels(
-    RunsPipeline, RecordsTimelines, SavesModels, SavesRuns, SavesParts, UnboostsModels, InitializesModels
+    RunsPipeline, RecordsTimelines, SavesModels, SavesRuns, SavesParts, UnboostsModels, InitializesModels, GeneratesText
 ):
     """The part of a plugin that finds the engine of a boosted model, and hands calls to it.
 
@@ -168,6 +170,10 @@ class BoostedModels(
     def load_model(self, model: nn.Module, path: Path, *, strict: bool) -> None:
         """See :meth:`hybridpp.Booster.load_model`."""
         load_weights(self._engine(model), path, strict)
+
+    def generate(self, model: nn.Module, inputs: Any, settings: Mapping[str, Any]) -> Any:
+        """See :meth:`hybridpp.Booster.generate`."""
+        return generate(self._engine(model), inputs, settings)
 
     def init_model(self, model: nn.Module, *, seed: int | None, initialize: Callable[[nn.Module], Any] | None) -> None:
         """See :meth:`hybridpp.Booster.init_model`."""
