@@ -86,7 +86,8 @@ class PipelineConfig(ConfigBase):
             is 1 with one stage.
         microbatch_size: samples per micro-batch, instead of ``num_microbatches``.
         schedule: the pipeline schedule: a name (``"1f1b"``, ``"zb-h1"``, …), a file, programs, or a function
-            ``(num_ranks, num_microbatches)`` that returns programs; None: ``"1f1b"``.
+            ``(num_ranks, num_microbatches)`` that returns programs; None: ``"1f1b"``, with ``num_model_chunks`` above
+            1 ``"interleaved"``.
         num_model_chunks: stages per rank; None: the schedule's default.
         gradient_checkpoint_config: which activations are recomputed in the backward pass, also as a dict of its fields;
             None: none.
@@ -131,7 +132,7 @@ class PipelineConfig(ConfigBase):
             raise ConfigError(f"num_model_chunks must be an integer of at least 1: got num_model_chunks={chunks!r}.")
         _ = self.recomputation
         if self.schedule is None:
-            object.__setattr__(self, "schedule", "1f1b")
+            object.__setattr__(self, "schedule", "interleaved" if chunks and chunks > 1 else "1f1b")
 
     @property
     def dims_of_outputs(self) -> Any:

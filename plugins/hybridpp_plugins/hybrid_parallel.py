@@ -63,7 +63,8 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
         schedule: order of forward and backward passes: a name (``"1f1b"``, ``"gpipe"``, ``"eager-1f1b"``,
             ``"interleaved"``, ``"zb-h1"``, ``"zb-h2"``, ``"interleaved-zb"``, ``"zb-v"``), a CSV or JSON file, the
             actions of each rank, or a function ``(num_ranks, num_microbatches)`` that returns them; None: ``"1f1b"``.
-        num_model_chunks: stages per rank; None: as many as the schedule has.
+        num_model_chunks: stages per rank; None: as many as the schedule has. Without a schedule, a number above 1 is
+            for ``"interleaved"``.
         gradient_checkpoint_config: which blocks recompute their activations in the backward pass; None: no block.
         batch_dims: dimension that the samples of a batch lie along: a number for all tensors, or a dict or list of
             numbers, nested as the batch is; None: dimension 0.

@@ -101,3 +101,17 @@ def test_how_many_blocks_are_recomputed(settings, counts):
     config = PipelineGradientCheckpointConfig(**settings)
     assert [config.num_recomputed(stage, 7) for stage in range(2)] == counts
     assert PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.29).num_recomputed(0, 100) == 29
+
+
+@pytest.mark.parametrize(
+    ("settings", "schedule"),
+    [
+        ({}, "1f1b"),
+        ({"num_model_chunks": 1}, "1f1b"),
+        ({"num_model_chunks": 2}, "interleaved"),
+        ({"num_model_chunks": 2, "schedule": "gpipe"}, "gpipe"),
+        ({"num_model_chunks": 2, "schedule": "1f1b"}, "1f1b"),
+    ],
+)
+def test_the_schedule_where_stages_per_rank_are_given(settings, schedule):
+    assert PipelineConfig(num_microbatches=4, **settings).schedule == schedule
