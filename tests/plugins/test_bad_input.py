@@ -58,7 +58,6 @@ def everyone_raises(num_ranks, function, error, text):
         ({"sequence_parallelism_mode": "ulysses"}, "sequence_parallelism_mode='ulysses' is unknown."),
         ({"sequence_parallelism_mode": "split_gather"}, "has no effect without enable_sequence_parallelism=True."),
         ({"num_model_chunks": 0}, "num_model_chunks must be an integer of at least 1: got num_model_chunks=0."),
-        ({"cpu_offload": True}, "cpu_offload is not supported yet"),
         ({"num_microbatch": 4}, "HybridParallelPlugin has no setting 'num_microbatch'. It takes: backoff_factor,"),
         ({"initial_scale": 0}, "loss scaling needs initial_scale > 0: got initial_scale=0."),
         ({"max_norm": -1}, "max_norm must be at least 0, where 0 means no clipping: got max_norm=-1."),

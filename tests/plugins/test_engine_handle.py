@@ -136,10 +136,7 @@ def test_words_that_scripts_have_for_a_save(tmp_path):
     booster.save_model(model, tmp_path / "x.pt", use_safetensors=False)
     booster.load_model(model, tmp_path, low_cpu_mem_mode=True)
     for words, text in [
-        (
-            {"prefix": "mine"},
-            "prefix='mine' is not supported: from_pretrained would not find files with a prefix. Leave it",
-        ),
+        ({"prefix": "../mine"}, "prefix must be the name of a folder to make in the path: got '../mine'"),
         ({"gather_dtensor": False}, "gather_dtensor=False is not supported: saved weights are unsharded"),
         (
             {"use_async": True},
