@@ -91,7 +91,8 @@ class BoosterSaves:
         Each rank reads only the tensors that it owns. In addition to these, it maps one file of the folder at a time.
 
         Args:
-            model: the boosted model.
+            model: the boosted model; or every rank's copy of it, or its ``torch.optim.swa_utils.AveragedModel``, whose
+                next update then goes on from what was loaded.
             path: a folder with safetensors files; or one file with a state dict under the model's own names, written
                 by safetensors or by ``torch.save`` (read with ``weights_only=True``, so it cannot run code).
             strict: whether missing and unexpected names are an error.
