@@ -47,7 +47,7 @@ class JoinedOptimizer(Optimizer):
         for one in self.optimizers:
             one.state = self.state
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch overloads it
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take the step of each; ``closure`` is called once, before them."""
         loss = None if closure is None else closure()
         for one in self.optimizers:
