@@ -58,7 +58,7 @@ def test_a_gpt_of_ones_own_learns_alike_on_one_stage_and_on_two(recipe):
     assert one[-1] < 0.8 * one[0]
 
 
-def test_a_run_goes_on_in_another_layout_with_the_losses_of_one_without_a_break(recipe, tmp_path):
+def test_a_run_goes_on_in_another_layout_as_without_a_break(recipe, tmp_path):
     _, (straight,) = recipe("resume", 1, folder=str(tmp_path / "straight"))
     _, (first, _) = recipe("resume", 2, folder=str(tmp_path / "run"), max_steps=7)
     _, (second,) = recipe("resume", 1, folder=str(tmp_path / "run"))

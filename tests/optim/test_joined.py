@@ -59,7 +59,7 @@ def step(booster, one, optimizer, criterion):
 @pytest.mark.parametrize(
     ("layout", "num_ranks"), [({}, 1), ({"pp_size": 2, "zero_stage": 1}, 4), ({"zero_stage": 3}, 2)], ids=str
 )
-def test_each_updates_its_parameters_in_every_layout_and_goes_on_from_a_checkpoint(layout, num_ranks, tmp_path):
+def test_each_updates_its_parameters_in_every_layout_and_is_resumed(layout, num_ranks, tmp_path):
     def run():
         booster, *parts = job(**layout)
         step(booster, *parts)
@@ -110,7 +110,7 @@ def test_schedules_of_one_and_of_all_move_the_rates():
     assert joined.step(lambda: 3) == 3
 
 
-def test_a_parameter_of_two_optimizers_and_what_is_no_optimizer_are_refused():
+def test_a_parameter_of_two_optimizers_is_refused():
     one = model()
     twice = [torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.AdamW([one[2].weight])]
     with pytest.raises(
