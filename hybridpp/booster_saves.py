@@ -18,6 +18,7 @@ from hybridpp.saving import (
     check_save_arguments,
     check_size_per_shard,
     file_bytes_of,
+    require_path,
     with_prefix,
 )
 
@@ -67,6 +68,7 @@ class BoosterSaves:
             CheckpointError: the path cannot be written to; raised on every rank.
             ConfigError: an argument is not supported, or the arguments do not fit together.
         """
+        require_path(path)
         check_save_arguments(
             Path(path),
             shard=shard,
@@ -248,12 +250,12 @@ class BoosterSaves:
             CheckpointError: it, or the asynchronous one before it, cannot be written; raised on every rank.
             ConfigError: gradients are held, an argument is wrong, or nothing was boosted.
         """
-        check_run_arguments(step, keep_last)
+        check_run_arguments(step, keep_last, extras)
         require_bools(asynchronous=asynchronous)
         self._run_saver().save_run(
             self._runs.parts(),
             as_path(path),
-            step=step,
+            step=int(step),  # numpy's, too
             extras={} if extras is None else extras,
             keep_last=keep_last,
             asynchronous=asynchronous,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.checkpoint.atomic_replace import replace_weights
+from hybridpp.checkpoint.folder_kind import has_weights, other_kind
 from hybridpp.checkpoint.hub_tensors import hub_groups, plain_groups
 from hybridpp.checkpoint.index import CONFIG
 from hybridpp.checkpoint.older_config import add_older_names
@@ -193,6 +194,11 @@ def open_folder(model: nn.Module, path: Path, strict: bool) -> CheckpointContent
             return open_file(path)
         if not path.is_dir():
             raise CheckpointError(f"there is no folder or file {path}. Pass the folder that save_model wrote.")
+        kind = "" if has_weights(path) else other_kind(path)
+        if kind:
+            raise CheckpointError(
+                f"{path} holds no weights of a model alone. {kind}Pass the folder that save_model wrote."
+            )
         if not is_pretrained_model(model):
             return open_plain(path)
         # transformers' loading takes 3 s to import, which jobs without its models do not need.

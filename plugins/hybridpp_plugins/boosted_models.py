@@ -206,7 +206,7 @@ class BoostedModels(
     ) -> None:
         """See :meth:`hybridpp.Booster.save`."""
         self._saves.wait()
-        contents = RunContents(self._run_parts(parts), step, extras, keep_last)
+        contents = RunContents(self._run_parts(parts), step, extras, keep_last, self._saves.reported)
         self._saves.run(FolderSave(self.layout, step_folder(path, step), contents), asynchronous=asynchronous)
 
     def wait_for_save(self) -> None:
