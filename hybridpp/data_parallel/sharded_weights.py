@@ -41,6 +41,8 @@ class WeightBucket:
         # Where the parameters lie while they are there.
         self._current, self._current_views = flat, self._views
         self._parameters = {name: parameters[name] for name in self._views}
+        # The others have no address.
+        self._with_elements = [(name, p) for name, p in self._parameters.items() if p.numel()]
         self._absent = _absent(flat)
         self._users: set[Hashable] = set()
         # The running gather; those that were forgotten, which may still write to the buffer.
@@ -133,7 +135,7 @@ class WeightBucket:
     def moved(self) -> Iterator[str]:
         """Parameters that the script has given other memory."""
         is_there = self.is_used and self._work is None
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._with_elements:
             if parameter.data_ptr() != (self._current_views[name] if is_there else self._absent).data_ptr():
                 yield name
 

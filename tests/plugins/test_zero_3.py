@@ -133,6 +133,18 @@ class ReturnsWeights(TiedModel):
         return self.head(x * self.scale())
 
 
+class HasEmpty(TiedModel):
+    """A parameter has no elements, and another one no dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[2].none = nn.Parameter(torch.zeros(0, 3))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens):
+        return super().forward(tokens) * self.scale
+
+
 class Scale(nn.Module):
     def __init__(self):
         super().__init__()
@@ -169,7 +181,9 @@ class Gain(nn.Module):
         return self.down(x.mul_(self.gain[0]))
 
 
-@pytest.mark.parametrize("make_model", [ReadsOutside, PassesRecords, SharesBlocks, ReturnsWeights, WritesInPlace])
+@pytest.mark.parametrize(
+    "make_model", [ReadsOutside, PassesRecords, SharesBlocks, ReturnsWeights, WritesInPlace, HasEmpty]
+)
 def test_models_that_use_weights_in_other_ways(make_model):
     assert_bits(make_model)
     [plain, _] = on_layout(trained, make_model=make_model, dp_size=2)
