@@ -43,7 +43,9 @@ class PassReduction(BucketReduction):
         self._waiting = deque(bucket for bucket in self._buckets if stage is None or stage in bucket.layout.stages)
         for bucket in self._waiting:
             bucket.pending = set(bucket.views) if pending is None else set(bucket.views).intersection(pending)
-        self._deferred.clear()
+        if pending is None or pending:
+            self._deferred.clear()
+        # Else the pass runs on other replicas only: what they defer is what the last pass here deferred.
         self._done_units.clear()
         if not self._by_unit:
             self._launch_complete()
