@@ -42,7 +42,7 @@ class Executor:
 
     Attributes:
         where: the current action, to report when a rank hangs. None between steps; after an error, the action that
-            raised it.
+            raised it, or None if none had begun.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class Executor:
         Raises:
             ScheduleError: the program runs an action before its inputs exist, twice, or not at all.
         """
+        self.where = None
         is_cut = len(program.placement) > 1
         handlers = _Handlers(
             self._stages,

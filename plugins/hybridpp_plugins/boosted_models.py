@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from hybridpp.checkpoint.commit import step_folder
 from hybridpp.checkpoint.remote_path import AnyPath
-from hybridpp.errors import ClosedError, ConfigError, DeadlockError, PeerError
+from hybridpp.errors import ClosedError, ConfigError, DeadlockError, PeerError, UnlikeCallsError
 from hybridpp.nn.peft_model import is_peft_model
 from hybridpp.plugin import (
     Boosted,
@@ -65,11 +64,19 @@ class BoostedModels(
 
     def __init__(self) -> None:
         self._saves = Saves()
+        self._interrupted: str | None = None
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(
                 "this plugin was closed: its process groups are gone. Make a new plugin, and boost a model with it."
+            )
+        if self._interrupted is not None:
+            raise UnlikeCallsError(
+                f"a step ended in the middle on this rank, by {self._interrupted}. The other ranks of its pipeline are "
+                "still in that step and wait for this one, so nothing can follow it. Let the error end the process, "
+                "and resume from a checkpoint. To leave out a batch, check it before booster.execute_pipeline, on all "
+                "ranks alike."
             )
 
     def close(self) -> None:
@@ -114,6 +121,8 @@ class BoostedModels(
         except (PeerError, DeadlockError):
             self._saves.give_up()
             raise
+        finally:
+            self._interrupted = engine.interrupted
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """See :meth:`hybridpp.Booster.backward`."""
@@ -170,11 +179,7 @@ class BoostedModels(
 
     def load_model(self, model: nn.Module, path: Path, *, strict: bool) -> None:
         """See :meth:`hybridpp.Booster.load_model`."""
-        copy = copied_weights(model)
-        load_weights(self._engine(model if copy is None else original_of(copy)), path, strict, copy)
-        if isinstance(model, AveragedModel):
-            # Else its first update would replace what was loaded.
-            model.n_averaged.clamp_(min=1)
+        load_weights(self._engine(model), path, strict)
 
     def generate(self, model: nn.Module, inputs: Any, settings: Mapping[str, Any]) -> Any:
         """See :meth:`hybridpp.Booster.generate`."""
@@ -206,7 +211,7 @@ class BoostedModels(
     ) -> None:
         """See :meth:`hybridpp.Booster.save`."""
         self._saves.wait()
-        contents = RunContents(self._run_parts(parts), step, extras, keep_last, self._saves.reported)
+        contents = RunContents(self._run_parts(parts), step, extras, keep_last)
         self._saves.run(FolderSave(self.layout, step_folder(path, step), contents), asynchronous=asynchronous)
 
     def wait_for_save(self) -> None:

@@ -40,7 +40,6 @@ from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.optimizer_state import RunProgress
 from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.step_epilogue import PendingEnd, StepEpilogue
-from hybridpp_plugins.step_problems import StepProblems
 from hybridpp_plugins.step_results import StepResults
 from hybridpp_plugins.timeline_recording import TimelineRecording
 from hybridpp_plugins.trained_weights import TrainedWeights
@@ -77,6 +76,8 @@ class Engine:
         first_step: checks the first training step; None after it.
         recording: records when actions run; None: no recording is active.
         is_running: whether a step is running.
+        interrupted: the error that ended a step between its actions, while other ranks of the pipeline wait for this
+            one; None: there was none.
         epilogue: ends every step.
     """
 
@@ -99,17 +100,24 @@ class Engine:
     signatures: SignatureCache = field(init=False)
     recording: TimelineRecording | None = None
     is_running: bool = False
+    interrupted: str | None = None
 
     def __post_init__(self) -> None:
         keeps_buffers = self.optimizer is not None and self.optimizer.replica_buffers is None
         self.first_step: FirstStepChecks | None = FirstStepChecks(self.layout, self.pipeline, keeps_buffers)
-        pipelines, placement, name = self.layout.pipelines, self.planner.placement, type(self.model).__name__
-        problems = StepProblems(self.staged, pipelines, self.optimizer, self.criterion_check, self.diagnosis.diagnose)
         self.epilogue = StepEpilogue(
-            name, self.layout, placement, self.optimizer, self.criterion_check, problems.handle, self.device
+            self.staged,
+            self.layout,
+            self.planner.placement,
+            self.optimizer,
+            self.criterion_check,
+            self.diagnosis.diagnose,
+            self.device,
         )
-        self._reader = BatchReader(self.layout.control, pipelines, self.pipeline, name)
-        self._results = StepResults(self.layout, placement, self.pipeline.dims_of_outputs, self.device, name)
+        self._reader = BatchReader(self.layout.control, self.layout.pipelines, self.pipeline, type(self.model).__name__)
+        self._results = StepResults(
+            self.layout, self.planner.placement, self.pipeline.dims_of_outputs, self.device, type(self.model).__name__
+        )
         self._sharded = self.weights.sharded
         self._has_losses = self.layout.here.pp == self.planner.placement[-1]
         recomputation = self.pipeline.recomputation
@@ -146,8 +154,8 @@ class Engine:
         training = torch.is_grad_enabled()
         has_losses = training or options.return_loss or options.return_losses
         use = BatchUse(self.signatures.of(criterion if has_losses else None), training, options.num_microbatches)
-        if self.epilogue.evaluations.pending:
-            self.epilogue.evaluations.wait(0 if training else 1)
+        if self.epilogue.pending_losses:
+            self.epilogue.wait_for_losses(0 if training else 1)
         self.is_running = True
         try:
             batch, infos, failure = self._reader.read(
@@ -163,7 +171,7 @@ class Engine:
             found: dict[str, Any] = {"outputs": None}
             if options.return_losses or options.return_outputs:
                 if self._results.meets(options):
-                    self.epilogue.evaluations.wait()
+                    self.epilogue.wait_for_losses()
                 found = self._results.of(batch, result, options)
         except (PeerError, DeadlockError) as error:
             # After a timeout, the other rank may still not say anything.
@@ -287,7 +295,7 @@ class Engine:
         buffers = self.optimizer.replica_buffers if task.training and self.optimizer else None
         if buffers is not None:
             buffers.begin()
-        with checks.watched(self.model, batch, task.training) if checks else nullcontext():
+        with self._noted(), checks.watched(self.model, batch, task.training) if checks else nullcontext():
             result = self.executor.run(program, task, recorder, losses_known)
         if self.statistics.is_needed:
             self.statistics.finish()
@@ -296,6 +304,18 @@ class Engine:
         if task.training:
             self.first_step = None
         return result
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """A context for the actions of a step, which notes an error between them."""
+        try:
+            yield
+        except (PeerError, DeadlockError):
+            raise
+        except BaseException as error:
+            if self.executor.where is not None and self.layout.pp.size > 1:
+                self.interrupted = f"{type(error).__name__}: {error}"
+            raise
 
     @contextmanager
     def recorded(self) -> Iterator[TimelineRecording]:

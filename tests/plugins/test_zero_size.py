@@ -5,7 +5,17 @@ from math import prod
 
 import pytest
 import torch
-from plugins.zero_models import SAMPLE, TiedModel, batches, cross_entropy, on_layout, step, two_groups, weights_of
+from plugins.zero_models import (
+    SAMPLE,
+    TiedModel,
+    batches,
+    cross_entropy,
+    on_layout,
+    step,
+    two_groups,
+    weights_of,
+    without_dropout,
+)
 from processes import run_ranks
 from run_checkpoints import on_layout as on_run_layout
 from run_checkpoints import tensors_in
@@ -79,13 +89,6 @@ def test_stages_and_host_memory_have_the_same_bits(precision):
         for (losses, weights), expected in zip(results, first, strict=True):
             assert losses == expected[0]
             assert_same(weights, expected[1])
-
-
-def without_dropout():
-    model = TiedModel()
-    for block in model.blocks:
-        block.drop.p = 0.0
-    return model
 
 
 def test_one_process_gives_the_same_to_rounding():
