@@ -56,7 +56,7 @@ class GradAccessWarning:
             "the model's parameters were listed between backward and step. If the script looks for gradients: in bf16, "
             "in fp16 and with ZeRO, parameter.grad is None, and torch.nn.utils.clip_grad_norm_ clips nothing. Call "
             "optimizer.clip_grad_by_norm(max_norm), or set HybridParallelPlugin(max_norm=...); optimizer.gradients() "
-            "returns the gradients.",
+            "returns the gradients, and model.zero_grad() or optimizer.zero_grad() drops them.",
             ranks=[0],
         )
 

@@ -22,6 +22,7 @@ from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.grad_access_warning import GradAccessWarning
 from hybridpp_plugins.manual_forward import ManualCallRecorder
 from hybridpp_plugins.model_info import OriginalModelInfo, check_optimizer, check_same_weights
+from hybridpp_plugins.model_zero_grad import let_model_clear
 from hybridpp_plugins.nonfinite_report import NonFiniteDiagnosis
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.optimizer_locality import check_locality, indivisible_parameters
@@ -90,6 +91,7 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
         refuse_reading(adapter, placed.weights)
     if boosted is not None and not boosted.exposes_grad:
         boosted.grad_access_warning.watch(adapter, lambda: engine.is_running)
+        let_model_clear(adapter, boosted)
     return engine
 
 
@@ -147,7 +149,7 @@ def _wrap_optimizer(
     boosted.uninitialized = original.uninitialized
     if placed.function_casts:
         boosted.recompute_context = placed.function_casts.recompute_context
-    applied_tp.weight_gradients.attach_sink(buckets.outside())
+    applied_tp.weight_gradients.attach_sink(buckets)
     if context.planner.splits_backward:
         get_dist_logger().info(applied_tp.weight_gradients.report(), ranks=[0])
     return buckets, boosted
