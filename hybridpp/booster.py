@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 from hybridpp.boosted_runs import BoostedRuns
 from hybridpp.booster_adapters import BoosterAdapters
 from hybridpp.errors import ConfigError
-from hybridpp.optim import JoinedOptimizer
 from hybridpp.plugin import (
     Boosted,
     Criterion,
@@ -78,7 +77,7 @@ class Booster(BoosterAdapters):
     def boost(
         self,
         model: nn.Module,
-        optimizer: Optimizer | list[Optimizer] | tuple[Optimizer, ...] | None = None,
+        optimizer: Optimizer | None = None,
         criterion: Criterion | None = None,
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: LRScheduler | None = None,
@@ -101,8 +100,7 @@ class Booster(BoosterAdapters):
         Args:
             model: any module, with the same weights on every rank; or a module on the meta device, whose weights and
                 buffers are then all set by :meth:`load_model`, or by the script, before the first step.
-            optimizer: any ``torch.optim`` optimizer over all parameters to train; or a list of several, each on its
-                parameters, of which one is made that takes the step of each (``hybridpp.optim.JoinedOptimizer``).
+            optimizer: any ``torch.optim`` optimizer over all parameters to train.
             criterion: ``criterion(outputs, inputs)`` -> scalar; returned unchanged.
             dataloader: returned unchanged. One sample of its dataset shows how the model is called.
             lr_scheduler: made on ``optimizer``. The returned one does not advance at skipped steps.
@@ -123,8 +121,6 @@ class Booster(BoosterAdapters):
         """
         options = {"model_inputs": model_inputs, "loss_reduction": loss_reduction}
         given = {name: value for name, value in options.items() if value is not None}
-        if isinstance(optimizer, list | tuple):
-            optimizer = JoinedOptimizer(optimizer)
         parts = Boosted(model, optimizer, criterion, dataloader, lr_scheduler)
         parts = configure_with(self.plugin, parts, device=self._device, sample=sample, **given)
         self._runs.add(parts)
@@ -295,7 +291,10 @@ class Booster(BoosterAdapters):
 
         Its weights are those that the optimizer works on, in the dtype that they had before :meth:`boost`; gradients
         are forgotten. The optimizer that was given to ``boost`` (``optimizer.unwrap()``) works on the model's
-        parameters again, with its state; the boosted one is used no more. Nothing is communicated.
+        parameters again, with its state; the boosted one is used no more.
+
+        Collective: every rank of the world, if replicas divide the model or its optimizer (ZeRO), of which each gets
+        all; else nothing is communicated.
 
         Args:
             model: the boosted model, which every rank holds all of (``tp_size=1``, ``pp_size=1``).
@@ -304,7 +303,8 @@ class Booster(BoosterAdapters):
             The same model; it can be boosted again.
 
         Raises:
-            ConfigError: ranks hold parts of the model, or the script has replaced a ``forward`` or an attribute since.
+            ConfigError: ranks hold parts of the model by ``tp_size`` or ``pp_size``, the script has replaced a
+                ``forward`` or an attribute since, or state of parts of parameters cannot be put together.
         """
         if not isinstance(self.plugin, UnboostsModels):
             raise ConfigError(f"{type(self.plugin).__name__} cannot unboost models. Save the model and load it anew.")

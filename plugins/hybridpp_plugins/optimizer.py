@@ -1,9 +1,9 @@
 """The boosted optimizer: reduce, unscale, clip, step or skip."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,23 @@ from hybridpp_plugins.uninitialized import UninitializedWeights
 from hybridpp_plugins.wrapped_optimizer import WrappedOptimizer
 
 
+class GroupBefore(NamedTuple):
+    """The parameters of a group before boost.
+
+    Attributes:
+        names: in the model.
+        param_names: that the script gave them; empty: it gave none.
+    """
+
+    names: tuple[str, ...]
+    param_names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], names: Mapping[int, str]) -> "GroupBefore":
+        """Those of a group, given the names of the model's parameters, by ``id``."""
+        return cls(tuple(names[id(parameter)] for parameter in group["params"]), tuple(group.get("param_names", ())))
+
+
 class HybridOptimizer(WrappedOptimizer):
     """Any ``torch.optim`` optimizer, on the parameters that this rank owns or on their fp32 masters.
 
@@ -38,6 +55,7 @@ class HybridOptimizer(WrappedOptimizer):
         manual_calls: the script's calls of the model, if they are recorded.
         recompute_context: a context for the backward pass, in which activation checkpointing may run the forward again.
         target: the tensors that it updates.
+        groups_before: what its groups had before boost.
         norm: computes the gradient norm over all ranks.
         accumulated: the gradients.
         nonfinite_steps: skips or refuses steps with inf or NaN gradients.
@@ -66,6 +84,7 @@ class HybridOptimizer(WrappedOptimizer):
         self.recompute_context: Callable[[], AbstractContextManager[None]] = nullcontext
         self._reducer = reducer
         self.target = target
+        self.groups_before: Sequence[GroupBefore] = ()
         self.norm = norm
         self._max_norm = config.max_norm
         self._needs_norm = self._scales or config.max_norm > 0 or config.error_if_nonfinite is not None

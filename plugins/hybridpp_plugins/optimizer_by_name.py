@@ -11,7 +11,6 @@ from hybridpp.checkpoint.manifest import TensorEntry
 from hybridpp.checkpoint.plain_values import decode, encode
 from hybridpp.checkpoint.writer import Holding
 from hybridpp.errors import CheckpointError
-from hybridpp.optim import optimizer_name
 from hybridpp_plugins.rank_shares import RankShares
 
 # How steps are computed, which is the run's own choice and not what it computes.
@@ -39,7 +38,7 @@ class OptimizerByName:
     @property
     def kind(self) -> str:
         """The class of the optimizer."""
-        return optimizer_name(self._optimizer)
+        return type(self._optimizer).__name__
 
     @property
     def group_names(self) -> list[list[str]]:

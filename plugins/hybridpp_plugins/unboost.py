@@ -1,21 +1,30 @@
 """Give the plain model back, as before boost, with its trained weights."""
 
-import torch
+from collections.abc import Mapping
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from hybridpp.checkpoint import without_flat_weights
 from hybridpp.errors import ConfigError
 from hybridpp_plugins.engine import Engine
+from hybridpp_plugins.gather_update import CompleteUpdate, gather_update
 from hybridpp_plugins.wrap_optimizer import restore_optimizer
 
 
 def unboost(engine: Engine) -> None:
-    """Take everything off a boosted model that each rank holds completely; nothing is communicated.
+    """Take everything off a boosted model of which each rank has all layers.
 
     Weights have the values that the optimizer works on (the fp32 masters, rounded to the dtype before boost), on the
     device of boost. Gradients are forgotten. The optimizer that was given to boost works on the model's parameters
     again, with its state.
 
+    Collective: all replicas, if they divide weights or the optimizer among themselves; else nothing is communicated.
+
     Raises:
-        ConfigError: ranks hold parts of the model, or the script has replaced something that boost put there.
+        ConfigError: ranks hold parts of layers or some of them, or the script has replaced something that boost put
+            there.
     """
     grid, model = engine.layout.grid, engine.model
     if grid.tp_size > 1 or grid.pp_size > 1:
@@ -23,19 +32,37 @@ def unboost(engine: Engine) -> None:
             f"unboost needs the unsharded model on one rank: got tp_size={grid.tp_size}, pp_size={grid.pp_size}. Call "
             "booster.save_model, and load the folder into a new model."
         )
+    update = _update_of(engine)
+    with engine.weights.internal():
+        parameters = dict(model.named_parameters())
     if engine.weights.flat is not None:
-        raise ConfigError(
-            f"unboost needs the complete optimizer state on one rank: got zero_stage={engine.zero_stage} with "
-            f"{grid.dp_size} replicas, which divide it among themselves. Call booster.save_model, and load the folder "
-            "into a new model."
-        )
-    engine.adapter.check_removable()
-    engine.masters.copy_from_model()
-    parameters = dict(model.named_parameters())
+        _take_out(model, parameters, update.weights)
     if engine.optimizer is not None:
-        restore_optimizer(engine.optimizer.unwrap(), engine.masters, parameters)
+        restore_optimizer(engine.optimizer, parameters, update.state)
         engine.optimizer.release()
     engine.adapter.remove()
     with torch.no_grad():
-        for name, master in engine.masters.masters.items():
-            parameters[name].copy_(master)
+        for name, value in update.weights.items() if engine.weights.in_half else ():
+            parameters[name].copy_(value)
+
+
+def _update_of(engine: Engine) -> CompleteUpdate:
+    boosted = engine.optimizer
+    if engine.weights.flat is not None:
+        assert boosted is not None, "replicas divide what an optimizer updates"
+        return gather_update(engine, boosted)
+    engine.adapter.check_removable()
+    engine.masters.copy_from_model()
+    state: dict[str, dict[str, Any]] = {}
+    if boosted is not None:
+        held = boosted.unwrap().state
+        state = {name: held[tensor] for name, tensor in boosted.target.tensors.items() if tensor in held}
+    return CompleteUpdate({name: master.detach() for name, master in engine.masters.masters.items()}, state)
+
+
+def _take_out(model: nn.Module, parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+    """Let parameters that lie in buffers, or have no values, have memory of their own."""
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    with torch.no_grad(), without_flat_weights(recurrent):
+        for name, value in values.items():
+            parameters[name].data = value.to(parameters[name].dtype, copy=True)

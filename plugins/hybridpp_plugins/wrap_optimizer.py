@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -11,11 +12,11 @@ from hybridpp.config import Precision
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.optim import GlobalGradNorm, fuse_by_default
-from hybridpp.precision import MasterWeights, PartOf, torch_dtype
+from hybridpp.precision import PartOf, torch_dtype
 from hybridpp.tensor_parallel import ParameterSharding
 from hybridpp_plugins.apply_tp import counts_here, local_state, placements, share_replicated_gradients
 from hybridpp_plugins.layout import Layout
-from hybridpp_plugins.optimizer import HybridOptimizer
+from hybridpp_plugins.optimizer import GroupBefore, HybridOptimizer
 from hybridpp_plugins.optimizer_state import OptimizerStateOwner
 from hybridpp_plugins.settings import PluginSettings
 from hybridpp_plugins.trained_weights import TrainedWeights
@@ -44,6 +45,7 @@ def wrap_optimizer(
     model, target = adapter.model, weights.target()
     updated = {name: parameter for name, parameter in model.named_parameters() if name not in weights.parameters}
     updated |= target.tensors
+    before = [GroupBefore.of(group, names) for group in optimizer.param_groups]
     _repoint(optimizer, names, updated, weights, layout.tp.rank)
     unfuse = fuse_by_default(optimizer, _fuses_on(settings, weights))
     sharded = placements(model)
@@ -57,7 +59,7 @@ def wrap_optimizer(
     boosted = HybridOptimizer(
         optimizer, buckets, target, weights.masters, norm, settings.optimizer, settings.precision, owner
     )
-    boosted.on_release = unfuse
+    boosted.on_release, boosted.groups_before = unfuse, before
     return buckets, boosted
 
 
@@ -104,23 +106,29 @@ def _is_like(value: object, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
-def restore_optimizer(optimizer: Optimizer, masters: MasterWeights, parameters: Mapping[str, nn.Parameter]) -> None:
+def restore_optimizer(
+    boosted: HybridOptimizer, parameters: Mapping[str, nn.Parameter], state: Mapping[str, Mapping[str, Any]]
+) -> None:
     """Let an optimizer that was boosted work on the parameters of the unsharded model again, with its state.
 
     Args:
-        optimizer: the user's.
-        masters: fp32 masters that it worked on, if any.
+        boosted: the wrapper of the user's optimizer.
         parameters: of the model, by name.
+        state: by the parameter's name.
     """
-    originals = {id(master): parameters[name] for name, master in masters.masters.items()}
-    for group in optimizer.param_groups:
-        for target in group["params"]:
-            if id(target) in originals and target in optimizer.state:
-                original, state = originals[id(target)], optimizer.state.pop(target)
-                optimizer.state[original] = {
-                    key: value.to(original.device) if _is_like(value, target) else value for key, value in state.items()
-                }
-        group["params"] = [originals.get(id(target), target) for target in group["params"]]
+    optimizer, updated = boosted.unwrap(), boosted.target.tensors
+    for tensor in updated.values():
+        optimizer.state.pop(tensor, None)
+    for group, before in zip(optimizer.param_groups, boosted.groups_before, strict=True):
+        group["params"] = [parameters[name] for name in before.names]
+        if "param_names" in group:
+            group["param_names"] = list(before.param_names)
+        for name in (name for name in before.names if name in state):
+            parameter = parameters[name]
+            optimizer.state[parameter] = {
+                key: value.to(parameter.device) if _is_like(value, parameter) else value
+                for key, value in state[name].items()
+            }
 
 
 def _buckets(
