@@ -239,8 +239,9 @@ class Booster(BoosterAdapters):
     def generate(self, model: nn.Module, inputs: Any = None, **settings: Any) -> Any:
         """Generate text with a boosted model: the tokens that ``model.generate`` of the complete model would return.
 
-        Greedy search, sampling and beams are those of transformers; each token is one evaluation of the model on all
-        tokens so far (there is no cache of keys and values). With several replicas, each generates from its own inputs.
+        Greedy search, sampling and beams are those of transformers; each token is one evaluation of the model, on the
+        new token where each stage can keep the keys and values of its layers, else on all tokens so far. With several
+        replicas, each generates from its own inputs.
 
         Collective: every rank of the world; those of one replica with the same inputs and, to sample, the same state of
         torch's generator (``torch.manual_seed``).

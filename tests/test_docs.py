@@ -12,7 +12,7 @@ import hybridpp
 from hybridpp import Booster
 from hybridpp.cluster import Loopback
 
-SHARED, *EXAMPLES = blocks("docs/cutting.md", "python")
+SHARED, CUT, *EXAMPLES = blocks("docs/cutting.md", "python")
 PAGES = [str(page.relative_to(ROOT)) for folder in (".", "docs", "plugins") for page in (ROOT / folder).glob("*.md")]
 # The last block of the first of two stages.
 ENDS = ["vit.layers.1", "vit.layers.1", "vit.layers.0", "vit.layers.2", "layer1", "layer1", None]
@@ -42,6 +42,13 @@ def test_the_example_cuts_where_it_says(example, end):
         following = end[:-1] + str(int(end[-1]) + 1)
         assert found
         assert not any(part.startswith(following) for part in first)
+
+
+def test_a_cut_of_ones_own_model_is_described(capsys):
+    exec(SHARED + CUT, {})
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("0 ('head', 'layer1') 260 ")
+    assert last.startswith("1 ('layer2', 'fc') 323 ")
 
 
 def anchors(page):

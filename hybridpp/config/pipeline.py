@@ -133,6 +133,8 @@ class PipelineConfig(ConfigBase):
         _ = self.recomputation
         if self.schedule is None:
             object.__setattr__(self, "schedule", "interleaved" if chunks and chunks > 1 else "1f1b")
+        elif isinstance(self.schedule, type):  # one of torch's, which has a name here
+            object.__setattr__(self, "schedule", self.schedule.__name__)
 
     @property
     def dims_of_outputs(self) -> Any:

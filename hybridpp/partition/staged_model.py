@@ -13,6 +13,7 @@ from hybridpp.errors import PartitionError
 from hybridpp.module_adapter import AdapterLayer, Forward, ModuleAdapter
 from hybridpp.nn.torch_private import forward_hooks_of, forward_pre_hooks_of
 from hybridpp.partition.blocks import finest_units
+from hybridpp.partition.call_options import CallOptions, GrowingPlans
 from hybridpp.partition.calls import CallArguments
 from hybridpp.partition.compiled import forbid_compile, refuse_compiled
 from hybridpp.partition.drawing_code import ConditionalDraws
@@ -74,6 +75,7 @@ class StagedModel:
         owners: the stages that hold each parameter, by its name; the same on every rank.
         around_call: wraps the script's own calls of the complete model; None: they are not wrapped.
         gather: gathers the weights of units; None: they are always there.
+        options: of the model's calls, beside micro-batches; None: there are none.
 
     Raises:
         PartitionError: the model cannot be cut into ``num_stages``.
@@ -96,6 +98,8 @@ class StagedModel:
         self._device = device
         self._inputs = ModelInputs(device, staging.compute_dtype)
         self._plans = PlanCache()
+        self._growing_plans = GrowingPlans()
+        self.options: CallOptions | None = None
         self._placeholders = Placeholders(device)
         self._running = False
         self._watch: Watcher | None = None
@@ -172,12 +176,17 @@ class StagedModel:
         if self.num_stages == 1:
             return _UNCUT
         self._restore_attributes()
+        options = self.options
 
         def make() -> Plans:
             with self._entered():
-                arguments = self._inputs.prepare(args, kwargs)
-                return self._assignment.plans(self.stages, arguments, self._staging.boundary_sharding)
+                positional, named = self._inputs.prepare(args, kwargs)
+                if options is not None:
+                    named = {**named, **options.keywords(is_trace=True)}
+                return self._assignment.plans(self.stages, (positional, named), self._staging.boundary_sharding)
 
+        if options is not None:
+            return self._growing_plans.get(options, kwargs, make)
         return self._plans.get(args, kwargs, self.model.training, make)
 
     def _restore_attributes(self) -> None:
@@ -232,6 +241,8 @@ class StagedModel:
                 self._layer_listener.active(rng.before_layer),
             ):
                 args, kwargs = self._inputs.cast(args), self._inputs.cast(kwargs)
+                if self.options is not None:
+                    kwargs = {**kwargs, **self.options.keywords(is_trace=False)}
                 # A new context, so that context variables are reset when an exception leaves the forward.
                 result = copy_context().run(self.model, *args, **kwargs)
         except StageDone:
@@ -244,6 +255,8 @@ class StagedModel:
                 "the model caught the exception that leaves the forward. Do not catch BaseException in the model."
             )
         rng.finish(is_last=True)
+        if self.options is not None:
+            result = self.options.result(result)
         return [], result, self._context_of(plan, run, received, rng, key)
 
     def _context_of(
@@ -263,9 +276,28 @@ class StagedModel:
         return run_once(hooked, self._interceptor.hooks.is_observer, run.next_is_own, run.latest_is_own)
 
     @property
+    def is_sequence_parallel(self) -> bool:
+        """Whether blocks run on shards of the sequences."""
+        return bool(self._staging.sequence_blocks)
+
+    @property
+    def unit_stages(self) -> dict[str, set[int]]:
+        """The stages that call each unit, by its name."""
+        return self._assignment.callers or {unit: {0} for unit in self._interceptor.units}
+
+    @property
     def units(self) -> tuple[str, ...]:
         """Names of the units, on this stage and on others."""
         return self._interceptor.units
+
+    @contextmanager
+    def with_options(self, options: CallOptions | None) -> Iterator[None]:
+        """Inside, the model's calls get these options."""
+        self.options = options
+        try:
+            yield
+        finally:
+            self.options = None
 
     @contextmanager
     def watched(self, watch: Watcher) -> Iterator[None]:

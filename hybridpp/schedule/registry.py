@@ -124,8 +124,10 @@ _ENTRIES = (
 SCHEDULES: Mapping[str, ScheduleEntry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
 """Every named schedule."""
 
-# Other spellings of the names, without dashes; torch's class names are among them, without "Schedule".
+# Other spellings of the names, without dashes; class names of torch and PiPPy are among them, without "Schedule" and
+# "PipelineDriver".
 _ALIASES = {
+    "filldrain": "gpipe",
     "interleaved1f1b": "interleaved",
     "interleavedzerobubble": "interleaved-zb",
     "loopedbfs": "gpipe",
@@ -134,13 +136,13 @@ _ALIASES = {
 
 
 def find_schedule(name: str) -> ScheduleEntry:
-    """The schedule of a name, which may be torch's; case, dashes and underscores are ignored.
+    """The schedule of a name, which may be torch's or PiPPy's; case, dashes and underscores are ignored.
 
     Raises:
         ScheduleError: there is none.
     """
     plain = name.lower().replace("-", "").replace("_", "")
-    plain = plain.removeprefix("schedule")
+    plain = plain.removeprefix("schedule").removeprefix("pipelinedriver")
     wanted = _ALIASES.get(plain, plain)
     for entry in SCHEDULES.values():
         if wanted in (entry.name, entry.name.replace("-", "")):

@@ -42,6 +42,7 @@ from hybridpp_plugins.replica_loader import ReplicaDataLoader
 from hybridpp_plugins.run_resume import resume_run
 from hybridpp_plugins.run_saves import RunContents
 from hybridpp_plugins.settings import PluginSettings
+from hybridpp_plugins.stage_table import stage_table
 from hybridpp_plugins.timeline_recording import TimelineRecording
 from hybridpp_plugins.training_state import RunParts
 from hybridpp_plugins.unboost import unboost
@@ -158,6 +159,13 @@ class BoostedModels(
         around the forward, the outermost first, then hooks and attributes.
         """
         return self._engine(model).adapter.describe()
+
+    def describe_stages(self, model: nn.Module) -> str:
+        """A table of a boosted model's stages: where they run, their modules and parameters; the same on all ranks.
+
+        Nothing is communicated. ``hybridpp partition`` prints more, before a job starts.
+        """
+        return stage_table(self._engine(model))
 
     def unboost(self, model: nn.Module) -> None:
         """See :meth:`hybridpp.Booster.unboost`."""

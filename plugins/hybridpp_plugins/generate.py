@@ -1,6 +1,7 @@
 """Text from a boosted model: transformers' own ``generate``, whose calls of the model run through the stages."""
 
 import copy
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -27,17 +28,14 @@ def generate(engine: Engine, inputs: Any, settings: Mapping[str, Any]) -> Any:
     shell = _shell_of(model, steps)
     given = dict(inputs) if isinstance(inputs, Mapping) else {} if inputs is None else {"inputs": inputs}
     both = sorted(given.keys() & settings.keys())
-    if both or settings.get("use_cache"):
-        raise ConfigError(
-            f"generate got {both[0]} twice. Pass it once."
-            if both
-            else "generate keeps no cache of keys and values: got use_cache=True. Leave it out."
-        )
+    if both:
+        raise ConfigError(f"generate got {both[0]} twice. Pass it once.")
+    settings = {**settings, **steps.choose_cache(model, settings)}
     was_training = engine.model.training
     engine.model.eval()
     try:
         with torch.no_grad():
-            result = shell.generate(**given, **settings, use_cache=False)  # type: ignore[operator]  # of transformers
+            result = shell.generate(**given, **settings)  # type: ignore[operator]  # of transformers
             steps.finish()
     finally:
         engine.model.train(was_training)
@@ -54,6 +52,10 @@ def _generating(model: nn.Module) -> "PreTrainedModel":
     return base
 
 
+def _is_prompt(model: Any) -> bool:
+    return any(config.is_prompt_learning for config in model.peft_config.values())
+
+
 class _Steps:
     """Calls of the model, which all replicas make as often as the one that makes the most."""
 
@@ -61,17 +63,67 @@ class _Steps:
         self.device = engine.device
         self._engine = engine
         self._last: dict[str, Any] | None = None
+        self._takes_cache = False
+        self.cache: Any = None
+
+    def choose_cache(self, model: "PreTrainedModel", settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of ``generate`` with which it keeps a cache, or none.
+
+        Raises:
+            ConfigError: the script asks for a cache that this model cannot have, or brings one.
+        """
+        from hybridpp_plugins.key_value_cache import StageCache, why_no_cache  # noqa: PLC0415  # imports transformers
+
+        if settings.get("past_key_values") is not None or settings.get("cache_implementation") is not None:
+            raise ConfigError(
+                "generate keeps its own cache of keys and values, of each stage's layers. Leave past_key_values and "
+                "cache_implementation out."
+            )
+        names = inspect.signature(type(model).forward).parameters
+        self._takes_cache = "use_cache" in names
+        why = why_no_cache(model, settings) if "past_key_values" in names else "its forward takes none"
+        if why is None and self._engine.staged.is_sequence_parallel:
+            why = "enable_sequence_parallelism=True divides sequences"
+        if why is None and is_peft_model(self._engine.model) and _is_prompt(self._engine.model):
+            why = "its adapter extends the prompt"
+        wanted = settings.get("use_cache")
+        if wanted and why is not None:
+            raise ConfigError(
+                f"generate keeps no cache of keys and values of this {type(model).__name__}, because {why}: got "
+                "use_cache=True. Leave it out."
+            )
+        if why is not None or wanted is False:
+            return {"use_cache": False}
+        self.cache = StageCache()
+        return {"use_cache": True, "past_key_values": self.cache}
 
     def run(self, inputs: dict[str, Any]) -> Any:
         self._last = inputs
         self._are_any_left(True)
-        return self._engine.step(iter([inputs]), None, _ONCE)["outputs"]
+        num_new = next(inputs[name].shape[1] for name in ("input_ids", "inputs_embeds", *inputs) if name in inputs)
+        outputs = self._step(inputs, self.cache, num_new)
+        if self.cache is not None:
+            # What only says which tokens there are is as long as they; a replica that goes on alone sees the new ones.
+            total = self.cache.length + num_new
+            self._last = {
+                name: value[:, -num_new:] if value.dim() > 1 and value.shape[1] == total else value
+                for name, value in inputs.items()
+            }
+            self.cache.length = total
+        return outputs
+
+    def _step(self, inputs: dict[str, Any], cache: Any, num_new: int) -> Any:
+        from hybridpp_plugins.key_value_cache import CachedCalls, UncachedCalls  # noqa: PLC0415  # imports transformers
+
+        uncached = UncachedCalls() if self._takes_cache else None
+        with self._engine.staged.with_options(uncached if cache is None else CachedCalls(cache, num_new)):
+            return self._engine.step(iter([inputs]), None, _ONCE)["outputs"]
 
     def finish(self) -> None:
         """Take part in the calls of replicas that are not done yet."""
         while self._are_any_left(False):
             assert self._last is not None, "generate calls the model at least once"
-            self._engine.step(iter([self._last]), None, _ONCE)
+            self._step(self._last, None, 0)
 
     def _are_any_left(self, is_left: bool) -> bool:
         if self._engine.layout.dp.size == 1:
@@ -99,6 +151,7 @@ def _shell_of(model: "PreTrainedModel", steps: _Steps) -> nn.Module:
     encoder = _PassThrough((model.main_input_name, "inputs_embeds"))
 
     def forward(shell: Any, **inputs: Any) -> Any:
+        inputs.pop("past_key_values", None)
         encoded = inputs.pop("encoder_outputs", None)
         if encoded is not None:
             inputs[encoder.name] = encoded[0]

@@ -31,6 +31,7 @@ class OriginalModelInfo(NamedTuple):
 
     Attributes:
         names: the name of each parameter, by ``id``; the first name of a tied one.
+        sizes: the number of elements of each, by this name.
         aliases: the other names of tied parameters, each with the first name.
         dtypes: of every tensor in the state dict, by name.
         model_dtype: of the first floating-point parameter.
@@ -40,6 +41,7 @@ class OriginalModelInfo(NamedTuple):
     """
 
     names: dict[int, str]
+    sizes: dict[str, int]
     aliases: dict[str, str]
     dtypes: dict[str, torch.dtype]
     model_dtype: torch.dtype | None
@@ -58,6 +60,7 @@ class OriginalModelInfo(NamedTuple):
         state = {name: leaf for name, leaf in model.state_dict(keep_vars=True).items() if isinstance(leaf, Tensor)}
         return cls(
             names=names,
+            sizes={name: parameter.numel() for name, parameter in model.named_parameters()},
             aliases={alias: name for alias, name in all_names.items() if alias != name},
             dtypes={name: tensor.dtype for name, tensor in state.items()},
             model_dtype=next((p.dtype for p in model.parameters() if p.is_floating_point()), None),

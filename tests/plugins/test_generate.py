@@ -3,11 +3,19 @@
 import pytest
 import torch
 from support import boosted, sgd, tiny_vit
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from hybridpp import Booster
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.errors import ConfigError, DataError
+from hybridpp.partition import Tracer
 
 
 def llama():
@@ -15,6 +23,16 @@ def llama():
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     tokens = {"vocab_size": 32, "bos_token_id": 2, "eos_token_id": 5, "pad_token_id": 0}
     return LlamaForCausalLM(LlamaConfig(**sizes, **tokens, num_key_value_heads=2, initializer_range=0.5))
+
+
+def mistral():
+    """Layers that see the last three tokens only."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    tokens = {"vocab_size": 32, "bos_token_id": 2, "eos_token_id": 5, "pad_token_id": 0}
+    return MistralForCausalLM(
+        MistralConfig(**sizes, **tokens, num_key_value_heads=2, initializer_range=0.5, sliding_window=3)
+    )
 
 
 def t5():
@@ -32,7 +50,7 @@ def prompts(num_tokens=4, seed=0):
 
 def sample(make):
     batch = {name: value[:1] for name, value in prompts().items()}
-    return batch if make is llama else {**batch, "decoder_input_ids": torch.zeros(1, 1, dtype=torch.long)}
+    return batch if make is not t5 else {**batch, "decoder_input_ids": torch.zeros(1, 1, dtype=torch.long)}
 
 
 GREEDY, SAMPLED, BEAMS = {}, {"do_sample": True, "top_k": 8}, {"num_beams": 2}
@@ -44,6 +62,8 @@ GREEDY, SAMPLED, BEAMS = {}, {"do_sample": True, "top_k": 8}, {"num_beams": 2}
         (llama, {"pp_size": 2, "tp_size": 2}, GREEDY),
         (llama, {"pp_size": 2, "schedule": "zb-h1"}, SAMPLED),
         (llama, {"pp_size": 2}, BEAMS),
+        (llama, {"pp_size": 2}, {"use_cache": False}),
+        (mistral, {"pp_size": 2}, {"max_new_tokens": 7}),
         (t5, {"pp_size": 2}, BEAMS),
         (t5, {"pp_size": 2}, SAMPLED),
     ],
@@ -51,12 +71,13 @@ GREEDY, SAMPLED, BEAMS = {}, {"do_sample": True, "top_k": 8}, {"num_beams": 2}
 def test_tokens_are_those_of_one_process(make, layout, settings):
     model = make().eval()
     torch.manual_seed(7)
-    expected = model.generate(**prompts(), max_new_tokens=5, **settings)
+    settings = {"max_new_tokens": 5, **settings}
+    expected = model.generate(**prompts(), **settings)
 
     def run():
         booster, boosted_model, _ = boosted(make(), None, sample(make), **layout)
         torch.manual_seed(7)
-        found = booster.generate(boosted_model.train(), prompts(), max_new_tokens=5, **settings)
+        found = booster.generate(boosted_model.train(), prompts(), **settings)
         assert boosted_model.training
         return found
 
@@ -76,6 +97,34 @@ def test_replicas_generate_as_many_tokens_as_each_needs():
 
     for found, one in zip(Loopback(2).run(run), expected, strict=True):
         assert torch.equal(found, one)
+
+
+@pytest.mark.parametrize("use_cache", [None, False])
+def test_with_a_cache_a_call_has_new_tokens_only_and_is_traced_twice(use_cache, monkeypatch):
+    traced = []
+    monkeypatch.setattr(Tracer, "trace", _counted(Tracer.trace, traced))
+
+    def run():
+        model, widths = llama(), []
+        model.model.embed_tokens.register_forward_hook(lambda module, args, output: widths.append(args[0].shape[1]))
+        booster, model, _ = boosted(model, None, sample(llama), pp_size=2)
+        widths.clear()
+        traced.clear()
+        booster.generate(model, prompts(4), max_new_tokens=7, eos_token_id=[31], use_cache=use_cache)
+        return widths
+
+    first, _ = Loopback(2).run(run)
+    assert [width for width in first if width] == ([4, 5, 6, 7, 8, 9, 10] if use_cache is False else [4] + [1] * 6)
+    # By each of two ranks: the prompt, and two of the further tokens.
+    assert len(traced) == (14 if use_cache is False else 6)
+
+
+def _counted(trace, calls):
+    def count(self, *args, **kwargs):
+        calls.append(None)
+        return trace(self, *args, **kwargs)
+
+    return count
 
 
 def test_tokens_alone_or_nothing_may_be_given():
@@ -102,7 +151,13 @@ def test_what_cannot_be_generated_is_refused():
         booster.generate(model, torch.ones(1, 1))
     booster = Booster(device="cpu")
     model, *_ = booster.boost(llama())
-    with pytest.raises(ConfigError, match="keeps no cache of keys and values: got use_cache=True"):
-        booster.generate(model, prompts(), use_cache=True)
+    with pytest.raises(ConfigError, match="keeps its own cache of keys and values, of each stage's layers"):
+        booster.generate(model, prompts(), cache_implementation="static")
+    with_encoder = booster.boost(t5()).model
+    with pytest.raises(
+        ConfigError,
+        match="no cache of keys and values of this T5ForConditionalGeneration, because the model has an encoder: got",
+    ):
+        booster.generate(with_encoder, prompts(), use_cache=True)
     with pytest.raises(ConfigError, match="generate got input_ids twice"):
         booster.generate(model, prompts(), input_ids=prompts()["input_ids"])

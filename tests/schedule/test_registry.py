@@ -58,6 +58,9 @@ def test_the_placement_is_that_of_the_programs(name, num_ranks, num_chunks):
         ("interleaved_zb", "interleaved-zb"),
         ("InterleavedZeroBubble", "interleaved-zb"),
         ("LoopedBFS", "gpipe"),
+        ("PipelineDriverFillDrain", "gpipe"),
+        ("PipelineDriver1F1B", "1f1b"),
+        ("PipelineDriverInterleaved1F1B", "interleaved"),
     ],
 )
 def test_names_may_be_written_in_several_ways(written, name):

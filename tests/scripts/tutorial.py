@@ -1,6 +1,6 @@
 """The loop that users of such systems learn, with this library's imports; run under torchrun by a test.
 
-Names, settings and the order of calls are the tutorial's, tp_size=1 aside: a criterion, a plugin with fp16 and one
+Names, settings and the order of calls are the tutorial's: a criterion, a plugin with fp16 and one
 sample per micro-batch, a training function without zero_grad, a progress bar on the last stage.
 """
 
@@ -21,7 +21,7 @@ from hybridpp import (
 )
 
 SEED, LEARNING_RATE, WEIGHT_DECAY, NUM_EPOCH, WARMUP_RATIO = 42, 1e-3, 0.0, 6, 0.3
-TP_SIZE, PP_SIZE = 1, 2
+TP_SIZE, PP_SIZE = 2, 2
 
 disable_existing_loggers()
 launch_from_torch(config={}, seed=SEED)

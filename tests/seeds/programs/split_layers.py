@@ -1,96 +1,113 @@
-"""Layers that are attributes, cut into 3 stages: outputs on the first rank, then a model that returns its loss."""
+"""Layers that are attributes, cut into 3 stages: 64 micro-batches forward only, then a model that returns its loss.
+
+Lines, names, sizes and their order are those of the document; imports, and what they import, are changed.
+"""
 
 import torch
-from torch import nn
 from torch.distributed.pipelining import SplitPoint
 
 import hybridpp
 from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.partition import annotate_split_points
 
-ROWS, CHUNKS = 64, 64
 
-
-class Block(nn.Module):
+class MyNetworkBlock(torch.nn.Module):
     """A linear layer and its activation."""
 
     def __init__(self, in_dim, out_dim):
         super().__init__()
-        self.lin = nn.Linear(in_dim, out_dim)
+        self.lin = torch.nn.Linear(in_dim, out_dim)
 
     def forward(self, x):
-        return torch.relu(self.lin(x))
+        x = self.lin(x)
+        x = torch.relu(x)
+        return x
 
 
-class Layers(nn.Module):
+class MyNetwork(torch.nn.Module):
     """As many blocks as there are widths, found by name."""
 
     def __init__(self, in_dim, layer_dims):
         super().__init__()
-        torch.manual_seed(0)
+
+        prev_dim = in_dim
+        for i, dim in enumerate(layer_dims):
+            setattr(self, f"layer{i}", MyNetworkBlock(prev_dim, dim))
+            prev_dim = dim
+
         self.num_layers = len(layer_dims)
-        for number, (inputs, outputs) in enumerate(zip([in_dim, *layer_dims], layer_dims, strict=False)):
-            setattr(self, f"layer{number}", Block(inputs, outputs))
 
     def forward(self, x):
-        for number in range(self.num_layers):
-            x = getattr(self, f"layer{number}")(x)
+        for i in range(self.num_layers):
+            x = getattr(self, f"layer{i}")(x)
+
         return x
 
 
-class WithLoss(nn.Module):
-    """The model and its loss in one module."""
+class LossWrapper(torch.nn.Module):
+    """The document imports it."""
 
     def __init__(self, module, loss_fn):
         super().__init__()
         self.module, self.loss_fn = module, loss_fn
 
+
+class ModelLossWrapper(LossWrapper):
+    """The model with its loss in the forward."""
+
     def forward(self, x, target):
         return self.loss_fn(self.module(x), target)
-
-
-def make_model():
-    return Layers(8, [8, 16, 4])
-
-
-def with_loss():
-    return WithLoss(make_model(), nn.MSELoss(reduction="sum"))
-
-
-def data():
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(ROWS, 8, generator=generator), torch.randn(ROWS, 4, generator=generator)
 
 
 def the_loss(outputs, inputs):
     return outputs
 
 
-the_loss.reduction = "sum"
-
-
 def main():
     hybridpp.launch_from_torch()
-    booster = Booster(plugin=HybridParallelPlugin(pp_size=3, num_microbatches=CHUNKS, schedule="gpipe"), device="cpu")
-    x, target = data()
+    torch.manual_seed(0)
+    mn = MyNetwork(512, [512, 1024, 256])
+    reference = MyNetwork(512, [512, 1024, 256])
+    reference.load_state_dict(mn.state_dict())
+    x, target = torch.randn(512, 512), torch.randn(512, 256)
 
-    network = make_model()
-    annotate_split_points(network, {"layer0": SplitPoint.END, "layer1": SplitPoint.END})
-    network = booster.boost(network, sample=x[:1]).model
+    annotate_split_points(mn, {"layer0": SplitPoint.END, "layer1": SplitPoint.END})
+
+    booster = Booster(
+        plugin=HybridParallelPlugin(pp_size=3, num_microbatches=64, schedule="PipelineDriverFillDrain"), device="cpu"
+    )
+    pipe = booster.boost(mn, sample=x[:1]).model
+    printed = booster.plugin.describe_stages(pipe)
+
+    # Run the pipeline with input `x`. Divide the batch into 64 micro-batches
+    # and run them in parallel on the pipeline
     with torch.no_grad():
-        forward = booster.execute_pipeline(
-            iter([x]), network, return_loss=False, return_outputs=True, outputs_on="first"
-        )
+        output = booster.execute_pipeline(iter([x]), pipe, return_loss=False, return_outputs=True, outputs_on="first")[
+            "outputs"
+        ]
 
-    whole = with_loss()
-    annotate_split_points(whole, {"module.layer0": SplitPoint.END, "module.layer1": SplitPoint.END})
-    optimizer = torch.optim.SGD(whole.parameters(), lr=1e-3)
-    whole, optimizer, *_ = booster.boost(whole, optimizer, sample=(x[:1], target[:1]))
-    losses = []
-    for _ in range(2):
-        losses.append(booster.execute_pipeline(iter([(x, target)]), whole, the_loss, optimizer)["loss"].item())
-        optimizer.step()
-    return forward["outputs"], losses, {name for name, _ in whole.named_parameters()}
+    # Run the original code and get the output for comparison
+    reference_output = reference(x)
+
+    # Compare numerics of pipeline and original model
+    if output is not None:
+        torch.testing.assert_close(output, reference_output)
+
+    loss_wrapper = ModelLossWrapper(module=reference, loss_fn=torch.nn.MSELoss(reduction="sum"))
+    reference_output = loss_wrapper(x, target).detach()
+
+    annotate_split_points(loss_wrapper.module, {"layer0": SplitPoint.END, "layer1": SplitPoint.END})
+    optimizer = torch.optim.SGD(loss_wrapper.parameters(), lr=1e-6)
+    pipe, optimizer, *_ = booster.boost(loss_wrapper, optimizer, sample=(x[:1], target[:1]), loss_reduction="sum")
+
+    # note the additional `target` argument, as the module we're running is
+    # ModelLossWrapper
+    output = booster.execute_pipeline(iter([(x, target)]), pipe, the_loss, optimizer)["loss"]
+
+    # Compare numerics of pipeline and original model
+    torch.testing.assert_close(output, reference_output)
+    optimizer.step()
+    return printed, {name: weight.detach().clone() for name, weight in pipe.named_parameters()}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 import pytest
 
-from hybridpp.cli.cut_table import compact
+from hybridpp.nn.name_ranges import name_ranges
 
 
 @pytest.mark.parametrize(
@@ -20,4 +20,4 @@ from hybridpp.cli.cut_table import compact
     ],
 )
 def test_names_are_drawn_together(calls, text):
-    assert " ".join(compact(calls.split())) == text
+    assert " ".join(name_ranges(calls.split())) == text
