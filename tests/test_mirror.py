@@ -31,6 +31,7 @@ TESTED_THROUGH = {
     "hybridpp/checkpoint/run_contents.py": "tests/cli/test_checkpoint_formats.py",
     "hybridpp/checkpoint/single_file.py": "tests/checkpoint/test_folder.py",
     "hybridpp/checkpoint/staging_folder.py": "tests/checkpoint/test_folder.py",
+    "hybridpp/cli/cut_table.py": "tests/cli/test_partition.py",
     "hybridpp/cli/files.py": "tests/cli/test_schedule.py",
     "hybridpp/cli/memory_table.py": "tests/cli/test_partition.py",
     "hybridpp/cli/meta_model.py": "tests/cli/test_partition.py",
