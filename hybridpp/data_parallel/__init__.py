@@ -4,7 +4,7 @@ from hybridpp.data_parallel.bucket import GradientSharding, layout_of
 from hybridpp.data_parallel.buckets import GradientBuckets
 from hybridpp.data_parallel.buffer_broadcast import BufferBroadcast, buffers_to_send
 from hybridpp.data_parallel.flat_weights import FlatWeights, parts_of
-from hybridpp.data_parallel.iterable_dataset import ShardedIterableDataset
+from hybridpp.data_parallel.iterable_dataset import RepeatedSamples, ShardedIterableDataset
 from hybridpp.data_parallel.layout import ShardLayout
 from hybridpp.data_parallel.offload_share import offloaded_parameters
 from hybridpp.data_parallel.reducer import GradientReducer
@@ -24,6 +24,7 @@ __all__ = [
     "GradientSharding",
     "HybridReplicas",
     "PassStart",
+    "RepeatedSamples",
     "Replicas",
     "RunningStatistics",
     "SeededCollate",

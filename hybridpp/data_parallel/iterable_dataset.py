@@ -9,6 +9,10 @@ from torch.utils.data import IterableDataset
 from hybridpp.data_parallel.sampler import check_sizes, replica_slice
 
 
+class RepeatedSamples(list[Any]):
+    """Samples that only fill up a step, because other replicas have the last ones."""
+
+
 class ShardedIterableDataset(IterableDataset[Any]):
     """One replica's batches (lists of samples) of an iterable that every rank reads completely.
 
@@ -54,6 +58,7 @@ class ShardedIterableDataset(IterableDataset[Any]):
                 return
             first = [*first, *batch][: self.num_replicas]
             missing = max(0, self.num_replicas - len(batch))
-            yield replica_slice([*batch, *islice(cycle(first), missing)], self.num_replicas, self.replica)
+            own = replica_slice([*batch, *islice(cycle(first), missing)], self.num_replicas, self.replica)
+            yield RepeatedSamples(own) if len(batch) <= self.replica else own
             if len(batch) < size:
                 return

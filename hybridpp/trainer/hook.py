@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from hybridpp.errors import ConfigError
 from hybridpp.trainer.state import TrainerState
 
 
@@ -20,6 +21,7 @@ class Hook:
                 after_evaluation
             after_epoch
         after_fit
+        close                                    also after an exception
 
     Attributes:
         priority: hooks are called in ascending order of it, and in the order of the list where it is equal. Metrics
@@ -37,6 +39,12 @@ class Hook:
 
     def after_fit(self, trainer: TrainerState) -> None:
         """After the last epoch; not after an exception."""
+
+    def close(self) -> None:
+        """At the end of ``fit``, also after an exception or an interrupt: release what the hook holds.
+
+        It may not communicate: other ranks may not be there.
+        """
 
     def before_epoch(self, trainer: TrainerState) -> None:
         """Before the first step of an epoch, or of what is left of it."""
@@ -68,3 +76,14 @@ class Hook:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned."""
+
+
+def check_intervals(**intervals: Any) -> None:
+    """Refuse numbers of epochs or steps that are none.
+
+    Raises:
+        ConfigError: a number is no integer of at least 1.
+    """
+    for name, value in intervals.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} must be an integer of at least 1: got {name}={value!r}.")

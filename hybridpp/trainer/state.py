@@ -23,8 +23,8 @@ class TrainerState:
         result: of the last ``execute_pipeline``.
         hooks: in the order of their calls.
         metrics: latest value of each metric over all replicas, by name: ``"train/loss"``, ``"test/accuracy"``.
-        should_stop: set by a hook (on every rank) to end the run after this epoch, or after this step if it is set
-            during a step.
+        should_stop: set by a hook to end the run after this epoch, on any rank; or on every rank during a step, to end
+            it after this step.
     """
 
     batches: Batches
@@ -68,6 +68,12 @@ class TrainerState:
         own = [float(self.booster.plugin.holds_results), *numbers]
         rows = gather_numbers(current_world().control(), "in a metric of Trainer", own)
         return [sum(column) for column in zip(*(row[1:] for row in rows if row[0]), strict=True)]
+
+    def stops_on_any_rank(self) -> bool:
+        """Whether a hook set ``should_stop``, on whatever rank. Collective: every rank of the world."""
+        rows = gather_numbers(current_world().control(), "at the end of an epoch of Trainer", [float(self.should_stop)])
+        self.should_stop = any(row[0] for row in rows)
+        return self.should_stop
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the loop and its hooks, beside what ``booster.save`` writes."""

@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 
 from hybridpp.booster import Booster
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, DataError
 from hybridpp.pipeline import ReadAheadIterator
 from hybridpp.plugin import Boosted, Resumed
 from hybridpp.trainer.batches import Batches
-from hybridpp.trainer.hook import Hook
+from hybridpp.trainer.hook import Hook, check_intervals
 from hybridpp.trainer.hooks.loss import LossHook
 from hybridpp.trainer.hooks.lr_scheduler import LRSchedulerHook
 from hybridpp.trainer.hooks.progress import ProgressHook
@@ -82,32 +82,47 @@ class Trainer(TrainerState):
         self.hooks = self._with_defaults(hooks, display_progress)
         self.num_epochs, self.should_stop = epochs, False
         done = Resumed() if resume_from is None else self._resume(resume_from)
-        self._call("before_fit")
-        is_done = max_steps is not None and self.step >= max_steps
-        for self.epoch in range(done.epoch, done.epoch if is_done else epochs):
-            self._train_epoch(loader, done.batches if self.epoch == done.epoch else 0, max_steps)
-            is_last = self.epoch == epochs - 1 or self.should_stop or self.step == max_steps
-            if test_dataloader is not None and (is_last or (self.epoch + 1) % test_interval == 0):
-                self._evaluate(test_dataloader)
-            self._call("after_epoch")
-            if self.should_stop or self.step == max_steps:
-                break
-        self._call("after_fit")
+        with self._closing():
+            self._call("before_fit")
+            is_done = max_steps is not None and self.step >= max_steps
+            for self.epoch in range(done.epoch, done.epoch if is_done else epochs):
+                self._train_epoch(loader, done.batches if self.epoch == done.epoch else 0, max_steps)
+                is_last = self.epoch == epochs - 1 or self.should_stop or self.step == max_steps
+                if test_dataloader is not None and (is_last or (self.epoch + 1) % test_interval == 0):
+                    self._evaluate(test_dataloader)
+                self._call("after_epoch")
+                if self.stops_on_any_rank() or self.step == max_steps:
+                    break
+            self._call("after_fit")
+
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for hook in self.hooks:
+                hook.close()
 
     def evaluate(self, dataloader: Iterable[Any], hooks: Sequence[Hook] = ()) -> dict[str, float]:
         """The metrics of ``hooks``, and the loss if there is a criterion, over all replicas' batches.
 
         Collective: every rank of the world; the result is the same on all of them.
         """
+        self._check_hooks(hooks)
         before, self.hooks = self.hooks, self._with_defaults(hooks, display_progress=False)
+        # Those of other hooks are of another evaluation.
+        self.metrics = {name: value for name, value in self.metrics.items() if not name.startswith("test/")}
         try:
-            self._evaluate(dataloader)
+            with self._closing():
+                self._evaluate(dataloader)
         finally:
             self.hooks = before
         return {name: value for name, value in self.metrics.items() if name.startswith("test/")}
 
     def predict(self, dataloader: Iterable[Any], outputs_on: Literal["last", "first", "all"] = "last") -> list[Any]:
         """The model's outputs for each batch of this replica, in order; None on ranks that do not get them.
+
+        Where the replicas do not divide the samples, the last step of some only repeats one; it is left out.
 
         Collective: every rank of the world.
 
@@ -121,7 +136,8 @@ class Trainer(TrainerState):
             result = self.booster.execute_pipeline(
                 batches, self.model, return_loss=False, return_outputs=True, outputs_on=outputs_on
             )
-            outputs.append(result["outputs"])
+            if self.batches.num_samples:  # else they are there only to fill up the step
+                outputs.append(result["outputs"])
 
         with self._evaluating():
             self._for_each_batch(dataloader, step)
@@ -195,7 +211,10 @@ class Trainer(TrainerState):
                 if step(self.batches.iterator):
                     return
             except StopIteration:
-                return
+                self.batches.num_taken -= 1
+                break
+        if not self.batches.num_taken:  # as on every rank
+            raise DataError(f"the dataloader has no batch: got {type(loader).__name__}. Check its data and filters.")
 
     def _call(self, moment: str) -> None:
         for hook in self.hooks:
@@ -211,16 +230,17 @@ class Trainer(TrainerState):
             added.append(ProgressHook())
         return sorted([*added, *hooks], key=lambda hook: hook.priority)
 
+    def _check_hooks(self, hooks: Sequence[Hook]) -> None:
+        for hook in hooks:
+            if not isinstance(hook, Hook):
+                raise ConfigError(f"hooks must be instances of hybridpp.trainer.Hook: got {hook!r:.80}.")
+
     def _check(
         self, loader: Any, epochs: int, test_interval: int, max_steps: int | None, hooks: Sequence[Hook]
     ) -> None:
         counts = {"epochs": epochs, "test_interval": test_interval, "max_steps": 1 if max_steps is None else max_steps}
-        for name, value in counts.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be an integer of at least 1: got {name}={value!r}.")
-        for hook in hooks:
-            if not isinstance(hook, Hook):
-                raise ConfigError(f"hooks must be instances of hybridpp.trainer.Hook: got {hook!r:.80}.")
+        check_intervals(**counts)
+        self._check_hooks(hooks)
         missing = [name for name in ("optimizer", "criterion") if getattr(self, name) is None]
         if loader is None:
             missing.append("dataloader")

@@ -15,7 +15,7 @@ from hybridpp.data_parallel import (
     ShardedIterableDataset,
 )
 from hybridpp.errors import ConfigError, DataError
-from hybridpp_plugins.replica_loader import ReplicaDataLoader
+from hybridpp_plugins.replica_loader import MarkingCollate, ReplicaDataLoader
 
 # Options of DataLoader that select samples.
 _TAKEN = ("sampler", "batch_sampler", "generator")
@@ -116,7 +116,7 @@ class DataLoaderConfig:
             replica=self.replica,
             drop_last=self.drop_last,
         )
-        return self._made(stream, batch_size=None, collate_fn=self.collate_fn or default_collate)
+        return self._made(stream, batch_size=None, collate_fn=MarkingCollate(self.collate_fn or default_collate))
 
     def _made(self, dataset: Any, **more: Any) -> DataLoader[Any]:
         # Seeds the workers: equal on all ranks of a replica, different between replicas.

@@ -1,13 +1,13 @@
 """A dataloader that knows which samples the training loop took, and can go on after them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
 
-from hybridpp.data_parallel import PassStart, ShardedBatchSampler, ShardedIterableDataset
+from hybridpp.data_parallel import PassStart, RepeatedSamples, ShardedBatchSampler, ShardedIterableDataset
 from hybridpp.errors import CheckpointError
 from hybridpp.pipeline import ReadAheadIterator
 
@@ -49,6 +49,27 @@ class _CountingIterator(ReadAheadIterator):
         self._taken.num_batches += 1
 
 
+class _RepeatedBatch(NamedTuple):
+    """A batch of samples that only fill up a step."""
+
+    batch: Any
+
+
+class MarkingCollate:
+    """A ``collate_fn`` that marks batches of samples that only fill up a step, also in a worker.
+
+    Args:
+        collate: the dataloader's own.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]):
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        batch = self._collate(samples)
+        return _RepeatedBatch(batch) if isinstance(samples, RepeatedSamples) else batch
+
+
 class ReplicaDataLoader(DataLoader[Any]):
     """A ``DataLoader`` whose iterators can read a batch ahead, so that all ranks can check it in time.
 
@@ -69,6 +90,7 @@ class ReplicaDataLoader(DataLoader[Any]):
         # Of a stream, whose passes begin when their iterators are made.
         self._stream_pass, self._next_pass = PassStart(0, 0), PassStart(0, 0)
         self._passes_before = 0
+        self._repeated: set[int] = set()
 
     def __iter__(self) -> Any:
         self._num_iterators += 1
@@ -78,7 +100,9 @@ class ReplicaDataLoader(DataLoader[Any]):
         if self._stream is not None:
             self._stream.num_skipped = self._stream_pass.num_samples
         self._taken = _Taken()
-        iterator = _CountingIterator(super().__iter__(), self._taken)
+        self._repeated = set()
+        batches = super().__iter__()
+        iterator = _CountingIterator(batches if self._stream is None else self._unmarked(batches), self._taken)
         if self._stream is not None:  # a worker has a copy
             self._stream.num_skipped = 0
         return iterator
@@ -90,7 +114,15 @@ class ReplicaDataLoader(DataLoader[Any]):
 
     def repeats(self, step: int) -> bool:
         """Whether this replica's batch of a step of the last iterator holds only a sample that fills up the step."""
-        return self._sampler is not None and self._sampler.repeats(step)
+        return step in self._repeated if self._sampler is None else self._sampler.repeats(step)
+
+    def _unmarked(self, batches: Iterator[Any]) -> Iterator[Any]:
+        repeated = self._repeated  # of this pass
+        for number, batch in enumerate(batches):
+            if isinstance(batch, _RepeatedBatch):
+                repeated.add(number)
+                batch = batch.batch
+            yield batch
 
     def position(self) -> DataPosition:
         """What the loop has taken. Call it between steps; nothing is communicated."""

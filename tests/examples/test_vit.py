@@ -12,8 +12,10 @@ from processes import run_ranks, run_script
 from sklearn.datasets import load_digits
 from support import ROOT
 
-from hybridpp import DistCoordinator
+from hybridpp import Booster, DistCoordinator, HybridAdam
 from hybridpp.cluster import set_seed
+from hybridpp.optim import CosineAnnealingWarmupLR
+from hybridpp.trainer import Trainer
 
 SCRIPT = ROOT / "examples/vit/train.py"
 
@@ -143,6 +145,46 @@ def test_it_trains_with_every_preset_by_name(monkeypatch, tmp_path):
         assert f"Layout: tp=1 x pp=1 x dp=2, {how}\n" in printed[name]
         assert re.search(r"Epoch \[1\]: held-out accuracy", printed[name])
         assert "by plain transformers:" in printed[name]
+
+
+def _by_loop_and_by_trainer(folder):
+    """The losses of every step of the script's own loop, and of the Trainer on the same parts."""
+    script, options = importlib.import_module("train"), importlib.import_module("options")
+    flags = ("--epochs", "1", "--max-samples", "60", "--batch-size", "15", "--num-microbatches", "2")
+    args, losses = options.parse_args([*flags, "--output", str(folder)]), []
+    execute = Booster.execute_pipeline
+
+    def noted(self, data_iter, model, criterion=None, optimizer=None, *more, **options):
+        result = execute(self, data_iter, model, criterion, optimizer, *more, **options)
+        if optimizer is not None:
+            losses.append(result["loss"].item())
+        return result
+
+    Booster.execute_pipeline = noted
+    set_seed(42)
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        script.train(args, DistCoordinator())
+    by_loop = losses.copy()
+    losses.clear()
+    set_seed(42)
+    splits = script.load_splits(args.dataset, args.max_samples)
+    model, processor = script.build_model(args.model, splits.label_names)
+    train_set, _ = splits.with_processor(processor)
+    plugin = script.make_plugin(args, 2)
+    loader = plugin.prepare_dataloader(train_set, batch_size=args.batch_size, shuffle=True, seed=args.seed)
+    optimizer = HybridAdam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+    steps = args.epochs * len(loader)
+    schedule = CosineAnnealingWarmupLR(optimizer, total_steps=steps, warmup_steps=int(args.warmup_ratio * steps))
+    booster = Booster(plugin=plugin)
+    Trainer(booster, booster.boost(model, optimizer, script.model_loss, loader, schedule)).fit(epochs=args.epochs)
+    return by_loop, losses
+
+
+def test_the_trainers_loss_curve_is_that_of_the_loop(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    for by_loop, by_trainer in run_ranks(partial(_by_loop_and_by_trainer, tmp_path), 2):
+        assert len(by_loop) == 4
+        assert by_trainer == by_loop
 
 
 @pytest.mark.parametrize(

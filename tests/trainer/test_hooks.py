@@ -5,10 +5,11 @@ import re
 import struct
 
 import pytest
+import torch
 from tensorboardX.proto.event_pb2 import Event
 from trainer_job import job, on_ranks
 
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, DataError
 from hybridpp.trainer import Hook, Trainer
 from hybridpp.trainer.hooks import (
     AccuracyHook,
@@ -16,6 +17,7 @@ from hybridpp.trainer.hooks import (
     LogMetricByEpochHook,
     LogMetricByStepHook,
     LogTimingByEpochHook,
+    LRSchedulerHook,
     SaveCheckpointHook,
     TrackerHook,
 )
@@ -121,6 +123,36 @@ def test_early_stopping_counts_evaluations_and_refuses_unknown_metrics():
         EarlyStoppingHook(mode="lowest")
     with pytest.raises(ConfigError, match="patience must be an integer of at least 1"):
         EarlyStoppingHook(patience=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: LogMetricByStepHook(interval=0), "interval must be an integer of at least 1: got interval=0"),
+        (lambda: LogMetricByEpochHook(interval=True), "interval must be an integer of at least 1: got interval=True"),
+        (lambda: TrackerHook(interval=1.5), "interval must be an integer of at least 1: got interval=1.5"),
+        (lambda: TrackerHook(3), r"tracker is a name or an object of a subclass of .*GeneralTracker: got 3"),
+        (lambda: LRSchedulerHook(metric="test/loss"), "got metric='test/loss'. Pass by_epoch=True, too"),
+    ],
+)
+def test_settings_of_hooks_that_are_wrong_are_refused(make, text):
+    with pytest.raises(ConfigError, match=text):
+        make()
+
+
+def test_a_schedule_that_cannot_step_is_refused_before_the_first_step():
+    booster, parts, _ = job()
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(parts.optimizer)
+    for scheduler, hooks, text in (
+        (plateau, [], r"ReduceLROnPlateau steps by a metric. Add LRSchedulerHook\(by_epoch=True, metric='test/loss'\)"),
+        (None, [LRSchedulerHook()], "LRSchedulerHook needs a learning-rate schedule: got None"),
+    ):
+        trainer = Trainer(booster, parts._replace(lr_scheduler=scheduler))
+        with pytest.raises(ConfigError, match=text):
+            trainer.fit(hooks=hooks)
+        assert trainer.step == 0
+    with pytest.raises(DataError, match=r"the function of AccuracyHook returns two numbers, \(right, all\): got int"):
+        fit([AccuracyHook(lambda outputs, batch: 1)], epochs=1)
 
 
 def test_checkpoints_come_at_their_interval_and_at_the_end(tmp_path):

@@ -97,6 +97,83 @@ def test_metrics_count_each_sample_once(layout):
         }
 
 
+def test_streams_and_predictions_leave_out_what_only_fills_up_a_step():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(samples(7))
+
+    def run(**settings):
+        booster, parts, loader = job(**settings)
+        trainer = Trainer(booster, parts)
+        streamed = booster.plugin.prepare_dataloader(Stream(), batch_size=2)
+        found = [trainer.evaluate(one, [AccuracyHook()]) for one in (loader, streamed)]
+        assert found[0] == found[1]
+        outputs = [trainer.predict(one) for one in (loader, streamed)]
+        assert [len(one) for one in outputs[0]] == [len(one) for one in outputs[1]]
+        return sum(len(one) for one in outputs[0])
+
+    assert sum(on_ranks(run, dp_size=3)) == 7
+
+
+def test_an_evaluation_returns_its_own_metrics_only():
+    booster, parts, loader = job()
+    trainer = Trainer(booster, parts)
+    assert set(trainer.evaluate(loader, [AccuracyHook()])) == {"test/loss", "test/accuracy"}
+    assert set(trainer.evaluate(loader)) == {"test/loss"}
+    without = Trainer(booster, parts._replace(criterion=None))
+    assert set(without.evaluate(loader, [AccuracyHook()])) == {"test/accuracy"}
+    with pytest.raises(ConfigError, match=r"hooks must be instances of hybridpp\.trainer\.Hook: got <class"):
+        trainer.evaluate(loader, [AccuracyHook])
+
+
+def test_a_dataloader_without_batches_is_refused_on_every_rank():
+    def run(**settings):
+        booster, parts, _ = job(**settings)
+        trainer = Trainer(booster, parts)
+        for call in (trainer.fit, trainer.evaluate, trainer.predict):
+            with pytest.raises(DataError, match=r"the dataloader has no batch: got list\. Check its data and filters"):
+                call([])
+
+    on_ranks(run, pp_size=2)
+
+
+def test_an_interrupted_run_closes_its_hooks_and_can_go_on():
+    class Stop(Hook):
+        closed = 0
+
+        def after_step(self, trainer):
+            if trainer.step == 2:
+                raise KeyboardInterrupt
+
+        def close(self):
+            self.closed += 1
+
+    def run(**settings):
+        booster, parts, _ = job(**settings)
+        trainer, hook = Trainer(booster, parts), Stop()
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(hooks=[hook], display_progress=True)
+        assert hook.closed == 1
+        trainer.fit(hooks=[], display_progress=True)
+        return trainer.step
+
+    assert on_ranks(run, pp_size=2) == [7, 7]
+
+
+def test_a_run_ends_on_all_ranks_when_a_hook_of_one_ends_it():
+    class Stop(Hook):
+        def after_epoch(self, trainer):
+            trainer.should_stop = trainer.epoch == 1 and trainer.coordinator.rank == 1
+
+    def run(**settings):
+        booster, parts, _ = job(count=4, **settings)
+        trainer = Trainer(booster, parts)
+        trainer.fit(epochs=5, hooks=[Stop()])
+        return trainer.epoch
+
+    assert on_ranks(run, dp_size=2) == [1, 1]
+
+
 @pytest.mark.parametrize("where", ["last", "all"])
 def test_predictions_are_those_of_the_model(where):
     def run(**settings):

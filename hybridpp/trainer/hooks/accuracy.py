@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from hybridpp.errors import DataError
 from hybridpp.trainer.accuracy import Accuracy
 from hybridpp.trainer.hooks.mean import MeanHook
 from hybridpp.trainer.state import TrainerState
@@ -41,4 +42,9 @@ class AccuracyHook(MeanHook):
     def _add(self, trainer: TrainerState, *, training: bool) -> None:
         outputs = trainer.result["outputs"]
         if outputs is not None and trainer.batches.num_samples:
-            self.add(*self._accuracy(outputs, trainer.batches.batch), training=training)
+            found = self._accuracy(outputs, trainer.batches.batch)
+            if not isinstance(found, tuple | list) or len(found) != 2:
+                raise DataError(
+                    f"the function of AccuracyHook returns two numbers, (right, all): got {type(found).__name__}."
+                )
+            self.add(*found, training=training)

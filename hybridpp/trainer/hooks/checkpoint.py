@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from hybridpp.errors import ConfigError
-from hybridpp.trainer.hook import Hook
+from hybridpp.trainer.hook import Hook, check_intervals
 from hybridpp.trainer.state import TrainerState
 
 
@@ -32,9 +31,7 @@ class SaveCheckpointHook(Hook):
         keep_last: int | None = None,
         asynchronous: bool = False,
     ):
-        for name, value in {"interval": interval, "steps": 1 if steps is None else steps}.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be an integer of at least 1: got {name}={value!r}.")
+        check_intervals(interval=interval, steps=1 if steps is None else steps)
         self._path, self._interval, self._steps = path, interval, steps
         self._keep_last, self._asynchronous = keep_last, asynchronous
         self._is_due = False

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from hybridpp.errors import ConfigError
-from hybridpp.trainer.hook import Hook
+from hybridpp.trainer.hook import Hook, check_intervals
 from hybridpp.trainer.state import TrainerState
 
 
@@ -32,8 +32,7 @@ class EarlyStoppingHook(Hook):
     ):
         if mode not in ("min", "max"):
             raise ConfigError(f"mode is one of min, max: got {mode!r}.")
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-            raise ConfigError(f"patience must be an integer of at least 1: got patience={patience!r}.")
+        check_intervals(patience=patience)
         self.best: float | None = None
         self._metric, self._patience, self._sign, self._min_delta = (
             metric,

@@ -4,7 +4,7 @@ from logging import Logger
 from typing import Any
 
 from hybridpp.cluster import get_dist_logger
-from hybridpp.trainer.hook import Hook
+from hybridpp.trainer.hook import Hook, check_intervals
 from hybridpp.trainer.state import TrainerState
 
 
@@ -38,6 +38,7 @@ class LogMetricByEpochHook(LogWriter):
 
     def __init__(self, logger: Any = None, interval: int = 1):
         super().__init__(logger)
+        check_intervals(interval=interval)
         self._interval = interval
 
     def after_epoch(self, trainer: TrainerState) -> None:
@@ -56,6 +57,7 @@ class LogMetricByStepHook(LogWriter):
 
     def __init__(self, logger: Any = None, interval: int = 1):
         super().__init__(logger)
+        check_intervals(interval=interval)
         self._interval = interval
 
     def after_step(self, trainer: TrainerState) -> None:

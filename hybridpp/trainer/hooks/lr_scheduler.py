@@ -2,6 +2,9 @@
 
 from typing import Any
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from hybridpp.errors import ConfigError
 from hybridpp.trainer.hook import Hook
 from hybridpp.trainer.state import TrainerState
 
@@ -18,7 +21,21 @@ class LRSchedulerHook(Hook):
     priority = 1
 
     def __init__(self, lr_scheduler: Any = None, by_epoch: bool = False, metric: str | None = None):
+        if metric is not None and not by_epoch:
+            raise ConfigError(f"a metric is known after an epoch: got metric={metric!r}. Pass by_epoch=True, too.")
         self._lr_scheduler, self._by_epoch, self._metric = lr_scheduler, by_epoch, metric
+
+    def before_fit(self, trainer: TrainerState) -> None:
+        scheduler = self._of(trainer)
+        if not callable(getattr(scheduler, "step", None)):
+            raise ConfigError(
+                f"LRSchedulerHook needs a learning-rate schedule: got {scheduler!r}. Pass one to booster.boost."
+            )
+        plain = scheduler.unwrap() if hasattr(scheduler, "unwrap") else scheduler
+        if isinstance(plain, ReduceLROnPlateau) and self._metric is None:
+            raise ConfigError(
+                "ReduceLROnPlateau steps by a metric. Add LRSchedulerHook(by_epoch=True, metric='test/loss') to hooks."
+            )
 
     def after_step(self, trainer: TrainerState) -> None:
         if not self._by_epoch:

@@ -31,12 +31,12 @@ class ProgressHook(Hook):
         self._bar.update()
 
     def before_evaluation(self, trainer: TrainerState) -> None:
-        self._close()
+        self.close()
 
     def after_epoch(self, trainer: TrainerState) -> None:
-        self._close()
+        self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -10,7 +10,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from hybridpp.cluster import current_world
 from hybridpp.errors import ConfigError
-from hybridpp.trainer.hook import Hook
+from hybridpp.trainer.hook import Hook, check_intervals
 from hybridpp.trainer.state import TrainerState
 
 
@@ -42,6 +42,11 @@ class TrackerHook(Hook):
         config: Mapping[str, Any] | None = None,
         **options: Any,
     ):
+        check_intervals(interval=interval)
+        if not isinstance(tracker, str) and not callable(getattr(tracker, "log", None)):
+            raise ConfigError(
+                f"tracker is a name or an object of a subclass of accelerate.tracking.GeneralTracker: got {tracker!r}."
+            )
         self._run_name, self._logging_dir, self._interval = run_name, logging_dir, interval
         self._config, self._options = config, options
         self._class = _tracker_class(tracker) if isinstance(tracker, str) else None
@@ -70,7 +75,7 @@ class TrackerHook(Hook):
         if self._tracker is not None:
             self._tracker.log({**trainer.metrics, "epoch": trainer.epoch + 1}, trainer.step)
 
-    def after_fit(self, trainer: TrainerState) -> None:
+    def close(self) -> None:
         if self._tracker is not None:
             self._tracker.finish()
             self._tracker = None
