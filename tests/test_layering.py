@@ -34,6 +34,7 @@ ROWS = {
     "hybridpp.checkpoint": 4,
     "hybridpp.pipeline": 4,
     "hybridpp.plan_search": 5,
+    "hybridpp.estimate": 5,
     "hybridpp.plugin": 5,
     "hybridpp.tp_preview": 5,
     "hybridpp.registry": 5,

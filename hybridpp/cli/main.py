@@ -29,6 +29,7 @@ class _Entry(NamedTuple):
 # A module is imported when its command is chosen, so `hybridpp --help` needs no torch.
 _COMMANDS = {
     "checkpoint": _Entry("hybridpp.cli.checkpoint", "list, verify, show and convert checkpoints of runs"),
+    "estimate": _Entry("hybridpp.cli.estimate", "estimate the memory of every rank and the time of a step"),
     "partition": _Entry("hybridpp.cli.partition", "show how a model would be cut into pipeline stages"),
     "schedule": _Entry("hybridpp.cli.schedule", "print, draw, check and compare pipeline schedules"),
     "simulate": _Entry("hybridpp.cli.simulate", "simulate the time of a step from the costs of its stages"),

@@ -61,6 +61,8 @@ __all__ = [
     "GLOBAL_STEP_PRE_HOOKS",
     "GROUPED_MM",
     "PARAMETERS",
+    "READ_SCALAR",
+    "UNDECLARED_VIEWS",
     "VERSION",
     "BatchNorm",
     "ConvNd",
@@ -110,12 +112,14 @@ __all__ = [
     "make_wrapper_subclass",
     "nccl_options",
     "parameters_of",
+    "place_of",
     "pop_function_mode",
     "push_function_mode",
     "pytree",
     "register_hooks_again",
     "remake_flat_weights",
     "saved_tensor_hooks",
+    "schema_of",
     "step_pre_hooks_of",
     "storage_id",
     "takes_kwargs",
@@ -185,6 +189,17 @@ ATTENTION_OPS = (
     torch.ops.aten._scaled_dot_product_cudnn_attention,
 )
 GROUPED_MM = torch.ops.aten._grouped_mm
+# Operators whose results share memory with their argument, which their schema does not say.
+UNDECLARED_VIEWS = frozenset(
+    {
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten._reshape_alias.default,
+        torch.ops.aten.lift_fresh.default,
+        torch.ops.aten.lift.default,
+    }
+)
+READ_SCALAR = torch.ops.aten._local_scalar_dense.default
+schema_of: Callable[[OpOverload], Any] = attrgetter("_schema")
 
 
 def is_composite(operator: OpOverload) -> bool:
@@ -220,6 +235,11 @@ FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 def storage_id(tensor: Tensor) -> int:
     """The same for tensors that share memory, as long as one of them is alive."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def place_of(storage: torch.UntypedStorage) -> int:
+    """The same as :func:`storage_id` of a tensor in this storage."""
+    return int(storage._cdata)
 
 
 def version_or_none(tensor: Tensor) -> int | None:

@@ -9,10 +9,19 @@ from hybridpp.partition.compile_blocks import compile_blocks
 from hybridpp.partition.compiled import compiled_parts, has_compiled_forward
 from hybridpp.partition.concrete_fallback import UntraceableUnitError
 from hybridpp.partition.containers import is_cache
-from hybridpp.partition.describe import StageSummary, describe_cut, shared_parameters
+from hybridpp.partition.describe import (
+    StageSummary,
+    TracedModel,
+    describe_cut,
+    shared_parameters,
+    stages_of,
+    trace_model,
+)
+from hybridpp.partition.flops import FlopCounter
 from hybridpp.partition.memory import MemoryBudget, StateBytes, TrainingStateSpec
-from hybridpp.partition.plan import BoundarySharding, CutPoint, StagePlan
+from hybridpp.partition.plan import BoundarySharding, CutPoint, StagePlan, owners, stage_plan
 from hybridpp.partition.prune import parameter_names
+from hybridpp.partition.recompute import blocks_by_stage, recomputed_blocks
 from hybridpp.partition.samples import make_samples
 from hybridpp.partition.staged_model import StagedModel
 from hybridpp.partition.staging_options import StagingOptions
@@ -24,6 +33,7 @@ __all__ = [
     "CallArguments",
     "CommonTraces",
     "CutPoint",
+    "FlopCounter",
     "MemoryBudget",
     "ModuleUnits",
     "StagePlan",
@@ -33,6 +43,7 @@ __all__ = [
     "StateBytes",
     "TensorSpec",
     "Trace",
+    "TracedModel",
     "Tracer",
     "TrainingStateSpec",
     "UnitCall",
@@ -40,6 +51,7 @@ __all__ = [
     "UntraceableUnitError",
     "annotate_split_points",
     "block_calls",
+    "blocks_by_stage",
     "compile_blocks",
     "compiled_parts",
     "describe_cut",
@@ -48,7 +60,12 @@ __all__ = [
     "has_compiled_forward",
     "is_cache",
     "make_samples",
+    "owners",
     "parameter_names",
+    "recomputed_blocks",
     "set_execution_sequence",
     "shared_parameters",
+    "stage_plan",
+    "stages_of",
+    "trace_model",
 ]

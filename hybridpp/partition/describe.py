@@ -1,8 +1,9 @@
 """What each stage of a cut would hold, compute and send, without allocating memory."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -99,21 +100,75 @@ def _cut(
     dtypes: Mapping[int, torch.dtype],
     held: MemoryBudget | None,
 ) -> tuple[Trace, tuple[int, ...]]:
+    traced = trace_model(model, num_stages, sample, config, dtypes)
+
+    def seconds() -> list[float]:
+        assert traced.interceptor is not None
+        return measure_seconds(model, traced.interceptor, sample, torch.device("cpu"), dtypes)
+
+    return traced.trace, stages_of(model, traced, num_stages, config, held, seconds)
+
+
+class TracedModel(NamedTuple):
+    """A model's units, and their calls in one forward.
+
+    Attributes:
+        trace: of the forward, with FLOPs.
+        blocks: the units that a balanced cut may follow.
+        units: all units.
+        interceptor: of the units; None: it is gone.
+    """
+
+    trace: Trace
+    blocks: tuple[str, ...]
+    units: tuple[str, ...]
+    interceptor: Interceptor | None = None
+
+
+def trace_model(
+    model: nn.Module,
+    num_stages: int,
+    sample: CallArguments,
+    config: PartitionConfig | None = None,
+    dtypes: Mapping[int, torch.dtype] | None = None,
+) -> TracedModel:
+    """Trace a model as a cut into stages needs it; the caller restores the model's modules.
+
+    Args:
+        model, num_stages, sample, config, dtypes: as of :func:`describe_cut`.
+    """
     cpu = torch.device("cpu")
-    named = named_blocks(model, config)
+    named = named_blocks(model, config or PartitionConfig())
     adapter = ModuleAdapter(model)
     finest = Interceptor(adapter, AdapterLayer.UNIT_RNG, finest_units(model))
     found = find_traced_units(
-        adapter, num_stages, sample, finest, named=named, device=cpu, dtypes=dtypes, count_flops=True
+        adapter, num_stages, sample, finest, named=named, device=cpu, dtypes=dtypes or {}, count_flops=True
     )
-    trace = found.trace
+    return TracedModel(found.trace, found.units.blocks, found.units.units, found.interceptor)
 
-    def seconds() -> list[float]:
-        return measure_seconds(model, found.interceptor, sample, cpu, dtypes)
 
-    costs = unit_costs(model, trace, config.balance, seconds)
-    cut = choose_cut(model, trace, found.units.blocks, num_stages, config, CutCriteria(costs, held))
-    return trace, assign_stages(trace, cut)
+def stages_of(
+    model: nn.Module,
+    traced: TracedModel,
+    num_stages: int,
+    config: PartitionConfig | None = None,
+    held: MemoryBudget | None = None,
+    seconds: Callable[[], Sequence[float]] = list,
+) -> tuple[int, ...]:
+    """The stage of each call of a traced model.
+
+    Args:
+        model, num_stages, config, held: as of :func:`describe_cut`.
+        traced: of the model, for as many stages.
+        seconds: measures the calls, for ``balance="time"``.
+
+    Raises:
+        PartitionError: the model cannot be cut as requested.
+    """
+    config = config or PartitionConfig()
+    costs = unit_costs(model, traced.trace, config.balance, seconds)
+    cut = choose_cut(model, traced.trace, traced.blocks, num_stages, config, CutCriteria(costs, held))
+    return assign_stages(traced.trace, cut)
 
 
 def shared_parameters(stages: Sequence[StageSummary]) -> dict[str, tuple[int, ...]]:

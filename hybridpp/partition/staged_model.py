@@ -122,6 +122,8 @@ class StagedModel:
             self._assignment = one_stage(adapter, staging)
         # Refused before parameters are freed, so that boost can be called again.
         recomputed = recomputed_blocks(staging.recomputation, self._assignment.blocks, staging.sequence_blocks)
+        if staging.recomputed is not None:
+            recomputed = (staging.recomputed,)
         if num_stages > 1:
             self._visibility = self._assignment.prune(adapter, self.stages, device, staging.dtypes)
         self.owners = self._assignment.owners

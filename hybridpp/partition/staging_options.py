@@ -23,6 +23,7 @@ class StagingOptions:
         partition: where to cut.
         recomputation: which blocks are recomputed in the backward pass; None: none.
         broadcast: gives every rank of the pipeline the first rank's numbers (for ``balance="time"``).
+        recomputed: names of these blocks, on the one stage of a model that is not cut; None: as ``recomputation`` says.
         recompute_context: the context in which activation checkpointing runs parts of the forward again.
         boundary_sharding: of the values between stages; None: they are sent unsharded.
         sequence_blocks: blocks that run on sequence shards, with the modules inside that must run within the block's
@@ -37,6 +38,7 @@ class StagingOptions:
     dtypes: Mapping[int, torch.dtype] = field(default_factory=dict)
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     recomputation: PipelineGradientCheckpointConfig | None = None
+    recomputed: tuple[str, ...] | None = None
     broadcast: Callable[[list[float]], list[float]] = list
     recompute_context: Callable[[], AbstractContextManager[None]] = nullcontext
     boundary_sharding: BoundarySharding | None = None

@@ -69,10 +69,8 @@ def apply_tensor_parallel(
         compiled: modules in compiled blocks whose weight gradients may be deferred.
     """
     model, tp = adapter.model, layout.tp
-    excluded = compiled_parts(model).difference(compiled)
     if tp.size == 1:
-        return AppliedTensorParallel(WeightGradients(adapter, excluded=excluded, compiled=compiled), frozenset())
-    kinds = {module: split_backward_ops(module) for module in model.modules()}
+        return apply_sharding(adapter, None, tp, compiled)
     if config.tensor_parallel_plan is not None:
         plan = plan_from_patterns(model, config.tensor_parallel_plan, tp.size)
     else:
@@ -81,27 +79,54 @@ def apply_tensor_parallel(
     sequences = SequencePlan()
     if config.enable_sequence_parallelism:
         sequences = sequence_plan(model, plan, find_samples, tp.size, layout.control)
-    sharding = apply_spec(adapter, plan.spec, tp)
-    sequence_blocks = {name: run_sequence_parallel(name, block, sharding) for name, block in sequences.blocks.items()}
-    if plan.reasons or sequences.reasons or not sharding.layers:
+    if plan.reasons or sequences.reasons or not plan.spec.params:
         get_dist_logger().warning(_replicated_modules(model, plan, sequences), ranks=[0])
     for difference in dict.fromkeys(re.sub(_NUMBER, "*", line) for line in plan.differences):
         get_dist_logger().info(f"tensor parallelism differs from the model's own plan: {difference}", ranks=[0])
+    return apply_sharding(adapter, Sharding(plan, sequences), tp, compiled)
+
+
+class Sharding(NamedTuple):
+    """How a model is sharded over tensor-parallel ranks: its layers, and the sequences between them."""
+
+    plan: Plan
+    sequences: SequencePlan
+
+
+def apply_sharding(
+    adapter: ModuleAdapter, sharding: Sharding | None, tp: Group, compiled: Collection[nn.Module] = ()
+) -> AppliedTensorParallel:
+    """Let this rank hold its part of the model's layers. Nothing is communicated.
+
+    Args:
+        adapter: of the model.
+        sharding: found before; None: no layer is sharded.
+        tp: the ranks that share layers.
+        compiled: modules in compiled blocks whose weight gradients may be deferred.
+    """
+    model = adapter.model
+    excluded = compiled_parts(model).difference(compiled)
+    if sharding is None:
+        return AppliedTensorParallel(WeightGradients(adapter, excluded=excluded, compiled=compiled), frozenset())
+    plan, sequences = sharding
+    kinds = {module: split_backward_ops(module) for module in model.modules()}
+    sharded = apply_spec(adapter, plan.spec, tp)
+    sequence_blocks = {name: run_sequence_parallel(name, block, sharded) for name, block in sequences.blocks.items()}
     # Sharded layers in compiled blocks run uncompiled.
     weight_gradients = WeightGradients(
         adapter,
-        _operations_of_layers(kinds, sharding),
-        excluded.difference(sharding.layers),
-        set(compiled).difference(sharding.layers),
+        _operations_of_layers(kinds, sharded),
+        excluded.difference(sharded.layers),
+        set(compiled).difference(sharded.layers),
     )
-    sharding.context.overlap_fn = weight_gradients.run_overlapped
+    sharded.context.overlap_fn = weight_gradients.run_overlapped
     between = ShardsBetweenStages(sequences.blocks, tp) if sequences.blocks else None
     return AppliedTensorParallel(
         weight_gradients,
-        sharding.partial_grad | sequences.partial_grad,
+        sharded.partial_grad | sequences.partial_grad,
         between,
-        sharding.context.keep_logits_sharded,
-        sharding.context.draws,
+        sharded.context.keep_logits_sharded,
+        sharded.context.draws,
         sequence_blocks,
     )
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from hybridpp.cluster import RankGrid, check_joined, current_world, preserved_random_state, ranks_per_host
 from hybridpp.config import ParallelConfig, PipelineGradientCheckpointConfig, Precision, require_bools
 from hybridpp.errors import ConfigError
+from hybridpp.estimate import EstimateInput, EstimatesLayouts, LayoutEstimator
 from hybridpp.pipeline import (
     ForwardSignature,
     InputSelection,
@@ -28,6 +29,7 @@ from hybridpp_plugins.boosted_models import BoostedModels
 from hybridpp_plugins.dataloader import DataLoaderConfig
 from hybridpp_plugins.engine_handle import attach_engine
 from hybridpp_plugins.layout import Layout
+from hybridpp_plugins.layout_estimator import PluginLayoutEstimator, settings_parser
 from hybridpp_plugins.lr_scheduler import SkipAwareScheduler
 from hybridpp_plugins.model_info import check_parts
 from hybridpp_plugins.place_model import BoostContext
@@ -41,7 +43,7 @@ from hybridpp_plugins.signature import line_by_line
 from hybridpp_plugins.unsupported import OtherLibrarySettings
 
 
-class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
+class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, EstimatesLayouts):
     """Trains one model on ``tp_size * pp_size`` ranks per replica, with as many replicas as the world holds.
 
     The world has ``dp_size * pp_size * tp_size`` ranks; ``dp_size`` follows. With no arguments, every rank trains a
@@ -366,3 +368,8 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel):
     def preview_tensor_parallel(cls, model: nn.Module, config: ParallelConfig) -> TensorParallelPreview:
         """How :meth:`configure` would shard the layers, without a plan and a sample of the user."""
         return preview_tensor_parallel(model, config)
+
+    @classmethod
+    def layout_estimator(cls, model: nn.Module, given: EstimateInput) -> LayoutEstimator:
+        """What estimates layouts of a model, without running any: see :class:`~hybridpp.estimate.LayoutEstimator`."""
+        return PluginLayoutEstimator(model, given, settings_parser(HybridParallelPlugin.__init__))

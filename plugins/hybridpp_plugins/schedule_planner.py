@@ -74,6 +74,19 @@ class SchedulePlanner:
         example = self._checked(self._example_size)
         return any(action.kind is ActionKind.WEIGHT_GRADIENT for program in example for action in program)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the schedule is one of those with a name, which are made for any number of micro-batches."""
+        return self._is_known
+
+    def compute_programs(self, num_microbatches: int) -> Programs:
+        """The schedule's own programs for training, without communication.
+
+        Raises:
+            ScheduleError: the schedule is for another number of micro-batches.
+        """
+        return self._checked(num_microbatches)
+
     def programs(self, num_microbatches: int, training: bool, most: int) -> tuple[RankProgram, ...]:
         """The program of every rank.
 

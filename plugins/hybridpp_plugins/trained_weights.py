@@ -156,7 +156,7 @@ def trained_weights(
         return {name: tuple(sorted(own.intersection(staged.owners[name]))) for name in names}
 
     unit_names = gathering_units(model) if rules.zero.zero_stage == 3 and staged.num_stages == 1 else {}
-    units = _units_of(model, unit_names)
+    units = units_of(model, unit_names)
     num_shards = rules.zero.num_shards(layout.dp.size)
     replicas = layout.dp if not rules.zero.zero_stage else layout.replicas(num_shards)
     buckets = layout_of(
@@ -198,7 +198,7 @@ def gathering_units(model: nn.Module) -> dict[str, int]:
     return {name: number for number, name in enumerate(name for name, size in sizes.items() if size > least)}
 
 
-def _units_of(model: nn.Module, units: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+def units_of(model: nn.Module, units: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     """The numbers of the units that use each parameter."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, tuple[int, ...]] = {}

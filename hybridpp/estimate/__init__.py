@@ -1,0 +1,69 @@
+"""What a job would take, before it starts: memory of every rank, time of a step."""
+
+from hybridpp.estimate.allocations import Allocation, AllocationLog
+from hybridpp.estimate.devices import DEVICES, DeviceProfile, find_device, with_links
+from hybridpp.estimate.hollow import Hollow
+from hybridpp.estimate.layout_estimate import (
+    EstimateInput,
+    EstimatesLayouts,
+    JobSizes,
+    LayoutEstimate,
+    LayoutEstimator,
+    RankEstimate,
+)
+from hybridpp.estimate.model_run import ModelRun
+from hybridpp.estimate.op_log import Op, OpLog
+from hybridpp.estimate.rank_memory import RankState, StepPeak, step_peak
+from hybridpp.estimate.roofline import roofline
+from hybridpp.estimate.stage_memory import Held, StageMemory, stage_memory
+from hybridpp.estimate.step_time import (
+    Grid,
+    StageWork,
+    StepTime,
+    simulated_microbatches,
+    stage_costs,
+    step_time,
+    update_ms,
+)
+from hybridpp.estimate.unit_marks import UnitMarks, UnitRecorder
+from hybridpp.estimate.unit_times import UnitTimes, median_times
+from hybridpp.estimate.values import parts_of, values_of
+
+__all__ = [
+    "DEVICES",
+    "Allocation",
+    "AllocationLog",
+    "DeviceProfile",
+    "EstimateInput",
+    "EstimatesLayouts",
+    "Grid",
+    "Held",
+    "Hollow",
+    "JobSizes",
+    "LayoutEstimate",
+    "LayoutEstimator",
+    "ModelRun",
+    "Op",
+    "OpLog",
+    "RankEstimate",
+    "RankState",
+    "StageMemory",
+    "StageWork",
+    "StepPeak",
+    "StepTime",
+    "UnitMarks",
+    "UnitRecorder",
+    "UnitTimes",
+    "find_device",
+    "median_times",
+    "parts_of",
+    "roofline",
+    "simulated_microbatches",
+    "stage_costs",
+    "stage_memory",
+    "step_peak",
+    "step_time",
+    "update_ms",
+    "values_of",
+    "with_links",
+]

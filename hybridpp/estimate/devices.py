@@ -1,0 +1,194 @@
+"""How fast devices and the links between them are: made up of data sheets, or measured."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from hybridpp.errors import ConfigError
+from hybridpp.estimate.unit_times import UnitTimes
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceProfile:
+    """Speeds of one device, and of the links to others.
+
+    Attributes:
+        name: of the device.
+        memory_gib: of the device.
+        tflops: of large matrix products, by format: what is reached, not what the data sheet says.
+        memory_gib_s: what element-wise operators read and write in a second.
+        op_us: time of an operator on numbers so few that they take none.
+        host_us: time that the host takes for an operator; while it computes on a device, the host goes on.
+        host_gib_s: one way, between two devices of a host, while all communicate.
+        network_gib_s: one way, between hosts, of each device, while all communicate.
+        message_us: time of a message without content.
+        devices_per_host: how many are linked by ``host_gib_s``.
+        cores: how many ranks of a host compute at once; None: all, as each has a device.
+        measured: times of the units of models, as ``hybridpp profile --model`` measured them.
+    """
+
+    name: str
+    memory_gib: float
+    tflops: Mapping[str, float]
+    memory_gib_s: float
+    op_us: float
+    host_us: float = 0.0
+    host_gib_s: float
+    network_gib_s: float
+    message_us: float = 10.0
+    devices_per_host: int = 8
+    cores: int | None = None
+    measured: tuple[UnitTimes, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        numbers = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _OTHERS}
+        numbers |= {f"tflops of {name}": value for name, value in self.tflops.items()}
+        for name, value in numbers.items():
+            is_time = name.endswith("_us")
+            if not isinstance(value, int | float) or value < 0 or (value == 0 and not is_time):
+                raise ConfigError(f"{name} of a device profile must be a number above 0: got {value!r}.")
+        if "fp32" not in self.tflops:
+            raise ConfigError(f"tflops of a device profile need at least fp32: got {dict(self.tflops)}.")
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether ranks share the cores of a host."""
+        return self.cores is not None
+
+    def flops_per_s(self, precision: str) -> float:
+        """Of matrix products in a format; of fp32 where the format is unknown."""
+        return 1e12 * self.tflops.get(precision, self.tflops["fp32"])
+
+    def link_bytes_per_s(self, span: int) -> float:
+        """Of the slowest link in a group of ranks.
+
+        Args:
+            span: how far its first and its last rank are apart.
+        """
+        return _GIB * (self.host_gib_s if span < self.devices_per_host else self.network_gib_s)
+
+    def to_json(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "DeviceProfile":
+        """The profile that :meth:`to_json` wrote.
+
+        Raises:
+            ConfigError: the text is no profile.
+        """
+        try:
+            values: Any = json.loads(text)
+            measured = tuple(UnitTimes.from_values(one) for one in values.pop("measured", ()))
+            return cls(**values, measured=measured)
+        except (json.JSONDecodeError, TypeError, AttributeError, KeyError) as error:
+            raise ConfigError(f"this is no device profile: {error}. Write one with hybridpp profile.") from error
+
+
+_OTHERS = ("name", "tflops", "measured", "cores")
+
+# Products reach about two thirds of an H100's data sheet, three quarters of an A100's, four fifths of an RTX 4090's.
+DEVICES: Mapping[str, DeviceProfile] = {
+    "h100": DeviceProfile(
+        name="h100",
+        memory_gib=80,
+        tflops={"fp32": 50, "fp16": 640, "bf16": 640},
+        memory_gib_s=2600,
+        op_us=2.5,
+        host_us=7,
+        host_gib_s=370,
+        network_gib_s=42,
+    ),
+    "a100": DeviceProfile(
+        name="a100",
+        memory_gib=80,
+        tflops={"fp32": 17, "fp16": 235, "bf16": 235},
+        memory_gib_s=1550,
+        op_us=3,
+        host_us=8,
+        host_gib_s=230,
+        network_gib_s=21,
+    ),
+    "rtx4090": DeviceProfile(
+        name="rtx4090",
+        memory_gib=24,
+        tflops={"fp32": 55, "fp16": 135, "bf16": 135},
+        memory_gib_s=830,
+        op_us=3,
+        host_us=7,
+        host_gib_s=18,
+        network_gib_s=1.1,
+    ),
+    "cpu": DeviceProfile(
+        name="cpu",
+        memory_gib=16,
+        tflops={"fp32": 0.05, "fp16": 0.002, "bf16": 0.002},
+        memory_gib_s=8,
+        op_us=8,
+        host_gib_s=2,
+        network_gib_s=1,
+        message_us=60,
+        devices_per_host=1024,
+        cores=2,
+    ),
+}
+"""The devices that are known by name."""
+
+
+def find_device(name: str, text: str | None = None) -> DeviceProfile:
+    """A device by name, or from the text of a profile that was measured.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if text is not None:
+        return DeviceProfile.from_json(text)
+    if name not in DEVICES:
+        raise ConfigError(
+            f"--device must be one of {', '.join(DEVICES)}, or a file that hybridpp profile wrote: got {name!r}."
+        )
+    return DEVICES[name]
+
+
+def with_links(device: DeviceProfile, links: str) -> DeviceProfile:
+    """A device with other links, written as ``nvlink:8,ib:400``.
+
+    ``nvlink:N`` (or ``pcie:N``): N devices of a host are linked; ``nvlink:N:G`` also says at how many GB/s one way.
+    ``ib:R`` (or ``ethernet:R``): each device has R Gbit/s to other hosts.
+
+    Raises:
+        ConfigError: the text has another form.
+
+    Example:
+        >>> with_links(DEVICES["h100"], "nvlink:4,ib:200").devices_per_host
+        4
+    """
+    for part in links.split(","):
+        kind, *values = part.strip().split(":")
+        try:
+            numbers = [float(value) for value in values]
+        except ValueError:
+            numbers = []
+        if not numbers or any(number <= 0 for number in numbers):
+            raise _unknown_link(part)
+        if kind in ("nvlink", "pcie") and len(numbers) <= 2 and numbers[0] == int(numbers[0]):
+            device = replace(device, devices_per_host=int(numbers[0]))
+            if len(numbers) == 2:
+                device = replace(device, host_gib_s=numbers[1] * 1e9 / _GIB)
+        elif kind in ("ib", "ethernet") and len(numbers) == 1:
+            # Nine tenths of the line arrive.
+            device = replace(device, network_gib_s=0.9 * numbers[0] / 8 * 1e9 / _GIB)
+        else:
+            raise _unknown_link(part)
+    return device
+
+
+def _unknown_link(part: str) -> ConfigError:
+    return ConfigError(
+        "--links are written as nvlink:8,ib:400: devices that a host links (and :GB/s), and Gbit/s of each device to "
+        f"other hosts; pcie and ethernet mean the same: got {part!r}."
+    )

@@ -1,0 +1,213 @@
+"""Run a model's real code on the CPU without computing anything: large tensors have sizes, but no values.
+
+A fake tensor (as in a trace) is another class, and code that asks for a tensor's class, or reads its values, goes other
+ways on it. A hollow tensor is a plain tensor whose memory nobody has touched: the operating system gives such memory
+when it is first written to, so it takes none. Operators on hollow tensors are not run. Their results have the sizes
+that torch's meta kernels say, and are hollow, too. All other operators run: what is made of the inputs (masks, position
+numbers) has its values, so code that branches on them goes the way that it will go.
+"""
+
+import mmap
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hybridpp.nn.torch_private import (
+    READ_SCALAR,
+    UNDECLARED_VIEWS,
+    OpOverload,
+    TorchDispatchMode,
+    place_of,
+    schema_of,
+    storage_id,
+)
+
+# Smaller ones have memory, and values of zero: a mapping takes a page, and they add up to little.
+_LEAST_BYTES = 2**14
+# Of Linux: the mapping does not count against what the system promises. Elsewhere it is not needed, or has no effect.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_aten = torch.ops.aten
+_EMPTY = {
+    _aten.empty.memory_format,
+    _aten.empty_strided.default,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}
+# Untouched memory is zero. Smaller ones may be the start of a mask, which is read.
+_ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
+_LEAST_ZEROS = 2**24
+_FACTORIES = (_aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default)
+_SAME = object()
+
+
+class Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
+    """A context in which operators on hollow tensors are not run, and ``torch.empty`` makes hollow ones.
+
+    Nothing but operators is changed: Python code, autograd and hooks run as ever. A value that is read of a hollow
+    tensor is zero.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        self._hollow: set[int] = set()
+        self._known: dict[Any, Any] = {}
+
+    def is_hollow(self, tensor: Tensor) -> bool:
+        """Whether a tensor has no values."""
+        return storage_id(tensor) in self._hollow
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _EMPTY or func in _ZEROS:
+            return self._empty(func, args, kwargs)
+        hollow = self._hollow
+        if not hollow or not self._any_hollow((args, kwargs)):
+            return func(*args, **kwargs)
+        if func.is_view or func in UNDECLARED_VIEWS or not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        written = _written(func)
+        if written is not None:
+            return written(args, kwargs)
+        if func is READ_SCALAR or func is _aten.equal.default:
+            return func(*args, **kwargs)
+        return self._result(func, args, kwargs)
+
+    def _any_hollow(self, given: Any) -> bool:
+        if isinstance(given, Tensor):
+            return storage_id(given) in self._hollow
+        if isinstance(given, list | tuple):
+            return any(self._any_hollow(one) for one in given)
+        return isinstance(given, dict) and any(self._any_hollow(one) for one in given.values())
+
+    def _empty(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        device = kwargs.get("device") or (args[0].device if args and isinstance(args[0], Tensor) else "cpu")
+        spec = self._spec(func, args, kwargs)
+        is_large = func in _EMPTY or spec.num_bytes >= _LEAST_ZEROS
+        if torch.device(device).type != "cpu" or not spec.dtype.is_floating_point or not is_large:
+            return func(*args, **kwargs)
+        return self._make(spec)
+
+    def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            spec = self._spec(func, args, kwargs)
+        except (NotImplementedError, RuntimeError):
+            # It has no meta kernel, or the size of its result depends on values: those are zero here.
+            return self._marked(func(*args, **kwargs))
+        return self._built(spec)
+
+    def _spec(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operator returns, with a :class:`_Spec` for each tensor."""
+        key = (func, _key(args), _key(kwargs))
+        known = self._known.get(key, _SAME)
+        if known is _SAME:
+            meta = func(*_on_meta(args), **_on_meta(kwargs), **_on_meta_device(func, kwargs))
+            known = self._known[key] = _specs(meta)
+        return known
+
+    def _built(self, spec: Any) -> Any:
+        if isinstance(spec, _Spec):
+            return self._make(spec)
+        if isinstance(spec, list | tuple):
+            return type(spec)(self._built(one) for one in spec)
+        return spec
+
+    def _make(self, spec: "_Spec") -> Tensor:
+        if spec.num_bytes < _LEAST_BYTES:
+            made = torch.zeros(spec.num_elements, dtype=spec.dtype)
+        else:
+            made = torch.frombuffer(_untouched(spec.num_bytes), dtype=spec.dtype)
+        tensor = made.as_strided(spec.shape, spec.strides)
+        self._marked(tensor)
+        return tensor
+
+    def _marked(self, result: Any) -> Any:
+        for tensor in [result] if isinstance(result, Tensor) else result if isinstance(result, list | tuple) else ():
+            if isinstance(tensor, Tensor) and storage_id(tensor) not in self._hollow:
+                storage = tensor.untyped_storage()
+                self._hollow.add(place_of(storage))
+                weakref.finalize(storage, self._hollow.discard, place_of(storage))
+        return result
+
+
+class _Spec:
+    """Sizes of a tensor."""
+
+    __slots__ = ("dtype", "num_bytes", "num_elements", "shape", "strides")
+
+    def __init__(self, tensor: Tensor):
+        self.shape, self.strides, self.dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        reach = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        self.num_elements = reach + 1 if tensor.numel() else 0
+        self.num_bytes = self.num_elements * tensor.dtype.itemsize
+
+
+def _untouched(num_bytes: int) -> mmap.mmap:
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, num_bytes)
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+
+
+def _key(given: Any) -> Any:
+    if isinstance(given, Tensor):
+        return tuple(given.shape), given.stride(), given.dtype
+    if isinstance(given, list | tuple):
+        return tuple(map(_key, given))
+    if isinstance(given, dict):
+        return tuple((name, _key(one)) for name, one in given.items())
+    # 1, 1.0 and True are equal, and give results of other dtypes.
+    return given.__class__, given
+
+
+def _on_meta(given: Any) -> Any:
+    if isinstance(given, Tensor):
+        return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
+    if isinstance(given, list | tuple):
+        return type(given)(map(_on_meta, given))
+    if isinstance(given, dict):
+        return {name: _on_meta(one) for name, one in given.items() if name != "device"}
+    return given
+
+
+def _on_meta_device(func: Any, kwargs: dict[str, Any]) -> dict[str, torch.device]:
+    takes = "device" in kwargs or func in _FACTORIES
+    return {"device": torch.device("meta")} if takes else {}
+
+
+def _specs(meta: Any) -> Any:
+    if isinstance(meta, Tensor):
+        return _Spec(meta)
+    if isinstance(meta, list | tuple):
+        return type(meta)(map(_specs, meta))
+    return meta
+
+
+def _written(func: Any) -> "_Written":
+    """What an operator returns that only writes to its arguments: takes these; None: it is another one."""
+    if func not in _WRITTEN:
+        _WRITTEN[func] = _find_written(func)
+    return _WRITTEN[func]
+
+
+_Written: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Any] | None
+_WRITTEN: dict[Any, _Written] = {}
+
+
+def _find_written(func: Any) -> _Written:
+    schema = schema_of(func)
+    names = [
+        (index, one.name) for index, one in enumerate(schema.arguments) if one.alias_info and one.alias_info.is_write
+    ]
+    if not names or any(one.alias_info is None for one in schema.returns):
+        return None
+
+    def taken(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = [args[index] if index < len(args) else kwargs[name] for index, name in names]
+        return None if not schema.returns else found[0] if len(schema.returns) == 1 else tuple(found)
+
+    return taken

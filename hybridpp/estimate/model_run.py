@@ -1,0 +1,119 @@
+"""One recorded run of a model: forward and backward of one micro-batch, with all its layers on one rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy
+from numpy.typing import NDArray
+
+from hybridpp.estimate.allocations import Allocation
+from hybridpp.estimate.op_log import Op
+from hybridpp.estimate.unit_marks import UnitMarks
+
+Numbers: TypeAlias = NDArray[numpy.int64]
+_ALIVE = numpy.iinfo(numpy.int64).max
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRun:
+    """The recorded run.
+
+    Attributes:
+        calls: of the model's units, in order; times are numbers of events.
+        allocations: of the run, in order.
+        ops: in order.
+        loss: the event at which the loss was computed.
+        pass_end: the event at which the backward pass of B, or I, had run.
+        backward_end: the event at which what it left had been added to the gradients' sums.
+        end: the event at which everything had run.
+        recomputed: units that ran again in the backward pass.
+    """
+
+    calls: tuple[UnitMarks, ...]
+    allocations: tuple[Allocation, ...]
+    ops: tuple[Op, ...]
+    loss: int
+    pass_end: int
+    backward_end: int
+    end: int
+    recomputed: frozenset[str] = frozenset()
+
+    @cached_property
+    def sizes(self) -> Numbers:
+        """Bytes of each allocation."""
+        return numpy.array([one.size for one in self.allocations], dtype=numpy.int64)
+
+    @cached_property
+    def born(self) -> Numbers:
+        """The event of each allocation."""
+        return numpy.array([one.born for one in self.allocations], dtype=numpy.int64)
+
+    @cached_property
+    def died(self) -> Numbers:
+        """The event at which each was freed."""
+        died = [_ALIVE if one.died is None else one.died for one in self.allocations]
+        return numpy.array(died, dtype=numpy.int64)
+
+    @cached_property
+    def saved(self) -> tuple[Numbers, Numbers]:
+        """Pairs of an allocation's index and an event at which something of it was saved for the backward pass."""
+        index = {id(one): number for number, one in enumerate(self.allocations)}
+        pairs = [(number, at) for number, one in enumerate(self.allocations) for at in one.savers]
+        for call in self.calls:
+            if call.name in self.recomputed:
+                # What is recomputed holds its arguments.
+                pairs += [(index[id(one)], call.begin + 1) for one in call.arguments if one is not None]
+        found = numpy.array(pairs, dtype=numpy.int64).reshape(-1, 2)
+        return found[:, 0], found[:, 1]
+
+    def index_of(self, allocation: Allocation | None) -> int | None:
+        """The number of an allocation; None: it is none of this run."""
+        return self._indices.get(id(allocation))
+
+    @cached_property
+    def _indices(self) -> dict[int, int]:
+        return {id(one): number for number, one in enumerate(self.allocations)}
+
+    @cached_property
+    def in_unit(self) -> NDArray[numpy.bool_]:
+        """Whether each allocation was made inside the forward of a unit."""
+        begins = numpy.array([call.begin for call in self.calls], dtype=numpy.int64)
+        ends = numpy.array([call.end for call in self.calls], dtype=numpy.int64)
+        call = numpy.searchsorted(begins, self.born, side="left") - 1
+        return (call >= 0) & (self.born <= ends[numpy.maximum(call, 0)])
+
+    def forward_window(self, first: int, last: int) -> tuple[int, int]:
+        """The events of the forward of a stage that has the calls from ``first`` to ``last``."""
+        begin = 0 if first == 0 else self.calls[first - 1].end
+        return begin, self.loss if last == len(self.calls) - 1 else self.calls[last].end
+
+    def backward_window(self, first: int, last: int) -> tuple[int, int]:
+        """The events of its backward pass, without what W leaves for later."""
+        begin = self.loss if last == len(self.calls) - 1 else self._gradient_after(last)
+        return begin, self.backward_end if first == 0 else self._gradient_after(first - 1)
+
+    def _gradient_after(self, call: int) -> int:
+        """When the backward pass came to a call: when it left all later ones, if its own result has no gradient."""
+        later = [one.gradient for one in self.calls[call:] if one.gradient is not None]
+        own = self.calls[call].gradient
+        return int(own if own is not None else max(later, default=self.loss))
+
+
+def peak(sizes: Numbers, born: Numbers, died: Numbers, window: tuple[int, int]) -> tuple[int, int]:
+    """The most bytes that are alive at once in a window of events, and the event."""
+    begin, end = window
+    here = (born <= end) & (died > begin)
+    sizes, starts, stops = sizes[here], numpy.maximum(born[here], begin), numpy.minimum(died[here], end + 1)
+    changes = numpy.zeros(end - begin + 2, dtype=numpy.int64)
+    numpy.add.at(changes, starts - begin, sizes)
+    numpy.add.at(changes, stops - begin, -sizes)
+    alive = numpy.cumsum(changes[:-1])
+    at = int(alive.argmax())
+    return int(alive[at]), begin + at
+
+
+def total(sizes: Numbers, chosen: NDArray[numpy.bool_] | Sequence[bool]) -> int:
+    """Bytes of the chosen allocations."""
+    return int(sizes[chosen].sum())

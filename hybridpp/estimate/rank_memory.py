@@ -1,0 +1,129 @@
+"""The memory of a rank over a step: its program, walked action by action."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hybridpp.estimate.stage_memory import Held, StageMemory
+from hybridpp.schedule import Action, ActionKind, Program
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """Bytes that a rank holds all through training.
+
+    Attributes:
+        weights: in their working dtypes.
+        gradients: sums of them, in at least fp32.
+        masters: fp32 master weights.
+        moments: the optimizer's states.
+        buffers: the model's, and those in which replicas exchange gradients and weights.
+        host: in host memory instead; not part of the total.
+    """
+
+    weights: int
+    gradients: int
+    masters: int
+    moments: int
+    buffers: int
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """On the device."""
+        return self.weights + self.gradients + self.masters + self.moments + self.buffers
+
+
+@dataclass(frozen=True)
+class StepPeak:
+    """What a rank holds of a step's micro-batches when it holds most.
+
+    Attributes:
+        activations: of all micro-batches between their forward and backward, with what runs then.
+        logits: of the last stage.
+        messages: received and not used, or sent and not freed.
+        action: that runs then; None: the rank runs nothing.
+    """
+
+    activations: int = 0
+    logits: int = 0
+    messages: int = 0
+    action: Action | None = None
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.activations + self.logits + self.messages
+
+
+class _Walk:
+    def __init__(self, stages: Mapping[int, StageMemory], is_here: frozenset[int]):
+        self._stages, self._is_here = stages, is_here
+        self._held: dict[tuple[int, int], Held] = {}
+        self._waiting: dict[tuple[int, int], int] = {}
+        self._messages: dict[Action, int] = {}
+        self.peak = StepPeak()
+
+    def release(self, sends: Sequence[Action]) -> None:
+        for send in sends:
+            self._messages.pop(send, None)
+
+    def run(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch or 0
+        memory, key = self._stages[stage], (stage, microbatch)
+        match action.kind:
+            case ActionKind.RECEIVE_ACTIVATION:
+                self._messages[action] = memory.incoming
+            case ActionKind.RECEIVE_GRADIENT:
+                self._messages[action] = memory.outgoing_gradients
+            case ActionKind.FORWARD:
+                self._messages.pop(action._replace(kind=ActionKind.RECEIVE_ACTIVATION), None)
+                self._note(action, memory.forward)
+                self._held[key] = memory.held
+                if memory.outgoing and stage + 1 not in self._is_here:
+                    self._messages[action._replace(kind=ActionKind.SEND_ACTIVATION)] = memory.unheld
+                elif memory.outgoing:
+                    following = action._replace(stage=stage + 1, kind=ActionKind.RECEIVE_ACTIVATION)
+                    self._messages[following] = memory.unheld
+            case ActionKind.BACKWARD | ActionKind.INPUT_GRADIENT:
+                self._messages.pop(action._replace(kind=ActionKind.RECEIVE_GRADIENT), None)
+                self._held.pop(key, None)
+                self._note(action, memory.backward)
+                if action.kind is ActionKind.INPUT_GRADIENT:
+                    self._waiting[key] = memory.waiting
+                if memory.incoming_gradients and stage - 1 not in self._is_here:
+                    self._messages[action._replace(kind=ActionKind.SEND_GRADIENT)] = memory.incoming_gradients
+                elif memory.incoming_gradients:
+                    before = action._replace(stage=stage - 1, kind=ActionKind.RECEIVE_GRADIENT)
+                    self._messages[before] = memory.incoming_gradients
+            case ActionKind.WEIGHT_GRADIENT:
+                self._note(action, Held(self._waiting.pop(key, 0)))
+            case _:
+                pass
+
+    def _note(self, action: Action, during: Held) -> None:
+        held = list(self._held.values())
+        peak = StepPeak(
+            during.activations + sum(one.activations for one in held) + sum(self._waiting.values()),
+            during.logits + sum(one.logits for one in held),
+            sum(self._messages.values()),
+            action,
+        )
+        if peak.total > self.peak.total:
+            self.peak = peak
+
+
+def step_peak(
+    program: Program, completed_sends: Sequence[Sequence[Action]], stages: Mapping[int, StageMemory]
+) -> StepPeak:
+    """The most that a rank holds at once.
+
+    Args:
+        program: lowered, of the rank.
+        completed_sends: for each action, the sends that are freed before it.
+        stages: of the rank.
+    """
+    walk = _Walk(stages, frozenset(stages))
+    for action, sends in zip(program, completed_sends, strict=True):
+        walk.release(sends)
+        walk.run(action)
+    return walk.peak

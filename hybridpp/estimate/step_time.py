@@ -1,0 +1,190 @@
+"""The time of a step: a schedule simulated with the times of a model's units, and of what ranks send."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybridpp.config import ZeroConfig
+from hybridpp.estimate.devices import DeviceProfile
+from hybridpp.estimate.unit_times import UnitTimes
+from hybridpp.schedule import Programs, placement
+from hybridpp.simulate import Costs, simulate
+
+# Of micro-batches more than this many times the ranks, the simulation is continued by a line: they repeat themselves.
+_REPEATS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWork:
+    """What a stage runs and sends.
+
+    Attributes:
+        first, last: its calls of units.
+        sent: bytes of a message to the next stage.
+        gradients: bytes of its parameters' gradients on a rank.
+        weights: bytes of these parameters.
+    """
+
+    first: int
+    last: int
+    sent: int
+    gradients: int
+    weights: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Sizes of a job: the ranks of a host are neighbours, of which tensor-parallel ones are the nearest.
+
+    Attributes:
+        tp_size, pp_size, num_replicas: ranks on each axis.
+        zero: what replicas divide.
+    """
+
+    tp_size: int
+    pp_size: int
+    num_replicas: int
+    zero: ZeroConfig
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.tp_size * self.pp_size * self.num_replicas
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The time of a step, in milliseconds.
+
+    Attributes:
+        step_ms: all of it.
+        passes_ms: from the first forward to the last backward pass and reduction of gradients.
+        update_ms: of the optimizer, with the gathering of weights.
+        busy_ms: what the busiest rank computes.
+        idle_share: the share of all ranks' time in which they do not compute, from 0 to 1.
+    """
+
+    step_ms: float
+    passes_ms: float
+    update_ms: float
+    busy_ms: float
+    idle_share: float
+
+
+def stage_costs(
+    times: UnitTimes, works: Sequence[StageWork], ranks: Sequence[int], device: DeviceProfile, grid: Grid
+) -> Costs:
+    """Costs of a schedule's actions.
+
+    Args:
+        times: of the model's units.
+        works: of each stage.
+        ranks: the rank of each stage in its pipeline.
+        device: that computes.
+        grid: the job.
+    """
+    weight = [1e3 * times.weight_gradients(one.first, one.last) for one in works]
+    backward = [1e3 * times.backward(one.first, one.last) for one in works]
+    return Costs(
+        num_stages=len(works),
+        forward_ms=tuple(1e3 * times.forward(one.first, one.last) for one in works),
+        # Without W, all of the backward pass is B.
+        backward_ms=tuple(one + other for one, other in zip(backward, weight, strict=True)),
+        input_gradient_ms=tuple(backward),
+        weight_gradient_ms=tuple(weight),
+        send_ms=tuple(
+            _send_ms(work.sent, ranks[stage], ranks[stage + 1], device, grid) for stage, work in enumerate(works[:-1])
+        ),
+        reduce_ms=tuple(_reduce_ms(work.gradients, device, grid) for work in works),
+    )
+
+
+def _send_ms(size: int, rank: int, other: int, device: DeviceProfile, grid: Grid) -> float:
+    host = device.devices_per_host
+    # Neighbours may be on two hosts.
+    is_near = rank * grid.tp_size // host == other * grid.tp_size // host
+    speed = device.link_bytes_per_s(0 if is_near else host)
+    return 1e3 * size / speed + device.message_us * 1e-3
+
+
+def _reduce_ms(size: int, device: DeviceProfile, grid: Grid) -> float:
+    replicas = grid.num_replicas
+    if replicas == 1:
+        return 0.0
+    passes = 2 if grid.zero.zero_stage == 0 else 1
+    return passes * _ring_ms(size, replicas, device, grid)
+
+
+def _ring_ms(size: int, replicas: int, device: DeviceProfile, grid: Grid) -> float:
+    span = grid.tp_size * grid.pp_size * (replicas - 1)
+    return 1e3 * size * (replicas - 1) / replicas / device.link_bytes_per_s(span) + device.message_us * 1e-3
+
+
+def update_ms(state_bytes: int, works: Sequence[StageWork], device: DeviceProfile, grid: Grid) -> float:
+    """Time of the optimizer's update on a rank, and of gathering the weights.
+
+    Args:
+        state_bytes: gradients, masters and moments that the rank updates.
+        works: of the rank's stages.
+        device: that computes.
+        grid: the job.
+    """
+    moved = 2 * state_bytes + sum(work.weights for work in works)
+    gathered = 0.0
+    if grid.zero.zero_stage in (1, 2) and grid.num_replicas > 1:
+        gathered = _ring_ms(sum(work.weights for work in works), grid.num_replicas, device, grid)
+    return 1e3 * moved / (device.memory_gib_s * 2**30) + gathered
+
+
+def step_time(
+    programs: Programs, num_microbatches: int, costs: Costs, update: float, device: DeviceProfile, grid: Grid
+) -> StepTime:
+    """The time of a step.
+
+    Args:
+        programs: of the schedule, for that number of micro-batches, or for fewer: see :func:`continued`.
+        num_microbatches: of a replica.
+        costs: of the programs' actions.
+        update: milliseconds of the optimizer's update.
+        device: that computes.
+        grid: the job.
+    """
+    simulated = simulate(programs, costs).timeline
+    busy = [simulated.busy_ms(rank) for rank in range(len(programs))]
+    present = 1 + max(action.microbatch or 0 for program in programs for action in program)
+    passes = simulated.makespan_ms
+    if num_microbatches > present:
+        # In the steady state, each micro-batch takes as long as the busiest rank needs for it.
+        passes += (num_microbatches - present) * max(busy) / present
+        busy = [one * num_microbatches / present for one in busy]
+    passes = max(passes, _repeated_reductions_ms(costs, placement(programs), num_microbatches, grid))
+    if device.cores is not None:
+        # Ranks of one host share its cores.
+        in_all = sum(busy) * grid.tp_size * grid.num_replicas
+        passes = max(passes, in_all / device.cores)
+    step = passes + update
+    return StepTime(
+        step_ms=step,
+        passes_ms=passes,
+        update_ms=update,
+        busy_ms=max(busy),
+        idle_share=max(0.0, 1 - sum(busy) / len(busy) / step) if step else 0.0,
+    )
+
+
+def _repeated_reductions_ms(costs: Costs, ranks: Sequence[int], num_microbatches: int, grid: Grid) -> float:
+    """Of gradients that are reduced, and weights that are gathered, for each micro-batch."""
+    if grid.num_replicas == 1 or not grid.zero.reduces_each_microbatch:
+        return 0.0
+    # Stage 3 with one stage gathers the weights of a unit for each pass.
+    factor = 2 if grid.zero.zero_stage == 3 and len(ranks) == 1 else 1
+    by_rank: dict[int, float] = {}
+    for stage, rank in enumerate(ranks):
+        by_rank[rank] = by_rank.get(rank, 0.0) + costs.reducing_ms(stage)
+    return factor * num_microbatches * max(by_rank.values())
+
+
+def simulated_microbatches(num_microbatches: int, num_ranks: int) -> int:
+    """Of how many micro-batches programs must be made for :func:`step_time`: more repeat what those do."""
+    enough = _REPEATS * num_ranks
+    # A multiple of the ranks, as some schedules need it.
+    return num_microbatches if num_microbatches <= enough else enough + num_microbatches % num_ranks

@@ -1,0 +1,340 @@
+"""Recorded runs and traces of one model, for estimates: each is made once for a way to shard and to run it."""
+
+import copy
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hybridpp.checkpoint import derive_buffers
+from hybridpp.cluster import preserved_random_state
+from hybridpp.config import ParallelConfig, PartitionConfig, Precision
+from hybridpp.errors import ConfigError, HybridppError
+from hybridpp.estimate import Hollow, ModelRun, OpLog, UnitRecorder, UnitTimes, median_times
+from hybridpp.module_adapter import ModuleAdapter
+from hybridpp.nn.snapshot import preserved_modules
+from hybridpp.nn.torch_private import pytree
+from hybridpp.partition import BoundarySharding, FlopCounter, TracedModel, finest_units, trace_model
+from hybridpp.pipeline import call_arguments
+from hybridpp.precision import (
+    FunctionCasts,
+    dtype_changes,
+    find_module_dtypes,
+    fp32_norms,
+    torch_dtype,
+    working_dtype,
+    wrap_dtype_boundaries,
+)
+from hybridpp_plugins.apply_tp import AppliedTensorParallel, Sharding, apply_sharding, placements
+from hybridpp_plugins.estimate_batch import BatchSource, EstimateBatch
+from hybridpp_plugins.estimate_sharding import find_sharding
+from hybridpp_plugins.solo_group import SoloGroup, SoloMessage
+from hybridpp_plugins.solo_run import SoloRank, SoloSettings
+
+_CPU = torch.device("cpu")
+_T = TypeVar("_T")
+
+
+class LocalParameter(NamedTuple):
+    """A parameter on a rank that holds it.
+
+    Attributes:
+        meta: with the shape of the rank's shard, in its working dtype, on the meta device.
+        is_trained: whether it has a gradient.
+        is_summed: whether tensor-parallel ranks hold summands of its gradient.
+    """
+
+    meta: Tensor
+    is_trained: bool
+    is_summed: bool
+
+
+class Traced(NamedTuple):
+    """A sharded model, traced to be cut.
+
+    Attributes:
+        model: it, on the meta device.
+        found: its trace.
+        between: shards the values between stages; None: they are sent unsharded.
+        parameters: what a rank that holds all stages has, by name.
+        buffer_bytes: of the model's buffers.
+    """
+
+    model: nn.Module
+    found: TracedModel
+    between: BoundarySharding | None
+    parameters: Mapping[str, LocalParameter]
+    buffer_bytes: int
+
+
+@dataclass(frozen=True)
+class RunKind:
+    """A way to run a model.
+
+    Attributes:
+        tp_size: ranks that share its layers.
+        shards_sequences: whether they shard sequences, too.
+        microbatch_size: samples.
+        recomputed: names of blocks that are recomputed.
+        splits: whether weight gradients are computed apart.
+    """
+
+    tp_size: int = 1
+    shards_sequences: bool = False
+    microbatch_size: int = 1
+    recomputed: frozenset[str] = frozenset()
+    splits: bool = False
+
+
+class EstimateRuns:
+    """Runs one model on no memory.
+
+    Args:
+        model: on any device; it is not changed, and its values are not read.
+        parallel: settings of tensor parallelism; the sizes do not count.
+        precision: of the plugin.
+        batches: makes micro-batches.
+        device: kind of the device to compute on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        parallel: ParallelConfig | None = None,
+        precision: Precision = Precision.FP32,
+        batches: BatchSource | None = None,
+        device: str = "cpu",
+    ):
+        self._model = meta_copy(model)
+        self._parallel = parallel or ParallelConfig()
+        self._precision, self._device = precision, device
+        self._batches = batches or BatchSource()
+        self._candidate: int | None = None
+        self.sharding = cache(self._find_sharding)
+        self.run = cache(self._run)
+        self.traced = cache(self._trace)
+
+    def _find_sharding(self, tp_size: int, shards_sequences: bool) -> Sharding | None:
+        """How the model's layers, and sequences, are sharded; None: over one rank."""
+        if tp_size == 1:
+            return None
+        return find_sharding(self._model, self._parallel, tp_size, shards_sequences, self._batches.sample)
+
+    def _sharded(
+        self, tp_size: int, shards_sequences: bool, note: Callable[[SoloMessage], None] = lambda message: None
+    ) -> tuple[ModuleAdapter, AppliedTensorParallel]:
+        sharding = self.sharding(tp_size, shards_sequences)
+        model = meta_copy(self._model)
+        derive_buffers(model)
+        adapter = ModuleAdapter(model)
+        group = SoloGroup(tp_size, overlaps=self._device != "cpu", note=note)
+        return adapter, apply_sharding(adapter, sharding, group)
+
+    def _trace(self, tp_size: int, shards_sequences: bool, microbatch_size: int, num_stages: int) -> Traced:
+        """The trace of a sharded model for a number of stages."""
+        adapter, applied_tp = self._sharded(tp_size, shards_sequences)
+        model, half = adapter.model, torch_dtype(self._precision)
+        module_dtypes = find_module_dtypes(model, (), half, fp32_norms(model, None, self._device))
+        wrap_dtype_boundaries(adapter, module_dtypes, half)
+        casts = FunctionCasts(adapter, finest_units(model), True, []) if half else None
+        dtype = working_dtype(model, self._precision)
+        changes = dtype_changes(model, dtype, module_dtypes)
+        model.train()
+
+        def trace(batch: EstimateBatch) -> TracedModel:
+            args, kwargs = call_arguments(batch.inputs)
+            with preserved_modules(model):
+                return trace_model(model, num_stages, (args, kwargs), PartitionConfig(), changes)
+
+        found = self._on_a_batch(model, microbatch_size, trace)
+        del casts
+        shards = placements(model)
+        summed = applied_tp.summed | {name for name, one in shards.items() if one.has_copies()}
+        parameters = {
+            name: LocalParameter(
+                torch.empty_like(one, dtype=changes.get(id(one), one.dtype), device="meta", requires_grad=False),
+                one.requires_grad,
+                name in summed,
+            )
+            for name, one in model.named_parameters()
+        }
+        buffers = {id(one): one.numel() * changes.get(id(one), one.dtype).itemsize for one in model.buffers()}
+        return Traced(
+            model, found._replace(interceptor=None), applied_tp.between_stages, parameters, sum(buffers.values())
+        )
+
+    def _run(self, kind: RunKind, units: tuple[str, ...]) -> ModelRun:
+        """The recorded run of one micro-batch, in which these units are marked."""
+        counter = FlopCounter()
+        log: OpLog | None = None
+
+        def note(message: SoloMessage) -> None:
+            if log is not None:
+                log.note_message(*message)
+
+        adapter, applied_tp = self._sharded(kind.tp_size, kind.shards_sequences, note)
+        adapter.model.train()
+        recorder = UnitRecorder(
+            adapter, units, lambda: log.event if log else 0, lambda tensor: log.of(tensor) if log else None
+        )
+        passes: list[int] = []
+        ends: list[int] = []
+        losses: list[int] = []
+        settings = SoloSettings(
+            precision=self._precision,
+            device=self._device,
+            recomputed=kind.recomputed,
+            splits=kind.splits,
+        )
+        with Hollow(), preserved_random_state(_CPU):
+            rank = SoloRank(adapter, applied_tp, settings, SoloGroup(1))
+            rank.pass_ended = lambda: passes.append(log.event if log else 0)
+            rank.after_backward = lambda: ends.append(log.event if log else 0)
+
+            rank.buckets.zero()
+            batch = self._on_a_batch(adapter.model, kind.microbatch_size, rank.tried)
+
+            def criterion(outputs: Any, inputs: Any) -> Tensor:
+                loss = batch.criterion(outputs, inputs)
+                del outputs
+                losses.append(log.event if log else 0)
+                return loss
+
+            passes.clear()
+            ends.clear()
+            recorder.is_recording = True
+            with counter, OpLog(counter) as log, log.noting_saved():
+                rank.run(batch.inputs, criterion)
+            recorder.is_recording = False
+        return ModelRun(
+            calls=tuple(recorder.calls),
+            allocations=tuple(log.allocations),
+            ops=tuple(log.ops),
+            loss=losses[-1],
+            pass_end=passes[0],
+            backward_end=ends[0],
+            end=log.event,
+            recomputed=kind.recomputed,
+        )
+
+    def timed(self, kind: RunKind, units: tuple[str, ...], where: torch.device, repeats: int = 9) -> UnitTimes:
+        """When the units run on a device, measured: the median of several runs, with random weights.
+
+        Sums over tensor-parallel ranks are left out: the rank runs alone.
+
+        Args:
+            kind: how the model is run.
+            units: that are marked.
+            where: the device, on which all of the model must fit.
+            repeats: number of runs.
+        """
+        adapter, applied_tp = self._sharded(kind.tp_size, kind.shards_sequences)
+        adapter.model.train()
+
+        def now() -> float:
+            if where.type == "cuda":
+                torch.cuda.synchronize(where)
+            return time.perf_counter()
+
+        recorder = UnitRecorder(adapter, units, now)
+        settings = SoloSettings(
+            precision=self._precision,
+            device=where.type,
+            where=where,
+            recomputed=kind.recomputed,
+            splits=kind.splits,
+        )
+        runs = []
+        with preserved_random_state(where):
+            rank = SoloRank(adapter, applied_tp, settings, SoloGroup(1))
+            with torch.no_grad():
+                for tensor in (*adapter.model.parameters(), *adapter.model.buffers()):
+                    if tensor.is_floating_point() and tensor.dim() > 1:
+                        tensor.normal_(std=0.02)
+                    elif tensor.is_floating_point() and isinstance(tensor, nn.Parameter):
+                        tensor.fill_(1.0)
+            rank.buckets.zero()
+            batch = self._on_a_batch(adapter.model, kind.microbatch_size, rank.tried)
+            ends: list[float] = []
+            rank.after_backward = lambda: ends.append(now())
+            losses: list[float] = []
+
+            def criterion(outputs: Any, inputs: Any) -> Tensor:
+                loss = batch.criterion(outputs, inputs)
+                losses.append(now())
+                return loss
+
+            for _ in range(repeats):
+                recorder.clear()
+                ends.clear()
+                recorder.is_recording = True
+                start = now()
+                rank.run(batch.inputs, criterion)
+                recorder.is_recording = False
+                runs.append(_times_of(recorder, start, losses[-1], ends, self.key_of(kind)))
+        return median_times(runs)
+
+    def key_of(self, kind: RunKind) -> str:
+        """What a measured time is of: the model's class and sizes, and how it was run."""
+        names = [(name, tuple(one.shape)) for name, one in self._model.named_parameters()]
+        batch = next(self._batches.candidates(self._model, kind.microbatch_size)).inputs
+        shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        text = repr((names, shapes, sorted(kind.recomputed), kind.splits, kind.shards_sequences))
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        size = f"tp_size={kind.tp_size}, microbatch_size={kind.microbatch_size}"
+        return f"{type(self._model).__name__}, {self._precision}, {size}, {digest}"
+
+    def _on_a_batch(self, model: nn.Module, size: int, function: Callable[[EstimateBatch], _T]) -> _T:
+        """The result of ``function`` for the first micro-batch that the model runs on: the same one every time."""
+        candidates = list(self._batches.candidates(model, size))
+        if self._candidate is not None:
+            return function(candidates[self._candidate])
+        first: Exception | None = None
+        for number, batch in enumerate(candidates):
+            try:
+                result = function(batch)
+            except Exception as error:  # whatever a model's forward raises
+                first = first or error
+                continue
+            if isinstance(result, EstimateBatch):
+                # A trace runs no criterion, so it does not show which batch the loss can be computed of.
+                self._candidate = number
+            return result
+        assert first is not None, "there is a candidate"
+        if isinstance(first, HybridppError):
+            raise first
+        raise ConfigError(
+            f"{type(model).__name__} does not run on the micro-batches that were made from its configuration: "
+            f"{type(first).__name__}: {first}. Pass sample=batch."
+        ) from first
+
+
+def _times_of(recorder: UnitRecorder, start: float, loss: float, ends: list[float], key: str) -> UnitTimes:
+    calls = recorder.calls
+    return UnitTimes(
+        key=key,
+        names=tuple(call.name for call in calls),
+        begins=tuple(call.begin - start for call in calls),
+        ends=tuple(call.end - start for call in calls),
+        gradients=tuple(None if call.gradient is None else call.gradient - start for call in calls),
+        loss=loss - start,
+        backward_end=ends[0] - start,
+        end=ends[-1] - start,
+    )
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters are on the meta device; its buffers have their values."""
+    memo: dict[int, Any] = {
+        id(one): nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad) for one in model.parameters()
+    }
+    for one in model.parameters():
+        vars(memo[id(one)]).update(vars(one))
+    copied: nn.Module = copy.deepcopy(model, memo)
+    return copied

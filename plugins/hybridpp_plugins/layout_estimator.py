@@ -1,0 +1,276 @@
+"""What one layout of a model would take: the parts of the plugin that would run it, asked without running it."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hybridpp.config import Precision
+from hybridpp.errors import ConfigError
+from hybridpp.estimate import (
+    EstimateInput,
+    Grid,
+    JobSizes,
+    LayoutEstimate,
+    ModelRun,
+    RankEstimate,
+    RankState,
+    StageMemory,
+    StageWork,
+    StepTime,
+    UnitTimes,
+    roofline,
+    simulated_microbatches,
+    stage_costs,
+    stage_memory,
+    step_peak,
+    step_time,
+    update_ms,
+)
+from hybridpp.partition import StagePlan, blocks_by_stage, owners, recomputed_blocks, stage_plan, stages_of
+from hybridpp_plugins.estimate_batch import BatchSource
+from hybridpp_plugins.estimate_runs import EstimateRuns, RunKind, Traced
+from hybridpp_plugins.rank_state import StateRules, rank_state
+from hybridpp_plugins.schedule_planner import SchedulePlanner
+from hybridpp_plugins.settings import PluginSettings, parse_settings
+from hybridpp_plugins.trained_weights import gathering_units, units_of
+
+Parse = Callable[[Mapping[str, Any]], PluginSettings]
+
+
+class CutModel(NamedTuple):
+    """A traced model with the stage of each call.
+
+    Attributes:
+        traced: the model.
+        plans: of each stage.
+        windows: the first and the last call of each stage.
+        blocks: of each stage.
+        owners: the stages that hold each parameter, by name.
+    """
+
+    traced: Traced
+    plans: tuple[StagePlan, ...]
+    windows: tuple[tuple[int, int], ...]
+    blocks: tuple[tuple[str, ...], ...]
+    owners: Mapping[str, tuple[int, ...]]
+
+
+class PluginLayoutEstimator:
+    """Estimates layouts of one model.
+
+    Args:
+        model: on any device; it is not changed.
+        given: what is estimated.
+        parse: makes the plugin's settings of its keywords.
+    """
+
+    def __init__(self, model: nn.Module, given: EstimateInput, parse: Parse):
+        self.given = given
+        self._parse = parse
+        settings = parse(given.settings)
+        self._runs = EstimateRuns(
+            model,
+            parallel=settings.parallel,
+            precision=given.precision,
+            batches=BatchSource(sequence_length=given.sequence_length, sample=given.sample, criterion=given.criterion),
+            device="cpu" if given.device.is_cpu else "cuda",
+        )
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Blocks of the model."""
+        return len(self._runs.traced(1, False, 1, 1).found.blocks)
+
+    def estimate(self, sizes: JobSizes, settings: Mapping[str, Any]) -> LayoutEstimate:
+        """See :class:`~hybridpp.estimate.LayoutEstimator`."""
+        parsed = self._settings(settings, sizes)
+        parallel, num_replicas = parsed.parallel, parsed.parallel.dp_size(sizes.world_size)
+        zero = parsed.zero.among(num_replicas)
+        planner = SchedulePlanner(parsed.pipeline, parallel.pp_size, zero)
+        cut = self._cut(parsed, sizes.microbatch_size, len(planner.placement))
+        kind = self._kind(parsed, cut, sizes.microbatch_size, planner.splits_backward)
+        run = self._runs.run(kind, cut.traced.found.units)
+        _check_order(run, cut)
+        memories = self._memories(run, cut, planner.splits_backward)
+        states = [
+            _state(cut, planner.placement, position, self._rules(parsed, num_replicas))
+            for position in range(parallel.pp_size)
+        ]
+        times = self._measured(kind)
+        is_measured = times is not None
+        times = times or roofline(run, self.given.device, parallel.tp_size)
+        grid = Grid(tp_size=parallel.tp_size, pp_size=parallel.pp_size, num_replicas=num_replicas, zero=zero)
+        return LayoutEstimate(
+            sizes=sizes,
+            settings={**self.given.settings, **settings},
+            num_replicas=num_replicas,
+            ranks=_ranks(planner, memories, states, sizes.num_microbatches),
+            time=self._time(planner, times, _works(cut, memories), states, grid, sizes.num_microbatches),
+            is_measured=is_measured,
+        )
+
+    def measure_times(self, sizes: JobSizes, settings: Mapping[str, Any], where: torch.device) -> UnitTimes:
+        """See :class:`~hybridpp.estimate.LayoutEstimator`."""
+        parsed = self._settings(settings, sizes)
+        planner = SchedulePlanner(parsed.pipeline, parsed.parallel.pp_size)
+        cut = self._cut(parsed, sizes.microbatch_size, len(planner.placement))
+        kind = self._kind(parsed, cut, sizes.microbatch_size, planner.splits_backward)
+        return self._runs.timed(kind, cut.traced.found.units, where)
+
+    def state_bytes(self, sizes: JobSizes, settings: Mapping[str, Any]) -> int:
+        """See :class:`~hybridpp.estimate.LayoutEstimator`."""
+        parsed = self._settings(settings, sizes)
+        num_replicas = parsed.parallel.dp_size(sizes.world_size)
+        planner = SchedulePlanner(parsed.pipeline, parsed.parallel.pp_size, parsed.zero.among(num_replicas))
+        cut = self._cut(parsed, sizes.microbatch_size, len(planner.placement))
+        rules = self._rules(parsed, num_replicas)
+        return max(_state(cut, planner.placement, position, rules).total for position in range(parsed.parallel.pp_size))
+
+    def _settings(self, settings: Mapping[str, Any], sizes: JobSizes) -> PluginSettings:
+        keywords = {**self.given.settings, **settings, "num_microbatches": sizes.num_microbatches}
+        keywords.pop("microbatch_size", None)
+        return self._parse({**keywords, "precision": str(self.given.precision)})
+
+    def _rules(self, parsed: PluginSettings, num_replicas: int) -> StateRules:
+        return StateRules(
+            has_masters=self.given.precision is not Precision.FP32,
+            num_moments=self.given.num_moments,
+            zero=parsed.zero.among(num_replicas),
+            num_replicas=num_replicas,
+            bucket_mib=parsed.optimizer.ddp_bucket_cap_mb,
+        )
+
+    def _cut(self, parsed: PluginSettings, microbatch_size: int, num_stages: int) -> CutModel:
+        """The model, cut as ``boost`` would."""
+        parallel = parsed.parallel
+        fine = num_stages if num_stages > 1 else 1
+        traced = self._runs.traced(parallel.tp_size, parallel.enable_sequence_parallelism, microbatch_size, fine)
+        names, trace, blocks = tuple(traced.parameters), traced.found.trace, traced.found.blocks
+        if num_stages == 1:
+            window = (0, len(trace.calls) - 1)
+            return CutModel(traced, (StagePlan(),), (window,), (blocks,), dict.fromkeys(names, (0,)))
+        stages = stages_of(traced.model, traced.found, num_stages, parsed.partition)
+        plans = tuple(stage_plan(trace, stages, stage, traced.between) for stage in range(num_stages))
+        windows = tuple(
+            (stages.index(stage), len(stages) - 1 - stages[::-1].index(stage)) for stage in range(num_stages)
+        )
+        by_stage = tuple(tuple(one) for one in blocks_by_stage(trace.calls, stages, blocks, num_stages))
+        return CutModel(traced, plans, windows, by_stage, owners(trace, stages, names))
+
+    def _kind(self, parsed: PluginSettings, cut: CutModel, microbatch_size: int, splits: bool) -> RunKind:
+        recomputation = parsed.pipeline.recomputation
+        if recomputation and recomputation.max_stored_microbatches:
+            raise ConfigError(
+                "an estimate counts every micro-batch as recomputed: got max_stored_microbatches="
+                f"{recomputation.max_stored_microbatches}. Leave it out."
+            )
+        return RunKind(
+            parsed.parallel.tp_size,
+            parsed.parallel.enable_sequence_parallelism,
+            microbatch_size,
+            frozenset(name for names in recomputed_blocks(recomputation, cut.blocks) for name in names),
+            splits,
+        )
+
+    def _memories(self, run: ModelRun, cut: CutModel, splits: bool) -> tuple[StageMemory, ...]:
+        blocks = set(cut.traced.found.blocks)
+        last_block = max((index for index, call in enumerate(run.calls) if call.name in blocks), default=0)
+        return tuple(stage_memory(run, plan, last_block, splits) for plan in cut.plans)
+
+    def _measured(self, kind: RunKind) -> UnitTimes | None:
+        key = self._runs.key_of(kind)
+        return next((times for times in self.given.device.measured if times.key == key), None)
+
+    def _time(
+        self,
+        planner: SchedulePlanner,
+        times: UnitTimes,
+        works: tuple[StageWork, ...],
+        states: list[RankState],
+        grid: Grid,
+        num_microbatches: int,
+    ) -> StepTime:
+        device, placed = self.given.device, planner.placement
+        simulated = simulated_microbatches(num_microbatches, grid.pp_size)
+        if not planner.is_known:
+            simulated = num_microbatches
+        updates = [
+            update_ms(
+                state.gradients // grid.zero.num_shards(grid.num_replicas) + state.masters + state.moments,
+                [work for work, at in zip(works, placed, strict=True) if at == position],
+                device,
+                grid,
+            )
+            for position, state in enumerate(states)
+        ]
+        costs = stage_costs(times, works, placed, device, grid)
+        return step_time(planner.compute_programs(simulated), num_microbatches, costs, max(updates), device, grid)
+
+
+def _check_order(run: ModelRun, cut: CutModel) -> None:
+    traced = [call.name for call in cut.traced.found.trace.calls]
+    if len(cut.plans) > 1 and [call.name for call in run.calls] != traced:
+        raise ConfigError(
+            "the model calls its units in another order when it is traced than when it runs, so its stages cannot be "
+            "estimated. Use pp_size=1."
+        )
+
+
+def _ranks(
+    planner: SchedulePlanner, memories: tuple[StageMemory, ...], states: list[RankState], num_microbatches: int
+) -> tuple[RankEstimate, ...]:
+    programs = planner.programs(num_microbatches, True, num_microbatches)
+    estimates = []
+    for position, (program, state) in enumerate(zip(programs, states, strict=True)):
+        own = tuple(stage for stage, at in enumerate(planner.placement) if at == position)
+        peak = step_peak(program.actions, program.completed_sends, {stage: memories[stage] for stage in own})
+        estimates.append(RankEstimate(position, own, state, peak))
+    return tuple(estimates)
+
+
+def _works(cut: CutModel, memories: tuple[StageMemory, ...]) -> tuple[StageWork, ...]:
+    works = []
+    for stage, (window, memory) in enumerate(zip(cut.windows, memories, strict=True)):
+        held = [one for name, one in cut.traced.parameters.items() if stage in cut.owners[name] and one.is_trained]
+        gradients = sum(one.meta.numel() * max(one.meta.dtype.itemsize, 4) for one in held)
+        weights = sum(one.meta.nbytes for one in held)
+        works.append(
+            StageWork(first=window[0], last=window[1], sent=memory.outgoing, gradients=gradients, weights=weights)
+        )
+    return tuple(works)
+
+
+def _state(cut: CutModel, placement: tuple[int, ...], position: int, rules: StateRules) -> RankState:
+    own = {stage for stage, at in enumerate(placement) if at == position}
+    at = {name: tuple(stage for stage in stages if stage in own) for name, stages in cut.owners.items()}
+    held = {name: cut.traced.parameters[name] for name, stages in at.items() if stages}
+    shared = {
+        name for name in held if held[name].is_summed or len({placement[stage] for stage in cut.owners[name]}) > 1
+    }
+    units = None
+    if rules.zero.zero_stage == 3 and len(placement) == 1:
+        units = units_of(cut.traced.model, gathering_units(cut.traced.model))
+    state = rank_state(held, {name: at[name] for name in held}, shared, rules, units)
+    return replace(state, buffers=state.buffers + cut.traced.buffer_bytes)
+
+
+def settings_parser(constructor: Callable[..., Any]) -> Parse:
+    """What makes settings of a plugin's keywords, without a job.
+
+    Args:
+        constructor: of the plugin.
+    """
+    parameters = inspect.signature(constructor).parameters
+    defaults = {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
+
+    def parse(keywords: Mapping[str, Any]) -> PluginSettings:
+        own = {name: value for name, value in keywords.items() if name in defaults}
+        others = {name: value for name, value in keywords.items() if name not in defaults}
+        return parse_settings({**defaults, **own}, others)
+
+    return parse

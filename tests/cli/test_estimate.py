@@ -1,0 +1,77 @@
+import json
+
+import pytest
+from transformers import LlamaConfig, ViTConfig
+
+TINY = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
+LLAMA = LlamaConfig(**TINY, num_key_value_heads=2, vocab_size=50, architectures=["LlamaForCausalLM"])
+VIT = ViTConfig(**TINY, image_size=8, patch_size=4, num_labels=5, architectures=["ViTForImageClassification"])
+
+
+@pytest.fixture
+def command():
+    return "estimate"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def save(config):
+        config.save_pretrained(tmp_path / "model")
+        return str(tmp_path / "model")
+
+    return save
+
+
+def test_the_table_has_a_line_per_place_in_the_pipeline_and_the_time(printed, folder):
+    text = printed("--model", folder(LLAMA), "--pp-size", "2", "--world-size", "4", "--zero-stage", "1")
+    rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if "|" in line]
+    assert rows[0][:3] == ["rank", "stages", "weights"]
+    assert [row[0] for row in rows[1:]] == ["0", "1"]
+    assert "4 ranks, 2 replicas, 4 micro-batches of 1" in text
+    assert "step on h100 (from FLOPs and bytes):" in text
+
+
+def test_json_has_bytes_that_add_up(printed, folder):
+    text = printed("--model", folder(VIT), "--pp-size", "2", "--global-batch", "12", "--microbatch-size", "3", "--json")
+    found = json.loads(text)
+    assert (found["num_microbatches"], found["dp_size"], found["global_batch"]) == (4, 1, 12)
+    for rank in found["ranks"]:
+        parts = dict(rank["bytes"])
+        assert parts.pop("total") == sum(parts.values())
+    assert found["peak_bytes"] == max(rank["bytes"]["total"] for rank in found["ranks"])
+    assert found["time"]["step_ms"] > 0
+
+
+def test_a_longer_sequence_and_larger_micro_batch_hold_more(printed, folder):
+    model = folder(LLAMA)
+
+    def activations(*flags):
+        return json.loads(printed("--model", model, "--json", *flags))["ranks"][0]["bytes"]["activations"]
+
+    base = activations("--sequence-length", "32")
+    assert 1.8 < activations("--sequence-length", "64") / base < 2.5
+    assert 1.8 < activations("--sequence-length", "32", "--microbatch-size", "2") / base < 2.1
+    assert activations("--sequence-length", "32", "--recompute") < base
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--pp-size", "2", "--world-size", "3"), "world size must be a multiple of tp_size"),
+        (("--zero-stage", "1"), "zero_stage=1 divides over replicas, and there is one."),
+        (
+            ("--world-size", "2", "--global-batch", "5"),
+            "got --global-batch 5. Use 4 or 6, or another --microbatch-size.",
+        ),
+        (("--memory", "1KiB"), "GiB more than --memory 1KiB. hybridpp plan searches for a layout that fits."),
+        (("--device", "tpu"), "--device must be one of h100, a100, rtx4090, cpu"),
+        (("--links", "wifi:1"), "--links are written as nvlink:8,ib:400"),
+        (("--pp-size", "16"), "for 16 stages (pp_size x num_model_chunks). Use"),
+    ],
+)
+def test_what_cannot_be_is_refused(refused, folder, flags, message):
+    assert message in refused("--model", folder(LLAMA), *flags)
+
+
+def test_a_folder_without_a_configuration_is_refused(refused, tmp_path):
+    assert "has no config.json" in refused("--model", str(tmp_path))

@@ -1,0 +1,102 @@
+import resource
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from hybridpp.checkpoint import allocate
+from hybridpp.estimate import AllocationLog, Hollow
+
+CPU = torch.device("cpu")
+
+
+def gpt2():
+    config = GPT2Config(
+        n_embd=64, n_layer=2, n_head=4, vocab_size=500, n_positions=32, bos_token_id=0, eos_token_id=0, use_cache=False
+    )
+    config.loss_type = "ForCausalLMLoss"
+    return GPT2LMHeadModel(config).train()
+
+
+def passes(model, batch):
+    """Bytes after the forward, and the most there were."""
+    for _ in range(2):
+        model.zero_grad()
+        with AllocationLog() as log:
+            loss = model(**batch).loss
+            held = log.now
+            loss.backward()
+    return held, log.peak, len(log.allocations)
+
+
+def test_a_hollow_model_allocates_what_the_model_allocates():
+    ids = torch.full((3, 32), 3)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    expected = passes(gpt2(), batch)
+    with torch.device("meta"):
+        model = gpt2()
+    with Hollow():
+        allocate(model, (), CPU)
+        assert passes(model, batch) == expected
+
+
+def test_a_hollow_model_of_many_gigabytes_takes_no_memory():
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(2**16, 2**16, bias=False) for _ in range(4)])  # 64 GiB
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with Hollow():
+        allocate(model, (), CPU)
+        with AllocationLog() as log:
+            model(torch.ones(2, 2**16)).sum().backward()
+    assert log.peak > 64 * 2**30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 2**10  # KiB
+
+
+def test_what_is_made_of_real_tensors_is_real():
+    with Hollow() as hollow:
+        weight = torch.empty(100, 100)
+        mask = torch.ones(5, dtype=torch.bool)
+        assert hollow.is_hollow(weight)
+        assert not hollow.is_hollow(mask)
+        assert bool(mask.all())
+        assert not hollow.is_hollow(torch.arange(5) + 1)
+        product = weight @ weight
+        assert hollow.is_hollow(product)
+        assert hollow.is_hollow(product.t())
+        assert product.sum().item() == 0
+
+
+def test_writes_of_hollow_tensors_are_left_out():
+    with Hollow() as hollow:
+        losses = torch.ones(2)
+        losses[0] = torch.empty(100, 100).sum()
+        assert losses.tolist() == [1, 1]
+        total = torch.empty(200)
+        assert total.add_(1.0) is total
+        assert hollow.is_hollow(total)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.cat([x, x], 1),
+        lambda x: x.unbind(0),
+        lambda x: nn.functional.layer_norm(x, (8,)),
+        lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True),
+        lambda x: torch.sort(x),
+        lambda x: x.to(torch.bfloat16),
+        lambda x: nn.functional.dropout(x, 0.5),
+        lambda x: x[:, :2].reshape(-1),
+        lambda x: torch.nonzero(x),
+        lambda x: x[torch.tensor([True, False, True, False])],
+    ],
+)
+def test_results_have_the_sizes_and_formats_of_real_ones(function):
+    def described(result):
+        leaves = result if isinstance(result, tuple | list) else (result,)
+        return [(tuple(leaf.shape), leaf.stride(), leaf.dtype) for leaf in leaves]
+
+    expected = described(function(torch.zeros(4, 8)))
+    with Hollow():
+        assert described(function(torch.empty(4, 8))) == expected
