@@ -4,6 +4,7 @@ import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +13,21 @@ from hybridpp.cli.argtypes import positive
 from hybridpp.cli.cut_table import RankShare, render_cut
 from hybridpp.cli.memory_table import render_memory
 from hybridpp.cli.meta_model import build, load_config
+from hybridpp.cli.own_model import is_own_model, load_own_model
 from hybridpp.cli.sharding_report import preview_sharding, render_sharding
 from hybridpp.config import ParallelConfig, PartitionConfig, Precision, ZeroConfig
 from hybridpp.errors import ConfigError, HybridppError
 from hybridpp.module_adapter import ModuleAdapter
-from hybridpp.partition import MemoryBudget, StageSummary, StateBytes, TrainingStateSpec, describe_cut, make_samples
+from hybridpp.nn.torch_private import pytree
+from hybridpp.partition import (
+    CallArguments,
+    MemoryBudget,
+    StageSummary,
+    StateBytes,
+    TrainingStateSpec,
+    describe_cut,
+    make_samples,
+)
 from hybridpp.precision import (
     dtype_changes,
     find_module_dtypes,
@@ -32,7 +43,11 @@ _ADAMS = 2
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
-    parser.add_argument("--model", required=True, help="folder with a config.json, or name on the Hugging Face hub")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="folder with a config.json, name on the Hugging Face hub, or module:function of your own",
+    )
     parser.add_argument("--pp-size", type=positive, required=True, help="number of pipeline stages")
     parser.add_argument("--tp-size", type=positive, default=1, help="tensor-parallel ranks (default: 1)")
     parser.add_argument(
@@ -91,8 +106,11 @@ def run(arguments: Namespace) -> str:
             f"--world-size: a multiple of {arguments.tp_size * arguments.pp_size}."
         )
     zero = given.among(num_replicas)
-    config = load_config(arguments.model)
-    model = build(config, arguments.task)
+    own = load_own_model(arguments.model) if is_own_model(arguments.model) else None
+    if own is not None and (arguments.task or arguments.tp_size > 1):
+        flag = "--task" if arguments.task else "--tp-size"
+        raise ConfigError(f"{flag} is for models of Hugging Face: got --model {arguments.model}. Leave it out.")
+    model = build(load_config(arguments.model), arguments.task) if own is None else own.model
     division = preview_sharding(model, parallel) if arguments.tp_size > 1 else None
     casted = _casted(model, Precision(arguments.precision))
     shapes = division.shapes if division else {}
@@ -109,11 +127,11 @@ def run(arguments: Namespace) -> str:
     state_bytes = _state_bytes(model, casted, spec, shapes)
     sizes = {name: parts.total for name, parts in state_bytes.items()}
     held = MemoryBudget(sizes=sizes, ranks=range(arguments.pp_size), limit=partition.limit_bytes)
-    stages = _describe(model, arguments, partition, casted, held)
+    stages = _describe(model, arguments, partition, casted, held, own and own.sample)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     first = f"{type(model).__name__}, {_chosen_by(partition)}\n\n"
     shares = _shares(model, casted, shapes) if division else None
-    parts = [first + render_cut(stages, num_parameters, arguments.batch_size, shares)]
+    parts = [first + render_cut(stages, num_parameters, own.batch_size if own else arguments.batch_size, shares)]
     if arguments.world_size or arguments.zero_stage or zero.offload_optimizer:
         host_bytes = _host_bytes(model, casted, spec, shapes) if zero.offload_optimizer else None
         parts.append(render_memory(stages, state_bytes, num_replicas, given, host_bytes))
@@ -179,26 +197,38 @@ def _describe(
     partition: PartitionConfig,
     casted: Mapping[int, torch.dtype],
     held: MemoryBudget,
+    sample: CallArguments | None,
 ) -> tuple[StageSummary, ...]:
     dtype = working_dtype(model, Precision(arguments.precision))
 
-    def described_with(sample: dict[str, Tensor]) -> tuple[StageSummary, ...]:
+    def described_with(args: tuple[Any, ...], kwargs: dict[str, Any], source: str) -> tuple[StageSummary, ...]:
         try:
-            return describe_cut(model, arguments.pp_size, ((), sample), partition, casted, held)
+            return describe_cut(model, arguments.pp_size, (args, kwargs), partition, casted, held)
         except HybridppError:
             raise
         except Exception as error:  # whatever a model's forward raises
-            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sample.items())
+            named = [*((str(number), one) for number, one in enumerate(args)), *kwargs.items()]
+            shapes = ", ".join(f"{name} {list(one.shape)}" for name, one in named if isinstance(one, Tensor))
             raise _DoesNotRun(
-                f"{type(model).__name__} does not run on the inputs generated from its configuration, {shapes}: "
-                f"{type(error).__name__}: {error}"
+                f"{type(model).__name__} does not run on {source}, {shapes}: {type(error).__name__}: {error}"
             ) from error
 
+    if sample is not None:
+        cast = pytree.tree_map_only(
+            Tensor, lambda one: one.to(dtype) if dtype and one.is_floating_point() else one, sample
+        )
+        return described_with(cast[0], cast[1], "the sample that its function returned")
+    if not hasattr(model, "config"):
+        raise ConfigError(
+            f"a sample of the inputs of {type(model).__name__} is needed. Let {arguments.model} return the model and a "
+            "batch: a tensor, a tuple or a dict."
+        )
+    source = "the inputs generated from its configuration"
     *others, last = make_samples(model, arguments.batch_size, arguments.sequence_length, dtype or torch.float32)
-    for sample in others:
+    for generated in others:
         with suppress(_DoesNotRun):
-            return described_with(sample)
-    return described_with(last)
+            return described_with((), generated, source)
+    return described_with((), last, source)
 
 
 def _chosen_by(partition: PartitionConfig) -> str:

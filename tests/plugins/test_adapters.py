@@ -1,12 +1,14 @@
 """Adapters (LoRA): trained in every layout, saved in peft's own files, loaded into plain peft and back."""
 
+from functools import partial
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from support import assert_near, assert_same, model_loss, replica_part, sgd
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hybridpp import Booster, HybridParallelPlugin
+from hybridpp import Booster, GeminiPlugin, HybridParallelPlugin, TorchFSDPPlugin
 from hybridpp.cluster import Loopback
 from hybridpp.errors import CheckpointError, ConfigError
 
@@ -161,6 +163,33 @@ def test_dropout_of_adapters_does_not_depend_on_the_layout():
         return Loopback(layout.get("pp_size", 1)).run(train)[0]
 
     assert run(pp_size=2) == pytest.approx(run(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "num_ranks"),
+    [
+        (TorchFSDPPlugin, 2),
+        (partial(GeminiPlugin, precision="fp32"), 2),
+        (partial(HybridParallelPlugin, pp_size=2, zero_stage=3, num_microbatches=1), 4),
+        (partial(HybridParallelPlugin, pp_size=2, schedule="zb-h1", num_microbatches=2), 2),
+    ],
+    ids=["fsdp", "gemini", "pp2-zero3", "zb-h1"],
+)
+def test_adapters_on_the_last_layers_only(make, num_ranks, tmp_path):
+    only_last = {"layers_to_transform": [1]}
+
+    def run():
+        booster, model = Booster(plugin=make(), device="cpu"), adapted(**only_last)
+        optimizer = sgd([parameter for parameter in model.parameters() if parameter.requires_grad])
+        sample = {name: value[:1] for name, value in tokens().items()}
+        model, optimizer, *_ = booster.boost(model, optimizer, model_loss, sample=sample)
+        for _ in range(2):
+            step(booster, model, optimizer)
+        booster.save_lora_as_pretrained(model, tmp_path)
+
+    Loopback(num_ranks).run(run)
+    loaded = peft.PeftModel.from_pretrained(llama(), tmp_path, is_trainable=True)
+    assert_near(trainable(loaded), by_itself(adapted(**only_last)), 1e-6)
 
 
 def test_a_run_with_an_adapter_goes_on_from_a_checkpoint(tmp_path):
