@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 PYTHONPATH=.:plugins python benchmarks/nonfinite_cost.py
 
 Three variants of one model take turns, step by step, in one process and one thread: the library as it is; without the
-checks of every step (of losses and norms, and of whether a unit is watched); and with every value checked at every
-step, which the library avoids by running a step again only if it failed. Times are processor time. Step times vary by
-far more than the cost, so the check of every unit is also timed alone, with units that do nothing.
+checks of every step (of losses and norms); and with every value checked at every step, which the library avoids by
+running a step again only if it failed. Times are processor time. Step times vary by far more than the cost, which
+tests/plugins/test_nonfinite_report_cost.py counts.
 """
 
 import argparse
@@ -18,16 +18,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from hybridpp_plugins import step_message
+from hybridpp_plugins import step_epilogue
 from hybridpp_plugins.nonfinite_report import NonFiniteDiagnosis
 from hybridpp_plugins.nonfinite_steps import NonFiniteSteps
 from transformers import ViTConfig, ViTForImageClassification
 
 from hybridpp import Booster, HybridParallelPlugin
-from hybridpp.partition.plan import StagePlan
-from hybridpp.partition.recompute import Recomputable
-from hybridpp.partition.rng import UnitRng
-from hybridpp.partition.stage_run import Placeholders, StageRun
 from hybridpp.precision import NonFiniteDetector
 
 BATCH_SIZE, NUM_MICROBATCHES = 16, 4
@@ -50,39 +46,22 @@ class Bare:
     """Inside, nothing looks for what is not finite."""
 
     def __enter__(self) -> None:
-        self._before = (step_message._report, NonFiniteSteps.wants_search, StageRun.__call__)
-        step_message._report = _unchecked_mean
+        self._before = (step_epilogue._rank_loss, NonFiniteSteps.wants_search)
+        step_epilogue._rank_loss = _unchecked
         NonFiniteSteps.wants_search = _never  # type: ignore[method-assign]  # for a measurement
-        StageRun.__call__ = _unwatched  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
-        step_message._report, NonFiniteSteps.wants_search, StageRun.__call__ = self._before  # type: ignore[method-assign]
+        step_epilogue._rank_loss, NonFiniteSteps.wants_search = self._before  # type: ignore[method-assign]
 
 
-def _unchecked_mean(
-    batch: Any, result: Any, losses: list[float], reduction: Any, failed: bool
-) -> step_message.RankReport:
+def _unchecked(batch: Any, result: Any, losses: list[float]) -> step_epilogue.RankLoss:
     shares = (microbatch.share for microbatch in batch.microbatches)
     total = math.fsum(value * share for value, share in zip(losses, shares, strict=True))
-    return step_message.RankReport(failed, total, 0.0, -1.0, reduction)
+    return step_epilogue.RankLoss(total, 0.0, -1.0)
 
 
 def _never(self: Any, norm: float | None) -> bool:
     return False
-
-
-def _unwatched(self: Any, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if self._inside:
-        return forward(*args, **kwargs)
-    place = self._next
-    self._next += 1
-    call = self._expect(place, name)
-    _ = torch.default_generator.initial_seed()
-    forward = self._recomputable.wrapped(name, forward)
-    try:
-        return self._run(call, place, forward, (args, kwargs))
-    finally:
-        assert call is None, "nothing is cut here"
 
 
 class Watching:
@@ -111,7 +90,6 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     batch = {"pixel_values": torch.randn(BATCH_SIZE, 3, 64, 64), "labels": torch.arange(BATCH_SIZE) % 10}
-    print(f"looking whether a unit is watched: {1e3 * look_us():.0f} ns per unit and micro-batch\n")
     print("| hidden | variant | median (ms) | against without, median of the rounds | quartiles |")
     print("|--:|---|--:|--:|--:|")
     for hidden in args.hidden:
@@ -124,27 +102,6 @@ def main() -> None:
                 f"{low:+.2f} to {high:+.2f} % |",
                 flush=True,
             )
-
-
-def look_us(calls: int = 2_000, repeats: int = 50) -> float:
-    """Microseconds that the look at whether a unit is watched takes: the least of several runs with and without it."""
-    device = torch.device("cpu")
-
-    def least(call: Callable[..., Any]) -> float:
-        run = StageRun(StagePlan(), [], Placeholders(device), UnitRng(0, device), Recomputable({}), {})
-        spent = []
-        for _ in range(repeats):
-            began = time.process_time()
-            for _ in range(calls):
-                call(run, "", _nothing, (), {})
-            spent.append(time.process_time() - began)
-        return min(spent)
-
-    return 1e6 * (least(StageRun.__call__) - least(_unwatched)) / calls
-
-
-def _nothing() -> None:
-    return
 
 
 def measure(hidden: int, precision: str, batch: Any, rounds: int) -> dict[str, list[float]]:

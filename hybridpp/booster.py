@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from hybridpp.boosted_runs import BoostedRuns
 from hybridpp.booster_adapters import BoosterAdapters
 from hybridpp.errors import ConfigError
+from hybridpp.optim import JoinedOptimizer
 from hybridpp.plugin import (
     Boosted,
     Criterion,
@@ -77,7 +78,7 @@ class Booster(BoosterAdapters):
     def boost(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | list[Optimizer] | tuple[Optimizer, ...] | None = None,
         criterion: Criterion | None = None,
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: LRScheduler | None = None,
@@ -100,7 +101,8 @@ class Booster(BoosterAdapters):
         Args:
             model: any module, with the same weights on every rank; or a module on the meta device, whose weights and
                 buffers are then all set by :meth:`load_model`, or by the script, before the first step.
-            optimizer: any ``torch.optim`` optimizer over all parameters to train.
+            optimizer: any ``torch.optim`` optimizer over all parameters to train; or a list of several, each on its
+                parameters, of which one is made that takes the step of each (``hybridpp.optim.JoinedOptimizer``).
             criterion: ``criterion(outputs, inputs)`` -> scalar; returned unchanged.
             dataloader: returned unchanged. One sample of its dataset shows how the model is called.
             lr_scheduler: made on ``optimizer``. The returned one does not advance at skipped steps.
@@ -121,6 +123,8 @@ class Booster(BoosterAdapters):
         """
         options = {"model_inputs": model_inputs, "loss_reduction": loss_reduction}
         given = {name: value for name, value in options.items() if value is not None}
+        if isinstance(optimizer, list | tuple):
+            optimizer = JoinedOptimizer(optimizer)
         parts = Boosted(model, optimizer, criterion, dataloader, lr_scheduler)
         parts = configure_with(self.plugin, parts, device=self._device, sample=sample, **given)
         self._runs.add(parts)

@@ -18,6 +18,7 @@ from hybridpp.saving import (
     check_save_arguments,
     check_size_per_shard,
     file_bytes_of,
+    require_path,
     with_prefix,
 )
 
@@ -67,6 +68,7 @@ class BoosterSaves:
             CheckpointError: the path cannot be written to; raised on every rank.
             ConfigError: an argument is not supported, or the arguments do not fit together.
         """
+        require_path(path)
         check_save_arguments(
             Path(path),
             shard=shard,
@@ -91,7 +93,8 @@ class BoosterSaves:
         Each rank reads only the tensors that it owns. In addition to these, it maps one file of the folder at a time.
 
         Args:
-            model: the boosted model.
+            model: the boosted model; or every rank's copy of it, or its ``torch.optim.swa_utils.AveragedModel``, whose
+                next update then goes on from what was loaded.
             path: a folder with safetensors files; or one file with a state dict under the model's own names, written
                 by safetensors or by ``torch.save`` (read with ``weights_only=True``, so it cannot run code).
             strict: whether missing and unexpected names are an error.
@@ -247,12 +250,12 @@ class BoosterSaves:
             CheckpointError: it, or the asynchronous one before it, cannot be written; raised on every rank.
             ConfigError: gradients are held, an argument is wrong, or nothing was boosted.
         """
-        check_run_arguments(step, keep_last)
+        check_run_arguments(step, keep_last, extras)
         require_bools(asynchronous=asynchronous)
         self._run_saver().save_run(
             self._runs.parts(),
             as_path(path),
-            step=step,
+            step=int(step),  # numpy's, too
             extras={} if extras is None else extras,
             keep_last=keep_last,
             asynchronous=asynchronous,

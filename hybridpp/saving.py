@@ -1,12 +1,25 @@
 """Checks of the arguments of saves, and the file suffixes that ``save_model`` writes."""
 
 import sys
+from collections.abc import Mapping
+from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 from hybridpp.config import require_bools
 from hybridpp.errors import ConfigError
 
 SAFE_SUFFIXES, PICKLED_SUFFIXES = (".safetensors",), (".pt", ".pth", ".bin")
+
+
+def require_path(path: Any) -> None:
+    """Refuse what is no path of a folder or file.
+
+    Raises:
+        ConfigError: it is no text and no ``pathlib.Path``, or empty.
+    """
+    if not isinstance(path, str | Path) or not str(path).strip():
+        raise ConfigError(f'a path is a text or a pathlib.Path: got {path!r}. Pass one, for example "outputs/run".')
 
 
 def is_file_name(path: Path) -> bool:
@@ -69,8 +82,9 @@ def with_prefix(path: str | Path, prefix: str | None) -> Path:
     """The folder named ``prefix`` in a folder; without a prefix, the path.
 
     Raises:
-        ConfigError: the prefix is no name of a folder, or the path is that of a file.
+        ConfigError: it is no path, the prefix is no name of a folder, or the path is that of a file.
     """
+    require_path(path)
     if "://" in str(path):
         raise ConfigError(
             f"weights and single states are written to and read from local paths: got {path}. Pass one, or use "
@@ -85,13 +99,15 @@ def with_prefix(path: str | Path, prefix: str | None) -> Path:
     return Path(path) / prefix
 
 
-def check_run_arguments(step: int, keep_last: int | None) -> None:
+def check_run_arguments(step: int, keep_last: int | None, extras: Any = None) -> None:
     """Check the arguments of a save of a run.
 
     Raises:
-        ConfigError: an argument is no number, or too small.
+        ConfigError: an argument is no number, or too small; or extras are no dict.
     """
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    if extras is not None and not isinstance(extras, Mapping):
+        raise ConfigError(f'extras must be a dict: got {extras!r}. Give each value a name, as in {{"best": 0.9}}.')
+    if isinstance(step, bool) or not isinstance(step, Integral) or step < 0:
         raise ConfigError(f"step must be a number of steps, 0 or more: got {step!r}. Count the run's steps.")
     if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1):
         raise ConfigError(

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import numpy
 import pytest
 
 from hybridpp.errors import ConfigError
@@ -64,6 +65,19 @@ def test_right_arguments_of_a_run(keep_last):
 def test_wrong_arguments_of_a_run(step, keep_last, text):
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
         check_run_arguments(step, keep_last)
+
+
+@pytest.mark.parametrize("step", [numpy.int64(3), 3])
+def test_steps_and_extras_of_a_run(step):
+    check_run_arguments(step, None, {"best": 0.9})
+    with pytest.raises(ConfigError, match=r"^extras must be a dict: got \[1\]\. Give each value a name"):
+        check_run_arguments(step, None, [1])
+
+
+@pytest.mark.parametrize("path", [None, b"run", "", 3])
+def test_what_is_no_path_is_refused(path):
+    with pytest.raises(ConfigError, match=re.escape(f"a path is a text or a pathlib.Path: got {path!r}.")):
+        with_prefix(path, None)
 
 
 def test_a_prefix_is_the_name_of_a_folder(tmp_path):

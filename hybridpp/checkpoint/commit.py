@@ -77,8 +77,15 @@ def commit_in(folder: AnyPath, manifest: Manifest) -> None:
     """Let a checkpoint count, whose data files are on disk.
 
     Raises:
+        CheckpointError: a data file is gone, which another job may have removed as incomplete.
         OSError: the manifest cannot be written; then what was there before still counts.
     """
+    for name, written in manifest.files.items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != written.nbytes:
+            raise CheckpointError(
+                f"{folder / name} was removed or changed while the checkpoint was written. Let only one job save to "
+                f"{folder.parent}."
+            )
     if isinstance(folder, RemotePath):
         (folder / MANIFEST).write_bytes(manifest.to_bytes())
         return
@@ -138,12 +145,12 @@ def remove_old(path: AnyPath, current: Manifest, keep_last: int | None) -> list[
     Args:
         path: the folder of checkpoints.
         current: the newest, which stays.
-        keep_last: how many checkpoints stay; None: all.
+        keep_last: how many checkpoints stay, besides those of later steps; None: all.
     """
     problems: list[str] = []
     committed = committed_steps(path)
-    others = [step for step in committed if step != current.step]
-    dropped = set() if keep_last is None else set(others[keep_last - 1 :])
+    older = [step for step in committed if step < current.step]
+    dropped = set() if keep_last is None else set(older[keep_last - 1 :])
     for step in steps(path):
         try:
             if step == current.step:

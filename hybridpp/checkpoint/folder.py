@@ -10,14 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.checkpoint.atomic_replace import replace_weights
+from hybridpp.checkpoint.folder_kind import has_weights, other_kind
 from hybridpp.checkpoint.hub_tensors import hub_groups, plain_groups
+from hybridpp.checkpoint.index import CONFIG
+from hybridpp.checkpoint.older_config import add_older_names
 from hybridpp.checkpoint.read import CheckpointContents, open_plain
 from hybridpp.checkpoint.safetensors_file import StoredSpec
 from hybridpp.checkpoint.single_file import StreamedFile, open_file, replace_file, stage_file, tied_names
 from hybridpp.checkpoint.staging_folder import remove_leftovers, stage
 from hybridpp.checkpoint.streamed_folder import StreamedFolder
 from hybridpp.errors import CheckpointError, PeerError
-from hybridpp.nn.pretrained_model import is_pretrained_model
+from hybridpp.nn.pretrained_model import is_pretrained_model, without_progress_bars
 from hybridpp.saving import SAFE_SUFFIXES, is_file_name
 
 if TYPE_CHECKING:
@@ -89,7 +92,9 @@ class SaveTarget:
                 # transformers writes the names that older versions and the hub know, and takes dtype and ties from a
                 # model: the complete model on the meta device replaces the one that holds only a stage.
                 shell = _shell(self._model, dtype)
-                shell.save_pretrained(self._staged, state_dict={})  # the config, and what belongs to it
+                with without_progress_bars():
+                    shell.save_pretrained(self._staged, state_dict={})  # the config, and what belongs to it
+                add_older_names(self._staged / CONFIG)
                 groups = hub_groups(shell, specs, aliases)
             self._writer = StreamedFolder(groups, max_shard_size)
             return [file.reads for file in self._writer.files]
@@ -189,6 +194,11 @@ def open_folder(model: nn.Module, path: Path, strict: bool) -> CheckpointContent
             return open_file(path)
         if not path.is_dir():
             raise CheckpointError(f"there is no folder or file {path}. Pass the folder that save_model wrote.")
+        kind = "" if has_weights(path) else other_kind(path)
+        if kind:
+            raise CheckpointError(
+                f"{path} holds no weights of a model alone. {kind}Pass the folder that save_model wrote."
+            )
         if not is_pretrained_model(model):
             return open_plain(path)
         # transformers' loading takes 3 s to import, which jobs without its models do not need.

@@ -43,6 +43,10 @@ STORED_DTYPES = {
 }
 
 
+class NewerFormatError(CheckpointError):
+    """A checkpoint that is not damaged, but of a newer version: an older one beside it is not meant instead."""
+
+
 class Chunk(NamedTuple):
     """A box of a tensor in a file.
 
@@ -154,7 +158,8 @@ def parse(data: bytes) -> Manifest:
     """Read a manifest.
 
     Raises:
-        CheckpointError: it is damaged, of another version, or names what it must not name.
+        NewerFormatError: a newer version wrote it.
+        CheckpointError: it is damaged, or names what it must not name.
     """
     first, _, rest = data.partition(b"\n")
     found = _FIRST_LINE.fullmatch(first)
@@ -162,7 +167,7 @@ def parse(data: bytes) -> Manifest:
         raise CheckpointError(f"{MANIFEST} is damaged: it does not have the digest that it was written with")
     try:
         content = json.loads(b"{" + rest)
-        _require(content["format"] == FORMAT, f"format is {content['format']!r}, and this version reads {FORMAT}")
+        _check_format(content["format"])
         manifest = Manifest(
             save_id=_typed(content["save_id"], str),
             step=_count(content["step"]),
@@ -175,6 +180,15 @@ def parse(data: bytes) -> Manifest:
         raise CheckpointError(f"{MANIFEST} is not one of this library: {type(error).__name__}: {error}") from error
     check(manifest)
     return manifest
+
+
+def _check_format(number: Any) -> None:
+    if type(number) is int and number > FORMAT:
+        raise NewerFormatError(
+            f"a newer version of hybridpp wrote it, in format {number}, and this one reads format {FORMAT}. Install "
+            "that version"
+        )
+    _require(number == FORMAT, f"format is {number!r}, and this version reads {FORMAT}")
 
 
 def check(manifest: Manifest) -> None:

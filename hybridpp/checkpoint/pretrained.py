@@ -20,6 +20,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from hybridpp.checkpoint.find_tensors import TensorLocation, find_tensors
 from hybridpp.checkpoint.read import CheckpointContents, InMemory, StoredTensor, open_tensors, shapes_of
 from hybridpp.errors import CheckpointError
+from hybridpp.nn.pretrained_model import without_progress_bars
 
 
 @dataclass
@@ -108,9 +109,10 @@ def open_pretrained(model: PreTrainedModel, path: Path, strict: bool) -> Checkpo
 
 def _load(model: PreTrainedModel, path: Path, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     try:
-        loaded: Any = type(model).from_pretrained(
-            path, output_loading_info=True, ignore_mismatched_sizes=False, **options
-        )
+        with without_progress_bars():
+            loaded: Any = type(model).from_pretrained(
+                path, output_loading_info=True, ignore_mismatched_sizes=False, **options
+            )
     except Exception as error:  # of a missing file, a broken one, a pickle, a config that is no JSON, …
         raise CheckpointError(
             f"{path} does not hold weights for {type(model).__name__}: {type(error).__name__}: {error}. Pass a folder "

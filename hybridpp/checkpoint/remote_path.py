@@ -13,6 +13,7 @@ import fsspec
 
 from hybridpp.checkpoint.staging_folder import sync
 from hybridpp.errors import ConfigError
+from hybridpp.saving import require_path
 
 _T = TypeVar("_T")
 # These are local: their files are synced to disk, which fsspec would not do.
@@ -162,8 +163,9 @@ def as_path(path: str | Path) -> AnyPath:
     """A local path, or one of fsspec where there is a protocol: ``s3://bucket/run``.
 
     Raises:
-        ConfigError: the protocol is unknown, or its package is not installed.
+        ConfigError: it is no path, the protocol is unknown, or its package is not installed.
     """
+    require_path(path)
     text = str(path)
     for prefix in _LOCAL:
         if text.startswith(prefix):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hybridpp.checkpoint.commit import committed_steps, open_step, step_folder
+from hybridpp.checkpoint.folder_kind import other_kind
 from hybridpp.checkpoint.manifest import Manifest
 from hybridpp.checkpoint.plain_values import decode
 from hybridpp.checkpoint.reader import fill, plan_reads, verify_file
@@ -24,7 +25,9 @@ def chosen_step(path: AnyPath, step: int | None) -> int:
     """
     found = committed_steps(path)
     if not found:
-        raise CheckpointError(f"{path} holds no complete checkpoint. Pass the folder that booster.save was given.")
+        raise CheckpointError(
+            f"{path} holds no complete checkpoint. {other_kind(path)}Pass the folder that booster.save was given."
+        )
     if step is not None and step not in found:
         raise CheckpointError(f"{path} holds no checkpoint of step {step}. It holds {found}.")
     return found[0] if step is None else step

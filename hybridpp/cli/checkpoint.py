@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from hybridpp.checkpoint.commit import committed_steps, open_step, step_folder, steps
+from hybridpp.checkpoint.folder_kind import other_kind
 from hybridpp.checkpoint.manifest import MANIFEST, Manifest
 from hybridpp.checkpoint.reader import verify_file
 from hybridpp.checkpoint.remote_path import AnyPath, as_path
@@ -52,7 +53,9 @@ def run(arguments: Namespace) -> str:
     path: AnyPath = as_path(arguments.path)
     found = steps(path)
     if not found:
-        raise CheckpointError(f"{path} holds no checkpoint. Pass the folder that booster.save was given.")
+        raise CheckpointError(
+            f"{path} holds no checkpoint. {other_kind(path)}Pass the folder that booster.save was given."
+        )
     if arguments.action == "list":
         return _listed(path, found)
     if arguments.step is not None and arguments.step not in committed_steps(path):

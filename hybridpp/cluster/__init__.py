@@ -8,6 +8,7 @@ from hybridpp.cluster.gather_numbers import PendingNumbers, gather_numbers, name
 from hybridpp.cluster.gather_objects import gather_objects
 from hybridpp.cluster.generators import generator_states, set_generator_states
 from hybridpp.cluster.grid import Axis, Coordinate, RankGrid
+from hybridpp.cluster.host_copy import HostCopy
 from hybridpp.cluster.hosts import ranks_per_host
 from hybridpp.cluster.launch import (
     check_joined,
@@ -40,6 +41,7 @@ __all__ = [
     "DistCoordinator",
     "DrawMonitor",
     "Group",
+    "HostCopy",
     "Loopback",
     "Mapped",
     "Pending",

@@ -151,6 +151,10 @@ class GradientAccumulator:
         add_product(self.views[name], a, b, keep=name not in self._stale)
         self._stale.discard(name)
 
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """The dtype of the parameter ``name``; None: there is none."""
+        return self._parameters[name].dtype if name in self._parameters else None
+
     @property
     def small(self) -> Collection[str]:
         """Parameters whose gradients are added together."""

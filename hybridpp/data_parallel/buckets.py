@@ -9,16 +9,16 @@ from torch import Tensor, nn
 
 from hybridpp.cluster import Group
 from hybridpp.data_parallel.accumulator import GradientAccumulator
-from hybridpp.data_parallel.bucket import Bucket, GradientSharding, piece_in, views_in
+from hybridpp.data_parallel.bucket import Bucket, GradientSharding
 from hybridpp.data_parallel.bucket_reduction import BucketReduction
 from hybridpp.data_parallel.gradient_hooks import GradientHooks
 from hybridpp.data_parallel.layout import ShardLayout
+from hybridpp.data_parallel.outside_gradients import OutsideGradients
 from hybridpp.data_parallel.pass_reduction import PassReduction
 from hybridpp.data_parallel.replicas import HybridReplicas, Replicas
+from hybridpp.data_parallel.scattered_sums import ScatteredSums
 from hybridpp.data_parallel.shared_gradients import SharedGradients, Summand
 from hybridpp.errors import ConfigError
-from hybridpp.nn.fp32_products import adds_products
-from hybridpp.nn.half import HALF_DTYPES
 
 _UNKNOWN_BACKWARD = (
     "a backward pass outside of hybridpp reached a boosted model's parameters: its gradients would not be scaled or "
@@ -51,7 +51,7 @@ class GradientBuckets:
         exposes_grad: whether ``parameter.grad`` shows the gradients.
         coalesced_group: one of the groups in ``shared`` whose members hold the same parameters: all its sums go in one
             message.
-        fuses_products: whether :meth:`add_product` may be used.
+        fuses_products: whether :meth:`OutsideGradients.add_product` may be used.
         sharding: what a replica keeps of each sum (ZeRO). If it is a segment, ``parameter.grad`` is None between
             reduction and step.
 
@@ -91,11 +91,7 @@ class GradientBuckets:
         self._fuses_products = fuses_products
         self._hooks = GradientHooks(self._accumulator, parameters, self._on_gradient)
         self._used = self._hooks.reached
-        self._pieces = {
-            piece.name: piece_in(bucket.own, piece)
-            for bucket in self._accumulator.buckets
-            for piece in bucket.layout.pieces_within(layout.index)
-        }
+        self._scattered = ScatteredSums(self._accumulator.buckets, layout.index, group)
         self._reduction = self._make_reduction()
         self.are_in_step = False
         self._state = _State.CONSUMED
@@ -129,7 +125,7 @@ class GradientBuckets:
     def gradients(self) -> dict[str, Tensor]:
         """This replica's part of the sums, by name: after a reduction that scatters its pieces, else all."""
         if self._is_scattered:
-            return self._pieces
+            return self._scattered.pieces
         return self._accumulator.zero_stale(self._accumulator.buckets if self._is_stashed else None)
 
     def whole_gradients(self) -> dict[str, Tensor]:
@@ -141,15 +137,7 @@ class GradientBuckets:
                 'gradients are not complete inside no_sync, and with zero_reduce="microbatch" no replica has its own '
                 "ones. Read them after the block."
             )
-        unsharded: dict[str, Tensor] = {}
-        for bucket in self._accumulator.buckets:
-            flat = bucket.flat
-            if bucket.frees:
-                flat = bucket.own.new_zeros(bucket.layout.size)
-                flat[bucket.layout.segment(self._layout.index)] = bucket.complete()
-            self._group.all_gather_segments(flat).wait()
-            unsharded |= views_in(flat, bucket.layout) if bucket.frees else bucket.views
-        return unsharded
+        return self._scattered.gather()
 
     @property
     def _is_scattered(self) -> bool:
@@ -221,47 +209,19 @@ class GradientBuckets:
         self._reduction.begin(stage, pending)
         return True
 
-    def defer(self, names: Iterable[str]) -> None:
-        """Note that the running backward pass does not complete these gradients: :meth:`add` follows."""
-        if self._reduction is not None:
-            self._reduction.defer(names)
-
-    def mark_reached(self, names: Iterable[str]) -> None:
-        """Note that :meth:`add` follows for these parameters."""
-        if self._state is _State.CONSUMED:
-            raise ConfigError(_UNKNOWN_BACKWARD)
-        self._hooks.mark_reached(names)
-
-    def add(self, name: str, gradient: Tensor) -> None:
-        """Add to a gradient outside of autograd."""
-        self._accumulator.add(name, gradient)
-
-    def takes_products(self, name: str) -> bool:
-        """Whether :meth:`add_product` works for a parameter: a matrix in half precision, where a kernel is there."""
-        parameter, view = self.parameters.get(name), self._accumulator.views.get(name)
-        return (
-            self._fuses_products
-            and parameter is not None
-            and view is not None
-            and parameter.dtype in HALF_DTYPES
-            and view.dim() == 2
-            and view.is_contiguous()
-            and adds_products(view.device, parameter.dtype)
+    def outside(self) -> OutsideGradients:
+        """Where gradients are added that are computed outside of autograd."""
+        return OutsideGradients(
+            self._accumulator, self._hooks, self._reduction, self._refuse_unknown, fuses_products=self._fuses_products
         )
 
-    def add_product(self, name: str, a: Tensor, b: Tensor) -> None:
-        """Add ``a @ b`` to a gradient outside of autograd, without rounding it before; see :meth:`takes_products`."""
-        self._accumulator.add_product(name, a, b)
-
-    def mark_complete(self, name: str) -> None:
-        """Note that the last :meth:`add` of the step for this parameter is done."""
-        if self._reduction is not None:
-            self._reduction.complete(name)
+    def _refuse_unknown(self) -> None:
+        if self._state is _State.CONSUMED:
+            raise ConfigError(_UNKNOWN_BACKWARD)
 
     def _on_gradient(self, name: str) -> bool:
         """A gradient has arrived; whether this is the last pass that adds to it."""
-        if self._state is _State.CONSUMED:
-            raise ConfigError(_UNKNOWN_BACKWARD)
+        self._refuse_unknown()
         self._used.add(name)
         return self._reduction is not None and self._reduction.arrived(name)
 
@@ -362,23 +322,13 @@ class GradientBuckets:
         if self._state is _State.CONSUMED:
             return
         if self._is_scattered:
-            self._refuse_grads()
+            self._scattered.refuse_grads(self.parameters, self._accumulator.views)
             return
         for name, is_set in self._accumulator.sync_from_grad().items():
             if is_set:
                 self._used.add(name)
             else:
                 self._used.discard(name)
-
-    def _refuse_grads(self) -> None:
-        views = self._accumulator.views
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None and parameter.grad is not views[name]:
-                raise ConfigError(
-                    f"{name}.grad was set between the backward pass and optimizer.step(): with ZeRO each replica has a "
-                    "part of every gradient only, so it would not be used. Call optimizer.clip_grad_by_norm or "
-                    "clip_grad_by_value, change the loss, or use zero_stage=0."
-                )
 
     def abort(self) -> None:
         """After an error in a step: drop its gradients and running reductions, which the next step waits for."""

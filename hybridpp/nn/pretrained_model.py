@@ -2,6 +2,8 @@
 
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeGuard
 
 from torch import nn
@@ -19,3 +21,17 @@ def is_pretrained_model(module: nn.Module) -> "TypeGuard[PreTrainedModel]":
 def has_cache_switch(module: nn.Module) -> bool:
     """Whether a module is a transformers model that caches keys and values if its config says so (``use_cache``)."""
     return is_pretrained_model(module) and "use_cache" in inspect.signature(type(module).forward).parameters
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """A context in which transformers shows no progress: of what it does on the meta device, and on every rank."""
+    from transformers.utils import logging  # noqa: PLC0415  # see the first line
+
+    is_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers
+    try:
+        yield
+    finally:
+        if is_shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # transformers

@@ -3,6 +3,7 @@
 from hybridpp.optim.fused import can_divide, divided_in_kernel, fuse_by_default
 from hybridpp.optim.gradient_norm import GlobalGradNorm, gradient_norms, total_norm
 from hybridpp.optim.hybrid_adam import HybridAdam
+from hybridpp.optim.joined import JoinedOptimizer, optimizer_name
 from hybridpp.optim.locality import FLAT, Locality, LocalityUnknown, find_localities
 from hybridpp.optim.lr_schedulers import (
     ConstantWarmupLR,
@@ -36,6 +37,7 @@ __all__ = [
     "FlatAnnealingWarmupLR",
     "GlobalGradNorm",
     "HybridAdam",
+    "JoinedOptimizer",
     "LambdaLR",
     "LinearWarmupLR",
     "Locality",
@@ -52,5 +54,6 @@ __all__ = [
     "find_localities",
     "fuse_by_default",
     "gradient_norms",
+    "optimizer_name",
     "total_norm",
 ]

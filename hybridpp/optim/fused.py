@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from hybridpp.nn.torch_private import GLOBAL_STEP_PRE_HOOKS, step_pre_hooks_of
+from hybridpp.optim.joined import JoinedOptimizer
 
 _ADAM = inspect.unwrap(Adam.step)
 _WITH_KERNELS = frozenset({_ADAM, inspect.unwrap(SGD.step), inspect.unwrap(Adagrad.step)})
@@ -37,6 +38,14 @@ def fuse_by_default(optimizer: Optimizer, device_types: Collection[str]) -> Call
         optimizer: of any class; only those that run torch's own step of Adam are changed.
         device_types: where to fuse.
     """
+    if isinstance(optimizer, JoinedOptimizer):
+        undos = [fuse_by_default(one, device_types) for one in optimizer.optimizers]
+
+        def undo_all() -> None:
+            for undo in undos:
+                undo()
+
+        return undo_all
     if inspect.unwrap(type(optimizer).step) is not _ADAM:
         return lambda: None
     # By index, because loading a state replaces the groups.
@@ -53,13 +62,13 @@ def fuse_by_default(optimizer: Optimizer, device_types: Collection[str]) -> Call
     # A loaded state replaces the groups by the saved ones.
     handle = optimizer.register_load_state_dict_post_hook(choose)
 
-    def undo() -> None:
+    def undo_own() -> None:
         handle.remove()
         for index in chosen:
             optimizer.param_groups[index]["fused"] = None
             _move_steps(optimizer, optimizer.param_groups[index], to_device=False)
 
-    return undo
+    return undo_own
 
 
 def _is_undecided(group: dict[str, Any]) -> bool:

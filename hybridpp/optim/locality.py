@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from hybridpp.cluster import preserved_random_state, random_state
 from hybridpp.errors import ConfigError
 from hybridpp.nn.torch_private import version_of
+from hybridpp.optim.joined import JoinedOptimizer
 
 # Some optimizers read other elements only from the second step on.
 _NUM_STEPS = 3
@@ -63,6 +64,8 @@ def find_localities(
         LocalityUnknown: a copy raised, produced inf or NaN, or drew random numbers.
         ConfigError: a copy wrote to the optimizer's own parameters.
     """
+    if isinstance(optimizer, JoinedOptimizer):
+        return _find_of_each(optimizer, cuts, device)
     standins, standin_of = _standins(optimizer.param_groups, cuts, device)
     versions = _versions(optimizer)
     with preserved_random_state(device), torch.no_grad():
@@ -81,6 +84,15 @@ def find_localities(
             "parameters outside of param_groups and state. Let its step read them from param_groups."
         )
     return [Locality.ELEMENTS if at is None else found[at] for at in standin_of]
+
+
+def _find_of_each(
+    joined: JoinedOptimizer, cuts: Sequence[Collection[tuple[int, int]]], device: torch.device
+) -> list[Locality]:
+    found: list[Locality] = []
+    for one in joined.optimizers:
+        found += find_localities(one, cuts[len(found) :][: len(one.param_groups)], device)
+    return found
 
 
 def _versions(optimizer: Optimizer) -> list[int]:

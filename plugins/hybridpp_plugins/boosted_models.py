@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from hybridpp.checkpoint.commit import step_folder
 from hybridpp.checkpoint.remote_path import AnyPath
@@ -187,7 +188,11 @@ class BoostedModels(
 
     def load_model(self, model: nn.Module, path: Path, *, strict: bool) -> None:
         """See :meth:`hybridpp.Booster.load_model`."""
-        load_weights(self._engine(model), path, strict)
+        copy = copied_weights(model)
+        load_weights(self._engine(model if copy is None else original_of(copy)), path, strict, copy)
+        if isinstance(model, AveragedModel):
+            # Else its first update would replace what was loaded.
+            model.n_averaged.clamp_(min=1)
 
     def generate(self, model: nn.Module, inputs: Any, settings: Mapping[str, Any]) -> Any:
         """See :meth:`hybridpp.Booster.generate`."""
@@ -219,7 +224,7 @@ class BoostedModels(
     ) -> None:
         """See :meth:`hybridpp.Booster.save`."""
         self._saves.wait()
-        contents = RunContents(self._run_parts(parts), step, extras, keep_last)
+        contents = RunContents(self._run_parts(parts), step, extras, keep_last, self._saves.reported)
         self._saves.run(FolderSave(self.layout, step_folder(path, step), contents), asynchronous=asynchronous)
 
     def wait_for_save(self) -> None:

@@ -40,6 +40,7 @@ from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.optimizer_state import RunProgress
 from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.step_epilogue import PendingEnd, StepEpilogue
+from hybridpp_plugins.step_problems import StepProblems
 from hybridpp_plugins.step_results import StepResults
 from hybridpp_plugins.timeline_recording import TimelineRecording
 from hybridpp_plugins.trained_weights import TrainedWeights
@@ -105,19 +106,13 @@ class Engine:
     def __post_init__(self) -> None:
         keeps_buffers = self.optimizer is not None and self.optimizer.replica_buffers is None
         self.first_step: FirstStepChecks | None = FirstStepChecks(self.layout, self.pipeline, keeps_buffers)
+        pipelines, placement, name = self.layout.pipelines, self.planner.placement, type(self.model).__name__
+        problems = StepProblems(self.staged, pipelines, self.optimizer, self.criterion_check, self.diagnosis.diagnose)
         self.epilogue = StepEpilogue(
-            self.staged,
-            self.layout,
-            self.planner.placement,
-            self.optimizer,
-            self.criterion_check,
-            self.diagnosis.diagnose,
-            self.device,
+            name, self.layout, placement, self.optimizer, self.criterion_check, problems.handle, self.device
         )
-        self._reader = BatchReader(self.layout.control, self.layout.pipelines, self.pipeline, type(self.model).__name__)
-        self._results = StepResults(
-            self.layout, self.planner.placement, self.pipeline.dims_of_outputs, self.device, type(self.model).__name__
-        )
+        self._reader = BatchReader(self.layout.control, pipelines, self.pipeline, name)
+        self._results = StepResults(self.layout, placement, self.pipeline.dims_of_outputs, self.device, name)
         self._sharded = self.weights.sharded
         self._has_losses = self.layout.here.pp == self.planner.placement[-1]
         recomputation = self.pipeline.recomputation
@@ -154,8 +149,8 @@ class Engine:
         training = torch.is_grad_enabled()
         has_losses = training or options.return_loss or options.return_losses
         use = BatchUse(self.signatures.of(criterion if has_losses else None), training, options.num_microbatches)
-        if self.epilogue.pending_losses:
-            self.epilogue.wait_for_losses(0 if training else 1)
+        if self.epilogue.evaluations.pending:
+            self.epilogue.evaluations.wait(0 if training else 1)
         self.is_running = True
         try:
             batch, infos, failure = self._reader.read(
@@ -171,7 +166,7 @@ class Engine:
             found: dict[str, Any] = {"outputs": None}
             if options.return_losses or options.return_outputs:
                 if self._results.meets(options):
-                    self.epilogue.wait_for_losses()
+                    self.epilogue.evaluations.wait()
                 found = self._results.of(batch, result, options)
         except (PeerError, DeadlockError) as error:
             # After a timeout, the other rank may still not say anything.

@@ -212,9 +212,11 @@ class Saves:
 
     Attributes:
         status: of that one.
+        reported: folders of whose later checkpoints the script was told.
     """
 
     def __init__(self) -> None:
+        self.reported = set[str]()
         self.status = SaveStatus()
         self._pending: FolderSave | None = None
 

@@ -100,8 +100,8 @@ def check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
     """
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, HybridOptimizer):
         way_out = _IN_ORDER
-        if isinstance(optimizer, list | tuple | dict):
-            way_out = "Use parameter groups of one optimizer: SGD([{'params': ..., 'lr': ...}, ...])."
+        if isinstance(optimizer, dict):
+            way_out = "Pass a list of several optimizers, or one with parameter groups."
         elif isinstance(optimizer, HybridOptimizer):
             way_out = "This one was boosted with another model: make a new optimizer from model.parameters()."
         raise ConfigError(f"boost needs a torch.optim optimizer: got {type(optimizer).__name__}. {way_out}")

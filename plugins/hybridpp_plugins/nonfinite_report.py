@@ -14,7 +14,7 @@ from hybridpp.pipeline import Executor, PipelineStep, RankProgram
 from hybridpp.precision import Finding, NonFiniteDetector, StepPosition
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.manual_forward import MAX_BYTES, ManualCall, NotRepeatable, RecordedCalls
-from hybridpp_plugins.step_message import BadLoss
+from hybridpp_plugins.step_epilogue import BadLoss
 
 # Dtypes in which a sum may overflow that is finite in fp32.
 _NARROW = (torch.float16,)

@@ -11,6 +11,7 @@ from hybridpp.checkpoint.manifest import TensorEntry
 from hybridpp.checkpoint.plain_values import decode, encode
 from hybridpp.checkpoint.writer import Holding
 from hybridpp.errors import CheckpointError
+from hybridpp.optim import optimizer_name
 from hybridpp_plugins.rank_shares import RankShares
 
 # How steps are computed, which is the run's own choice and not what it computes.
@@ -38,7 +39,7 @@ class OptimizerByName:
     @property
     def kind(self) -> str:
         """The class of the optimizer."""
-        return type(self._optimizer).__name__
+        return optimizer_name(self._optimizer)
 
     @property
     def group_names(self) -> list[list[str]]:

@@ -5,7 +5,7 @@ from torch.optim import Optimizer
 
 from hybridpp.cluster import get_dist_logger
 from hybridpp.errors import ConfigError
-from hybridpp.optim import FLAT, Locality, LocalityUnknown, find_localities
+from hybridpp.optim import FLAT, Locality, LocalityUnknown, find_localities, optimizer_name
 from hybridpp.tensor_parallel import sharding_of
 from hybridpp_plugins.layout import Layout
 
@@ -29,7 +29,7 @@ def check_locality(optimizer: Optimizer, names: dict[int, str], layout: Layout, 
     sharded = [[names[id(parameter)] for parameter, sharding in group if sharding] for group in shardings]
     if layout.grid.pp_size == 1 and not any(sharded):
         return
-    name, sizes = type(optimizer).__name__, f"tp_size={layout.grid.tp_size}, pp_size={layout.grid.pp_size}"
+    name, sizes = optimizer_name(optimizer), f"tp_size={layout.grid.tp_size}, pp_size={layout.grid.pp_size}"
     try:
         cuts = [{(parameter.dim(), sharding.dim) for parameter, sharding in group if sharding} for group in shardings]
         found = find_localities(optimizer, cuts, device)
@@ -70,7 +70,7 @@ def indivisible_parameters(
     Raises:
         ConfigError: the optimizer's update of a parameter depends on other parameters.
     """
-    groups, name = optimizer.param_groups, type(optimizer).__name__
+    groups, name = optimizer.param_groups, optimizer_name(optimizer)
     cuts = [{(parameter.dim(), FLAT) for parameter in group["params"] if parameter.dim()} for group in groups]
     try:
         found = find_localities(optimizer, cuts, device)

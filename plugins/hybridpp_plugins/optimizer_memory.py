@@ -4,6 +4,7 @@ import torch
 from torch.optim import Optimizer
 
 from hybridpp.config import Precision, ZeroConfig
+from hybridpp.optim import JoinedOptimizer
 from hybridpp.partition import TrainingStateSpec
 
 
@@ -31,6 +32,9 @@ def optimizer_memory(
 
 
 def _moments(optimizer: Optimizer, group: dict[str, object]) -> int:
+    if isinstance(optimizer, JoinedOptimizer):
+        own = next(one for one in optimizer.optimizers if any(group is its for its in one.param_groups))
+        return _moments(own, group)
     if isinstance(optimizer, torch.optim.SGD):
         return 1 if group["momentum"] else 0
     return 3 if group.get("amsgrad") else 2

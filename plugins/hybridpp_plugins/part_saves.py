@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from hybridpp.checkpoint.commit import clean, committed_steps
-from hybridpp.checkpoint.manifest import MANIFEST, Manifest
+from hybridpp.checkpoint.commit import clean
+from hybridpp.checkpoint.folder_kind import KINDS, other_kind
+from hybridpp.checkpoint.manifest import Manifest
 from hybridpp.checkpoint.plain_values import decode, encode
 from hybridpp.checkpoint.reader import fill, plan_reads, read_manifest
 from hybridpp.checkpoint.remote_path import AnyPath
@@ -22,12 +22,6 @@ from hybridpp_plugins.rank_shares import RankShares, held_weights
 from hybridpp_plugins.verified_folder import verified
 
 _PREFIX = "model0/"
-# What the state of a manifest may hold, with the calls that write and read it.
-_KINDS = {
-    "optimizer": ("the state of an optimizer", "booster.save_optimizer", "booster.load_optimizer"),
-    "lr_scheduler": ("the state of an LR schedule", "booster.save_lr_scheduler", "booster.load_lr_scheduler"),
-    "models": ("a checkpoint of a run", "booster.save", "booster.resume"),
-}
 
 
 class _Part:
@@ -203,31 +197,19 @@ def _opened(control: Group, call: str, folder: AnyPath, kind: str) -> Manifest:
         CheckpointError: there is none; on every rank.
     """
     manifest, reason = verified(control, call, folder, lambda: read_manifest(folder))
-    what, writer, _ = _KINDS[kind]
+    what, writer, _ = KINDS[kind]
     if reason or manifest is None:
         raise CheckpointError(
-            f"{folder} holds no intact save of {what}: {reason}. {_hint(folder)}Pass the folder that {writer} wrote."
+            f"{folder} holds no intact save of {what}: {reason}. {other_kind(folder)}Pass the folder that {writer} "
+            "wrote."
         )
     if kind not in manifest.state:
-        other = next(name for name in _KINDS if name in manifest.state)
+        other = next(name for name in KINDS if name in manifest.state)
         raise CheckpointError(
-            f"{folder} holds {_KINDS[other][0]}, not {what}. Call {_KINDS[other][2]}, or pass the folder that {writer} "
+            f"{folder} holds {KINDS[other][0]}, not {what}. Call {KINDS[other][2]}, or pass the folder that {writer} "
             "wrote."
         )
     return manifest
-
-
-def _hint(folder: AnyPath) -> str:
-    """What else is there, in words."""
-    if not isinstance(folder, Path):
-        return ""
-    try:
-        if committed_steps(folder):
-            return "It holds checkpoints of a run, for booster.resume. "
-        found = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST}"))
-    except (OSError, CheckpointError):
-        return ""
-    return f"There are saves in {found} below it: use prefix= to load one of them. " if found else ""
 
 
 def _agree(control: Group, call: str, failure: Exception | None) -> None:

@@ -10,6 +10,7 @@ from hybridpp.checkpoint.commit import (
     open_step,
     step_folder,
 )
+from hybridpp.checkpoint.folder_kind import other_kind
 from hybridpp.checkpoint.manifest import Manifest
 from hybridpp.checkpoint.plain_values import decode
 from hybridpp.checkpoint.reader import fill
@@ -82,8 +83,8 @@ def _newest_intact(rank: int, control: Group, path: AnyPath, start_fresh: bool) 
         steps = committed_steps(path) if rank == 0 else []
         if rank == 0 and not steps and not start_fresh:
             raise CheckpointError(
-                f'{path} holds no checkpoint. Pass the folder that booster.save wrote, or missing="fresh" to begin a '
-                "new run where there is none."
+                f"{path} holds no checkpoint. {other_kind(path)}Pass the folder that booster.save wrote, or "
+                'missing="fresh" to begin a new run where there is none.'
             )
     except Exception as error:
         failure = error

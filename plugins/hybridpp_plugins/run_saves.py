@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridpp.checkpoint.commit import remove_old
+from hybridpp.checkpoint.commit import committed_steps, remove_old
 from hybridpp.checkpoint.manifest import Manifest
 from hybridpp.checkpoint.plain_values import encode
 from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.checkpoint.writer import Holding
-from hybridpp.cluster import generator_states
+from hybridpp.cluster import generator_states, get_dist_logger
 from hybridpp_plugins.training_state import RunParts, TrainingState, merged_states
 
 
@@ -20,15 +20,23 @@ class RunContents:
         step: of the run.
         extras: values of the script; those of rank 0 are kept.
         keep_last: how many checkpoints stay; None: all.
+        reported: folders of whose later checkpoints the script was told; this save may add its own.
     """
 
     call = "booster.save"
 
-    def __init__(self, parts: Sequence[RunParts], step: int, extras: Mapping[str, Any], keep_last: int | None):
+    def __init__(
+        self,
+        parts: Sequence[RunParts],
+        step: int,
+        extras: Mapping[str, Any],
+        keep_last: int | None,
+        reported: set[str],
+    ):
         engine = parts[0].engine
         self.step, self.zero_stage = step, engine.zero_stage
         self._layout, self._device = engine.layout, engine.device
-        self._extras, self._keep_last = extras, keep_last
+        self._extras, self._keep_last, self._reported = extras, keep_last, reported
         self._states = [
             TrainingState(part, index, f"in {self.call}", compares=True) for index, part in enumerate(parts)
         ]
@@ -72,4 +80,12 @@ class RunContents:
 
     def after_commit(self, folder: AnyPath, manifest: Manifest) -> list[str]:
         """Remove older checkpoints; returns what could not be removed."""
-        return remove_old(folder.parent, manifest, self._keep_last)
+        path = folder.parent
+        later = [step for step in committed_steps(path) if step > manifest.step]
+        if later and str(path) not in self._reported:
+            self._reported.add(str(path))
+            get_dist_logger().warning(
+                f"step {manifest.step} was saved to {path}, which holds later steps, {sorted(later)}: booster.resume "
+                "takes the newest that is intact. If they are of another run, remove them or pass another path."
+            )
+        return remove_old(path, manifest, self._keep_last)

@@ -149,7 +149,7 @@ def _wrap_optimizer(
     boosted.uninitialized = original.uninitialized
     if placed.function_casts:
         boosted.recompute_context = placed.function_casts.recompute_context
-    applied_tp.weight_gradients.attach_sink(buckets)
+    applied_tp.weight_gradients.attach_sink(buckets.outside())
     if context.planner.splits_backward:
         get_dist_logger().info(applied_tp.weight_gradients.report(), ranks=[0])
     return buckets, boosted

@@ -1,31 +1,193 @@
-"""The end of a step: one exchange of the losses and, if the optimizer needs it, the gradient norm."""
+"""The end of a step: one message of each rank, with its losses and, if the optimizer needs it, the gradient norm."""
 
-import zlib
-from collections import deque
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
-import numpy
 import torch
 from torch import Tensor
 
-from hybridpp.cluster import Group, PendingNumbers, gather_numbers, start_gather_numbers
+from hybridpp.cluster import Group, HostCopy, gather_numbers
 from hybridpp.errors import DeadlockError, PeerError
-from hybridpp.nn.deferred_tensor import DeferredTensor, deferred
-from hybridpp.partition import StagedModel
-from hybridpp.pipeline import PipelineStep, RankProgram, SplitBatch, StepResult, check_equal, step_call
+from hybridpp.pipeline import LossReduction, PipelineStep, RankProgram, SplitBatch, StepResult, check_equal, step_call
 from hybridpp_plugins.background_save import SaveStatus
 from hybridpp_plugins.criterion_check import CriterionCheck
 from hybridpp_plugins.layout import Layout
+from hybridpp_plugins.loss_exchange import EvaluationLosses, LossExchange, MessageOf
 from hybridpp_plugins.manual_clipping import ManualScaling
 from hybridpp_plugins.optimizer import HybridOptimizer
-from hybridpp_plugins.step_message import NUM_WITHOUT_NORM, OptimizerCalls, RankReport, message_of, summary_of
-from hybridpp_plugins.step_problems import Diagnose, StepProblems
 
 _NO_NUMBERS = torch.empty(0, dtype=torch.float64)
-_SCALAR = torch.empty(())
-_NO_CALLS = OptimizerCalls()
+
+
+class BadLoss(NamedTuple):
+    """A loss that is NaN or infinite.
+
+    Attributes:
+        value: NaN or an infinity.
+        microbatch: index of the micro-batch in its replica.
+        rank: the rank that computed it.
+    """
+
+    value: float
+    microbatch: int
+    rank: int
+
+
+class OptimizerCalls(NamedTuple):
+    """How often the script has called the optimizer on a rank.
+
+    Attributes:
+        num_passes: calls of ``execute_pipeline`` and ``backward`` whose gradients add up, with the one that runs.
+        applied_steps: steps that were taken.
+    """
+
+    num_passes: float = 0.0
+    applied_steps: float = 0.0
+
+
+class RankReport(NamedTuple):
+    """What a rank reports of a step besides its losses.
+
+    Attributes:
+        failed: 1 if this rank refuses the step.
+        reduction: of the criterion.
+        scaled: how the script scaled gradients.
+        calls: of the optimizer.
+        digest: of what ranks still compare of their batches; -1: nothing.
+        wrote_buffer: 1 if a forward pass has written here to a buffer that was not written to before.
+        save: how far a save in the background is, see :class:`~hybridpp_plugins.background_save.SaveOutcome`.
+    """
+
+    failed: float = 0.0
+    reduction: float = float(LossReduction.MEAN)
+    scaled: ManualScaling = ManualScaling()
+    calls: OptimizerCalls = OptimizerCalls()
+    digest: float = -1.0
+    wrote_buffer: float = 0.0
+    save: float = 0.0
+
+    def numbers(self) -> list[float]:
+        """All of it as numbers."""
+        return [self.failed, self.reduction, *self.scaled, *self.calls, self.digest, self.wrote_buffer, self.save]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> "RankReport":
+        """The report, from its numbers."""
+        failed, reduction, factor, norm, num_passes, applied_steps, *rest = numbers
+        return cls(failed, reduction, ManualScaling(factor, norm), OptimizerCalls(num_passes, applied_steps), *rest)
+
+
+class RankLoss(NamedTuple):
+    """What a rank reports of its losses; zeros if it computes none.
+
+    Attributes:
+        loss: of the batch.
+        bad_loss: the first loss of a micro-batch that is inf or NaN.
+        bad_microbatch: index of that micro-batch; -1: there is none.
+    """
+
+    loss: float
+    bad_loss: float
+    bad_microbatch: float
+
+
+class StepSummary(NamedTuple):
+    """What every rank knows at the end of a step.
+
+    Attributes:
+        loss: of this replica's batch.
+        bad_loss: the first one over all replicas; None: all are finite.
+        reduction: of the criterion; the most severe finding of any rank.
+        unequal: different losses of tensor-parallel ranks, by rank; empty: they are equal.
+        reports: by rank.
+    """
+
+    loss: float
+    bad_loss: BadLoss | None
+    reduction: LossReduction
+    unequal: Mapping[int, float]
+    reports: Sequence[RankReport]
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether no rank reports a problem; digests are not looked at."""
+        first = self.reports[0].calls
+        return (
+            self.bad_loss is None
+            and not self.unequal
+            and self.reduction is LossReduction.MEAN
+            and not any(one.failed or one.scaled.factor > 0 or one.calls != first for one in self.reports)
+        )
+
+    @property
+    def failed(self) -> list[int]:
+        """The ranks that refuse the step."""
+        return [rank for rank, report in enumerate(self.reports) if report.failed]
+
+    @property
+    def digests(self) -> list[float | None]:
+        """Of what ranks still compare of their batches, by rank; None: nothing."""
+        return [None if report.digest < 0 else report.digest for report in self.reports]
+
+
+_NUM_OF_REPORT = len(RankReport().numbers())
+NUM_WITHOUT_NORM = _NUM_OF_REPORT + len(RankLoss._fields)
+"""How many numbers of a message precede those of the gradient norm."""
+
+
+def message_of(batch: SplitBatch, result: StepResult, losses: Sequence[float], report: RankReport) -> list[float]:
+    """This rank's message, :data:`NUM_WITHOUT_NORM` numbers; ``losses`` are the result's, in host memory."""
+    return [*report.numbers(), *_rank_loss(batch, result, losses)]
+
+
+def _rank_loss(batch: SplitBatch, result: StepResult, losses: Sequence[float]) -> RankLoss:
+    computed = {index: value for index, value in enumerate(losses) if result.has_loss[index]}
+    parts = [value * batch.microbatches[index].share for index, value in computed.items()]
+    for index, value in computed.items():
+        if not math.isfinite(value):
+            # math.fsum raises for infinities of both signs.
+            return RankLoss(sum(parts), value, index)
+    return RankLoss(math.fsum(parts), 0.0, -1.0)
+
+
+def summary_of(messages: Sequence[Sequence[float]], last_stages: Sequence[Sequence[int]], own_last: int) -> StepSummary:
+    """What the messages of all ranks come to.
+
+    Args:
+        messages: by rank; what follows the first :data:`NUM_WITHOUT_NORM` numbers is not read.
+        last_stages: by replica, the tensor-parallel ranks of the last stage, which compute the same losses.
+        own_last: the first of these in this rank's replica.
+    """
+    reports = [RankReport.of(message[:_NUM_OF_REPORT]) for message in messages]
+    losses = {
+        rank: RankLoss(*messages[rank][_NUM_OF_REPORT:NUM_WITHOUT_NORM]) for ranks in last_stages for rank in ranks
+    }
+    bad_losses = (
+        BadLoss(one.bad_loss, int(one.bad_microbatch), rank) for rank, one in losses.items() if one.bad_microbatch >= 0
+    )
+    return StepSummary(
+        loss=losses[own_last].loss,
+        bad_loss=next(bad_losses, None),
+        reduction=LossReduction(int(max(reports[rank].reduction for rank in losses))),
+        unequal=_unequal({rank: one.loss for rank, one in losses.items()}, last_stages),
+        reports=reports,
+    )
+
+
+def _unequal(losses_at: Mapping[int, float], last_stages: Sequence[Sequence[int]]) -> dict[int, float]:
+    """The losses of the first replica whose tensor-parallel ranks have different ones, by rank; empty: none."""
+    for ranks in last_stages:
+        # Compared as text, so that NaN equals NaN.
+        if len({repr(losses_at[rank]) for rank in ranks}) > 1:
+            return {rank: losses_at[rank] for rank in ranks}
+    return {}
+
+
+HandleProblems: TypeAlias = Callable[[StepSummary, RankProgram, PipelineStep, Exception | None], None]
+"""Raises, warns or repairs; collective."""
 
 
 class StepEpilogue:
@@ -37,27 +199,27 @@ class StepEpilogue:
     gradients clipped by the script) are handled on every rank in the same way; a clean step runs none of that code.
 
     Args:
-        staged: the model.
+        model_name: of the model, in errors.
         layout: the ranks.
         placement: the rank of every stage in its pipeline.
         optimizer: the boosted optimizer, if there is one.
         criterion_check: checks criteria on this rank.
-        diagnose: finds the first inf or NaN of a step by running it again; collective.
+        handle_problems: called for a step that is not clean, and for one that this rank refuses, with the reason.
         device: of the losses that are returned.
 
     Attributes:
         saves: the save in the background, of which a step tells the other ranks; None: nothing is told.
-        pending_losses: losses of evaluations whose exchange may still run.
+        evaluations: the losses of evaluations.
     """
 
     def __init__(
         self,
-        staged: StagedModel,
+        model_name: str,
         layout: Layout,
         placement: tuple[int, ...],
         optimizer: HybridOptimizer | None,
         criterion_check: CriterionCheck,
-        diagnose: Diagnose,
+        handle_problems: HandleProblems,
         device: torch.device,
     ):
         self._control = layout.control
@@ -67,14 +229,12 @@ class StepEpilogue:
         self._own_last = self._last_stages[layout.here.dp][0]
         self._optimizer = optimizer
         self._criterion_check = criterion_check
-        self._problems = StepProblems(staged, layout.pipelines, optimizer, criterion_check, diagnose)
+        self._handle_problems = handle_problems
         self._device = device
         self.saves: SaveStatus | None = None
-        self.pending_losses: deque[DeferredTensor] = deque()
-        self._evaluated: Any = None
-        self._latest: _LossesOnly | None = None
-        name = type(staged.model).__name__
-        self._calls = {training: f"at the end of {step_call(name, training)}" for training in (True, False)}
+        self.evaluations = EvaluationLosses(device)
+        self._latest: LossExchange | None = None
+        self._calls = {training: f"at the end of {step_call(model_name, training)}" for training in (True, False)}
 
     def begin(
         self, batch: SplitBatch, result: StepResult, task: PipelineStep, failure: Exception | None
@@ -105,55 +265,29 @@ class StepEpilogue:
         call = self._calls[task.training]
         if optimizer and optimizer.sends_norm_with_loss:
             return _WithNorm(self._control, call, losses, batch.unchecked, message, optimizer)
-        self._latest = _LossesOnly(self._control, call, losses, batch.unchecked, message)
+        self._latest = LossExchange(self._control, call, losses, batch.unchecked, message)
         return self._latest
 
     def _optimizer_calls(self) -> OptimizerCalls:
         optimizer = self._optimizer
-        return OptimizerCalls(optimizer.accumulated.num_passes, optimizer.applied_steps) if optimizer else _NO_CALLS
+        if optimizer is None:
+            return OptimizerCalls()
+        return OptimizerCalls(optimizer.accumulated.num_passes, optimizer.applied_steps)
 
     def loss(
         self, pending: "PendingEnd", program: RankProgram, task: PipelineStep, failure: Exception | None, identity: Any
     ) -> Tensor:
         """The loss of this replica's batch, a scalar; in evaluation a tensor that waits for it when it is read.
 
-        In training it is known by now, or all ranks wait for the norm. In evaluation the last stage is behind the
-        others, which go on with the next batch.
-
         Args:
             pending, program, task, failure: see :meth:`close`.
             identity: of the criterion.
 
         Raises:
-            Exception: see :meth:`close`; in evaluation, whenever the loss is read, or in a later step. What is wrong
-                with a criterion is raised in its first step, on all ranks.
+            Exception: see :meth:`close`; in evaluation, see :meth:`EvaluationLosses.loss`.
         """
-
-        refusal: Exception | None = None
-
-        def close() -> Tensor:
-            nonlocal refusal
-            # The losses are exchanged once: who reads the loss again after an error gets the same error.
-            if refusal is not None:
-                raise refusal
-            try:
-                return self.close(pending, program, task, failure).to(self._device, non_blocking=True)
-            except Exception as error:
-                refusal = error
-                raise
-
-        if task.training or identity != self._evaluated:
-            loss = close()
-            self._evaluated = self._evaluated if task.training else identity
-            return loss
-        loss = deferred(_SCALAR, close, dtype=torch.float32, device=self._device)
-        self.pending_losses.append(loss)
-        return loss
-
-    def wait_for_losses(self, num_left: int = 0) -> None:
-        """Wait for the losses of evaluations, except the last ``num_left``. Call it before the next step."""
-        while len(self.pending_losses) > num_left:
-            self.pending_losses.popleft().values_now()
+        close = partial(self.close, pending, program, task, failure)
+        return close() if task.training else self.evaluations.loss(close, identity)
 
     def check_calls(self) -> None:
         """Raise if the end of an earlier step shows that ranks are in different calls.
@@ -166,12 +300,12 @@ class StepEpilogue:
         with suppress(PeerError, DeadlockError):
             if self._latest is not None:
                 self._latest.check_calls()
-            self.wait_for_losses()
+            self.evaluations.wait()
 
     def close(
         self, pending: "PendingEnd", program: RankProgram, task: PipelineStep, failure: Exception | None
     ) -> Tensor:
-        """The loss of this replica's batch, a scalar in host memory; the optimizer gets the norm.
+        """The loss of this replica's batch, a scalar on the device; the optimizer gets the norm.
 
         Collective: all ranks; one small all-gather of host memory, unless it is under way.
 
@@ -194,42 +328,14 @@ class StepEpilogue:
         optimizer = self._optimizer if task.training else None
         has_overflow = optimizer is not None and optimizer.sends_norm_with_loss and optimizer.wants_report
         if failure is not None or has_overflow or not summary.is_clean:
-            self._problems.handle(summary, program, task, failure)
+            self._handle_problems(summary, program, task, failure)
         else:
             check_equal(summary.digests, self._pipelines)
         if optimizer is not None and optimizer.replica_buffers is not None:
             optimizer.replica_buffers.agree(any(report.wrote_buffer for report in summary.reports))
         if optimizer is not None and self.saves is not None and self.saves.current is not None:
             self.saves.heard([report.save for report in summary.reports])
-        return torch.tensor(summary.loss, dtype=torch.float32)
-
-
-_MessageOf: TypeAlias = Callable[[list[float], float], list[float]]
-
-
-class _LossesOnly:
-    """The exchange of losses, which begins as soon as the host knows them."""
-
-    def __init__(self, control: Group, call: str, losses: Tensor, unchecked: Sequence[Tensor], message_of: _MessageOf):
-        self._control, self._call, self._message_of = control, call, message_of
-        self._copy = HostCopy([losses], unchecked, early=True)
-        self._exchange: PendingNumbers | None = None
-        if losses.is_cpu and not unchecked:
-            self._exchange = self._begin()
-
-    def _begin(self) -> PendingNumbers:
-        return start_gather_numbers(self._control, self._call, self._message_of(*self._copy.read()))
-
-    def wait(self) -> Sequence[Sequence[float]]:
-        """The messages of all ranks."""
-        if self._exchange is None:
-            self._exchange = self._begin()
-        return self._exchange.wait()
-
-    def check_calls(self) -> None:
-        """Wait for the exchange if it has begun, for what :meth:`StepEpilogue.check_calls` raises."""
-        if self._exchange is not None:
-            self._exchange.wait()
+        return torch.tensor(summary.loss, dtype=torch.float32).to(self._device, non_blocking=True)
 
 
 class _WithNorm:
@@ -241,7 +347,7 @@ class _WithNorm:
         call: str,
         losses: Tensor,
         unchecked: Sequence[Tensor],
-        message_of: _MessageOf,
+        message_of: MessageOf,
         optimizer: HybridOptimizer,
     ):
         self._control, self._call, self._losses, self._unchecked = control, call, losses, unchecked
@@ -262,38 +368,4 @@ class _WithNorm:
         return messages
 
 
-PendingEnd = _LossesOnly | _WithNorm
-
-
-class HostCopy:
-    """A copy of numbers, and of bytes of which only the digest is wanted, in host memory.
-
-    Args:
-        numbers: tensors of float64.
-        unchecked: tensors of uint8 on a device.
-        early: whether it is read later: on CUDA the host then waits for nothing that is started in between.
-    """
-
-    def __init__(self, numbers: Sequence[Tensor], unchecked: Sequence[Tensor], *, early: bool):
-        pieces = [piece for piece in numbers if piece.numel()]
-        self._has_bytes = bool(unchecked)
-        self._num_numbers = sum(piece.numel() for piece in pieces)
-        if unchecked:
-            device = unchecked[0].device
-            pieces = [piece.view(torch.uint8).to(device) for piece in (*pieces, *unchecked)]
-        self._copy, self._event = torch.cat(pieces) if pieces else _NO_NUMBERS, None
-        if early and self._copy.is_cuda:
-            pinned = torch.empty(self._copy.shape, dtype=self._copy.dtype, pin_memory=True)
-            pinned.copy_(self._copy, non_blocking=True)
-            self._copy = pinned
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
-            self._event.record()
-
-    def read(self) -> tuple[list[float], float]:
-        """The numbers, and the digest of the bytes; -1 of none."""
-        if self._event is not None:
-            self._event.synchronize()
-        if not self._has_bytes:
-            return (self._copy.tolist() if self._num_numbers else []), -1.0
-        host, size = self._copy.cpu().numpy(), 8 * self._num_numbers
-        return host[:size].view(numpy.float64).tolist(), float(zlib.crc32(host[size:].tobytes()))
+PendingEnd = LossExchange | _WithNorm

@@ -10,7 +10,7 @@ from hybridpp.partition import StagedModel
 from hybridpp.pipeline import LossReduction, PipelineStep, RankProgram, check_equal
 from hybridpp_plugins.criterion_check import CriterionCheck
 from hybridpp_plugins.optimizer import HybridOptimizer
-from hybridpp_plugins.step_message import BadLoss, OptimizerCalls, StepSummary
+from hybridpp_plugins.step_epilogue import BadLoss, OptimizerCalls, StepSummary
 from hybridpp_plugins.tp_loss_check import TensorParallelLossCheck
 
 Diagnose: TypeAlias = Callable[[RankProgram, PipelineStep, BadLoss | None], str]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from hybridpp.checkpoint.manifest import Manifest
+from hybridpp.checkpoint.manifest import Manifest, NewerFormatError
 from hybridpp.checkpoint.reader import verify_file
 from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.cluster import Group, gather_objects
@@ -19,16 +19,22 @@ def verified(
         call: that this rank is in.
         folder: of the checkpoint.
         open_manifest: reads its manifest.
+
+    Raises:
+        CheckpointError: a newer version wrote it; on every rank.
     """
-    manifest, reason = None, ""
+    manifest, reason, is_newer = None, "", False
     try:
         manifest = open_manifest()
         for name in sorted(manifest.files)[control.rank :: control.size]:
             verify_file(folder, manifest, name)
     except CheckpointError as error:
-        reason = str(error)
-    rows = gather_objects(control, call, [reason, manifest.save_id if manifest else ""])
-    reasons = [reason for reason, _ in rows if reason]
-    if not reasons and len({save_id for _, save_id in rows}) > 1:
+        reason, is_newer = str(error), isinstance(error, NewerFormatError)
+    rows = gather_objects(control, call, [reason, manifest.save_id if manifest else "", is_newer])
+    for text, _, newer in rows:
+        if newer:
+            raise CheckpointError(f"{folder} cannot be read: {text}, or pass another folder.")
+    reasons = [reason for reason, *_ in rows if reason]
+    if not reasons and len({save_id for _, save_id, _ in rows}) > 1:
         reasons = ["the ranks find different manifests"]
     return manifest, reasons[0] if reasons else ""

@@ -84,18 +84,26 @@ def _attempt(engine: Engine, run: Callable[[], _Result] | None) -> _Result | Non
     return result
 
 
-def load_weights(engine: Engine, path: Path, strict: bool) -> None:
-    """Read what this rank owns. No weight changes unless the folder fits on all ranks. Collective: all ranks."""
+def load_weights(engine: Engine, path: Path, strict: bool, copy: nn.Module | None = None) -> None:
+    """Read what this rank owns, into the model or a copy of it. No weight changes unless the folder fits on all ranks.
+
+    Collective: all ranks.
+    """
     has_adapters = is_peft_model(engine.model) and holds_adapters(path)
 
     def contents() -> CheckpointContents:
         return open_adapters(engine, path) if has_adapters else open_folder(engine.model, path, strict)
 
-    set_weights(engine, contents, path, strict and not has_adapters)
+    set_weights(engine, contents, path, strict and not has_adapters, copy=copy)
 
 
 def set_weights(
-    engine: Engine, open_contents: Callable[[], CheckpointContents], path: Path, strict: bool, what: str = _READING
+    engine: Engine,
+    open_contents: Callable[[], CheckpointContents],
+    path: Path,
+    strict: bool,
+    what: str = _READING,
+    copy: nn.Module | None = None,
 ) -> None:
     """Set what this rank owns. No weight changes unless all ranks can. Collective: all ranks.
 
@@ -105,6 +113,7 @@ def set_weights(
         path: of the folder that they come from, in errors.
         strict: whether missing and unexpected names are an error.
         what: the ranks do, in errors.
+        copy: of the model, whose weights are set instead.
     """
     failure: Exception | None = None
     stored_names: dict[str, str] = {}
@@ -114,14 +123,14 @@ def set_weights(
         contents = open_contents()
         stored_names = _stored_names(engine, contents)
         with engine.weights.internal():
-            targets = _check(engine, contents, stored_names, path, strict)
+            targets = _check(engine, contents, stored_names, path, strict, copy or engine.model)
     except Exception as error:
         failure = error
     _agree(engine, failure, what)
     uninitialized = engine.original.uninitialized
     lacking = uninitialized.lacking()
     try:
-        _copy(engine, contents, stored_names, targets)
+        _copy(engine, contents, stored_names, targets, is_own=copy is None)
     except (OSError, SafetensorError) as error:
         failure = CheckpointError(f"{path} cannot be read: {error}. Copy it again, or save the model again.")
         failure.__cause__ = error
@@ -132,7 +141,8 @@ def set_weights(
     except Exception:
         uninitialized.mark(lacking)
         raise
-    uninitialized.fill(stored_names)
+    if copy is None:
+        uninitialized.fill(stored_names)
 
 
 def _stored_names(engine: Engine, contents: CheckpointContents) -> dict[str, str]:
@@ -145,9 +155,14 @@ def _stored_names(engine: Engine, contents: CheckpointContents) -> dict[str, str
 
 
 def _check(
-    engine: Engine, contents: CheckpointContents, stored_names: Mapping[str, str], path: Path, strict: bool
+    engine: Engine,
+    contents: CheckpointContents,
+    stored_names: Mapping[str, str],
+    path: Path,
+    strict: bool,
+    model: nn.Module,
 ) -> dict[str, Tensor]:
-    """This rank's tensors that the folder holds.
+    """This rank's tensors of the model, or of a copy of it, that the folder holds.
 
     Raises:
         CheckpointError: the folder does not fit the model.
@@ -155,7 +170,7 @@ def _check(
     kind = type(engine.model).__name__
     targets = {
         name: tensor
-        for name, tensor in engine.model.state_dict().items()
+        for name, tensor in model.state_dict().items()
         if name not in engine.original.aliases and isinstance(tensor, Tensor)
     }
     known = {*engine.staged.owners, *engine.original.aliases, *engine.original.buffer_names}
@@ -184,14 +199,20 @@ def _check(
 
 @torch.no_grad()
 def _copy(
-    engine: Engine, contents: CheckpointContents, stored_names: Mapping[str, str], targets: Mapping[str, Tensor]
+    engine: Engine,
+    contents: CheckpointContents,
+    stored_names: Mapping[str, str],
+    targets: Mapping[str, Tensor],
+    is_own: bool,
 ) -> None:
     wanted = {stored_names[name]: name for name in targets}
     sharded, weights = placements(engine.model), engine.weights.sharded
     for there, stored in contents.read(list(wanted)):
         name = wanted[there]
         value = sharded[name].take(stored, engine.layout.tp.rank) if name in sharded else stored.full()
-        if name in engine.masters.masters:
+        if not is_own:
+            targets[name].copy_(value)
+        elif name in engine.masters.masters:
             engine.masters.set(name, value)
         elif weights is not None and weights.holds(name):
             weights.assign(name, value)

@@ -8,7 +8,7 @@ import pytest
 from checkpoint_folders import full_holding, save, tensors_of
 
 from hybridpp.checkpoint import commit as commits
-from hybridpp.checkpoint.commit import begin, committed_steps, open_step, remove_old, step_folder, steps
+from hybridpp.checkpoint.commit import begin, commit, committed_steps, open_step, remove_old, step_folder, steps
 from hybridpp.checkpoint.manifest import MANIFEST
 from hybridpp.checkpoint.reader import fill, plan_reads, verify_file
 from hybridpp.errors import CheckpointError
@@ -105,15 +105,29 @@ def test_retention_keeps_the_newest_and_what_is_not_ours(tmp_path):
 
 
 def test_retention_never_removes_the_checkpoint_that_was_just_written(tmp_path):
-    """Also where later ones exist, of a run that was abandoned."""
-    for step in (60, 70, 55):
+    """Nor later ones, which are of another run, or damaged."""
+    for step in (50, 60, 70, 55):
         current = save(tmp_path, step)
     remove_old(tmp_path, current, 1)
-    assert committed_steps(tmp_path) == [55]
-    for step in (60, 70, 57):
-        current = save(tmp_path, step)
+    assert committed_steps(tmp_path) == [70, 60, 55]
+    current = save(tmp_path, 57)
     remove_old(tmp_path, current, 2)
-    assert committed_steps(tmp_path) == [70, 57]
+    assert committed_steps(tmp_path) == [70, 60, 57, 55]
+
+
+@pytest.mark.parametrize("change", ["removed", "cut"])
+def test_a_checkpoint_whose_files_another_job_removed_does_not_count(tmp_path, change):
+    manifest = save(tmp_path, 5)
+    (name, *_) = manifest.files
+    file = step_folder(tmp_path, 5) / name
+    (step_folder(tmp_path, 5) / MANIFEST).unlink()
+    if change == "removed":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=f"{name} was removed or changed .*Let only one job save to {tmp_path}"):
+        commit(tmp_path, manifest)
+    assert committed_steps(tmp_path) == []
 
 
 def test_a_checkpoint_does_not_count_while_it_is_removed(tmp_path, monkeypatch):

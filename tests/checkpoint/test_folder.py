@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from saved import NEW, OLD, SIZES, VIT_SIZES, by_transformers, by_us, filled, leave_pickled, plain_model, save, vit
 from torch import nn
+from transformers.utils import logging
 
 from hybridpp.checkpoint import SaveTarget, open_folder
 from hybridpp.errors import CheckpointError
@@ -205,3 +206,11 @@ def test_files_of_old_versions_of_torch_are_read(tmp_path):
     model = plain_model()
     torch.save(filled(model, OLD), tmp_path / "x.pt", _use_new_zipfile_serialization=False)
     assert by_us(model, tmp_path / "x.pt") == OLD
+
+
+def test_passes_without_weights_show_no_progress(tmp_path, capfd):
+    """On every rank there would be a bar of them."""
+    save(vit(), tmp_path, NEW)
+    assert by_us(vit(), tmp_path) == NEW
+    assert capfd.readouterr() == ("", "")
+    assert logging.is_progress_bar_enabled()

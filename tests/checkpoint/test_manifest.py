@@ -99,7 +99,10 @@ ATTACKS = {
     "small file": (lambda c: first(c, "files").update(bytes=80), "is too small for what it holds"),
     "id": (lambda c: c.update(save_id="../../x"), "save_id is '../../x'"),
     "step": (lambda c: c.update(step="3"), "'3' is no number of anything"),
-    "format": (lambda c: c.update(format=99), "format is 99, and this version reads 1"),
+    "format": (
+        lambda c: c.update(format=99),
+        "a newer version of hybridpp wrote it, in format 99, and this one reads format 1. Install",
+    ),
     "no tensors": (lambda c: c.pop("tensors"), "is not one of this library: KeyError"),
     "list": (lambda c: c.update(files=[]), "is not one of this library"),
     "nesting": (lambda c: c.update(state=[]), "is no dict"),

@@ -37,7 +37,7 @@ def test_a_sum_starts_as_a_copy_of_its_first_part_wherever_that_comes_from(outsi
     buckets.begin()
     assert buckets.version == version  # and no zeros were written over it
     assert all(parameter.grad is None for parameter in model.parameters())
-    parts = [lambda: loss(model, 0, 1).backward(), lambda: buckets.add("0.weight", torch.ones(5, 4))]
+    parts = [lambda: loss(model, 0, 1).backward(), lambda: buckets.outside().add("0.weight", torch.ones(5, 4))]
     for part in reversed(parts) if outside_first else parts:
         part()
         assert model[0].weight.grad is not None

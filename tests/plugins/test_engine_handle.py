@@ -58,6 +58,33 @@ def test_an_average_of_a_boosted_model_is_saved_whole(tmp_path, settings, kind):
         assert save(state)
 
 
+@pytest.mark.parametrize("settings", [{"pp_size": 2}, {"tp_size": 2, "tensor_parallel_plan": PLAN}], ids=["pp2", "tp2"])
+def test_an_average_goes_on_from_what_was_saved_in_another_layout(tmp_path, settings):
+    def train(booster, model, optimizer, average, seed):
+        booster.execute_pipeline(iter([image_batch(4, seed)]), model, model_loss, optimizer)
+        optimizer.step()
+        average.update_parameters(model)
+
+    booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2))
+    average = averaged(model)
+    train(booster, model, optimizer, average, 0)
+    booster.save(tmp_path / "run", step=1)
+    booster.save_model(average, tmp_path / "average")
+
+    def run():
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), **settings)
+        average = averaged(model)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        booster.load_model(average, tmp_path / "average")
+        assert_same(dict(model.named_parameters()), before)
+        booster.resume(tmp_path / "run")
+        train(booster, model, optimizer, average, 1)
+        booster.save_model(average, tmp_path / "x.safetensors")
+
+    on_ranks(settings, run)
+    assert_near(load_file(tmp_path / "x.safetensors"), by_hand())
+
+
 def by_hand(decay=0.5):
     """The average, in one process and plain torch."""
     model = tiny_vit()

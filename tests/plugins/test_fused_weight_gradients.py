@@ -6,7 +6,7 @@ from compiled_blocks import ROWS, Blocks, mean_square, run_compiled
 from hybridpp_plugins import setup
 from support import boosted, gradients_of, noted_hooks, sgd, train
 
-from hybridpp.data_parallel import accumulator, buckets
+from hybridpp.data_parallel import accumulator, outside_gradients
 from hybridpp.data_parallel.bucket import Bucket
 
 
@@ -23,7 +23,7 @@ def kernel(monkeypatch):
         total.copy_(total + product if keep else product)
 
     monkeypatch.setattr(accumulator, "add_product", add_product)
-    for user in (buckets, setup):
+    for user in (outside_gradients, setup):
         monkeypatch.setattr(user, "adds_products", lambda device, dtype: True)
     return calls
 
@@ -55,7 +55,7 @@ def test_without_a_kernel_or_the_switch_nothing_changes(kernel, hooked, monkeypa
     run(fused_weight_gradients=False)
     assert kernel == []
     assert "first.weight" in hooked
-    monkeypatch.setattr(buckets, "adds_products", lambda device, dtype: False)
+    monkeypatch.setattr(outside_gradients, "adds_products", lambda device, dtype: False)
     run()
     assert kernel == []
 

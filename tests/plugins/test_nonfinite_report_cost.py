@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from hybridpp_plugins import step_message
+from hybridpp_plugins import step_epilogue
 from hybridpp_plugins.nonfinite_steps import NonFiniteSteps
 from support import boosted, image_batch, model_loss, sgd, tiny_vit
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -75,7 +75,7 @@ def cost(by_hand, prepare=lambda booster, model: None, **settings):
 def unchecked(batch, result, losses):
     shares = [microbatch.share for microbatch in batch.microbatches]
     total = math.fsum(value * share for value, share in zip(losses, shares, strict=True))
-    return step_message.RankLoss(total, 0.0, -1.0)
+    return step_epilogue.RankLoss(total, 0.0, -1.0)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
@@ -83,7 +83,7 @@ def unchecked(batch, result, losses):
 def test_no_operation_and_hardly_a_call(precision, by_hand, monkeypatch):
     settings = {"precision": precision, "max_norm": 1.0, "initial_scale": 8.0}
     operations, calls = cost(by_hand, **settings)
-    monkeypatch.setattr(step_message, "_rank_loss", unchecked)
+    monkeypatch.setattr(step_epilogue, "_rank_loss", unchecked)
     monkeypatch.setattr(NonFiniteSteps, "wants_search", lambda self, norm: False)
 
     def prepare(booster, model):

@@ -31,7 +31,7 @@ def run_on_device():
     return {name: value for line in lines for name, value in line.items()}
 
 
-ONE_WAIT = ["step_epilogue.py:read"]
+ONE_WAIT = ["host_copy.py:read"]
 
 
 def test_operations_on_two_devices_raise(told):

@@ -191,7 +191,10 @@ def one_layer(parameters):
             r"nothing holds no intact save of the state of an optimizer: manifest\.json cannot be read: ",
         ),
         ("", r"There are saves in \['ema', 'optimizer\.pth', 'schedule'\] below it: use prefix= to load one of them"),
-        ("run", r"It holds checkpoints of a run, for booster\.resume\. Pass the folder that booster\.save_optimizer"),
+        (
+            "run",
+            r"It holds checkpoints of a run, for booster\.resume; hybridpp checkpoint export .* Pass the folder that",
+        ),
         ("run/step-00000001", r"holds a checkpoint of a run, not the state of an optimizer\. Call booster\.resume, or"),
         ("schedule", r"holds the state of an LR schedule, not the state of an optimizer\. Call booster\.load_lr_sched"),
         ("model.pt", r"model.pt holds no intact save of the state of an optimizer: manifest\.json cannot be read"),

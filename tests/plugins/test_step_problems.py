@@ -1,5 +1,5 @@
 import pytest
-from hybridpp_plugins.step_message import OptimizerCalls
+from hybridpp_plugins.step_epilogue import OptimizerCalls
 from hybridpp_plugins.step_problems import check_optimizer_calls
 
 from hybridpp.errors import UnlikeCallsError

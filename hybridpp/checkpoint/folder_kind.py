@@ -1,0 +1,58 @@
+"""What a folder holds that a call cannot use, in words, and which call can."""
+
+import json
+from pathlib import Path
+
+from hybridpp.checkpoint.commit import committed_steps
+from hybridpp.checkpoint.manifest import DATA_FILE, MANIFEST
+from hybridpp.checkpoint.remote_path import AnyPath
+from hybridpp.errors import CheckpointError
+from hybridpp.saving import PICKLED_SUFFIXES, SAFE_SUFFIXES
+
+# What the state of a manifest may hold, with the calls that write and read it.
+KINDS = {
+    "optimizer": ("the state of an optimizer", "booster.save_optimizer", "booster.load_optimizer"),
+    "lr_scheduler": ("the state of an LR schedule", "booster.save_lr_scheduler", "booster.load_lr_scheduler"),
+    "models": ("a checkpoint of a run", "booster.save", "booster.resume"),
+}
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a folder has files that may be weights, and not those of a checkpoint of a run."""
+    suffixes = (*SAFE_SUFFIXES, *PICKLED_SUFFIXES)
+    return any(file.suffix in suffixes and DATA_FILE.fullmatch(file.name) is None for file in path.iterdir())
+
+
+def other_kind(path: AnyPath) -> str:
+    """A sentence about what is at a path, with the call that reads it, and a space; "": nothing that is known."""
+    if not isinstance(path, Path):
+        return ""
+    try:
+        return _kind_of(path)
+    except (OSError, CheckpointError):
+        return ""
+
+
+def _kind_of(path: Path) -> str:
+    if (path / MANIFEST).is_file():
+        kind = _kind_of_manifest(path / MANIFEST)
+        if kind == "models":
+            return f"It is one step: booster.resume and hybridpp checkpoint take the folder above, {path.parent}. "
+        return f"It holds {KINDS[kind][0]}, for {KINDS[kind][2]}. " if kind else ""
+    if committed_steps(path):
+        return (
+            "It holds checkpoints of a run, for booster.resume; hybridpp checkpoint export makes a folder of weights "
+            "of one. "
+        )
+    if found := sorted(manifest.parent.name for manifest in path.glob(f"*/{MANIFEST}")):
+        return f"There are saves in {found} below it: use prefix= to load one of them. "
+    return "It holds weights, for booster.load_model, and for hybridpp checkpoint import. " if has_weights(path) else ""
+
+
+def _kind_of_manifest(path: Path) -> str | None:
+    """Of what a manifest is, which may be damaged or of another version."""
+    try:
+        state = json.loads(path.read_bytes())["state"]
+        return next((kind for kind in KINDS if kind in state), None)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
