@@ -91,7 +91,7 @@ class SoloRank:
         self.buckets = GradientBuckets(
             parameters, alone, layout_of(parameters, alone, _BUCKET_MIB), exposes_grad=is_exposed
         )
-        applied_tp.weight_gradients.attach_sink(self.buckets)
+        applied_tp.weight_gradients.attach_sink(self.buckets.outside())
         self.executor = Executor(
             self.staged, Transport(alone, where), where, applied_tp.weight_gradients, applied_tp.in_a_step
         )
