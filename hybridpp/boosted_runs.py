@@ -30,6 +30,10 @@ class BoostedRuns:
         model, *others = parts
         self._parts.append(_Parts(weakref.ref(model), tuple(map(_reference, others))))
 
+    def has(self, model: nn.Module) -> bool:
+        """Whether a model is boosted."""
+        return any(parts.model() is model for parts in self._parts)
+
     def remove(self, model: nn.Module) -> None:
         """Forget a model."""
         self._parts = [parts for parts in self._parts if parts.model() is not model]

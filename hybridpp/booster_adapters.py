@@ -52,6 +52,11 @@ class BoosterAdapters(BoosterSaves):
             raise ConfigError("enable_lora needs lora_config=peft.LoraConfig(...), or pretrained_dir: got neither.")
         if pretrained_dir is not None and not Path(pretrained_dir, "adapter_config.json").is_file():
             raise ConfigError(f"{pretrained_dir} holds no adapter_config.json. Pass the folder of a saved adapter.")
+        if self._runs.has(model):
+            raise ConfigError(
+                f"an adapter is added before boost: this {type(model).__name__} is boosted. Make the model anew, and "
+                "call enable_lora first."
+            )
         try:
             import peft  # noqa: PLC0415  # an extra
         except ImportError as error:

@@ -15,6 +15,7 @@ from hybridpp.pipeline.criterion_form import (
     REDUCTIONS,
     check_reduction,
     name_of,
+    names_target,
     num_arguments,
     takes_targets,
     without_target,
@@ -29,7 +30,8 @@ class CriterionAdapter:
 
     Three forms are supported: ``criterion(outputs, inputs)``; ``criterion(outputs)``; and torch's losses
     (``nn.CrossEntropyLoss()``, ``F.mse_loss``), whose target is the last entry of a tuple, or the one entry of a dict
-    that is no argument of the model's forward.
+    that is no argument of the model's forward. ``criterion(outputs, target)`` is called as those are, if one entry of
+    the batch is no argument of the forward.
 
     Args:
         criterion: callable.
@@ -53,6 +55,7 @@ class CriterionAdapter:
         self._signature = signature
         self._reduction = getattr(criterion, "reduction", None)
         self._is_torchs = takes_targets(criterion)
+        self._names_target = not self._is_torchs and names_target(criterion)
         self._num_arguments = 2 if self._is_torchs else num_arguments(criterion)
         # Batches that the forward accepts completely: looked up for every micro-batch, checked once.
         self._taken_names: set[tuple[Any, ...]] = set()
@@ -96,7 +99,12 @@ class CriterionAdapter:
         """The criterion's result for a micro-batch."""
         if self._is_torchs and not isinstance(outputs, Tensor):
             raise self._unclear(f"a model that returns {type(outputs).__name__} instead of a tensor")
-        given = (outputs, self._target(inputs)) if self._is_torchs else (outputs, inputs)[: self._num_arguments]
+        if self._is_torchs:
+            given = outputs, self._target(inputs)
+        elif self._names_target and len(extra_entries := self._signature.extra_entries(inputs)) == 1:
+            given = outputs, inputs[extra_entries[0]]
+        else:
+            given = (outputs, inputs)[: self._num_arguments]
         try:
             return self.criterion(*given)
         except Exception as error:

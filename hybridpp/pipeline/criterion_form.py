@@ -13,6 +13,7 @@ _HOMES = ("torch.nn.functional", "torch.nn.modules.loss")
 
 REDUCTIONS = {"mean": False, "batchmean": False, "elementwise_mean": False, "sum": True}
 """Whether each reduction adds up over samples, by the names that torch's losses use."""
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def reduction_of(criterion: Any) -> str | None:
@@ -66,6 +67,17 @@ def takes_targets(criterion: Any) -> bool:
         return False
     needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
     return len(needed) == 2
+
+
+def names_target(criterion: Any) -> bool:
+    """Whether a script's own criterion calls its second argument ``target`` or ``targets``, as torch's losses do."""
+    if isinstance(criterion, nn.Module):
+        criterion = criterion.forward
+    try:
+        names = [p.name for p in inspect.signature(criterion).parameters.values() if p.kind in _POSITIONAL]
+    except (TypeError, ValueError):
+        return False
+    return names[1:2] in (["target"], ["targets"])
 
 
 def num_arguments(criterion: Any) -> int:

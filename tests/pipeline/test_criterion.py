@@ -34,6 +34,13 @@ class Renamed(nn.CrossEntropyLoss):
     pass
 
 
+class Weighted(nn.Module):
+    """A loss of a script's own, called as torch's are."""
+
+    def forward(self, logits, target):
+        return F.cross_entropy(logits, target)
+
+
 @pytest.mark.parametrize("batch", [(X, Y), [X, Y], {"x": X, "labels": Y}])
 @pytest.mark.parametrize(
     "criterion",
@@ -42,6 +49,8 @@ class Renamed(nn.CrossEntropyLoss):
         Renamed(),
         F.cross_entropy,
         functools.partial(F.cross_entropy, ignore_index=-100),
+        lambda outputs, targets: F.cross_entropy(outputs, targets),
+        Weighted(),
         lambda outputs, inputs: F.cross_entropy(
             outputs, (list(inputs.values()) if type(inputs) is dict else inputs)[1]
         ),
@@ -54,6 +63,13 @@ def test_the_ways_of_writing_a_criterion_give_one_loss(criterion, batch):
     assert (part["x"] if isinstance(batch, dict) else part[0]) is X
     assert len(part) == 1
     assert not loss.sums
+
+
+@pytest.mark.parametrize("batch", [{"x": X}, {"x": X, "y": Y, "z": Y}, (X, Y, Y)])
+def test_a_target_that_is_not_clear_is_left_to_the_function(batch):
+    given = []
+    CriterionAdapter(lambda outputs, target: given.append(target), TAKES_X)(X, batch)
+    assert given[0] is batch
 
 
 def test_a_criterion_of_outputs_alone():

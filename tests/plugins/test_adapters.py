@@ -237,6 +237,13 @@ def test_enable_lora_says_what_is_missing(arguments, message):
         Booster(device="cpu").enable_lora(llama(), **arguments)
 
 
+def test_a_boosted_model_gets_no_adapter():
+    booster = Booster(device="cpu")
+    model = booster.boost(llama()).model
+    with pytest.raises(ConfigError, match="an adapter is added before boost: this LlamaForCausalLM is boosted"):
+        booster.enable_lora(model, lora_config=peft.LoraConfig(**LORA))
+
+
 def test_folders_and_models_without_the_adapter_are_refused(tmp_path):
     booster, model, _ = boosted_adapter(adapted())
     booster.save_lora_as_pretrained(model, tmp_path / "adapter")

@@ -311,8 +311,8 @@ def test_parts_that_do_not_fit_together():
     model = tiny_vit()
     with pytest.raises(ConfigError, match=r"holds a parameter of shape \(2, 2\) that is not in the model"):
         booster.boost(model, sgd([*model.parameters(), nn.Parameter(torch.ones(2, 2))]))
-    with pytest.raises(ConfigError, match=r"boost needs a torch.optim optimizer: got list\. Use parameter groups"):
-        booster.boost(model, [sgd(model.parameters())])
+    with pytest.raises(ConfigError, match=r"boost needs a torch.optim optimizer: got dict\. Pass a list of"):
+        booster.boost(model, {"all": sgd(model.parameters())})
     with pytest.raises(ConfigError, match=r"boost needs an LR scheduler with a step method: got list\."):
         booster.boost(model, sgd(model.parameters()), lr_scheduler=[])
     with pytest.raises(

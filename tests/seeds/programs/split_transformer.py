@@ -70,13 +70,9 @@ def main():
     means = []
     for _ in range(2):
         optimizer.zero_grad()
-        losses = booster.execute_pipeline(
-            iter([(x, y)]),
-            model,
-            lambda outputs, batch: tokenwise_loss_fn(outputs, batch[1]),
-            optimizer,
-            return_losses=True,
-        )["losses"]
+        losses = booster.execute_pipeline(iter([(x, y)]), model, tokenwise_loss_fn, optimizer, return_losses=True)[
+            "losses"
+        ]
         means.append(torch.mean(losses).item())
         optimizer.step()
     return means, {name for name, _ in model.named_parameters()}
