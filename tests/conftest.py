@@ -25,6 +25,13 @@ FIRST = {
 }
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than cores: tests that wait for processes leave one of two cores idle a quarter of the time."""
+    set_by_user = os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS")
+    return int(set_by_user) if set_by_user else len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests come first; the others keep their order."""
     items.sort(key=lambda item: item.path.parts[-2:] not in FIRST)

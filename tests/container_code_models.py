@@ -1,4 +1,4 @@
-"""Small models whose glue does what is hard to cut."""
+"""Small models whose container code does what is hard to cut."""
 
 import torch
 from torch import nn
@@ -54,7 +54,7 @@ class WrittenView(Blocks):
 
 
 class WrittenOutput(Blocks):
-    """Glue writes to what a unit returned, and needs it again far behind."""
+    """Container code writes to what a unit returned, and needs it again far behind."""
 
     def forward(self, x):
         h = self.blocks[0](self.embed(x))

@@ -118,13 +118,13 @@ def main() -> None:
     size, length, num_steps = ("tiny", 16, 2) if args.tiny else ("0.7B", 4096, NUM_STEPS)
     # Inductor needs a C++ compiler on a CPU, and minutes.
     compiled: dict[str, Any] = {"compile_blocks": {"backend": "eager"} if args.device == "cpu" else True}
-    contestants: dict[str, Callable[[], PipelineStep]] = {"hybridpp": partial(with_hybridpp, size, length, args.device)}
+    baselines: dict[str, Callable[[], PipelineStep]] = {"hybridpp": partial(with_hybridpp, size, length, args.device)}
     if args.compile:
-        contestants["compiled blocks"] = partial(with_hybridpp, size, length, args.device, **compiled)
+        baselines["compiled blocks"] = partial(with_hybridpp, size, length, args.device, **compiled)
     else:
-        contestants["autocast"] = partial(with_autocast, size, length, args.device)
+        baselines["autocast"] = partial(with_autocast, size, length, args.device)
     cases: dict[str, Measure] = {
-        f"{size}, {name}": partial(measured, make, args.device, length, num_steps) for name, make in contestants.items()
+        f"{size}, {name}": partial(measured, make, args.device, length, num_steps) for name, make in baselines.items()
     }
     run_cases("compile" if args.compile else "llama", cases, args)
 

@@ -21,7 +21,7 @@ class Gate(nn.Module):
 
 
 class Routed(nn.Module):
-    """A gate and a layer; something for the glue on both."""
+    """A gate and a layer; something for the container code on both."""
 
     def __init__(self, inputs, outputs):
         super().__init__()
@@ -34,7 +34,7 @@ class Routed(nn.Module):
 
 
 class AuxiliaryLosses(Base):
-    """Glue sums up at the end what all blocks left."""
+    """Container code sums up at the end what all blocks left."""
 
     def __init__(self):
         super().__init__(Routed)
@@ -47,7 +47,7 @@ class AuxiliaryLosses(Base):
 
 
 class InBetween(Base):
-    """Glue reads each right after its block, and the first one later; some it never reads."""
+    """Container code reads each right after its block, and the first one later; some it never reads."""
 
     def __init__(self):
         super().__init__(Routed)
@@ -125,7 +125,7 @@ class Norming(nn.LayerNorm):
 
 
 class SharedUnit(Base):
-    """Every stage calls it, and glue reads what each call left."""
+    """Every stage calls it, and container code reads what each call left."""
 
     def __init__(self):
         super().__init__()

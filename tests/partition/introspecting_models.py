@@ -101,14 +101,14 @@ class SharedBias(Base):
 
 
 class AskingInCheckpoints(Base):
-    """Checkpoints glue around blocks, which asks again in the backward pass."""
+    """Checkpoints container code around blocks, which asks again in the backward pass."""
 
-    def _glue(self, x, block):
+    def _container_code(self, x, block):
         return block(x * told(self)) * told(block)
 
     def forward(self, x):
         for block in self.blocks:
-            x = checkpoint(self._glue, x, block, use_reentrant=False)
+            x = checkpoint(self._container_code, x, block, use_reentrant=False)
         return self.head(x)
 
 

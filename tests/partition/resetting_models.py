@@ -111,7 +111,7 @@ class Lists(Base):
         return x
 
 
-class Glue(Base):
+class ByContainerCode(Base):
     """Keeps the first block's result on itself: at first there is no such attribute, and later there is None."""
 
     start = None
@@ -147,7 +147,7 @@ class Staying(nn.Linear):
 
 
 class Memories(Base):
-    """Of what its blocks keep, glue throws away one thing only."""
+    """Of what its blocks keep, container code throws away one thing only."""
 
     def __init__(self):
         super().__init__(Staying)
@@ -170,7 +170,7 @@ class Detached(nn.Linear):
 
 
 class Replaced(Base):
-    """Glue makes something else of the states that the blocks keep."""
+    """Container code makes something else of the states that the blocks keep."""
 
     def __init__(self):
         super().__init__(Detached)

@@ -79,7 +79,7 @@ def test_repeated_calls_are_numbered():
     ]
 
 
-class WithGlueParameter(Blocks):
+class WithContainerParameter(Blocks):
     """A parameter of the container, and outputs in containers."""
 
     def __init__(self):
@@ -103,8 +103,8 @@ class Structured(nn.Linear):
         return {"name": "x", "states": (super().forward(h), h.argmax(-1)), "none": None}
 
 
-def test_parameters_used_by_glue_and_outputs_in_containers():
-    found = trace(WithGlueParameter(), torch.ones(2, 4))
+def test_parameters_used_by_container_code_and_outputs_in_containers():
+    found = trace(WithContainerParameter(), torch.ones(2, 4))
     assert links(found) == ["embed < ", "blocks.0 < 0.0", "blocks.1 < 1.0 scale", "head < 2.1 scale", "3.0"]
     leaves = found.calls[2].leaves
     assert leaves[0] == "x"

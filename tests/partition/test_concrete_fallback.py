@@ -209,7 +209,7 @@ def test_a_unit_that_is_run_twice_writes_to_its_objects_once():
 
 
 class Asking(Blocks):
-    """Its glue asks a part for its dtype, as Hugging Face models do, wherever the part is."""
+    """Its container code asks a part for its dtype, as Hugging Face models do, wherever the part is."""
 
     def forward(self, x):
         h = x.to(next(self.embed.parameters()).dtype)

@@ -1,4 +1,4 @@
-"""What blocks leave on themselves travels to the glue that reads it, or is refused by name."""
+"""What blocks leave on themselves travels to the container code that reads it, or is refused by name."""
 
 import gc
 import re
@@ -32,7 +32,7 @@ def run(make_model, **settings):
 
 
 @pytest.mark.parametrize("make_model", MODELS)
-def test_what_blocks_leave_is_found_by_glue_on_any_stage(make_model):
+def test_what_blocks_leave_is_found_by_container_code_on_any_stage(make_model):
     expected = run(make_model)
     for layout in (*LAYOUTS, {"gradient_checkpoint_config": {}, **LAYOUTS[-1]}):
         actual = run(make_model, **layout)

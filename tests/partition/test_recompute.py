@@ -234,7 +234,7 @@ class Chain(nn.Module):
         return x
 
 
-class GlueWrites(Chain):
+class ContainerWrites(Chain):
     def forward(self, x):
         x = self.first(x)
         for block in self.blocks:
@@ -255,7 +255,9 @@ class AddsOne(nn.Linear):
 
 @pytest.mark.parametrize("pp_size", [1, 2])
 @pytest.mark.parametrize(
-    "make_model", [functools.partial(Chain, Writes), functools.partial(GlueWrites, AddsOne)], ids=["block", "glue"]
+    "make_model",
+    [functools.partial(Chain, Writes), functools.partial(ContainerWrites, AddsOne)],
+    ids=["unit", "model"],
 )
 def test_an_input_that_is_written_to_is_refused_and_not_recomputed_from(make_model, pp_size):
     train(make_model, [ROWS], pp_size=pp_size, num_microbatches=2, criterion=squares)

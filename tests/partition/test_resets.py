@@ -1,4 +1,4 @@
-"""What glue throws away at the end of the forward is gone for the next micro-batch, on every stage."""
+"""What container code throws away at the end of the forward is gone for the next micro-batch, on every stage."""
 
 import re
 
@@ -29,9 +29,9 @@ def run(make_model, batches=BATCHES, **settings):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
     "make_model",
-    [resetting_models.Pieces, resetting_models.Flags, resetting_models.Lists, resetting_models.Glue],
+    [resetting_models.Pieces, resetting_models.Flags, resetting_models.Lists, resetting_models.ByContainerCode],
 )
-def test_what_glue_throws_away_at_the_end_is_gone_on_every_stage(make_model, layout):
+def test_what_container_code_throws_away_at_the_end_is_gone_on_every_stage(make_model, layout):
     expected = trained_alone(make_model, BATCHES, criterion=squares, num_microbatches=3)
     actual = run(make_model, **layout)
     assert actual["losses"] == [pytest.approx(expected["losses"][0], rel=1e-5)] * len(actual["losses"])
@@ -47,7 +47,7 @@ def test_what_blocks_keep_between_calls_stays(layout):
     assert_same(actual["gradients"], expected["gradients"])
 
 
-def test_a_state_that_glue_replaces_after_the_cut_is_refused():
+def test_a_state_that_container_code_replaces_after_the_cut_is_refused():
     text = (
         "container code puts a new tensor into the attribute 'state' of 'blocks.0' after the cut at 'blocks.1', where "
         "the stage that calls the unit has left the forward: its next call would find the old one. Do that in the unit "

@@ -15,27 +15,27 @@ def fake(*shape):
         return torch.empty(shape)
 
 
-def traced(glue):
-    """What ``glue(a, b, w)`` stems from: ``a`` and ``b`` are unit outputs, ``w`` is a parameter."""
+def traced(container_code):
+    """What ``container_code(a, b, w)`` stems from: ``a`` and ``b`` are unit outputs, ``w`` is a parameter."""
     a, b, w = fake(4, 2), fake(4, 2), nn.Parameter(fake(4, 2))
     with TaintMode() as taints:
         taints.mark(a, [A])
         taints.mark(b, [B])
         taints.mark(w, ["w"])
-        return taints.sources(glue(a, b, w))
+        return taints.sources(container_code(a, b, w))
 
 
 def in_place(write):
-    def glue(a, b, w):
+    def container_code(a, b, w):
         buffer = torch.zeros(4, 2)
         write(buffer, a)
         return buffer
 
-    return glue
+    return container_code
 
 
 @pytest.mark.parametrize(
-    ("glue", "expected"),
+    ("container_code", "expected"),
     [
         (lambda a, b, w: a + 1, {A}),
         (lambda a, b, w: torch.cat([a, b]), {A, B}),
@@ -58,12 +58,12 @@ def in_place(write):
         (in_place(lambda buffer, a: buffer.add(a)), set()),
     ],
 )
-def test_glue_passes_sources_on(glue, expected):
-    assert traced(glue) == expected
+def test_container_code_passes_sources_on(container_code, expected):
+    assert traced(container_code) == expected
 
 
 def test_a_write_shows_in_every_view_made_before_and_after():
-    def glue(a, b, w):
+    def container_code(a, b, w):
         buffer = torch.zeros(4, 2)
         before, apart = buffer[1:], buffer + 0
         buffer[0].copy_(a[0])
@@ -72,7 +72,7 @@ def test_a_write_shows_in_every_view_made_before_and_after():
     a = fake(4, 2)
     with TaintMode() as taints:
         taints.mark(a, [A])
-        views = glue(a, None, None)
+        views = container_code(a, None, None)
         assert {name: set(taints.sources(view)) for name, view in views.items()} == {
             "before": {A},
             "after": {A},

@@ -54,7 +54,7 @@ class Normed(Blocks):
 
 
 class Failing(Normed):
-    """Raises in its glue."""
+    """Raises in its container code."""
 
     def forward(self, x):
         super().forward(x)
@@ -108,20 +108,20 @@ def test_a_block_that_reads_values_is_assumed_to_return_its_argument_shape():
 
 
 class Branching(Blocks):
-    """Looks at computed values in its glue."""
+    """Looks at computed values in its container code."""
 
     def forward(self, x):
         h = self.blocks[0](self.embed(x))
         return self.blocks[1](h) if h.sum() > 0 else self.head(h)
 
 
-def test_glue_that_looks_at_values_is_refused():
+def test_container_code_that_looks_at_values_is_refused():
     text = "the forward of Branching branches on a computed value after unit 'blocks.0' ("
     with pytest.raises(PartitionError, match=f"^{re.escape(text)}.*Move that branch into a block, or use pp_size=1"):
         trace(Branching(), torch.ones(2, 4))
 
 
-def test_what_torch_caches_is_not_searched_where_glue_looks_at_values(monkeypatch):
+def test_torchs_caches_are_not_searched_where_container_code_reads_values(monkeypatch):
     """It grows with all that was ever traced: late in a long run, a trace took seconds."""
     searched = []
 

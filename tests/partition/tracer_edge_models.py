@@ -30,7 +30,7 @@ class Closures(Base):
 
 
 class WeightNorms(Base):
-    """Weights made anew at every call, one by old hooks; glue uses one of them too."""
+    """Weights made anew at every call, one by old hooks; container code uses one of them too."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class WeightNorms(Base):
 
 
 class Checkpointed(Base):
-    """One checkpoint around each block, one around several and the glue between them, with dropout."""
+    """One checkpoint around each block, one around several and the container code between them, with dropout."""
 
     def pair(self, number, x, first):
         x = nn.functional.dropout(torch.tanh(self.blocks[number](x)), 0.3, self.training)
@@ -131,7 +131,7 @@ class Scaled(torch.autograd.Function):
 
 
 class OwnFunction(Base):
-    """Glue uses it with a parameter of the model, on every stage, and vmap."""
+    """Container code uses it with a parameter of the model, on every stage, and vmap."""
 
     def __init__(self):
         super().__init__()

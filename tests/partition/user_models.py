@@ -135,7 +135,7 @@ class Shared(Base):
 
 
 class InPlaceResidual(Base):
-    """Glue adds to the stream in place."""
+    """Container code adds to the stream in place."""
 
     def forward(self, x):
         x = x.clone()

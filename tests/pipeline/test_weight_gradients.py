@@ -80,7 +80,7 @@ class Twice(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is the head's too, and is used by glue as well."""
+    """An embedding whose weight is the head's too, and is used by container code as well."""
 
     def __init__(self):
         super().__init__()
@@ -155,7 +155,7 @@ def test_both_ways_give_the_gradients_of_autograd(name):
     for parameter, gradient in expected.items():
         gradient = torch.zeros_like(full_backward[parameter]) if gradient is None else gradient
         assert torch.equal(full_backward[parameter], gradient), f"{parameter}: not what autograd gives"
-        if name == "tied":  # glue uses the weight too: what it adds comes before what is left for later
+        if name == "tied":  # container code uses the weight too: what it adds comes before what is left for later
             torch.testing.assert_close(input_backward[parameter], gradient)
         else:
             assert torch.equal(input_backward[parameter], gradient), f"{parameter}: not what autograd gives"

@@ -55,7 +55,7 @@ class Attention(nn.Module):
         if self.style == "rotary complex":
             pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
             return torch.view_as_real(pairs * self.turns[: x.shape[2]]).flatten(-2)
-        return turned(x, *tables) if self.style == "tables from glue" else x
+        return turned(x, *tables) if self.style == "tables from container code" else x
 
     def forward(self, x, tables):
         x = self.round(x, self.qkv.weight)
@@ -96,7 +96,7 @@ class Model(nn.Module):
 
     def forward(self, ids):
         x = self.embedding(ids)
-        if self.style == "places in glue":
+        if self.style == "places in container code":
             x = x + self.places[: ids.shape[1]]
         for block in self.blocks:
             x = block(x, (self.cos, self.sin))
@@ -109,10 +109,10 @@ STYLES = [
     "rotary attributes",
     "rotary frequencies",
     "rotary complex",
-    "tables from glue",
+    "tables from container code",
     "slopes by hand",
     "slopes as a mask",
-    "places in glue",
+    "places in container code",
 ]
 IDS = torch.randint(0, VOCAB, (4, LENGTH), generator=torch.Generator().manual_seed(0))
 
@@ -147,14 +147,14 @@ def test_tables_in_fp32_are_rounded_where_torch_stops_to_promote(style, precisio
     ],
     ids=str,
 )
-@pytest.mark.parametrize("style", ["rotary tables", "tables from glue", "places in glue"])
+@pytest.mark.parametrize("style", ["rotary tables", "tables from container code", "places in container code"])
 def test_so_they_are_whatever_the_layout(style, layout):
     found, expected = run_of(style, **layout), run_of(style)
     assert set(map(tuple, found["losses"])) == set(map(tuple, expected["losses"]))
     assert_same(found["weights"], expected["weights"])
 
 
-@pytest.mark.parametrize("style", ["rotary tables", "places in glue"])
+@pytest.mark.parametrize("style", ["rotary tables", "places in container code"])
 def test_so_they_are_on_ranks_that_share_layers(style):
     assert_near(run_of(style, tp_size=2)["weights"], run_of(style)["weights"], 2e-2)
 

@@ -207,7 +207,7 @@ def test_so_all_of_a_model_is_nearly_halved(name, on_meta):
 
 
 class Tied(nn.Module):
-    """Its glue uses the embedding's weight as a head, if asked to: that has to be whole."""
+    """Its container code uses the embedding's weight as a head, if asked to: that has to be whole."""
 
     def __init__(self, by_hand):
         super().__init__()
@@ -253,7 +253,7 @@ class Positions(nn.Embedding):
 
 
 class Sized(nn.Module):
-    """Its glue asks layers for their sizes."""
+    """Its container code asks layers for their sizes."""
 
     def __init__(self):
         super().__init__()
@@ -271,7 +271,7 @@ class Sized(nn.Module):
 
 
 @pytest.mark.parametrize("pp_size", [1, 2])
-def test_glue_finds_the_sizes_of_what_looks_whole(pp_size):
+def test_container_code_finds_the_sizes_of_what_looks_whole(pp_size):
     ids = torch.randint(0, 200, (4, 3), generator=torch.Generator().manual_seed(0))
 
     def loss(logits, ids):
@@ -322,7 +322,7 @@ def test_looking_at_a_model_changes_nothing_and_sees_what_is_trained():
 
 
 class Conditioned(nn.Module):
-    """Its glue calls what the first block makes conditions with, too."""
+    """Its container code calls what the first block makes conditions with, too."""
 
     def __init__(self):
         super().__init__()
@@ -348,7 +348,7 @@ class Conditioned(nn.Module):
         return self.out(x) * condition[..., :8]
 
 
-def test_blocks_of_which_glue_calls_a_part_stay_whole(caplog):
+def test_blocks_of_which_container_code_calls_a_part_stay_whole(caplog):
     batches = [torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     options = {"num_microbatches": 2, "criterion": lambda outputs, inputs: outputs.square().mean()}
     assert_equal(train(Conditioned, batches, tp_size=2, **options), train(Conditioned, batches, **options))

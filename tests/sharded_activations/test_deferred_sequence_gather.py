@@ -253,7 +253,7 @@ FIVE = [sequences(5)]
 
 @pytest.mark.parametrize("make", NETS, ids=lambda make: make.func.__name__)
 @pytest.mark.parametrize("layout", [{}, {"pp_size": 2}, {"gradient_checkpoint_config": {}}], ids=str)
-def test_what_glue_does_to_shards_is_done_to_the_whole(make, layout):
+def test_what_container_code_does_to_shards_is_done_to_the_whole(make, layout):
     expected = trained_alone(make, FIVE, criterion=squares, num_microbatches=2)
     assert_equal(train(make, FIVE, criterion=squares, **OPTIONS, **layout), expected)
 
