@@ -9,13 +9,13 @@ events and pinned memory.
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -113,8 +113,25 @@ def _note(kind: str, place: str, source: Tensor | None = None) -> None:
     EVENTS.append(Event(kind, -1 if world is None else world.rank, place, **copied))
 
 
+def _mapped(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """As torch's pytree, which takes a quarter of the time: arguments of operations are in these containers only."""
+    if isinstance(tree, kind):
+        return function(tree)
+    if isinstance(tree, tuple | list):
+        return type(tree)([_mapped(kind, function, one) for one in tree])
+    if isinstance(tree, dict):
+        return {key: _mapped(kind, function, value) for key, value in tree.items()}
+    return tree
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _mapped(Tensor, found.append, tree)
+    return found
+
+
 def _raw(tree: Any) -> Any:
-    return pytree.tree_map_only(DeviceTensor, lambda tensor: tensor.raw, tree)
+    return _mapped(DeviceTensor, lambda tensor: tensor.raw, tree)
 
 
 def _moved(source: Tensor, is_target_ours: bool) -> None:
@@ -126,11 +143,11 @@ def _moved(source: Tensor, is_target_ours: bool) -> None:
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     name = func.overloadpacket.__name__
-    leaves = pytree.tree_leaves((args, kwargs))
+    leaves = _tensors((args, kwargs))
     fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
     if fakes:  # a trace, whose tensors on the device are fake, too
         mode = fakes[0].fake_mode
-        args, kwargs = pytree.tree_map_only(
+        args, kwargs = _mapped(
             DeviceTensor, lambda tensor: FakeTensor(mode, tensor.raw.to("meta"), DEVICE), (args, kwargs)
         )
         return func(*args, **kwargs)
@@ -150,7 +167,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         _note("wait", _place())
         return func(*_raw(args))
     # As on a GPU, a number of host memory is allowed.
-    others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() and not isinstance(leaf, DeviceTensor)]
+    others = [leaf for leaf in leaves if leaf.dim() and not isinstance(leaf, DeviceTensor)]
     if ours and others:
         raise RuntimeError(f"Expected all tensors to be on the same device: {func} got {ours[0]} and {others[0]}")
     wraps = bool(ours)
@@ -163,9 +180,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if not wraps:
         return result
     own = {id(tensor.raw): tensor for tensor in ours}
-    result = pytree.tree_map_only(
-        Tensor, lambda tensor: own[id(tensor)] if id(tensor) in own else DeviceTensor(tensor), result
-    )
+    result = _mapped(Tensor, lambda tensor: own[id(tensor)] if id(tensor) in own else DeviceTensor(tensor), result)
     writes = any(argument.alias_info and argument.alias_info.is_write for argument in func._schema.arguments)
     return result if writes else return_and_correct_aliasing(func, args, kwargs, result)
 

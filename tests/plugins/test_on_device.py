@@ -1,11 +1,10 @@
 """Steps on a pretend accelerator, in one process of their own: what would fail on a GPU, or wait for it."""
 
-import json
-import subprocess
-import sys
+import runpy
 
 import pytest
 from made_once import made_once
+from processes import run_forked
 from support import ROOT
 
 pytestmark = pytest.mark.timeout(300)  # of the first test, which starts the process
@@ -13,22 +12,13 @@ pytestmark = pytest.mark.timeout(300)  # of the first test, which starts the pro
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """What tests/scripts/on_device.py prints, by case."""
+    """What tests/scripts/on_device.py finds, by case."""
     return made_once(tmp_path_factory, "on_device", run_on_device)
 
 
 def run_on_device():
-    path = [str(ROOT / folder) for folder in (".", "plugins", "tests")]
-    job = subprocess.run(
-        [sys.executable, str(ROOT / "tests/scripts/on_device.py")],
-        env={"PYTHONPATH": ":".join(path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert job.returncode == 0, job.stderr
-    lines = [json.loads(line) for line in job.stdout.splitlines() if line.startswith("{")]
-    return {name: value for line in lines for name, value in line.items()}
+    script = ROOT / "tests/scripts/on_device.py"
+    return run_forked(lambda: runpy.run_path(str(script))["results"](), timeout_s=280)
 
 
 ONE_WAIT = ["host_copy.py:read"]

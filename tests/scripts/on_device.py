@@ -1,6 +1,5 @@
-"""Steps on the pretend accelerator of device_sim.py; prints what happened in each case as a line of JSON."""
+"""Steps on the pretend accelerator of device_sim.py, which its process has from then on, and what happened in each."""
 
-import json
 import zlib
 from typing import Any
 
@@ -229,19 +228,17 @@ def digest(tensors: dict[str, torch.Tensor]) -> int:
     return zlib.crc32(torch.cat(held).numpy().tobytes())
 
 
-def tell(name: str, value: Any) -> None:
-    print(json.dumps({name: value}), flush=True)
-
-
-if __name__ == "__main__":
-    tell("mixed", mixed())
+def results() -> dict[str, Any]:
+    """What happened, by case."""
     batches = [[image_batch(size, step) for step in range(NUM_STEPS)] for size in (6, 12)]
-    tell("expected", [train(small_vit, some, num_microbatches=3)["losses"][0] for some in batches])
-    for case, settings in CASES.items():
-        tell(case, run(settings, on_device=True))
-    tell("host batch", run({"pp_size": 2}, on_device=False))
-    tell("search", [plan_on_device(device) for device in (torch.device("cpu"), DEVICE)])
-    tell("unreached", unreached())
-    tell("counted", counted())
-    tell("other batch", other_batch())
-    tell("offloaded", [[offloaded(settings, share) for share in (0.0, 0.5)] for settings in OFFLOADS])
+    return {
+        "mixed": mixed(),
+        "expected": [train(small_vit, some, num_microbatches=3)["losses"][0] for some in batches],
+        **{case: run(settings, on_device=True) for case, settings in CASES.items()},
+        "host batch": run({"pp_size": 2}, on_device=False),
+        "search": [plan_on_device(device) for device in (torch.device("cpu"), DEVICE)],
+        "unreached": unreached(),
+        "counted": counted(),
+        "other batch": other_batch(),
+        "offloaded": [[offloaded(settings, share) for share in (0.0, 0.5)] for settings in OFFLOADS],
+    }
