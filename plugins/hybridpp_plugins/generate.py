@@ -157,6 +157,8 @@ def _shell_of(model: "PreTrainedModel", steps: _Steps) -> nn.Module:
             inputs[encoder.name] = encoded[0]
         return steps.run({name: value for name, value in inputs.items() if isinstance(value, Tensor)})
 
+    # Transformers looks there for what it may pass, such as position numbers that skip padding.
+    vars(forward)["__signature__"] = inspect.signature(type(model).forward)
     device = steps.device
     methods: dict[str, Any] = {
         "forward": forward,

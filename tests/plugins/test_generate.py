@@ -4,6 +4,8 @@ import pytest
 import torch
 from support import boosted, sgd, tiny_vit
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -35,6 +37,13 @@ def mistral():
     )
 
 
+def gpt2():
+    """Absolute positions, which skip padding."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "initializer_range": 0.3}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=32, bos_token_id=2, eos_token_id=5, pad_token_id=0, **sizes))
+
+
 def t5():
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
@@ -64,6 +73,8 @@ GREEDY, SAMPLED, BEAMS = {}, {"do_sample": True, "top_k": 8}, {"num_beams": 2}
         (llama, {"pp_size": 2}, BEAMS),
         (llama, {"pp_size": 2}, {"use_cache": False}),
         (mistral, {"pp_size": 2}, {"max_new_tokens": 7}),
+        (gpt2, {"pp_size": 2}, GREEDY),
+        (gpt2, {}, {"use_cache": False}),
         (t5, {"pp_size": 2}, BEAMS),
         (t5, {"pp_size": 2}, SAMPLED),
     ],
@@ -81,7 +92,7 @@ def test_tokens_are_those_of_one_process(make, layout, settings):
         assert boosted_model.training
         return found
 
-    for found in Loopback(layout["pp_size"] * layout.get("tp_size", 1)).run(run):
+    for found in Loopback(layout.get("pp_size", 1) * layout.get("tp_size", 1)).run(run):
         assert torch.equal(found, expected)
 
 
