@@ -75,6 +75,22 @@ class Booster(BoosterAdapters):
         self._device = None if device is None else torch.device(device)
         self._runs = BoostedRuns()
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether a rank of the job got SIGTERM or SIGUSR1: the same on every rank after the same ``execute_pipeline``.
+
+        A script that sees it calls :meth:`save`, and ends; :meth:`resume` goes on. The signal is told in messages that
+        the ranks exchange anyway: those of a training step that has ended, or of the batch of an evaluation. So it
+        stays False for a step or two. It is never True before the first step, where signals end the process at once,
+        nor in a process that joined no job.
+
+        Example:
+            if booster.interrupted:
+                booster.save("outputs/run", step=step)
+                break
+        """
+        return self.plugin.interrupted
+
     def boost(
         self,
         model: nn.Module,

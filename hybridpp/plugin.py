@@ -192,6 +192,11 @@ class Plugin:
         """
         return True
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether the job was told to stop, the same on every rank after the same step. By default it never is."""
+        return False
+
     def count_samples(self, batch: Any) -> int:
         """The number of samples of a batch. By default they are in dimension 0."""
         return num_samples(to_plain_containers(batch))

@@ -124,11 +124,17 @@ def _result(rank: int, pipe: Connection, timeout_s: float) -> Any:
 
 
 def run_script(
-    num_ranks: int, script: Path, *arguments: str, timeout_s: float = 100.0, cwd: Path = ROOT
+    num_ranks: int,
+    script: Path,
+    *arguments: str,
+    timeout_s: float = 100.0,
+    cwd: Path = ROOT,
+    until_all_end: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script as :func:`torchrun` does, on ranks that are forked, for where their start is not the point.
 
-    A fork has imported what takes a new interpreter 6 s. A warning ends its rank, as it ends a test.
+    A fork has imported what takes a new interpreter 6 s. A warning ends its rank, as it ends a test. The first rank
+    that fails ends the others, unless ``until_all_end``.
     """
     context = multiprocessing.get_context("fork")
     job = os.environ | {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
@@ -144,7 +150,9 @@ def run_script(
         try:
             deadline = time.monotonic() + timeout_s
             # The first that fails ends the job: the others may wait for it.
-            while (running := [rank for rank in ranks if rank.is_alive()]) and not any(rank.exitcode for rank in ranks):
+            while (running := [rank for rank in ranks if rank.is_alive()]) and (
+                until_all_end or not any(rank.exitcode for rank in ranks)
+            ):
                 if not wait([rank.sentinel for rank in running], deadline - time.monotonic()):
                     raise RankFailed(f"{script} took longer than {timeout_s} s")
         finally:
@@ -164,7 +172,12 @@ def _script(command: list[str], environment: dict[str, str], cwd: Path, stdout: 
     sys.stdout, sys.stderr = open(stdout, "a", buffering=1), open(stderr, "a", buffering=1)  # noqa: SIM115
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).parent))
-    runpy.run_path(command[0], run_name="__main__")
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except Exception:
+        # As the interpreter does; multiprocessing would print the traceback itself.
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
 
 
 def torchrun(

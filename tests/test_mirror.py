@@ -41,6 +41,7 @@ TESTED_THROUGH = {
     "hybridpp/cli/schedule_source.py": "tests/cli/test_schedule.py",
     "hybridpp/cli/sharding_report.py": "tests/cli/test_partition.py",
     "hybridpp/cluster/current.py": "tests/cluster/test_loopback.py",
+    "hybridpp/cluster/exit_codes.py": "tests/cli/test_run.py",
     "hybridpp/cluster/gather_objects.py": "tests/plugins/test_weights.py",
     "hybridpp/cluster/pending.py": "tests/cluster/test_torch_world.py",
     "hybridpp/cluster/shared_memory/group.py": "tests/cluster/shared_memory/test_connect.py",

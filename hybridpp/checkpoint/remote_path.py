@@ -183,6 +183,11 @@ def as_path(path: str | Path) -> AnyPath:
     return RemotePath(file_system, str(inner))
 
 
+def absolute(path: AnyPath) -> AnyPath:
+    """A path that other processes find, too."""
+    return path.absolute() if isinstance(path, Path) else path
+
+
 def sync_path(path: AnyPath) -> None:
     """Sync a local file, or a folder's entries, to disk."""
     if isinstance(path, Path):

@@ -24,6 +24,8 @@ class Command(Protocol):
 class _Entry(NamedTuple):
     module: str
     help: str
+    # Whether its function `main` gets all arguments, and returns the exit code.
+    has_main: bool = False
 
 
 # A module is imported when its command is chosen, so `hybridpp --help` needs no torch.
@@ -31,6 +33,7 @@ _COMMANDS = {
     "checkpoint": _Entry("hybridpp.cli.checkpoint", "list, verify, show and convert checkpoints of runs"),
     "estimate": _Entry("hybridpp.cli.estimate", "estimate the memory of every rank and the time of a step"),
     "partition": _Entry("hybridpp.cli.partition", "show how a model would be cut into pipeline stages"),
+    "run": _Entry("hybridpp.cli.run", "start a script on several ranks: torchrun that can be stopped", has_main=True),
     "schedule": _Entry("hybridpp.cli.schedule", "print, draw, check and compare pipeline schedules"),
     "simulate": _Entry("hybridpp.cli.simulate", "simulate the time of a step from the costs of its stages"),
 }
@@ -41,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = ArgumentParser(prog="hybridpp", description="Hybrid-parallel training for PyTorch.")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
+    if given and given[0] in _COMMANDS and _COMMANDS[given[0]].has_main:
+        code: int = importlib.import_module(_COMMANDS[given[0]].module).main(given[1:])
+        return code
     chosen: dict[str, Command] = {}
     for name, entry in _COMMANDS.items():
         subparser = subparsers.add_parser(name, help=entry.help, description=f"{entry.help.capitalize()}.")

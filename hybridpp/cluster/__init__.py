@@ -31,6 +31,7 @@ from hybridpp.cluster.seeds import (
     stream_seed,
     stream_seeder,
 )
+from hybridpp.cluster.stop_request import StopRequest
 from hybridpp.cluster.wire_format import as_carried, resolved
 from hybridpp.cluster.world import Group, Pending, Work, World
 
@@ -48,6 +49,7 @@ __all__ = [
     "PendingNumbers",
     "RandomState",
     "RankGrid",
+    "StopRequest",
     "Work",
     "World",
     "as_carried",

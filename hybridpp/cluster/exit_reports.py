@@ -1,25 +1,21 @@
-"""Exit reports: each rank records in the job's store how it ended, for ranks that wait for it."""
+"""Exit reports: each rank records how it ended, for ranks that wait for it, and for those that fail after it."""
 
-import atexit
 import contextlib
-import os
-import sys
+import hashlib
+import re
 import time
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from hybridpp.errors import (
-    ConfigError,
-    LaunchError,
-    PartitionError,
-    PeerTimeoutError,
-    ScheduleError,
-    UnlikeCallsError,
-)
+from hybridpp.cluster.failure_text import failure_line
+from hybridpp.errors import PeerTimeoutError
 from hybridpp.nn.torch_private import PrefixStore, Store
 
 ExitReason = Callable[[int], str]
 """Returns how a rank ended, as sentences, given the rank; an empty text if it left no report."""
+
+_LOOK_S = 0.02
+_FIRST_ERROR = "text of the first error"
 
 
 def no_exit_reason(rank: int) -> str:
@@ -27,33 +23,35 @@ def no_exit_reason(rank: int) -> str:
     return ""
 
 
-# Errors in settings and in the order of calls, which are raised on every rank alike.
-_OF_ALL_RANKS = (ConfigError, LaunchError, PartitionError, ScheduleError, UnlikeCallsError)
-# Time that a rank waits for the same failure of rank 0 before it prints its own error.
-_PATIENCE_S = 2.0
-_LOOK_S = 0.02
-
-
 class ExitReports:
     """The exit reports of the job's ranks.
 
-    Attributes:
-        store: of this attempt of the job.
+    They are in the store of this attempt of the job. Before there is one, and after the rank that hosts it has ended,
+    ranks of one host find in a folder what they must not all say.
+
+    Args:
+        store: of this attempt of the job; None: there is none yet.
         rank: this process.
+        folder: that the ranks of this host share; None: there is none.
+
+    Attributes:
+        store: its part of it.
+        rank: as given.
+        folder: as given.
     """
 
-    def __init__(self, store: Store, rank: int):
-        self.store: Store = PrefixStore("hybridpp endings", store)
-        self.rank = rank
+    def __init__(self, store: Store | None, rank: int, folder: Path | None = None):
+        self.store: Store | None = None if store is None else PrefixStore("hybridpp endings", store)
+        self.rank, self.folder = rank, folder
         self._has_reported = False
 
     def report_success(self) -> None:
         """Report that this rank leaves the job without an error. Only the first report of a rank is recorded."""
-        self._set(f"left {self.rank}", "")
+        self._report(f"left {self.rank}", "")
 
     def report_error(self, error: BaseException) -> None:
         """Report the error that this rank ends with."""
-        self._set(f"failed {self.rank}", _text(error))
+        self._report(f"failed {self.rank}", f"{type(error).__name__}: {error}")
 
     def exit_reason(self, rank: int) -> str:
         """See :data:`ExitReason`."""
@@ -66,25 +64,77 @@ class ExitReports:
         error = self._get(f"failed {rank}")
         return "" if error is None else f"It ended with {error}"
 
-    def is_as_on_rank_0(self, error: BaseException) -> bool:
-        """Whether rank 0 ends with the same error; waits up to 2 s for it."""
-        until = time.monotonic() + _PATIENCE_S
-        while (of_rank_0 := self._get("failed 0")) is None and time.monotonic() < until:
+    def claim_first_error(self, error: BaseException) -> bool:
+        """Whether no rank had an error of its own before this one; then the others can learn of it."""
+        if not self.is_first("error"):
+            return False
+        self._set(_FIRST_ERROR, failure_line(error))
+        return True
+
+    def first_error(self, patience_s: float) -> str | None:
+        """The first error, as a line; None: there was none after ``patience_s``."""
+        until = time.monotonic() + patience_s
+        while (text := self._get(_FIRST_ERROR)) is None and time.monotonic() < until:
             time.sleep(_LOOK_S)
-        return of_rank_0 == _text(error)
+        return text
+
+    def is_like_first_error(self, error: BaseException, patience_s: float) -> bool:
+        """Whether the first error says what this one says: numbers, as those of ranks, may differ."""
+        first = self.first_error(patience_s)
+        if first is None:
+            return False
+        known, own = _without_numbers(first), _without_numbers(failure_line(error))
+        # One may quote the text of the other: "saving failed on rank 0: ...".
+        return known.partition(": ")[2] in own or own.partition(": ")[2] in known
+
+    def is_first_of_kind(self, error: BaseException) -> bool:
+        """Whether no rank has asked this of an error that says the same."""
+        return self.is_first(hashlib.sha256(_without_numbers(failure_line(error)).encode()).hexdigest()[:16])
+
+    def is_first(self, what: str) -> bool:
+        """Whether no rank has asked this before."""
+        with self._store() as store:
+            if store is not None:
+                return int(store.add(f"first {what}", 1)) == 1
+        if self.folder is not None:
+            try:
+                (self.folder / f"first {what}").touch(exist_ok=False)
+            except FileExistsError:
+                return False
+            except OSError:
+                return True
+        return True
+
+    @contextlib.contextmanager
+    def _store(self) -> Iterator[Store | None]:
+        """The store, as long as the process that hosts it lives; it is asked in vain once."""
+        try:
+            yield self.store
+        except RuntimeError:
+            self.store = None
+
+    def _report(self, key: str, text: str) -> None:
+        if not self._has_reported:
+            self._has_reported = True
+            self._set(key, text)
 
     def _set(self, key: str, text: str) -> None:
-        if self._has_reported:
-            return
-        self._has_reported = True
-        # The process that hosts the store may have ended.
-        with contextlib.suppress(RuntimeError):
-            self.store.set(key, text)
+        with self._store() as store:
+            if store is not None:
+                store.set(key, text)
+        with contextlib.suppress(OSError):
+            if self.folder is not None and key == _FIRST_ERROR:
+                temporary = self.folder / f"{key}.{self.rank}"
+                temporary.write_text(text)
+                temporary.replace(self.folder / key)
 
     def _get(self, key: str) -> str | None:
-        with contextlib.suppress(RuntimeError):
-            if self.store.check([key]):
-                return self.store.get(key).decode()
+        with self._store() as store:
+            if store is not None and store.check([key]):
+                return store.get(key).decode()
+        with contextlib.suppress(OSError):
+            if self.folder is not None and key == _FIRST_ERROR:
+                return (self.folder / key).read_text()
         return None
 
 
@@ -96,34 +146,5 @@ def timeout_error(peer: str, timeout_s: float) -> PeerTimeoutError:
     )
 
 
-def report_exit(exit_reports: ExitReports) -> Callable[[], None]:
-    """Have this process report how it ends, unless it is killed; returns a function that stops that.
-
-    Errors in settings are the same on every rank: rank 0 prints them, and others only if theirs differ.
-    """
-    before, process = sys.excepthook, os.getpid()
-
-    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if exit_reports.rank > 0 and isinstance(error, _OF_ALL_RANKS) and exit_reports.is_as_on_rank_0(error):
-            sys.stderr.write(f"[rank {exit_reports.rank}] {kind.__name__}, as on rank 0, which prints it.\n")
-        else:
-            before(kind, error, trace)
-        exit_reports.report_error(error)
-
-    def report_success() -> None:
-        # A forked child is not a rank.
-        if os.getpid() == process:
-            exit_reports.report_success()
-
-    def stop() -> None:
-        atexit.unregister(report_success)
-        if sys.excepthook is report:
-            sys.excepthook = before
-
-    sys.excepthook = report
-    atexit.register(report_success)
-    return stop
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+", "#", text)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -9,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 from hybridpp.cluster.devices import RankDevice, choose_backend, device_for, identify, warning_about
-from hybridpp.cluster.exit_reports import report_exit
+from hybridpp.cluster.failure_hook import FailureHook
+from hybridpp.cluster.launcher_notes import LauncherNotes
 from hybridpp.cluster.rendezvous import Entry, StoreAddress, wait_for_ranks
 from hybridpp.cluster.seeds import set_seed
+from hybridpp.cluster.stop_request import STOP_SIGNALS, StopRequest
 from hybridpp.cluster.torch_world import job_world
 from hybridpp.errors import ConfigError, LaunchError
 
@@ -30,15 +33,30 @@ class ProcessRank(NamedTuple):
     local_rank: int
 
 
-def join_job(
-    address: StoreAddress,
-    process: ProcessRank,
-    backend: str | None,
-    seed: int,
-    timeout_s: float,
-    *,
-    shared_memory: bool,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class JoinOptions:
+    """How a process joins a job.
+
+    Attributes:
+        backend: ``"nccl"``, ``"gloo"`` or None, as in :func:`~hybridpp.cluster.launch.launch_from_torch`.
+        seed: of all generators.
+        timeout_s: time limit in seconds for waiting for another rank.
+        shared_memory: whether ranks of one host may communicate through shared memory.
+        stop_signals: names of the signals that tell the job to stop.
+        notes: for the launcher.
+        failures: prints the error that ends this rank; None: nothing does it but Python.
+    """
+
+    backend: str | None = None
+    seed: int = 1024
+    timeout_s: float = TIMEOUT_S
+    shared_memory: bool = True
+    stop_signals: Sequence[str] = STOP_SIGNALS
+    notes: LauncherNotes = field(default_factory=LauncherNotes)
+    failures: FailureHook | None = None
+
+
+def join_job(address: StoreAddress, process: ProcessRank, options: JoinOptions) -> None:
     """Join a job.
 
     Collective: every process of the job must call it, once, with the same arguments but for ``process``.
@@ -46,24 +64,23 @@ def join_job(
     Args:
         address: where the processes meet.
         process: this one.
-        backend: ``"nccl"``, ``"gloo"`` or None, as in :func:`~hybridpp.cluster.launch.launch_from_torch`.
-        seed: of all generators.
-        timeout_s: time limit in seconds for waiting for another rank.
-        shared_memory: whether ranks of one host may communicate through shared memory.
+        options: the same on all ranks.
 
     Raises:
         LaunchError: a job is already joined; or ranks did not come in time, or with other arguments.
         ConfigError: the backend is unknown or cannot work here, or a number is out of range.
     """
+    backend, timeout_s = options.backend, options.timeout_s
     _check_backend(backend)
     _check_numbers(process, timeout_s)
+    stop = StopRequest(options.stop_signals, options.notes)
     if dist.is_initialized():
         raise LaunchError("this process has already joined a job. Call launch or launch_from_torch once.")
     rank, world_size = process.rank, process.world_size
     device = device_for(process.local_rank)
     if device is not None:
         torch.cuda.set_device(device)
-    alike = {"world_size": world_size, "backend": backend, "seed": seed, "timeout_s": timeout_s}
+    alike = {"world_size": world_size, "backend": backend, "seed": options.seed, "timeout_s": timeout_s}
     entry = Entry(settings=alike, own=identify(device), decide=lambda own: _choose(backend, own))
     store, chosen = wait_for_ranks(address, rank, world_size, entry, timeout_s)
     timeout = timedelta(seconds=timeout_s)
@@ -74,11 +91,15 @@ def join_job(
             f"rank {rank} met the {world_size} ranks of the job, and could not connect to them: {error}. One of them "
             "may have ended since, or a firewall or a host name that is not known may be between them."
         ) from error
-    world = job_world(shared_memory, process.local_rank)
+    world = job_world(options.shared_memory, process.local_rank)
+    options.notes.clear()
+    world.stop = stop
     # From now on, ranks that wait for a rank notice its end.
     world.control()
-    world.stop_exit_report = report_exit(world.exit_reports)
-    set_seed(seed)
+    world.failures = options.failures
+    if options.failures is not None:
+        options.failures.joined(world.exit_reports, stop)
+    set_seed(options.seed)
     _LOGGER.debug("[rank %d] joined %d ranks over %s", rank, world_size, chosen)
 
 

@@ -1,12 +1,19 @@
 """Launch: join a job as its launcher or the caller says. The only file that reads the environment."""
 
 import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from hybridpp.cluster.join import TIMEOUT_S, ProcessRank, join_job
+from hybridpp.cluster.exit_reports import ExitReports
+from hybridpp.cluster.failure_hook import FailureHook, FailureOptions
+from hybridpp.cluster.failure_text import FULL_TRACEBACK
+from hybridpp.cluster.join import TIMEOUT_S, JoinOptions, ProcessRank, join_job
+from hybridpp.cluster.launcher_notes import LauncherNotes
 from hybridpp.cluster.rendezvous import StoreAddress
+from hybridpp.cluster.stop_request import STOP_SIGNALS
 from hybridpp.cluster.world import override
 from hybridpp.errors import ConfigError, LaunchError
 
@@ -21,6 +28,8 @@ _STARTERS = (
     ("srun", (*_SLURM, "SLURM_STEP_NUM_TASKS"), "SLURM_STEP_NUM_TASKS", "launch_from_slurm(host, port)"),
 )
 _SHARED_MEMORY = "HYBRIDPP_SHARED_MEMORY"
+_NOTES = "HYBRIDPP_NOTES"
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def launch_from_torch(
@@ -28,10 +37,12 @@ def launch_from_torch(
     backend: str | None = None,
     seed: int = 1024,
     timeout_s: float = TIMEOUT_S,
+    stop_signals: Sequence[str] = STOP_SIGNALS,
 ) -> None:
     """Join the job that ``torchrun`` started, with the ranks and addresses it left in the environment.
 
-    A job that torchrun starts again (``--max-restarts``) joins anew.
+    A job that torchrun starts again (``--max-restarts``) joins anew. From now on, an error that ends ranks is printed
+    by one of them.
 
     Collective: every process of the job must call it, once, with the same arguments.
 
@@ -42,6 +53,8 @@ def launch_from_torch(
         seed: of Python's, numpy's and torch's generators, the same on every rank.
         timeout_s: time limit in seconds for waiting for another rank, here and in every communication of the job. Raise
             it if one rank works alone for longer while others wait (downloads the data set, or writes to a slow disk).
+        stop_signals: names of the signals that set ``booster.interrupted``, from the first step on; handlers of the
+            script are called, too. ``()``: none does.
 
     Raises:
         LaunchError: the process was not started by torchrun; or ranks did not join in time, or have other arguments.
@@ -57,11 +70,17 @@ def launch_from_torch(
     # The agent may be the one that listens there; torch's own rendezvous asks the same variable.
     is_external = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = StoreAddress(os.environ["MASTER_ADDR"], _number("MASTER_PORT"), is_external)
-    _join(address, ProcessRank(rank, world_size, local_rank), backend, seed, timeout_s)
+    _join(address, ProcessRank(rank, world_size, local_rank), backend, seed, timeout_s, stop_signals)
 
 
 def launch_from_slurm(
-    host: str, port: int, *, backend: str | None = None, seed: int = 1024, timeout_s: float = TIMEOUT_S
+    host: str,
+    port: int,
+    *,
+    backend: str | None = None,
+    seed: int = 1024,
+    timeout_s: float = TIMEOUT_S,
+    stop_signals: Sequence[str] = STOP_SIGNALS,
 ) -> None:
     """Join the job that ``srun`` started, one process per task.
 
@@ -70,7 +89,7 @@ def launch_from_slurm(
     Args:
         host: address of the host of rank 0, for instance the first of ``scontrol show hostnames``.
         port: a free port there.
-        backend, seed, timeout_s: as in :func:`launch_from_torch`.
+        backend, seed, timeout_s, stop_signals: as in :func:`launch_from_torch`.
 
     Raises:
         LaunchError: the process was not started by srun; or ranks did not come in time, or with other arguments.
@@ -78,11 +97,18 @@ def launch_from_slurm(
     """
     _require(_SLURM, "launch_from_slurm", "srun", "Start the script with: srun python your_script.py")
     rank, world_size, local_rank = map(_number, _SLURM)
-    _join(StoreAddress(host, _port(port)), ProcessRank(rank, world_size, local_rank), backend, seed, timeout_s)
+    process = ProcessRank(rank, world_size, local_rank)
+    _join(StoreAddress(host, _port(port)), process, backend, seed, timeout_s, stop_signals)
 
 
 def launch_from_openmpi(
-    host: str, port: int, *, backend: str | None = None, seed: int = 1024, timeout_s: float = TIMEOUT_S
+    host: str,
+    port: int,
+    *,
+    backend: str | None = None,
+    seed: int = 1024,
+    timeout_s: float = TIMEOUT_S,
+    stop_signals: Sequence[str] = STOP_SIGNALS,
 ) -> None:
     """Join the job that Open MPI's ``mpirun`` started.
 
@@ -91,7 +117,7 @@ def launch_from_openmpi(
     Args:
         host: address of the host of rank 0.
         port: a free port there.
-        backend, seed, timeout_s: as in :func:`launch_from_torch`.
+        backend, seed, timeout_s, stop_signals: as in :func:`launch_from_torch`.
 
     Raises:
         LaunchError: the process was not started by mpirun; or ranks did not come in time, or with other arguments.
@@ -99,7 +125,8 @@ def launch_from_openmpi(
     """
     _require(_OPENMPI, "launch_from_openmpi", "mpirun", "Start the script with: mpirun -n 4 python your_script.py")
     rank, world_size, local_rank = map(_number, _OPENMPI)
-    _join(StoreAddress(host, _port(port)), ProcessRank(rank, world_size, local_rank), backend, seed, timeout_s)
+    process = ProcessRank(rank, world_size, local_rank)
+    _join(StoreAddress(host, _port(port)), process, backend, seed, timeout_s, stop_signals)
 
 
 def launch(
@@ -112,6 +139,7 @@ def launch(
     local_rank: int | None = None,
     seed: int = 1024,
     timeout_s: float = TIMEOUT_S,
+    stop_signals: Sequence[str] = STOP_SIGNALS,
 ) -> None:
     """Join a job whose ranks and address the caller knows.
 
@@ -125,14 +153,15 @@ def launch(
         backend: as in :func:`launch_from_torch`.
         local_rank: this process among those of its host; None means all are on one host. It chooses the CUDA device
             where the process sees several.
-        seed, timeout_s: as in :func:`launch_from_torch`.
+        seed, timeout_s, stop_signals: as in :func:`launch_from_torch`.
 
     Raises:
         ConfigError: the backend is unknown or cannot work here, or a number is out of range.
         LaunchError: a job is already joined; or ranks did not come in time, or with other arguments.
     """
     local_rank = rank if local_rank is None else local_rank
-    _join(StoreAddress(host, _port(port)), ProcessRank(rank, world_size, local_rank), backend, seed, timeout_s)
+    process = ProcessRank(rank, world_size, local_rank)
+    _join(StoreAddress(host, _port(port)), process, backend, seed, timeout_s, stop_signals)
 
 
 def check_joined() -> None:
@@ -189,8 +218,59 @@ def shared_memory_wanted() -> bool:
     return value == "1"
 
 
-def _join(address: StoreAddress, process: ProcessRank, backend: str | None, seed: int, timeout_s: float) -> None:
-    join_job(address, process, backend, seed, timeout_s, shared_memory=shared_memory_wanted())
+def set_up_launcher(notes: Path, *, several_hosts: bool) -> bool:
+    """Set what torchrun and the ranks that it starts find in the environment; what the user has set stays.
+
+    Args:
+        notes: folder for what ranks tell their launcher.
+        several_hosts: of the job. Torch's launchers would keep the store of an attempt for the next one, in which
+            another host may be the first: the ranks would look for each other in two stores.
+
+    Returns:
+        Whether the user wants to see torchrun's own log.
+    """
+    os.environ[_NOTES] = str(notes)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Where the rank that hosts the store has ended, each call of the others would print its native stack.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if several_hosts:
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    return "LOGLEVEL" in os.environ
+
+
+def _join(
+    address: StoreAddress,
+    process: ProcessRank,
+    backend: str | None,
+    seed: int,
+    timeout_s: float,
+    stop_signals: Sequence[str],
+) -> None:
+    options = JoinOptions(
+        backend=backend,
+        seed=seed,
+        timeout_s=timeout_s,
+        shared_memory=shared_memory_wanted(),
+        stop_signals=stop_signals,
+        notes=LauncherNotes(_path_in(_NOTES), process.local_rank),
+        failures=_failure_hook(process),
+    )
+    join_job(address, process, options)
+
+
+def _failure_hook(process: ProcessRank) -> FailureHook:
+    """Let one rank print an error that ends several, from the launch on."""
+    error_file = _path_in(_ERROR_FILE) if "TORCHELASTIC_RUN_ID" in os.environ else None
+    # One folder per attempt, which the ranks of this host share: attempt_0/LOCAL_RANK/error.json.
+    folder = None if error_file is None else error_file.parents[1]
+    options = FailureOptions(os.environ.get(FULL_TRACEBACK, "0") not in ("", "0"), error_file)
+    hook = FailureHook(ExitReports(None, process.rank, folder), process.world_size, options)
+    hook.install()
+    return hook
+
+
+def _path_in(name: str) -> Path | None:
+    return Path(os.environ[name]) if os.environ.get(name) else None
 
 
 def _port(port: int) -> int:

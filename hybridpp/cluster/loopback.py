@@ -15,6 +15,7 @@ from hybridpp.cluster.common_results import CommonResults
 from hybridpp.cluster.devices import default_device
 from hybridpp.cluster.loopback_group import LoopbackGroup
 from hybridpp.cluster.loopback_messages import Mailboxes, MessageQueues, Messages
+from hybridpp.cluster.stop_request import StopRequest
 from hybridpp.cluster.turn_taking import RankAborted, TurnTaking
 from hybridpp.cluster.world import Group, override
 
@@ -106,11 +107,15 @@ class LoopbackWorld:
         loopback: the world.
         rank: this one.
         device: where it computes by default; None: on the CUDA device if there is one, else on the CPU.
+
+    Attributes:
+        stop: no signal sets it; a test may.
     """
 
     def __init__(self, loopback: Loopback, rank: int, device: torch.device | None = _CPU):
         self.rank = self.local_rank = rank
         self.size = loopback.size
+        self.stop = StopRequest()
         self._device = device
         self._loopback = loopback
         self._num_splits = 0

@@ -1,7 +1,8 @@
 """The world of ``torch.distributed``, and the groups that its ranks share."""
 
 import gc
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import sys
+from collections.abc import Hashable, Iterable, Sequence
 from copy import copy
 from datetime import timedelta
 from weakref import WeakSet
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from hybridpp.cluster.devices import default_device
 from hybridpp.cluster.exit_reports import ExitReports
+from hybridpp.cluster.failure_hook import FailureHook
 from hybridpp.cluster.gather_numbers import gather_numbers
 from hybridpp.cluster.missing_ranks import reporting_missing
+from hybridpp.cluster.stop_request import StopRequest
 from hybridpp.cluster.torch_group import TorchGroup
 from hybridpp.cluster.world import Group
 from hybridpp.errors import LaunchError
@@ -38,7 +41,8 @@ class TorchWorld:
     Attributes:
         process_group: the default group.
         exit_reports: how ranks ended.
-        stop_exit_report: called when this rank leaves.
+        failures: prints the error that ends this rank; None: the script joined the job by itself.
+        stop: whether the job was told to stop.
     """
 
     def __init__(self, shared_memory: bool = True, local_rank: int | None = None) -> None:
@@ -51,7 +55,8 @@ class TorchWorld:
         self._timeout = timeout_of(default)
         self._store = default_store()
         self.exit_reports = ExitReports(self._store, self.rank)
-        self.stop_exit_report: Callable[[], None] = lambda: None
+        self.failures: FailureHook | None = None
+        self.stop = StopRequest()
         self._shared_memory = shared_memory
         self._control: TorchGroup | None = None
         self._alone: TorchGroup | None = None
@@ -142,8 +147,16 @@ class TorchWorld:
 
     def leave(self) -> None:
         """Leave the job, and release all resources of its groups in this process."""
-        self.exit_reports.report_success()
-        self.stop_exit_report()
+        error = sys.exception()
+        if error is None:
+            self.exit_reports.report_success()
+            self.stop.notes.ended()
+        # In a `finally` of a script that fails, it is printed when the store is gone.
+        if self.failures is not None and error is not None:
+            self.failures.decide(error)
+        elif self.failures is not None:
+            self.failures.remove()
+        self.stop.ignore()
         for key in list(self._groups):
             self._close(key)
         for group in (self._control, self._alone):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridpp.cluster.common_results import CommonResults
+from hybridpp.cluster.stop_request import StopRequest
 from hybridpp.errors import PartitionError
 from hybridpp.nn.torch_private import has_no_data
 
@@ -112,7 +113,10 @@ class World(Protocol):
         size: number of ranks.
         local_rank: this rank among those of its host.
         device: where this rank computes by default.
+        stop: whether the job was told to stop, as this rank knows it.
     """
+
+    stop: StopRequest
 
     @property
     def rank(self) -> int: ...

@@ -25,6 +25,7 @@ class RankBatchInfo:
         num_microbatches: number of micro-batches.
         digest: of the batch, equal on ranks that hold the same batch; 0 if digests are not compared.
         deferred: 1 if the digest leaves out the values of tensors on a device, which are compared with the losses.
+        stop: number of the signal that told this rank to stop; 0: none.
     """
 
     status: float
@@ -32,6 +33,7 @@ class RankBatchInfo:
     num_microbatches: float = 0.0
     digest: float = 0.0
     deferred: float = 0.0
+    stop: float = 0.0
 
 
 class FirstBatchChecks(Protocol):

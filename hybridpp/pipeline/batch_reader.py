@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import astuple, replace
 from typing import Any, NamedTuple, TypeAlias
 
-from hybridpp.cluster import Group, PendingNumbers, start_gather_numbers
+from hybridpp.cluster import Group, PendingNumbers, StopRequest, start_gather_numbers
 from hybridpp.config import PipelineConfig
 from hybridpp.errors import DataError, DeadlockError, PeerError, UnlikeCallsError
 from hybridpp.pipeline.batch import SplitBatch, Summary, split_batch, to_plain_containers
@@ -135,6 +135,7 @@ def start_batch_check(
     prepare: Callable[[], SplitBatch],
     compare: bool = False,
     defer: bool = False,
+    stop: float = 0.0,
 ) -> PendingBatch:
     """Read this rank's batch, and begin to check that all ranks can run a step with theirs.
 
@@ -148,6 +149,7 @@ def start_batch_check(
         compare: whether to compute digests even if every group is a single rank.
         defer: whether to leave values on a device to :func:`check_equal`, so that the host does not wait for it here;
             the batch has them as ``unchecked``.
+        stop: number of the signal that told this rank to stop; 0: none.
     """
     batch = SplitBatch()
     failure: BaseException | None = None
@@ -169,6 +171,7 @@ def start_batch_check(
         failure, own_info = error, RankBatchInfo(EXHAUSTED)
     except Exception as error:
         failure, own_info = error, RankBatchInfo(FAILED)
+    own_info = replace(own_info, stop=stop)
     return PendingBatch(batch, failure, start_gather_numbers(control, call, astuple(own_info)), pipelines)
 
 
@@ -199,12 +202,19 @@ class BatchReader:
         pipelines: groups of ranks that must hold the same batch; batches are compared if a group has several ranks.
         config: how batches are split.
         model_name: of the model, in errors.
+        stop: what the ranks tell each other of a request to stop.
     """
 
     def __init__(
-        self, control: Group, pipelines: tuple[tuple[int, ...], ...], config: PipelineConfig, model_name: str = "it"
+        self,
+        control: Group,
+        pipelines: tuple[tuple[int, ...], ...],
+        config: PipelineConfig,
+        model_name: str = "it",
+        stop: StopRequest | None = None,
     ):
         self._control, self._pipelines, self._config = control, pipelines, config
+        self._stop = stop or StopRequest()
         self._model_name = model_name
         self._ahead: PreparedItems[PendingBatch] = PreparedItems(f"the next step of {model_name}")
 
@@ -230,7 +240,7 @@ class BatchReader:
         """
         pending = self._take(data_iter, use.key()) if isinstance(data_iter, ReadAheadIterator) else None
         if pending is not None:
-            batch, infos = pending.wait()
+            batch, infos = self._wait(pending)
             try:
                 check()
             except Exception as error:
@@ -246,10 +256,15 @@ class BatchReader:
 
         compares = use.training and checks is not None and checks.compares
         defer = checks is None and use.has_losses
-        batch, infos = self._start("at the start of", prepare, use.training, compares, defer).wait()
+        batch, infos = self._wait(self._start("at the start of", prepare, use.training, compares, defer))
         if checks is not None and compares:
             checks.compare(infos)
         return batch, infos, None
+
+    def _wait(self, pending: PendingBatch) -> tuple[SplitBatch, list[RankBatchInfo]]:
+        batch, infos = pending.wait()
+        self._stop.heard(info.stop for info in infos)
+        return batch, infos
 
     def read_ahead(self, data_iter: Iterator[Any], use: BatchUse) -> None:
         """Read the next batch, and begin its exchange. Collective: all ranks, with iterators of one kind.
@@ -297,7 +312,9 @@ class BatchReader:
         defer: bool = False,
     ) -> PendingBatch:
         call = f"{moment} {step_call(self._model_name, training)}"
-        return start_batch_check(self._control, self._pipelines, call, prepare, compare, defer)
+        return start_batch_check(
+            self._control, self._pipelines, call, prepare, compare, defer, stop=float(self._stop.own)
+        )
 
     def _split(self, batch: Any, use: BatchUse) -> SplitBatch:
         loss_of = use.called if isinstance(use.called, CriterionAdapter) else None

@@ -68,6 +68,11 @@ class BoostedModels(
         self._saves = Saves()
         self._interrupted: str | None = None
 
+    @property
+    def interrupted(self) -> bool:
+        """See :attr:`hybridpp.Booster.interrupted`."""
+        return bool(self.layout.world.stop.agreed)
+
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(
@@ -224,7 +229,7 @@ class BoostedModels(
     ) -> None:
         """See :meth:`hybridpp.Booster.save`."""
         self._saves.wait()
-        contents = RunContents(self._run_parts(parts), step, extras, keep_last, self._saves.reported)
+        contents = RunContents(self._run_parts(parts), path, step, extras, keep_last, self._saves.reported)
         self._saves.run(FolderSave(self.layout, step_folder(path, step), contents), asynchronous=asynchronous)
 
     def wait_for_save(self) -> None:

@@ -111,7 +111,8 @@ class Engine:
         self.epilogue = StepEpilogue(
             name, self.layout, placement, self.optimizer, self.criterion_check, problems.handle, self.device
         )
-        self._reader = BatchReader(self.layout.control, pipelines, self.pipeline, name)
+        self._stop = self.layout.world.stop
+        self._reader = BatchReader(self.layout.control, pipelines, self.pipeline, name, self._stop)
         self._results = StepResults(self.layout, placement, self.pipeline.dims_of_outputs, self.device, name)
         self._sharded = self.weights.sharded
         self._has_losses = self.layout.here.pp == self.planner.placement[-1]
@@ -146,6 +147,7 @@ class Engine:
 
     def step(self, data_iter: Iterator[Any], criterion: Criterion | None, options: StepOptions) -> dict[str, Any]:
         """One step of training, or of evaluation if gradients are disabled. Collective: all ranks."""
+        self._stop.begin_step()
         training = torch.is_grad_enabled()
         has_losses = training or options.return_loss or options.return_losses
         use = BatchUse(self.signatures.of(criterion if has_losses else None), training, options.num_microbatches)
@@ -178,6 +180,7 @@ class Engine:
             self.is_running = False
         if training:
             self.progress.num_steps += 1
+            self._stop.step_done()
         else:
             self.progress.num_evaluations += 1
         return {"loss": loss if options.return_loss else None, **found}

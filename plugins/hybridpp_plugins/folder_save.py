@@ -42,7 +42,7 @@ class SavedContents(Protocol):
         """The state of the manifest, from what the ranks described."""
 
     def after_commit(self, folder: AnyPath, manifest: Manifest) -> Sequence[str]:
-        """Remove what is old, on rank 0; returns what could not be removed."""
+        """What is left to do beside the checkpoint, on rank 0; returns what could not be done."""
 
 
 class FolderSave:
@@ -170,7 +170,7 @@ class FolderSave:
     def _after_commit(self, manifest: Manifest) -> None:
         remove([token_file(self._folder, self._save_id)])
         for problem in self._contents.after_commit(self._folder, manifest):
-            get_dist_logger().warning(f"an older checkpoint could not be removed: {problem}.")
+            get_dist_logger().warning(f"beside the checkpoint, something could not be written or removed: {problem}.")
 
     def _attempt(self, run: Callable[[], None]) -> None:
         """Run it, and agree; where it fails on any rank, remove what this rank wrote."""

@@ -1,7 +1,7 @@
 """Resume a run from the newest checkpoint that is intact."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from hybridpp.checkpoint.manifest import Manifest
 from hybridpp.checkpoint.plain_values import decode
 from hybridpp.checkpoint.reader import fill
 from hybridpp.checkpoint.remote_path import AnyPath
+from hybridpp.checkpoint.stop_marker import remove_marker
 from hybridpp.cluster import Group, gather_objects, get_dist_logger, set_generator_states
 from hybridpp.errors import CheckpointError, ConfigError
 from hybridpp.plugin import Resumed
@@ -81,6 +82,9 @@ def _newest_intact(rank: int, control: Group, path: AnyPath, start_fresh: bool) 
     steps: list[int] = []
     try:
         steps = committed_steps(path) if rank == 0 else []
+        if rank == 0:
+            with suppress(OSError):  # of a folder that can only be read, the run cannot save to
+                remove_marker(path)
         if rank == 0 and not steps and not start_fresh:
             raise CheckpointError(
                 f"{path} holds no checkpoint. {other_kind(path)}Pass the folder that booster.save wrote, or "

@@ -6,7 +6,8 @@ from typing import Any
 from hybridpp.checkpoint.commit import committed_steps, remove_old
 from hybridpp.checkpoint.manifest import Manifest
 from hybridpp.checkpoint.plain_values import encode
-from hybridpp.checkpoint.remote_path import AnyPath
+from hybridpp.checkpoint.remote_path import AnyPath, absolute
+from hybridpp.checkpoint.stop_marker import marker_path, remove_marker, write_marker
 from hybridpp.checkpoint.writer import Holding
 from hybridpp.cluster import generator_states, get_dist_logger
 from hybridpp_plugins.training_state import RunParts, TrainingState, merged_states
@@ -17,6 +18,7 @@ class RunContents:
 
     Args:
         parts: what belongs to each model of the job.
+        path: the folder of the run's checkpoints.
         step: of the run.
         extras: values of the script; those of rank 0 are kept.
         keep_last: how many checkpoints stay; None: all.
@@ -28,12 +30,17 @@ class RunContents:
     def __init__(
         self,
         parts: Sequence[RunParts],
+        path: AnyPath,
         step: int,
         extras: Mapping[str, Any],
         keep_last: int | None,
         reported: set[str],
     ):
         engine = parts[0].engine
+        stop = engine.layout.world.stop
+        self._path, self._stop_signal = path, stop.agreed
+        if stop.agreed:
+            stop.notes.will_mark(marker_path(absolute(path)))
         self.step, self.zero_stage = step, engine.zero_stage
         self._layout, self._device = engine.layout, engine.device
         self._extras, self._keep_last, self._reported = extras, keep_last, reported
@@ -79,8 +86,15 @@ class RunContents:
         }
 
     def after_commit(self, folder: AnyPath, manifest: Manifest) -> list[str]:
-        """Remove older checkpoints; returns what could not be removed."""
-        path = folder.parent
+        """Say whether the run was told to stop, and remove older checkpoints; returns what could not be done."""
+        path, problems = self._path, []
+        try:
+            if self._stop_signal:
+                write_marker(path, self.step, self._stop_signal)
+            else:
+                remove_marker(path)
+        except OSError as error:
+            problems.append(str(error))
         later = [step for step in committed_steps(path) if step > manifest.step]
         if later and str(path) not in self._reported:
             self._reported.add(str(path))
@@ -88,4 +102,4 @@ class RunContents:
                 f"step {manifest.step} was saved to {path}, which holds later steps, {sorted(later)}: booster.resume "
                 "takes the newest that is intact. If they are of another run, remove them or pass another path."
             )
-        return remove_old(path, manifest, self._keep_last)
+        return [*problems, *remove_old(path, manifest, self._keep_last)]

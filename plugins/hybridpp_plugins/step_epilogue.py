@@ -59,6 +59,7 @@ class RankReport(NamedTuple):
         digest: of what ranks still compare of their batches; -1: nothing.
         wrote_buffer: 1 if a forward pass has written here to a buffer that was not written to before.
         save: how far a save in the background is, see :class:`~hybridpp_plugins.background_save.SaveOutcome`.
+        stop: number of the signal that told this rank to stop; 0: none.
     """
 
     failed: float = 0.0
@@ -68,10 +69,12 @@ class RankReport(NamedTuple):
     digest: float = -1.0
     wrote_buffer: float = 0.0
     save: float = 0.0
+    stop: float = 0.0
 
     def numbers(self) -> list[float]:
         """All of it as numbers."""
-        return [self.failed, self.reduction, *self.scaled, *self.calls, self.digest, self.wrote_buffer, self.save]
+        rest = self.digest, self.wrote_buffer, self.save, self.stop
+        return [self.failed, self.reduction, *self.scaled, *self.calls, *rest]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "RankReport":
@@ -222,7 +225,7 @@ class StepEpilogue:
         handle_problems: HandleProblems,
         device: torch.device,
     ):
-        self._control = layout.control
+        self._control, self._stop = layout.control, layout.world.stop
         self._pipelines = layout.pipelines
         # By replica, the tensor-parallel ranks of the last stage, which compute the same losses.
         self._last_stages = [layout.ranks_at(replica, placement[-1]) for replica in range(layout.grid.dp_size)]
@@ -256,6 +259,7 @@ class StepEpilogue:
             calls=self._optimizer_calls(),
             wrote_buffer=float(optimizer is not None and optimizer.has_new_buffers),
             save=0.0 if self.saves is None or self.saves.current is None else float(self.saves.current.outcome),
+            stop=float(self._stop.own),
         )
 
         def message(losses: list[float], digest: float) -> list[float]:
@@ -325,6 +329,8 @@ class StepEpilogue:
             Exception: ``failure``.
         """
         summary = summary_of(pending.wait(), self._last_stages, self._own_last)
+        if task.training:  # all ranks wait for it here; in evaluation, each when it reads the loss
+            self._stop.heard(report.stop for report in summary.reports)
         optimizer = self._optimizer if task.training else None
         has_overflow = optimizer is not None and optimizer.sends_norm_with_loss and optimizer.wants_report
         if failure is not None or has_overflow or not summary.is_clean:

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 from hybridpp.cluster import Loopback, current_world, devices, rendezvous
 from hybridpp.cluster.devices import RankDevice, choose_backend, conflicts, default_device, device_for, identify
-from hybridpp.cluster.join import ProcessRank, _choose, join_job
+from hybridpp.cluster.join import JoinOptions, ProcessRank, _choose, join_job
 from hybridpp.cluster.rendezvous import Entry, StoreAddress
 from hybridpp.errors import ConfigError
 
@@ -152,7 +152,7 @@ def test_a_torch_without_nccl_takes_gloo_and_says_why(cuda, monkeypatch, caplog)
     assert _choose(None, job(cuda, (0, "a"))) == "gloo"
     assert "this build of torch has no NCCL. Install one that has it" in caplog.messages[0]
     with pytest.raises(ConfigError, match=r"^this build of torch has no NCCL\. Use backend='gloo', or install"):
-        join_job(StoreAddress("127.0.0.1", 1), ProcessRank(0, 1, 0), "nccl", 1, 1.0, shared_memory=False)
+        join_job(StoreAddress("127.0.0.1", 1), ProcessRank(0, 1, 0), JoinOptions(backend="nccl", timeout_s=1.0))
 
 
 class Connected(Exception):
@@ -174,7 +174,7 @@ def test_a_rank_uses_the_device_it_sees_or_that_of_its_local_rank(
 
     monkeypatch.setattr(dist, "init_process_group", connect)
     with pytest.raises(Connected):
-        join_job(StoreAddress("", 1), ProcessRank(0, 1, local_rank), None, 1, 5.0, shared_memory=False)
+        join_job(StoreAddress("", 1), ProcessRank(0, 1, local_rank), JoinOptions(timeout_s=5.0))
     assert (connecting, cuda.current) == (["nccl"], current)
 
 

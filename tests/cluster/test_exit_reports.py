@@ -1,26 +1,20 @@
-import os
-import sys
-
 import pytest
 from torch.distributed import HashStore
 
-from hybridpp.cluster import exit_reports
-from hybridpp.cluster.exit_reports import ExitReports, report_exit
-from hybridpp.errors import ConfigError, DataError, PeerError
+from hybridpp.cluster.exit_reports import ExitReports
+from hybridpp.errors import CheckpointError, ConfigError
 
 
-@pytest.fixture(autouse=True)
-def no_patience(monkeypatch):
-    monkeypatch.setattr(exit_reports, "_PATIENCE_S", 0.1)
+@pytest.fixture(params=["store", "folder"])
+def ranks(request, tmp_path):
+    """Three ranks of a job that has a store, or of a host before there is one."""
+    store = HashStore() if request.param == "store" else None
+    return [ExitReports(store, rank, tmp_path) for rank in range(3)]
 
 
-@pytest.fixture
-def ranks():
+def test_who_left_and_who_failed_is_told_from_who_said_nothing():
     store = HashStore()
-    return [ExitReports(store, rank) for rank in range(3)]
-
-
-def test_who_left_and_who_failed_is_told_from_who_said_nothing(ranks):
+    ranks = [ExitReports(store, rank) for rank in range(3)]
     ranks[0].report_error(ConfigError("pp_size=3"))
     ranks[1].report_success()
     # A process that ends after its error does not leave in peace, nor the other way round.
@@ -35,57 +29,51 @@ def test_who_left_and_who_failed_is_told_from_who_said_nothing(ranks):
 
 
 class _Gone(HashStore):
-    def set(self, key, value):
+    def set(self, *arguments):
         raise RuntimeError("broken pipe")
 
-    check = set
+    check = add = set
 
 
-def test_a_store_that_is_gone_is_no_error():
-    alone = ExitReports(_Gone(), 1)
+def test_a_store_that_is_gone_is_no_error(tmp_path):
+    alone = ExitReports(None, 1)
+    alone.store = _Gone()
     alone.report_success()
     assert alone.exit_reason(0) == ""
+    assert alone.is_first("anything"), "where nobody can be asked, it is better said twice than never"
+    # On one host, a folder takes the place of the store.
+    ranks = [ExitReports(None, rank, tmp_path) for rank in range(2)]
+    for rank in ranks:
+        rank.store = _Gone()
+    assert [rank.claim_first_error(OSError("full")) for rank in ranks] == [True, False]
+    assert ranks[1].first_error(0) == "OSError: full"
 
 
-def ended(exit_reports, error, monkeypatch):
-    """What a process that ends with ``error`` prints: by its own hook, and beyond."""
-    printed = []
-    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(str(error)))
-    stop = report_exit(exit_reports)
-    sys.excepthook(type(error), error, None)
-    stop()
-    assert sys.excepthook.__module__ == __name__
-    return printed
+def test_one_rank_is_the_first_with_an_error(ranks):
+    assert ranks[0].first_error(0) is None
+    assert [rank.claim_first_error(ConfigError("pp_size=3")) for rank in (ranks[1], *ranks)] == [True, *3 * [False]]
+    assert ranks[2].first_error(0) == "ConfigError: pp_size=3"
+    assert [rank.is_first("question") for rank in ranks] == [True, False, False]
 
 
-def test_an_error_of_all_ranks_is_printed_by_the_first(ranks, monkeypatch, capsys):
-    assert [ended(rank, ConfigError("pp_size=3"), monkeypatch) for rank in ranks] == [["pp_size=3"], [], []]
-    assert capsys.readouterr().err == (
-        "[rank 1] ConfigError, as on rank 0, which prints it.\n[rank 2] ConfigError, as on rank 0, which prints it.\n"
-    )
+@pytest.mark.parametrize(
+    ("error", "is_like"),
+    [
+        (CheckpointError("the disk is full, says rank 1"), True),
+        (CheckpointError("saving failed on rank 1: the disk is full, says rank 1. See there."), True),
+        (CheckpointError("full"), True),
+        (ValueError("another one"), False),
+    ],
+)
+def test_an_error_that_repeats_the_first_is_known(ranks, error, is_like):
+    ranks[1].claim_first_error(CheckpointError("the disk is full, says rank 17"))
+    assert ranks[0].is_like_first_error(error, 0) is is_like
 
 
-@pytest.mark.parametrize("error", [ConfigError("pp_size=5"), DataError("pp_size=3"), PeerError("x"), OSError("x")])
-def test_an_error_of_its_own_is_printed_by_every_rank(ranks, monkeypatch, capsys, error):
-    ended(ranks[0], ConfigError("pp_size=3"), monkeypatch)
-    assert ended(ranks[1], error, monkeypatch) == [str(error)]
-    assert capsys.readouterr().err == ""
+def test_without_a_first_error_none_is_like_it(ranks):
+    assert not ranks[0].is_like_first_error(OSError("x"), 0)
 
 
-def test_an_error_that_rank_0_does_not_have_is_printed_after_a_moment(ranks, monkeypatch):
-    assert ended(ranks[1], ConfigError("pp_size=3"), monkeypatch) == ["pp_size=3"]
-    assert ranks[0].exit_reason(1) == "It ended with ConfigError: pp_size=3"
-
-
-def test_a_forked_child_does_not_leave_for_its_rank(ranks, monkeypatch):
-    registered = []
-    monkeypatch.setattr(exit_reports.atexit, "register", registered.append)
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    report_exit(ranks[1])
-    own = os.getpid()
-    monkeypatch.setattr(os, "getpid", lambda: own + 1)
-    registered[0]()
-    assert ranks[0].exit_reason(1) == ""
-    monkeypatch.setattr(os, "getpid", lambda: own)
-    registered[0]()
-    assert ranks[0].exit_reason(1) != ""
+def test_errors_that_differ_in_numbers_are_of_one_kind(ranks):
+    errors = [OSError("rank 1 failed"), OSError("rank 2 failed"), OSError("something else")]
+    assert [rank.is_first_of_kind(error) for rank, error in zip(ranks, errors, strict=True)] == [True, False, True]

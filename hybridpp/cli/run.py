@@ -1,0 +1,178 @@
+"""``hybridpp run``: torchrun with the settings that restarts and clean stops need, and with exit codes."""
+
+import ast
+import logging
+import re
+import signal
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from hybridpp.checkpoint.remote_path import as_path
+from hybridpp.cluster.exit_codes import FAILED, HANG, STOPPED, USAGE
+from hybridpp.cluster.launch import set_up_launcher
+from hybridpp.cluster.launcher_notes import has_begun, markers, num_ended
+from hybridpp.cluster.stop_request import STOP_SIGNALS
+
+# Ranks finish a step and save; what starts the job kills it earlier, if it is in a hurry.
+_SHUTDOWN_S = 600
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a script on several ranks; returns the exit code.
+
+    Args:
+        arguments: those of torchrun: its options, the script, the script's arguments.
+    """
+    parsed = _parse(arguments)
+    if problem := _wrong_script(parsed):
+        _say(problem)
+        return USAGE
+    with tempfile.TemporaryDirectory(prefix="hybridpp-run-", ignore_cleanup_errors=True) as folder:
+        notes, logs = Path(folder, "notes"), Path(folder, "logs")
+        notes.mkdir()
+        # torchrun would leave an empty folder behind at every start.
+        parsed.log_dir = parsed.log_dir or str(logs)
+        several_hosts = torchrun.parse_min_max_nnodes(parsed.nnodes)[1] > 1
+        if not set_up_launcher(notes, several_hosts=several_hosts):
+            _silence()
+        for name in STOP_SIGNALS:  # until torchrun has its own handlers
+            signal.signal(getattr(signal, name), _raise_signal)
+        return _run(parsed, notes)
+
+
+def _parse(arguments: Sequence[str]) -> Namespace:
+    parser = torchrun.get_args_parser()
+    parser.prog = "hybridpp run"
+    parser.description = (
+        "Start a script on several ranks: torchrun, with settings that let a job be stopped and started again. All "
+        "options are torchrun's."
+    )
+    parsed: Namespace = parser.parse_args(list(arguments))
+    # Versions of torch before these options read them from the environment, or have fixed values.
+    if getattr(parsed, "shutdown_timeout", 0) is None:
+        parsed.shutdown_timeout = _SHUTDOWN_S
+    if hasattr(parsed, "signals_to_handle"):
+        handled = parsed.signals_to_handle.split(",")
+        parsed.signals_to_handle = ",".join([*handled, *(name for name in STOP_SIGNALS if name not in handled)])
+    return parsed
+
+
+def _wrong_script(parsed: Namespace) -> str | None:
+    """What is wrong with the script, which every rank would say."""
+    if parsed.module or parsed.no_python:
+        return None
+    path = Path(parsed.training_script)
+    try:
+        ast.parse(path.read_bytes(), str(path))
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}. Pass the path of a script, and its arguments after it."
+    except SyntaxError as error:
+        return f"{path}, line {error.lineno}: {error.msg}."
+    except ValueError as error:
+        return f"{path} is no Python script: {error}."
+    return None
+
+
+def _run(parsed: Namespace, notes: Path) -> int:
+    try:
+        torchrun.run(parsed)  # type: ignore[no-untyped-call]  # torch
+    except ChildFailedError as error:
+        return _failed(error)
+    except RendezvousError as error:
+        _say(f"the hosts of the job did not meet: {type(error).__name__}: {error}")
+        return FAILED
+    except SignalException as received:
+        return _stopped(notes, torchrun.determine_local_world_size(parsed.nproc_per_node), received.sigval)
+    return _say_stopped("the job") if _has_saved(notes) else 0
+
+
+def _failed(error: ChildFailedError) -> int:
+    failures = error.failures
+    for rank, failure in failures.items():
+        if failure.exitcode == HANG:
+            _say(f"rank {rank} ended a job that made no progress. Its report is above.")
+            return HANG
+    killed = {rank: one for rank, one in failures.items() if one.exitcode < 0 and one.exitcode != -signal.SIGTERM}
+    if killed:
+        rank, failure = next(iter(killed.items()))
+        _say(
+            f"rank {rank} was ended by {failure.signal_name()}. Where nobody sent that, the host may have been out of "
+            "memory (SIGKILL), or native code has failed."
+        )
+        return FAILED
+    rank, failure = error.get_first_failure()
+    _say(f"rank {rank} failed, with exit code {failure.exitcode}.")
+    return FAILED
+
+
+def _stopped(notes: Path, num_ranks: int, received: signal.Signals) -> int:
+    name = signal.Signals(received).name
+    if _has_saved(notes):
+        return _say_stopped(f"{name}: the job")
+    if num_ended(notes) == num_ranks:
+        return 0
+    if name not in STOP_SIGNALS:
+        return 128 + received
+    if not has_begun(notes):
+        _say(f"{name}: the job was stopped before its first step. Start it again.")
+        return STOPPED
+    _say(
+        f"{name}: the job was stopped, and its last steps are lost: no checkpoint was saved. The script calls "
+        "booster.save where booster.interrupted is True."
+    )
+    return FAILED
+
+
+def _say_stopped(what: str) -> int:
+    _say(f"{what} was stopped, and has saved a checkpoint. Start it again to go on.")
+    return STOPPED
+
+
+def _has_saved(notes: Path) -> bool:
+    return any(as_path(marker).exists() for marker in markers(notes))
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"hybridpp run: {text}\n")
+
+
+class _RestartNotice(logging.Handler):
+    """Says in a line that the ranks are started again, and why, from what torchrun logs of it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._reason = "a host has failed, left or joined"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if failed := re.match(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", text):
+            code, local_rank = map(int, failed.groups())
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            self._reason = f"local rank {local_rank} {how}"
+        if "will restart worker group" in text:
+            left = re.search(r"\d+/\d+ attempts left", text)
+            _say(f"{self._reason}. The job starts again{f' ({left.group()})' if left else ''}.")
+
+
+def _silence() -> None:
+    """Let torchrun's own log not repeat what ranks and this command say."""
+    notice = _RestartNotice()
+    for name in ("torch.distributed.elastic", "torch.distributed.run"):
+        for known in (name, *(known for known in logging.root.manager.loggerDict if known.startswith(f"{name}."))):
+            logger = logging.getLogger(known)
+            logger.handlers, logger.propagate = [notice], False
+            logger.setLevel(logging.INFO)
+
+
+def _raise_signal(number: int, frame: FrameType | None) -> NoReturn:
+    raise SignalException(f"got signal {number}", signal.Signals(number))

@@ -1,0 +1,111 @@
+"""The text of an error that ends a rank: what it says, and where in the user's code it comes from.
+
+Frames of hybridpp and torch are left out, unless the error is one that hybridpp should not have raised.
+"""
+
+import contextlib
+import functools
+import runpy
+import traceback
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+from hybridpp.errors import HybridppError
+
+FULL_TRACEBACK = "HYBRIDPP_FULL_TRACEBACK"
+"""The environment variable that shows all frames."""
+
+_OWN = (f"{Path(__file__).parents[1]}/", "/hybridpp_plugins/")
+_TORCH = f"{Path(torch.__file__).parent}/"
+_GLUE = {str(module.__file__) for module in (contextlib, functools, runpy)}
+_USER, _HYBRIDPP, _OTHER = "", "hybridpp", "torch"
+_NUM_FRAMES = 3
+
+
+def failure_text(error: BaseException, rank: int, size: int, *, full: bool = False) -> str:
+    """What a rank prints of the error that ends it, some lines.
+
+    Args:
+        error: with its traceback.
+        rank, size: of the rank, and number of ranks.
+        full: whether to show all frames.
+    """
+    head = f"hybridpp: rank {rank} of {size} failed.\n" if size > 1 else ""
+    found = traceback.TracebackException.from_exception(error)
+    if full:
+        return head + "".join(found.format())
+    if isinstance(error, HybridppError | StopIteration):
+        return head + "".join(_of_message(error, found))
+    if _is_internal(found.stack):
+        return head + "".join(found.format())
+    return head + "".join(_of_user(found))
+
+
+def failure_line(error: BaseException) -> str:
+    """An error in one line: its class and its text."""
+    text = " ".join(str(error).split()) or _without_text(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _of_message(error: BaseException, found: traceback.TracebackException) -> Iterator[str]:
+    """An error whose text says all: where the user's code called what raised it, and what it says."""
+    cause = found.__cause__
+    if cause is not None and not isinstance(error.__cause__, HybridppError) and _inner_user(cause.stack):
+        yield from _of_user(cause)
+        yield "\nThat is why:\n\n"
+    for frame in [frame for frame in found.stack if _kind(frame) == _USER][-_NUM_FRAMES:]:
+        yield f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n'
+        if frame.line:
+            yield f"    {frame.line.strip()}\n"
+    yield f"{type(error).__name__}: {error}" + ("" if str(error) else _without_text(error)) + "\n"
+    for note in getattr(error, "__notes__", ()):
+        yield f"{note}\n"
+
+
+def _without_text(error: BaseException) -> str:
+    if isinstance(error, StopIteration):
+        return (
+            "the data ended, and the script did not catch it. Take at most len(dataloader) steps from an iterator, "
+            "and make a new one for each epoch."
+        )
+    return ""
+
+
+def _of_user(found: traceback.TracebackException) -> Iterator[str]:
+    """The traceback without frames of libraries; what it was caused by, or happened in, comes before."""
+    if found.__cause__ is not None:
+        yield from _of_user(found.__cause__)
+        yield "\nThe above exception was the direct cause of the following exception:\n\n"
+    elif found.__context__ is not None and not found.__suppress_context__:
+        yield from _of_user(found.__context__)
+        yield "\nDuring handling of the above exception, another exception occurred:\n\n"
+    yield "Traceback (most recent call last):\n"
+    for is_user, group in groupby(found.stack, lambda frame: _kind(frame) == _USER):
+        frames = list(group)
+        if is_user:
+            yield from traceback.StackSummary.from_list(frames).format()
+        else:
+            names = " and ".join(sorted({_kind(frame) for frame in frames}))
+            yield f"  [{len(frames)} frame{'s' if len(frames) > 1 else ''} of {names}: {FULL_TRACEBACK}=1 shows them]\n"
+    yield from found.format_exception_only()
+
+
+def _is_internal(stack: Sequence[traceback.FrameSummary]) -> bool:
+    """Whether hybridpp, and not code of the user that it called, raised or made torch raise."""
+    return any(_kind(frame) == _HYBRIDPP for frame in stack) and not _inner_user(stack)
+
+
+def _inner_user(stack: Sequence[traceback.FrameSummary]) -> bool:
+    """Whether hybridpp called code of the user there."""
+    kinds = [_kind(frame) for frame in stack]
+    return _HYBRIDPP in kinds and _USER in kinds[kinds.index(_HYBRIDPP) :]
+
+
+def _kind(frame: traceback.FrameSummary) -> str:
+    if frame.filename.startswith(_OWN[0]) or _OWN[1] in frame.filename:
+        return _HYBRIDPP
+    is_other = frame.filename.startswith((_TORCH, "<frozen ")) or frame.filename in _GLUE
+    return _OTHER if is_other else _USER

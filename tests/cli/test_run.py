@@ -1,0 +1,232 @@
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support import ROOT
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+
+from hybridpp.checkpoint.commit import committed_steps
+from hybridpp.cli import main, run
+from hybridpp.cluster.launcher_notes import LauncherNotes
+
+SCRIPT = ROOT / "tests/scripts/recovering.py"
+
+
+@pytest.fixture
+def torch_runs(monkeypatch, tmp_path):
+    """Replaces what torchrun does by a function of its arguments and of the folder of notes."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    for name in ("HYBRIDPP_NOTES", "OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+    monkeypatch.setattr(run, "_silence", lambda: None)
+    script = tmp_path / "script.py"
+    script.write_text("pass\n")
+
+    def replace(function, *arguments):
+        seen = []
+
+        def replacement(parsed):
+            seen.append(parsed)
+            function(Path(os.environ["HYBRIDPP_NOTES"]))
+
+        monkeypatch.setattr(torchrun, "run", replacement)
+        code = main(["run", "--nproc-per-node", "2", *arguments, str(script), "--flag"])
+        return code, seen[0]
+
+    yield replace
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def ended_by(*codes):
+    def function(notes):
+        failures = {rank: ProcessFailure(rank, 100 + rank, code, "") for rank, code in enumerate(codes)}
+        raise ChildFailedError("script.py", failures)
+
+    return function
+
+
+def stopped_by(name, *, begun=True, ended=0, marker=None):
+    def function(notes):
+        for local_rank in range(2):
+            rank = LauncherNotes(notes, local_rank)
+            if begun:
+                rank.step_done()
+            if marker is not None:
+                rank.will_mark(marker)
+            if local_rank < ended:
+                rank.ended()
+        if name:
+            raise SignalException("received", signal.Signals[name])
+
+    return function
+
+
+def test_torchrun_gets_the_options_and_what_restarts_need(torch_runs):
+    code, parsed = torch_runs(lambda notes: None, "--max-restarts", "3")
+    assert code == 0
+    assert (parsed.nproc_per_node, parsed.max_restarts, parsed.training_script_args) == ("2", 3, ["--flag"])
+    assert parsed.shutdown_timeout == 600
+    assert parsed.signals_to_handle.split(",") == ["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1"]
+    assert not Path(parsed.log_dir).exists(), "the folder is removed"
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in os.environ
+
+
+def test_what_the_user_sets_stays(torch_runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    more = ["--shutdown-timeout", "7", "--signals-to-handle", "SIGUSR1", "--log-dir", str(tmp_path / "logs")]
+    _, parsed = torch_runs(lambda notes: None, *more)
+    assert (parsed.shutdown_timeout, parsed.signals_to_handle) == (7, "SIGUSR1,SIGTERM")
+    assert (parsed.log_dir, os.environ["OMP_NUM_THREADS"]) == (str(tmp_path / "logs"), "5")
+
+
+def test_attempts_on_several_hosts_share_no_store(torch_runs):
+    torch_runs(lambda notes: None, "--nnodes", "1:2")
+    assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "text"),
+    [
+        ([1, -15], 1, "rank 0 failed, with exit code 1."),
+        ([-15, -9], 1, "rank 1 was ended by SIGKILL. Where nobody sent that, the host may have been out of memory"),
+        ([-15, 75], 75, "rank 1 ended a job that made no progress. Its report is above."),
+    ],
+)
+def test_a_failure_is_one_line_and_a_code(torch_runs, capsys, codes, code, text):
+    assert torch_runs(ended_by(*codes))[0] == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"hybridpp run: {text}")
+
+
+def test_hosts_that_do_not_meet_are_one_line(torch_runs, capsys):
+    def function(notes):
+        raise RendezvousTimeoutError("nobody came")
+
+    assert torch_runs(function)[0] == 1
+    expected = "hybridpp run: the hosts of the job did not meet: RendezvousTimeoutError: nobody came\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    ("job", "code", "text"),
+    [
+        (stopped_by("SIGTERM", marker="exists"), 143, "SIGTERM: the job was stopped, and has saved a checkpoint."),
+        (stopped_by("SIGUSR1", marker="exists"), 143, "SIGUSR1: the job was stopped, and has saved a checkpoint."),
+        # The signal came to ranks, not to this process.
+        (stopped_by(None, ended=2, marker="exists"), 143, "the job was stopped, and has saved a checkpoint."),
+        (stopped_by("SIGTERM", begun=False), 143, "SIGTERM: the job was stopped before its first step."),
+        (stopped_by("SIGTERM"), 1, "SIGTERM: the job was stopped, and its last steps are lost: no checkpoint"),
+        (stopped_by("SIGTERM", ended=1, marker="missing"), 1, "SIGTERM: the job was stopped, and its last steps are"),
+        # It was at its end anyway.
+        (stopped_by("SIGTERM", ended=2), 0, ""),
+        (stopped_by(None, ended=2), 0, ""),
+        (stopped_by("SIGINT"), 130, ""),
+    ],
+)
+def test_the_code_of_a_stopped_job_says_whether_to_start_it_again(
+    torch_runs, capsys, tmp_path, monkeypatch, job, code, text
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "exists").touch()
+    assert torch_runs(job)[0] == code
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"hybridpp run: {text}") if text else not printed
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (None, "cannot be read: No such file or directory. Pass the path of a script"),
+        (b"if\n", "line 1: invalid syntax"),
+        (b"\0", "null bytes"),
+    ],
+)
+def test_a_script_that_no_rank_could_run_is_one_message(capsys, tmp_path, source, text):
+    script = tmp_path / "other.py"
+    if source is not None:
+        script.write_bytes(source)
+    assert main(["run", "--nproc-per-node", "8", str(script)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("hybridpp run: ")
+    assert text in line
+
+
+@pytest.mark.parametrize(
+    ("logged", "line"),
+    [
+        (
+            [
+                "failed (exitcode: -9) local_rank: 3 (pid: 7) of binary: python",
+                "3/4 attempts left; will restart worker group",
+            ],
+            "local rank 3 was ended by SIGKILL. The job starts again (3/4 attempts left).",
+        ),
+        (
+            [
+                "failed (exitcode: 1) local_rank: 0 (pid: 7) of binary: python",
+                "1/4 attempts left; will restart worker group",
+            ],
+            "local rank 0 ended with exit code 1. The job starts again (1/4 attempts left).",
+        ),
+        (
+            ["Detected 1 new nodes; will restart worker group"],
+            "a host has failed, left or joined. The job starts again.",
+        ),
+    ],
+)
+def test_a_restart_is_one_line(capsys, logged, line):
+    notice = run._RestartNotice()
+    for text in logged:
+        notice.emit(logging.LogRecord("torch", logging.INFO, "", 0, text, (), None))
+    assert capsys.readouterr().err == f"hybridpp run: {line}\n"
+
+
+def test_a_job_is_restarted_stopped_and_leaves_nothing(tmp_path):
+    """A rank is killed, its job starts again, goes on, and is told to stop: nothing is left but the checkpoint."""
+    path, temporary = tmp_path / "run", tmp_path / "temporary"
+    path.mkdir(), temporary.mkdir()
+    shared_before = set(os.listdir("/dev/shm"))
+    python_path = os.pathsep.join(str(ROOT / folder) for folder in (".", "plugins", "tests"))
+    command = [sys.executable, "-m", "hybridpp", "run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    job = subprocess.Popen(
+        [*command, str(SCRIPT), str(path), "--steps", "1000000", "--asynchronous", "--die", "1:backward:3"],
+        env=os.environ | {"PYTHONPATH": python_path, "TMPDIR": str(temporary)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    losses = path / "losses.jsonl"
+    try:
+        while not (losses.exists() and '"attempt": 1' in losses.read_text() and '"step": 9' in losses.read_text()):
+            assert job.poll() is None, job.stderr.read()
+            time.sleep(0.05)
+        job.send_signal(signal.SIGTERM)
+        printed = job.communicate(timeout=100)[1].splitlines()
+    finally:
+        job.kill()
+    assert job.returncode == 143, printed
+    # A line of a rank that misses the other may come before.
+    assert printed[-2:] == [
+        "hybridpp run: local rank 1 was ended by SIGKILL. The job starts again (1/1 attempts left).",
+        "hybridpp run: SIGTERM: the job was stopped, and has saved a checkpoint. Start it again to go on.",
+    ]
+    steps = {file.read_text() for file in path.glob("stopped-*")}
+    marker = json.loads((path / "checkpoints" / "interrupted.json").read_text())
+    assert steps == {str(marker["step"])} == {str(max(committed_steps(path / "checkpoints")))}
+    left = {name for name in os.listdir(path / "checkpoints") if not name.startswith("step-")}
+    assert left == {"interrupted.json"}
+    assert not list(temporary.iterdir())
+    assert not {name for name in set(os.listdir("/dev/shm")) - shared_before if "hybridpp" in name}
+    for file in path.glob("pid-*"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
