@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import assert_same
+from support import ROOT, assert_same
 from test_readme import blocks
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -292,6 +292,13 @@ def test_parts_that_are_missing_are_refused():
         Trainer(booster, parts._replace(optimizer=None, dataloader=None)).fit()
     with pytest.raises(ConfigError, match="Trainer takes a booster and what its boost returned: got Booster and tuple"):
         Trainer(booster, tuple(parts))
+
+
+def test_the_loop_is_small_and_hooks_are_apart():
+    folder = ROOT / "hybridpp/trainer"
+    lines = {path: len(path.read_text().splitlines()) for path in folder.rglob("*.py")}
+    assert sum(count for path, count in lines.items() if path.parent == folder) < 600
+    assert max(count for path, count in lines.items() if path.parent != folder) <= 110
 
 
 def test_the_page_runs_and_goes_on_where_it_ended(tmp_path, monkeypatch, capsys):

@@ -29,7 +29,7 @@ class LogWriter(Hook):
 
 
 class LogMetricByEpochHook(LogWriter):
-    """One line with all metrics after each epoch: ``Epoch [2]: train/loss 0.412, test/accuracy 0.93``.
+    """One line with all metrics but times after each epoch: ``Epoch [2]: train/loss 0.412, test/accuracy 0.93``.
 
     Args:
         logger: of :func:`hybridpp.get_dist_logger` or of ``logging``; None: the first. Rank 0 writes.
@@ -43,7 +43,9 @@ class LogMetricByEpochHook(LogWriter):
 
     def after_epoch(self, trainer: TrainerState) -> None:
         if (trainer.epoch + 1) % self._interval == 0:
-            values = ", ".join(f"{name} {value:.6g}" for name, value in trainer.metrics.items())
+            # Times have a line of their own, which may follow this one.
+            found = {name: value for name, value in trainer.metrics.items() if not name.startswith("time/")}
+            values = ", ".join(f"{name} {value:.6g}" for name, value in found.items())
             self.write(trainer, f"Epoch [{trainer.epoch + 1}]: {values}")
 
 
