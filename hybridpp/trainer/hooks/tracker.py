@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from hybridpp.cluster import current_world
 from hybridpp.errors import ConfigError
@@ -83,12 +81,19 @@ class TrackerHook(Hook):
 
 def _let_accelerate_log() -> None:
     """Its logger refuses to work before it has looked at the job, for which it communicates nothing."""
+    from accelerate import PartialState  # noqa: PLC0415  # of use to runs with a tracker only
+
     num_threads = torch.get_num_threads()
     PartialState(cpu=current_world().device.type == "cpu")
     torch.set_num_threads(num_threads)
 
 
 def _tracker_class(name: str) -> Any:
+    from accelerate.tracking import (  # noqa: PLC0415  # of use to runs with a tracker only
+        LOGGER_TYPE_TO_CLASS,
+        get_available_trackers,
+    )
+
     if name not in LOGGER_TYPE_TO_CLASS:
         raise ConfigError(f"tracker is one of {', '.join(sorted(map(str, LOGGER_TYPE_TO_CLASS)))}: got {name!r}.")
     if name not in map(str, get_available_trackers()):
