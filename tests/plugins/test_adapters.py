@@ -97,9 +97,7 @@ def test_a_trained_adapter_is_what_one_process_trains(layout, tmp_path):
     loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapter", is_trainable=True)
     expected = adapted()
     assert_near(trainable(loaded), by_itself(expected), tolerance)
-    torch.testing.assert_close(
-        loaded(**tokens()).logits, expected(**tokens()).logits, atol=tolerance, rtol=tolerance
-    )
+    torch.testing.assert_close(loaded(**tokens()).logits, expected(**tokens()).logits, atol=tolerance, rtol=tolerance)
     files = [tmp_path / folder / "adapter_model.safetensors" for folder in ("adapter", "again")]
     assert_same(load_file(files[1]), load_file(files[0]))
     stored = load_file(tmp_path / "all.safetensors")
