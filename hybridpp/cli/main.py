@@ -34,6 +34,8 @@ _COMMANDS = {
     "estimate": _Entry("hybridpp.cli.estimate", "estimate the memory of every rank and the time of a step"),
     "partition": _Entry("hybridpp.cli.partition", "show how a model would be cut into pipeline stages"),
     "run": _Entry("hybridpp.cli.run", "start a script on several ranks: torchrun that can be stopped", has_main=True),
+    "plan": _Entry("hybridpp.cli.plan", "search for the fastest layouts that fit in memory"),
+    "profile": _Entry("hybridpp.cli.profile", "measure this device, and a model on it, for estimates"),
     "schedule": _Entry("hybridpp.cli.schedule", "print, draw, check and compare pipeline schedules"),
     "simulate": _Entry("hybridpp.cli.simulate", "simulate the time of a step from the costs of its stages"),
 }

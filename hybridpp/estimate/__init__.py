@@ -1,6 +1,7 @@
 """What a job would take, before it starts: memory of every rank, time of a step."""
 
 from hybridpp.estimate.allocations import Allocation, AllocationLog
+from hybridpp.estimate.comparison import plugin_call, plugin_keywords, why_slower
 from hybridpp.estimate.devices import DEVICES, DeviceProfile, find_device, with_links
 from hybridpp.estimate.hollow import Hollow
 from hybridpp.estimate.layout_estimate import (
@@ -11,10 +12,13 @@ from hybridpp.estimate.layout_estimate import (
     LayoutEstimator,
     RankEstimate,
 )
+from hybridpp.estimate.measure_device import measure_device, measure_links
 from hybridpp.estimate.model_run import ModelRun
 from hybridpp.estimate.op_log import Op, OpLog
 from hybridpp.estimate.rank_memory import RankState, StepPeak, step_peak
 from hybridpp.estimate.roofline import roofline
+from hybridpp.estimate.scaled_run import BASES, scaled_run
+from hybridpp.estimate.search import SearchResult, SearchSpace, search
 from hybridpp.estimate.stage_memory import Held, StageMemory, stage_memory
 from hybridpp.estimate.step_time import (
     Grid,
@@ -30,6 +34,7 @@ from hybridpp.estimate.unit_times import UnitTimes, median_times
 from hybridpp.estimate.values import parts_of, values_of
 
 __all__ = [
+    "BASES",
     "DEVICES",
     "Allocation",
     "AllocationLog",
@@ -47,6 +52,8 @@ __all__ = [
     "OpLog",
     "RankEstimate",
     "RankState",
+    "SearchResult",
+    "SearchSpace",
     "StageMemory",
     "StageWork",
     "StepPeak",
@@ -55,9 +62,15 @@ __all__ = [
     "UnitRecorder",
     "UnitTimes",
     "find_device",
+    "measure_device",
+    "measure_links",
     "median_times",
     "parts_of",
+    "plugin_call",
+    "plugin_keywords",
     "roofline",
+    "scaled_run",
+    "search",
     "simulated_microbatches",
     "stage_costs",
     "stage_memory",
@@ -65,5 +78,6 @@ __all__ = [
     "step_time",
     "update_ms",
     "values_of",
+    "why_slower",
     "with_links",
 ]

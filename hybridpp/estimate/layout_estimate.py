@@ -121,8 +121,19 @@ class LayoutEstimator(Protocol):
     def given(self) -> EstimateInput:
         """What is estimated."""
 
-    def state_bytes(self, sizes: JobSizes, settings: Mapping[str, Any]) -> int:
-        """About what the worst rank holds all through training: quick, for a first choice."""
+    def bound_ms(self, sizes: JobSizes, settings: Mapping[str, Any]) -> float:
+        """A time that a step cannot go below: quick, for a search."""
+
+    def least_bytes(self, sizes: JobSizes, settings: Mapping[str, Any]) -> int:
+        """Bytes that the worst rank holds at least: quick, for a search."""
+
+    def quick_estimate(self, sizes: JobSizes, settings: Mapping[str, Any], memory_bytes: int) -> LayoutEstimate:
+        """The estimate of a layout in milliseconds, without padding of buckets; without a time if it does not fit.
+
+        Args:
+            sizes, settings: as of :meth:`estimate`.
+            memory_bytes: of a device.
+        """
 
     def measure_times(self, sizes: JobSizes, settings: Mapping[str, Any], where: torch.device) -> UnitTimes:
         """When the units of a layout run on a device, measured with random weights; the complete model must fit there.

@@ -54,7 +54,9 @@ class StageMemory:
     unheld: int = 0
 
 
-def stage_memory(run: ModelRun, plan: StagePlan, last_block: int, splits: bool = False) -> StageMemory:
+def stage_memory(
+    run: ModelRun, plan: StagePlan, last_block: int, splits: bool = False, times_larger: int = 1
+) -> StageMemory:
     """Memory of a stage.
 
     Args:
@@ -62,10 +64,11 @@ def stage_memory(run: ModelRun, plan: StagePlan, last_block: int, splits: bool =
         plan: of the stage, in a trace with the same calls.
         last_block: the last call of a block in the complete model.
         splits: whether the run's weight gradients were computed apart.
+        times_larger: how much larger the run's micro-batch is than the trace's.
     """
     own = [index for index, stage in enumerate(plan.stages) if stage == plan.stage] if plan.calls else None
     first, last = (own[0], own[-1]) if own else (0, len(run.calls) - 1)
-    return _Stage(run, plan, first, last, last_block).memory(splits)
+    return _Stage(run, plan, first, last, last_block).memory(splits, times_larger)
 
 
 class _Stage:
@@ -94,9 +97,9 @@ class _Stage:
         chosen: NDArray[numpy.bool_] = (run.born > start) & (run.born <= (run.loss if stop is None else stop))
         return chosen
 
-    def memory(self, splits: bool) -> StageMemory:
+    def memory(self, splits: bool, times_larger: int) -> StageMemory:
         run, plan = self._run, self._plan
-        incoming, outgoing = _bytes(plan.incoming_specs), _bytes(plan.outgoing_specs)
+        incoming, outgoing = times_larger * _bytes(plan.incoming_specs), times_larger * _bytes(plan.outgoing_specs)
         return StageMemory(
             held=self._split(self._held),
             forward=self._forward_peak(incoming),
@@ -104,8 +107,8 @@ class _Stage:
             waiting=self._waiting() if splits else 0,
             incoming=incoming,
             outgoing=outgoing,
-            incoming_gradients=_bytes([spec for spec in plan.incoming_specs if spec.requires_grad]),
-            outgoing_gradients=_bytes([spec for spec in plan.outgoing_specs if spec.requires_grad]),
+            incoming_gradients=times_larger * _bytes([spec for spec in plan.incoming_specs if spec.requires_grad]),
+            outgoing_gradients=times_larger * _bytes([spec for spec in plan.outgoing_specs if spec.requires_grad]),
             unheld=max(0, outgoing - total(run.sizes, self._sent() & self._held)),
         )
 

@@ -10,7 +10,7 @@ from hybridpp.schedule import Programs, placement
 from hybridpp.simulate import Costs, simulate
 
 # Of micro-batches more than this many times the ranks, the simulation is continued by a line: they repeat themselves.
-_REPEATS = 4
+_REPEATS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,8 @@ def update_ms(state_bytes: int, works: Sequence[StageWork], device: DeviceProfil
     """
     moved = 2 * state_bytes + sum(work.weights for work in works)
     gathered = 0.0
-    if grid.zero.zero_stage in (1, 2) and grid.num_replicas > 1:
+    # At stage 3 the weights of a pipeline's stages are gathered once, too; those of units for each pass.
+    if grid.zero.zero_stage and grid.num_replicas > 1 and (grid.zero.zero_stage < 3 or grid.pp_size > 1):
         gathered = _ring_ms(sum(work.weights for work in works), grid.num_replicas, device, grid)
     return 1e3 * moved / (device.memory_gib_s * 2**30) + gathered
 

@@ -1,6 +1,6 @@
 """When the units of a model run, in seconds: measured, or made up of what their operators compute and move."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,11 @@ class UnitTimes:
         # What container code does before the first call, every stage does.
         begin = 0.0 if first == 0 else self.ends[first - 1] - self.begins[0]
         return max(0.0, (self.loss if last == len(self.ends) - 1 else self.ends[last]) - begin)
+
+    def within(self, first: int, last: int, names: Collection[str]) -> float:
+        """The forwards of these units of that stage alone."""
+        calls = range(first, last + 1)
+        return sum(self.ends[call] - self.begins[call] for call in calls if self.names[call] in names)
 
     def backward(self, first: int, last: int) -> float:
         """B of that stage, or I."""

@@ -169,8 +169,8 @@ class EstimateRuns:
             model, found._replace(interceptor=None), applied_tp.between_stages, parameters, sum(buffers.values())
         )
 
-    def _run(self, kind: RunKind, units: tuple[str, ...]) -> ModelRun:
-        """The recorded run of one micro-batch, in which these units are marked."""
+    def _run(self, kind: RunKind, units: tuple[str, ...], settled: bool = True) -> ModelRun:
+        """The recorded run of one micro-batch, in which these units are marked; ``settled``: not of the first one."""
         counter = FlopCounter()
         log: OpLog | None = None
 
@@ -198,7 +198,11 @@ class EstimateRuns:
             rank.after_backward = lambda: ends.append(log.event if log else 0)
 
             rank.buckets.zero()
-            batch = self._on_a_batch(adapter.model, kind.microbatch_size, rank.tried)
+            if settled or self._candidate is None:
+                batch = self._on_a_batch(adapter.model, kind.microbatch_size, rank.tried)
+            else:
+                rank.buckets.begin()
+                batch = list(self._batches.candidates(adapter.model, kind.microbatch_size))[self._candidate]
 
             def criterion(outputs: Any, inputs: Any) -> Tensor:
                 loss = batch.criterion(outputs, inputs)

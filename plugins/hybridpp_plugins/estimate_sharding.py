@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from hybridpp.cluster import current_world, preserved_random_state
+from hybridpp.cluster import preserved_random_state
 from hybridpp.config import ParallelConfig
 from hybridpp.errors import ConfigError
 from hybridpp.nn.linear import is_linear
@@ -22,6 +22,7 @@ from hybridpp_plugins.apply_sp import sequence_plan
 from hybridpp_plugins.apply_tp import Sharding
 from hybridpp_plugins.find_tp_plan import calls_of_blocks, find_tp_plan
 from hybridpp_plugins.sample import Samples, find_samples
+from hybridpp_plugins.solo_group import SoloGroup
 
 # Elements of a block whose trials would take much longer than all the rest of an estimate, and gigabytes.
 _LARGE_BLOCK = 2**25
@@ -45,7 +46,8 @@ def find_sharding(
     Raises:
         ConfigError: no layer can be sharded.
     """
-    control = current_world().control()
+    # Each rank finds it for itself.
+    control = SoloGroup(1)
 
     def samples() -> Samples:
         return find_samples(model, None, sample, torch.device("cpu"))

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from hybridpp.cluster import RankGrid, check_joined, current_world, preserved_random_state, ranks_per_host
 from hybridpp.config import ParallelConfig, PipelineGradientCheckpointConfig, Precision, require_bools
 from hybridpp.errors import ConfigError
-from hybridpp.estimate import EstimateInput, EstimatesLayouts, LayoutEstimator
+from hybridpp.estimate import EstimateInput, LayoutEstimator
 from hybridpp.pipeline import (
     ForwardSignature,
     InputSelection,
@@ -25,6 +25,7 @@ from hybridpp.pipeline import (
     with_selection,
 )
 from hybridpp.plugin import Boosted, Plugin, PreviewsTensorParallel, TensorParallelPreview
+from hybridpp_plugins.auto_layout import ChoosesLayout
 from hybridpp_plugins.boosted_models import BoostedModels
 from hybridpp_plugins.dataloader import DataLoaderConfig
 from hybridpp_plugins.engine_handle import attach_engine
@@ -43,7 +44,7 @@ from hybridpp_plugins.signature import line_by_line
 from hybridpp_plugins.unsupported import OtherLibrarySettings
 
 
-class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, EstimatesLayouts):
+class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, ChoosesLayout):
     """Trains one model on ``tp_size * pp_size`` ranks per replica, with as many replicas as the world holds.
 
     The world has ``dp_size * pp_size * tp_size`` ranks; ``dp_size`` follows. With no arguments, every rank trains a

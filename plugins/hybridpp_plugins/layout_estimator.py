@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,33 +31,17 @@ from hybridpp.estimate import (
     step_time,
     update_ms,
 )
-from hybridpp.partition import StagePlan, blocks_by_stage, owners, recomputed_blocks, stage_plan, stages_of
+from hybridpp.partition import recomputed_blocks
+from hybridpp_plugins.cut_model import CutModel, cut_model
 from hybridpp_plugins.estimate_batch import BatchSource
-from hybridpp_plugins.estimate_runs import EstimateRuns, RunKind, Traced
+from hybridpp_plugins.estimate_runs import EstimateRuns, RunKind
+from hybridpp_plugins.quick_estimator import QuickEstimator
 from hybridpp_plugins.rank_state import StateRules, rank_state
 from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.settings import PluginSettings, parse_settings
 from hybridpp_plugins.trained_weights import gathering_units, units_of
 
 Parse = Callable[[Mapping[str, Any]], PluginSettings]
-
-
-class CutModel(NamedTuple):
-    """A traced model with the stage of each call.
-
-    Attributes:
-        traced: the model.
-        plans: of each stage.
-        windows: the first and the last call of each stage.
-        blocks: of each stage.
-        owners: the stages that hold each parameter, by name.
-    """
-
-    traced: Traced
-    plans: tuple[StagePlan, ...]
-    windows: tuple[tuple[int, int], ...]
-    blocks: tuple[tuple[str, ...], ...]
-    owners: Mapping[str, tuple[int, ...]]
 
 
 class PluginLayoutEstimator:
@@ -80,11 +64,12 @@ class PluginLayoutEstimator:
             batches=BatchSource(sequence_length=given.sequence_length, sample=given.sample, criterion=given.criterion),
             device="cpu" if given.device.is_cpu else "cuda",
         )
+        self._quick = QuickEstimator(self._runs, given, settings)
 
     @cached_property
     def num_blocks(self) -> int:
         """Blocks of the model."""
-        return len(self._runs.traced(1, False, 1, 1).found.blocks)
+        return len(self._runs.traced(1, False, 1, 2).found.blocks)
 
     def estimate(self, sizes: JobSizes, settings: Mapping[str, Any]) -> LayoutEstimate:
         """See :class:`~hybridpp.estimate.LayoutEstimator`."""
@@ -92,7 +77,7 @@ class PluginLayoutEstimator:
         parallel, num_replicas = parsed.parallel, parsed.parallel.dp_size(sizes.world_size)
         zero = parsed.zero.among(num_replicas)
         planner = SchedulePlanner(parsed.pipeline, parallel.pp_size, zero)
-        cut = self._cut(parsed, sizes.microbatch_size, len(planner.placement))
+        cut = cut_model(self._runs, parsed, sizes.microbatch_size, len(planner.placement))
         kind = self._kind(parsed, cut, sizes.microbatch_size, planner.splits_backward)
         run = self._runs.run(kind, cut.traced.found.units)
         _check_order(run, cut)
@@ -118,18 +103,21 @@ class PluginLayoutEstimator:
         """See :class:`~hybridpp.estimate.LayoutEstimator`."""
         parsed = self._settings(settings, sizes)
         planner = SchedulePlanner(parsed.pipeline, parsed.parallel.pp_size)
-        cut = self._cut(parsed, sizes.microbatch_size, len(planner.placement))
+        cut = cut_model(self._runs, parsed, sizes.microbatch_size, len(planner.placement))
         kind = self._kind(parsed, cut, sizes.microbatch_size, planner.splits_backward)
         return self._runs.timed(kind, cut.traced.found.units, where)
 
-    def state_bytes(self, sizes: JobSizes, settings: Mapping[str, Any]) -> int:
+    def bound_ms(self, sizes: JobSizes, settings: Mapping[str, Any]) -> float:
         """See :class:`~hybridpp.estimate.LayoutEstimator`."""
-        parsed = self._settings(settings, sizes)
-        num_replicas = parsed.parallel.dp_size(sizes.world_size)
-        planner = SchedulePlanner(parsed.pipeline, parsed.parallel.pp_size, parsed.zero.among(num_replicas))
-        cut = self._cut(parsed, sizes.microbatch_size, len(planner.placement))
-        rules = self._rules(parsed, num_replicas)
-        return max(_state(cut, planner.placement, position, rules).total for position in range(parsed.parallel.pp_size))
+        return self._quick.bound_ms(sizes, settings)
+
+    def least_bytes(self, sizes: JobSizes, settings: Mapping[str, Any]) -> int:
+        """See :class:`~hybridpp.estimate.LayoutEstimator`."""
+        return self._quick.least_bytes(sizes, settings)
+
+    def quick_estimate(self, sizes: JobSizes, settings: Mapping[str, Any], memory_bytes: int) -> LayoutEstimate:
+        """See :class:`~hybridpp.estimate.LayoutEstimator`."""
+        return self._quick.estimate(sizes, settings, memory_bytes)
 
     def _settings(self, settings: Mapping[str, Any], sizes: JobSizes) -> PluginSettings:
         keywords = {**self.given.settings, **settings, "num_microbatches": sizes.num_microbatches}
@@ -144,23 +132,6 @@ class PluginLayoutEstimator:
             num_replicas=num_replicas,
             bucket_mib=parsed.optimizer.ddp_bucket_cap_mb,
         )
-
-    def _cut(self, parsed: PluginSettings, microbatch_size: int, num_stages: int) -> CutModel:
-        """The model, cut as ``boost`` would."""
-        parallel = parsed.parallel
-        fine = num_stages if num_stages > 1 else 1
-        traced = self._runs.traced(parallel.tp_size, parallel.enable_sequence_parallelism, microbatch_size, fine)
-        names, trace, blocks = tuple(traced.parameters), traced.found.trace, traced.found.blocks
-        if num_stages == 1:
-            window = (0, len(trace.calls) - 1)
-            return CutModel(traced, (StagePlan(),), (window,), (blocks,), dict.fromkeys(names, (0,)))
-        stages = stages_of(traced.model, traced.found, num_stages, parsed.partition)
-        plans = tuple(stage_plan(trace, stages, stage, traced.between) for stage in range(num_stages))
-        windows = tuple(
-            (stages.index(stage), len(stages) - 1 - stages[::-1].index(stage)) for stage in range(num_stages)
-        )
-        by_stage = tuple(tuple(one) for one in blocks_by_stage(trace.calls, stages, blocks, num_stages))
-        return CutModel(traced, plans, windows, by_stage, owners(trace, stages, names))
 
     def _kind(self, parsed: PluginSettings, cut: CutModel, microbatch_size: int, splits: bool) -> RunKind:
         recomputation = parsed.pipeline.recomputation

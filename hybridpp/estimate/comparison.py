@@ -1,0 +1,57 @@
+"""What makes one layout slower than another, in words; and the plugin call that makes a layout."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from hybridpp.estimate.layout_estimate import LayoutEstimate
+
+
+def why_slower(estimate: LayoutEstimate, best: LayoutEstimate) -> str:
+    """The main reason why a layout takes longer than the best one."""
+    time, other = estimate.time, best.time
+    idle = time.passes_ms - time.busy_ms, other.passes_ms - other.busy_ms
+    differences = {
+        "busy": time.busy_ms - other.busy_ms,
+        "idle": idle[0] - idle[1],
+        "update": time.update_ms - other.update_ms,
+    }
+    reason = max(differences, key=lambda name: differences[name])
+    if differences[reason] <= 1e-9 * max(time.step_ms, 1e-9):
+        return "as fast"
+    if reason == "idle":
+        return (
+            f"ranks wait {100 * _share(idle[0], time.step_ms):.0f} % of the step, for others or for gradients "
+            f"({100 * _share(idle[1], other.step_ms):.0f} %)"
+        )
+    if reason == "update":
+        return f"the update takes {time.update_ms:,.1f} ms ({other.update_ms:,.1f})"
+    return f"{_busier(estimate, best)}: a rank computes {time.busy_ms:,.0f} ms ({other.busy_ms:,.0f})"
+
+
+def _busier(estimate: LayoutEstimate, best: LayoutEstimate) -> str:
+    own, other = estimate.settings, best.settings
+    if "gradient_checkpoint_config" in own and "gradient_checkpoint_config" not in other:
+        return "blocks are recomputed"
+    if own["tp_size"] > other["tp_size"]:
+        return "more sums within layers"
+    if estimate.sizes.microbatch_size < best.sizes.microbatch_size:
+        return "smaller micro-batches"
+    return "stages are less even" if own["pp_size"] > other["pp_size"] else "more work per rank"
+
+
+def _share(part: float, of: float) -> float:
+    return part / of if of else 0.0
+
+
+def plugin_call(estimate: LayoutEstimate, precision: str) -> str:
+    """The call that makes the plugin of a layout."""
+    return f"HybridParallelPlugin({', '.join(f'{k}={v!r}' for k, v in plugin_keywords(estimate, precision).items())})"
+
+
+def plugin_keywords(estimate: LayoutEstimate, precision: str) -> Mapping[str, Any]:
+    """The keywords of the plugin of a layout."""
+    return {
+        **estimate.settings,
+        "precision": precision,
+        "num_microbatches": estimate.sizes.num_microbatches,
+    }

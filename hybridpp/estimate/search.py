@@ -1,0 +1,244 @@
+"""Search for the layouts of a job with the shortest step that fit the devices' memory."""
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridpp.errors import ConfigError, HybridppError
+from hybridpp.estimate.layout_estimate import JobSizes, LayoutEstimate, LayoutEstimator
+from hybridpp.schedule import SCHEDULES
+
+_GIB = 2**30
+_LARGEST_MICROBATCH = 16
+# Of layouts that are too large by themselves, so many are estimated to name the nearest.
+_NUM_NEAREST = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """What is searched.
+
+    Attributes:
+        num_devices: ranks of the job.
+        memory_bytes: of a device that a rank may use.
+        global_batch: samples of a step.
+        schedules: names of pipeline schedules.
+        tp_sizes, pp_sizes, microbatch_sizes, zero_stages: that are allowed; None: all that go together.
+        recomputes: whether blocks are recomputed: not, or all.
+        num_kept: how many layouts are returned.
+    """
+
+    num_devices: int
+    memory_bytes: int
+    global_batch: int
+    schedules: Sequence[str] = ("1f1b", "interleaved", "zb-h1", "zb-v")
+    tp_sizes: Sequence[int] | None = None
+    pp_sizes: Sequence[int] | None = None
+    microbatch_sizes: Sequence[int] | None = None
+    zero_stages: Sequence[int] = (0, 1, 2, 3)
+    recomputes: Sequence[bool] = (False, True)
+    num_kept: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("num_devices", "global_batch", "memory_bytes", "num_kept"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1: got {getattr(self, name)}.")
+        unknown = [name for name in self.schedules if name not in SCHEDULES]
+        if unknown:
+            raise ConfigError(f"unknown schedule {unknown[0]!r}: the schedules are {', '.join(SCHEDULES)}.")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that may be the best one."""
+
+    sizes: JobSizes
+    settings: Mapping[str, Any]
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Of two that take as long, the simpler one comes first."""
+        given = self.settings
+        return (
+            given["tp_size"] * given["pp_size"],
+            given["tp_size"],
+            given.get("zero_stage", 0),
+            "gradient_checkpoint_config" in given,
+            str(given.get("schedule", "")),
+            self.sizes.microbatch_size,
+        )
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of a search.
+
+    Attributes:
+        best: the layouts that fit, the fastest first.
+        num_candidates: layouts of the space.
+        num_estimated: of which so many had to be estimated.
+        num_too_large: of these, so many did not fit.
+        least: of those that do not fit, the one that needs least; None: all fit.
+    """
+
+    best: tuple[LayoutEstimate, ...]
+    num_candidates: int
+    num_estimated: int
+    num_too_large: int
+    least: LayoutEstimate | None
+
+
+def search(estimator: LayoutEstimator, space: SearchSpace) -> SearchResult:
+    """The fastest layouts.
+
+    Every layout of the space has a bound that its time cannot go below: what its busiest rank computes. Layouts are
+    estimated in the order of these bounds, until no bound is below the time of the last that is kept. So the result is
+    that of estimating all of them.
+
+    Args:
+        estimator: of the model.
+        space: the layouts.
+
+    Raises:
+        ConfigError: no layout fits; with the one that needs least.
+    """
+    candidates = list(_candidates(estimator, space))
+    if not candidates:
+        raise ConfigError(_nothing_divides(space))
+    bounded: list[tuple[float, tuple[Any, ...], int]] = []
+    reasons: dict[str, int] = {}
+    refused: list[tuple[int, int]] = []
+    num_estimated = num_too_large = 0
+    for number, candidate in enumerate(candidates):
+        try:
+            held = estimator.least_bytes(candidate.sizes, candidate.settings)
+            if held > space.memory_bytes:
+                num_too_large += 1
+                refused.append((held, number))
+                continue
+            bounded.append((estimator.bound_ms(candidate.sizes, candidate.settings), candidate.order, number))
+        except HybridppError as error:
+            reasons[str(error)] = reasons.get(str(error), 0) + 1
+    heapq.heapify(bounded)
+    kept: list[tuple[float, tuple[Any, ...], int, LayoutEstimate]] = []
+    least: LayoutEstimate | None = None
+    while bounded:
+        bound, order, number = heapq.heappop(bounded)
+        if len(kept) == space.num_kept and bound > kept[-1][0]:
+            break
+        candidate = candidates[number]
+        try:
+            estimate = estimator.quick_estimate(candidate.sizes, candidate.settings, space.memory_bytes)
+        except HybridppError as error:
+            reasons[str(error)] = reasons.get(str(error), 0) + 1
+            continue
+        num_estimated += 1
+        if estimate.worst.total > space.memory_bytes:
+            num_too_large += 1
+            if least is None or estimate.worst.total < least.worst.total:
+                least = estimate
+            continue
+        kept.append((estimate.time.step_ms, order, number, estimate))
+        kept.sort(key=lambda one: one[:3])
+        del kept[space.num_kept :]
+    if not kept:
+        nearest = _nearest(estimator, space, candidates, refused)
+        least = min((one for one in (least, nearest) if one), key=lambda one: one.worst.total, default=None)
+        raise ConfigError(_nothing_fits(space, least, reasons))
+    return SearchResult(tuple(one[3] for one in kept), len(candidates), num_estimated, num_too_large, least)
+
+
+def _nearest(
+    estimator: LayoutEstimator, space: SearchSpace, candidates: Sequence[Candidate], refused: list[tuple[int, int]]
+) -> LayoutEstimate | None:
+    """Of layouts whose weights and states alone are too large, the one that needs least: among the likeliest."""
+
+    def likely(one: tuple[int, int]) -> tuple[Any, ...]:
+        candidate = candidates[one[1]]
+        recomputes = "gradient_checkpoint_config" in candidate.settings
+        return one[0], candidate.sizes.microbatch_size, not recomputes, -candidate.settings["tp_size"]
+
+    chosen = [candidates[number] for _, number in sorted(refused, key=likely)[:_NUM_NEAREST]]
+    estimates = [estimator.quick_estimate(one.sizes, one.settings, space.memory_bytes) for one in chosen]
+    return min(estimates, key=lambda one: one.worst.total, default=None)
+
+
+def _candidates(estimator: LayoutEstimator, space: SearchSpace) -> Iterator[Candidate]:
+    device, num_blocks = estimator.given.device, estimator.num_blocks
+    for tp_size in _divisors(space.num_devices):
+        # Sums over tensor-parallel ranks are in the middle of each layer: they stay in a host.
+        if tp_size > device.devices_per_host or tp_size & (tp_size - 1):
+            continue
+        if space.tp_sizes is not None and tp_size not in space.tp_sizes:
+            continue
+        for pp_size in _divisors(space.num_devices // tp_size):
+            if pp_size > num_blocks or (space.pp_sizes is not None and pp_size not in space.pp_sizes):
+                continue
+            num_replicas = space.num_devices // (tp_size * pp_size)
+            if space.global_batch % num_replicas == 0:
+                yield from _with_batches(space, tp_size, pp_size, num_replicas, num_blocks)
+
+
+def _with_batches(
+    space: SearchSpace, tp_size: int, pp_size: int, num_replicas: int, num_blocks: int
+) -> Iterator[Candidate]:
+    share = space.global_batch // num_replicas
+    for size in _divisors(share):
+        if space.microbatch_sizes is None and (size > _LARGEST_MICROBATCH or size & (size - 1)):
+            continue
+        if space.microbatch_sizes is not None and size not in space.microbatch_sizes:
+            continue
+        sizes = JobSizes(world_size=space.num_devices, microbatch_size=size, num_microbatches=share // size)
+        for more in _settings(space, pp_size, num_replicas, sizes.num_microbatches, num_blocks):
+            yield Candidate(sizes, {"tp_size": tp_size, "pp_size": pp_size, **more})
+
+
+def _settings(
+    space: SearchSpace, pp_size: int, num_replicas: int, num_microbatches: int, num_blocks: int
+) -> Iterator[dict[str, Any]]:
+    for schedule in space.schedules if pp_size > 1 else (None,):
+        entry = None if schedule is None else SCHEDULES[schedule]
+        chunks = 1 if entry is None else entry.num_chunks
+        if pp_size * chunks > num_blocks or (schedule == "interleaved" and num_microbatches % pp_size):
+            continue
+        for zero_stage in space.zero_stages:
+            # One replica divides nothing; stages 2 and 3 reduce and gather for each micro-batch.
+            if zero_stage and num_replicas == 1:
+                continue
+            for recomputes in space.recomputes:
+                settings: dict[str, Any] = {}
+                if schedule is not None:
+                    settings["schedule"] = schedule
+                if zero_stage:
+                    settings["zero_stage"] = zero_stage
+                if recomputes:
+                    settings["gradient_checkpoint_config"] = {}
+                yield settings
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def _nothing_divides(space: SearchSpace) -> str:
+    return (
+        f"no layout of {space.num_devices} devices divides a global batch of {space.global_batch} samples over its "
+        "replicas within the sizes that are allowed. Use a global batch that is a multiple of the devices, or allow "
+        "more sizes."
+    )
+
+
+def _nothing_fits(space: SearchSpace, least: LayoutEstimate | None, reasons: Mapping[str, int]) -> str:
+    limit = f"{space.memory_bytes / _GIB:g} GiB"
+    if least is None:
+        why = max(reasons, key=lambda reason: reasons[reason], default="")
+        return f"no layout of {space.num_devices} devices is possible: {why}"
+    needed = least.worst.total
+    layout = ", ".join(f"{name}={value!r}" for name, value in least.settings.items())
+    return (
+        f"no layout of {space.num_devices} devices fits in {limit}: the nearest is {layout}, "
+        f"microbatch_size={least.sizes.microbatch_size}, of which a rank needs {needed / _GIB:.2f} GiB, "
+        f"{(needed - space.memory_bytes) / _GIB:.2f} GiB more. Use more devices, devices of more memory, a shorter "
+        "sequence, or offload_optimizer."
+    )

@@ -1,0 +1,303 @@
+"""Estimates that cost milliseconds, for a search among thousands of layouts.
+
+Micro-batches of more than four samples are not run but extrapolated (``scaled_run``), buckets have no padding, messages
+are counted at their most, and of many micro-batches the last ones are continued by a line.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+from hybridpp.config import PipelineConfig, Precision, ZeroConfig
+from hybridpp.estimate import (
+    BASES,
+    EstimateInput,
+    Grid,
+    JobSizes,
+    LayoutEstimate,
+    ModelRun,
+    RankEstimate,
+    RankState,
+    StageMemory,
+    StageWork,
+    StepPeak,
+    StepTime,
+    UnitTimes,
+    roofline,
+    scaled_run,
+    simulated_microbatches,
+    stage_costs,
+    stage_memory,
+    step_peak,
+    step_time,
+    update_ms,
+)
+from hybridpp.schedule import Programs
+from hybridpp_plugins.cut_model import CutModel, cut_model
+from hybridpp_plugins.estimate_runs import EstimateRuns, RunKind
+from hybridpp_plugins.schedule_planner import SchedulePlanner
+from hybridpp_plugins.settings import PluginSettings
+
+_FP32 = 4
+# Messages of each kind that are received ahead, and sent and not freed yet.
+_MESSAGES = 2
+# Buckets of gradients that are open, and stages or units whose weights are gathered, at a time.
+_OPEN_BUCKETS = 3
+
+
+class _Sums(NamedTuple):
+    """Of a stage's parameters: elements that are trained, bytes of these and of the others."""
+
+    elements: int
+    trained_bytes: int
+    frozen_bytes: int
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What several layouts have in common."""
+
+    tp_size: int
+    pp_size: int
+    schedule: str | None
+    recomputes: bool
+    microbatch_size: int
+
+
+class QuickEstimator:
+    """Quick estimates of one model.
+
+    Args:
+        runs: of the model.
+        given: what is estimated.
+        settings: of the plugin, without those that differ between layouts.
+    """
+
+    def __init__(self, runs: EstimateRuns, given: EstimateInput, settings: PluginSettings):
+        self._runs, self._given, self._settings = runs, given, settings
+        self._planner = cache(self._make_planner)
+        self._programs = cache(self._make_programs)
+        self._cut = cache(self._make_cut)
+        self._sums = cache(self._make_sums)
+        self._run = cache(self._make_run)
+        self._times = cache(self._make_times)
+        self._simple_times = cache(self._make_simple_times)
+        self._memories = cache(self._make_memories)
+        self._works = cache(self._make_works)
+        self._peaks = cache(self._make_peaks)
+
+    def bound_ms(self, sizes: JobSizes, settings: Mapping[str, Any]) -> float:
+        """What the busiest rank computes: no step is shorter. Recomputed blocks count as two forwards."""
+        key = _key(sizes, settings)
+        times = self._simple_times(key.tp_size, key.microbatch_size)
+        blocks = set(self._cut(key.tp_size, 1).blocks[0]) if key.recomputes else set()
+        placement = self._planner(key.schedule, key.pp_size).placement
+        busy = [0.0] * key.pp_size
+        for (first, last), rank in zip(self._cut(key.tp_size, len(placement)).windows, placement, strict=True):
+            busy[rank] += times.forward(first, last) + times.backward(first, last)
+            if blocks:
+                busy[rank] += times.within(first, last, blocks)
+        bound = 1e3 * sizes.num_microbatches * max(busy)
+        if self._given.device.cores is not None:
+            bound = max(bound, 1e3 * sizes.num_microbatches * sum(busy) * sizes.world_size / key.pp_size)
+            bound = max(bound / self._given.device.cores, 1e3 * sizes.num_microbatches * max(busy))
+        return bound
+
+    def least_bytes(self, sizes: JobSizes, settings: Mapping[str, Any]) -> int:
+        """What the worst rank holds all through training."""
+        key = _key(sizes, settings)
+        planner, grid = self._planner(key.schedule, key.pp_size), _grid(sizes, settings)
+        return max(self._state(key, planner, position, grid).total for position in range(key.pp_size))
+
+    def estimate(self, sizes: JobSizes, settings: Mapping[str, Any], memory_bytes: int) -> LayoutEstimate:
+        """See :class:`~hybridpp.estimate.LayoutEstimator`."""
+        key = _key(sizes, settings)
+        grid = _grid(sizes, settings)
+        planner = self._planner(key.schedule, key.pp_size)
+        made = simulated_microbatches(sizes.num_microbatches, key.pp_size)
+        peaks = self._peaks(key, made)
+        states = [self._state(key, planner, position, grid) for position in range(key.pp_size)]
+        ranks = tuple(
+            RankEstimate(position, tuple(s for s, at in enumerate(planner.placement) if at == position), state, peak)
+            for position, (state, peak) in enumerate(zip(states, peaks, strict=True))
+        )
+        fits = max(rank.total for rank in ranks) <= memory_bytes
+        return LayoutEstimate(
+            sizes=sizes,
+            settings={**self._given.settings, **settings},
+            num_replicas=grid.num_replicas,
+            ranks=ranks,
+            time=self._time(key, made, sizes, states, grid) if fits else _NO_TIME,
+            is_measured=self._measured(self._kind(key, planner.splits_backward)) is not None,
+        )
+
+    def _time(self, key: _Key, made: int, sizes: JobSizes, states: list[RankState], grid: Grid) -> StepTime:
+        device, planner = self._given.device, self._planner(key.schedule, key.pp_size)
+        works = self._works(key)
+        shards = grid.zero.num_shards(grid.num_replicas)
+        # Of replicas that divide nothing, each updates all.
+        updates = [
+            update_ms(
+                state.gradients // (shards if grid.zero.zero_stage == 1 else 1) + state.masters + state.moments,
+                [work for work, at in zip(works, planner.placement, strict=True) if at == position],
+                device,
+                grid,
+            )
+            for position, state in enumerate(states)
+        ]
+        times = self._times(self._kind(key, planner.splits_backward))
+        costs = stage_costs(times, works, planner.placement, device, grid)
+        programs = self._programs(key.schedule, key.pp_size, made)
+        return step_time(programs, sizes.num_microbatches, costs, max(updates), device, grid)
+
+    def _make_planner(self, schedule: str | None, pp_size: int) -> SchedulePlanner:
+        return SchedulePlanner(PipelineConfig(schedule=schedule, num_microbatches=2 * pp_size), pp_size)
+
+    def _make_programs(self, schedule: str | None, pp_size: int, num_microbatches: int) -> Programs:
+        return self._planner(schedule, pp_size).compute_programs(num_microbatches)
+
+    def _parallel(self, tp_size: int, pp_size: int = 1) -> PluginSettings:
+        parallel = self._settings.parallel
+        shards = parallel.enable_sequence_parallelism and tp_size > 1
+        changed = replace(
+            parallel,
+            tp_size=tp_size,
+            pp_size=pp_size,
+            enable_sequence_parallelism=shards,
+            sequence_parallelism_mode=None,
+        )
+        return self._settings._replace(parallel=changed)
+
+    def _make_cut(self, tp_size: int, num_stages: int) -> CutModel:
+        # All numbers of stages up to that of the blocks have the same units.
+        return cut_model(self._runs, self._parallel(tp_size), 1, num_stages, traced_for=2)
+
+    def _make_sums(self, tp_size: int, num_stages: int) -> tuple[_Sums, ...]:
+        cut = self._cut(tp_size, num_stages)
+        sums = [[0, 0, 0] for _ in range(num_stages)]
+        for name, one in cut.traced.parameters.items():
+            for stage in cut.owners[name]:
+                if one.is_trained:
+                    sums[stage][0] += one.meta.numel()
+                    sums[stage][1] += one.meta.nbytes
+                else:
+                    sums[stage][2] += one.meta.nbytes
+        return tuple(_Sums(*of_stage) for of_stage in sums)
+
+    def _kind(self, key: _Key, splits: bool) -> RunKind:
+        parsed = self._parallel(key.tp_size)
+        blocks = self._cut(key.tp_size, 1).blocks[0] if key.recomputes else ()
+        shards = parsed.parallel.enable_sequence_parallelism
+        return RunKind(key.tp_size, shards, key.microbatch_size, frozenset(blocks), splits)
+
+    def _make_run(self, kind: RunKind) -> ModelRun:
+        units = self._runs.traced(kind.tp_size, kind.shards_sequences, 1, 2).found.units
+        if kind.microbatch_size > max(BASES):
+            few, more = (self._run(replace(kind, microbatch_size=size)) for size in BASES)
+            if (found := scaled_run(few, more, kind.microbatch_size)) is not None:
+                return found
+        return self._runs.run(kind, units, settled=False)
+
+    def _measured(self, kind: RunKind) -> UnitTimes | None:
+        measured = self._given.device.measured
+        key = self._runs.key_of(kind) if measured else ""
+        return next((times for times in measured if times.key == key), None)
+
+    def _make_times(self, kind: RunKind) -> UnitTimes:
+        return self._measured(kind) or roofline(self._run(kind), self._given.device, kind.tp_size)
+
+    def _make_simple_times(self, tp_size: int, microbatch_size: int) -> UnitTimes:
+        """Times without recomputation, of two runs for every size."""
+        kind = RunKind(tp_size, self._parallel(tp_size).parallel.enable_sequence_parallelism, microbatch_size)
+        if (measured := self._measured(kind)) is not None:
+            return measured
+        few, more = (self._run(replace(kind, microbatch_size=size)) for size in BASES)
+        run = scaled_run(few, more, microbatch_size) or self._run(kind)
+        return roofline(run, self._given.device, tp_size)
+
+    def _make_memories(self, kind: RunKind, num_stages: int) -> tuple[StageMemory, ...]:
+        cut, run = self._cut(kind.tp_size, num_stages), self._run(kind)
+        blocks = set(cut.traced.found.blocks)
+        last_block = max((index for index, call in enumerate(run.calls) if call.name in blocks), default=0)
+        size = kind.microbatch_size
+        return tuple(stage_memory(run, plan, last_block, kind.splits, times_larger=size) for plan in cut.plans)
+
+    def _make_works(self, key: _Key) -> tuple[StageWork, ...]:
+        planner = self._planner(key.schedule, key.pp_size)
+        num_stages = len(planner.placement)
+        windows, sums = self._cut(key.tp_size, num_stages).windows, self._sums(key.tp_size, num_stages)
+        memories = self._memories(self._kind(key, planner.splits_backward), num_stages)
+        return tuple(
+            StageWork(
+                first=first,
+                last=last,
+                sent=memory.outgoing,
+                gradients=_FP32 * of_stage.elements,
+                weights=of_stage.trained_bytes,
+            )
+            for (first, last), memory, of_stage in zip(windows, memories, sums, strict=True)
+        )
+
+    def _make_peaks(self, key: _Key, num_microbatches: int) -> tuple[StepPeak, ...]:
+        planner = self._planner(key.schedule, key.pp_size)
+        programs = self._programs(key.schedule, key.pp_size, num_microbatches)
+        memories = self._memories(self._kind(key, planner.splits_backward), len(planner.placement))
+        peaks = []
+        for position, program in enumerate(programs):
+            own = {stage: memories[stage] for stage, at in enumerate(planner.placement) if at == position}
+            peak = step_peak(program, [()] * len(program), {s: _without_messages(m) for s, m in own.items()})
+            messages = _MESSAGES * sum(m.incoming + m.outgoing_gradients + m.incoming_gradients for m in own.values())
+            peaks.append(StepPeak(peak.activations, peak.logits, messages, peak.action))
+        return tuple(peaks)
+
+    def _state(self, key: _Key, planner: SchedulePlanner, position: int, grid: Grid) -> RankState:
+        sums = self._sums(key.tp_size, len(planner.placement))
+        own = [one for one, at in zip(sums, planner.placement, strict=True) if at == position]
+        elements, weights = sum(one.elements for one in own), sum(one.trained_bytes for one in own)
+        frozen = sum(one.frozen_bytes for one in own)
+        zero, shards = grid.zero, grid.zero.num_shards(grid.num_replicas)
+        stage = zero.zero_stage if grid.num_replicas > 1 else 0
+        bucket = int(self._settings.optimizer.ddp_bucket_cap_mb * 2**20)
+        buffers = self._cut(key.tp_size, 1).traced.buffer_bytes
+        if stage >= 2:
+            buffers += min(_OPEN_BUCKETS * bucket, _FP32 * elements)
+        if stage == 3:
+            # Of a pipeline all weights of a stage, else those of two units.
+            buffers += weights if key.pp_size > 1 else min(weights, 2 * bucket + 2 * weights // max(1, self.num_blocks))
+        return RankState(
+            weights=(weights + frozen) // (shards if stage == 3 else 1),
+            gradients=_FP32 * elements // (shards if stage >= 2 else 1),
+            masters=0 if self._given.precision is Precision.FP32 else _FP32 * elements // shards,
+            moments=_FP32 * self._given.num_moments * elements // shards,
+            buffers=buffers,
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the model."""
+        return len(self._runs.traced(1, False, 1, 2).found.blocks)
+
+
+def _key(sizes: JobSizes, settings: Mapping[str, Any]) -> _Key:
+    return _Key(
+        settings["tp_size"],
+        settings["pp_size"],
+        settings.get("schedule"),
+        "gradient_checkpoint_config" in settings,
+        sizes.microbatch_size,
+    )
+
+
+def _grid(sizes: JobSizes, settings: Mapping[str, Any]) -> Grid:
+    tp_size, pp_size = settings["tp_size"], settings["pp_size"]
+    num_replicas = sizes.world_size // (tp_size * pp_size)
+    zero = ZeroConfig(zero_stage=settings.get("zero_stage", 0)).among(num_replicas)
+    return Grid(tp_size=tp_size, pp_size=pp_size, num_replicas=num_replicas, zero=zero)
+
+
+def _without_messages(memory: StageMemory) -> StageMemory:
+    return replace(memory, outgoing=0, incoming_gradients=0)
+
+
+_NO_TIME = StepTime(step_ms=0.0, passes_ms=0.0, update_ms=0.0, busy_ms=0.0, idle_share=0.0)

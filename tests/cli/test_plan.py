@@ -1,0 +1,72 @@
+import json
+import re
+
+import pytest
+from transformers import LlamaConfig
+
+from hybridpp import HybridParallelPlugin
+from hybridpp.cli import main
+
+LLAMA = LlamaConfig(
+    hidden_size=16,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    intermediate_size=32,
+    vocab_size=50,
+    architectures=["LlamaForCausalLM"],
+)
+SMALL = ("--devices", "4", "--global-batch", "8", "--sequence-length", "16", "--tp-sizes", "1")
+
+
+@pytest.fixture
+def command():
+    return "plan"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    LLAMA.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def test_the_table_ends_with_a_plugin_call_that_is_one(printed, folder):
+    text = printed("--model", folder, *SMALL, "--top", "3")
+    rows = [line.split("|") for line in text.splitlines() if re.match(r"\d", line) and "|" in line]
+    assert [row[0].strip() for row in rows] == ["1", "2", "3"]
+    times = [float(row[7].replace(",", "")) for row in rows]
+    assert times == sorted(times)
+    call = text.splitlines()[-1]
+    assert call.startswith("HybridParallelPlugin(tp_size=1, pp_size=")
+    keywords = eval(call.replace("HybridParallelPlugin", "dict"))
+    if keywords["pp_size"] == 1:
+        assert HybridParallelPlugin(**keywords).precision == "bf16"
+
+
+def test_json_has_the_settings_of_each(printed, folder):
+    found = json.loads(printed("--model", folder, *SMALL, "--top", "2", "--json"))
+    assert len(found["best"]) == 2
+    for one in found["best"]:
+        assert one["dp_size"] * one["settings"]["pp_size"] == 4
+        assert one["global_batch"] == 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((*SMALL, "--memory", "1KiB"), "no layout of 4 devices fits in"),
+        (
+            ("--devices", "4", "--global-batch", "3", "--tp-sizes", "1", "--pp-sizes", "1"),
+            "divides a global batch of 3",
+        ),
+        ((*SMALL, "--schedules", "2f2b"), "unknown schedule '2f2b'"),
+    ],
+)
+def test_what_cannot_be_is_refused(refused, folder, flags, message):
+    assert message in refused("--model", folder, *flags)
+
+
+def test_stages_of_zero_that_do_not_exist_are_refused(folder, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", folder, *SMALL, "--zero-stages", "4"])
+    assert "zero_stage must be 0, 1, 2 or 3: got '4'" in capsys.readouterr().err

@@ -1,0 +1,41 @@
+import json
+
+import pytest
+from transformers import LlamaConfig
+
+from hybridpp.cli import main
+
+LLAMA = LlamaConfig(
+    hidden_size=16,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    intermediate_size=32,
+    vocab_size=50,
+    architectures=["LlamaForCausalLM"],
+)
+
+
+@pytest.fixture
+def command():
+    return "profile"
+
+
+def test_a_profile_with_a_model_gives_estimates_measured_times(printed, tmp_path, capsys):
+    model, profile = str(tmp_path / "model"), str(tmp_path / "device.json")
+    LLAMA.save_pretrained(model)
+    flags = ("--model", model, "--precision", "fp32", "--microbatch-size", "2", "--sequence-length", "16")
+    text = printed("--output", profile, "--device", "cpu", *flags)
+    assert "cpu:" in text
+    assert "forward" in text
+    assert main(["estimate", *flags, "--device", profile, "--pp-size", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["time"]["is_measured"]
+    # A second model is added, and another micro-batch has no times.
+    assert "cpu:" not in printed("--output", profile, "--device", "cpu", *flags, "--recompute")
+    assert len(json.loads((tmp_path / "device.json").read_text())["measured"]) == 2
+    assert main(["estimate", *flags, "--microbatch-size", "3", "--device", profile, "--json"]) == 0
+    assert not json.loads(capsys.readouterr().out)["time"]["is_measured"]
+
+
+def test_another_kind_of_file_is_refused(refused, tmp_path):
+    assert "--output is a JSON file" in refused("--output", str(tmp_path / "device.txt"))

@@ -1,0 +1,123 @@
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from hybridpp.errors import ConfigError
+from hybridpp.estimate import (
+    DEVICES,
+    LayoutEstimate,
+    RankEstimate,
+    RankState,
+    SearchSpace,
+    StepPeak,
+    StepTime,
+    plugin_call,
+    search,
+    why_slower,
+)
+from hybridpp.estimate.search import _candidates
+
+GIB = 2**30
+
+
+class Made:
+    """Estimates of a model that nobody has: sizes and times follow from the layout's numbers."""
+
+    num_blocks = 8
+
+    def __init__(self):
+        self.given = SimpleNamespace(device=replace(DEVICES["h100"], devices_per_host=4))
+        self.num_estimated = 0
+
+    def bound_ms(self, sizes, settings):
+        share = settings["tp_size"] * settings["pp_size"]
+        return 100.0 * sizes.num_microbatches * sizes.microbatch_size**0.9 / share
+
+    def least_bytes(self, sizes, settings):
+        return self.quick_estimate(sizes, settings, 0).ranks[0].state.total
+
+    def quick_estimate(self, sizes, settings, memory_bytes):
+        self.num_estimated += 1
+        tp_size, pp_size = settings["tp_size"], settings["pp_size"]
+        num_replicas = sizes.world_size // (tp_size * pp_size)
+        shards = num_replicas if settings.get("zero_stage") else 1
+        recomputes = "gradient_checkpoint_config" in settings
+        state = 64 * GIB // (tp_size * pp_size) // shards
+        held = 16 * GIB * sizes.microbatch_size // tp_size // (4 if recomputes else 1)
+        busy = self.bound_ms(sizes, settings) * (1.3 if recomputes else 1) * (1.1 if tp_size > 1 else 1)
+        idle = 0.1 * busy * (pp_size - 1) / sizes.num_microbatches * (0.5 if settings.get("schedule") == "zb-v" else 1)
+        rank = RankEstimate(
+            0, (0,), RankState(weights=state, gradients=0, masters=0, moments=0, buffers=0), StepPeak(held)
+        )
+        time = StepTime(step_ms=busy + idle, passes_ms=busy + idle, update_ms=0, busy_ms=busy, idle_share=0)
+        return LayoutEstimate(sizes=sizes, settings=settings, num_replicas=num_replicas, ranks=(rank,), time=time)
+
+
+def space(**more):
+    given = {"num_devices": 16, "memory_bytes": 40 * GIB, "global_batch": 64}
+    return SearchSpace(**{**given, **more})
+
+
+def test_the_search_finds_what_estimating_every_layout_finds():
+    result = search(Made(), space())
+    everything = Made()
+    estimates = [everything.quick_estimate(one.sizes, one.settings, 0) for one in _candidates(everything, space())]
+    fitting = sorted(one.time.step_ms for one in estimates if one.worst.total <= 40 * GIB)
+    assert [one.time.step_ms for one in result.best] == fitting[:10]
+    assert result.num_estimated < result.num_candidates == len(estimates)
+
+
+def test_layouts_of_the_space_go_together():
+    for one in _candidates(Made(), space()):
+        sizes, given = one.sizes, one.settings
+        num_replicas = sizes.world_size // (given["tp_size"] * given["pp_size"])
+        assert given["tp_size"] <= 4
+        assert given["pp_size"] <= 8
+        assert sizes.microbatch_size * sizes.num_microbatches * num_replicas == 64
+        assert num_replicas > 1 or "zero_stage" not in given
+        assert given["pp_size"] > 1 or "schedule" not in given
+
+
+def test_sizes_can_be_set():
+    found = {
+        (one.settings["tp_size"], one.settings["pp_size"], one.sizes.microbatch_size)
+        for one in _candidates(Made(), space(tp_sizes=[2], pp_sizes=[4], microbatch_sizes=[2]))
+    }
+    assert found == {(2, 4, 2)}
+
+
+def test_what_fits_nowhere_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"fits in 2 GiB: the nearest is tp_size=4, .* GiB more\. Use more devices"):
+        search(Made(), space(memory_bytes=2 * GIB))
+
+
+def test_a_batch_that_no_layout_divides_is_refused():
+    with pytest.raises(ConfigError, match="no layout of 16 devices divides a global batch of 7 samples"):
+        search(Made(), space(global_batch=7, tp_sizes=[1], pp_sizes=[1]))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_devices": 0}, "num_devices must be at least 1: got 0."),
+        ({"schedules": ("2f2b",)}, "unknown schedule '2f2b': the schedules are gpipe"),
+    ],
+)
+def test_wrong_spaces_are_refused(wrong, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        space(**wrong)
+
+
+def test_each_reason_names_what_takes_longer():
+    result = search(Made(), space())
+    best = result.best[0]
+    assert why_slower(best, best) == "as fast"
+    twice = 2 * best.time.busy_ms
+    slower = replace(best, time=replace(best.time, busy_ms=twice, step_ms=twice, passes_ms=twice))
+    recomputing = replace(slower, settings={**best.settings, "gradient_checkpoint_config": {}})
+    assert why_slower(recomputing, best).startswith("blocks are recomputed: a rank computes")
+    waiting = replace(best, time=replace(best.time, passes_ms=1e4, step_ms=1e4))
+    assert re.match(r"ranks wait \d+ % of the step", why_slower(waiting, best))
+    assert plugin_call(best, "bf16").startswith("HybridParallelPlugin(tp_size=")
