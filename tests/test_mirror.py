@@ -160,7 +160,6 @@ TESTED_THROUGH = {
     "plugins/hybridpp_plugins/rank_shares.py": "tests/plugins/test_reshard_checkpoints.py",
     "plugins/hybridpp_plugins/rank_state.py": "tests/plugins/test_layout_estimator.py",
     "plugins/hybridpp_plugins/quick_estimator.py": "tests/cli/test_plan.py",
-    "plugins/hybridpp_plugins/run_resume.py": "tests/plugins/test_run_saves.py",
     "plugins/hybridpp_plugins/setup.py": "tests/plugins/test_parity.py",
     "plugins/hybridpp_plugins/solo_group.py": "tests/plugins/test_layout_estimator.py",
     "plugins/hybridpp_plugins/solo_run.py": "tests/plugins/test_layout_estimator.py",
