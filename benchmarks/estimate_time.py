@@ -23,7 +23,15 @@ from vit import make_batch, make_vit
 from hybridpp import Booster, HybridAdam, HybridParallelPlugin, launch_from_torch
 from hybridpp.cluster import current_world
 from hybridpp.config import Precision
-from hybridpp.estimate import DeviceProfile, EstimateInput, JobSizes, measure_device, measure_links
+from hybridpp.estimate import (
+    DEVICES,
+    DeviceProfile,
+    EstimateInput,
+    JobSizes,
+    LayoutEstimator,
+    measure_device,
+    measure_links,
+)
 
 GLOBAL_BATCH, STEPS, LENGTH = 16, 3, 64
 CPU = torch.device("cpu")
@@ -102,23 +110,26 @@ class Job:
         return statistics.median(times)
 
 
-def estimated_ms(name: str, job: Job, profile: DeviceProfile) -> float:
-    """The step of a layout, of units that are measured now, on all ranks at once."""
+def estimator_of(name: str) -> LayoutEstimator:
+    """What estimates layouts of a model; its device is set for each round."""
     make, batch_of = MODELS[name]
     given = EstimateInput(
         precision=Precision.FP32,
-        device=profile,
+        device=DEVICES["cpu"],
         sample=batch_of(2),
         criterion=lambda outputs, inputs: outputs.loss,
     )
-    estimator = HybridParallelPlugin.layout_estimator(make(), given)
+    return HybridParallelPlugin.layout_estimator(make(), given)
+
+
+def estimated_ms(estimator: Any, job: Job, profile: DeviceProfile) -> float:
+    """The step of a layout, of units that are measured now, on all ranks at once."""
     times = estimator.measure_times(job.sizes, job.settings, CPU)
     # Each rank has a core, in so far as the host has two to spare: the others see the same load.
-    device = replace(profile, measured=(times,), cores=2)
-    known = HybridParallelPlugin.layout_estimator(make(), replace(given, device=device))
-    estimate = known.estimate(job.sizes, job.settings)
+    estimator.given = replace(estimator.given, device=replace(profile, measured=(times,), cores=2))
+    estimate = estimator.estimate(job.sizes, job.settings)
     assert estimate.is_measured
-    return estimate.time.step_ms
+    return float(estimate.time.step_ms)
 
 
 def main() -> None:
@@ -136,10 +147,11 @@ def main() -> None:
         jobs = [Job(name, settings, size) for settings, size in LAYOUTS]
         for job in jobs:
             job.step_ms()
+        estimator = estimator_of(name)
         for _ in range(args.rounds):
             profile = measure_links(measure_device(CPU), current_world())
             for job in jobs:
-                job.estimated_ms.append(estimated_ms(name, job, profile))
+                job.estimated_ms.append(estimated_ms(estimator, job, profile))
                 job.measured_ms.append(job.step_ms())
         if is_first:
             report(name, jobs)
