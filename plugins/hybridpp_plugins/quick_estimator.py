@@ -46,6 +46,10 @@ _MESSAGES = 2
 _OPEN_BUCKETS = 3
 
 
+# Passes that are split run somewhat other operators than those that the bound is made of.
+_BOUND_SHARE = 0.95
+
+
 class _Sums(NamedTuple):
     """Of a stage's parameters: elements that are trained, bytes of these and of the others."""
 
@@ -88,7 +92,10 @@ class QuickEstimator:
         self._peaks = cache(self._make_peaks)
 
     def bound_ms(self, sizes: JobSizes, settings: Mapping[str, Any]) -> float:
-        """What the busiest rank computes: no step is shorter. Recomputed blocks count as two forwards."""
+        """What the busiest rank computes: no step is shorter.
+
+        Blocks run again up to the last tensor that the backward pass needs, so half of their forward is counted.
+        """
         key = _key(sizes, settings)
         times = self._simple_times(key.tp_size, key.microbatch_size)
         blocks = set(self._cut(key.tp_size, 1).blocks[0]) if key.recomputes else set()
@@ -97,11 +104,11 @@ class QuickEstimator:
         for (first, last), rank in zip(self._cut(key.tp_size, len(placement)).windows, placement, strict=True):
             busy[rank] += times.forward(first, last) + times.backward(first, last)
             if blocks:
-                busy[rank] += times.within(first, last, blocks)
-        bound = 1e3 * sizes.num_microbatches * max(busy)
+                busy[rank] += times.within(first, last, blocks) / 2
+        bound = _BOUND_SHARE * 1e3 * sizes.num_microbatches * max(busy)
         if self._given.device.cores is not None:
-            bound = max(bound, 1e3 * sizes.num_microbatches * sum(busy) * sizes.world_size / key.pp_size)
-            bound = max(bound / self._given.device.cores, 1e3 * sizes.num_microbatches * max(busy))
+            in_all = sum(busy) * sizes.world_size / key.pp_size
+            bound = max(bound, _BOUND_SHARE * 1e3 * sizes.num_microbatches * in_all / self._given.device.cores)
         return bound
 
     def least_bytes(self, sizes: JobSizes, settings: Mapping[str, Any]) -> int:

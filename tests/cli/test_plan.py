@@ -16,7 +16,7 @@ LLAMA = LlamaConfig(
     vocab_size=50,
     architectures=["LlamaForCausalLM"],
 )
-SMALL = ("--devices", "4", "--global-batch", "8", "--sequence-length", "16", "--tp-sizes", "1")
+SMALL = ("--devices", "4", "--global-batch", "8", "--sequence-length", "16", "--tp-sizes", "1", "--zero-stages", "0,1")
 
 
 @pytest.fixture

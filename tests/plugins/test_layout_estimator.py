@@ -171,3 +171,20 @@ def test_what_cannot_be_cut_is_refused_as_boost_refuses_it():
         estimator(vit).estimate(sizes, {"pp_size": 8})
     with pytest.raises(ConfigError, match="world size must be a multiple of tp_size"):
         estimator(vit).estimate(sizes, {"pp_size": 3})
+
+
+@pytest.mark.parametrize(
+    ("settings", "microbatch_size"),
+    [
+        ({"tp_size": 1, "pp_size": 2, "schedule": "zb-h1"}, 8),
+        ({"tp_size": 1, "pp_size": 2, "schedule": "interleaved", "zero_stage": 1}, 2),
+        ({"tp_size": 2, "pp_size": 1, "gradient_checkpoint_config": {}}, 4),
+    ],
+)
+def test_quick_estimates_are_near_the_exact_ones(settings, microbatch_size):
+    own = estimator(llama, "bf16")
+    sizes = JobSizes(world_size=4, microbatch_size=microbatch_size, num_microbatches=8)
+    quick, exact = own.quick_estimate(sizes, settings, 2**40), own.estimate(sizes, settings)
+    assert quick.worst.total == pytest.approx(exact.worst.total, rel=0.1)
+    assert quick.time.step_ms == pytest.approx(exact.time.step_ms, rel=0.02)
+    assert own.bound_ms(sizes, settings) <= exact.time.step_ms
