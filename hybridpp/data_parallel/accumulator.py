@@ -64,7 +64,7 @@ class GradientAccumulator:
         self._small.clear()
         self._is_hidden = False
         for bucket in self.buckets:
-            if bucket.frees:
+            if bucket.frees or bucket.aside is not None:
                 bucket.clear()
             if self._holds_numbers(bucket):
                 self._stale.update(bucket.views)
@@ -111,6 +111,16 @@ class GradientAccumulator:
         self._stale.update(bucket.views)
         for name in self._exposed.keys() & bucket.views.keys():
             self._exposed[name].grad = None
+
+    def set_aside(self, bucket: Bucket) -> None:
+        """Keep the reduced sums in a bucket apart; the next gradients start new ones, see :meth:`Bucket.set_aside`."""
+        self.zero_stale([bucket])
+        for name in self._exposed.keys() & bucket.views.keys():
+            # The script has dropped it (module.zero_grad()).
+            if not self._is_hidden and self._exposed[name].grad is not self.views[name]:
+                self.views[name].zero_()
+        bucket.set_aside()
+        self.lend(bucket)
 
     def free(self, bucket: Bucket) -> None:
         """Free the buffer of a bucket whose sum is kept apart."""
@@ -215,22 +225,24 @@ class GradientAccumulator:
         self.zero_stale()
         return [bucket.flat for bucket in self.buckets]
 
-    def to_host(self) -> list[tuple[Tensor | None, Tensor | None]]:
-        """Copies in host memory of all sums, and of the segments that are kept apart."""
+    def to_host(self) -> list[tuple[Tensor | None, ...]]:
+        """Copies in host memory of all sums and of the segments that are kept apart, and those that are set aside."""
         held = [bucket for bucket in self.buckets if bucket.is_open and not bucket.each_pass]
         self.zero_stale(held)
         return [
             (
                 bucket.flat.to("cpu", copy=True) if bucket in held else None,
                 bucket.complete().to("cpu", copy=True) if bucket.frees else None,
+                bucket.aside,
             )
             for bucket in self.buckets
         ]
 
-    def from_host(self, copies: list[tuple[Tensor | None, Tensor | None]]) -> None:
+    def from_host(self, copies: list[tuple[Tensor | None, ...]]) -> None:
         """Set all sums to what :meth:`to_host` gave."""
         self.zero_stale(self.buckets)
-        for bucket, (flat, own) in zip(self.buckets, copies, strict=True):
+        for bucket, (flat, own, aside) in zip(self.buckets, copies, strict=True):
+            bucket.aside = aside
             if flat is None:
                 self.free(bucket)
             else:

@@ -51,6 +51,8 @@ class Bucket:
         is_open: whether the buffer has memory.
         each_pass: whether it is reduced after each backward pass, so that the sum over passes is in ``own`` only.
             Shared gradients are not, because they are summed over the ranks of this replica before.
+        aside: this replica's segment of a sum so far, without what was added since; None: all is in the buffer, or in
+            ``own``.
         pending: parameters whose gradients the last backward pass does not have complete yet; None: it has not begun.
         work: the running reduction; None: there is none.
     """
@@ -74,8 +76,11 @@ class Bucket:
         self.frees, self.is_open = sharding.frees, True
         # Whether ``own`` counts as zero, whatever it holds.
         self._is_zero = False
+        self.aside: Tensor | None = None
         self._sent = self.flat
         self._index = index
+        # Where to gather the segments of the sum, to which each replica has added what it kept.
+        self._gathered_by: Replicas | None = None
         if sharding.frees:
             self.own = torch.zeros_like(self._segment)
             if not layout.is_shared:  # of whose gradients views are still to be made
@@ -102,26 +107,17 @@ class Bucket:
         flat = torch.view_as_real(self.flat).flatten() if self.flat.is_complex() else self.flat
         return flat[:: max(1, flat.numel() // count)].clone()
 
-    def keep_segment(self, *, counts: bool = True) -> None:
-        """Clear all but this replica's segment, where the sum so far is again if it was kept apart.
+    def set_aside(self) -> None:
+        """Keep this replica's segment of the sum, to which the next reduction adds that of what is added from now on.
 
-        Args:
-            counts: False: clear that, too, as another replica has the same and keeps it.
+        What was reduced is not reduced again, so sums over several calls do not depend on which replica has a segment.
         """
-        self.open()
-        kept = self.layout.segment(self._index)
-        if self.frees and counts:
-            self._segment.copy_(self.complete())
-        elif not counts:
-            self._segment.zero_()
-        self.flat[: kept.start].zero_()
-        self.flat[kept.stop :].zero_()
-        if self.frees:
-            self.clear()
+        if not self.frees:
+            self.aside = self._segment.clone()
 
     def clear(self) -> None:
         """Let the sum that is kept apart be zero."""
-        self._is_zero = True
+        self.aside, self._is_zero = None, self.frees
 
     def complete(self) -> Tensor:
         """This replica's segment of the sum, after a reduction."""
@@ -139,10 +135,12 @@ class Bucket:
             scatter: each replica gets its own segment of the sum only.
         """
         self._sent = self.flat if dtype is None else self.flat.to(dtype)
-        self.work = group.reduce_scatter_segments(self._sent) if scatter else group.all_reduce(self._sent)
+        self._gathered_by = group if self.aside is not None and not scatter else None
+        in_segments = scatter or self._gathered_by is not None
+        self.work = group.reduce_scatter_segments(self._sent) if in_segments else group.all_reduce(self._sent)
 
     def wait(self) -> None:
-        """Wait for the reduction, and copy the sum to where it is kept, or add it to what is kept there."""
+        """Wait for the reduction, and copy the sum to where it is kept, or add it to what is kept. Collective."""
         assert self.work is not None
         self.work.wait()
         if self.frees:
@@ -152,13 +150,19 @@ class Bucket:
             else:
                 self.own.add_(part)
             self._is_zero = False
-        elif self._sent is not self.flat:
-            self.flat.copy_(self._sent)
+        else:
+            if self._sent is not self.flat:
+                self.flat.copy_(self._sent)
+            if self.aside is not None:
+                self._segment.add_(self.aside)
+                self.aside = None
+            if self._gathered_by is not None:
+                self._gathered_by.all_gather_segments(self.flat).wait()
         self.cancel()
 
     def cancel(self) -> None:
         """Forget the running reduction."""
-        self.work, self._sent = None, self.flat
+        self.work, self._sent, self._gathered_by = None, self.flat, None
 
 
 def allocate_flat(flat: Tensor) -> None:

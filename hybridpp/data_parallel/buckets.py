@@ -172,7 +172,7 @@ class GradientBuckets:
             self.zero()
         self._hooks.enable()
         if self._state is _State.REDUCED:
-            self._keep_one_copy()
+            self._set_aside()
         self._accumulator.begin()
         self._state = _State.LOCAL
         self._hooks.collect_settled()
@@ -181,17 +181,15 @@ class GradientBuckets:
         """After a backward pass, before the next: add the gradients that it left in small parameters."""
         self._hooks.end_backward()
 
-    def _keep_one_copy(self) -> None:
-        """Clear reduced sums on all ranks but one, so that the next reduction counts them once.
-
-        Each replica keeps its segments, as it must where it has no others: so sums are added in the same order.
-        """
-        held = [bucket for bucket in self._accumulator.buckets if not bucket.each_pass]
-        self._accumulator.zero_stale(held)
+    def _set_aside(self) -> None:
+        """Keep reduced sums apart, so that the next reduction counts them once."""
+        held = [bucket for bucket in self._accumulator.buckets if not bucket.frees]
         if self._group.size > 1:
             for bucket in held:
-                bucket.keep_segment(counts=self._layout.counts)
-        self._shared.keep_one_copy()
+                self._accumulator.set_aside(bucket)
+        else:
+            self._accumulator.zero_stale(held)
+            self._shared.keep_one_copy()
 
     def begin_last_backward(self, stage: int | None = None, pending: Collection[str] | None = None) -> bool:
         """Prepare for the backward pass that completes a stage's gradients: each complete bucket is reduced in it.

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridpp.cluster import current_world
+from hybridpp.cluster import Loopback, current_world
 from hybridpp.data_parallel import GradientSharding, layout_of
 from hybridpp.data_parallel.bucket import Bucket
 
@@ -42,9 +42,34 @@ def test_the_sum_is_kept_apart_from_a_buffer_that_can_be_freed(sharding):
         bucket.wait()
         assert bucket.complete().sum() == 40 * expected
     bucket.close()
-    bucket.keep_segment()
-    assert [view.unique().item() for view in bucket.views.values()] == [2, 2, 2]
+    bucket.set_aside()
+    assert (bucket.aside, bucket.complete().sum()) == (None, 80)
+    bucket.clear()
     assert not bucket.complete().any()
+
+
+@pytest.mark.parametrize("sharding", [GradientSharding.NONE, GradientSharding.SCATTERED])
+def test_what_is_set_aside_is_added_after_the_next_reduction(sharding):
+    def run():
+        group = current_world().control()
+        found = parameters((5000,))
+        bucket = Bucket(layout_of(found, group, 1.0).buckets[0], found, group.rank, sharding)
+        sums = []
+        for number in (1.0, 2.0, 4.0):
+            bucket.views["p0"].fill_(number + group.rank)
+            bucket.launch_reduce(group, torch.float16, scatter=sharding is GradientSharding.SCATTERED)
+            bucket.wait()
+            own = bucket.views["p0"] if sharding is GradientSharding.NONE else bucket.complete()[:5000]
+            sums.append(own.unique().tolist())
+            bucket.set_aside()
+        bucket.clear()
+        return sums, bucket.aside
+
+    # 1 + 2, then 2 + 3 more, and 4 + 5; of two segments, the second one ends with padding.
+    for rank, (sums, aside) in enumerate(Loopback(2).run(run)):
+        padding = [0.0] if rank and sharding is GradientSharding.SCATTERED else []
+        assert sums == [[*padding, 3.0], [*padding, 8.0], [*padding, 17.0]]
+        assert aside is None
 
 
 def test_samples_of_complex_gradients_are_real():

@@ -127,7 +127,7 @@ def test_replicas_without_a_microbatch_reduce_in_the_same_order():
         assert_near(zero[1], plain[1], 2e-6)
 
 
-def _accumulated(precision, synced, **zero):
+def _accumulated(precision, synced, pp_size=2, make_optimizer=two_groups, **zero):
     """The last gradients and the weights of steps of several calls, by rank."""
 
     def run(booster, model, optimizer):
@@ -141,7 +141,8 @@ def _accumulated(precision, synced, **zero):
         with booster.unsharded(model):
             return gradients, weights_of(model)
 
-    return on_layout(run, dp_size=3, pp_size=2, precision=precision, **zero)
+    layout = {"dp_size": 3, "pp_size": pp_size, "precision": precision, "make_optimizer": make_optimizer}
+    return on_layout(run, **layout, **zero)
 
 
 accumulated_plainly = cache(_accumulated)
@@ -164,6 +165,16 @@ def test_gradients_add_up_over_calls_to_the_same_bits(mode, precision, synced):
     for (gradients, weights), (zero_gradients, zero_weights) in pairs:
         same(zero_gradients, gradients)
         same(zero_weights, weights)
+
+
+@pytest.mark.parametrize("mode", ["2 by step", "3 by step"])
+def test_calls_add_up_to_the_same_bits_where_buckets_are_others(mode):
+    """Those of units that gather, and those of whole parameters."""
+    parts = {"pp_size": 1, "make_optimizer": WHOLE["Adafactor"]}
+    pairs = zip(_accumulated("fp32", True, **parts), _accumulated("fp32", True, **parts, **EXACT[mode]), strict=True)
+    for (gradients, weights), (zero_gradients, zero_weights) in pairs:
+        assert_same(zero_gradients, gradients)
+        assert_same(zero_weights, weights)
 
 
 class GroupedQueries(nn.Module):
