@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # Jobs and tests start many interpreters, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: vit test models models-pp models-tp models-sp models-others others gpu gpu-test gpu-nccl gpu-fp16 gpu-launches gpu-memory gpu-llama gpu-compile \
+.PHONY: vit test zero models models-pp models-tp models-sp models-others others gpu gpu-test gpu-nccl gpu-fp16 gpu-launches gpu-memory gpu-llama gpu-compile \
 	gpu-profile lint clean
 
 $(READY): pyproject.toml constraints.txt
@@ -22,6 +22,11 @@ vit: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(ARGS)
+
+# Every stage of ZeRO in every layout, schedule and precision (60 cases). ARGS="--processes --only 'dp2 .* bf16'" runs some
+# of them on gloo processes.
+zero: $(READY)
+	HF_HUB_OFFLINE=1 PYTHONPATH=.:plugins:tests $(BIN)/python tests/plugins/zero_matrix.py $(ARGS)
 
 # Examines every architecture that transformers registers and writes docs/models.md: models-pp cuts them into stages (40
 # minutes on 2 cores), models-tp lets ranks share their layers, models-sp their sequences, too. What is in the folder
