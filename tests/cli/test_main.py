@@ -48,7 +48,7 @@ def test_schedules_need_neither_torch_nor_what_is_optional(arguments):
         (
             ["brew"],
             "hybridpp: error: argument command: invalid choice: 'brew' "
-            "(choose from 'checkpoint', 'partition', 'run', 'schedule', 'simulate')",
+            "(choose from 'checkpoint', 'estimate', 'partition', 'run', 'plan', 'profile', 'schedule', 'simulate')",
         ),
         (["partition", "--model", "x"], "hybridpp partition: error: the following arguments are required: --pp-size"),
         (
