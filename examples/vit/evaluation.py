@@ -30,8 +30,8 @@ class Score(NamedTuple):
 
 def evaluate(
     model: nn.Module, criterion: Callable[[Any, Any], Tensor], dataloader: DataLoader[Any], booster: Booster
-) -> Score:
-    """Score of the model that is being trained, over all replicas.
+) -> Score | None:
+    """Score of the model that is being trained, over all replicas; None: the job was told to stop.
 
     Collective: every rank must call it. All of them get the score.
     """
@@ -42,6 +42,8 @@ def evaluate(
             outputs = booster.execute_pipeline(iter([batch]), model, criterion, return_outputs=True)["outputs"]
             if outputs is not None:  # only the last stage of each pipeline has them
                 counts += count_correct(outputs.logits, batch["labels"])
+            if booster.interrupted:  # on every rank after the same batch
+                return None
     dist.all_reduce(counts)
     counts //= booster.plugin.tp_size  # ranks that share layers have the same outputs
     return Score(*counts.tolist())

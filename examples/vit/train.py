@@ -9,7 +9,6 @@ Face folder, and checks that in plain transformers. With ``--model`` and ``--dat
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -66,24 +65,33 @@ def train(args: Namespace, coordinator: DistCoordinator) -> None:
     done = booster.resume(checkpoints, missing="fresh") if args.resume else Resumed()
     if args.resume:
         coordinator.print_on_master(f"Resumed at step {done.step}: epoch {done.epoch + 1}, batch {done.batches + 1}")
-    steps = count(done.step + 1)
+    step = done.step
 
-    def save() -> None:
-        step = next(steps)
-        if args.save_every and step % args.save_every == 0:
+    def after_step() -> None:
+        nonlocal step
+        step += 1
+        if args.save_every and step % args.save_every == 0 and not booster.interrupted:
             booster.save(checkpoints, step=step, keep_last=2)
+
+    def stop() -> None:
+        booster.save(checkpoints, step=step, keep_last=2)
+        coordinator.print_on_master(f"Stopped after step {step}. Go on with --resume.")
 
     score = None
     for epoch in range(done.epoch, args.epochs):
         first_batch = done.batches if epoch == done.epoch else 0
         train_epoch(
-            epoch, first_batch, save, model, optimizer, criterion, lr_scheduler, dataloader, booster, coordinator
+            epoch, first_batch, after_step, model, optimizer, criterion, lr_scheduler, dataloader, booster, coordinator
         )
-        score = evaluate(model, criterion, held_out_loader, booster)
+        score = None if booster.interrupted else evaluate(model, criterion, held_out_loader, booster)
+        if score is None:  # a signal told the job to stop
+            return stop()
         coordinator.print_on_master(f"Epoch [{epoch + 1}]: held-out accuracy {score}")
 
     if score is None:  # the checkpoint was the end of the run
         score = evaluate(model, criterion, held_out_loader, booster)
+        if score is None:
+            return stop()
     if args.timeline:
         draw_step(args.timeline, model, optimizer, criterion, dataloader, booster, coordinator)
     booster.save_model(model, args.output, shard=True)
@@ -121,6 +129,8 @@ def train_epoch(
             lr_scheduler.step()
             optimizer.zero_grad()
             after_step()
+            if booster.interrupted:  # on every rank after the same step
+                break
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
 
 

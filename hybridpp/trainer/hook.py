@@ -28,11 +28,13 @@ class Hook:
             have 0, what users write 10, what reports has 20, and what saves 30.
         needs_outputs: whether it reads ``trainer.result["outputs"]`` in evaluations.
         needs_train_outputs: the same in training.
+        saves_runs: whether :meth:`on_stop` saves a checkpoint.
     """
 
     priority = 10
     needs_outputs = False
     needs_train_outputs = False
+    saves_runs = False
 
     def before_fit(self, trainer: TrainerState) -> None:
         """Before the first epoch, after a run was resumed."""
@@ -45,6 +47,9 @@ class Hook:
 
         It may not communicate: other ranks may not be there.
         """
+
+    def on_stop(self, trainer: TrainerState) -> None:
+        """The job was told to stop, and the loop ends: after a step, or in the middle of an evaluation."""
 
     def before_epoch(self, trainer: TrainerState) -> None:
         """Before the first step of an epoch, or of what is left of it."""

@@ -23,6 +23,7 @@ class TrainerState:
         result: of the last ``execute_pipeline``.
         hooks: in the order of their calls.
         metrics: latest value of each metric over all replicas, by name: ``"train/loss"``, ``"test/accuracy"``.
+        epoch_to_end: an epoch whose steps are done, and whose evaluation and end are not; a stopped run goes on there.
         should_stop: set by a hook to end the run after this epoch, on any rank; or on every rank during a step, to end
             it after this step.
     """
@@ -41,7 +42,13 @@ class TrainerState:
         self.result: Mapping[str, Any] = {}
         self.metrics: dict[str, float] = {}
         self.should_stop = False
+        self.epoch_to_end: int | None = None
         self.hooks: list[Any] = []
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the job was told to stop; see :attr:`hybridpp.Booster.interrupted`."""
+        return self.booster.interrupted
 
     def metric(self, name: str) -> float:
         """The latest value of a metric.
@@ -77,7 +84,8 @@ class TrainerState:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the loop and its hooks, beside what ``booster.save`` writes."""
-        return {"hooks": {name: hook.state_dict() for name, hook in self.named_hooks()}, "metrics": dict(self.metrics)}
+        hooks = {name: hook.state_dict() for name, hook in self.named_hooks()}
+        return {"hooks": hooks, "metrics": dict(self.metrics), "epoch_to_end": self.epoch_to_end}
 
     def named_hooks(self) -> list[tuple[str, Any]]:
         """Each hook with its class, numbered where there are several of one."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from hybridpp.booster import Booster
+from hybridpp.cluster import get_dist_logger
 from hybridpp.errors import ConfigError, DataError
 from hybridpp.pipeline import ReadAheadIterator
 from hybridpp.plugin import Boosted, Resumed
@@ -69,7 +70,8 @@ class Trainer(TrainerState):
             test_interval: epochs from one evaluation to the next; the last epoch has one in any case.
             hooks: see :class:`Hook`. Without a :class:`LossHook` one is added; and without an
                 :class:`LRSchedulerHook`, one that steps the ``lr_scheduler`` after each step.
-            max_steps: ends the run after this number of steps of training, those of a resumed run included.
+            max_steps: ends the run after this number of steps of training, those of a resumed run included. If the job
+                is told to stop (``booster.interrupted``), it ends earlier: hooks save, and a run that resumes goes on.
             display_progress: whether rank 0 shows a progress bar.
             resume_from: folder of the checkpoints of a :class:`SaveCheckpointHook`: the run goes on from the newest
                 one, or begins where there is none.
@@ -81,19 +83,44 @@ class Trainer(TrainerState):
         self._check(loader, epochs, test_interval, max_steps, hooks)
         self.hooks = self._with_defaults(hooks, display_progress)
         self.num_epochs, self.should_stop = epochs, False
+        self.epoch_to_end = None
         done = Resumed() if resume_from is None else self._resume(resume_from)
+
+        def ends_run() -> bool:
+            """Evaluate and call hooks after an epoch, unless the job is told to stop; whether the run ends."""
+            is_last = self.epoch == epochs - 1 or self.should_stop or self.step == max_steps
+            is_evaluated = test_dataloader is not None and (is_last or (self.epoch + 1) % test_interval == 0)
+            if is_evaluated and not self.interrupted:
+                self._evaluate(test_dataloader, stops=True)
+            if self.interrupted:
+                self._stop()
+                return True
+            self.epoch_to_end = None
+            self._call("after_epoch")
+            return self.stops_on_any_rank() or self.step == max_steps
+
         with self._closing():
             self._call("before_fit")
             is_done = max_steps is not None and self.step >= max_steps
+            if self.epoch_to_end is not None:  # as the run was told to stop
+                self.epoch = self.epoch_to_end
+                is_done = ends_run() or is_done
             for self.epoch in range(done.epoch, done.epoch if is_done else epochs):
-                self._train_epoch(loader, done.batches if self.epoch == done.epoch else 0, max_steps)
-                is_last = self.epoch == epochs - 1 or self.should_stop or self.step == max_steps
-                if test_dataloader is not None and (is_last or (self.epoch + 1) % test_interval == 0):
-                    self._evaluate(test_dataloader)
-                self._call("after_epoch")
-                if self.stops_on_any_rank() or self.step == max_steps:
+                is_trained = self._train_epoch(loader, done.batches if self.epoch == done.epoch else 0, max_steps)
+                self.epoch_to_end = self.epoch if is_trained else None
+                if ends_run():
                     break
             self._call("after_fit")
+
+    def _stop(self) -> None:
+        """The job was told to stop: let hooks save."""
+        if not any(hook.saves_runs for hook in self.hooks):
+            get_dist_logger().warning(
+                "the job was told to stop, and no hook saves it: what was trained is lost. Pass a SaveCheckpointHook "
+                "to fit.",
+                ranks=[0],
+            )
+        self._call("on_stop")
 
     @contextmanager
     def _closing(self) -> Iterator[None]:
@@ -148,11 +175,13 @@ class Trainer(TrainerState):
         self.step = done.step
         state = done.extras.get("trainer", {})
         self.metrics.update(state.get("metrics", {}))
+        self.epoch_to_end = state.get("epoch_to_end")
         for name, hook in self.named_hooks():
             hook.load_state_dict(state.get("hooks", {}).get(name, {}))
         return done
 
-    def _train_epoch(self, loader: Any, first_batch: int, max_steps: int | None) -> None:
+    def _train_epoch(self, loader: Any, first_batch: int, max_steps: int | None) -> bool:
+        """Train until the end of the epoch, or of the run; whether nothing is left of the epoch but its end."""
         self.model.train()
         self._call("before_epoch")
         wants_outputs = any(hook.needs_train_outputs for hook in self.hooks)
@@ -166,24 +195,28 @@ class Trainer(TrainerState):
             self.optimizer.zero_grad()
             self.step += 1
             self._call("after_step")
-            return self.should_stop or self.step == max_steps
+            return self.should_stop or self.step == max_steps or self.interrupted
 
-        self._for_each_batch(loader, step, "before_step", first_batch)
+        is_over = self._for_each_batch(loader, step, "before_step", first_batch)
+        return is_over or self.batches.is_last or self.step == max_steps
 
-    def _evaluate(self, dataloader: Any) -> None:
+    def _evaluate(self, dataloader: Any, *, stops: bool = False) -> None:
+        """Evaluate; ``stops``: not to the end, where the job is told to stop."""
         wants_outputs = any(hook.needs_outputs for hook in self.hooks)
         has_loss = self.criterion is not None
 
-        def step(batches: ReadAheadIterator) -> None:
+        def step(batches: ReadAheadIterator) -> bool:
             self.result = self.booster.execute_pipeline(
                 batches, self.model, self.criterion, return_loss=has_loss, return_outputs=wants_outputs
             )
             self._call("after_evaluation_step")
+            return stops and self.interrupted
 
         self._call("before_evaluation")
         with self._evaluating():
             self._for_each_batch(dataloader, step, "before_evaluation_step")
-        self._call("after_evaluation")
+        if not (stops and self.interrupted):
+            self._call("after_evaluation")
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -201,20 +234,21 @@ class Trainer(TrainerState):
         step: Callable[[ReadAheadIterator], bool | None],
         moment: str | None = None,
         first_batch: int = 0,
-    ) -> None:
-        """Call hooks and ``step`` for each batch of ``loader``, until ``step`` returns True."""
+    ) -> bool:
+        """Call hooks and ``step`` for each batch of ``loader``, until ``step`` returns True; whether it never did."""
         self.batches = Batches(loader, self.booster.plugin.count_samples, first_batch)
         while self.batches.advance():
             if moment is not None and self.batches.batch is not None:
                 self._call(moment)
             try:
                 if step(self.batches.iterator):
-                    return
+                    return False
             except StopIteration:
                 self.batches.num_taken -= 1
                 break
         if not self.batches.num_taken:  # as on every rank
             raise DataError(f"the dataloader has no batch: got {type(loader).__name__}. Check its data and filters.")
+        return True
 
     def _call(self, moment: str) -> None:
         for hook in self.hooks:

@@ -21,6 +21,7 @@ class SaveCheckpointHook(Hook):
     """
 
     priority = 30
+    saves_runs = True
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class SaveCheckpointHook(Hook):
         self._is_due = False
 
     def after_step(self, trainer: TrainerState) -> None:
-        if self._steps is None or trainer.step % self._steps:
+        if self._steps is None or trainer.step % self._steps or trainer.interrupted:
             return
         # At the end of an epoch it is saved with the epoch's metrics, so that a resumed run need not evaluate it again.
         self._is_due = trainer.batches.is_last
@@ -49,6 +50,9 @@ class SaveCheckpointHook(Hook):
         if self._is_due or (self._steps is None and (is_at_interval or trainer.should_stop)):
             self._save(trainer)
         self._is_due = False
+
+    def on_stop(self, trainer: TrainerState) -> None:
+        self._save(trainer)
 
     def after_fit(self, trainer: TrainerState) -> None:
         if self._asynchronous:
