@@ -47,6 +47,8 @@ TESTED_THROUGH = {
     "hybridpp/cluster/pending.py": "tests/cluster/test_torch_world.py",
     "hybridpp/cluster/shared_memory/group.py": "tests/cluster/shared_memory/test_connect.py",
     "hybridpp/cluster/shared_memory/linux.py": "tests/cluster/shared_memory/test_arena.py",
+    "hybridpp/cluster/rank_process.py": "tests/cluster/test_python_stacks.py",
+    "hybridpp/cluster/watchdog_board.py": "tests/cluster/test_watchdog.py",
     "hybridpp/cluster/world.py": "tests/cluster/shared_memory/test_link.py",
     "hybridpp/estimate/layout_estimate.py": TYPES_ONLY,
     "hybridpp/estimate/comparison.py": "tests/estimate/test_search.py",

@@ -19,6 +19,7 @@ from hybridpp.cluster.launch import (
 )
 from hybridpp.cluster.loopback import Loopback
 from hybridpp.cluster.pending import Mapped
+from hybridpp.cluster.progress import DeviceWork, Progress, Section
 from hybridpp.cluster.random_draws import DrawMonitor, default_generators, has_drawn
 from hybridpp.cluster.seeds import (
     RandomState,
@@ -39,6 +40,7 @@ __all__ = [
     "Axis",
     "CommonResults",
     "Coordinate",
+    "DeviceWork",
     "DistCoordinator",
     "DrawMonitor",
     "Group",
@@ -47,8 +49,10 @@ __all__ = [
     "Mapped",
     "Pending",
     "PendingNumbers",
+    "Progress",
     "RandomState",
     "RankGrid",
+    "Section",
     "StopRequest",
     "Work",
     "World",

@@ -16,6 +16,7 @@ from hybridpp.cluster.rendezvous import Entry, StoreAddress, wait_for_ranks
 from hybridpp.cluster.seeds import set_seed
 from hybridpp.cluster.stop_request import STOP_SIGNALS, StopRequest
 from hybridpp.cluster.torch_world import job_world
+from hybridpp.cluster.watchdog_limits import WatchdogLimits
 from hybridpp.errors import ConfigError, LaunchError
 
 # NCCL's default. Ranks work in step, so only work that one rank does alone takes longer.
@@ -45,6 +46,7 @@ class JoinOptions:
         stop_signals: names of the signals that tell the job to stop.
         notes: for the launcher.
         failures: prints the error that ends this rank; None: nothing does it but Python.
+        limits: of the watchdog; None: there is none.
     """
 
     backend: str | None = None
@@ -54,6 +56,7 @@ class JoinOptions:
     stop_signals: Sequence[str] = STOP_SIGNALS
     notes: LauncherNotes = field(default_factory=LauncherNotes)
     failures: FailureHook | None = None
+    limits: WatchdogLimits | None = None
 
 
 def join_job(address: StoreAddress, process: ProcessRank, options: JoinOptions) -> None:
@@ -72,7 +75,8 @@ def join_job(address: StoreAddress, process: ProcessRank, options: JoinOptions) 
     """
     backend, timeout_s = options.backend, options.timeout_s
     _check_backend(backend)
-    _check_numbers(process, timeout_s)
+    _check_numbers(process)
+    check_timeout(timeout_s)
     stop = StopRequest(options.stop_signals, options.notes)
     if dist.is_initialized():
         raise LaunchError("this process has already joined a job. Call launch or launch_from_torch once.")
@@ -81,6 +85,7 @@ def join_job(address: StoreAddress, process: ProcessRank, options: JoinOptions) 
     if device is not None:
         torch.cuda.set_device(device)
     alike = {"world_size": world_size, "backend": backend, "seed": options.seed, "timeout_s": timeout_s}
+    alike["watchdog_s"] = None if options.limits is None else options.limits.as_text()
     entry = Entry(settings=alike, own=identify(device), decide=lambda own: _choose(backend, own))
     store, chosen = wait_for_ranks(address, rank, world_size, entry, timeout_s)
     timeout = timedelta(seconds=timeout_s)
@@ -94,8 +99,11 @@ def join_job(address: StoreAddress, process: ProcessRank, options: JoinOptions) 
     world = job_world(options.shared_memory, process.local_rank)
     options.notes.clear()
     world.stop = stop
+    watchdog = None if options.limits is None else world.watch(options.limits, store)
     # From now on, ranks that wait for a rank notice its end.
     world.control()
+    if watchdog is not None:
+        watchdog.start()
     world.failures = options.failures
     if options.failures is not None:
         options.failures.joined(world.exit_reports, stop)
@@ -103,12 +111,20 @@ def join_job(address: StoreAddress, process: ProcessRank, options: JoinOptions) 
     _LOGGER.debug("[rank %d] joined %d ranks over %s", rank, world_size, chosen)
 
 
-def _check_numbers(process: ProcessRank, timeout_s: float) -> None:
+def _check_numbers(process: ProcessRank) -> None:
     if not 0 <= process.rank < process.world_size:
         raise ConfigError(
             f"rank is 0 to world_size - 1: got rank={process.rank}, world_size={process.world_size}. Number "
             "the processes from 0, each differently."
         )
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Refuse what is no time limit.
+
+    Raises:
+        ConfigError: it is none.
+    """
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _MAX_TIMEOUT_S:
         raise ConfigError(
             f"timeout_s is a number of seconds above 0, at most {_MAX_TIMEOUT_S:g}: got {timeout_s!r}. Use "

@@ -1,7 +1,7 @@
 """Launch: join a job as its launcher or the caller says. The only file that reads the environment."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,11 @@ import torch.distributed as dist
 from hybridpp.cluster.exit_reports import ExitReports
 from hybridpp.cluster.failure_hook import FailureHook, FailureOptions
 from hybridpp.cluster.failure_text import FULL_TRACEBACK
-from hybridpp.cluster.join import TIMEOUT_S, JoinOptions, ProcessRank, join_job
+from hybridpp.cluster.join import TIMEOUT_S, JoinOptions, ProcessRank, check_timeout, join_job
 from hybridpp.cluster.launcher_notes import LauncherNotes
 from hybridpp.cluster.rendezvous import StoreAddress
 from hybridpp.cluster.stop_request import STOP_SIGNALS
+from hybridpp.cluster.watchdog_limits import WatchdogLimits
 from hybridpp.cluster.world import override
 from hybridpp.errors import ConfigError, LaunchError
 
@@ -38,6 +39,7 @@ def launch_from_torch(
     seed: int = 1024,
     timeout_s: float = TIMEOUT_S,
     stop_signals: Sequence[str] = STOP_SIGNALS,
+    watchdog_s: float | Mapping[str, float] | None = None,
 ) -> None:
     """Join the job that ``torchrun`` started, with the ranks and addresses it left in the environment.
 
@@ -55,6 +57,10 @@ def launch_from_torch(
             it if one rank works alone for longer while others wait (downloads the data set, or writes to a slow disk).
         stop_signals: names of the signals that set ``booster.interrupted``, from the first step on; handlers of the
             script are called, too. ``()``: none does.
+        watchdog_s: after so many seconds without progress in a step or in reading a batch, one rank reports who waits
+            for whom, the first suspect and its Python stack, and all ranks end with exit code 75. A dict has a limit
+            for each section: ``{"step": 60, "data": 300, "setup": 3600, "save": 3600, "script": 300}``. None: nobody
+            watches.
 
     Raises:
         LaunchError: the process was not started by torchrun; or ranks did not join in time, or have other arguments.
@@ -70,7 +76,7 @@ def launch_from_torch(
     # The agent may be the one that listens there; torch's own rendezvous asks the same variable.
     is_external = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = StoreAddress(os.environ["MASTER_ADDR"], _number("MASTER_PORT"), is_external)
-    _join(address, ProcessRank(rank, world_size, local_rank), backend, seed, timeout_s, stop_signals)
+    _join(address, ProcessRank(rank, world_size, local_rank), backend, seed, timeout_s, stop_signals, watchdog_s)
 
 
 def launch_from_slurm(
@@ -81,6 +87,7 @@ def launch_from_slurm(
     seed: int = 1024,
     timeout_s: float = TIMEOUT_S,
     stop_signals: Sequence[str] = STOP_SIGNALS,
+    watchdog_s: float | Mapping[str, float] | None = None,
 ) -> None:
     """Join the job that ``srun`` started, one process per task.
 
@@ -89,7 +96,7 @@ def launch_from_slurm(
     Args:
         host: address of the host of rank 0, for instance the first of ``scontrol show hostnames``.
         port: a free port there.
-        backend, seed, timeout_s, stop_signals: as in :func:`launch_from_torch`.
+        backend, seed, timeout_s, stop_signals, watchdog_s: as in :func:`launch_from_torch`.
 
     Raises:
         LaunchError: the process was not started by srun; or ranks did not come in time, or with other arguments.
@@ -98,7 +105,7 @@ def launch_from_slurm(
     _require(_SLURM, "launch_from_slurm", "srun", "Start the script with: srun python your_script.py")
     rank, world_size, local_rank = map(_number, _SLURM)
     process = ProcessRank(rank, world_size, local_rank)
-    _join(StoreAddress(host, _port(port)), process, backend, seed, timeout_s, stop_signals)
+    _join(StoreAddress(host, _port(port)), process, backend, seed, timeout_s, stop_signals, watchdog_s)
 
 
 def launch_from_openmpi(
@@ -109,6 +116,7 @@ def launch_from_openmpi(
     seed: int = 1024,
     timeout_s: float = TIMEOUT_S,
     stop_signals: Sequence[str] = STOP_SIGNALS,
+    watchdog_s: float | Mapping[str, float] | None = None,
 ) -> None:
     """Join the job that Open MPI's ``mpirun`` started.
 
@@ -117,7 +125,7 @@ def launch_from_openmpi(
     Args:
         host: address of the host of rank 0.
         port: a free port there.
-        backend, seed, timeout_s, stop_signals: as in :func:`launch_from_torch`.
+        backend, seed, timeout_s, stop_signals, watchdog_s: as in :func:`launch_from_torch`.
 
     Raises:
         LaunchError: the process was not started by mpirun; or ranks did not come in time, or with other arguments.
@@ -126,7 +134,7 @@ def launch_from_openmpi(
     _require(_OPENMPI, "launch_from_openmpi", "mpirun", "Start the script with: mpirun -n 4 python your_script.py")
     rank, world_size, local_rank = map(_number, _OPENMPI)
     process = ProcessRank(rank, world_size, local_rank)
-    _join(StoreAddress(host, _port(port)), process, backend, seed, timeout_s, stop_signals)
+    _join(StoreAddress(host, _port(port)), process, backend, seed, timeout_s, stop_signals, watchdog_s)
 
 
 def launch(
@@ -140,6 +148,7 @@ def launch(
     seed: int = 1024,
     timeout_s: float = TIMEOUT_S,
     stop_signals: Sequence[str] = STOP_SIGNALS,
+    watchdog_s: float | Mapping[str, float] | None = None,
 ) -> None:
     """Join a job whose ranks and address the caller knows.
 
@@ -153,7 +162,7 @@ def launch(
         backend: as in :func:`launch_from_torch`.
         local_rank: this process among those of its host; None means all are on one host. It chooses the CUDA device
             where the process sees several.
-        seed, timeout_s, stop_signals: as in :func:`launch_from_torch`.
+        seed, timeout_s, stop_signals, watchdog_s: as in :func:`launch_from_torch`.
 
     Raises:
         ConfigError: the backend is unknown or cannot work here, or a number is out of range.
@@ -161,7 +170,7 @@ def launch(
     """
     local_rank = rank if local_rank is None else local_rank
     process = ProcessRank(rank, world_size, local_rank)
-    _join(StoreAddress(host, _port(port)), process, backend, seed, timeout_s, stop_signals)
+    _join(StoreAddress(host, _port(port)), process, backend, seed, timeout_s, stop_signals, watchdog_s)
 
 
 def check_joined() -> None:
@@ -245,7 +254,13 @@ def _join(
     seed: int,
     timeout_s: float,
     stop_signals: Sequence[str],
+    watchdog_s: float | Mapping[str, float] | None,
 ) -> None:
+    check_timeout(timeout_s)
+    limits = None if watchdog_s is None else WatchdogLimits.of(watchdog_s, timeout_s)
+    if limits is not None:
+        # NCCL's flight recorder, from which the report takes what is under way; read when groups are made.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     options = JoinOptions(
         backend=backend,
         seed=seed,
@@ -254,6 +269,7 @@ def _join(
         stop_signals=stop_signals,
         notes=LauncherNotes(_path_in(_NOTES), process.local_rank),
         failures=_failure_hook(process),
+        limits=limits,
     )
     join_job(address, process, options)
 

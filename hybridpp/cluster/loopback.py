@@ -15,6 +15,7 @@ from hybridpp.cluster.common_results import CommonResults
 from hybridpp.cluster.devices import default_device
 from hybridpp.cluster.loopback_group import LoopbackGroup
 from hybridpp.cluster.loopback_messages import Mailboxes, MessageQueues, Messages
+from hybridpp.cluster.progress import Progress
 from hybridpp.cluster.stop_request import StopRequest
 from hybridpp.cluster.turn_taking import RankAborted, TurnTaking
 from hybridpp.cluster.world import Group, override
@@ -115,6 +116,7 @@ class LoopbackWorld:
     def __init__(self, loopback: Loopback, rank: int, device: torch.device | None = _CPU):
         self.rank = self.local_rank = rank
         self.size = loopback.size
+        self.progress = Progress()
         self.stop = StopRequest()
         self._device = device
         self._loopback = loopback

@@ -11,6 +11,7 @@ from torch import Tensor
 from hybridpp.cluster.direct_exchange import DirectExchange, add_into_own, received_beside
 from hybridpp.cluster.exit_reports import ExitReason, no_exit_reason, timeout_error
 from hybridpp.cluster.pending import FilledFrom, Mapped, StagedCopy, WithResult
+from hybridpp.cluster.progress import Awaited, Progress
 from hybridpp.cluster.shared_memory import PendingSum, SharedMemoryGroup, connect, sum_in_order
 from hybridpp.cluster.wire_format import as_carried, resolved
 from hybridpp.cluster.world import Pending, Work, check_real
@@ -39,6 +40,7 @@ class TorchGroup:
         shared_memory: whether this rank may share memory; it is used only if all ranks may.
         name: name of the group in errors.
         exit_reason: why a rank has ended.
+        progress: of this rank; told of waits for other ranks. None: nobody is told.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class TorchGroup:
         shared_memory: bool = True,
         name: str = "",
         exit_reason: ExitReason = no_exit_reason,
+        progress: Progress | None = None,
     ):
         self.process_group: dist.ProcessGroup | None = process_group
         self.name = name
@@ -59,6 +62,9 @@ class TorchGroup:
         self._shared_memory_group = (
             connect(process_group, shared_memory, name, exit_reason) if self._host_only else None
         )
+        self.progress = Progress() if progress is None else progress
+        if self._shared_memory_group is not None:
+            self._shared_memory_group.tell_waits(self.progress, self.ranks, name)
         self.overlaps = self._shared_memory_group is None
         self._started = [0] * (1 + 2 * self.size)
         self._sums: deque[Work] = deque()
@@ -103,7 +109,9 @@ class TorchGroup:
                 raise
             raise self.lost(error) from error
         assert work is not None, "this rank is a member of the group it communicates in"
-        return _GlooWork(work, self) if self._host_only else _TorchWork(work)
+        if not self._host_only:
+            return _TorchWork(work)
+        return _GlooWork(work, self, options.get("group_src", options.get("group_dst")))
 
     def lost(self, error: RuntimeError) -> PeerError:
         """The error for a peer that is silent or gone; gloo's own names its address only."""
@@ -255,18 +263,31 @@ class _TorchWork:
 
 
 class _GlooWork:
-    """A communication of gloo, whose errors become ones that name the ranks."""
+    """A communication of gloo, whose errors become ones that name the ranks; ``peer`` is None for a collective."""
 
-    def __init__(self, work: dist.Work, group: TorchGroup):
-        self._work, self._group = work, group
+    def __init__(self, work: dist.Work, group: TorchGroup, peer: int | None):
+        self._work, self._group, self._peer = work, group, peer
+        self._number = group.started[0] if peer is None else None
+
+    def awaited(self) -> Awaited:
+        """What its wait is for."""
+        group = self._group
+        if self._peer is not None:
+            return Awaited("a message", (group.ranks[self._peer],), group.name)
+        others = tuple(rank for rank in group.ranks if rank != group.ranks[group.rank])
+        return Awaited("a collective", others, group.name, self._number)
 
     def wait(self) -> None:
+        progress = self._group.progress
+        progress.begin_wait(self.awaited)
         try:
             self._work.wait()
         except RuntimeError as error:
             if not _is_gloo_error(error):
                 raise
             raise self._group.lost(error) from error
+        finally:
+            progress.end_wait()
 
 
 def _by_member(tensor: Tensor, size: int, dim: int) -> Tensor:

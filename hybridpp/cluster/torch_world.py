@@ -1,5 +1,6 @@
 """The world of ``torch.distributed``, and the groups that its ranks share."""
 
+import atexit
 import gc
 import sys
 from collections.abc import Hashable, Iterable, Sequence
@@ -15,12 +16,17 @@ from hybridpp.cluster.devices import default_device
 from hybridpp.cluster.exit_reports import ExitReports
 from hybridpp.cluster.failure_hook import FailureHook
 from hybridpp.cluster.gather_numbers import gather_numbers
+from hybridpp.cluster.hang_report import group_key
 from hybridpp.cluster.missing_ranks import reporting_missing
+from hybridpp.cluster.progress import Progress
 from hybridpp.cluster.stop_request import StopRequest
 from hybridpp.cluster.torch_group import TorchGroup
+from hybridpp.cluster.watchdog import Watchdog, WatchedRank
+from hybridpp.cluster.watchdog_board import WatchdogBoard
+from hybridpp.cluster.watchdog_limits import WatchdogLimits
 from hybridpp.cluster.world import Group
 from hybridpp.errors import LaunchError
-from hybridpp.nn.torch_private import HashStore, default_store, nccl_options, timeout_of
+from hybridpp.nn.torch_private import HashStore, Store, default_store, nccl_options, timeout_of
 
 _Key = tuple[str, tuple[tuple[int, ...], ...]]
 # Thread blocks that move a message: by NVLink's rates, four move 33 MB (4096 tokens of width 4096) in half a ms.
@@ -43,6 +49,7 @@ class TorchWorld:
         exit_reports: how ranks ended.
         failures: prints the error that ends this rank; None: the script joined the job by itself.
         stop: whether the job was told to stop.
+        progress: what this rank is doing.
     """
 
     def __init__(self, shared_memory: bool = True, local_rank: int | None = None) -> None:
@@ -57,6 +64,8 @@ class TorchWorld:
         self.exit_reports = ExitReports(self._store, self.rank)
         self.failures: FailureHook | None = None
         self.stop = StopRequest()
+        self.progress = Progress()
+        self._watchdog: Watchdog | None = None
         self._shared_memory = shared_memory
         self._control: TorchGroup | None = None
         self._alone: TorchGroup | None = None
@@ -145,8 +154,28 @@ class TorchWorld:
             self._control = self._group(group, "all ranks")
         return self._control
 
+    def watch(self, limits: WatchdogLimits, store: Store) -> Watchdog:
+        """Make a watchdog of this rank; start it when every rank has made one.
+
+        Args:
+            limits: of the sections.
+            store: of the job; the watchdog makes a connection of its own.
+        """
+        rank = WatchedRank(self.progress, self._num_started, self.exit_reports.exit_reason)
+        self._watchdog = Watchdog(WatchdogBoard(store, self.rank, self.size, limits.step / 2), rank, limits)
+        atexit.register(self._watchdog.stop)
+        return self._watchdog
+
+    def _num_started(self) -> dict[str, int]:
+        """How many collectives of each group this rank has started; called by the watchdog's thread."""
+        groups = [self._control, *list(self._groups.values())]
+        return {group_key(group.name, group.ranks): group.started[0] for group in groups if group is not None}
+
     def leave(self) -> None:
         """Leave the job, and release all resources of its groups in this process."""
+        if self._watchdog is not None:
+            atexit.unregister(self._watchdog.stop)
+            self._watchdog.stop()
         error = sys.exception()
         if error is None:
             self.exit_reports.report_success()
@@ -168,7 +197,7 @@ class TorchWorld:
         dist.destroy_process_group()
 
     def _group(self, process_group: dist.ProcessGroup, name: str) -> TorchGroup:
-        return TorchGroup(process_group, self._shared_memory, name, self.exit_reports.exit_reason)
+        return TorchGroup(process_group, self._shared_memory, name, self.exit_reports.exit_reason, self.progress)
 
     def _single(self) -> TorchGroup:
         """The group of this rank alone; one such group serves all, because it sends nothing."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridpp.cluster.common_results import CommonResults
+from hybridpp.cluster.progress import Progress
 from hybridpp.cluster.stop_request import StopRequest
 from hybridpp.errors import PartitionError
 from hybridpp.nn.torch_private import has_no_data
@@ -113,6 +114,7 @@ class World(Protocol):
         size: number of ranks.
         local_rank: this rank among those of its host.
         device: where this rank computes by default.
+        progress: what this rank is doing.
         stop: whether the job was told to stop, as this rank knows it.
     """
 
@@ -126,6 +128,8 @@ class World(Protocol):
     def local_rank(self) -> int: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def progress(self) -> Progress: ...
 
     def carries(self, device: torch.device) -> bool:
         """Whether the groups of this world can communicate tensors of a device."""

@@ -9,11 +9,12 @@ Names are either torch's own, without the underscore, or functions that read one
 ``operator.attrgetter`` objects, about 30 ns more than the attribute itself, because layers read them at every call.
 """
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ from torch.overrides import _pop_mode as pop_function_mode
 from torch.overrides import _push_mode as push_function_mode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data.dataloader import _BaseDataLoaderIter as BaseDataLoaderIter
 
 __all__ = [
     "ATTENTION_OPS",
@@ -82,6 +84,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "accumulated_hooks_of",
+    "active_nccl_calls",
     "apply_to_tensors",
     "assert_async",
     "backward_hooks_of",
@@ -91,9 +94,11 @@ __all__ = [
     "call_of",
     "children_of",
     "compiled_call_of",
+    "connection_of",
     "conv_forward",
     "current_function_mode",
     "current_graph_task_id",
+    "dataset_of",
     "default_store",
     "drop_accumulated_hooks",
     "fake_like",
@@ -111,6 +116,7 @@ __all__ = [
     "is_view",
     "make_wrapper_subclass",
     "nccl_options",
+    "num_workers_of",
     "parameters_of",
     "place_of",
     "pop_function_mode",
@@ -300,6 +306,16 @@ def index_sampler_of(loader: Any) -> Any:
     return getattr(loader, "_index_sampler", None)
 
 
+def dataset_of(iterator: Any) -> Any:
+    """The dataset that an iterator of a ``DataLoader`` reads; None for other objects."""
+    return getattr(iterator, "_dataset", None) if isinstance(iterator, BaseDataLoaderIter) else None
+
+
+def num_workers_of(iterator: Any) -> int:
+    """How many processes load data for an iterator of a ``DataLoader``."""
+    return int(iterator._num_workers)
+
+
 def timeout_of(process_group: dist.ProcessGroup) -> timedelta:
     """After how long a communication of the group is an error."""
     device = torch.device("cuda" if dist.get_backend(process_group) == "nccl" else "cpu")
@@ -317,7 +333,33 @@ def nccl_options(timeout: timedelta, *, is_high_priority_stream: bool, max_ctas:
     return options
 
 
+connection_of: Callable[[Store], Store] = methodcaller("clone")
+"""Another connection to the store that a store talks to; torch does not declare the method."""
+
+
 def default_store() -> Store:
     """The store of the default process group."""
     store: Store = dist.distributed_c10d._get_default_store()
     return store
+
+
+# Of torch with NCCL; without it, torch has a recorder that gloo writes nothing to.
+_dump_of_nccl: Callable[[bool, bool], str] | None = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+
+
+def active_nccl_calls(dump: Callable[[bool, bool], str] | None = _dump_of_nccl) -> str:
+    """What NCCL's flight recorder has of communications that are not finished, a line for each; empty: nothing.
+
+    It records where ``TORCH_FR_BUFFER_SIZE`` is above 0.
+
+    Args:
+        dump: returns JSON, given whether to include communications, and whether only unfinished ones.
+    """
+    if dump is None:
+        return ""
+    entries = json.loads(dump(True, True)).get("entries", [])
+    return "".join(
+        f"  {entry.get('profiling_name', '?')} {entry.get('collective_seq_id', '?')} of group "
+        f"{entry.get('process_group', '?')}: {entry.get('state', '?')}, sizes {entry.get('input_sizes', '?')}\n"
+        for entry in entries
+    )

@@ -76,6 +76,7 @@ class StagedModel:
         around_call: wraps the script's own calls of the complete model; None: they are not wrapped.
         gather: gathers the weights of units; None: they are always there.
         options: of the model's calls, beside micro-batches; None: there are none.
+        while_tracing: a context to trace in.
 
     Raises:
         PartitionError: the model cannot be cut into ``num_stages``.
@@ -106,6 +107,7 @@ class StagedModel:
         self.around_call: CallRunner | None = None
         self._remote_deltas: list[AttributeDelta] = []
         self.gather: UnitGather | None = None
+        self.while_tracing: Callable[[], AbstractContextManager[None]] = nullcontext
         self._visibility = ParameterVisibility()
         refuse_compiled(model, [model])
         self._finest = Interceptor(adapter, AdapterLayer.UNIT_RNG, finest_units(model))
@@ -181,7 +183,7 @@ class StagedModel:
         options = self.options
 
         def make() -> Plans:
-            with self._entered():
+            with self.while_tracing(), self._entered():
                 positional, named = self._inputs.prepare(args, kwargs)
                 if options is not None:
                     named = {**named, **options.keywords(is_trace=True)}

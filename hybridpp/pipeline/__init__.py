@@ -23,6 +23,7 @@ from hybridpp.pipeline.boundary import Transport
 from hybridpp.pipeline.compiled_wgrad import compile_keywords, makes_cuda_graphs
 from hybridpp.pipeline.criterion import CriterionAdapter, SignatureCache
 from hybridpp.pipeline.criterion_form import check_reduction, takes_targets, without_target
+from hybridpp.pipeline.device_marks import DeviceMarks
 from hybridpp.pipeline.executor import Executor
 from hybridpp.pipeline.forward_signature import ForwardSignature
 from hybridpp.pipeline.loss_reduction import LossReduction, SumTracer, confirm_sum, detect_reduction, duplicate_samples
@@ -41,6 +42,7 @@ __all__ = [
     "BatchReader",
     "BatchUse",
     "CriterionAdapter",
+    "DeviceMarks",
     "DeviceRecorder",
     "Executor",
     "ForwardSignature",

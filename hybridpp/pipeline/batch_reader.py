@@ -1,11 +1,11 @@
 """Reads a rank's batches, and checks with all ranks that they go together: where it can, during the step before."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import astuple, replace
 from typing import Any, NamedTuple, TypeAlias
 
-from hybridpp.cluster import Group, PendingNumbers, StopRequest, start_gather_numbers
+from hybridpp.cluster import Group, PendingNumbers, Progress, StopRequest, start_gather_numbers
 from hybridpp.config import PipelineConfig
 from hybridpp.errors import DataError, DeadlockError, PeerError, UnlikeCallsError
 from hybridpp.pipeline.batch import SplitBatch, Summary, split_batch, to_plain_containers
@@ -21,6 +21,7 @@ from hybridpp.pipeline.batch_checks import (
 )
 from hybridpp.pipeline.criterion import CriterionAdapter
 from hybridpp.pipeline.forward_signature import ForwardSignature
+from hybridpp.pipeline.loader_name import loader_name
 from hybridpp.pipeline.read_ahead import PreparedItems, ReadAheadIterator
 
 Called: TypeAlias = CriterionAdapter | ForwardSignature
@@ -203,6 +204,7 @@ class BatchReader:
         config: how batches are split.
         model_name: of the model, in errors.
         stop: what the ranks tell each other of a request to stop.
+        progress: of this rank; None: nobody is told when a batch is read.
     """
 
     def __init__(
@@ -212,7 +214,9 @@ class BatchReader:
         config: PipelineConfig,
         model_name: str = "it",
         stop: StopRequest | None = None,
+        progress: Progress | None = None,
     ):
+        self._progress = progress or Progress()
         self._control, self._pipelines, self._config = control, pipelines, config
         self._stop = stop or StopRequest()
         self._model_name = model_name
@@ -249,7 +253,9 @@ class BatchReader:
 
         def prepare() -> SplitBatch:
             check()
-            batch = self._split(read_batch(data_iter), use)
+            with self._reading(data_iter):
+                batch = read_batch(data_iter)
+            batch = self._split(batch, use)
             if checks is not None:
                 checks.check(batch, data_iter)
             return batch
@@ -275,10 +281,15 @@ class BatchReader:
             return
 
         def prepare() -> SplitBatch:
-            return self._split(to_plain_containers(data_iter.peek()), use)
+            with self._reading(data_iter):
+                batch = data_iter.peek()
+            return self._split(to_plain_containers(batch), use)
 
         pending = self._start("in", prepare, use.training, defer=use.has_losses)
         self._ahead.put(data_iter, pending, use.key())
+
+    def _reading(self, data_iter: Iterator[Any]) -> AbstractContextManager[None]:
+        return self._progress.inside("data", lambda: f"reading a batch from {loader_name(data_iter)}")
 
     def _take(self, data_iter: ReadAheadIterator, use: Any) -> PendingBatch | None:
         """The batch that was read ahead, if it is the next one and was prepared for this use."""

@@ -14,6 +14,7 @@ from hybridpp.pipeline.batch import call_arguments
 from hybridpp.pipeline.boundary import StageInput, StageMessages, StageOutput, Transport, take_held
 from hybridpp.pipeline.criterion import MicrobatchLosses
 from hybridpp.pipeline.deferred_wgrad import WgradTask
+from hybridpp.pipeline.device_marks import DeviceMarks
 from hybridpp.pipeline.forward_signature import describe_arguments
 from hybridpp.pipeline.input_copies import InputCopies, StepInputs
 from hybridpp.pipeline.rank_program import RankProgram
@@ -43,6 +44,7 @@ class Executor:
     Attributes:
         where: the current action, to report when a rank hangs. None between steps; after an error, the action that
             raised it, or None if none had begun.
+        marks: of actions on the device, for a watchdog; None: there are none.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Executor:
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self.where: Action | None = None
+        self.marks: DeviceMarks | None = None
         self._stages = stages
         self._transport = transport
         self._device = device
@@ -94,6 +97,8 @@ class Executor:
             messages=StageMessages(self._transport, program.placement),
         )
         handlers.expect(program.actions)
+        if self.marks is not None:
+            self.marks.begin(program.placement, self._transport.rank)
         actions = list(zip(program.actions, program.completed_sends, strict=True))
         try:
             with self._around():
@@ -119,6 +124,8 @@ class Executor:
             if recorder is not None:
                 recorder.start()
             handler_of_kind[action.kind](action)
+            if self.marks is not None:
+                self.marks.add(action)
             if recorder is not None:
                 recorder.end(action)
 

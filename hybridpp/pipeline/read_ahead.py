@@ -26,18 +26,19 @@ class ReadAheadIterator(Iterator[Any]):
 
     Attributes:
         num_taken: number of items taken so far.
+        source: what it reads from.
     """
 
     def __init__(self, iterator: Iterator[Any]):
         self.num_taken = 0
-        self._iterator = iterator
+        self.source = iterator
         self._outcome: _Outcome | None = None
 
     def peek(self) -> Any:
         """The item that ``next`` will return, without taking it; raises what ``next`` will raise."""
         if self._outcome is None:
             try:
-                self._outcome = _Outcome(next(self._iterator), None)
+                self._outcome = _Outcome(next(self.source), None)
             except Exception as error:
                 self._outcome = _Outcome(None, error)
         if self._outcome.error is not None:
@@ -58,12 +59,12 @@ class ReadAheadIterator(Iterator[Any]):
 
     def __len__(self) -> int:
         # Of the whole pass, as DataLoader's iterators say it.
-        return len(self._iterator)  # type: ignore[arg-type]  # where it has one
+        return len(self.source)  # type: ignore[arg-type]  # where it has one
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._iterator, name)
+        return getattr(self.source, name)
 
 
 class _Prepared(NamedTuple, Generic[T]):

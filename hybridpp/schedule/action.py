@@ -43,6 +43,27 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
 
+    @property
+    def in_words(self) -> str:
+        """For example ``forward of stage 2, micro-batch 0 (2F0)``."""
+        microbatch = "" if self.microbatch is None else f", micro-batch {self.microbatch}"
+        return f"{_WORDS[self.kind]} stage {self.stage}{microbatch} ({self})"
+
+
+_WORDS = {
+    ActionKind.FORWARD: "forward of",
+    ActionKind.BACKWARD: "backward of",
+    ActionKind.INPUT_GRADIENT: "input gradient of",
+    ActionKind.WEIGHT_GRADIENT: "weight gradients of",
+    ActionKind.SEND_ACTIVATION: "sending activations of",
+    ActionKind.RECEIVE_ACTIVATION: "receiving activations for",
+    ActionKind.SEND_GRADIENT: "sending gradients of",
+    ActionKind.RECEIVE_GRADIENT: "receiving gradients for",
+    ActionKind.REDUCE_GRADIENTS: "reducing gradients of",
+    ActionKind.UNSHARD: "gathering weights of",
+    ActionKind.RESHARD: "freeing weights of",
+}
+
 
 Program: TypeAlias = tuple[Action, ...]
 """The actions of one rank, in order."""

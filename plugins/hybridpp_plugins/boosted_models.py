@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from hybridpp.checkpoint.commit import step_folder
 from hybridpp.checkpoint.remote_path import AnyPath
+from hybridpp.cluster import Section
 from hybridpp.errors import ClosedError, ConfigError, DeadlockError, PeerError, UnlikeCallsError
 from hybridpp.nn.peft_model import is_peft_model
 from hybridpp.plugin import (
@@ -48,6 +50,23 @@ from hybridpp_plugins.timeline_recording import TimelineRecording
 from hybridpp_plugins.training_state import RunParts
 from hybridpp_plugins.unboost import unboost
 from hybridpp_plugins.weights import load_weights, save_weights
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _in_section(section: Section, call: str) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[..., R]]:
+    """A decorator of methods: what a watchdog calls the section of code, and the call."""
+
+    def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[..., R]:
+        @wraps(method)
+        def run(self: "BoostedModels", *args: P.args, **kwargs: P.kwargs) -> R:
+            with self.layout.world.progress.inside(section, lambda: call):
+                return method(self, *args, **kwargs)
+
+        return run
+
+    return decorate
 
 
 class BoostedModels(
@@ -86,6 +105,7 @@ class BoostedModels(
                 "ranks alike."
             )
 
+    @_in_section("setup", "plugin.close")
     def close(self) -> None:
         """Give back the process groups: their threads, file descriptors and device memory.
 
@@ -124,7 +144,8 @@ class BoostedModels(
         if self._saves.status.is_decided:  # all ranks learned it in the last step
             self._saves.wait()
         try:
-            return engine.step(data_iter, criterion, options)
+            with self.layout.world.progress.inside(engine.section, engine.location):
+                return engine.step(data_iter, criterion, options)
         except (PeerError, DeadlockError):
             self._saves.give_up()
             raise
@@ -182,6 +203,7 @@ class BoostedModels(
         engine = self._engine(model)
         return describe_dtypes(engine.model, engine.module_dtypes, self.settings.precision_config.fp32_losses)
 
+    @_in_section("save", "booster.save_model")
     def save_model(self, model: nn.Module, path: Path, *, shard: bool, size_per_shard_mb: int) -> None:
         """See :meth:`hybridpp.Booster.save_model`."""
         copy = copied_weights(model)
@@ -191,6 +213,7 @@ class BoostedModels(
             return
         save_weights(engine, path, f"{size_per_shard_mb}MB" if shard else "1000TB", copy)
 
+    @_in_section("save", "booster.load_model")
     def load_model(self, model: nn.Module, path: Path, *, strict: bool) -> None:
         """See :meth:`hybridpp.Booster.load_model`."""
         copy = copied_weights(model)
@@ -199,10 +222,12 @@ class BoostedModels(
             # Else its first update would replace what was loaded.
             model.n_averaged.clamp_(min=1)
 
+    @_in_section("step", "booster.generate")
     def generate(self, model: nn.Module, inputs: Any, settings: Mapping[str, Any]) -> Any:
         """See :meth:`hybridpp.Booster.generate`."""
         return generate(self._engine(model), inputs, settings)
 
+    @_in_section("setup", "booster.init_model")
     def init_model(self, model: nn.Module, *, seed: int | None, initialize: Callable[[nn.Module], Any] | None) -> None:
         """See :meth:`hybridpp.Booster.init_model`."""
         initialize_weights(self._engine(model), seed, initialize)
@@ -217,6 +242,7 @@ class BoostedModels(
             for part in parts
         ]
 
+    @_in_section("save", "booster.save")
     def save_run(
         self,
         parts: Sequence[Boosted],
@@ -232,11 +258,13 @@ class BoostedModels(
         contents = RunContents(self._run_parts(parts), path, step, extras, keep_last, self._saves.reported)
         self._saves.run(FolderSave(self.layout, step_folder(path, step), contents), asynchronous=asynchronous)
 
+    @_in_section("save", "booster.wait_for_save")
     def wait_for_save(self) -> None:
         """See :meth:`hybridpp.Booster.wait_for_save`."""
         self._check_open()
         self._saves.wait()
 
+    @_in_section("save", "booster.resume")
     def resume_run(self, parts: Sequence[Boosted], path: AnyPath, *, start_fresh: bool) -> Resumed:
         """See :meth:`hybridpp.Booster.resume`."""
         self._saves.wait()
@@ -247,23 +275,27 @@ class BoostedModels(
         assert engine.optimizer is not None
         return engine, engine.optimizer
 
+    @_in_section("save", "booster.save_optimizer")
     def save_optimizer(self, part: Boosted, path: Path, *, file_bytes: int, asynchronous: bool) -> None:
         """See :meth:`hybridpp.Booster.save_optimizer`."""
         contents = OptimizerContents(*self._engine_and_optimizer(part))
         self._saves.wait()
         self._saves.run(FolderSave(self.layout, path, contents, file_bytes), asynchronous=asynchronous)
 
+    @_in_section("save", "booster.load_optimizer")
     def load_optimizer(self, part: Boosted, path: Path) -> None:
         """See :meth:`hybridpp.Booster.load_optimizer`."""
         self._saves.wait()
         load_optimizer(*self._engine_and_optimizer(part), path)
 
+    @_in_section("save", "booster.save_lr_scheduler")
     def save_lr_scheduler(self, lr_scheduler: Any, path: Path) -> None:
         """See :meth:`hybridpp.Booster.save_lr_scheduler`."""
         self._check_open()
         self._saves.wait()
         self._saves.run(FolderSave(self.layout, path, ScheduleContents(lr_scheduler)), asynchronous=False)
 
+    @_in_section("save", "booster.load_lr_scheduler")
     def load_lr_scheduler(self, lr_scheduler: Any, path: Path) -> None:
         """See :meth:`hybridpp.Booster.load_lr_scheduler`."""
         self._check_open()

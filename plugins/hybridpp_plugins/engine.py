@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridpp.cluster import microbatch_key, preserved_random_state
+from hybridpp.cluster import Section, microbatch_key, preserved_random_state
 from hybridpp.config import PipelineConfig
 from hybridpp.data_parallel import GradientReducer, RunningStatistics
 from hybridpp.errors import DeadlockError, PeerError, PeerTimeoutError
@@ -79,6 +79,7 @@ class Engine:
         is_running: whether a step is running.
         interrupted: the error that ended a step between its actions, while other ranks of the pipeline wait for this
             one; None: there was none.
+        is_training: whether it trains, or the last one did.
         epilogue: ends every step.
     """
 
@@ -102,6 +103,7 @@ class Engine:
     recording: TimelineRecording | None = None
     is_running: bool = False
     interrupted: str | None = None
+    is_training: bool = False
 
     def __post_init__(self) -> None:
         keeps_buffers = self.optimizer is not None and self.optimizer.replica_buffers is None
@@ -111,8 +113,9 @@ class Engine:
         self.epilogue = StepEpilogue(
             name, self.layout, placement, self.optimizer, self.criterion_check, problems.handle, self.device
         )
-        self._stop = self.layout.world.stop
-        self._reader = BatchReader(self.layout.control, pipelines, self.pipeline, name, self._stop)
+        world = self.layout.world
+        self._stop = world.stop
+        self._reader = BatchReader(self.layout.control, pipelines, self.pipeline, name, self._stop, world.progress)
         self._results = StepResults(self.layout, placement, self.pipeline.dims_of_outputs, self.device, name)
         self._sharded = self.weights.sharded
         self._has_losses = self.layout.here.pp == self.planner.placement[-1]
@@ -145,10 +148,24 @@ class Engine:
         """A context in which gradients are only accumulated."""
         return nullcontext() if self.buckets is None else self.buckets.no_sync()
 
+    @property
+    def section(self) -> Section:
+        """Of the next step: its first one, and the first evaluation, may compile and choose kernels."""
+        num_done = self.progress.num_steps if torch.is_grad_enabled() else self.progress.num_evaluations
+        return "step" if num_done else "setup"
+
+    def location(self) -> str:
+        """Where a step is, in words; called by a watchdog's thread."""
+        step = f"training step {self.progress.num_steps + 1}"
+        if not self.is_training:
+            step = f"evaluation {self.progress.num_evaluations + 1}"
+        action = self.executor.where
+        return f"{step} of {type(self.model).__name__}" + (f", {action.in_words}" if action else "")
+
     def step(self, data_iter: Iterator[Any], criterion: Criterion | None, options: StepOptions) -> dict[str, Any]:
         """One step of training, or of evaluation if gradients are disabled. Collective: all ranks."""
         self._stop.begin_step()
-        training = torch.is_grad_enabled()
+        self.is_training = training = torch.is_grad_enabled()
         has_losses = training or options.return_loss or options.return_losses
         use = BatchUse(self.signatures.of(criterion if has_losses else None), training, options.num_microbatches)
         if self.epilogue.evaluations.pending:

@@ -209,7 +209,8 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, Choose
         if self.settings.compile.is_on and self._planner.splits_backward:
             compile_keywords(self.settings.compile.keywords())
         grid = RankGrid(dp_size=self.dp_size, pp_size=pp_size, tp_size=tp_size)
-        self.layout = Layout.create(world, grid)
+        with world.progress.inside("setup", lambda: f"making {type(self).__name__}"):
+            self.layout = Layout.create(world, grid)
         self.stage_manager: StageManager = self.layout.stage_manager(self._planner.placement)
         self._num_boosted = 0
         if enable_all_optimization:
@@ -352,7 +353,9 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, Choose
         def samples() -> Samples:
             return find_samples(parts.model, parts.dataloader, sample, device).called_by(called, parts.criterion)
 
-        with undone_on_failure(parts.model, parts.optimizer) as rollback:
+        name = type(parts.model).__name__
+        boosting = self.layout.world.progress.inside("setup", lambda: f"booster.boost of {name}")
+        with boosting, undone_on_failure(parts.model, parts.optimizer) as rollback:
             context = BoostContext(self.settings, self.layout, self._planner, device, samples, rollback)
             with preserved_random_state(device):
                 engine = boost(parts, context, self._num_boosted)

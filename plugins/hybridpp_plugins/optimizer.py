@@ -62,6 +62,7 @@ class HybridOptimizer(WrappedOptimizer):
         grad_access_warning: warns if the script looks for gradients that half precision does not expose.
         statistics: running statistics of the model; None: it has none.
         replica_buffers: buffers that the first replica sends to the others; None: there are none.
+        while_updating: a context to run :meth:`step` in.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class HybridOptimizer(WrappedOptimizer):
         self.statistics: RunningStatistics | None = None
         self.replica_buffers: ReplicaBuffers | None = None
         self.recompute_context: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.while_updating: Callable[[], AbstractContextManager[None]] = nullcontext
         self._reducer = reducer
         self.target = target
         self.groups_before: Sequence[GroupBefore] = ()
@@ -279,6 +281,11 @@ class HybridOptimizer(WrappedOptimizer):
             raise ConfigError("step inside no_sync would make the replicas diverge. Call it after the block.")
         if self._reducer.is_consumed:
             return
+        with self.while_updating():
+            self._update()
+
+    def _update(self) -> None:
+        """Update the weights, or skip the step; the gradients are consumed. Collective: all ranks."""
         self.target.pull()
         self.accumulated.finalize()
         if self.accumulated.num_manual_passes:

@@ -1,6 +1,7 @@
 """Set up a boosted model: shard it, place it on this rank, wrap the optimizer, create the engine."""
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ from hybridpp.data_parallel import GradientBuckets, RunningStatistics
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn.fp32_products import adds_products
 from hybridpp.partition import StagedModel, compile_blocks, compiled_parts
-from hybridpp.pipeline import Executor, Transport, compile_keywords, makes_cuda_graphs
+from hybridpp.pipeline import DeviceMarks, Executor, Transport, compile_keywords, makes_cuda_graphs
 from hybridpp.plugin import Boosted
 from hybridpp.precision import ModuleDtypes, find_module_dtypes, fp32_norms, torch_dtype
 from hybridpp_plugins.apply_tp import AppliedTensorParallel, apply_tensor_parallel
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.grad_access_warning import GradAccessWarning
+from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.manual_forward import ManualCallRecorder
 from hybridpp_plugins.model_info import OriginalModelInfo, check_optimizer, check_same_weights
 from hybridpp_plugins.model_zero_grad import let_model_clear
@@ -63,6 +65,7 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
     layout.connect(device, planner.placement)
     transport = Transport(layout.pp, device)
     executor = Executor(staged, transport, device, applied_tp.weight_gradients, applied_tp.in_a_step)
+    _tell_watchdog(layout, staged, executor, boosted, device)
     diagnosis = NonFiniteDiagnosis(staged, executor, buckets, layout, device, placed.weights.unsharded)
     if boosted is not None:
         _watch_manual_calls(boosted, staged, diagnosis, context)
@@ -93,6 +96,18 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
         boosted.grad_access_warning.watch(adapter, lambda: engine.is_running)
         let_model_clear(adapter, boosted)
     return engine
+
+
+def _tell_watchdog(
+    layout: Layout, staged: StagedModel, executor: Executor, boosted: HybridOptimizer | None, device: torch.device
+) -> None:
+    """Tell this rank's progress where it traces and updates weights, and how far its device is, if it is watched."""
+    watched, name = layout.world.progress, type(staged.model).__name__
+    staged.while_tracing = partial(watched.inside, "setup", lambda: f"tracing {name}")
+    if boosted is not None:
+        boosted.while_updating = partial(watched.inside, "step", lambda: f"optimizer.step of {name}")
+    if watched.is_watched and device.type == "cuda":
+        executor.marks = watched.device = DeviceMarks(layout.pp.ranks, torch.cuda.Event)
 
 
 def _compile_blocks(

@@ -16,7 +16,16 @@ SOURCES = [
     path for top in ("hybridpp", "plugins", "examples") for path in sorted((ROOT / top).rglob("*.py")) if path != HOME
 ]
 # Private by convention of Python's, or of a library that is none of torch's: named tuples, frames, transformers.
-NOT_TORCHS = {"_asdict", "_fields", "_getframe", "_replace", "_can_set_experts_implementation", "_init_weights"}
+NOT_TORCHS = {
+    "_exit",
+    "_current_frames",
+    "_asdict",
+    "_fields",
+    "_getframe",
+    "_replace",
+    "_can_set_experts_implementation",
+    "_init_weights",
+}
 OBJECTS = (
     torch,
     torch.Tensor,

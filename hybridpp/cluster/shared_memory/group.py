@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hybridpp.cluster.progress import Awaited, Progress
 from hybridpp.cluster.shared_memory.link import Link, ReceiveWork
 from hybridpp.cluster.shared_memory.message_log import Channel
 
@@ -26,6 +27,12 @@ class SharedMemoryGroup:
         if link is None:
             raise ValueError(f"rank {peer} of this group is this rank itself: it has no link to it.")
         return link
+
+    def tell_waits(self, progress: Progress, ranks: Sequence[int], name: str) -> None:
+        """Tell ``progress`` of every wait for another rank; ``ranks`` and ``name`` are the group's."""
+        for rank, link in zip(ranks, self._links, strict=True):
+            if link is not None:
+                link.progress, link.awaited = progress, Awaited("a message", (rank,), name)
 
     def close(self) -> None:
         """Close every link; may be called again. Peers can still read sent messages."""

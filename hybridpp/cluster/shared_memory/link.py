@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from torch import Tensor
 
 from hybridpp.cluster.exit_reports import timeout_error
+from hybridpp.cluster.progress import Awaited, Progress
 from hybridpp.cluster.shared_memory.message_log import Channel, Inbox, Outbox
 from hybridpp.cluster.shared_memory.peer_process import PeerProcess, no_descriptors
 from hybridpp.cluster.world import check_real
@@ -48,10 +49,16 @@ class Link:
     Raises:
         ResourceError: there is no memory for it.
         OSError: the system does not support this, or a limit is reached.
+
+    Attributes:
+        progress: of this rank; told of waits for the peer.
+        awaited: what such a wait is for.
     """
 
     def __init__(self, connection: socket.socket, peer: str, timeout_s: float, exit_reason: Callable[[], str] = str):
         self._peer, self._timeout_s, self._exit_reason = peer, timeout_s, exit_reason
+        self.progress = Progress()
+        self.awaited = Awaited("a message", (), "")
         self._why_closed: str | None = None
         self._num_sent = [0 for _ in Channel]
         self._expected: tuple[deque[ReceiveWork], ...] = tuple(deque() for _ in Channel)
@@ -188,7 +195,13 @@ class Link:
     def _wait(
         self, is_ready: Callable[[], bool], sleep: Callable[[float], None], timeout_s: float | None = None
     ) -> None:
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        self.progress.begin_wait(lambda: self.awaited)
+        try:
+            self._wait_until(is_ready, sleep, self._timeout_s if timeout_s is None else timeout_s)
+        finally:
+            self.progress.end_wait()
+
+    def _wait_until(self, is_ready: Callable[[], bool], sleep: Callable[[float], None], timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
         while True:
             # Read before the check, so that everything the peer did before it ended is seen.

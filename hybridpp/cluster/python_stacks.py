@@ -1,0 +1,128 @@
+"""Python stacks of the threads of this process, and of one whose interpreter is held by code in C."""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+import traceback
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+from hybridpp.cluster.rank_process import RankProcess
+
+# A compiler works while one of its entry points is on a stack; while compiled code runs, none is.
+_COMPILER = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
+_MAX_FRAMES, _MAX_FRAMES_OF_OTHERS = 30, 3
+_LIBRARY = Path(__file__).parents[1]
+# A real-time signal that nothing else is known to use.
+DUMP_SIGNAL = int(signal.SIGRTMIN) + 9 if hasattr(signal, "SIGRTMIN") else 0
+_DUMP_S, _LOOK_S = 1.0, 0.02
+
+
+def user_code(thread: int) -> str:
+    """Where a thread is in the user's code, as ``train.py:57 in main``; empty if it is in none."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        code = frame.f_code
+        if not _is_library(code.co_filename):
+            return f"{_shortened(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def is_compiling() -> bool:
+    """Whether torch compiles something in a thread of this process."""
+    return any(_is_compiling(frame) for frame in sys._current_frames().values())
+
+
+def stacks(thread: int, besides: str) -> str:
+    """The stack of a thread, innermost call last, and where the other threads are.
+
+    Args:
+        thread: its identifier.
+        besides: threads whose names begin so are left out.
+    """
+    frames = sys._current_frames()
+    names = {one.ident: one.name for one in threading.enumerate()}
+    text = _text(frames[thread], _MAX_FRAMES) if thread in frames else "  its thread has ended\n"
+    for other, frame in frames.items():
+        name = names.get(other, f"thread {other}")
+        if other != thread and not name.startswith(besides):
+            text += f"and of its thread {name}:\n{_text(frame, _MAX_FRAMES_OF_OTHERS)}"
+    return text
+
+
+class StackDump:
+    """Lets other processes of the host see this one's Python stacks, even while code in C holds its interpreter.
+
+    Such a process runs no Python code: neither a thread nor a handler. The handler that ``faulthandler`` installs is in
+    C; it writes to a file without a name, which others open through ``/proc``.
+
+    Attributes:
+        descriptor: of the file in this process; -1: the system has no such signal, or somebody handles it already.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = -1
+        if not DUMP_SIGNAL or signal.getsignal(DUMP_SIGNAL) != signal.SIG_DFL:
+            return
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the handler is installed
+        faulthandler.register(DUMP_SIGNAL, self._file, all_threads=True)
+        self.descriptor = self._file.fileno()
+
+    def close(self) -> None:
+        """Take the handler off; may be called again."""
+        if self.descriptor >= 0:
+            self.descriptor = -1
+            faulthandler.unregister(DUMP_SIGNAL)
+            self._file.close()
+
+
+def dump_of(process: RankProcess, descriptor: int) -> str:
+    """The stacks that a :class:`StackDump` of another process writes; empty if it writes none within 1 s."""
+    path = Path(f"/proc/{process.pid}/fd/{descriptor}")
+    if descriptor < 0 or not process.send(DUMP_SIGNAL):
+        return ""
+    text, until = "", time.monotonic() + _DUMP_S
+    with contextlib.suppress(OSError):
+        while time.monotonic() < until:
+            before, text = text, path.read_text(errors="replace")
+            # It is complete when it has stopped growing.
+            if text and text == before:
+                break
+            time.sleep(_LOOK_S)
+    return text.removesuffix("\n") + "\n" if text else ""
+
+
+def _text(frame: FrameType, limit: int) -> str:
+    summary = traceback.extract_stack(frame)
+    left_out = f"  … {len(summary) - limit} calls further out\n" if len(summary) > limit else ""
+    return left_out + "".join(traceback.format_list(summary[-limit:]))
+
+
+def _is_compiling(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_COMPILER):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@cache
+def _is_library(path: str) -> bool:
+    paths = sysconfig.get_paths()
+    roots = (str(_LIBRARY), paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], "<")
+    return path.startswith(roots) or "/hybridpp_plugins/" in path or "/site-packages/" in path
+
+
+def _shortened(path: str) -> str:
+    """A path relative to the working directory, if it is below that."""
+    with contextlib.suppress(ValueError, OSError):
+        return str(Path(path).relative_to(os.getcwd()))
+    return path

@@ -1,0 +1,101 @@
+"""The process of a rank, as other processes of its host see it: whether it runs, is stopped or has ended."""
+
+import contextlib
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import NamedTuple
+
+# States of /proc/<pid>/stat in which no thread of the process will run by itself.
+_CONDITIONS = {
+    "T": "is stopped (SIGSTOP, or job control)",
+    "t": "is stopped by a debugger",
+    "D": "is in a wait of the kernel that nothing interrupts: a disk, a network file system, or a device",
+    "Z": "has ended",
+    "X": "has ended",
+}
+_ENDED = "has ended"
+
+
+class RankProcess(NamedTuple):
+    """Identity of a process.
+
+    Attributes:
+        host: name of its host.
+        view: differs between processes that cannot see each other: of another host, or another container.
+        pid: number of the process.
+        start: when the kernel started it, so that a later process of that number is not taken for it.
+    """
+
+    host: str
+    view: str
+    pid: int
+    start: str
+
+    @classmethod
+    def own(cls) -> "RankProcess":
+        """This process."""
+        pid = os.getpid()
+        return cls(socket.gethostname(), _view(), pid, _stat(pid)[1])
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether this process can see it."""
+        return self.view == _view() and bool(self.view)
+
+    @property
+    def condition(self) -> str:
+        """Why none of its threads runs, in words; empty: they may run, or nobody can tell from here."""
+        if not self.is_visible:
+            return ""
+        state, start = _stat(self.pid)
+        return _CONDITIONS.get(state, "") if start == self.start else _ENDED
+
+    @property
+    def stopped_children(self) -> list[int]:
+        """Processes that it started and that are stopped: workers that load data, for example."""
+        if not self.is_visible:
+            return []
+        return [pid for pid in _children(self.pid) if _stat(pid)[0] in ("T", "t")]
+
+    def send(self, signal_number: int) -> bool:
+        """Send it a signal; returns whether it is there to get it."""
+        if not self.is_visible or _stat(self.pid)[1] != self.start:
+            return False
+        try:
+            os.kill(self.pid, signal_number)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
+
+    def kill(self) -> None:
+        """End it, if it is there."""
+        self.send(signal.SIGKILL)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def _view() -> str:
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    return ""
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """State and start of a process; empty where it is not there, or the system does not tell."""
+    with contextlib.suppress(OSError, IndexError):
+        # After the name, which may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], fields[19]
+    return "", ""
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return found

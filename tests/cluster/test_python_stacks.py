@@ -1,0 +1,49 @@
+"""Stacks of this process and of a stopped or held one."""
+
+import os
+import signal
+import threading
+
+from hybridpp.cluster.python_stacks import StackDump, dump_of, is_compiling, stacks, user_code
+from hybridpp.cluster.rank_process import RankProcess
+
+
+def test_the_users_code_is_the_innermost_frame_outside_of_libraries():
+    assert user_code(threading.get_ident()).endswith("test_the_users_code_is_the_innermost_frame_outside_of_libraries")
+
+
+def test_stacks_name_the_calls_of_the_thread_and_leave_out_others():
+    text = stacks(threading.get_ident(), "hybridpp watchdog")
+    assert "test_stacks_name_the_calls_of_the_thread_and_leave_out_others" in text
+    assert not is_compiling()
+
+
+def test_a_dump_is_read_from_outside():
+    dump = StackDump()
+    try:
+        assert "test_a_dump_is_read_from_outside" in dump_of(RankProcess.own(), dump.descriptor)
+    finally:
+        dump.close()
+
+
+def test_a_stopped_process_and_one_that_has_ended_are_told_apart():
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    process = RankProcess.own()._replace(pid=child, start=_start_of(child))
+    try:
+        os.kill(child, signal.SIGSTOP)
+        os.waitpid(child, os.WUNTRACED)
+        assert process.condition == "is stopped (SIGSTOP, or job control)"
+        assert child in RankProcess.own().stopped_children
+    finally:
+        process.kill()
+        os.waitpid(child, 0)
+    assert process.condition == "has ended"
+    assert not process.send(signal.SIGTERM)
+
+
+def _start_of(pid: int) -> str:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[19]

@@ -1,0 +1,55 @@
+"""Jobs of four processes that hang are reported once and ended; jobs that trace for long are not."""
+
+import os
+import re
+from datetime import timedelta
+
+import pytest
+from processes import run_script
+from support import ROOT
+from torch.distributed import TCPStore
+
+SCRIPT = ROOT / "tests/scripts/hanging.py"
+
+
+@pytest.fixture(autouse=True)
+def _agent(monkeypatch):
+    """A store that outlives the ranks, as that of torchrun's agent."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("AGENT_PORT", str(store.port))
+    return store
+
+
+@pytest.mark.parametrize(
+    ("what", "rank", "where", "expected"),
+    [
+        ("sleep", 1, "1F2", "it is in training step 3 of Model, forward of stage 1, micro-batch 2 (1F2)."),
+        ("stop", 0, "0B1", "Its process is stopped (SIGSTOP, or job control), so it cannot show its stack."),
+        ("sleep", 3, "loader", "reading a batch from a DataLoader of"),
+        ("hold", 2, "0F1", "Rank 2 runs no Python code: code in C holds its interpreter."),
+    ],
+)
+def test_a_hang_is_reported_once_with_its_place(what, rank, where, expected):
+    job = run_script(4, SCRIPT, what, str(rank), where, "limit=3")
+    assert job.stderr.count("this job hangs") == 1, job.stderr
+    assert re.findall(r"The first suspect is rank (\d)", job.stderr) == [str(rank)]
+    assert expected in job.stderr
+    if what != "stop":
+        assert "hanging.py" in job.stderr.split("The Python stack")[1]
+    # 9 of a process that could not end itself.
+    assert job.returncode in (75, os.EX_OK + 9)
+
+
+def test_a_trace_that_takes_longer_than_a_step_may_is_no_hang():
+    job = run_script(4, SCRIPT, "sleep", "1", "trace", "limit=3", "pause=5")
+    assert job.returncode == 0, job.stderr
+    assert "this job hangs" not in job.stderr
+    assert job.stdout.count("DONE") == 4
+
+
+def test_a_rank_that_does_not_come_from_the_script_has_a_limit_of_its_own():
+    job = run_script(4, SCRIPT, "sleep", "2", "script", "limit=3", "script=4", "steps=5")
+    assert re.findall(r"The first suspect is rank (\d)", job.stderr) == ["2"], job.stderr
+    assert "Rank 2 has not come to training step 4 of Model" in job.stderr
+    assert re.search(r"it is in your code at \S*hanging.py:\d+ in hang", job.stderr)
