@@ -6,6 +6,7 @@ import torch
 from hybridpp_plugins.estimate_sharding import own_plan
 from hybridpp_plugins.find_tp_plan import find_tp_plan
 from hybridpp_plugins.sample import find_samples
+from test_readme import blocks
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
@@ -188,3 +189,12 @@ def test_quick_estimates_are_near_the_exact_ones(settings, microbatch_size):
     assert quick.worst.total == pytest.approx(exact.worst.total, rel=0.1)
     assert quick.time.step_ms == pytest.approx(exact.time.step_ms, rel=0.02)
     assert own.bound_ms(sizes, settings) <= exact.time.step_ms
+
+
+def test_the_example_of_the_page_on_planning_runs(capsys):
+    example, _ = blocks("docs/planning.md", "python")
+    namespace = {"model": on_meta(vit), "batch": images(4), "criterion": lambda outputs, inputs: outputs.loss}
+    exec(example, namespace)
+    num_bytes, milliseconds = map(float, capsys.readouterr().out.split())
+    assert num_bytes > 0
+    assert milliseconds > 0
