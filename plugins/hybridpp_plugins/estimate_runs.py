@@ -202,7 +202,7 @@ class EstimateRuns:
                 batch = self._on_a_batch(adapter.model, kind.microbatch_size, rank.tried)
             else:
                 rank.buckets.begin()
-                batch = list(self._batches.candidates(adapter.model, kind.microbatch_size))[self._candidate]
+                batch = list(self._batches.candidates(self._model, kind.microbatch_size))[self._candidate]
 
             def criterion(outputs: Any, inputs: Any) -> Tensor:
                 loss = batch.criterion(outputs, inputs)
@@ -296,7 +296,8 @@ class EstimateRuns:
 
     def _on_a_batch(self, model: nn.Module, size: int, function: Callable[[EstimateBatch], _T]) -> _T:
         """The result of ``function`` for the first micro-batch that the model runs on: the same one every time."""
-        candidates = list(self._batches.candidates(model, size))
+        # The model without what is put on it, which hides the arguments of its forward.
+        candidates = list(self._batches.candidates(self._model, size))
         if self._candidate is not None:
             return function(candidates[self._candidate])
         first: Exception | None = None

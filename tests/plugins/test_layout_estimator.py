@@ -8,7 +8,14 @@ from hybridpp_plugins.find_tp_plan import find_tp_plan
 from hybridpp_plugins.sample import find_samples
 from test_readme import blocks
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from hybridpp import Booster, HybridAdam, HybridParallelPlugin
 from hybridpp.cluster import Loopback, current_world
@@ -198,3 +205,28 @@ def test_the_example_of_the_page_on_planning_runs(capsys):
     num_bytes, milliseconds = map(float, capsys.readouterr().out.split())
     assert num_bytes > 0
     assert milliseconds > 0
+
+
+def test_a_model_of_an_encoder_and_a_decoder_is_estimated():
+    def t5():
+        config = T5Config(
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_heads=4,
+            vocab_size=100,
+            decoder_start_token_id=0,
+            use_cache=False,
+        )
+        return T5ForConditionalGeneration(config).train()
+
+    def pairs(num_samples):
+        ids = torch.full((num_samples, 32), 3)
+        return {"input_ids": ids, "attention_mask": ids, "decoder_input_ids": ids, "labels": ids}
+
+    sizes = JobSizes(world_size=2, microbatch_size=2, num_microbatches=4)
+    found = estimator(t5).estimate(sizes, {"pp_size": 2})
+    peaks = measured(t5, pairs, 2, 4, pp_size=2)
+    for rank, peak in zip(found.ranks, peaks, strict=True):
+        assert abs(rank.total / peak - 1) < 0.05, (rank, peak)
