@@ -84,6 +84,7 @@ class QuickEstimator:
         self._programs = cache(self._make_programs)
         self._cut = cache(self._make_cut)
         self._sums = cache(self._make_sums)
+        self._position_sums = cache(self._make_position_sums)
         self._run = cache(self._make_run)
         self._times = cache(self._make_times)
         self._simple_times = cache(self._make_simple_times)
@@ -114,8 +115,8 @@ class QuickEstimator:
     def least_bytes(self, sizes: JobSizes, settings: Mapping[str, Any]) -> int:
         """What the worst rank holds all through training."""
         key = _key(sizes, settings)
-        planner, grid = self._planner(key.schedule, key.pp_size), _grid(sizes, settings)
-        return max(self._state(key, planner, position, grid).total for position in range(key.pp_size))
+        grid = _grid(sizes, settings)
+        return max(self._state(key, position, grid).total for position in range(key.pp_size))
 
     def estimate(self, sizes: JobSizes, settings: Mapping[str, Any], memory_bytes: int) -> LayoutEstimate:
         """See :class:`~hybridpp.estimate.LayoutEstimator`."""
@@ -124,7 +125,7 @@ class QuickEstimator:
         planner = self._planner(key.schedule, key.pp_size)
         made = simulated_microbatches(sizes.num_microbatches, key.pp_size)
         peaks = self._peaks(key, made)
-        states = [self._state(key, planner, position, grid) for position in range(key.pp_size)]
+        states = [self._state(key, position, grid) for position in range(key.pp_size)]
         ranks = tuple(
             RankEstimate(position, tuple(s for s, at in enumerate(planner.placement) if at == position), state, peak)
             for position, (state, peak) in enumerate(zip(states, peaks, strict=True))
@@ -192,6 +193,14 @@ class QuickEstimator:
                     sums[stage][2] += one.meta.nbytes
         return tuple(_Sums(*of_stage) for of_stage in sums)
 
+    def _make_position_sums(self, tp_size: int, pp_size: int, schedule: str | None) -> tuple[_Sums, ...]:
+        """Of all stages at each place of the pipeline."""
+        placement = self._planner(schedule, pp_size).placement
+        found = [[0, 0, 0] for _ in range(pp_size)]
+        for one, position in zip(self._sums(tp_size, len(placement)), placement, strict=True):
+            found[position] = [before + more for before, more in zip(found[position], one, strict=True)]
+        return tuple(_Sums(*one) for one in found)
+
     def _kind(self, key: _Key, splits: bool) -> RunKind:
         parsed = self._parallel(key.tp_size)
         blocks = self._cut(key.tp_size, 1).blocks[0] if key.recomputes else ()
@@ -258,11 +267,8 @@ class QuickEstimator:
             peaks.append(StepPeak(peak.activations, peak.logits, messages, peak.action))
         return tuple(peaks)
 
-    def _state(self, key: _Key, planner: SchedulePlanner, position: int, grid: Grid) -> RankState:
-        sums = self._sums(key.tp_size, len(planner.placement))
-        own = [one for one, at in zip(sums, planner.placement, strict=True) if at == position]
-        elements, weights = sum(one.elements for one in own), sum(one.trained_bytes for one in own)
-        frozen = sum(one.frozen_bytes for one in own)
+    def _state(self, key: _Key, position: int, grid: Grid) -> RankState:
+        elements, weights, frozen = self._position_sums(key.tp_size, key.pp_size, key.schedule)[position]
         zero, shards = grid.zero, grid.zero.num_shards(grid.num_replicas)
         stage = zero.zero_stage if grid.num_replicas > 1 else 0
         bucket = int(self._settings.optimizer.ddp_bucket_cap_mb * 2**20)
