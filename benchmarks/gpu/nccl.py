@@ -24,7 +24,7 @@ from report import header, table, tell
 
 from hybridpp import Booster, DistCoordinator, HybridParallelPlugin, launch_from_torch
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min")
 NUM_STEPS, NUM_SAMPLES = 3, 4
 TOLERANCE = 1e-3
 

@@ -1,6 +1,7 @@
 """Schedules as values: what each rank computes, in which order. Imports no torch."""
 
 from hybridpp.schedule.action import Action, ActionKind, Program, Programs
+from hybridpp.schedule.building_block import Offsets, v_from_offsets, v_half, v_min
 from hybridpp.schedule.check import check_program
 from hybridpp.schedule.device_model import STRICTEST, DeviceModel, Drains, Streams, check_on_devices, find_deadlock
 from hybridpp.schedule.eager_1f1b import eager_1f1b
@@ -28,6 +29,7 @@ __all__ = [
     "CompletedSends",
     "DeviceModel",
     "Drains",
+    "Offsets",
     "Program",
     "Programs",
     "ScheduleEntry",
@@ -56,6 +58,9 @@ __all__ = [
     "render_grid",
     "save_schedule",
     "stages_placement",
+    "v_from_offsets",
+    "v_half",
+    "v_min",
     "v_shaped",
     "with_unshards",
     "zb_h1",

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from hybridpp.errors import ScheduleError
 from hybridpp.schedule.action import Programs
+from hybridpp.schedule.building_block import v_half, v_min
 from hybridpp.schedule.eager_1f1b import eager_1f1b
 from hybridpp.schedule.gpipe import gpipe
 from hybridpp.schedule.interleaved import interleaved
@@ -118,6 +119,22 @@ _ENTRIES = (
         num_chunks=2,
         takes_chunks=False,
         summary="two stages per rank in a V, split backwards; 1F1B's memory",
+    ),
+    ScheduleEntry(
+        name="v-half",
+        make=lambda num_ranks, num_microbatches, _: v_half(num_ranks, num_microbatches),
+        placement=lambda num_ranks, _: v_shaped(num_ranks),
+        num_chunks=2,
+        takes_chunks=False,
+        summary="zb-v with half of 1F1B's activations; idles about half as long as 1F1B",
+    ),
+    ScheduleEntry(
+        name="v-min",
+        make=lambda num_ranks, num_microbatches, _: v_min(num_ranks, num_microbatches),
+        placement=lambda num_ranks, _: v_shaped(num_ranks),
+        num_chunks=2,
+        takes_chunks=False,
+        summary="zb-v with a third of 1F1B's activations; idles less than 1F1B",
     ),
 )
 

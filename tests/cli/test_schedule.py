@@ -76,6 +76,8 @@ def test_a_comparison_takes_chunks_where_schedules_choose(printed):
         "zb-h2": "2",
         "interleaved-zb": "6",
         "zb-v": "4",
+        "v-half": "4",
+        "v-min": "4",
     }
 
 

@@ -13,6 +13,8 @@ from hybridpp.schedule import (
     one_f_one_b,
     render,
     render_grid,
+    v_half,
+    v_min,
     zb_h1,
     zb_h2,
     zb_v,
@@ -30,6 +32,8 @@ from hybridpp.schedule import (
         (zb_h2, (3, 6), render_grid),
         (interleaved_zero_bubble, (2, 4, 2), render_grid),
         (zb_v, (3, 3), render_grid),
+        (v_min, (2, 3), render_grid),
+        (v_half, (2, 3), render_grid),
         (forward_only, ((0, 1, 1, 0), 3), render_grid),
     ],
 )

@@ -20,7 +20,8 @@ from hybridpp.schedule import (
 
 
 def test_every_name_makes_its_schedule():
-    assert list(SCHEDULES) == ["gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v"]
+    names = "gpipe 1f1b eager-1f1b interleaved zb-h1 zb-h2 interleaved-zb zb-v v-half v-min"
+    assert list(SCHEDULES) == names.split()
     assert all(entry.name == name and entry.summary for name, entry in SCHEDULES.items())
     assert make_schedule("gpipe", 3, 4) == gpipe(3, 4)
     assert make_schedule("gpipe", 3, 4, 2) == gpipe(3, 4, 2)
@@ -68,7 +69,9 @@ def test_names_may_be_written_in_several_ways(written, name):
 
 
 def test_an_unknown_name_lists_the_valid_ones():
-    names = "'gpipe', '1f1b', 'eager-1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'interleaved-zb', 'zb-v'"
+    names = (
+        "'gpipe', '1f1b', 'eager-1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'interleaved-zb', 'zb-v', 'v-half', 'v-min'"
+    )
     text = f"unknown schedule 'dualpipe'. Use one of {names}."
     with pytest.raises(ScheduleError, match=f"^{re.escape(text)}$"):
         make_schedule("dualpipe", 2, 4)
