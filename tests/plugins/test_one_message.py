@@ -58,4 +58,4 @@ def test_a_bug_in_the_users_model_shows_their_part_of_the_traceback_once(monkeyp
 
 def test_a_killed_rank_is_named_by_one_line_of_another(monkeypatch, tmp_path):
     text = printed("killed", monkeypatch, tmp_path)
-    assert re.fullmatch(r"hybridpp: rank \d of 8 ends: PeerError: .*rank 5 \(group \w+\) is gone: [^\n]*\n", text)
+    assert re.fullmatch(r"hybridpp: rank \d of 8 ends: PeerError: .*rank 5 \(group [\w ]+\) is gone: [^\n]*\n", text)
