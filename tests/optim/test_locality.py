@@ -73,7 +73,31 @@ def test_optimizers_that_look_at_elements(name):
     assert found(ELEMENTS[name](parameters())) == [Locality.ELEMENTS]
 
 
-@pytest.mark.parametrize("make", [optim.Adafactor, HuggingFaceAdafactor, WithTrustRatio])
+class Lamb(optim.Optimizer):
+    """You et al., https://arxiv.org/abs/1904.00962: Adam's step, as long as the parameter."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state, (first, second) = self.state[parameter], group["betas"]
+                if not state:
+                    state |= {"step": 0, "mean": torch.zeros_like(parameter), "square": torch.zeros_like(parameter)}
+                state["step"] += 1
+                state["mean"].lerp_(parameter.grad, 1 - first)
+                state["square"].lerp_(parameter.grad.square(), 1 - second)
+                mean = state["mean"] / (1 - first ** state["step"])
+                update = mean / ((state["square"] / (1 - second ** state["step"])).sqrt() + group["eps"])
+                update = update.add(parameter, alpha=group["weight_decay"])
+                length, size = update.norm(), parameter.norm()
+                ratio = (size / length).item() if size > 0 and length > 0 else 1.0
+                parameter.sub_(update, alpha=group["lr"] * ratio)
+
+
+@pytest.mark.parametrize("make", [optim.Adafactor, HuggingFaceAdafactor, WithTrustRatio, Lamb])
 def test_optimizers_that_look_at_parameters(make):
     assert found(make(parameters())) == [Locality.PARAMETERS]
 
