@@ -62,10 +62,13 @@ class BoosterSaves:
             size_per_shard: the maximum size of such a file, in MB (10**6 bytes).
             use_safetensors: None derives the format from the path; a folder holds safetensors files.
             prefix: the name of a folder in ``path`` to write to, so that several models can be saved under one path.
-            gather_dtensor, use_async: accepted for compatibility, at their defaults only.
+            gather_dtensor: accepted for compatibility, as True only.
+            use_async: return once the weights are in the host memory of rank 0, all of them, and write them while
+                training goes on; see ``asynchronous`` of :meth:`save`. Adapters of peft are on disk then.
 
         Raises:
-            CheckpointError: the path cannot be written to; raised on every rank.
+            CheckpointError: the path, or that of the asynchronous save before it, cannot be written to; raised on
+                every rank.
             ConfigError: an argument is not supported, or the arguments do not fit together.
         """
         require_path(path)
@@ -75,9 +78,15 @@ class BoosterSaves:
             size_per_shard=size_per_shard,
             use_safetensors=use_safetensors,
             gather_dtensor=gather_dtensor,
-            use_async=use_async,
         )
-        self._saver().save_model(model, with_prefix(path, prefix), shard=shard, size_per_shard_mb=size_per_shard)
+        require_bools(use_async=use_async)
+        self._saver().save_model(
+            model,
+            with_prefix(path, prefix),
+            shard=shard,
+            size_per_shard_mb=size_per_shard,
+            asynchronous=use_async,
+        )
 
     def load_model(
         self,

@@ -16,7 +16,9 @@ class SavesModels(ABC):
     """A plugin that writes and reads weights: ``Booster.save_model`` and ``load_model`` need it."""
 
     @abstractmethod
-    def save_model(self, model: nn.Module, path: Path, *, shard: bool, size_per_shard_mb: int) -> None:
+    def save_model(
+        self, model: nn.Module, path: Path, *, shard: bool, size_per_shard_mb: int, asynchronous: bool
+    ) -> None:
         """Write the complete model. Collective: every rank of the world; one of them writes.
 
         The booster has checked the arguments.
@@ -26,6 +28,7 @@ class SavesModels(ABC):
             path: a folder in Hugging Face's format, or one file, by its suffix (``.safetensors``, ``.pt``, …).
             shard: whether a folder may hold several files.
             size_per_shard_mb: size limit of each, in MB (10**6 bytes).
+            asynchronous: return once the weights are copied, and write them in the background.
 
         Raises:
             CheckpointError: nothing can be written; on every rank.

@@ -34,21 +34,16 @@ def check_save_arguments(
     size_per_shard: float,
     use_safetensors: bool | None,
     gather_dtensor: bool,
-    use_async: bool,
 ) -> None:
     """Check the arguments of a save.
 
     Raises:
         ConfigError: an argument has the wrong type, does not fit the path, or is not supported.
     """
-    require_bools(shard=shard, gather_dtensor=gather_dtensor, use_async=use_async)
+    require_bools(shard=shard, gather_dtensor=gather_dtensor)
     check_size_per_shard(size_per_shard)
     if not gather_dtensor:
         raise ConfigError("gather_dtensor=False is not supported: saved weights are unsharded. Leave it out.")
-    if use_async:
-        raise ConfigError(
-            "use_async=True is not supported: the weights are on disk when the call returns. Leave it out."
-        )
     if use_safetensors is None:
         return
     require_bools(use_safetensors=use_safetensors)

@@ -14,7 +14,6 @@ DEFAULTS = {
     "size_per_shard": 1024,
     "use_safetensors": None,
     "gather_dtensor": True,
-    "use_async": False,
 }
 
 
@@ -39,7 +38,6 @@ def test_the_format_must_be_that_of_the_path(tmp_path, name, safe):
         ({"size_per_shard": 0}, "size_per_shard must be a number of MB above 0: got 0."),
         ({"size_per_shard": True}, "size_per_shard must be a number of MB above 0: got True."),
         ({"gather_dtensor": False}, "gather_dtensor=False is not supported"),
-        ({"use_async": True}, "use_async=True is not supported"),
         ({"shard": 1}, "shard must be True or False: got shard=1."),
     ],
 )

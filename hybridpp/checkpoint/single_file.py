@@ -55,15 +55,19 @@ class StreamedFile:
             tensors: in the order of :attr:`reads`.
             written: called with the number of bytes of each tensor, after it.
         """
-        outputs = (
-            (name, tensor) for group, tensor in zip(self._groups, tensors, strict=True) for name in group.outputs
-        )
         if self._is_safe:
             specs = {name: spec for group in self._groups for name, spec in group.outputs.items()}
-            write_safetensors(path, specs, (tensor for _, tensor in outputs), written)
+            pairs = zip(self._groups, tensors, strict=True)
+            write_safetensors(path, specs, (tensor for group, tensor in pairs for _ in group.outputs), written)
             return
-        torch.save(dict(outputs), path)
+        torch.save({name: tensor for group in self._own(tensors) for name, tensor in group.items()}, path)
         sync(path)
+
+    def _own(self, tensors: Iterable[Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Each tensor under its names, in memory of its own: of a view, torch.save writes all that it is a view of."""
+        for group, tensor in zip(self._groups, tensors, strict=True):
+            is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
+            yield dict.fromkeys(group.outputs, tensor.clone() if is_view else tensor)
 
 
 def _element_size(group: OutputGroup) -> int:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol
 
 from hybridpp.checkpoint.commit import part_file
 from hybridpp.checkpoint.remote_path import AnyPath, RemotePath
@@ -32,6 +32,22 @@ class SaveOutcome(IntEnum):
     FAILED = 2
 
 
+class Background(Protocol):
+    """A save in the background, on one rank.
+
+    Attributes:
+        outcome: how far this rank is.
+    """
+
+    outcome: SaveOutcome
+
+    def join(self) -> None:
+        """Wait for this rank's thread; nothing is communicated."""
+
+    def cancel(self) -> None:
+        """Let this rank wait no longer for others."""
+
+
 class SaveStatus:
     """What the ends of steps tell of the save that is under way.
 
@@ -41,7 +57,7 @@ class SaveStatus:
     """
 
     def __init__(self) -> None:
-        self.current: BackgroundSave | None = None
+        self.current: Background | None = None
         self.is_decided = False
 
     def heard(self, outcomes: Sequence[float]) -> None:
@@ -96,7 +112,7 @@ class BackgroundSave:
         self._cancelled.set()
 
     def _run(self) -> None:
-        _yield_to_training()
+        yield_to_training()
         try:
             assert self._write is not None
             self.written = self._write(f"rank-{self._rank:05d}.{self._save_id}")
@@ -146,7 +162,7 @@ class BackgroundSave:
         return parts
 
 
-def _yield_to_training() -> None:
+def yield_to_training() -> None:
     """Let this thread run where others of the host leave time: a step waits for the slowest rank."""
     if sys.platform == "linux":  # elsewhere it would be the process
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -35,7 +35,7 @@ from hybridpp.saving import is_file_name
 from hybridpp_plugins.adapters import save_adapters
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.engine_handle import ENGINE, copied_weights, original_of
-from hybridpp_plugins.folder_save import FolderSave, Saves
+from hybridpp_plugins.folder_save import FolderSave, Saves, StartedSave
 from hybridpp_plugins.generate import generate
 from hybridpp_plugins.initialize import initialize_weights
 from hybridpp_plugins.layout import Layout
@@ -49,7 +49,7 @@ from hybridpp_plugins.stage_table import stage_table
 from hybridpp_plugins.timeline_recording import TimelineRecording
 from hybridpp_plugins.training_state import RunParts
 from hybridpp_plugins.unboost import unboost
-from hybridpp_plugins.weights import load_weights, save_weights
+from hybridpp_plugins.weights import load_weights, save_weights, start_save_of_weights
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -204,19 +204,28 @@ class BoostedModels(
         return describe_dtypes(engine.model, engine.module_dtypes, self.settings.precision_config.fp32_losses)
 
     @_in_section("save", "booster.save_model")
-    def save_model(self, model: nn.Module, path: Path, *, shard: bool, size_per_shard_mb: int) -> None:
+    def save_model(
+        self, model: nn.Module, path: Path, *, shard: bool, size_per_shard_mb: int, asynchronous: bool
+    ) -> None:
         """See :meth:`hybridpp.Booster.save_model`."""
         copy = copied_weights(model)
         engine = self._engine(model if copy is None else original_of(copy))
+        self._saves.wait()
         if is_peft_model(engine.model) and (path.is_dir() or not is_file_name(path)):
             save_adapters(engine, path, copy)
             return
-        save_weights(engine, path, f"{size_per_shard_mb}MB" if shard else "1000TB", copy)
+        max_shard_size = f"{size_per_shard_mb}MB" if shard else "1000TB"
+        if asynchronous:
+            started = start_save_of_weights(engine, path, max_shard_size, copy)
+            self._saves.add(StartedSave(started, started.finish))
+        else:
+            save_weights(engine, path, max_shard_size, copy)
 
     @_in_section("save", "booster.load_model")
     def load_model(self, model: nn.Module, path: Path, *, strict: bool) -> None:
         """See :meth:`hybridpp.Booster.load_model`."""
         copy = copied_weights(model)
+        self._saves.wait()
         load_weights(self._engine(model if copy is None else original_of(copy)), path, strict, copy)
         if isinstance(model, AveragedModel):
             # Else its first update would replace what was loaded.

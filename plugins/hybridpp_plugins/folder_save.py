@@ -1,7 +1,7 @@
 """Save to a folder that counts from one moment, at once or in the background: of whatever, from all ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hybridpp.checkpoint.commit import begin_in, commit_in, is_committed, new_save_id, part_file, token_file
 from hybridpp.checkpoint.file_images import FileImage, file_images, write_images
@@ -12,7 +12,7 @@ from hybridpp.checkpoint.writer import FILE_BYTES, Holding, WrittenFiles, remove
 from hybridpp.cluster import gather_objects, get_dist_logger
 from hybridpp.errors import CheckpointError, DeadlockError, PeerError
 from hybridpp_plugins.agreement import agree
-from hybridpp_plugins.background_save import BackgroundSave, SaveStatus
+from hybridpp_plugins.background_save import Background, BackgroundSave, SaveStatus
 from hybridpp_plugins.layout import Layout
 
 
@@ -91,7 +91,7 @@ class FolderSave:
         for manifest in manifests:
             self._after_commit(manifest)
 
-    def start(self) -> BackgroundSave:
+    def start(self) -> "StartedSave":
         """Copy this rank's tensors to host memory, and write them while training goes on."""
         images: list[FileImage] = []
 
@@ -101,7 +101,7 @@ class FolderSave:
             self._after_commit(manifest)
 
         self._attempt(lambda: images.extend(file_images(self._contents.holdings(), self._file_bytes)))
-        return BackgroundSave(
+        background = BackgroundSave(
             self._control.rank,
             self._control.size,
             self._folder,
@@ -110,8 +110,9 @@ class FolderSave:
             self._part,
             commit_rows,
         )
+        return StartedSave(background, lambda: self._finish(background))
 
-    def finish(self, background: BackgroundSave) -> None:
+    def _finish(self, background: BackgroundSave) -> None:
         """Wait for a save in the background; where it failed on any rank, it is removed and fails on all."""
         if self._control.rank:
             background.join()
@@ -207,6 +208,18 @@ class FolderSave:
         agree(self._control, self._call, failure, "saving a checkpoint")
 
 
+class StartedSave(NamedTuple):
+    """A save that is under way.
+
+    Attributes:
+        background: what runs on this rank.
+        finish: waits for it, and raises on all ranks what made it fail on one. Collective: all ranks.
+    """
+
+    background: Background
+    finish: Callable[[], None]
+
+
 class Saves:
     """The saves of a plugin: at most one is under way.
 
@@ -218,28 +231,31 @@ class Saves:
     def __init__(self) -> None:
         self.reported = set[str]()
         self.status = SaveStatus()
-        self._pending: FolderSave | None = None
+        self._finish: Callable[[], None] | None = None
 
     def run(self, save: FolderSave, *, asynchronous: bool) -> None:
         """Save, or begin to. Collective: all ranks, after :meth:`wait`."""
         save.begin()
         if asynchronous:
-            self.status.current, self._pending = save.start(), save
+            self.add(save.start())
         else:
             save.write()
 
+    def add(self, started: StartedSave) -> None:
+        """Note what is under way. All ranks, after :meth:`wait`."""
+        self.status.current, self._finish = started
+
     def wait(self) -> None:
         """See :meth:`hybridpp.Booster.wait_for_save`. Collective: all ranks, if a save is under way."""
-        save, background = self._pending, self.status.current
-        if save is None or background is None:
+        if self._finish is None:
             return
         try:
-            save.finish(background)
+            self._finish()
         except (PeerError, DeadlockError):
             self.give_up()
             raise
         finally:
-            self.status.current, self.status.is_decided, self._pending = None, False, None
+            self.status.current, self.status.is_decided, self._finish = None, False, None
 
     def give_up(self) -> None:
         """A peer is gone: wait no longer for what it would write, so that this process can end."""

@@ -13,7 +13,7 @@ from hybridpp.errors import ConfigError
 from hybridpp.precision import MasterWeights
 from hybridpp.tensor_parallel import ParameterSharding
 
-_FORMAT = 2
+_FORMAT = 3
 _KEYS = ("optimizer", "loss_scale", "masters")
 _WAY_OUT = (
     "Save optimizer.state_dict() on every rank, in a file with the rank in its name, and load it on the same rank of "
@@ -95,6 +95,31 @@ class OptimizerStateOwner:
         self._share = [tp.rank, tp.size]
         self._segment = list(segment)
         self._precision = str(precision)
+
+    def by_name(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state dict of the optimizer with names of parameters in place of numbers."""
+        names = [name for group in self._groups for name, *_ in group]
+        groups = zip(state["param_groups"], self._groups, strict=True)
+        return {
+            **state,
+            "state": {names[key] if isinstance(key, int) else key: value for key, value in state["state"].items()},
+            "param_groups": [{**group, "params": [name for name, *_ in described]} for group, described in groups],
+        }
+
+    def by_number(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state dict of the optimizer from one :meth:`by_name`, or one of an older version, by numbers.
+
+        Call it after :meth:`check`.
+        """
+        first, groups = 0, []
+        for group in state["param_groups"]:
+            groups.append({**group, "params": list(range(first, first + len(group["params"])))})
+            first += len(group["params"])
+        numbers = {
+            name: n for n, name in enumerate(name for group in state["param_groups"] for name in group["params"])
+        }
+        found = {numbers.get(key, key): value for key, value in state["state"].items()}
+        return {**state, "state": found, "param_groups": groups}
 
     def describe(self) -> dict[str, Any]:
         """The description that is saved in the state."""

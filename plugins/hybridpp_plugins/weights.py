@@ -16,6 +16,7 @@ from hybridpp.nn.pretrained_model import is_pretrained_model
 from hybridpp_plugins.adapters import holds_adapters, open_adapters
 from hybridpp_plugins.agreement import agree
 from hybridpp_plugins.apply_tp import placements
+from hybridpp_plugins.background_weights import BackgroundWeights, DeferredTarget
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.weight_stream import WeightStream
 
@@ -26,7 +27,23 @@ _READING = "reading the weights"
 def save_weights(engine: Engine, path: Path, max_shard_size: str, copy: nn.Module | None = None) -> None:
     """Write the weights, or those of a copy of the model, tensor by tensor on rank 0. Collective: all ranks."""
     engine.original.uninitialized.check(engine.layout.control)
+    _save(engine, _target(engine, path), max_shard_size, copy)
+
+
+def start_save_of_weights(
+    engine: Engine, path: Path, max_shard_size: str, copy: nn.Module | None = None
+) -> BackgroundWeights:
+    """Bring the weights to the host memory of rank 0, and write them while training goes on. Collective: all ranks."""
+    engine.original.uninitialized.check(engine.layout.control)
     target = _target(engine, path)
+    deferred = DeferredTarget(target) if target else None
+    _save(engine, deferred, max_shard_size, copy)
+    return BackgroundWeights(engine.layout.control, deferred.write if deferred else None)
+
+
+def _save(
+    engine: Engine, target: SaveTarget | DeferredTarget | None, max_shard_size: str, copy: nn.Module | None
+) -> None:
     try:
         stream = WeightStream(engine, copy)
         for names in stream.share(_plan(engine, target, stream, max_shard_size)):
@@ -45,7 +62,7 @@ def _target(engine: Engine, path: Path) -> SaveTarget | None:
 
 
 def _plan(
-    engine: Engine, target: SaveTarget | None, stream: WeightStream, max_shard_size: str
+    engine: Engine, target: SaveTarget | DeferredTarget | None, stream: WeightStream, max_shard_size: str
 ) -> list[tuple[str, ...]]:
     """The names that each file needs, on rank 0. Collective: all ranks."""
     original = engine.original
@@ -54,7 +71,9 @@ def _plan(
     return _attempt(engine, plan) or []
 
 
-def _write_file(engine: Engine, target: SaveTarget | None, stream: WeightStream, names: Sequence[str]) -> None:
+def _write_file(
+    engine: Engine, target: SaveTarget | DeferredTarget | None, stream: WeightStream, names: Sequence[str]
+) -> None:
     """Write one file on rank 0. Where that fails, what the others send is taken all the same. Collective: all ranks."""
     failure: Exception | None = None
     if target is None:

@@ -113,9 +113,9 @@ class WrappedOptimizer(Optimizer):
         With ``zero_stage`` it is the part that this replica updates, with tensor parallelism that of its shards.
         Nothing is communicated. ``booster.save_optimizer`` writes the complete state, by names, for any layout.
 
-        It contains the optimizer state, masters, loss scale, step counts and the seed of dropout. Weights without
-        masters (in fp32, or frozen) are saved by ``booster.save_model``. Call it between steps: accumulated gradients
-        are not included.
+        It contains, by the names of parameters, the optimizer state (``["optimizer"]["state"][name]``), masters, loss
+        scale, step counts and the seed of dropout. Weights without masters (in fp32, or frozen) are saved by
+        ``booster.save_model``. Call it between steps: accumulated gradients are not included.
         """
         if self.holds_gradients:
             get_dist_logger().warning(
@@ -126,7 +126,7 @@ class WrappedOptimizer(Optimizer):
         self._masters.copy_from_model()
         masters = {} if self._masters.are_copies else self._masters.masters
         return {
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": self.owner.by_name(self._optimizer.state_dict()),
             "loss_scale": vars(self.loss_scaler.state).copy(),
             "masters": {name: master.detach() for name, master in masters.items()},
             **pack(self.owner, self.counts, self.progress),
@@ -146,7 +146,7 @@ class WrappedOptimizer(Optimizer):
         """
         moment = check_on_all_ranks(self.owner, state_dict, self._control)
         self.zero_grad()
-        self._optimizer.load_state_dict(state_dict["optimizer"])
+        self._optimizer.load_state_dict(self.owner.by_number(state_dict["optimizer"]))
         self.loss_scaler.state = LossScale(**state_dict["loss_scale"])
         if self._masters.are_copies:
             self._masters.copy_from_model()

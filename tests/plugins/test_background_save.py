@@ -11,7 +11,7 @@ from run_checkpoints import on_layout, tensors_in
 from support import assert_same
 
 from hybridpp.checkpoint import file_images
-from hybridpp.checkpoint.commit import committed_steps, step_folder, steps
+from hybridpp.checkpoint.commit import committed_steps, open_step, step_folder, steps
 from hybridpp.errors import CheckpointError, ConfigError
 
 LAYOUTS = {
@@ -53,6 +53,8 @@ def test_the_run_goes_on_and_the_checkpoint_is_that_of_its_moment(tmp_path, gate
 
     on_layout(rank, **LAYOUTS[name])
     assert_same(tensors_in(tmp_path / "async", 1), tensors_in(tmp_path / "sync", 1))
+    manifests = [open_step(tmp_path / name, 1) for name in ("async", "sync")]
+    assert [[*manifest.files.values()] for manifest in manifests] == [[*manifests[0].files.values()]] * 2, "digests"
     left = {file.suffix for file in step_folder(tmp_path / "async", 1).iterdir()}
     assert left == {".json", ".safetensors"}
     assert len(list(step_folder(tmp_path / "async", 1).glob("*.json"))) == 1

@@ -165,10 +165,7 @@ def test_words_that_scripts_have_for_a_save(tmp_path):
     for words, text in [
         ({"prefix": "../mine"}, "prefix must be the name of a folder to make in the path: got '../mine'"),
         ({"gather_dtensor": False}, "gather_dtensor=False is not supported: saved weights are unsharded"),
-        (
-            {"use_async": True},
-            "use_async=True is not supported: the weights are on disk when the call returns.",
-        ),
+        ({"use_async": "yes"}, "use_async must be True or False: got use_async='yes'"),
         (
             {"use_safetensors": False},
             f"does not fit the path: {tmp_path} is written as safetensors. Leave it out",

@@ -27,6 +27,12 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+def two_groups(parameters):
+    parameters = list(parameters)
+    matrices, others = ([p for p in parameters if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
+    return torch.optim.AdamW([{"params": others}, {"params": matrices, "weight_decay": 0.1}], lr=1e-2)
+
+
 class Run:
     """What a script has."""
 
@@ -297,11 +303,29 @@ def test_what_is_no_state_of_this_optimizer_is_refused():
     refused_alone(old, "it was saved in another one, and this run uses bf16.", precision="bf16")
 
 
+@pytest.mark.parametrize("layout", [{"pp_size": 2}, {"dp_size": 2, "zero_stage": 1}])
+def test_the_state_is_by_the_names_of_the_complete_model(layout):
+    def rank():
+        run = Run(0, two_groups, **layout)
+        run.steps([0])
+        state = run.optimizer.state_dict()["optimizer"]
+        own = [name for group in state["param_groups"] for name in group["params"]]
+        assert {*own} == {*state["state"]} <= {*tiny_vit(num_layers=2).state_dict()}
+        tensors = run.optimizer.target.tensors
+        for name in own:
+            assert torch.equal(state["state"][name]["exp_avg"], run.optimizer.state[tensors[name]]["exp_avg"])
+        return own
+
+    own = on_layout(rank, layout)
+    assert {*own[0], *own[1]} == {name for name, _ in tiny_vit(num_layers=2).named_parameters()}
+
+
 def test_a_state_of_an_older_version_is_loaded_with_a_warning(caplog):
     run = Run(0)
     run.steps(range(2))
     state = run.optimizer.state_dict()
     old = written({key: state[key] for key in ("optimizer", "loss_scale", "masters")})
+    old["optimizer"] = run.optimizer.unwrap().state_dict()  # by numbers
     resumed = Run(7)
     resumed.optimizer.load_state_dict(old)
     assert "this optimizer state was saved by an older version, without the run's progress" in caplog.text

@@ -1,0 +1,109 @@
+"""Write weights while training goes on: a thread of rank 0 writes what was brought there before."""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from hybridpp.checkpoint import SaveTarget
+from hybridpp.checkpoint.safetensors_file import StoredSpec
+from hybridpp.cluster import Group
+from hybridpp_plugins.agreement import agree
+from hybridpp_plugins.background_save import SaveOutcome, yield_to_training
+from hybridpp_plugins.weight_stream import SAVE_CALL
+
+
+class DeferredTarget:
+    """A target that keeps what it is given, in memory of its own, until :meth:`write` is called.
+
+    Args:
+        target: that it is written to.
+    """
+
+    def __init__(self, target: SaveTarget):
+        self._target = target
+        self._files: list[list[Tensor]] = []
+
+    def plan(
+        self,
+        specs: Mapping[str, StoredSpec],
+        aliases: Mapping[str, str],
+        dtype: torch.dtype | None,
+        max_shard_size: str,
+    ) -> list[tuple[str, ...]]:
+        """See :meth:`SaveTarget.plan`."""
+        return self._target.plan(specs, aliases, dtype, max_shard_size)
+
+    def write_next(self, tensors: Iterable[Tensor]) -> None:
+        """Keep the tensors of the next file, which may be views of what the run trains."""
+        self._files.append([tensor.clone() for tensor in tensors])
+
+    def finish(self) -> None:
+        """Nothing: nothing is written yet."""
+
+    def write(self) -> None:
+        """Write everything, on whatever thread.
+
+        Raises:
+            CheckpointError: see :meth:`SaveTarget.write`.
+        """
+        try:
+            while self._files:
+                self._target.write_next(self._files.pop(0))
+            self._target.finish()
+        except BaseException:
+            self._files.clear()
+            self._target.discard()
+            raise
+
+    def discard(self) -> None:
+        """See :meth:`SaveTarget.discard`."""
+        self._files.clear()
+        self._target.discard()
+
+
+class BackgroundWeights:
+    """A save of weights that is under way.
+
+    Args:
+        control: all ranks.
+        write: on rank 0, what writes them; None: another rank does.
+
+    Attributes:
+        outcome: how far this rank is.
+        failure: why it failed; None: it has not, so far.
+    """
+
+    def __init__(self, control: Group, write: Callable[[], None] | None):
+        self._control, self._write = control, write
+        self.outcome = SaveOutcome.NONE if write else SaveOutcome.DONE
+        self.failure: Exception | None = None
+        # No daemon: a script that ends waits for its weights.
+        self._thread = threading.Thread(target=self._run, name="hybridpp save of weights")
+        if write:
+            self._thread.start()
+
+    def _run(self) -> None:
+        assert self._write is not None
+        yield_to_training()
+        try:
+            self._write()
+            self.outcome = SaveOutcome.DONE
+        except Exception as error:
+            self.failure = error
+            self.outcome = SaveOutcome.FAILED
+        self._write = None
+
+    def join(self) -> None:
+        """Wait for this rank's thread; nothing is communicated."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def cancel(self) -> None:
+        """Nothing: no rank waits for another one's files."""
+
+    def finish(self) -> None:
+        """Wait until they are written; where that failed, it fails on all ranks. Collective: all ranks."""
+        self.join()
+        agree(self._control, SAVE_CALL, self.failure, "writing the model")
