@@ -138,6 +138,11 @@ def _update_rules(
     settings, layout = context.settings, context.layout
     check_locality(optimizer, names, layout, context.device)
     zero, indivisible = settings.zero.among(layout.dp.size), frozenset[str]()
+    if settings.zero.zero_stage and not zero.zero_stage:
+        get_dist_logger().info(
+            f"zero_stage={settings.zero.zero_stage} divides nothing: there is one replica (dp_size=1), or zero_size=1.",
+            ranks=[0],
+        )
     if zero.zero_stage:
         indivisible = indivisible_parameters(optimizer, names, zero.zero_stage, context.device)
     return UpdateRules(settings.optimizer, zero, indivisible, applied_tp.summed)

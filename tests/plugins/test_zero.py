@@ -364,10 +364,13 @@ def test_gradients_take_the_memory_of_one_part(schedule, mode):
         assert most <= (sum(sizes) if mode in EXACT else sum(sorted(sizes)[-3:]))
 
 
-def test_one_replica_does_nothing_else_than_without():
-    for plain, zero in both(partial(trained, num_steps=2), dp_size=1, pp_size=2):
-        assert zero[0] == plain[0]
-        assert_same(zero[1], plain[1])
+def test_one_replica_does_nothing_else_than_without_and_says_so(caplog):
+    with caplog.at_level("INFO", logger="hybridpp"):
+        for plain, zero in both(partial(trained, num_steps=2), dp_size=1, pp_size=2):
+            assert zero[0] == plain[0]
+            assert_same(zero[1], plain[1])
+    said = [record.getMessage() for record in caplog.records if "divides nothing" in record.getMessage()]
+    assert said == ["[rank 0] zero_stage=1 divides nothing: there is one replica (dp_size=1), or zero_size=1."]
 
 
 def test_gradients_from_outside_are_refused_by_name():
