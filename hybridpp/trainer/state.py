@@ -45,11 +45,6 @@ class TrainerState:
         self.epoch_to_end: int | None = None
         self.hooks: list[Any] = []
 
-    @property
-    def interrupted(self) -> bool:
-        """Whether the job was told to stop; see :attr:`hybridpp.Booster.interrupted`."""
-        return self.booster.interrupted
-
     def metric(self, name: str) -> float:
         """The latest value of a metric.
 

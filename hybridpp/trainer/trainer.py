@@ -90,9 +90,9 @@ class Trainer(TrainerState):
             """Evaluate and call hooks after an epoch, unless the job is told to stop; whether the run ends."""
             is_last = self.epoch == epochs - 1 or self.should_stop or self.step == max_steps
             is_evaluated = test_dataloader is not None and (is_last or (self.epoch + 1) % test_interval == 0)
-            if is_evaluated and not self.interrupted:
+            if is_evaluated and not self.booster.interrupted:
                 self._evaluate(test_dataloader, stops=True)
-            if self.interrupted:
+            if self.booster.interrupted:
                 self._stop()
                 return True
             self.epoch_to_end = None
@@ -195,7 +195,7 @@ class Trainer(TrainerState):
             self.optimizer.zero_grad()
             self.step += 1
             self._call("after_step")
-            return self.should_stop or self.step == max_steps or self.interrupted
+            return self.should_stop or self.step == max_steps or self.booster.interrupted
 
         is_over = self._for_each_batch(loader, step, "before_step", first_batch)
         return is_over or self.batches.is_last or self.step == max_steps
@@ -210,12 +210,12 @@ class Trainer(TrainerState):
                 batches, self.model, self.criterion, return_loss=has_loss, return_outputs=wants_outputs
             )
             self._call("after_evaluation_step")
-            return stops and self.interrupted
+            return stops and self.booster.interrupted
 
         self._call("before_evaluation")
         with self._evaluating():
             self._for_each_batch(dataloader, step, "before_evaluation_step")
-        if not (stops and self.interrupted):
+        if not (stops and self.booster.interrupted):
             self._call("after_evaluation")
 
     @contextmanager
@@ -276,8 +276,7 @@ class Trainer(TrainerState):
         check_intervals(**counts)
         self._check_hooks(hooks)
         missing = [name for name in ("optimizer", "criterion") if getattr(self, name) is None]
-        if loader is None:
-            missing.append("dataloader")
+        missing += ["dataloader"] * (loader is None)
         if missing:
             raise ConfigError(
                 f"fit needs {', '.join(missing)}: got None. Pass them to booster.boost"

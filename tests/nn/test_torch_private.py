@@ -25,6 +25,8 @@ NOT_TORCHS = {
     "_replace",
     "_can_set_experts_implementation",
     "_init_weights",
+    "_is_stateful",
+    "_supports_default_dynamic_cache",
 }
 OBJECTS = (
     torch,

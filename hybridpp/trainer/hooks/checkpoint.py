@@ -38,7 +38,7 @@ class SaveCheckpointHook(Hook):
         self._is_due = False
 
     def after_step(self, trainer: TrainerState) -> None:
-        if self._steps is None or trainer.step % self._steps or trainer.interrupted:
+        if self._steps is None or trainer.step % self._steps or trainer.booster.interrupted:
             return
         # At the end of an epoch it is saved with the epoch's metrics, so that a resumed run need not evaluate it again.
         self._is_due = trainer.batches.is_last
