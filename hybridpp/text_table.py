@@ -1,6 +1,27 @@
 """Tables as text."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table; ``str`` of it is what :func:`text_table` makes, whatever the width of a terminal.
+
+    Attributes:
+        titles: of the columns.
+        rows: the cells of each row, as many as titles.
+        totals: cells of the last line; fewer than titles leave the last columns empty.
+        left: numbers of the columns that are aligned to the left; the others are to the right.
+    """
+
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    totals: Sequence[str] = ()
+    left: Collection[int] = (0,)
+
+    def __str__(self) -> str:
+        return text_table(self.titles, self.rows, self.totals, self.left)
 
 
 def text_table(

@@ -1,19 +1,81 @@
-"""Parsers of numeric flags."""
+"""Options of commands: what typer calls to read a value, and what help says about it."""
 
-from argparse import ArgumentTypeError
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+# Parsers also get defaults, which are no text.
 
 
-def positive(text: str) -> int:
+def positive(value: object) -> int:
     """An integer of at least 1."""
+    text = str(value)
     if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+        raise typer.BadParameter(f"{text!r} is not an integer of at least 1.")
     return int(text)
 
 
-def per_stage(text: str) -> float | tuple[float, ...]:
-    """One number for all stages, or one per stage, separated by commas."""
+def integer(value: object) -> int:
+    """An integer of at least 0."""
+    text = str(value)
+    if not text.isdecimal():
+        raise typer.BadParameter(f"{text!r} is not an integer of at least 0.")
+    return int(text)
+
+
+def number(value: object) -> float:
+    """A number."""
     try:
-        values = tuple(float(number) for number in text.split(","))
+        return float(str(value))
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is not a number, or one per stage as in 1,1,1,1.5") from None
+        raise typer.BadParameter(f"{value!r} is not a number.") from None
+
+
+def option(help: str, metavar: str | None = None, name: str | None = None) -> Any:
+    """An option that takes a text or, if it has a type of its own, one of its values; or a flag, given its name.
+
+    Args:
+        help: a line.
+        metavar: stands for the value in help.
+        name: with dashes; a flag needs it, so that there is no ``--no-`` of it.
+    """
+    return typer.Option(*([name] if name else []), metavar=metavar, help=help)
+
+
+def count(help: str, metavar: str = "N") -> Any:
+    """An option that takes an integer of at least 1."""
+    return _parsed(positive, help, metavar)
+
+
+def index(help: str, metavar: str = "N") -> Any:
+    """An option that takes an integer of at least 0."""
+    return _parsed(integer, help, metavar)
+
+
+def real(help: str, metavar: str = "X") -> Any:
+    """An option that takes a number."""
+    return _parsed(number, help, metavar)
+
+
+def argument(help: str, metavar: str | None = None) -> Any:
+    """What is given by its position."""
+    return typer.Argument(metavar=metavar, help=help)
+
+
+def _parsed(parser: Callable[[object], Any], help: str, metavar: str) -> Any:
+    return typer.Option(parser=parser, metavar=metavar, help=help)
+
+
+def per_stage(flag: str, text: str) -> float | tuple[float, ...]:
+    """One number for all stages, or one per stage, separated by commas.
+
+    Raises:
+        BadParameter: the text is neither.
+    """
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        message = f"{text!r} is not a number, or one per stage as in 1,1,1,1.5."
+        raise typer.BadParameter(message, param_hint=repr(flag)) from None
     return values if "," in text else values[0]

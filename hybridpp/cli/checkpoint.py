@@ -1,74 +1,79 @@
 """``hybridpp checkpoint``: what ``booster.save`` wrote, without a job and without a device."""
 
-from argparse import ArgumentParser, Namespace
 from collections import Counter
+from collections.abc import Callable
 from datetime import datetime
 from math import prod
 from typing import Any
+
+import typer
 
 from hybridpp.checkpoint.commit import committed_steps, open_step, step_folder, steps
 from hybridpp.checkpoint.folder_kind import other_kind
 from hybridpp.checkpoint.manifest import MANIFEST, Manifest
 from hybridpp.checkpoint.reader import verify_file
 from hybridpp.checkpoint.remote_path import AnyPath, as_path
-from hybridpp.cli import checkpoint_formats
+from hybridpp.cli.commands.checkpoint import ListArguments, ShowArguments, VerifyArguments
+from hybridpp.cli.output import bytes_done, show
 from hybridpp.errors import CheckpointError
 from hybridpp.sizes import format_bytes
-from hybridpp.text_table import text_table
-
-_FORMATS = {
-    "export": checkpoint_formats.run_export,
-    "import": checkpoint_formats.run_import,
-    "reshard": checkpoint_formats.run_reshard,
-}
+from hybridpp.text_table import TextTable
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
-    actions = parser.add_subparsers(dest="action", metavar="action", required=True)
-    for name, text in (
-        ("list", "what a folder of checkpoints holds"),
-        ("verify", "read every file, and compare it with its digest"),
-        ("show", "what a checkpoint holds"),
-    ):
-        action = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
-        action.add_argument("path", help="folder or URL that booster.save was given")
-        if name != "list":
-            action.add_argument(
-                "--step", type=int, help="default: " + ("every step" if name == "verify" else "the newest")
-            )
-        if name == "show":
-            action.add_argument("--tensors", action="store_true", help="list every tensor")
-    checkpoint_formats.add_arguments(actions)
+def run_list(arguments: ListArguments) -> None:
+    """Print a line for each checkpoint of the folder."""
+    path = as_path(arguments.path)
+    show(_listed(path, _found(path)))
 
 
-def run(arguments: Namespace) -> str:
-    """Returns the table.
+def run_verify(arguments: VerifyArguments) -> None:
+    """Read the files of one checkpoint, or of all, and print what is intact; the exit code is 1 if one is damaged.
 
     Raises:
-        HybridppError: there is no checkpoint, one is damaged, or something cannot be written.
+        CheckpointError: there is none.
     """
-    if arguments.action in _FORMATS:
-        return _FORMATS[arguments.action](arguments)
-    path: AnyPath = as_path(arguments.path)
+    path = as_path(arguments.path)
+    _found(path)
+    chosen = committed_steps(path) if arguments.step is None else [_committed(path, arguments.step)]
+    rows, problems = _verified(path, chosen)
+    show(TextTable(["step", "files", "size", "state"], rows, left=(3,)))
+    if problems:
+        show("", *problems, "Resume from an intact step, or save again.")
+        raise typer.Exit(1)
+
+
+def run_show(arguments: ShowArguments) -> None:
+    """Print what a checkpoint holds.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    path = as_path(arguments.path)
+    _found(path)
+    chosen = committed_steps(path) if arguments.step is None else [_committed(path, arguments.step)]
+    if not chosen:
+        raise CheckpointError(f"{path} holds no complete checkpoint, only what killed saves left.")
+    show(*_shown(path, chosen[0], arguments.tensors))
+
+
+def _found(path: AnyPath) -> list[int]:
+    """The steps of the checkpoints in a folder."""
     found = steps(path)
     if not found:
         raise CheckpointError(
             f"{path} holds no checkpoint. {other_kind(path)}Pass the folder that booster.save was given."
         )
-    if arguments.action == "list":
-        return _listed(path, found)
-    if arguments.step is not None and arguments.step not in committed_steps(path):
-        raise CheckpointError(f"{path} holds no checkpoint of step {arguments.step}. It holds {committed_steps(path)}.")
-    chosen = committed_steps(path) if arguments.step is None else [arguments.step]
-    if arguments.action == "verify":
-        return _verified(path, chosen)
-    if not chosen:
-        raise CheckpointError(f"{path} holds no complete checkpoint, only what killed saves left.")
-    return _shown(path, chosen[0], arguments.tensors)
+    return found
 
 
-def _listed(path: AnyPath, found: list[int]) -> str:
+def _committed(path: AnyPath, step: int) -> int:
+    """The step, if there is a complete checkpoint of it."""
+    if step not in committed_steps(path):
+        raise CheckpointError(f"{path} holds no checkpoint of step {step}. It holds {committed_steps(path)}.")
+    return step
+
+
+def _listed(path: AnyPath, found: list[int]) -> TextTable:
     rows = []
     for step in found:
         folder = step_folder(path, step)
@@ -84,7 +89,7 @@ def _listed(path: AnyPath, found: list[int]) -> str:
             continue
         files = str(len(manifest.files))
         rows.append([str(step), saved, format_bytes(manifest.nbytes), files, _layout(manifest), "complete"])
-    return text_table(["step", "saved", "size", "files", "layout", "state"], rows, left=(1, 4, 5))
+    return TextTable(["step", "saved", "size", "files", "layout", "state"], rows, left=(1, 4, 5))
 
 
 def _layout(manifest: Manifest) -> str:
@@ -92,30 +97,42 @@ def _layout(manifest: Manifest) -> str:
     return " x ".join(f"{name}={size}" for name, size in sizes.items())
 
 
-def _verified(path: AnyPath, chosen: list[int]) -> str:
-    rows, damaged = [], []
+def _verified(path: AnyPath, chosen: list[int]) -> tuple[list[list[str]], list[str]]:
+    """The rows of a table, and what is damaged."""
+    manifests: dict[int, Manifest | str] = {}
     for step in chosen:
         try:
-            manifest = open_step(path, step)
+            manifests[step] = open_step(path, step)
         except CheckpointError as error:
-            damaged.append(f"step {step}: {error}")
-            continue
-        problems = []
-        for name in sorted(manifest.files):
-            try:
-                verify_file(step_folder(path, step), manifest, name)
-            except CheckpointError as error:
-                problems.append(f"step {step}: {error}")
-        damaged += problems
-        rows.append([str(step), str(len(manifest.files)), format_bytes(manifest.nbytes), "intact"])
-    if damaged:
-        raise CheckpointError(f"{path} holds damaged checkpoints. {'; '.join(damaged)}.")
-    return text_table(["step", "files", "size", "state"], rows, left=(3,))
+            manifests[step] = str(error)
+    rows, problems = [], []
+    with bytes_done("verify", sum(one.nbytes for one in manifests.values() if isinstance(one, Manifest))) as read:
+        for step, manifest in manifests.items():
+            if isinstance(manifest, str):
+                found = [manifest]
+                rows.append([str(step), "", "", "damaged"])
+            else:
+                found = _damaged_files(step_folder(path, step), manifest, read)
+                state = "damaged" if found else "intact"
+                rows.append([str(step), str(len(manifest.files)), format_bytes(manifest.nbytes), state])
+            problems += [f"step {step}: {problem}." for problem in found]
+    return rows, problems
 
 
-def _shown(path: AnyPath, step: int, all_tensors: bool) -> str:
+def _damaged_files(folder: AnyPath, manifest: Manifest, read: Callable[[int], None]) -> list[str]:
+    problems = []
+    for name in sorted(manifest.files):
+        try:
+            verify_file(folder, manifest, name)
+        except CheckpointError as error:
+            problems.append(str(error))
+        read(manifest.files[name].nbytes)
+    return problems
+
+
+def _shown(path: AnyPath, step: int, all_tensors: bool) -> list[str | TextTable]:
     manifest = open_step(path, step)
-    lines = [
+    lines: list[str | TextTable] = [
         f"step {step} in {step_folder(path, step)}",
         f"saved by {_layout(manifest)}, zero_stage={manifest.layout.get('zero_stage', 0)}",
         f"{len(manifest.tensors)} tensors, {format_bytes(manifest.nbytes)} in {len(manifest.files)} files",
@@ -135,8 +152,8 @@ def _shown(path: AnyPath, step: int, all_tensors: bool) -> str:
             ]
             for key, entry in manifest.tensors.items()
         ]
-        lines += ["", text_table(["tensor", "dtype", "shape", "size", "parts"], rows, left=(0, 1))]
-    return "\n".join(lines)
+        lines += ["", TextTable(["tensor", "dtype", "shape", "size", "parts"], rows, left=(0, 1))]
+    return lines
 
 
 def _model(manifest: Manifest, index: int, model: dict[str, Any]) -> list[str]:

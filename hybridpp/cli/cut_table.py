@@ -1,11 +1,11 @@
-"""The stages of a cut, as a table of text."""
+"""The stages of a cut, as a table."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hybridpp.nn.name_ranges import name_ranges
 from hybridpp.partition import StageSummary, shared_parameters
-from hybridpp.text_table import text_table
+from hybridpp.text_table import TextTable
 
 _TITLES = ("stage", "modules", "parameters", "GFLOPs", "KiB sent", "% parameters", "% FLOPs", "MiB to train")
 _TITLES_OF_SHARES = ("per rank", "MiB per rank")
@@ -28,7 +28,7 @@ def render_cut(
     num_parameters: int,
     batch_size: int,
     shares: Mapping[str, RankShare] | None = None,
-) -> str:
+) -> list[str | TextTable]:
     """A line per stage, a line of totals, and the parameters that several stages hold.
 
     Args:
@@ -64,7 +64,7 @@ def render_cut(
         "",
         f"{sum(summary.state_bytes for summary in stages) / 2**20:,.1f}",
     )
-    return "\n".join([text_table(titles, rows, totals, left=(1,)), *_shared(stages)])
+    return [TextTable(titles, rows, totals, left=(1,)), *_shared(stages)]
 
 
 def _percent(part: int, total: int) -> str:

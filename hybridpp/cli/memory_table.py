@@ -1,10 +1,10 @@
-"""The memory of a rank in training, as a table of text."""
+"""The memory of a rank in training, as a table."""
 
 from collections.abc import Mapping, Sequence
 
 from hybridpp.config import ZeroConfig
 from hybridpp.partition import StageSummary, StateBytes
-from hybridpp.text_table import text_table
+from hybridpp.text_table import TextTable
 
 
 def render_memory(
@@ -13,7 +13,7 @@ def render_memory(
     num_replicas: int,
     zero: ZeroConfig,
     host_bytes: Mapping[str, int] | None = None,
-) -> str:
+) -> list[str | TextTable]:
     """A line per stage with the MiB that each of its ranks holds, trained with Adam.
 
     Args:
@@ -32,4 +32,4 @@ def render_memory(
         rows.append((str(summary.stage), *(f"{number / 2**20:,.1f}" for number in (*sums, sum(sums), *on_host))))
     replicas = f"{num_replicas} replica{'s' if num_replicas > 1 else ''}"
     divided = f"zero_stage={zero.zero_stage}" + (f", zero_size={zero.zero_size}" if zero.zero_size else "")
-    return f"MiB of each rank in training with Adam, {replicas}, {divided}\n\n{text_table(titles, rows)}"
+    return [f"MiB of each rank in training with Adam, {replicas}, {divided}", "", TextTable(titles, rows)]

@@ -1,7 +1,6 @@
 """``hybridpp partition``: how a model would be cut, and its layers sharded, from its configuration alone."""
 
 import math
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -9,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridpp.cli.argtypes import positive
+from hybridpp.cli.commands.partition import PartitionArguments
 from hybridpp.cli.cut_table import RankShare, render_cut
 from hybridpp.cli.memory_table import render_memory
 from hybridpp.cli.meta_model import build, load_config
-from hybridpp.cli.own_model import is_own_model, load_own_model
+from hybridpp.cli.output import show, working
+from hybridpp.cli.own_model import OwnModel, is_own_model, load_own_model
 from hybridpp.cli.sharding_report import preview_sharding, render_sharding
 from hybridpp.config import ParallelConfig, PartitionConfig, Precision, ZeroConfig
 from hybridpp.errors import ConfigError, HybridppError
@@ -36,58 +36,17 @@ from hybridpp.precision import (
     working_dtype,
     wrap_dtype_boundaries,
 )
+from hybridpp.text_table import TextTable
 
 # Adam's states per weight.
 _ADAMS = 2
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
-    parser.add_argument(
-        "--model",
-        required=True,
-        help="folder with a config.json, name on the Hugging Face hub, or module:function of your own",
-    )
-    parser.add_argument("--pp-size", type=positive, required=True, help="number of pipeline stages")
-    parser.add_argument("--tp-size", type=positive, default=1, help="tensor-parallel ranks (default: 1)")
-    parser.add_argument(
-        "--enable-sequence-parallelism", action="store_true", help="shard sequences over the tensor-parallel ranks"
-    )
-    parser.add_argument("--task", help="CausalLM, ImageClassification, ...; default: the class in config.json")
-    parser.add_argument(
-        "--balance", choices=("flops", "parameters"), default="flops", help="what is balanced over the stages"
-    )
-    parser.add_argument("--memory-limit", metavar="SIZE", help="for a rank's parameters in training, as 16GiB")
-    parser.add_argument("--layers-per-stage", type=_counts, metavar="N,N,...", help="blocks of each stage")
-    parser.add_argument("--split-points", type=_points, metavar="NAME:SIDE,...", help="SIDE is before or after")
-    parser.add_argument("--precision", choices=tuple(map(str, Precision)), default="fp16", help="default: fp16")
-    parser.add_argument(
-        "--zero-stage",
-        type=int,
-        choices=(0, 1, 2, 3),
-        default=0,
-        help="what replicas divide: 1: optimizer state and masters; 2: also gradients; 3: also weights",
-    )
-    parser.add_argument(
-        "--zero-size", type=positive, help="neighbouring replicas that divide it among themselves (default: all)"
-    )
-    parser.add_argument(
-        "--offload-optimizer",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="of masters and states in host memory",
-    )
-    parser.add_argument("--world-size", type=positive, help="ranks of the job (default: one replica)")
-    parser.add_argument("--batch-size", type=positive, default=1, help="samples of a micro-batch (default: 1)")
-    parser.add_argument("--sequence-length", type=positive, help="tokens of a text (default: 128, or what fits)")
-
-
-def run(arguments: Namespace) -> str:
-    """Returns the table."""
+def run(arguments: PartitionArguments) -> None:
+    """Print the tables."""
     partition = PartitionConfig(
-        layers_per_stage=arguments.layers_per_stage,
-        split_points=arguments.split_points,
+        layers_per_stage=_counts(arguments.layers_per_stage),
+        split_points=_points(arguments.split_points),
         balance=arguments.balance,
         memory_limit=arguments.memory_limit,
     )
@@ -99,45 +58,65 @@ def run(arguments: Namespace) -> str:
         pp_size=arguments.pp_size,
         enable_sequence_parallelism=arguments.enable_sequence_parallelism,
     )
-    num_replicas = parallel.dp_size(arguments.world_size or arguments.tp_size * arguments.pp_size)
+    num_replicas = _num_replicas(arguments, parallel)
+    zero = given.among(num_replicas)
+    with working("build the model on the meta device") as now:
+        own = _own_model(arguments)
+        model = build(load_config(arguments.model), arguments.task) if own is None else own.model
+        if arguments.tp_size > 1:
+            now("search how its layers can be sharded")
+        division = preview_sharding(model, parallel) if arguments.tp_size > 1 else None
+        casted = _casted(model, Precision(arguments.precision))
+        shapes = division.shapes if division else {}
+        spec = _state_spec(arguments, zero, num_replicas)
+        state_bytes = _state_bytes(model, casted, spec, shapes)
+        sizes = {name: parts.total for name, parts in state_bytes.items()}
+        held = MemoryBudget(sizes=sizes, ranks=range(arguments.pp_size), limit=partition.limit_bytes)
+        now("trace the model")
+        stages = _describe(model, arguments, partition, casted, held, own and own.sample)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    shares = _shares(model, casted, shapes) if division else None
+    parts: list[str | TextTable] = [f"{type(model).__name__}, {_chosen_by(partition)}", ""]
+    parts += render_cut(stages, num_parameters, own.batch_size if own else arguments.batch_size, shares)
+    if arguments.world_size or arguments.zero_stage or zero.offload_optimizer:
+        host_bytes = _host_bytes(model, casted, spec, shapes) if zero.offload_optimizer else None
+        parts += ["", *render_memory(stages, state_bytes, num_replicas, given, host_bytes)]
+    if division is not None:
+        parts += ["", *render_sharding(model, division, arguments.tp_size)]
+    show(*parts)
+
+
+def _own_model(arguments: PartitionArguments) -> OwnModel | None:
+    """The user's model, if that is what ``--model`` names."""
+    if not is_own_model(arguments.model):
+        return None
+    if arguments.task or arguments.tp_size > 1:
+        flag = "--task" if arguments.task else "--tp-size"
+        raise ConfigError(f"{flag} is for models of Hugging Face: got --model {arguments.model}. Leave it out.")
+    return load_own_model(arguments.model)
+
+
+def _num_replicas(arguments: PartitionArguments, parallel: ParallelConfig) -> int:
+    size = arguments.tp_size * arguments.pp_size
+    num_replicas = parallel.dp_size(arguments.world_size or size)
     if arguments.zero_stage and num_replicas == 1:
         raise ConfigError(
             f"zero_stage={arguments.zero_stage} divides over replicas, and there is one. Pass the ranks of the job as "
-            f"--world-size: a multiple of {arguments.tp_size * arguments.pp_size}."
+            f"--world-size: a multiple of {size}."
         )
-    zero = given.among(num_replicas)
-    own = load_own_model(arguments.model) if is_own_model(arguments.model) else None
-    if own is not None and (arguments.task or arguments.tp_size > 1):
-        flag = "--task" if arguments.task else "--tp-size"
-        raise ConfigError(f"{flag} is for models of Hugging Face: got --model {arguments.model}. Leave it out.")
-    model = build(load_config(arguments.model), arguments.task) if own is None else own.model
-    division = preview_sharding(model, parallel) if arguments.tp_size > 1 else None
-    casted = _casted(model, Precision(arguments.precision))
-    shapes = division.shapes if division else {}
-    precision = Precision(arguments.precision)
+    return num_replicas
+
+
+def _state_spec(arguments: PartitionArguments, zero: ZeroConfig, num_replicas: int) -> TrainingStateSpec:
     num_shards = zero.num_shards(num_replicas)
-    spec = TrainingStateSpec(
+    return TrainingStateSpec(
         _ADAMS,
-        precision is not Precision.FP32,
+        Precision(arguments.precision) is not Precision.FP32,
         num_shards,
         num_shards if zero.reduces_each_microbatch else 1,
         zero.offload_optimizer,
         zero.weight_copies(num_shards, arguments.pp_size),
     )
-    state_bytes = _state_bytes(model, casted, spec, shapes)
-    sizes = {name: parts.total for name, parts in state_bytes.items()}
-    held = MemoryBudget(sizes=sizes, ranks=range(arguments.pp_size), limit=partition.limit_bytes)
-    stages = _describe(model, arguments, partition, casted, held, own and own.sample)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    first = f"{type(model).__name__}, {_chosen_by(partition)}\n\n"
-    shares = _shares(model, casted, shapes) if division else None
-    parts = [first + render_cut(stages, num_parameters, own.batch_size if own else arguments.batch_size, shares)]
-    if arguments.world_size or arguments.zero_stage or zero.offload_optimizer:
-        host_bytes = _host_bytes(model, casted, spec, shapes) if zero.offload_optimizer else None
-        parts.append(render_memory(stages, state_bytes, num_replicas, given, host_bytes))
-    if division is not None:
-        parts.append(render_sharding(model, division, arguments.tp_size))
-    return "\n\n".join(parts)
 
 
 def _casted(model: nn.Module, precision: Precision) -> dict[int, torch.dtype]:
@@ -193,7 +172,7 @@ class _DoesNotRun(ConfigError):
 
 def _describe(
     model: nn.Module,
-    arguments: Namespace,
+    arguments: PartitionArguments,
     partition: PartitionConfig,
     casted: Mapping[int, torch.dtype],
     held: MemoryBudget,
@@ -237,15 +216,29 @@ def _chosen_by(partition: PartitionConfig) -> str:
     return f"balanced by {partition.balance}"
 
 
-def _counts(text: str) -> list[int]:
-    return [positive(count.strip()) for count in text.split(",")]
+def _counts(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    counts = [count.strip() for count in text.split(",")]
+    for count in counts:
+        if not count.isdecimal() or int(count) < 1:
+            raise ConfigError(
+                f"--layers-per-stage takes integers of at least 1, separated by commas: got {count!r}. Pass one for "
+                "each stage, as 3,4,4,3."
+            )
+    return [int(count) for count in counts]
 
 
-def _points(text: str) -> dict[str, str]:
+def _points(text: str | None) -> dict[str, str] | None:
+    if text is None:
+        return None
     points = {}
     for point in text.split(","):
         name, colon, side = point.strip().rpartition(":")
         if not colon:
-            raise ArgumentTypeError(f"{point!r} is not NAME:before or NAME:after")
+            raise ConfigError(
+                f"--split-points takes NAME:before or NAME:after, separated by commas: got {point!r}. Pass the names "
+                "of blocks, as model.layers.4:before."
+            )
         points[name] = side
     return points

@@ -1,10 +1,11 @@
 """``hybridpp schedule``: print, draw, save, check and compare schedules."""
 
-from argparse import ArgumentParser, Namespace
 from functools import partial
 
+from hybridpp.cli.commands.schedule import ScheduleArguments
 from hybridpp.cli.files import write
-from hybridpp.cli.schedule_source import add_sizes, load_plan, programs_of, sizes
+from hybridpp.cli.output import show
+from hybridpp.cli.schedule_source import load_plan, programs_of, sizes
 from hybridpp.errors import ConfigError
 from hybridpp.schedule import (
     SCHEDULES,
@@ -18,48 +19,37 @@ from hybridpp.schedule import (
     save_schedule,
 )
 from hybridpp.simulate import Costs, simulate
-from hybridpp.text_table import text_table
+from hybridpp.text_table import TextTable
 from hybridpp.timeline import Timeline, draw
 
 _UNITS = "F, I and W take one slot each, B two, messages none"
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
-    names = ", ".join(SCHEDULES)
-    parser.add_argument(
-        "words", nargs="*", metavar="NAME | FILE | check FILE", help=f"one of {names}; or a .csv or .json file"
-    )
-    add_sizes(parser)
-    parser.add_argument("--compare", action="store_true", help="a table of all schedules at these sizes")
-    parser.add_argument("--draw", metavar="FILE", help="draw it, into a .svg, .png or .pdf file")
-    parser.add_argument("--save", metavar="FILE", help="write it to a .csv or .json file")
-
-
-def run(arguments: Namespace) -> str:
-    """Returns the grid, the table, or the result of the check."""
+def run(arguments: ScheduleArguments) -> None:
+    """Print the grid, the table, or the result of the check."""
     writes = arguments.draw is not None or arguments.save is not None
-    match arguments.words:
+    match arguments.words or []:
         case [] if arguments.compare and not writes:
-            return compare(*sizes(arguments), arguments.chunks)
+            show(*compare(*sizes(arguments), arguments.chunks))
         case ["check", path] if not arguments.compare and not writes:
-            return f"OK: {summary(load_plan(path, arguments))}"
+            show(f"OK: {summary(load_plan(path, arguments))}")
         case [text] if not arguments.compare and text != "check":
-            return _show(text, arguments)
-    raise ConfigError(
-        "these arguments do not go together. Use hybridpp schedule NAME or hybridpp schedule FILE, with or without "
-        "--draw and --save, hybridpp schedule check FILE, or hybridpp schedule --compare."
-    )
+            _show(text, arguments)
+        case _:
+            raise ConfigError(
+                "these arguments do not go together. Use hybridpp schedule NAME or hybridpp schedule FILE, with or "
+                "without --draw and --save, hybridpp schedule check FILE, or hybridpp schedule --compare."
+            )
 
 
-def _show(text: str, arguments: Namespace) -> str:
+def _show(text: str, arguments: ScheduleArguments) -> None:
     programs = programs_of(text, arguments)
     lines = [render_grid(programs), summary(programs)]
     if arguments.draw is not None:
         lines.append(write(arguments.draw, partial(draw, {text: _timeline(programs)})))
     if arguments.save is not None:
         lines.append(write(arguments.save, partial(save_schedule, programs)))
-    return "\n".join(lines)
+    show(*lines)
 
 
 def _timeline(programs: Programs) -> Timeline:
@@ -76,14 +66,14 @@ def summary(programs: Programs) -> str:
     )
 
 
-def compare(num_ranks: int, num_microbatches: int, num_chunks: int | None) -> str:
+def compare(num_ranks: int, num_microbatches: int, num_chunks: int | None) -> list[str | TextTable]:
     """A table with a line per schedule, and a legend."""
     rows = []
     for name, entry in SCHEDULES.items():
         programs = make_schedule(name, num_ranks, num_microbatches, num_chunks if entry.takes_chunks else None)
         rows.append((name, *_facts(programs, num_microbatches)))
-    lines = [
-        text_table(("schedule", "ranks", "stages", "idle", "activations", "messages"), rows),
+    return [
+        TextTable(("schedule", "ranks", "stages", "idle", "activations", "messages"), rows),
         "",
         *(f"{entry.name}: {entry.summary}" for entry in SCHEDULES.values()),
         "",
@@ -91,7 +81,6 @@ def compare(num_ranks: int, num_microbatches: int, num_chunks: int | None) -> st
         "activations: the largest number that a rank holds, in micro-batches of 1/ranks of the model",
         "messages: between ranks, per micro-batch",
     ]
-    return "\n".join(lines)
 
 
 def _facts(programs: Programs, num_microbatches: int) -> tuple[str, ...]:

@@ -1,22 +1,14 @@
 """The schedule of a command: by name and sizes, or from a file."""
 
-from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from hybridpp.cli.argtypes import positive
+from hybridpp.cli.commands.sizes import Sizes
 from hybridpp.cli.files import reading
 from hybridpp.errors import ConfigError
 from hybridpp.schedule import Programs, check_on_devices, check_program, load_schedule, make_schedule
 
 
-def add_sizes(parser: ArgumentParser) -> None:
-    """Declare the flags for the sizes of a named schedule."""
-    parser.add_argument("--stages", type=positive, metavar="N", help="ranks of the pipeline, the plugin's pp_size")
-    parser.add_argument("--microbatches", type=positive, metavar="N", help="micro-batches per batch")
-    parser.add_argument("--chunks", type=positive, metavar="N", help="stages per rank, if the schedule allows a choice")
-
-
-def sizes(arguments: Namespace) -> tuple[int, int]:
+def sizes(arguments: Sizes) -> tuple[int, int]:
     """The numbers of ranks and micro-batches.
 
     Raises:
@@ -27,7 +19,7 @@ def sizes(arguments: Namespace) -> tuple[int, int]:
     return arguments.stages, arguments.microbatches
 
 
-def programs_of(text: str, arguments: Namespace) -> Programs:
+def programs_of(text: str, arguments: Sizes) -> Programs:
     """The programs of a schedule by its name and sizes, or from a file, checked.
 
     Raises:
@@ -39,7 +31,7 @@ def programs_of(text: str, arguments: Namespace) -> Programs:
     return make_schedule(text, *sizes(arguments), arguments.chunks)
 
 
-def load_plan(path: str, arguments: Namespace) -> Programs:
+def load_plan(path: str, arguments: Sizes) -> Programs:
     """The programs of a file, checked.
 
     Raises:

@@ -11,7 +11,7 @@ from hybridpp.config import ParallelConfig
 from hybridpp.errors import ConfigError
 from hybridpp.partition import find_units
 from hybridpp.plugin import PreviewsTensorParallel, TensorParallelPreview, plugin_class
-from hybridpp.text_table import text_table
+from hybridpp.text_table import TextTable
 
 _PLUGIN = "hybrid_parallel"
 _REPLICATED = "replicated"
@@ -47,7 +47,7 @@ class _Row(NamedTuple):
     sizes: list[tuple[int, int]]
 
 
-def render_sharding(model: nn.Module, division: TensorParallelPreview, tp_size: int) -> str:
+def render_sharding(model: nn.Module, division: TensorParallelPreview, tp_size: int) -> list[str | TextTable]:
     """A line per kind of module, then the reasons why the others are replicated on every rank.
 
     Args:
@@ -71,9 +71,14 @@ def render_sharding(model: nn.Module, division: TensorParallelPreview, tp_size: 
         for (pattern, style), row in rows.items()
     ]
     replicated = [owner for (_, style), row in rows.items() if style == _REPLICATED for owner in row.owners]
-    text = text_table(("layer", "style", "parameters", "per rank"), cells)
-    lines = [f"each stage's layers over {tp_size} ranks", "", text, *_reasons(model, replicated, division.reasons)]
-    return "\n".join([*lines, *_differences(division.differences), *_sequences(division, tp_size)])
+    return [
+        f"each stage's layers over {tp_size} ranks",
+        "",
+        TextTable(("layer", "style", "parameters", "per rank"), cells),
+        *_reasons(model, replicated, division.reasons),
+        *_differences(division.differences),
+        *_sequences(division, tp_size),
+    ]
 
 
 def _differences(differences: Iterable[str]) -> list[str]:

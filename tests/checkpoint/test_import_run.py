@@ -147,8 +147,8 @@ def test_what_is_no_model_is_named_and_nothing_is_overwritten(tmp_path, call):
     (tmp_path / "empty").mkdir()
     for name, text in {
         "none": "there is no folder or file",
-        "list.pt": "holds a list. Save a state dict",
-        "epoch.pt": "holds no weights, but ['epoch']. Save the model's state_dict() under 'model'.",
+        "list.pt": "holds a list.\nSave a state dict",
+        "epoch.pt": "holds no weights, but ['epoch'].\nSave the model's state_dict() under 'model'.",
         "empty": "holds no *.safetensors file",
     }.items():
         assert text in call("import", tmp_path / name, tmp_path / "run", code=2)

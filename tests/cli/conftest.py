@@ -21,14 +21,17 @@ def printed(command, tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def refused(command, tmp_path, monkeypatch, capsys):
-    """The line on stderr that the command ends with, run in an empty folder."""
+    """The two lines on stderr that the command ends with, run in an empty folder, joined by a space.
+
+    Where an error tells no way out, the second line names the help, which is left out here.
+    """
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
         assert main([command, *arguments]) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
-        assert captured.err.count("\n") == 1
-        return captured.err.rstrip("\n")
+        rule, way_out = captured.err.removesuffix("\n").split("\n")
+        return rule if way_out == f"See hybridpp {command} --help." else f"{rule} {way_out}"
 
     return run

@@ -58,8 +58,9 @@ def test_verify_finds_a_flipped_bit_and_names_the_file(path, capsys):
     data[-1] ^= 1
     file.write_bytes(data)
     code, text = output(capsys, "verify", path)
-    assert code == 2
-    assert f"holds damaged checkpoints. step 1: {file.name} is damaged" in text
+    assert code == 1
+    assert [re.split(r" +\| +", line.strip())[-1] for line in text.splitlines()[2:4]] == ["intact", "damaged"]
+    assert f"\nstep 1: {file.name} is damaged: it does not have the digest that it was written with.\n" in text
     assert output(capsys, "verify", path, "--step", 2)[0] == 0
 
 
@@ -85,8 +86,8 @@ def test_show_tells_what_a_checkpoint_holds(path, capsys):
 def test_a_folder_without_checkpoints_is_one_line(tmp_path, capsys, action):
     code, text = output(capsys, action, tmp_path / "none")
     assert code == 2
-    assert text == f"hybridpp: {tmp_path / 'none'} holds no checkpoint. Pass the folder that booster.save was given.\n"
+    assert text == f"hybridpp: {tmp_path / 'none'} holds no checkpoint.\nPass the folder that booster.save was given.\n"
 
 
 def test_a_step_that_is_not_there_is_named(path, capsys):
-    assert "holds no checkpoint of step 7. It holds [2, 1]." in output(capsys, "show", path, "--step", 7)[1]
+    assert "holds no checkpoint of step 7.\nIt holds [2, 1]." in output(capsys, "show", path, "--step", 7)[1]

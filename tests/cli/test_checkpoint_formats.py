@@ -142,7 +142,7 @@ def test_a_resharded_checkpoint_resumes_as_the_old_one(runs, tmp_path, call):
 
     assert losses(tmp_path / "new") == losses(runs / "plain")
     again = call("reshard", runs / "plain", tmp_path / "new", code=2)
-    assert "holds a checkpoint of step 1, which is not overwritten. Pass another folder." in again
+    assert "holds a checkpoint of step 1, which is not overwritten.\nPass another folder." in again
 
 
 @pytest.mark.parametrize("action", [("export", "--to", "torch"), ("export", "--to", "dcp"), ("reshard",)])
@@ -161,9 +161,9 @@ def test_a_damaged_checkpoint_is_written_in_no_format(runs, tmp_path, call, acti
 def test_what_is_there_is_not_overwritten_and_what_fails_leaves_nothing(runs, tmp_path, call, monkeypatch):
     (tmp_path / "out").write_text("mine")
     text = call("export", runs / "plain", tmp_path / "out", "--to", "hf", code=2)
-    assert text == (f"hybridpp: {tmp_path / 'out'} exists, and is not overwritten. Remove it, or pass another path.\n")
+    assert text == (f"hybridpp: {tmp_path / 'out'} exists, and is not overwritten.\nRemove it, or pass another path.\n")
     text = call("export", runs / "plain", tmp_path / "new", "--to", "hf", "--model", 1, code=2)
-    assert "holds 1 models: got --model 1. The first one is 0." in text
+    assert "holds 1 models: got --model 1.\nThe first one is 0." in text
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -190,6 +190,6 @@ def test_several_models_are_named(tmp_path, call):
         booster.boost(nn.Linear(width, 1), sample=torch.zeros(1, width))
     booster.save(tmp_path / "run", step=1)
     text = call("export", tmp_path / "run", tmp_path / "out", "--to", "torch", code=2)
-    assert "holds several models: 0 (Linear), 1 (Linear). Choose one by --model." in text
+    assert "holds several models: 0 (Linear), 1 (Linear).\nChoose one by --model." in text
     call("export", tmp_path / "run", tmp_path / "out", "--to", "torch", "--model", 1)
     assert torch.load(tmp_path / "out", weights_only=True)["model"]["weight"].shape == (1, 3)

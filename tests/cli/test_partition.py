@@ -202,7 +202,8 @@ def test_what_the_models_own_plan_says_otherwise_is_listed():
     model = ViTForImageClassification(VIT)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     told = tuple(f"vit.layers.{n}.mlp.fc1: rowwise in the model's own plan, column here" for n in range(2))
-    assert render_sharding(model, TensorParallelPreview({}, {}, shapes, differences=told), 2).endswith(
+    parts = render_sharding(model, TensorParallelPreview({}, {}, shapes, differences=told), 2)
+    assert "\n".join(map(str, parts)).endswith(
         "\n\nthe model's own plan (_tp_plan) differs:\n"
         "  vit.layers.*.mlp.fc1: rowwise in the model's own plan, column here"
     )
@@ -213,7 +214,7 @@ def test_what_keeps_whole_sequences_is_named():
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     block = SequenceParallelBlock(("attention",), ("attention.o_proj",), ("mlp",))
     division = TensorParallelPreview({}, {}, shapes, {"vit.layers.0": block}, {"vit.layers.1": "it mixes places"})
-    assert render_sharding(model, division, 2).endswith(
+    assert "\n".join(map(str, render_sharding(model, division, 2))).endswith(
         "  vit.layers.*: gathered before attention; reduce-scattered after attention.o_proj; unsharded in mlp.\n"
         "\n"
         "unsharded sequences on every rank:\n"

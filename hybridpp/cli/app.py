@@ -1,0 +1,107 @@
+"""The command line: its commands, what is said when one fails, and the exit code.
+
+Exit codes: 0: done. 1: the command ran, and what it examined has a problem, which it printed (``doctor``). 2: it could
+not do what was asked, for the reason in two lines on stderr. 130: interrupted. ``hybridpp run`` ends with that of the
+program that it starts.
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+import hybridpp
+from hybridpp.cli.command import Command, Group
+from hybridpp.cli.commands.checkpoint import CHECKPOINT
+from hybridpp.cli.commands.partition import PARTITION
+from hybridpp.cli.commands.schedule import SCHEDULE
+from hybridpp.cli.commands.simulate import SIMULATE
+from hybridpp.errors import ConfigError, HybridppError
+
+COMMANDS: tuple[Command | Group, ...] = (PARTITION, SCHEDULE, SIMULATE, CHECKPOINT)
+
+_CODES = "Exit codes: 0: done. 1: a problem was found, and printed. 2: refused, for the reason in two lines."
+_REFUSED = 2
+
+
+class _Named(TyperGroup):
+    """Commands, of which an unknown name lists the known ones."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the first of ``args`` names."""
+        if args[0] not in self.commands and not ctx.resilient_parsing:
+            names = ", ".join(self.list_commands(ctx))
+            raise ConfigError(f"{ctx.command_path} has no command {args[0]!r}. Use one of {names}.")
+        return super().resolve_command(ctx, args)
+
+
+class _Root(_Named):
+    """All commands; errors of their work become two lines, while the command's name is known."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            returned = super().invoke(ctx)
+            sys.stdout.flush()
+        except HybridppError as error:
+            message = str(error)
+        except OSError as error:
+            if error.filename is None:  # a pipe that closed, which typer handles
+                raise
+            message = f"{error.filename}: {(error.strerror or str(error)).lower()}. Check the path and its permissions."
+        else:
+            return returned
+        _tell(message, f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip())
+        raise typer.Exit(_REFUSED)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run ``hybridpp`` with these arguments; returns the exit code."""
+    try:
+        code = get_command(application()).main(list(arguments), prog_name="hybridpp", standalone_mode=False)
+    except typer.TyperException as error:  # arguments that are missing or wrong
+        context = getattr(error, "ctx", None)
+        # "Value error, " comes from pydantic, which reads the values of typer's options.
+        message = error.format_message().replace("Value error, ", "").rstrip(".") + "."
+        _tell(message[:1].lower() + message[1:], "hybridpp" if context is None else context.command_path)
+        return _REFUSED
+    return int(code or 0)
+
+
+def application() -> typer.Typer:
+    """The commands, for typer."""
+    app = typer.Typer(cls=_Root, help="Hybrid-parallel training for PyTorch.", epilog=_CODES, rich_markup_mode=None)
+    app.callback(context_settings={"max_content_width": 120})(_root)
+    for entry in COMMANDS:
+        if isinstance(entry, Group):
+            group = typer.Typer(cls=_Named, name=entry.name, help=entry.help, rich_markup_mode=None)
+            for command in entry.commands:
+                command.register(group)
+            app.add_typer(group)
+        else:
+            entry.register(app)
+    return app
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        sys.stdout.write(f"hybridpp {hybridpp.__version__}\n")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and exit.")
+    ] = False,
+) -> None:
+    """Hybrid-parallel training for PyTorch."""
+
+
+def _tell(message: str, command: str) -> None:
+    """Print an error on stderr: a line with the rule and the values, a line with the way out."""
+    rule, *way_out = re.split(r"(?<=\.)\s+(?=[A-Z])", " ".join(message.split()), maxsplit=1)
+    sys.stderr.write(f"hybridpp: {rule}\n{way_out[0] if way_out else f'See {command} --help.'}\n")

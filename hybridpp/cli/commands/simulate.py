@@ -1,0 +1,50 @@
+"""``hybridpp simulate``: its arguments."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from hybridpp.cli.argtypes import argument, count, option
+from hybridpp.cli.command import Command
+from hybridpp.cli.commands.sizes import Sizes
+from hybridpp.schedule import SCHEDULES
+
+
+def _cost(help: str) -> Any:
+    return option(help, "X[,X...]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateArguments(Sizes):
+    """Simulate the time of a step from the costs of its stages.
+
+    Times are milliseconds per micro-batch, bytes per stage. X is one number for all stages; X,X,... is one per stage.
+    """
+
+    schedule: Annotated[str, argument(f"One of {', '.join(SCHEDULES)}; or a .csv or .json file.", "SCHEDULE")]
+    forward_ms: Annotated[str | None, _cost("A stage's forward (default: 1).")] = None
+    input_gradient_ms: Annotated[str | None, _cost("I, the first half of a backward (default: 1).")] = None
+    weight_gradient_ms: Annotated[str | None, _cost("W, the second half (default: 1).")] = None
+    backward_ms: Annotated[str | None, _cost("An unsplit backward (default: I + W).")] = None
+    send_ms: Annotated[str | None, _cost("A message between ranks (default: 0).")] = None
+    post_ms: Annotated[str | None, _cost("What a rank spends on a message (default: 0).")] = None
+    reduce_ms: Annotated[str | None, _cost("Reducing a stage's gradients (default: 0).")] = None
+    activation_bytes: Annotated[str | None, _cost("Held from forward to backward.")] = None
+    weight_gradient_bytes: Annotated[str | None, _cost("Held from I to W.")] = None
+    costs: Annotated[str | None, option("Take these from a JSON file.", "FILE")] = None
+    measured: Annotated[str | None, option("Take times from a measured timeline (JSON).", "FILE")] = None
+    steps: Annotated[int, count("Steps in a row.")] = 1
+    barrier: Annotated[bool, option("Ranks wait between steps (fp16, clipping).", name="--barrier")] = False
+    draw: Annotated[str | None, option("Draw it: .svg, .png or .pdf.", "FILE")] = None
+    trace: Annotated[str | None, option("Write a trace for ui.perfetto.dev.", "FILE")] = None
+
+
+SIMULATE = Command(
+    name="simulate",
+    arguments=SimulateArguments,
+    work="hybridpp.cli.simulate:run",
+    examples=(
+        "hybridpp simulate 1f1b --stages 4 --microbatches 16 --forward-ms 2,2,2,3",
+        "hybridpp simulate mine.csv --costs costs.json --draw mine.svg",
+        "hybridpp simulate zb-h1 --stages 2 --microbatches 4 --measured step.json",
+    ),
+)

@@ -1,0 +1,168 @@
+"""What every command shares: errors in two lines, exit codes, help, completion."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import typer
+from support import ROOT
+
+from hybridpp.cli import main
+from hybridpp.cli.app import COMMANDS
+from hybridpp.cli.command import Command, Group
+
+PATHS = [
+    [*([entry.name] if isinstance(entry, Group) else []), command.name]
+    for entry in COMMANDS
+    for command in (entry.commands if isinstance(entry, Group) else [entry])
+]
+BY_PATH = {
+    tuple(path): command
+    for path, command in zip(
+        PATHS,
+        (one for entry in COMMANDS for one in (entry.commands if isinstance(entry, Group) else [entry])),
+        strict=True,
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        ([], ["missing command.", "See hybridpp --help."]),
+        (["brew"], ["hybridpp has no command 'brew'.", "Use one of partition, schedule, "]),
+        (["checkpoint"], ["missing command.", "See hybridpp checkpoint --help."]),
+        (["checkpoint", "brew"], ["hybridpp checkpoint has no command 'brew'.", "Use one of list, verify, show, "]),
+        (["partition", "--model", "x"], ["missing option '--pp-size'.", "See hybridpp partition --help."]),
+        (["partition", "--zzz"], ["no such option: --zzz.", "See hybridpp partition --help."]),
+        (
+            ["partition", "--model", "x", "--pp-size", "0"],
+            [
+                "invalid value for '--pp-size': '0' is not an integer of at least 1.",
+                "See hybridpp partition --help.",
+            ],
+        ),
+        (
+            ["partition", "--model", "x", "--pp-size", "2", "--zero-stage", "7"],
+            ["invalid value for '--zero-stage': '7' is not one of '0', '1', '2', '3'.", "See hybridpp partition "],
+        ),
+        (
+            ["partition", "--model", "x", "--pp-size", "2", "--layers-per-stage", "1,b"],
+            [
+                "--layers-per-stage takes integers of at least 1, separated by commas: got 'b'.",
+                "Pass one for each stage, as 3,4,4,3.",
+            ],
+        ),
+        (
+            ["partition", "--model", "x", "--pp-size", "2", "--split-points", "a.b"],
+            [
+                "--split-points takes NAME:before or NAME:after, separated by commas: got 'a.b'.",
+                "Pass the names of blocks, as model.layers.4:before.",
+            ],
+        ),
+        (
+            ["schedule", "check", "none.csv"],
+            ["none.csv cannot be read: no such file or directory.", "See hybridpp schedule --help."],
+        ),
+    ],
+    ids=lambda value: " ".join(value) if value and value[0][:1].islower() else None,
+)
+def test_an_error_is_two_lines_and_exit_code_2(capsys, arguments, lines):
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    rule, way_out = printed.err.splitlines()
+    assert rule == f"hybridpp: {lines[0]}"
+    assert way_out.startswith(lines[1])
+
+
+def test_a_file_that_may_not_be_read_is_two_lines(capsys, tmp_path):
+    folder = tmp_path / "plan.csv"
+    folder.mkdir()
+    assert main(["schedule", "check", str(folder)]) == 2
+    assert capsys.readouterr().err.splitlines()[0] == f"hybridpp: {folder} cannot be read: is a directory."
+
+
+def test_what_a_command_did_not_expect_keeps_its_traceback(monkeypatch):
+    def fail(arguments):
+        raise KeyError("a defect")
+
+    monkeypatch.setattr("hybridpp.cli.schedule.run", fail)
+    with pytest.raises(KeyError, match="a defect"):
+        main(["schedule"])
+
+
+def test_a_file_error_of_a_command_is_two_lines(capsys, monkeypatch):
+    def fail(arguments):
+        raise PermissionError(13, "Permission denied", "/x/y")
+
+    monkeypatch.setattr("hybridpp.cli.schedule.run", fail)
+    assert main(["schedule"]) == 2
+    assert capsys.readouterr().err == ("hybridpp: /x/y: permission denied.\nCheck the path and its permissions.\n")
+
+
+def test_a_command_that_found_a_problem_or_was_interrupted_has_another_exit_code(monkeypatch):
+    def found(arguments):
+        raise typer.Exit(1)
+
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hybridpp.cli.schedule.run", found)
+    assert main(["schedule"]) == 1
+    monkeypatch.setattr("hybridpp.cli.schedule.run", interrupted)
+    assert main(["schedule"]) == 130
+
+
+@pytest.mark.parametrize("path", PATHS, ids=" ".join)
+def test_help_fits_a_screen_and_ends_with_examples_that_parse(path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("hybridpp.cli.command.Command.call", lambda self, arguments: None)
+    assert main([*path, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 40
+    examples = [line.strip() for line in text.partition("Examples:\n")[2].splitlines()]
+    assert examples == list(BY_PATH[tuple(path)].examples)
+    for example in examples:
+        program, *arguments = example.split()
+        assert program == "hybridpp"
+        assert arguments[: len(path)] == path
+        assert main(arguments) == 0
+
+
+def test_help_tells_the_exit_codes(capsys):
+    assert main(["--help"]) == 0
+    assert "Exit codes: 0: done. 1: a problem was found" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_version_is_printed(capsys):
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"hybridpp \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("words", "found"), [("hybridpp sim", "simulate"), ("hybridpp checkpoint export --t", "--to")])
+def test_shells_complete_commands_and_options(words, found):
+    environment = {
+        **os.environ,
+        "_HYBRIDPP_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+    }
+    command = [sys.executable, "-c", "from hybridpp.cli import main; main()"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == [found]
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    command = f"{sys.executable} -m hybridpp schedule gpipe --stages 64 --microbatches 512 | head -c 10"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("rank 0  | ", "")
+
+
+def test_names_of_commands_differ_and_their_arguments_are_frozen():
+    assert len(BY_PATH) == len(PATHS)
+    for command in BY_PATH.values():
+        assert isinstance(command, Command)
+        assert command.arguments.__dataclass_params__.frozen
