@@ -1,8 +1,8 @@
 """The command line: its commands, what is said when one fails, and the exit code.
 
-Exit codes: 0: done. 1: the command ran, and what it examined has a problem, which it printed (``doctor``). 2: it could
-not do what was asked, for the reason in two lines on stderr. 130: interrupted. ``hybridpp run`` ends with that of the
-program that it starts.
+Exit codes: 0: done. 1: the command ran, and what it examined has a problem, which it printed. 2: it could not do what
+was asked, for the reason in two lines on stderr. 130: interrupted. ``hybridpp run`` has codes of its own, in
+``hybridpp/cluster/exit_codes.py``.
 """
 
 import re
@@ -15,17 +15,24 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 import hybridpp
-from hybridpp.cli.command import Command, Group
+from hybridpp.cli.command import Command, CommandGroup
 from hybridpp.cli.commands.checkpoint import CHECKPOINT
+from hybridpp.cli.commands.estimate import ESTIMATE
 from hybridpp.cli.commands.partition import PARTITION
+from hybridpp.cli.commands.plan import PLAN
+from hybridpp.cli.commands.profile import PROFILE
+from hybridpp.cli.commands.run import RUN
 from hybridpp.cli.commands.schedule import SCHEDULE
 from hybridpp.cli.commands.simulate import SIMULATE
 from hybridpp.errors import ConfigError, HybridppError
 
-COMMANDS: tuple[Command | Group, ...] = (PARTITION, SCHEDULE, SIMULATE, CHECKPOINT)
+COMMANDS: tuple[Command | CommandGroup, ...] = (RUN, ESTIMATE, PLAN, PROFILE, PARTITION, SCHEDULE, SIMULATE, CHECKPOINT)
 
 _CODES = "Exit codes: 0: done. 1: a problem was found, and printed. 2: refused, for the reason in two lines."
 _REFUSED = 2
+# The base class of what typer raises for arguments; its name depends on the version (TyperException since 0.28).
+_BASES: tuple[type[Any], ...] = typer.BadParameter.__mro__
+_WrongArguments = _BASES[_BASES.index(Exception) - 1]
 
 
 class _Named(TyperGroup):
@@ -63,10 +70,13 @@ def run(arguments: Sequence[str]) -> int:
     """Run ``hybridpp`` with these arguments; returns the exit code."""
     try:
         code = get_command(application()).main(list(arguments), prog_name="hybridpp", standalone_mode=False)
-    except typer.TyperException as error:  # arguments that are missing or wrong
+    except _WrongArguments as error:  # arguments that are missing or wrong
         context = getattr(error, "ctx", None)
         # "Value error, " comes from pydantic, which reads the values of typer's options.
-        message = error.format_message().replace("Value error, ", "").rstrip(".") + "."
+        # "(env var: 'None')" comes from click, on which typer was built before 0.26.
+        message = (
+            error.format_message().replace("Value error, ", "").replace(" (env var: 'None')", "").rstrip(".") + "."
+        )
         _tell(message[:1].lower() + message[1:], "hybridpp" if context is None else context.command_path)
         return _REFUSED
     return int(code or 0)
@@ -77,7 +87,7 @@ def application() -> typer.Typer:
     app = typer.Typer(cls=_Root, help="Hybrid-parallel training for PyTorch.", epilog=_CODES, rich_markup_mode=None)
     app.callback(context_settings={"max_content_width": 120})(_root)
     for entry in COMMANDS:
-        if isinstance(entry, Group):
+        if isinstance(entry, CommandGroup):
             group = typer.Typer(cls=_Named, name=entry.name, help=entry.help, rich_markup_mode=None)
             for command in entry.commands:
                 command.register(group)

@@ -5,6 +5,8 @@ from typing import Any
 
 import typer
 
+from hybridpp.errors import ConfigError
+
 # Parsers also get defaults, which are no text.
 
 
@@ -30,6 +32,23 @@ def number(value: object) -> float:
         return float(str(value))
     except ValueError:
         raise typer.BadParameter(f"{value!r} is not a number.") from None
+
+
+def counts(flag: str, text: str | None) -> list[int] | None:
+    """Integers of at least 1, separated by commas; None: the option was not given.
+
+    Raises:
+        ConfigError: the text is something else.
+    """
+    if text is None:
+        return None
+    found = [part.strip() for part in text.split(",")]
+    for part in found:
+        if not part.isdecimal() or int(part) < 1:
+            raise ConfigError(
+                f"{flag} takes integers of at least 1, separated by commas: got {part!r}. Write them as in 1,2,4."
+            )
+    return [int(part) for part in found]
 
 
 def option(help: str, metavar: str | None = None, name: str | None = None) -> Any:

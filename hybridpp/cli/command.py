@@ -68,7 +68,7 @@ class Command:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class CommandGroup:
     """Commands under one name, as ``hybridpp checkpoint list``.
 
     Attributes:

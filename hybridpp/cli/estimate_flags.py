@@ -1,18 +1,17 @@
 """What ``hybridpp estimate``, ``plan`` and ``profile`` read of their flags."""
 
-from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from hybridpp.cli.argtypes import positive
+from hybridpp.cli.commands.model_options import ModelOptions
+from hybridpp.cli.commands.profile import ProfileArguments
 from hybridpp.cli.files import read
 from hybridpp.cli.meta_model import build, load_config
 from hybridpp.config import Precision
 from hybridpp.errors import ConfigError
 from hybridpp.estimate import (
-    DEVICES,
     DeviceProfile,
     EstimateInput,
     EstimatesLayouts,
@@ -27,32 +26,14 @@ PLUGIN = "hybrid_parallel"
 OPTIMIZERS = {"adam": 2, "sgd-momentum": 1, "sgd": 0}
 
 
-def add_model_flags(parser: ArgumentParser) -> None:
-    """Declare the flags that say what is estimated."""
-    parser.add_argument("--model", required=True, help="folder with a config.json, or name on the Hugging Face hub")
-    parser.add_argument("--task", help="CausalLM, ImageClassification, ...; default: the class in config.json")
-    parser.add_argument("--precision", choices=tuple(map(str, Precision)), default="bf16", help="default: bf16")
-    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adam", help="default: adam")
-    parser.add_argument("--sequence-length", type=positive, help="tokens of a text (default: 128, or what fits)")
-    parser.add_argument(
-        "--device",
-        default="h100",
-        metavar="NAME | FILE",
-        help=f"{', '.join(DEVICES)}, or a file of hybridpp profile (default: h100)",
-    )
-    parser.add_argument(
-        "--links", metavar="nvlink:N,ib:R", help="devices linked in a host; Gbit/s of each between hosts"
-    )
-
-
-def device_of(arguments: Namespace) -> DeviceProfile:
+def device_of(arguments: ModelOptions) -> DeviceProfile:
     """The device that the flags name."""
     name = arguments.device
     device = find_device(name, read(name) if Path(name).suffix == ".json" else None)
     return with_links(device, arguments.links) if arguments.links else device
 
 
-def input_of(arguments: Namespace, settings: dict[str, Any] | None = None) -> EstimateInput:
+def input_of(arguments: ModelOptions, settings: dict[str, Any] | None = None) -> EstimateInput:
     """What is estimated, beside the layout."""
     return EstimateInput(
         precision=Precision(arguments.precision),
@@ -63,15 +44,16 @@ def input_of(arguments: Namespace, settings: dict[str, Any] | None = None) -> Es
     )
 
 
-def model_of(arguments: Namespace) -> nn.Module:
+def model_of(arguments: ModelOptions | ProfileArguments) -> nn.Module:
     """The model on the meta device, without a cache of keys and values, which training has no use for."""
+    assert arguments.model is not None, "profile looks"
     config = load_config(arguments.model)
     if hasattr(config, "use_cache"):
         config.use_cache = False
     return build(config, arguments.task)
 
 
-def estimator_of(arguments: Namespace, settings: dict[str, Any] | None = None) -> LayoutEstimator:
+def estimator_of(arguments: ModelOptions, settings: dict[str, Any] | None = None) -> LayoutEstimator:
     """What estimates layouts of the model."""
     plugin = plugin_class(PLUGIN)
     assert issubclass(plugin, EstimatesLayouts), "it comes with hybridpp"

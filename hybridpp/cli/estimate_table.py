@@ -1,12 +1,12 @@
-"""Estimates of layouts, as tables of text."""
+"""Estimates of layouts, as tables."""
 
 from hybridpp.estimate import DeviceProfile, LayoutEstimate, parts_of
-from hybridpp.text_table import text_table
+from hybridpp.text_table import TextTable
 
 _GIB = 2**30
 
 
-def render_estimate(estimate: LayoutEstimate, device: DeviceProfile) -> str:
+def render_estimate(estimate: LayoutEstimate, device: DeviceProfile) -> list[str | TextTable]:
     """A line per place in the pipeline with the GiB of each of its ranks, then the time of a step."""
     titles = ("rank", "stages", *parts_of(estimate.ranks[0]), "total", "peak at")
     rows = [
@@ -23,16 +23,15 @@ def render_estimate(estimate: LayoutEstimate, device: DeviceProfile) -> str:
         f"GiB of each rank at the peak of a step: {sizes.world_size} ranks, {_counted(estimate.num_replicas)}, "
         f"{sizes.num_microbatches} micro-batches of {sizes.microbatch_size}"
     )
-    lines = [
+    return [
         head,
         "",
-        text_table(titles, rows),
+        TextTable(titles, rows),
         "",
         *_host(estimate),
         *_fit(estimate, device),
         *_times(estimate, device),
     ]
-    return "\n".join(lines)
 
 
 def _counted(num_replicas: int) -> str:

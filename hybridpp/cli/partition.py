@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybridpp.cli.argtypes import counts
 from hybridpp.cli.commands.partition import PartitionArguments
 from hybridpp.cli.cut_table import RankShare, render_cut
 from hybridpp.cli.memory_table import render_memory
@@ -45,7 +46,7 @@ _ADAMS = 2
 def run(arguments: PartitionArguments) -> None:
     """Print the tables."""
     partition = PartitionConfig(
-        layers_per_stage=_counts(arguments.layers_per_stage),
+        layers_per_stage=counts("--layers-per-stage", arguments.layers_per_stage),
         split_points=_points(arguments.split_points),
         balance=arguments.balance,
         memory_limit=arguments.memory_limit,
@@ -214,19 +215,6 @@ def _chosen_by(partition: PartitionConfig) -> str:
     if partition.layers_per_stage is not None or partition.split_points is not None:
         return "cut as requested"
     return f"balanced by {partition.balance}"
-
-
-def _counts(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    counts = [count.strip() for count in text.split(",")]
-    for count in counts:
-        if not count.isdecimal() or int(count) < 1:
-            raise ConfigError(
-                f"--layers-per-stage takes integers of at least 1, separated by commas: got {count!r}. Pass one for "
-                "each stage, as 3,4,4,3."
-            )
-    return [int(count) for count in counts]
 
 
 def _points(text: str | None) -> dict[str, str] | None:

@@ -1,28 +1,27 @@
-"""Layouts that a search has found, as a table of text."""
+"""Layouts that a search has found, as a table."""
 
 from hybridpp.estimate import DeviceProfile, LayoutEstimate, SearchResult, plugin_call, why_slower
-from hybridpp.text_table import text_table
+from hybridpp.text_table import TextTable
 
 _GIB = 2**30
 _TITLES = ("", "tp x pp x dp", "zero", "schedule", "micro-batches", "recompute", "GiB", "ms", "samples/s", "slower")
 
 
-def render_plan(result: SearchResult, precision: str, device: DeviceProfile, seconds: float) -> str:
+def render_plan(result: SearchResult, precision: str, device: DeviceProfile, seconds: float) -> list[str | TextTable]:
     """A line per layout, the fastest first; why each is slower than the first; and the plugin call of the first."""
     best = result.best[0]
     rows = [_row(number, estimate, best) for number, estimate in enumerate(result.best, start=1)]
     reasons = [f"{number:>2}  {why_slower(estimate, best)}" for number, estimate in enumerate(result.best[1:], start=2)]
     source = "units measured" if best.is_measured else "from FLOPs and bytes"
-    lines = [
+    return [
         f"{result.num_candidates:,} layouts in {seconds:.0f} s, {result.num_estimated:,} of them simulated, "
         f"{result.num_too_large:,} too large; on {device.name}, {source}",
         "",
-        text_table(_TITLES, rows),
+        TextTable(_TITLES, rows),
         "",
         *(["why slower than the first (which has in brackets)", *reasons, ""] if reasons else []),
         plugin_call(best, precision),
     ]
-    return "\n".join(lines)
 
 
 def _row(number: int, estimate: LayoutEstimate, best: LayoutEstimate) -> tuple[str, ...]:

@@ -1,13 +1,14 @@
 """``hybridpp profile``: measure this device, and the units of a model on it, for estimates and plans."""
 
-from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from hybridpp.cli.argtypes import positive
+from hybridpp.cli.commands.profile import ProfileArguments
 from hybridpp.cli.estimate_flags import PLUGIN, model_of
+from hybridpp.cli.output import show, working
 from hybridpp.cluster import current_world
 from hybridpp.config import Precision
 from hybridpp.errors import ConfigError
@@ -23,23 +24,8 @@ from hybridpp.estimate import (
 from hybridpp.plugin import plugin_class
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
-    parser.epilog = "Under torchrun, with two processes or more, the links between them are measured, too."
-    parser.add_argument("--output", metavar="FILE", default="device.json", help="to write or to add to (device.json)")
-    parser.add_argument("--model", help="also measure the units of this model: folder with a config.json, or hub name")
-    parser.add_argument("--task", help="CausalLM, ImageClassification, ...; default: the class in config.json")
-    parser.add_argument("--precision", choices=tuple(map(str, Precision)), default="bf16", help="default: bf16")
-    parser.add_argument("--tp-size", type=positive, default=1, help="tensor-parallel ranks (default: 1)")
-    parser.add_argument("--microbatch-size", type=positive, default=1, help="samples of a micro-batch (default: 1)")
-    parser.add_argument("--sequence-length", type=positive, help="tokens of a text (default: 128, or what fits)")
-    parser.add_argument("--recompute", action="store_true", help="with all blocks recomputed")
-    parser.add_argument("--schedule", help="of which it will be part: some split the backward pass")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda, if there is one")
-
-
-def run(arguments: Namespace) -> str:
-    """Returns what was measured."""
+def run(arguments: ProfileArguments) -> None:
+    """Print what was measured."""
     path = Path(arguments.output)
     if path.suffix != ".json":
         raise ConfigError(f"--output is a JSON file: got {arguments.output!r}. Use a name that ends in .json.")
@@ -47,13 +33,15 @@ def run(arguments: Namespace) -> str:
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda needs a CUDA device, and there is none. Use --device cpu.")
     known = DeviceProfile.from_json(path.read_text()) if path.is_file() else None
-    profile = known or measure_device(where)
+    with working("measure the device"):
+        profile = known or measure_device(where)
     world = current_world()
     if known is None and world.size > 1:
         profile = measure_links(profile, world)
     lines = [] if known else _described(profile, links=world.size > 1)
     if arguments.model is not None:
-        times = _measured(arguments, profile, where)
+        with working("measure the model"):
+            times = _measured(arguments, profile, where)
         others = tuple(one for one in profile.measured if one.key != times.key)
         profile = replace(profile, measured=(*others, times))
         lines.append(
@@ -61,16 +49,16 @@ def run(arguments: Namespace) -> str:
         )
     if world.rank == 0:
         path.write_text(profile.to_json())
-    return "\n".join([*lines, f"written to {path}: use it as --device {path}"])
+    show(*lines, f"written to {path}: use it as --device {path}")
 
 
-def _measured(arguments: Namespace, profile: DeviceProfile, where: torch.device) -> UnitTimes:
+def _measured(arguments: ProfileArguments, profile: DeviceProfile, where: torch.device) -> UnitTimes:
     plugin = plugin_class(PLUGIN)
     assert issubclass(plugin, EstimatesLayouts), "it comes with hybridpp"
     given = EstimateInput(
         precision=Precision(arguments.precision), device=profile, sequence_length=arguments.sequence_length
     )
-    settings = {"tp_size": arguments.tp_size, "schedule": arguments.schedule}
+    settings: dict[str, Any] = {"tp_size": arguments.tp_size, "schedule": arguments.schedule}
     if arguments.recompute:
         settings["gradient_checkpoint_config"] = {}
     sizes = JobSizes(world_size=arguments.tp_size, microbatch_size=arguments.microbatch_size, num_microbatches=1)

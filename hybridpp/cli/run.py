@@ -12,31 +12,32 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+import typer
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from hybridpp.checkpoint.remote_path import as_path
-from hybridpp.cluster.exit_codes import FAILED, HANG, STOPPED, USAGE
+from hybridpp.cli.commands.run import RunArguments
+from hybridpp.cluster.exit_codes import FAILED, HANG, STOPPED
 from hybridpp.cluster.launch import set_up_launcher
 from hybridpp.cluster.launcher_notes import has_begun, markers, num_ended
 from hybridpp.cluster.stop_request import STOP_SIGNALS
+from hybridpp.errors import ConfigError
 
 # Ranks finish a step and save; what starts the job kills it earlier, if it is in a hurry.
 _SHUTDOWN_S = 600
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run a script on several ranks; returns the exit code.
+def run(arguments: RunArguments) -> None:
+    """Run a script on several ranks; the exit code is one of ``hybridpp.cluster.exit_codes``.
 
-    Args:
-        arguments: those of torchrun: its options, the script, the script's arguments.
+    Raises:
+        ConfigError: torchrun has no such options, or no rank could run the script.
     """
-    parsed = _parse(arguments)
-    if problem := _wrong_script(parsed):
-        _say(problem)
-        return USAGE
+    parsed = _parse(arguments.arguments)
+    _check_script(parsed)
     with tempfile.TemporaryDirectory(prefix="hybridpp-run-", ignore_cleanup_errors=True) as folder:
         notes, logs = Path(folder, "notes"), Path(folder, "logs")
         notes.mkdir()
@@ -47,7 +48,8 @@ def main(arguments: Sequence[str]) -> int:
             _silence()
         for name in STOP_SIGNALS:  # until torchrun has its own handlers
             signal.signal(getattr(signal, name), _raise_signal)
-        return _run(parsed, notes)
+        code = _run(parsed, notes)
+    raise typer.Exit(code)
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
@@ -57,6 +59,7 @@ def _parse(arguments: Sequence[str]) -> Namespace:
         "Start a script on several ranks: torchrun, with settings that let a job be stopped and started again. All "
         "options are torchrun's."
     )
+    parser.error = _refuse  # type: ignore[method-assign]
     parsed: Namespace = parser.parse_args(list(arguments))
     # Versions of torch before these options read them from the environment, or have fixed values.
     if getattr(parsed, "shutdown_timeout", 0) is None:
@@ -67,20 +70,25 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     return parsed
 
 
-def _wrong_script(parsed: Namespace) -> str | None:
-    """What is wrong with the script, which every rank would say."""
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(f"{message}. See hybridpp run -h.")
+
+
+def _check_script(parsed: Namespace) -> None:
+    """Refuse a script that no rank could run: each of them would say why."""
     if parsed.module or parsed.no_python:
-        return None
+        return
     path = Path(parsed.training_script)
     try:
         ast.parse(path.read_bytes(), str(path))
     except OSError as error:
-        return f"{path} cannot be read: {error.strerror}. Pass the path of a script, and its arguments after it."
-    except SyntaxError as error:
-        return f"{path}, line {error.lineno}: {error.msg}."
-    except ValueError as error:
-        return f"{path} is no Python script: {error}."
-    return None
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}. Pass the path of a script, and its arguments after it."
+        ) from error
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes, in some versions of Python
+        line = getattr(error, "lineno", None)
+        where = f"{path}, line {line}" if line else str(path)
+        raise ConfigError(f"{where}: {getattr(error, 'msg', error)}. Correct the script.") from error
 
 
 def _run(parsed: Namespace, notes: Path) -> int:

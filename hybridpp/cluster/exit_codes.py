@@ -2,8 +2,6 @@
 
 FAILED = 1
 """A rank failed, or was killed; or the job was told to stop and has not saved since its last step."""
-USAGE = 2
-"""The arguments are wrong; no rank was started."""
 HANG = 75
 """The watchdog ended a job that made no progress. It is `EX_TEMPFAIL`: trying again may help."""
 STOPPED = 143

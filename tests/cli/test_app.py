@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from typing import get_args, get_type_hints
 
 import pytest
 import typer
@@ -11,18 +12,21 @@ from support import ROOT
 
 from hybridpp.cli import main
 from hybridpp.cli.app import COMMANDS
-from hybridpp.cli.command import Command, Group
+from hybridpp.cli.command import Command, CommandGroup
+from hybridpp.cli.commands.model_options import ModelOptions
+from hybridpp.cli.estimate_flags import OPTIMIZERS
+from hybridpp.estimate import DEVICES
 
 PATHS = [
-    [*([entry.name] if isinstance(entry, Group) else []), command.name]
+    [*([entry.name] if isinstance(entry, CommandGroup) else []), command.name]
     for entry in COMMANDS
-    for command in (entry.commands if isinstance(entry, Group) else [entry])
+    for command in (entry.commands if isinstance(entry, CommandGroup) else [entry])
 ]
 BY_PATH = {
     tuple(path): command
     for path, command in zip(
         PATHS,
-        (one for entry in COMMANDS for one in (entry.commands if isinstance(entry, Group) else [entry])),
+        (one for entry in COMMANDS for one in (entry.commands if isinstance(entry, CommandGroup) else [entry])),
         strict=True,
     )
 }
@@ -32,7 +36,7 @@ BY_PATH = {
     ("arguments", "lines"),
     [
         ([], ["missing command.", "See hybridpp --help."]),
-        (["brew"], ["hybridpp has no command 'brew'.", "Use one of partition, schedule, "]),
+        (["brew"], ["hybridpp has no command 'brew'.", "Use one of run, estimate, plan, profile, partition, "]),
         (["checkpoint"], ["missing command.", "See hybridpp checkpoint --help."]),
         (["checkpoint", "brew"], ["hybridpp checkpoint has no command 'brew'.", "Use one of list, verify, show, "]),
         (["partition", "--model", "x"], ["missing option '--pp-size'.", "See hybridpp partition --help."]),
@@ -52,7 +56,7 @@ BY_PATH = {
             ["partition", "--model", "x", "--pp-size", "2", "--layers-per-stage", "1,b"],
             [
                 "--layers-per-stage takes integers of at least 1, separated by commas: got 'b'.",
-                "Pass one for each stage, as 3,4,4,3.",
+                "Write them as in 1,2,4.",
             ],
         ),
         (
@@ -103,7 +107,7 @@ def test_a_file_error_of_a_command_is_two_lines(capsys, monkeypatch):
     assert capsys.readouterr().err == ("hybridpp: /x/y: permission denied.\nCheck the path and its permissions.\n")
 
 
-def test_a_command_that_found_a_problem_or_was_interrupted_has_another_exit_code(monkeypatch):
+def test_a_problem_found_and_an_interrupt_have_their_exit_codes(monkeypatch):
     def found(arguments):
         raise typer.Exit(1)
 
@@ -130,6 +134,13 @@ def test_help_fits_a_screen_and_ends_with_examples_that_parse(path, capsys, monk
         assert program == "hybridpp"
         assert arguments[: len(path)] == path
         assert main(arguments) == 0
+
+
+def test_help_names_the_devices_and_optimizers_that_there_are(capsys):
+    assert main(["estimate", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"{', '.join(DEVICES)}; or a profile's file" in text
+    assert set(OPTIMIZERS) == set(get_args(get_type_hints(ModelOptions)["optimizer"]))
 
 
 def test_help_tells_the_exit_codes(capsys):

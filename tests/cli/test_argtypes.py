@@ -3,7 +3,8 @@ import re
 import pytest
 import typer
 
-from hybridpp.cli.argtypes import integer, number, per_stage, positive
+from hybridpp.cli.argtypes import counts, integer, number, per_stage, positive
+from hybridpp.errors import ConfigError
 
 
 def refusal(parser, *arguments):
@@ -36,3 +37,12 @@ def test_one_number_is_for_all_stages_and_a_list_has_one_per_stage():
     with pytest.raises(typer.BadParameter, match=f"^{message}$") as raised:
         per_stage("--send-ms", "1,x")
     assert raised.value.param_hint == "'--send-ms'"
+
+
+def test_counts_are_integers_of_at_least_1_between_commas():
+    assert counts("--tp-sizes", None) is None
+    assert counts("--tp-sizes", "1, 2,4") == [1, 2, 4]
+    for text, part in (("1,0", "0"), ("1,,2", ""), ("1,b", "b"), ("-1", "-1")):
+        message = f"--tp-sizes takes integers of at least 1, separated by commas: got {part!r}. Write them as in 1,2,4."
+        with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+            counts("--tp-sizes", text)

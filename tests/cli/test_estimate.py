@@ -51,7 +51,8 @@ def test_a_longer_sequence_and_larger_micro_batch_hold_more(printed, folder):
     base = activations("--sequence-length", "32")
     assert 1.8 < activations("--sequence-length", "64") / base < 2.5
     assert 1.8 < activations("--sequence-length", "32", "--microbatch-size", "2") / base < 2.1
-    assert activations("--sequence-length", "32", "--recompute") < base
+    some = activations("--sequence-length", "32", "--recompute-share", "0.5")
+    assert activations("--sequence-length", "32", "--recompute") < some < base
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,12 @@ def test_a_longer_sequence_and_larger_micro_batch_hold_more(printed, folder):
         (("--memory", "1KiB"), "GiB more than --memory 1KiB. hybridpp plan searches for a layout that fits."),
         (("--device", "tpu"), "--device must be one of h100, a100, rtx4090, cpu"),
         (("--links", "wifi:1"), "--links are written as nvlink:8,ib:400"),
+        (
+            ("--layers-per-stage", "2,x"),
+            "--layers-per-stage takes integers of at least 1, separated by commas: got 'x'.",
+        ),
+        (("--recompute", "--recompute-share", "0.5"), "and --recompute-share a share of them. Remove one."),
+        (("--num-microbatches", "2", "--global-batch", "2"), "--global-batch and --num-microbatches say the same."),
         (("--pp-size", "16"), "for 16 stages (pp_size x num_model_chunks). Use"),
     ],
 )

@@ -45,7 +45,7 @@ def test_schedules_need_neither_torch_nor_what_is_optional(arguments):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=30, check=True)
 
 
-def test_without_the_packages_of_the_command_line_two_lines_say_what_to_install():
+def test_without_its_packages_two_lines_say_what_to_install():
     # Python without its site-packages; the library needs torch only when something of it is used.
     command = [sys.executable, "-S", "-m", "hybridpp", "--help"]
     done = subprocess.run(command, cwd=ROOT, env={"PATH": ""}, capture_output=True, text=True, timeout=60)

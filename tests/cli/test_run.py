@@ -147,9 +147,9 @@ def test_the_code_of_a_stopped_job_says_whether_to_start_it_again(
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        (None, "cannot be read: No such file or directory. Pass the path of a script"),
-        (b"if\n", "line 1: invalid syntax"),
-        (b"\0", "null bytes"),
+        (None, " cannot be read: No such file or directory.\nPass the path of a script, and its arguments after it.\n"),
+        (b"if\n", ", line 1: invalid syntax.\nCorrect the script.\n"),
+        (b"\0", "null bytes.\nCorrect the script.\n"),
     ],
 )
 def test_a_script_that_no_rank_could_run_is_one_message(capsys, tmp_path, source, text):
@@ -157,9 +157,69 @@ def test_a_script_that_no_rank_could_run_is_one_message(capsys, tmp_path, source
     if source is not None:
         script.write_bytes(source)
     assert main(["run", "--nproc-per-node", "8", str(script)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("hybridpp run: ")
-    assert text in line
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"hybridpp: {script}")
+    assert printed.endswith(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        ([], ["hybridpp: missing argument 'SCRIPT'.", "See hybridpp run --help."]),
+        (
+            ["--standalone"],
+            ["hybridpp: the following arguments are required: training_script", "See hybridpp run -h."],
+        ),
+        (
+            ["--max-restarts", "x", "a.py"],
+            ["hybridpp: argument --max-restarts/--max_restarts: invalid int value: 'x'.", "See hybridpp run -h."],
+        ),
+    ],
+)
+def test_options_that_torchrun_refuses_are_two_lines(capsys, arguments, lines):
+    assert main(["run", *arguments]) == 2
+    rule, way_out = capsys.readouterr().err.splitlines()
+    assert rule.startswith(lines[0])  # versions of Python name more, or fewer, of the missing arguments
+    assert way_out == lines[1]
+
+
+def test_the_options_of_torchrun_are_listed(capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(["run", "-h"])
+    assert raised.value.code == 0
+    assert "--rdzv-endpoint" in capsys.readouterr().out
+
+
+FLAGS = """
+import json, os, sys
+print(json.dumps(sys.argv[1:]), flush=True)
+sys.exit(int(sys.argv[-1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [(["--nproc-per-node", "1"], 0), (["--nproc-per-node=1", "--standalone"], 3)],
+    ids=str,
+)
+def test_a_script_gets_its_own_options_and_its_failure_is_the_code(tmp_path, options, code):
+    script = tmp_path / "flags.py"
+    script.write_text(FLAGS)
+    given = ["--help", "--flag", "--nproc-per-node", "7", "-x", "--", "a b", str(code)]
+    command = [sys.executable, "-m", "hybridpp", "run", *options, str(script), *given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert json.loads(done.stdout) == given, done.stderr
+    assert done.returncode == (1 if code else 0)
+    if code:
+        assert done.stderr.splitlines()[-1] == "hybridpp run: rank 0 failed, with exit code 3."
+
+
+def test_a_module_runs_with_its_options(tmp_path):
+    (tmp_path / "flags.py").write_text(FLAGS)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "hybridpp", "run", "-m", "flags", "--flag", "0"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, json.loads(done.stdout)) == (0, ["--flag", "0"]), done.stderr
 
 
 @pytest.mark.parametrize(

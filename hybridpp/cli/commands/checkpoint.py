@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from hybridpp.cli.argtypes import argument, count, index, option
-from hybridpp.cli.command import Command, Group
+from hybridpp.cli.command import Command, CommandGroup
 
 _RUN = "Folder or URL that booster.save was given."
 _OUT = "What is written; nothing is overwritten."
@@ -79,7 +79,7 @@ class ReshardArguments:
 
 _LOOK, _CONVERT = "hybridpp.cli.checkpoint", "hybridpp.cli.checkpoint_formats"
 
-CHECKPOINT = Group(
+CHECKPOINT = CommandGroup(
     name="checkpoint",
     help="List, verify, show and convert checkpoints of runs.",
     commands=(

@@ -11,11 +11,11 @@ from hybridpp.cli.command import Command
 class PartitionArguments:
     """Show how a model would be cut into pipeline stages.
 
-    From its configuration alone, without weights. ZeRO stage 1 divides optimizer state and masters over replicas, 2
-    also gradients, 3 also weights.
+    Without weights: from its config.json, or from a function of yours that returns it and a sample batch. ZeRO stage 1
+    divides optimizer state and masters over replicas, 2 also gradients, 3 also weights.
     """
 
-    model: Annotated[str, option("Folder with a config.json, or name on the hub.", "NAME")]
+    model: Annotated[str, option("Folder, name on the hub, or module:function.", "NAME")]
     pp_size: Annotated[int, count("Number of pipeline stages.")]
     tp_size: Annotated[int, count("Tensor-parallel ranks.")] = 1
     enable_sequence_parallelism: Annotated[

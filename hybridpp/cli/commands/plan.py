@@ -1,0 +1,39 @@
+"""``hybridpp plan``: its arguments."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from hybridpp.cli.argtypes import count, option
+from hybridpp.cli.command import Command
+from hybridpp.cli.commands.model_options import ModelOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments(ModelOptions):
+    """Search for the fastest layouts that fit in memory."""
+
+    devices: Annotated[int, count("Ranks of the job.")]
+    global_batch: Annotated[int, count("Samples of a step.")]
+    memory: Annotated[str | None, option("A rank's (default: 9/10 of the device's).", "SIZE")] = None
+    schedules: Annotated[str | None, option("Of pipelines, to try.", "NAME,...")] = None
+    tp_sizes: Annotated[str | None, option("To try (default: powers of 2 in a host).", "N,...")] = None
+    pp_sizes: Annotated[str | None, option("To try (default: all that divide).", "N,...")] = None
+    microbatch_sizes: Annotated[str | None, option("To try (default: 1,2,4,8,16).", "N,...")] = None
+    zero_stages: Annotated[str, option("To try.", "N,...")] = "0,1,2,3"
+    no_recompute: Annotated[bool, option("Do not try to recompute blocks.", name="--no-recompute")] = False
+    enable_sequence_parallelism: Annotated[
+        bool, option("Shard sequences over tp ranks.", name="--enable-sequence-parallelism")
+    ] = False
+    top: Annotated[int, count("How many to print.")] = 10
+    json: Annotated[bool, option("Print JSON: bytes and milliseconds.", name="--json")] = False
+
+
+PLAN = Command(
+    name="plan",
+    arguments=PlanArguments,
+    work="hybridpp.cli.plan:run",
+    examples=(
+        "hybridpp plan --model llama --devices 64 --global-batch 512",
+        "hybridpp plan --model llama --devices 8 --global-batch 64 --tp-sizes 1,2",
+    ),
+)
