@@ -237,7 +237,7 @@ def test_what_fails_after_the_commit_does_not_undo_it(tmp_path, monkeypatch):
     on_layout(rank)
 
 
-def test_a_read_only_folder_is_one_error_on_all_ranks(tmp_path):
+def test_a_file_where_the_folder_would_be_is_one_error_on_all_ranks(tmp_path):
     (tmp_path / "file").write_text("")
 
     def rank(make):
