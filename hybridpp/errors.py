@@ -57,6 +57,10 @@ class UnequalRanksError(HybridppError, RuntimeError):
     """Ranks that must compute the same result got different ones."""
 
 
+class UnequalWeightsError(HybridppError, RuntimeError):
+    """Copies of a weight on several ranks no longer have the same bits."""
+
+
 class DeadlockError(HybridppError, RuntimeError):
     """Every rank waits for another rank."""
 

@@ -18,6 +18,8 @@ class ParallelConfig(ConfigBase):
         tp_size: tensor-parallel size: ranks that share each layer; 1: layers are not sharded.
         pp_size: pipeline-parallel size: ranks of each pipeline; 1: no pipeline.
         broadcast_buffers: whether replicas take the first one's persistent buffers where forward passes write to them.
+        check_weights_every: number of training steps after which copies of weights on several ranks are compared; 0:
+            never.
         tensor_parallel_plan: how layers are sharded over the tensor-parallel ranks, by patterns of module names:
             ``{"*.q_proj": "column", "*.o_proj": "row"}``; None: derived by running the model's blocks.
         enable_sequence_parallelism: whether activations between the sharded layers of a block (norms, dropout,
@@ -28,6 +30,7 @@ class ParallelConfig(ConfigBase):
     tp_size: int = 1
     pp_size: int = 1
     broadcast_buffers: bool = True
+    check_weights_every: int = 0
     tensor_parallel_plan: Mapping[str, str] | None = None
     enable_sequence_parallelism: bool = False
     sequence_parallelism_mode: Literal["split_gather"] | None = None
@@ -37,6 +40,11 @@ class ParallelConfig(ConfigBase):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1: got {name}={value!r}.")
         super().__post_init__()
+        if self.check_weights_every < 0:
+            raise ConfigError(
+                f"check_weights_every must be at least 0: got check_weights_every={self.check_weights_every}. Leave it "
+                "out to compare no weights."
+            )
         plan: Any = self.tensor_parallel_plan
         if plan is not None and not (isinstance(plan, Mapping) and all(isinstance(name, str) for name in plan)):
             raise ConfigError(

@@ -42,6 +42,7 @@ from hybridpp_plugins.settings import parse_settings
 from hybridpp_plugins.setup import boost
 from hybridpp_plugins.signature import line_by_line
 from hybridpp_plugins.unsupported import OtherLibrarySettings
+from hybridpp_plugins.weight_check import WeightCheck
 
 
 class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, ChoosesLayout):
@@ -97,6 +98,8 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, Choose
         broadcast_buffers: whether replicas take the first one's persistent buffers after each step of training, where a
             forward writes to them, as in ``DistributedDataParallel``; False: each keeps its own. Running statistics of
             batch normalisation are those of one process either way.
+        check_weights_every: number of training steps after which copies of weights on several ranks are compared, bit
+            by bit, and a difference is an error on all ranks; 0: never.
 
         fp32_modules: patterns of names or classes of modules that compute in fp32: ``["*.router"]``; after ``!``,
             modules that do not.
@@ -173,6 +176,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, Choose
         offload_optimizer: float = 0.0,
         max_gathered_stages: int | None = None,
         broadcast_buffers: bool = True,
+        check_weights_every: int = 0,
         fp32_modules: Sequence[str] = (),
         fp32_norms: bool | None = None,
         fp32_losses: bool = True,
@@ -362,6 +366,10 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, Choose
             engine.signatures = SignatureCache(parts.model, signature, model_inputs, loss_reduction)
             attach_engine(engine.adapter, engine)
             engine.epilogue.saves = self._saves.status
+            every = self.settings.parallel.check_weights_every
+            if every and engine.optimizer is not None and self.layout.world.size > 1:
+                check = WeightCheck(every, engine.model, engine.weights, engine.optimizer, self.layout)
+                engine.epilogue.weight_check = check
             scheduler: Any = parts.lr_scheduler
             if scheduler is not None and engine.optimizer is not None:
                 scheduler = SkipAwareScheduler(scheduler, engine.optimizer)

@@ -18,6 +18,7 @@ from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.loss_exchange import EvaluationLosses, LossExchange, MessageOf
 from hybridpp_plugins.manual_clipping import ManualScaling
 from hybridpp_plugins.optimizer import HybridOptimizer
+from hybridpp_plugins.weight_check import WeightCheck
 
 _NO_NUMBERS = torch.empty(0, dtype=torch.float64)
 
@@ -60,6 +61,8 @@ class RankReport(NamedTuple):
         wrote_buffer: 1 if a forward pass has written here to a buffer that was not written to before.
         save: how far a save in the background is, see :class:`~hybridpp_plugins.background_save.SaveOutcome`.
         stop: number of the signal that told this rank to stop; 0: none.
+        weights: hashes of what other ranks have copies of, see :class:`~hybridpp_plugins.weight_check.WeightCheck`;
+            negative: the step is not checked.
     """
 
     failed: float = 0.0
@@ -70,17 +73,20 @@ class RankReport(NamedTuple):
     wrote_buffer: float = 0.0
     save: float = 0.0
     stop: float = 0.0
+    weights: tuple[float, ...] = (-1.0, -1.0, -1.0)
 
     def numbers(self) -> list[float]:
         """All of it as numbers."""
-        rest = self.digest, self.wrote_buffer, self.save, self.stop
+        rest = self.digest, self.wrote_buffer, self.save, self.stop, *self.weights
         return [self.failed, self.reduction, *self.scaled, *self.calls, *rest]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "RankReport":
         """The report, from its numbers."""
         failed, reduction, factor, norm, num_passes, applied_steps, *rest = numbers
-        return cls(failed, reduction, ManualScaling(factor, norm), OptimizerCalls(num_passes, applied_steps), *rest)
+        digest, wrote_buffer, save, stop, *weights = rest
+        scaled, calls = ManualScaling(factor, norm), OptimizerCalls(num_passes, applied_steps)
+        return cls(failed, reduction, scaled, calls, digest, wrote_buffer, save, stop, tuple(weights))
 
 
 class RankLoss(NamedTuple):
@@ -213,6 +219,7 @@ class StepEpilogue:
     Attributes:
         saves: the save in the background, of which a step tells the other ranks; None: nothing is told.
         evaluations: the losses of evaluations.
+        weight_check: compares copies of weights in some steps; None: in none.
     """
 
     def __init__(
@@ -235,6 +242,7 @@ class StepEpilogue:
         self._handle_problems = handle_problems
         self._device = device
         self.saves: SaveStatus | None = None
+        self.weight_check: WeightCheck | None = None
         self.evaluations = EvaluationLosses(device)
         self._latest: LossExchange | None = None
         self._calls = {training: f"at the end of {step_call(model_name, training)}" for training in (True, False)}
@@ -262,10 +270,17 @@ class StepEpilogue:
             stop=float(self._stop.own),
         )
 
-        def message(losses: list[float], digest: float) -> list[float]:
-            return message_of(batch, result, losses, report._replace(digest=digest))
-
         losses = result.losses.double() if any(result.has_loss) else _NO_NUMBERS
+        num_losses = losses.numel()
+
+        def message(numbers: list[float], digest: float) -> list[float]:
+            losses, hashes = numbers[:num_losses], tuple(numbers[num_losses:])
+            return message_of(batch, result, losses, report._replace(digest=digest, weights=hashes or report.weights))
+
+        if optimizer is not None and self.weight_check is not None and self.weight_check.is_due:
+            # In the copy of the losses, so that the host does not wait for the device once more.
+            hashes = self.weight_check.hashes(self._device)
+            losses = torch.cat([losses, hashes]) if num_losses else hashes
         call = self._calls[task.training]
         if optimizer and optimizer.sends_norm_with_loss:
             return _WithNorm(self._control, call, losses, batch.unchecked, message, optimizer)
@@ -325,6 +340,7 @@ class StepEpilogue:
             NonFiniteLossError: in training, a loss is inf or NaN.
             UnequalRanksError: tensor-parallel ranks computed different losses.
             PeerError: other ranks refuse the step.
+            UnequalWeightsError: copies of a weight differ; raised on all ranks.
             UnlikeCallsError: ranks are in different calls, or called the optimizer differently; raised on all of them.
             Exception: ``failure``.
         """
@@ -337,6 +353,8 @@ class StepEpilogue:
             self._handle_problems(summary, program, task, failure)
         else:
             check_equal(summary.digests, self._pipelines)
+        if optimizer is not None and self.weight_check is not None:
+            self.weight_check.compare([report.weights for report in summary.reports])
         if optimizer is not None and optimizer.replica_buffers is not None:
             optimizer.replica_buffers.agree(any(report.wrote_buffer for report in summary.reports))
         if optimizer is not None and self.saves is not None and self.saves.current is not None:

@@ -23,6 +23,7 @@ NUMBERS = [
     if field.type in (int, float) and field.name not in ("tp_size", "pp_size")
 ]
 WHOLE_NUMBERS = [
+    (ParallelConfig, "check_weights_every"),
     (ZeroConfig, "zero_stage"),
     (LossScaleConfig, "growth_interval"),
     (LossScaleConfig, "hysteresis"),
