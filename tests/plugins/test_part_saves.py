@@ -16,6 +16,7 @@ from hybridpp.checkpoint import file_images
 from hybridpp.checkpoint.manifest import MANIFEST
 from hybridpp.checkpoint.reader import fill, plan_reads, read_manifest
 from hybridpp.checkpoint.writer import Holding
+from hybridpp.cluster import Loopback, current_world
 from hybridpp.errors import CheckpointError, ConfigError
 from hybridpp.plugin import Plugin
 
@@ -246,6 +247,71 @@ def trained(widths, names="abc"):
     parts.optimizer.backward(model(torch.ones(1, 2)).float().sum())
     parts.optimizer.step()
     return booster, parts
+
+
+class Gan:
+    """Two models of one booster, which train against each other."""
+
+    def __init__(self, seed):
+        torch.manual_seed(seed)
+        self.booster = Booster(plugin=HybridParallelPlugin(zero_stage=1))
+        self.parts = {}
+        for name, widths in {"generator": (3, 8, 4), "critic": (4, 8, 1)}.items():
+            model = nn.Sequential(nn.Linear(*widths[:2]), nn.Tanh(), nn.Linear(*widths[1:]))
+            self.parts[name] = self.booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+
+    def steps(self, numbers):
+        generator, critic = self.parts.values()
+        losses = []
+        for number in numbers:
+            numbers_of_step = torch.Generator().manual_seed(2 * number + current_world().rank)
+            noise, real = (torch.randn(6, width, generator=numbers_of_step) for width in (3, 4))
+            for player in (critic, generator):
+                made = generator.model(noise)
+                if player is critic:
+                    loss = critic.model(made.detach()).exp().mean() - critic.model(real).mean()
+                else:
+                    loss = -critic.model(made).mean()
+                player.optimizer.backward(loss)
+                player.optimizer.step()
+                for part in (critic, generator):
+                    part.optimizer.zero_grad()
+                losses.append(loss.item().hex())
+        return losses
+
+    def everything(self):
+        tensors = {}
+        for name, (model, optimizer, *_) in self.parts.items():
+            tensors |= {f"{name} {key}": tensor.clone() for key, tensor in model.state_dict().items()}
+            for index, state in enumerate(optimizer.unwrap().state.values()):
+                tensors |= {f"{name} {index} {key}": tensor.clone() for key, tensor in state.items()}
+        return tensors
+
+
+def test_two_models_of_a_job_are_saved_in_parts_by_prefix(tmp_path):
+    def unbroken():
+        gan = Gan(0)
+        gan.steps(range(3))
+        for name, (model, optimizer, *_) in gan.parts.items():
+            gan.booster.save_model(model, tmp_path / "models", prefix=name)
+            gan.booster.save_optimizer(optimizer, tmp_path / "optimizers", prefix=name)
+        return gan.steps(range(3, 6)), gan.everything()
+
+    def in_two():
+        gan = Gan(1)
+        gan.steps([9])
+        for name, (model, optimizer, *_) in reversed(gan.parts.items()):
+            gan.booster.load_model(model, tmp_path / "models", prefix=name)
+            gan.booster.load_optimizer(optimizer, tmp_path / "optimizers", prefix=name)
+        generator = gan.parts["generator"].optimizer
+        with pytest.raises(CheckpointError, match="has shape"):
+            gan.booster.load_optimizer(generator, tmp_path / "optimizers", prefix="critic")
+        return gan.steps(range(3, 6)), gan.everything()
+
+    expected, actual = (Loopback(2).run(rank) for rank in (unbroken, in_two))
+    for (losses, tensors), (other_losses, other_tensors) in zip(expected, actual, strict=True):
+        assert other_losses == losses
+        assert_same(other_tensors, tensors)
 
 
 def test_other_names_and_shapes_are_named(tmp_path):
