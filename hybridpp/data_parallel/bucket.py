@@ -51,7 +51,7 @@ class Bucket:
         is_open: whether the buffer has memory.
         each_pass: whether it is reduced after each backward pass, so that the sum over passes is in ``own`` only.
             Shared gradients are not, because they are summed over the ranks of this replica before.
-        aside: this replica's segment of a sum so far, without what was added since; None: all is in the buffer, or in
+        aside: what this replica has of a sum so far, without what was added since; None: all is in the buffer, or in
             ``own``.
         pending: parameters whose gradients the last backward pass does not have complete yet; None: it has not begun.
         work: the running reduction; None: there is none.
@@ -79,8 +79,8 @@ class Bucket:
         self.aside: Tensor | None = None
         self._sent = self.flat
         self._index = index
-        # Where to gather the segments of the sum, to which each replica has added what it kept.
-        self._gathered_by: Replicas | None = None
+        # What this replica has of the sum after a reduction.
+        self._reduced = self.flat if sharding is GradientSharding.NONE else self._segment
         if sharding.frees:
             self.own = torch.zeros_like(self._segment)
             if not layout.is_shared:  # of whose gradients views are still to be made
@@ -108,12 +108,14 @@ class Bucket:
         return flat[:: max(1, flat.numel() // count)].clone()
 
     def set_aside(self) -> None:
-        """Keep this replica's segment of the sum, to which the next reduction adds that of what is added from now on.
+        """Keep what this replica has of the sum; the next reduction adds the sum of what is added from now on.
 
         What was reduced is not reduced again, so sums over several calls do not depend on which replica has a segment.
+        Nor does the kind of the next reduction depend on what is set aside: a script that clears gradients on one
+        replica only meets the others, and gets an error.
         """
         if not self.frees:
-            self.aside = self._segment.clone()
+            self.aside = self._reduced.clone()
 
     def clear(self) -> None:
         """Let the sum that is kept apart be zero."""
@@ -135,12 +137,10 @@ class Bucket:
             scatter: each replica gets its own segment of the sum only.
         """
         self._sent = self.flat if dtype is None else self.flat.to(dtype)
-        self._gathered_by = group if self.aside is not None and not scatter else None
-        in_segments = scatter or self._gathered_by is not None
-        self.work = group.reduce_scatter_segments(self._sent) if in_segments else group.all_reduce(self._sent)
+        self.work = group.reduce_scatter_segments(self._sent) if scatter else group.all_reduce(self._sent)
 
     def wait(self) -> None:
-        """Wait for the reduction, and copy the sum to where it is kept, or add it to what is kept. Collective."""
+        """Wait for the reduction, and copy the sum to where it is kept, or add it to what is kept."""
         assert self.work is not None
         self.work.wait()
         if self.frees:
@@ -154,15 +154,13 @@ class Bucket:
             if self._sent is not self.flat:
                 self.flat.copy_(self._sent)
             if self.aside is not None:
-                self._segment.add_(self.aside)
+                self._reduced.add_(self.aside)
                 self.aside = None
-            if self._gathered_by is not None:
-                self._gathered_by.all_gather_segments(self.flat).wait()
         self.cancel()
 
     def cancel(self) -> None:
         """Forget the running reduction."""
-        self.work, self._sent, self._gathered_by = None, self.flat, None
+        self.work, self._sent = None, self.flat
 
 
 def allocate_flat(flat: Tensor) -> None:
