@@ -150,6 +150,12 @@ def test_a_hash_differs_wherever_one_bit_does(dtype):
     assert len({int(bit_hash(torch.zeros(size, dtype=dtype))) for size in (0, 1, 5000)}) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_a_hash_does_not_depend_on_where_in_memory_a_weight_lies(dtype):
+    whole = torch.arange(20_003).remainder(251).to(dtype)
+    assert bit_hash(whole[3:]) == bit_hash(whole[3:].clone())
+
+
 def test_a_number_differs_wherever_one_bit_of_a_hash_does():
     hashes = torch.tensor([3, -(2**62) + 12345, 2**61])
     expected = as_number(hashes)
