@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # Jobs and tests start many interpreters, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: vit test zero models models-pp models-tp models-sp models-others others gpu gpu-test gpu-nccl gpu-fp16 gpu-launches gpu-memory gpu-llama gpu-compile \
+.PHONY: vit test zero models models-pp models-tp models-sp models-others others docs gpu gpu-test gpu-nccl gpu-fp16 gpu-launches gpu-memory gpu-llama gpu-compile \
 	gpu-profile lint clean
 
 $(READY): pyproject.toml constraints.txt
@@ -58,6 +58,14 @@ $(VENV)/.others: $(READY)
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps timm
 	touch $@
 
+# The site of docs/, the README and ARCHITECTURE.md, in the folder site/: open site/index.html.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+
+$(VENV)/.docs: $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
 # On a host with a CUDA device and torch, transformers and pytest; needs no set-up. A test that fails does not keep the
 # benchmarks from running. Other hosts have other packages: what those warn of is shown, and is no error.
 ON_GPU = HF_HUB_OFFLINE=1 PYTHONPATH=.:plugins $(PYTHON)
@@ -97,4 +105,4 @@ lint: $(READY)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) outputs .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) outputs site .mypy_cache .pytest_cache .ruff_cache

@@ -58,7 +58,7 @@ class Plugin:
     (:meth:`from_name`, ``Booster(plugin="name")``) it is called with the keywords that were given, and with none at all
     where none were.
 
-    Example:
+    Examples:
         >>> class FrozenBias(Plugin):
         ...     def configure(self, parts, *, device=None, sample=None):
         ...         for name, parameter in parts.model.named_parameters():

@@ -89,17 +89,17 @@ class GeminiPlugin(HybridParallelPlugin):
         placement_policy: ``"static"``, or ``"cuda"`` with nothing in host memory. Others are refused.
         shard_param_frac: 1: all weights are divided, and gathered where they are used; 0: ``zero_stage=2``.
         offload_optim_frac: ``offload_optimizer``: the share of the optimizer's state in host memory.
-        precision, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale, max_norm, tp_size,
-            enable_all_optimization, enable_sequence_parallelism: as in HybridParallelPlugin.
+        precision, max_norm, tp_size, enable_all_optimization, enable_sequence_parallelism: as in HybridParallelPlugin.
+        min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: as in HybridParallelPlugin.
         initial_scale: the same; 2**12, not Colossal-AI's 2**16, with which the first steps overflow.
         extra_dp_size: number of sets of replicas, each of which divides everything: ``zero_size`` is that of a set.
         chunk_config_dict, chunk_init_device, search_range_m, hidden_dim, min_chunk_size_m, memstats: without effect;
             weights are gathered by the model's units.
         warmup_non_model_data_ratio, steady_cuda_cap_ratio, gpu_margin_mem_ratio: without effect; they are of the policy
             ``"auto"``.
-        enable_gradient_accumulation, max_prefetch, enable_async_reduce, pin_memory, force_outputs_fp32,
-            strict_ddp_mode, verbose: without effect. Gradients always add up until ``optimizer.step()``, and one unit
-            is gathered ahead.
+        enable_async_reduce, pin_memory, force_outputs_fp32, strict_ddp_mode, verbose: without effect.
+        enable_gradient_accumulation, max_prefetch: without effect. Gradients always add up until ``optimizer.step()``, and
+            one unit is gathered ahead.
         enable_fused_normalization, enable_flash_attention, enable_jit_fused: without effect; the kernels are those of
             the model.
         offload_param_frac, master_weights, norm_type, use_fp8, fp8_communication: only the defaults are supported.

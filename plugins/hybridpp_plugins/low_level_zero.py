@@ -69,8 +69,8 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
 
     Args:
         stage: 1: optimizer state and fp32 masters are divided; 2: also gradients.
-        precision, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale, max_norm,
-            communication_dtype: as in HybridParallelPlugin.
+        precision, max_norm, communication_dtype: as in HybridParallelPlugin.
+        min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: as in HybridParallelPlugin.
         initial_scale: the same; 2**12, not Colossal-AI's 2**32, with which the first 20 steps overflow.
         reduce_bucket_size_in_m: size of the buffers that gradients are reduced in, in units of 2**20 fp32 numbers:
             ``ddp_bucket_cap_mb`` is four times that.
