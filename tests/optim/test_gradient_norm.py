@@ -80,6 +80,30 @@ def test_pieces_of_3e7_elements_give_the_norm_to_rounding():
         assert total_norm(parts.tolist()) == pytest.approx(expected, rel=1e-6)
 
 
+def test_replicas_and_tensor_parallel_ranks_share_the_norm_of_3e7_elements():
+    """As with tp=2 and ZeRO 1 at dp=2: each of four ranks has its segment of its shard, and all get one number."""
+    # A period that no block of the sum divides.
+    period = torch.randn(30_011, generator=torch.Generator().manual_seed(0)).double() * 1e-3
+    repeats = 1_000
+    expected = math.sqrt(repeats * math.fsum(period.square().tolist()))
+    gradient = period.float().repeat(repeats)
+    shards = gradient.tensor_split(2)
+
+    def run():
+        dp, tp = divmod(current_world().rank, 2)
+        shard = shards[tp]
+        layout = plan_buckets({"weight": ParameterInfo(shard.numel(), shard.nbytes)}, 2**25, 2, dp)
+        piece = layout.pieces["weight"]
+        own = {"weight": shard[piece.start : piece.stop]}
+        norm = GlobalGradNorm(current_world().control(), tuple(range(4)), 2, ("weight",), copied=(), unique={})
+        return norm.total(norm.gather("in a test", own)), piece.stop - piece.start
+
+    ranks = Loopback(4).run(run)
+    assert sum(size for _, size in ranks) == gradient.numel() > 3e7
+    assert {norm for norm, _ in ranks} == {ranks[0][0]}
+    assert ranks[0][0] == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_norms_are_taken_in_at_least_fp32_for_every_dtype_and_layout(dtype):
     generator = torch.Generator().manual_seed(0)

@@ -68,11 +68,6 @@ class WithSharedNorm(WithTrustRatio):
             parameter.sub_(parameter.grad / norm, alpha=self.param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize("name", ELEMENTS)
-def test_optimizers_that_look_at_elements(name):
-    assert found(ELEMENTS[name](parameters())) == [Locality.ELEMENTS]
-
-
 class Lamb(optim.Optimizer):
     """You et al., https://arxiv.org/abs/1904.00962: Adam's step, as long as the parameter."""
 
@@ -97,9 +92,25 @@ class Lamb(optim.Optimizer):
                 parameter.sub_(update, alpha=group["lr"] * ratio)
 
 
-@pytest.mark.parametrize("make", [optim.Adafactor, HuggingFaceAdafactor, WithTrustRatio, Lamb])
-def test_optimizers_that_look_at_parameters(make):
-    assert found(make(parameters())) == [Locality.PARAMETERS]
+PARAMETERS = {
+    "Adafactor": optim.Adafactor,
+    "Adafactor of transformers": HuggingFaceAdafactor,
+    "Muon": optim.Muon,
+    "LAMB": Lamb,
+    "one with a trust ratio": WithTrustRatio,
+}
+TABLE = {
+    **dict.fromkeys(ELEMENTS, Locality.ELEMENTS),
+    **dict.fromkeys(PARAMETERS, Locality.PARAMETERS),
+    "one with a shared norm": Locality.EVERYTHING,
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_optimizers_have_the_locality_that_the_page_on_memory_says(name):
+    make = {**ELEMENTS, **PARAMETERS, "one with a shared norm": WithSharedNorm}[name]
+    given, where = (matrices(), {(2, 0)}) if name == "Muon" else (parameters(), None)
+    assert found(make(given), *([where] if where else [])) == [TABLE[name]]
 
 
 @pytest.mark.parametrize("dim", [0, 1])

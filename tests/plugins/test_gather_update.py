@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 from plugins.test_unboost import MODELS, differences, everything
-from plugins.zero_models import WIDTH, TiedModel, batches, cross_entropy, on_layout, step, two_groups, weights_of
+from plugins.zero_models import TiedModel, Torn, batches, cross_entropy, on_layout, step, two_groups, weights_of
 from processes import run_ranks
 from support import assert_same, boosted, sgd
-from torch import nn, optim
+from torch import optim
 
 from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.cluster import Loopback
@@ -22,14 +22,6 @@ MODES = [
     {"zero_stage": 3, "zero_reduce": "step", "precision": "bf16", "offload_optimizer": 0.5},
     {"zero_stage": 3, "zero_reduce": "step", "zero_size": 2, "dp_size": 4},
 ]
-
-
-class Torn(TiedModel):
-    """With matrices that are larger than a replica's segment of their bucket."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks[0].up, self.blocks[0].down = nn.Linear(WIDTH, 400), nn.Linear(400, WIDTH)
 
 
 def by_name(optimizer, model):

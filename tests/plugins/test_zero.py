@@ -1,6 +1,7 @@
 """ZeRO divides the update among replicas: the same bits as without, a part of the memory."""
 
 import re
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -13,6 +14,7 @@ from plugins.zero_models import (
     SAMPLE,
     VOCABULARY,
     TiedModel,
+    Torn,
     batches,
     cross_entropy,
     on_layout,
@@ -83,9 +85,9 @@ def both(run, zero=EXACT["1"], **layout):
 
 
 @cache
-def plainly(layout, precision):
+def plainly(layout, precision, make_model=TiedModel):
     """What each rank gets without ZeRO."""
-    return on_layout(trained, **_settings(layout, precision))
+    return on_layout(trained, make_model=make_model, **_settings(layout, precision))
 
 
 def _settings(layout, precision):
@@ -94,11 +96,25 @@ def _settings(layout, precision):
 
 @pytest.mark.parametrize(("mode", "layout", "precision"), EXACT_CASES)
 def test_weights_and_losses_have_the_bits_of_training_without_it(layout, precision, mode):
-    results = on_layout(trained, **EXACT[mode], **_settings(layout, precision))
-    for plain, (losses, weights, norm) in zip(plainly(layout, precision), results, strict=True):
+    # With one stage, replicas tear next to no parameter of the small model.
+    make_model = TiedModel if "pp_size" in LAYOUTS[layout] else Torn
+    results = on_layout(trained, make_model=make_model, **EXACT[mode], **_settings(layout, precision))
+    for plain, (losses, weights, norm) in zip(plainly(layout, precision, make_model), results, strict=True):
         assert losses == plain[0]
         assert_same(weights, plain[1])
         assert norm == pytest.approx(plain[2], rel=1e-12)
+
+
+@pytest.mark.parametrize("dp_size", [2, 3])
+@pytest.mark.parametrize("mode", EXACT)
+def test_replicas_tear_a_parameter_of_the_model_of_these_cases(mode, dp_size):
+    def pieces(booster, model, optimizer):
+        return list(booster.plugin._engine(model).weights.layout.pieces)
+
+    held = Counter(
+        name for names in on_layout(pieces, dp_size=dp_size, make_model=Torn, **EXACT[mode]) for name in names
+    )
+    assert max(held.values()) > 1
 
 
 # Formats that round are compared loosely, so three of them do.

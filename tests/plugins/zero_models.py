@@ -45,6 +45,14 @@ class TiedModel(nn.Module):
         return self.head(x)
 
 
+class Torn(TiedModel):
+    """With matrices that are larger than a replica's segment of their bucket."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].up, self.blocks[0].down = nn.Linear(WIDTH, 400), nn.Linear(400, WIDTH)
+
+
 def without_dropout():
     """The same, for runs whose numbers of steps differ."""
     model = TiedModel()
