@@ -171,6 +171,8 @@ def _script(command: list[str], environment: dict[str, str], cwd: Path, stdout: 
     os.chdir(cwd)
     sys.stdout, sys.stderr = open(stdout, "a", buffering=1), open(stderr, "a", buffering=1)  # noqa: SIM115
     sys.argv = command
+    # The parent's launches have left hooks, torch's among them.
+    sys.excepthook = sys.__excepthook__
     sys.path.insert(0, str(Path(command[0]).parent))
     try:
         runpy.run_path(command[0], run_name="__main__")

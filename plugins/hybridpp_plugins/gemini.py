@@ -98,8 +98,8 @@ class GeminiPlugin(HybridParallelPlugin):
         warmup_non_model_data_ratio, steady_cuda_cap_ratio, gpu_margin_mem_ratio: without effect; they are of the policy
             ``"auto"``.
         enable_async_reduce, pin_memory, force_outputs_fp32, strict_ddp_mode, verbose: without effect.
-        enable_gradient_accumulation, max_prefetch: without effect. Gradients always add up until ``optimizer.step()``, and
-            one unit is gathered ahead.
+        enable_gradient_accumulation, max_prefetch: without effect. Gradients always add up until ``optimizer.step()``,
+            and one unit is gathered ahead.
         enable_fused_normalization, enable_flash_attention, enable_jit_fused: without effect; the kernels are those of
             the model.
         offload_param_frac, master_weights, norm_type, use_fp8, fp8_communication: only the defaults are supported.

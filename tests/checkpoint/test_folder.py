@@ -210,6 +210,7 @@ def test_files_of_old_versions_of_torch_are_read(tmp_path):
 
 def test_passes_without_weights_show_no_progress(tmp_path, capfd):
     """On every rank there would be a bar of them."""
+    logging.enable_progress_bar()
     save(vit(), tmp_path, NEW)
     assert by_us(vit(), tmp_path) == NEW
     assert capfd.readouterr() == ("", "")

@@ -214,7 +214,7 @@ NOT_SHOWN = (
     "[rank 0] the model's parameters were listed between backward and step. If the script looks for gradients: in "
     "bf16, in fp16 and with ZeRO, parameter.grad is None, and torch.nn.utils.clip_grad_norm_ clips nothing. Call "
     "optimizer.clip_grad_by_norm(max_norm), or set HybridParallelPlugin(max_norm=...); optimizer.gradients() returns "
-    "the gradients."
+    "the gradients, and model.zero_grad() or optimizer.zero_grad() drops them."
 )
 
 

@@ -1,10 +1,12 @@
 """Steps on a pretend accelerator, in one process of their own: what would fail on a GPU, or wait for it."""
 
-import runpy
+import os
+import subprocess
+import sys
 
 import pytest
+import torch
 from made_once import made_once
-from processes import run_forked
 from support import ROOT
 
 pytestmark = pytest.mark.timeout(300)  # of the first test, which starts the process
@@ -13,12 +15,21 @@ pytestmark = pytest.mark.timeout(300)  # of the first test, which starts the pro
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     """What tests/scripts/on_device.py finds, by case."""
-    return made_once(tmp_path_factory, "on_device", run_on_device)
+    return made_once(tmp_path_factory, "on_device", lambda: run_on_device(tmp_path_factory.mktemp("on_device")))
 
 
-def run_on_device():
-    script = ROOT / "tests/scripts/on_device.py"
-    return run_forked(lambda: runpy.run_path(str(script))["results"](), timeout_s=280)
+def run_on_device(folder):
+    """In a new interpreter: a process that has run a backward pass knows its devices, and so do its forks."""
+    path = os.pathsep.join(str(ROOT / part) for part in (".", "plugins", "tests"))
+    job = subprocess.run(
+        [sys.executable, str(ROOT / "tests/scripts/on_device.py"), str(folder / "results.pt")],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert job.returncode == 0, job.stderr
+    return torch.load(folder / "results.pt", weights_only=False)
 
 
 ONE_WAIT = ["host_copy.py:read"]

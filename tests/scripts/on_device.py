@@ -1,5 +1,6 @@
-"""Steps on the pretend accelerator of device_sim.py, which its process has from then on, and what happened in each."""
+"""Steps on the pretend accelerator of device_sim.py; saves what happened in each case: ``on_device.py FILE``."""
 
+import sys
 import zlib
 from typing import Any
 
@@ -242,3 +243,7 @@ def results() -> dict[str, Any]:
         "other batch": other_batch(),
         "offloaded": [[offloaded(settings, share) for share in (0.0, 0.5)] for settings in OFFLOADS],
     }
+
+
+if __name__ == "__main__":
+    torch.save(results(), sys.argv[1])
