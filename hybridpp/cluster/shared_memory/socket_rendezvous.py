@@ -177,7 +177,8 @@ def _connect_to(address: SocketAddress, rank: int) -> socket.socket | None:
 
 
 def _host() -> tuple[str, int, int]:
-    boot = ""
+    # Unread, no other rank is known to be on this host: the first namespaces of two hosts may have equal numbers.
+    boot = secrets.token_hex()
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     # Containers may have networks and users of their own.

@@ -263,3 +263,13 @@ def test_without_descriptors_the_system_error_is_passed_on(make, stranger):
             ranks.meetings[0].connect_all([meeting.address for meeting in ranks.meetings], 0, 5.0)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_ranks_whose_host_has_no_readable_boot_id_share_nothing(monkeypatch):
+    assert module._host() == module._host()
+
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(module, "open", refuse, raising=False)
+    assert module._host() != module._host()
