@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from hybridpp.cluster import current_world, gather_numbers
 from hybridpp.trainer.hook import Hook
 from hybridpp.trainer.state import TrainerState
 
@@ -20,6 +21,8 @@ class MeanHook(Hook):
 
     def __init__(self, name: str):
         self.name = name
+        self._trainer: TrainerState | None = None
+        self._is_resumed = False
         self._train: list[tuple[Any, Any]] = []
         self._test: list[tuple[Any, Any]] = []
 
@@ -36,6 +39,18 @@ class MeanHook(Hook):
         if len(parts) > 2:  # the last two may not be known yet
             parts[:2] = [_sum(parts[:2])]
 
+    def before_fit(self, trainer: TrainerState) -> None:
+        self._trainer = trainer
+        if not self._is_resumed:
+            return
+        self._is_resumed = False
+        # What a checkpoint has are sums over the replicas: one of the ranks that are counted goes on from them.
+        rows = gather_numbers(
+            current_world().control(), "in a metric of Trainer", [trainer.booster.plugin.holds_results]
+        )
+        if trainer.coordinator.rank != [bool(row[0]) for row in rows].index(True):
+            self._train.clear()
+
     def before_evaluation(self, trainer: TrainerState) -> None:
         self._test.clear()
 
@@ -47,9 +62,12 @@ class MeanHook(Hook):
         self._train.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"train": list(_sum(self._train))}
+        """The sums over all replicas. Collective: every rank of the world."""
+        own = _sum(self._train)
+        return {"train": own if self._trainer is None else self._trainer.sum_over_replicas(*own)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._is_resumed = True
         total, weight = state.get("train", (0.0, 0.0))
         self._train = [(total, weight)] if weight else []
 
