@@ -3,6 +3,7 @@
 import re
 import shlex
 from contextlib import chdir
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,13 @@ import torch
 from support import ROOT, image_batch, model_loss, tiny_vit
 from test_readme import blocks
 
-from hybridpp import Booster, DistCoordinator
+from hybridpp import Booster, DistCoordinator, HybridParallelPlugin
 from hybridpp.cli import main
 from hybridpp.cluster import Loopback
 from hybridpp.schedule import find_schedule
 
 PAGE = "docs/schedules.md"
-NAMED, OWN, OWN_PLUGIN, RECORDED = blocks(PAGE, "python")
+NAMED, OWN, OWN_PLUGIN, RECORDED, SEARCHED, FOUND = blocks(PAGE, "python")
 # Commands and what they print; nothing where the page does not show it.
 SHOWN = [
     tuple(part.partition("\n")[::2])
@@ -72,6 +73,25 @@ def test_a_command_prints_what_the_page_shows(folder, capsys, command, output):
 
 def test_training_left_its_picture(folder):
     assert (folder / "step.svg").stat().st_size > 0
+
+
+def test_the_schedule_found_from_the_measured_step_trains(folder, capsys):
+    def step(setting):
+        torch.manual_seed(0)
+        exec(setting, names := {"HybridParallelPlugin": HybridParallelPlugin})
+        booster = Booster(plugin=names["plugin"], device="cpu")
+        optimizer = torch.optim.SGD((model := tiny_vit()).parameters(), lr=0.1)
+        boosted = booster.boost(model, optimizer, model_loss, sample=image_batch(4))
+        booster.execute_pipeline(iter([image_batch(4)]), boosted.model, model_loss, boosted.optimizer)
+        boosted.optimizer.step()
+        return {name: parameter.detach().tolist() for name, parameter in boosted.model.named_parameters()}
+
+    with chdir(folder):
+        exec(SEARCHED, {})
+        assert re.fullmatch(r"\S.*: [\d.]+ ms, [\d.]+ % above a lower bound\n", capsys.readouterr().out)
+        assert main(["schedule", "check", "best.csv"]) == 0
+        found, default = (Loopback(2).run(partial(step, text)) for text in (FOUND, NAMED.replace("zb-v", "1f1b")))
+    assert found == default
 
 
 @pytest.mark.parametrize("cells", blocks(PAGE, "text"))

@@ -1,6 +1,7 @@
 """What a schedule would cost: how long a step takes, which ranks idle, what is held. No torch, no processes."""
 
 from hybridpp.simulate.costs import Costs
+from hybridpp.simulate.search import FoundSchedule, search_schedule
 from hybridpp.simulate.simulate import Simulation, simulate, simulate_draws
 
-__all__ = ["Costs", "Simulation", "simulate", "simulate_draws"]
+__all__ = ["Costs", "FoundSchedule", "Simulation", "search_schedule", "simulate", "simulate_draws"]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -33,6 +34,10 @@ class Costs:
             rank; the reductions of a rank's stages follow each other. A step ends when they do.
         activation_bytes: what a stage holds from F until B or I.
         weight_gradient_bytes: what a stage holds from I until W.
+        recompute_ms: time that a stage's B or I takes longer if it recomputes its activations; see
+            :meth:`with_recomputation`.
+        recomputed_bytes: what a stage that recomputes holds from F until B or I, instead of ``activation_bytes``; None:
+            stages cannot recompute.
 
     Raises:
         ConfigError: a cost is negative or not finite, or a tuple has another length.
@@ -48,6 +53,8 @@ class Costs:
     reduce_ms: PerStage = 0.0
     activation_bytes: PerStage = 0.0
     weight_gradient_bytes: PerStage = 0.0
+    recompute_ms: PerStage = 0.0
+    recomputed_bytes: PerStage | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.num_stages, int) or self.num_stages < 1:
@@ -104,6 +111,51 @@ class Costs:
             ActionKind.WEIGHT_GRADIENT: -gradient,
         }
         return changes[kind]
+
+    def recompute_saves_bytes(self, stage: int) -> float:
+        """The bytes per micro-batch that a stage does not hold if it recomputes; 0 or less: nothing is saved."""
+        if self.recomputed_bytes is None:
+            return 0.0
+        return _at(self.activation_bytes, stage) - _at(self.recomputed_bytes, stage)
+
+    def recomputing_ms(self, stage: int) -> float:
+        """Time that a stage's B or I takes longer if it recomputes, in milliseconds."""
+        return _at(self.recompute_ms, stage)
+
+    def with_recomputation(self, stages: Iterable[int]) -> "Costs":
+        """The costs if these stages recompute their activations in B or I.
+
+        What a stage computes again is there during its B or I only, one micro-batch at a time. It is in no
+        ``held_bytes``: leave room for it.
+
+        Raises:
+            ConfigError: a stage does not exist, or ``recomputed_bytes`` is None.
+        """
+        chosen = frozenset(stages)
+        if not chosen:
+            return self
+        if self.recomputed_bytes is None:
+            raise ConfigError("stages recompute only where recomputed_bytes is known. Give it, one number or one each.")
+        if unknown := sorted(chosen - set(range(self.num_stages))):
+            raise ConfigError(f"there are {self.num_stages} stages, 0 to {self.num_stages - 1}: got {unknown[0]}.")
+
+        def changed(values: PerStage | None, more: PerStage) -> tuple[float, ...]:
+            added = (_at(more, stage) if stage in chosen else 0.0 for stage in self._stages)
+            return tuple(_at(values, stage) + extra for stage, extra in enumerate(added))
+
+        stage_bytes = (self.recomputed_bytes if stage in chosen else self.activation_bytes for stage in self._stages)
+        return dataclasses.replace(
+            self,
+            input_gradient_ms=changed(self.input_gradient_ms, self.recompute_ms),
+            backward_ms=None if self.backward_ms is None else changed(self.backward_ms, self.recompute_ms),
+            activation_bytes=tuple(_at(values, stage) for stage, values in enumerate(stage_bytes)),
+            # They do not recompute twice.
+            recompute_ms=tuple(0.0 if stage in chosen else _at(self.recompute_ms, stage) for stage in self._stages),
+        )
+
+    @property
+    def _stages(self) -> range:
+        return range(self.num_stages)
 
     def to_json(self) -> str:
         """As JSON: an object with the names of the fields."""

@@ -128,8 +128,8 @@ def _numbered_from(programs: Programs, step: int) -> Programs:
 
 def _simulation(programs: Programs, costs: Costs, spans: Iterable[Span]) -> Simulation:
     """The result of spans of one or more steps, which hold the same."""
-    peak_bytes = tuple(_peak_bytes(program, costs) for program in programs)
-    return Simulation(Timeline(tuple(spans)), peak_activations(programs), peak_bytes)
+    peaks = tuple(peak_bytes(program, costs) for program in programs)
+    return Simulation(Timeline(tuple(spans)), peak_activations(programs), peaks)
 
 
 def _last_of_stages(steps: Sequence[Programs]) -> dict[Action, bool]:
@@ -188,6 +188,7 @@ _SENDS = {
 }
 
 
-def _peak_bytes(program: Program, costs: Costs) -> float:
+def peak_bytes(program: Program, costs: Costs) -> float:
+    """The largest number of bytes that a rank holds at once for its micro-batches."""
     held = (costs.held_bytes(action.stage, action.kind) for action in program)
     return max(0.0, *accumulate(held))

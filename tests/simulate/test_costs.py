@@ -1,3 +1,4 @@
+import dataclasses
 import re
 
 import pytest
@@ -44,7 +45,7 @@ def test_json_may_leave_out_what_has_a_default():
 
 FIELDS = (
     "forward_ms, input_gradient_ms, weight_gradient_ms, backward_ms, send_ms, post_ms, reduce_ms, activation_bytes, "
-    "weight_gradient_bytes"
+    "weight_gradient_bytes, recompute_ms, recomputed_bytes"
 )
 
 
@@ -118,3 +119,39 @@ def test_a_run_that_lacks_a_pass_is_refused(kinds, missing):
     message = f"the timeline has no {missing} of stage 0. Measure a complete training step, on all ranks."
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         Costs.from_timeline(Timeline(spans), num_stages=1)
+
+
+RECOMPUTING = Costs(
+    num_stages=3,
+    input_gradient_ms=(1.0, 2.0, 3.0),
+    activation_bytes=10.0,
+    recompute_ms=(0.5, 0.25, 0.125),
+    recomputed_bytes=(1.0, 2.0, 3.0),
+)
+
+
+def test_stages_that_recompute_hold_less_and_take_longer():
+    costs = RECOMPUTING.with_recomputation([1])
+    assert [costs.compute_ms(stage, ActionKind.INPUT_GRADIENT) for stage in range(3)] == [1.0, 2.25, 3.0]
+    assert [costs.compute_ms(stage, ActionKind.BACKWARD) for stage in range(3)] == [2.0, 3.25, 4.0]
+    assert [costs.held_bytes(stage, ActionKind.FORWARD) for stage in range(3)] == [10.0, 2.0, 10.0]
+    given = dataclasses.replace(RECOMPUTING, backward_ms=2.0).with_recomputation([1])
+    assert [given.compute_ms(stage, ActionKind.BACKWARD) for stage in range(3)] == [2.0, 2.25, 2.0]
+
+
+def test_to_recompute_twice_changes_nothing():
+    costs = RECOMPUTING.with_recomputation([0, 2])
+    assert costs.with_recomputation([0, 2]) == costs
+    assert RECOMPUTING.with_recomputation([]) is RECOMPUTING
+
+
+@pytest.mark.parametrize(
+    ("costs", "stages", "message"),
+    [
+        (Costs(num_stages=2), [0], "stages recompute only where recomputed_bytes is known."),
+        (RECOMPUTING, [3], "there are 3 stages, 0 to 2: got 3."),
+    ],
+)
+def test_recomputation_that_is_impossible_is_refused(costs, stages, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        costs.with_recomputation(stages)
