@@ -17,6 +17,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from hybridpp.checkpoint.remote_path import as_path
 from hybridpp.cli.commands.run import RunArguments
@@ -37,6 +38,7 @@ def run(arguments: RunArguments) -> None:
         ConfigError: torchrun has no such options, or no rank could run the script.
     """
     parsed = _parse(arguments.arguments)
+    _check_numbers(parsed)
     _check_script(parsed)
     with tempfile.TemporaryDirectory(prefix="hybridpp-run-", ignore_cleanup_errors=True) as folder:
         notes, logs = Path(folder, "notes"), Path(folder, "logs")
@@ -46,6 +48,7 @@ def run(arguments: RunArguments) -> None:
         several_hosts = torchrun.parse_min_max_nnodes(parsed.nnodes)[1] > 1
         if not set_up_launcher(notes, several_hosts=several_hosts):
             _silence()
+        _check_others(parsed)
         for name in STOP_SIGNALS:  # until torchrun has its own handlers
             signal.signal(getattr(signal, name), _raise_signal)
         code = _run(parsed, notes)
@@ -72,6 +75,29 @@ def _parse(arguments: Sequence[str]) -> Namespace:
 
 def _refuse(message: str) -> NoReturn:
     raise ConfigError(f"{message}. See hybridpp run -h.")
+
+
+def _check_numbers(parsed: Namespace) -> None:
+    """Refuse numbers of hosts and ranks that torchrun would refuse with a traceback."""
+    try:
+        hosts = torchrun.parse_min_max_nnodes(parsed.nnodes)
+        ranks = torchrun.determine_local_world_size(parsed.nproc_per_node)
+    except (ValueError, RuntimeError) as error:
+        _refuse(f"--nnodes {parsed.nnodes}, --nproc-per-node {parsed.nproc_per_node}: {str(error).rstrip('.')}")
+    if not 1 <= hosts[0] <= hosts[1] or ranks < 1:
+        _refuse(
+            "a job needs at least one host and one rank on each: got "
+            f"--nnodes {parsed.nnodes}, --nproc-per-node {parsed.nproc_per_node}"
+        )
+
+
+def _check_others(parsed: Namespace) -> None:
+    """Refuse what else torchrun would refuse with a traceback. Before the launcher is set up, torchrun would warn."""
+    try:
+        torchrun.config_from_args(parsed)
+        parse_rendezvous_endpoint(parsed.rdzv_endpoint, default_port=0)
+    except (ValueError, AssertionError) as error:
+        _refuse(str(error).rstrip("."))
 
 
 def _check_script(parsed: Namespace) -> None:

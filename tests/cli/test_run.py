@@ -145,6 +145,31 @@ def test_the_code_of_a_stopped_job_says_whether_to_start_it_again(
 
 
 @pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--nproc-per-node", "x"], "--nnodes 1:1, --nproc-per-node x: Unsupported nproc_per_node value: x"),
+        (
+            ["--nproc-per-node", "0"],
+            "a job needs at least one host and one rank on each: got --nnodes 1:1, --nproc-per",
+        ),
+        (["--nnodes", "3:2"], "a job needs at least one host and one rank on each: got --nnodes 3:2, --nproc-per"),
+        (["--nnodes", "1:2:3"], "--nnodes 1:2:3, --nproc-per-node 1: nnodes=1:2:3 is not in "),
+        (["--max-restarts", "-1"], "max_restarts must be >= 0"),
+        (["--rdzv-conf", "x"], "The rendezvous configuration option 'x' must have a value specified"),
+        (["--rdzv-endpoint", "host:abc"], "The port number of the rendezvous endpoint 'host:abc' must be"),
+    ],
+)
+@pytest.mark.usefixtures("torch_runs")  # leaves the environment as it was
+def test_options_that_torchrun_refuses_with_a_traceback_are_two_lines(capsys, tmp_path, monkeypatch, options, text):
+    monkeypatch.setattr(torchrun, "run", lambda _: pytest.fail("no rank may start"))
+    assert main(["run", *options, str(tmp_path / "script.py")]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"hybridpp: {text}")
+    assert printed.endswith(".\nSee hybridpp run -h.\n")
+    assert printed.count("\n") == 2
+
+
+@pytest.mark.parametrize(
     ("source", "text"),
     [
         (None, " cannot be read: No such file or directory.\nPass the path of a script, and its arguments after it.\n"),
