@@ -30,11 +30,12 @@ def by_one_process():
     return losses
 
 
-def test_the_tutorials_loop_learns_on_two_stages_of_two_shards():
-    job = run_script(4, ROOT / "tests/scripts/tutorial.py")
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp16", 0.02), ("fp32", 1e-4)])
+def test_the_tutorials_loop_learns_on_two_stages_of_two_shards(precision, tolerance):
+    job = run_script(4, ROOT / "tests/scripts/tutorial.py", precision)
     assert job.returncode == 0, job.stderr
     losses = [float(line) for line in job.stdout.split()]
-    assert losses == pytest.approx(by_one_process(), rel=0.02)
+    assert losses == pytest.approx(by_one_process(), rel=tolerance)
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
     assert "Epoch [6]: 100%" in job.stderr
     assert "Warning" not in job.stderr

@@ -136,6 +136,19 @@ def test_reduction_by_microbatch_differs_by_rounding(layout, precision, mode):
         assert norm == pytest.approx(plain[2], rel=10 * tolerance)
 
 
+@pytest.mark.parametrize("mode", BY_MICROBATCH)
+def test_where_small_gradients_are_not_normalised_it_differs_by_units_of_rounding(mode):
+    """AdamW divides a gradient by its own size, and its rounding with it; SGD shows what reductions differ by."""
+    layout = {
+        "dp_size": 2,
+        "tp_size": 2,
+        "make_model": Torn,
+        "make_optimizer": partial(optim.SGD, lr=0.05, momentum=0.9),
+    }
+    for plain, zero in both(trained, BY_MICROBATCH[mode], **layout):
+        assert_near(zero[1], plain[1], 1e-7)
+
+
 def test_replicas_without_a_microbatch_reduce_in_the_same_order():
     """Under tensor parallelism, a pass leaves the gradients of some layers to its end; units have several buckets."""
     layout = {"microbatch_size": 2, "num_microbatches": None, "dp_size": 2, "tp_size": 2, "ddp_bucket_cap_mb": 0.002}

@@ -1,8 +1,11 @@
 """The loop that users of such systems learn, with this library's imports; run under torchrun by a test.
 
 Names, settings and the order of calls are the tutorial's: a criterion, a plugin with fp16 and one
-sample per micro-batch, a training function without zero_grad, a progress bar on the last stage.
+sample per micro-batch, a training function without zero_grad, a progress bar on the last stage. An argument is another
+precision.
 """
+
+import sys
 
 import torch
 import torch.distributed as dist
@@ -39,7 +42,7 @@ plugin = HybridParallelPlugin(
     num_microbatches=None,
     microbatch_size=1,
     enable_all_optimization=True,
-    precision="fp16",
+    precision=sys.argv[1] if sys.argv[1:] else "fp16",
     initial_scale=1,
 )
 booster = Booster(plugin=plugin, device="cpu")

@@ -124,4 +124,5 @@ def test_three_stages_forward_only_and_a_model_with_its_loss():
         assert printed == PRINTED
         assert set(weights) == {f"module.layer{stage}.lin.{kind}" for kind in ("weight", "bias")}
         for name, weight in weights.items():
-            torch.testing.assert_close(weight, model.get_parameter(name))
+            # The step moves weights by 1e-5.
+            torch.testing.assert_close(weight, model.get_parameter(name), atol=5e-8, rtol=0)

@@ -58,6 +58,8 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, layout, moment, nu
                 assert (tmp_path / "interrupted.json").exists()
         resumed, found, resumed_weights = fit(tmp_path, settings=settings)
         assert stopped.losses + resumed.losses == expected.losses
+        of_test = [{name: value for name, value in one.items() if "test/" in name} for one in (found, metrics)]
+        assert of_test[0] == of_test[1]
         # Means of training to rounding: sums until the checkpoint are added over the replicas before the later ones.
         assert found == pytest.approx(metrics, rel=1e-12)
         assert_same(resumed_weights, weights)
