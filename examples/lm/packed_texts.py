@@ -6,18 +6,13 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict, load_dataset
 
-IGNORED = -100
-"""The label of a token that does not count."""
+IGNORED = -100  # the label of a token that does not count
 HELD_OUT_FRACTION = 0.1
 SPLIT_SEED = 0  # not --seed: runs that differ in their seed stay comparable
 
 
 def load_texts(name: str) -> DatasetDict:
-    """The splits ``train`` and ``test`` with a column ``text``, each row a document.
-
-    Args:
-        name: a folder of ``.txt`` files, or the name of a dataset.
-    """
+    """The splits ``train`` and ``test`` of a folder of ``.txt`` files, or of a dataset; each ``text`` is a document."""
     if Path(name).is_dir():
         files = sorted(str(path) for path in Path(name).glob("*.txt"))
         if not files:

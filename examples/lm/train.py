@@ -44,10 +44,7 @@ def parse_args() -> Namespace:
 
 
 class TokenLoss:
-    """The mean over the tokens that count: blocks with padding weigh less.
-
-    hybridpp weights micro-batches and replicas by :meth:`num_items`.
-    """
+    """The mean over the tokens that count: hybridpp weights micro-batches and replicas by :meth:`num_items`."""
 
     def __call__(self, outputs: Any, batch: Any) -> Tensor:
         logits, labels = outputs.logits[:, :-1], batch["labels"][:, 1:]
@@ -67,13 +64,6 @@ def make_plugin(args: Namespace, world_size: int) -> HybridParallelPlugin:
         max_norm=1.0,
         precision=args.precision,
     )
-
-
-def with_adapter(booster: Booster, model: nn.Module) -> nn.Module:
-    """The model, frozen, with an adapter on its queries and values."""
-    from peft import LoraConfig  # noqa: PLC0415  # without --lora, peft need not be there
-
-    return booster.enable_lora(model, lora_config=LoraConfig(r=8, lora_alpha=16, task_type="CAUSAL_LM"))
 
 
 def evaluate(booster: Booster, model: nn.Module, dataloader: Any) -> float:
@@ -101,7 +91,9 @@ def train(args: Namespace, coordinator: DistCoordinator) -> None:
     plugin = make_plugin(args, coordinator.world_size)
     booster = Booster(plugin=plugin)
     if args.lora:
-        model = with_adapter(booster, model)
+        from peft import LoraConfig  # noqa: PLC0415  # without --lora, peft need not be there
+
+        model = booster.enable_lora(model, lora_config=LoraConfig(r=8, lora_alpha=16, task_type="CAUSAL_LM"))
 
     dataloader = plugin.prepare_dataloader(train_set, args.batch_size, shuffle=True, seed=args.seed)
     test_dataloader = plugin.prepare_dataloader(held_out, args.batch_size)
