@@ -137,7 +137,7 @@ def test_reduction_by_microbatch_differs_by_rounding(layout, precision, mode):
 
 
 @pytest.mark.parametrize("mode", BY_MICROBATCH)
-def test_where_small_gradients_are_not_normalised_it_differs_by_units_of_rounding(mode):
+def test_with_sgd_reduction_by_microbatch_differs_by_single_roundings(mode):
     """AdamW divides a gradient by its own size, and its rounding with it; SGD shows what reductions differ by."""
     layout = {
         "dp_size": 2,
