@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from support import ROOT
@@ -68,12 +68,12 @@ def run_forked(function: Callable[[], Any], timeout_s: float = 60.0) -> Any:
 
 
 def _child(function: Callable[[], Any], pipe: Connection) -> None:
-    _after_fork()
+    after_fork()
     _send_result(function, pipe)
 
 
 def _rank(function: Callable[[], Any], rank: int, num_ranks: int, port: int, pipe: Connection) -> None:
-    _after_fork()
+    after_fork()
     try:
         launch(rank, num_ranks, "127.0.0.1", port, backend="gloo", timeout_s=30)
     except BaseException:
@@ -95,7 +95,8 @@ def _send_result(function: Callable[[], Any], pipe: Connection) -> None:
         pipe.send((False, traceback.format_exc()))
 
 
-def _after_fork() -> None:
+def after_fork() -> None:
+    """Call it first in every forked child."""
     # A forked child hangs in OpenMP if the parent used it, unless it says first that it needs one thread.
     torch.set_num_threads(1)
     # What it inherits stays until its end: a search for garbage among that takes longer than most that is done here.
@@ -154,19 +155,22 @@ def run_script(
                 until_all_end or not any(rank.exitcode for rank in ranks)
             ):
                 if not wait([rank.sentinel for rank in running], deadline - time.monotonic()):
-                    raise RankFailed(f"{script} took longer than {timeout_s} s")
+                    raise RankFailed(f"{script} took longer than {timeout_s} s\n{_text(stdout)}\n{_text(stderr)}")
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
-        for file in (stdout, stderr):
-            file.seek(0)
         codes = {abs(process.exitcode or 0) for process in ranks}
-        return subprocess.CompletedProcess(command, max(codes), stdout.read(), stderr.read())
+        return subprocess.CompletedProcess(command, max(codes), _text(stdout), _text(stderr))
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def _script(command: list[str], environment: dict[str, str], cwd: Path, stdout: int, stderr: int) -> None:
-    _after_fork()
+    after_fork()
     os.environ.update(environment)
     os.chdir(cwd)
     sys.stdout, sys.stderr = open(stdout, "a", buffering=1), open(stderr, "a", buffering=1)  # noqa: SIM115

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hybridpp_plugins import background_save
 from hybridpp_plugins.background_save import BackgroundSave
-from processes import _after_fork, free_port
+from processes import after_fork, free_port
 from run_checkpoints import Run, on_layout, resumed, tensors_in
 
 from hybridpp import launch
@@ -130,7 +130,7 @@ def test_a_rank_killed_at_any_point_leaves_one_whole_step(tmp_path, monkeypatch,
 
 def killed_process(rank, port, path, victim, asynchronous):
     """A rank; the victim kills itself before its first file is complete."""
-    _after_fork()
+    after_fork()
     launch(rank, 2, "127.0.0.1", port, backend="gloo", timeout_s=30)
     run = Run(**LAYOUT)
     run.steps([0])

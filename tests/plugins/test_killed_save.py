@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from processes import after_fork
 from run_checkpoints import on_layout, resumed, tensors_in
 from support import assert_same
 
@@ -43,6 +44,7 @@ def killed_at(point, path, step, asynchronous=False):
         assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
         return os.WIFSIGNALED(status)
     try:
+        after_fork()
         count = []
 
         def watched(call):
