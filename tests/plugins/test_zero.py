@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 
@@ -291,71 +290,6 @@ def test_a_replica_has_its_part_of_masters_and_moments(dp_size, precision, per_e
     held, trainable = sum(nbytes for nbytes, _ in ranks), ranks[0][1]
     assert held <= per_element * trainable
     assert max(nbytes for nbytes, _ in ranks) <= 1.02 * per_element * trainable / dp_size
-
-
-class Recorder:
-    """A group that counts its collectives and their elements."""
-
-    def __init__(self, group):
-        self._group, self.calls, self.where, self.during = group, [], [], lambda: None
-
-    def __getattr__(self, name):
-        attribute = getattr(self._group, name)
-        if name not in ("all_reduce", "reduce_scatter_segments", "all_gather_segments"):
-            return attribute
-
-        def called(tensor):
-            self.calls.append((name, tensor.numel()))
-            self.where.append(self.during())
-            return attribute(tensor)
-
-        return called
-
-
-@pytest.mark.parametrize("settings", [{"zero_stage": 0}, EXACT["1"], EXACT["2 by step"], BY_MICROBATCH["2"]])
-def test_a_step_sends_each_bucket_once_each_way(settings):
-    def run():
-        plugin = HybridParallelPlugin(num_microbatches=4, ddp_bucket_cap_mb=0.02, **settings)
-        recorder = Recorder(plugin.layout.dp)
-        plugin.layout = replace(plugin.layout, dp=recorder)
-        booster, model = Booster(plugin=plugin), TiedModel()
-        parts = booster.boost(model, two_groups(model.parameters()), criterion=cross_entropy, sample=SAMPLE)
-        for batch in batches(2, 16):
-            recorder.calls.clear()
-            step(booster, parts.model, parts.optimizer, batch)
-            parts.optimizer.step()
-        return recorder.calls, [bucket.size for bucket in plugin._engine(parts.model).weights.layout.buckets]
-
-    for calls, sizes in Loopback(2).run(run):
-        assert len(sizes) > 3
-        stage = settings["zero_stage"]
-        sums = [("reduce_scatter_segments" if stage else "all_reduce", size) for size in sizes]
-        gathers = [("all_gather_segments", size) for size in sizes] if stage else []
-        num_reductions = 4 if settings is BY_MICROBATCH["2"] else 1
-        assert calls == [*sums * num_reductions, ("all_reduce", 20), *gathers]
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_chunk_is_reduced_while_others_still_run(stage):
-    def run():
-        plugin = HybridParallelPlugin(
-            num_microbatches=4, zero_stage=stage, pp_size=2, schedule="interleaved", num_model_chunks=2
-        )
-        recorder = Recorder(plugin.layout.dp)
-        plugin.layout = replace(plugin.layout, dp=recorder)
-        booster, model = Booster(plugin=plugin), TiedModel()
-        parts = booster.boost(model, two_groups(model.parameters()), criterion=cross_entropy, sample=SAMPLE)
-        engine = plugin._engine(parts.model)
-        recorder.during = lambda: engine.executor.where
-        step(booster, parts.model, parts.optimizer, batches(1, 16)[0])
-        return recorder.where, engine.weights.layout.buckets
-
-    for where, buckets in Loopback(4).run(run):
-        own = [bucket for bucket in buckets if not bucket.is_shared]
-        last = max(min(bucket.stages) for bucket in own if bucket.stages)
-        first = [action for action, bucket in zip(where, own, strict=False) if min(bucket.stages) == last]
-        assert first
-        assert all(action is not None and action.stage == last for action in first)
 
 
 @pytest.mark.parametrize("mode", ["2 by step", "2", "3"])
