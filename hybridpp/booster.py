@@ -80,9 +80,9 @@ class Booster(BoosterAdapters):
         """Whether a rank of the job got SIGTERM or SIGUSR1: the same on every rank after the same ``execute_pipeline``.
 
         A script that sees it calls :meth:`save`, and ends; :meth:`resume` goes on. The signal is told in messages that
-        the ranks exchange anyway: those of a training step that has ended, or of the batch of an evaluation. So it
-        stays False for a step or two. It is never True before the first step, where signals end the process at once,
-        nor in a process that joined no job.
+        the ranks exchange anyway: those of a training step that has ended, of the batch of an evaluation, or of
+        :meth:`backward`, at the next call. So it stays False for a step or two. It is never True before the first step,
+        where signals end the process at once, nor in a process that joined no job.
 
         Example:
             if booster.interrupted:

@@ -21,6 +21,7 @@ from hybridpp_plugins.manual_forward import ManualCallRecorder
 from hybridpp_plugins.nonfinite_steps import NonFiniteSteps
 from hybridpp_plugins.optimizer_state import OptimizerStateOwner
 from hybridpp_plugins.replica_buffers import ReplicaBuffers
+from hybridpp_plugins.stop_exchange import StopExchange
 from hybridpp_plugins.uninitialized import UninitializedWeights
 from hybridpp_plugins.wrapped_optimizer import WrappedOptimizer
 
@@ -62,6 +63,7 @@ class HybridOptimizer(WrappedOptimizer):
         grad_access_warning: warns if the script looks for gradients that half precision does not expose.
         statistics: running statistics of the model; None: it has none.
         replica_buffers: buffers that the first replica sends to the others; None: there are none.
+        stop_exchange: tells all ranks of signals in the script's own backward passes.
         while_updating: a context to run :meth:`step` in.
     """
 
@@ -82,6 +84,7 @@ class HybridOptimizer(WrappedOptimizer):
         self.manual_calls: ManualCallRecorder | None = None
         self.statistics: RunningStatistics | None = None
         self.replica_buffers: ReplicaBuffers | None = None
+        self.stop_exchange: StopExchange | None = None
         self.recompute_context: Callable[[], AbstractContextManager[None]] = nullcontext
         self.while_updating: Callable[[], AbstractContextManager[None]] = nullcontext
         self._reducer = reducer
@@ -124,6 +127,8 @@ class HybridOptimizer(WrappedOptimizer):
         Collective: all replicas, unless inside ``booster.no_sync``.
         """
         self.uninitialized.check()
+        if self.stop_exchange is not None:
+            self.stop_exchange.begin()
         self.begin_accumulation(manual=True)
         self._reducer.begin_last_backward()
         num_replicas = self.norm.num_replicas
@@ -141,6 +146,8 @@ class HybridOptimizer(WrappedOptimizer):
             self.statistics.average()
         if self.replica_buffers is not None and self._reducer.is_syncing:
             self.replica_buffers.after_backward()
+        if self.stop_exchange is not None and self._reducer.is_syncing:
+            self.stop_exchange.end()
 
     def begin_accumulation(self, manual: bool = False) -> None:
         """Prepare for the backward passes of a step; ``manual``: the script runs them."""

@@ -34,6 +34,7 @@ from hybridpp_plugins.place_model import BoostContext, PlacedModel, place_model
 from hybridpp_plugins.replica_buffers import replica_buffers
 from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.settings import PluginSettings
+from hybridpp_plugins.stop_exchange import StopExchange
 from hybridpp_plugins.trained_weights import UpdateRules, refuse_reading
 from hybridpp_plugins.wrap_optimizer import wrap_optimizer
 
@@ -71,7 +72,7 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
         _watch_manual_calls(boosted, staged, diagnosis, context)
     statistics = RunningStatistics(model, layout.dp)
     if boosted is not None:
-        boosted.statistics = statistics
+        boosted.statistics, boosted.stop_exchange = statistics, StopExchange(layout)
         boosted.replica_buffers = replica_buffers(model, layout, settings.parallel.broadcast_buffers)
     engine = Engine(
         adapter=adapter,
