@@ -35,6 +35,7 @@ ROWS = {
     "hybridpp.pipeline": 4,
     "hybridpp.plan_search": 5,
     "hybridpp.estimate": 5,
+    "hybridpp.doctor": 5,
     "hybridpp.plugin": 5,
     "hybridpp.tp_preview": 5,
     "hybridpp.registry": 5,

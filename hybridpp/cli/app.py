@@ -17,6 +17,7 @@ from typer.main import get_command
 import hybridpp
 from hybridpp.cli.command import Command, CommandGroup
 from hybridpp.cli.commands.checkpoint import CHECKPOINT
+from hybridpp.cli.commands.doctor import DOCTOR
 from hybridpp.cli.commands.estimate import ESTIMATE
 from hybridpp.cli.commands.partition import PARTITION
 from hybridpp.cli.commands.plan import PLAN
@@ -26,7 +27,17 @@ from hybridpp.cli.commands.schedule import SCHEDULE
 from hybridpp.cli.commands.simulate import SIMULATE
 from hybridpp.errors import ConfigError, HybridppError
 
-COMMANDS: tuple[Command | CommandGroup, ...] = (RUN, ESTIMATE, PLAN, PROFILE, PARTITION, SCHEDULE, SIMULATE, CHECKPOINT)
+COMMANDS: tuple[Command | CommandGroup, ...] = (
+    RUN,
+    DOCTOR,
+    ESTIMATE,
+    PLAN,
+    PROFILE,
+    PARTITION,
+    SCHEDULE,
+    SIMULATE,
+    CHECKPOINT,
+)
 
 _CODES = "Exit codes: 0: done. 1: a problem was found, and printed. 2: refused, for the reason in two lines."
 _REFUSED = 2

@@ -51,15 +51,16 @@ def counts(flag: str, text: str | None) -> list[int] | None:
     return [int(part) for part in found]
 
 
-def option(help: str, metavar: str | None = None, name: str | None = None) -> Any:
+def option(help: str, metavar: str | None = None, name: str | None = None, *, hidden: bool = False) -> Any:
     """An option that takes a text or, if it has a type of its own, one of its values; or a flag, given its name.
 
     Args:
         help: a line.
         metavar: stands for the value in help.
         name: with dashes; a flag needs it, so that there is no ``--no-`` of it.
+        hidden: from help, because another command gives it.
     """
-    return typer.Option(*([name] if name else []), metavar=metavar, help=help)
+    return typer.Option(*([name] if name else []), metavar=metavar, help=help, hidden=hidden)
 
 
 def count(help: str, metavar: str = "N") -> Any:

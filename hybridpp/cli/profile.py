@@ -9,7 +9,7 @@ import torch
 from hybridpp.cli.commands.profile import ProfileArguments
 from hybridpp.cli.estimate_flags import PLUGIN, model_of
 from hybridpp.cli.output import show, working
-from hybridpp.cluster import current_world
+from hybridpp.cluster import current_world, join_as_started
 from hybridpp.config import Precision
 from hybridpp.errors import ConfigError
 from hybridpp.estimate import (
@@ -32,6 +32,7 @@ def run(arguments: ProfileArguments) -> None:
     where = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda needs a CUDA device, and there is none. Use --device cpu.")
+    join_as_started(None)
     known = DeviceProfile.from_json(path.read_text()) if path.is_file() else None
     with working("measure the device"):
         profile = known or measure_device(where)

@@ -12,6 +12,8 @@ from hybridpp.cluster.host_copy import HostCopy
 from hybridpp.cluster.hosts import ranks_per_host
 from hybridpp.cluster.launch import (
     check_joined,
+    environment_of_jobs,
+    join_as_started,
     launch,
     launch_from_openmpi,
     launch_from_slurm,
@@ -61,11 +63,13 @@ __all__ = [
     "current_world",
     "default_generators",
     "disable_existing_loggers",
+    "environment_of_jobs",
     "gather_numbers",
     "gather_objects",
     "generator_states",
     "get_dist_logger",
     "has_drawn",
+    "join_as_started",
     "launch",
     "launch_from_openmpi",
     "launch_from_slurm",

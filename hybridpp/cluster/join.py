@@ -79,7 +79,10 @@ def join_job(address: StoreAddress, process: ProcessRank, options: JoinOptions) 
     check_timeout(timeout_s)
     stop = StopRequest(options.stop_signals, options.notes)
     if dist.is_initialized():
-        raise LaunchError("this process has already joined a job. Call launch or launch_from_torch once.")
+        raise LaunchError(
+            "this process has already joined a job. Call launch or launch_from_torch once; where another library has "
+            "joined it (Ray Train's TorchTrainer, an Accelerator), call neither."
+        )
     rank, world_size = process.rank, process.world_size
     device = device_for(process.local_rank)
     if device is not None:

@@ -13,24 +13,20 @@ from hybridpp.cluster.failure_text import FULL_TRACEBACK
 from hybridpp.cluster.join import TIMEOUT_S, JoinOptions, ProcessRank, check_timeout, join_job
 from hybridpp.cluster.launcher_notes import LauncherNotes
 from hybridpp.cluster.rendezvous import StoreAddress
+from hybridpp.cluster.seeds import set_seed
+from hybridpp.cluster.starters import OPENMPI, SLURM, TORCHRUN, starter_of
 from hybridpp.cluster.stop_request import STOP_SIGNALS
 from hybridpp.cluster.watchdog_limits import WatchdogLimits
 from hybridpp.cluster.world import override
 from hybridpp.errors import ConfigError, LaunchError
 
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-_OPENMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
-# What processes have that a launcher started as one of several, and what they call. The script of a batch job is no
-# step of SLURM's, though the job has several tasks.
-_STARTERS = (
-    ("torchrun", _TORCHRUN, "WORLD_SIZE", "launch_from_torch()"),
-    ("mpirun", _OPENMPI, "OMPI_COMM_WORLD_SIZE", "launch_from_openmpi(host, port)"),
-    ("srun", (*_SLURM, "SLURM_STEP_NUM_TASKS"), "SLURM_STEP_NUM_TASKS", "launch_from_slurm(host, port)"),
-)
 _SHARED_MEMORY = "HYBRIDPP_SHARED_MEMORY"
 _NOTES = "HYBRIDPP_NOTES"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+# What changes how a job runs, see environment_of_jobs.
+_PREFIXES = ("GLOO_", "NCCL_", "TORCH_NCCL_", "OMP_", "MKL_", "KMP_", "HYBRIDPP_", "CUDA_VISIBLE", "PYTORCH_")
+_OTHERS = ("GLIBC_TUNABLES", "LD_PRELOAD", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "no_proxy")
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
 def launch_from_torch(
@@ -44,7 +40,8 @@ def launch_from_torch(
     """Join the job that ``torchrun`` started, with the ranks and addresses it left in the environment.
 
     A job that torchrun starts again (``--max-restarts``) joins anew. From now on, an error that ends ranks is printed
-    by one of them.
+    by one of them. A process that no launcher started (``python script.py``, a notebook) is a job of one rank; there,
+    a second call seeds again, and changes nothing else.
 
     Collective: every process of the job must call it, once, with the same arguments.
 
@@ -63,16 +60,26 @@ def launch_from_torch(
             watches.
 
     Raises:
-        LaunchError: the process was not started by torchrun; or ranks did not join in time, or have other arguments.
+        LaunchError: another launcher started the process, or variables of torchrun are missing; or ranks did not join
+            in time, or have other arguments.
         ConfigError: ``config`` holds settings, the backend is unknown or cannot work here, or a number is out of range.
     """
-    _require(_TORCHRUN, "launch_from_torch", "torchrun", _what_to_call_instead())
+    alone = _is_alone()
+    if not alone:
+        _require(TORCHRUN, "launch_from_torch", "torchrun", _what_to_call_instead())
     if config:
         raise ConfigError(
             f"launch_from_torch takes no settings: got config with {', '.join(map(repr, config))}. "
             "Pass them to HybridParallelPlugin."
         )
-    rank, world_size, local_rank = (_number(name) for name in _TORCHRUN[:3])
+    if alone and dist.is_initialized() and dist.get_world_size() == 1:  # the cell of a notebook, run again
+        set_seed(seed)
+        return
+    if alone:
+        any_port = StoreAddress("127.0.0.1", 0)
+        _join(any_port, ProcessRank(0, 1, 0), backend, seed, timeout_s, stop_signals, watchdog_s)
+        return
+    rank, world_size, local_rank = (_number(name) for name in TORCHRUN[:3])
     # The agent may be the one that listens there; torch's own rendezvous asks the same variable.
     is_external = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = StoreAddress(os.environ["MASTER_ADDR"], _number("MASTER_PORT"), is_external)
@@ -102,8 +109,8 @@ def launch_from_slurm(
         LaunchError: the process was not started by srun; or ranks did not come in time, or with other arguments.
         ConfigError: the backend is unknown or cannot work here, or a number is out of range.
     """
-    _require(_SLURM, "launch_from_slurm", "srun", "Start the script with: srun python your_script.py")
-    rank, world_size, local_rank = map(_number, _SLURM)
+    _require(SLURM, "launch_from_slurm", "srun", "Start the script with: srun python your_script.py")
+    rank, world_size, local_rank = map(_number, SLURM)
     process = ProcessRank(rank, world_size, local_rank)
     _join(StoreAddress(host, _port(port)), process, backend, seed, timeout_s, stop_signals, watchdog_s)
 
@@ -131,8 +138,8 @@ def launch_from_openmpi(
         LaunchError: the process was not started by mpirun; or ranks did not come in time, or with other arguments.
         ConfigError: the backend is unknown or cannot work here, or a number is out of range.
     """
-    _require(_OPENMPI, "launch_from_openmpi", "mpirun", "Start the script with: mpirun -n 4 python your_script.py")
-    rank, world_size, local_rank = map(_number, _OPENMPI)
+    _require(OPENMPI, "launch_from_openmpi", "mpirun", "Start the script with: mpirun -n 4 python your_script.py")
+    rank, world_size, local_rank = map(_number, OPENMPI)
     process = ProcessRank(rank, world_size, local_rank)
     _join(StoreAddress(host, _port(port)), process, backend, seed, timeout_s, stop_signals, watchdog_s)
 
@@ -181,12 +188,55 @@ def check_joined() -> None:
     """
     if override.get() is not None or dist.is_initialized():
         return
-    for starter, names, size, call in _STARTERS:
-        if all(name in os.environ for name in names) and _number(size) > 1:
-            raise LaunchError(
-                f"{starter} started this process as one of {os.environ[size]}, and it has not joined the others. Call "
-                f"hybridpp.{call} first."
-            )
+    starter = starter_of(os.environ)
+    if starter is not None and _number(starter.size) > 1:
+        raise LaunchError(
+            f"{starter.name} started this process as one of {os.environ[starter.size]}, and it has not joined the "
+            f"others. Call hybridpp.{starter.call} first."
+        )
+
+
+def join_as_started(address: str | None, timeout_s: float = TIMEOUT_S) -> None:
+    """Join the job in which this process was started, whichever launcher did it; for commands, which are no scripts.
+
+    A process that has joined, or that is alone, stays as it is.
+
+    Collective: every process of the job must call it, once, with the same arguments.
+
+    Args:
+        address: ``host:port`` where the ranks meet, on the host of rank 0; torchrun's processes need none.
+        timeout_s: as in :func:`launch_from_torch`.
+
+    Raises:
+        LaunchError: the address is missing, or is none; or ranks did not come in time.
+    """
+    starter = None if dist.is_initialized() else starter_of(os.environ)
+    if starter is None or _number(starter.size) <= 1:
+        return
+    if starter.variables[: len(TORCHRUN)] == TORCHRUN:
+        launch_from_torch(timeout_s=timeout_s)
+        return
+    host, _, port = (address or "").rpartition(":")
+    if not host or not port.isdecimal():
+        raise LaunchError(
+            f"{starter.name} started this process as one of {os.environ[starter.size]}, which meet at an address: got "
+            f"{address!r}. Pass --address HOST:PORT, with the host of rank 0 and a free port there."
+        )
+    if starter.variables == OPENMPI:
+        launch_from_openmpi(host, int(port), timeout_s=timeout_s)
+    elif starter.variables[: len(SLURM)] == SLURM:
+        launch_from_slurm(host, int(port), timeout_s=timeout_s)
+    else:
+        local_rank = _number("MPI_LOCALRANKID") if "MPI_LOCALRANKID" in os.environ else None
+        rank, world_size = _number("PMI_RANK"), _number("PMI_SIZE")
+        launch(rank, world_size, host, int(port), local_rank=local_rank, timeout_s=timeout_s)
+
+
+def environment_of_jobs() -> dict[str, str]:
+    """The variables that change how a job runs; of proxies only that they are set, because values may be secret."""
+    found = {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES) or name in _OTHERS}
+    found.pop(_NOTES, None)
+    return found | {name.lower(): "set" for name in os.environ if name.lower() in _PROXIES}
 
 
 def local_rank_of(rank: int, world_size: int) -> int:
@@ -203,9 +253,9 @@ def local_rank_of(rank: int, world_size: int) -> int:
     Raises:
         LaunchError: a variable is no number.
     """
-    if _TORCHRUN[2] in os.environ:
-        return _number(_TORCHRUN[2])
-    for own, size, local in (_OPENMPI, (_SLURM[0], "SLURM_STEP_NUM_TASKS", _SLURM[2])):
+    if TORCHRUN[2] in os.environ:
+        return _number(TORCHRUN[2])
+    for own, size, local in (OPENMPI, (SLURM[0], "SLURM_STEP_NUM_TASKS", SLURM[2])):
         # Processes that another launcher started inside of such a job inherit the numbers of their parent.
         is_set = all(name in os.environ for name in (own, size, local))
         if is_set and (_number(own), _number(size)) == (rank, world_size):
@@ -311,8 +361,16 @@ def _require(names: tuple[str, ...], function: str, starter: str, way_out: str) 
         )
 
 
+def _is_alone() -> bool:
+    """Whether no launcher has started this process, or only this one."""
+    if any(name in os.environ for name in TORCHRUN[:3]) or starter_of(os.environ) is not None:
+        return False
+    # In the script of a batch job of several tasks, srun was forgotten.
+    return os.environ.get(SLURM[1], "1") == "1" or not all(name in os.environ for name in SLURM)
+
+
 def _what_to_call_instead() -> str:
-    for names, starter in ((_OPENMPI, "openmpi"), (_SLURM, "slurm")):
+    for names, starter in ((OPENMPI, "openmpi"), (SLURM, "slurm")):
         if all(name in os.environ for name in names):
             return (
                 f"{names[0]} is set: call hybridpp.launch_from_{starter}(host, port), with the address of rank 0, "

@@ -68,6 +68,7 @@ class LoopbackGroup:
 
     process_group = None
     overlaps = True
+    transport = "in-process"
 
     def __init__(
         self,

@@ -70,6 +70,13 @@ class TorchGroup:
         self._sums: deque[Work] = deque()
 
     @property
+    def transport(self) -> str:
+        """What small messages travel by."""
+        if self._shared_memory_group is not None:
+            return "shared memory"
+        return "gloo" if self._host_only else "nccl"
+
+    @property
     def started(self) -> tuple[int, list[int], list[int]]:
         """Number of collectives started here, and of sends to and receives from each member."""
         collectives, *messages = self._started

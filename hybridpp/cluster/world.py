@@ -58,6 +58,7 @@ class Group(Protocol):
         size: number of members.
         process_group: the ``torch.distributed`` group; None if there is none.
         overlaps: whether an all-reduce of activations proceeds while the rank computes; it does not in shared memory.
+        transport: what small messages travel by: "shared memory", "gloo", "nccl", or "in-process".
     """
 
     @property
@@ -70,6 +71,8 @@ class Group(Protocol):
     def process_group(self) -> dist.ProcessGroup | None: ...
     @property
     def overlaps(self) -> bool: ...
+    @property
+    def transport(self) -> str: ...
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start an all-reduce (sum) of ``tensor`` in place. Collective."""

@@ -44,6 +44,7 @@ class SoloGroup:
     """
 
     process_group = None
+    transport = "in-process"
     rank = 0
 
     def __init__(self, size: int, overlaps: bool = False, note: Callable[[SoloMessage], None] = lambda message: None):

@@ -36,7 +36,7 @@ BY_PATH = {
     ("arguments", "lines"),
     [
         ([], ["missing command.", "See hybridpp --help."]),
-        (["brew"], ["hybridpp has no command 'brew'.", "Use one of run, estimate, plan, profile, partition, "]),
+        (["brew"], ["hybridpp has no command 'brew'.", "Use one of run, doctor, estimate, plan, profile, "]),
         (["checkpoint"], ["missing command.", "See hybridpp checkpoint --help."]),
         (["checkpoint", "brew"], ["hybridpp checkpoint has no command 'brew'.", "Use one of list, verify, show, "]),
         (["partition", "--model", "x"], ["missing option '--pp-size'.", "See hybridpp partition --help."]),

@@ -1,9 +1,12 @@
+import importlib
 import subprocess
 import sys
 import tomllib
 
 import pytest
 from support import ROOT
+
+from hybridpp.cli import main
 
 
 def test_the_command_is_installed():
@@ -55,6 +58,19 @@ def test_without_its_packages_two_lines_say_what_to_install():
         "hybridpp: the command line needs the packages typer and rich: typer and rich cannot be imported.\n"
         f"Run {sys.executable} -m pip install typer rich\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("found", "is_refused"), [("0.21.0", True), ("0.9", True), ("0.21.1", False), ("1.0b1", False)]
+)
+def test_an_old_typer_is_two_lines(monkeypatch, capsys, found, is_refused):
+    monkeypatch.setattr(importlib.import_module("hybridpp.cli.main"), "version", lambda name: found)
+    assert main(["--version"]) == (2 if is_refused else 0)
+    two_lines = (
+        f"hybridpp: the command line needs typer 0.21.1 or newer: got {found}.\n"
+        f"Run {sys.executable} -m pip install --upgrade 'typer>=0.21.1'\n"
+    )
+    assert capsys.readouterr().err == (two_lines if is_refused else "")
 
 
 def test_the_library_needs_no_packages_of_the_command_line():

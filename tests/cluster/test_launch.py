@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from processes import free_port, run_ranks
+from processes import free_port, run_forked, run_ranks
 
 from hybridpp import (
     DistCoordinator,
@@ -16,7 +16,7 @@ from hybridpp import (
     launch_from_torch,
 )
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.cluster.launch import local_rank_of
+from hybridpp.cluster.launch import join_as_started, local_rank_of
 from hybridpp.errors import ConfigError, LaunchError
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -39,11 +39,11 @@ def environment(monkeypatch):
 @pytest.mark.parametrize(
     ("missing", "named"),
     [
-        (list(TORCHRUN), "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are"),
+        (["RANK", "LOCAL_RANK", "MASTER_PORT"], "RANK, LOCAL_RANK, MASTER_PORT are"),
         (["LOCAL_RANK"], "LOCAL_RANK is"),
     ],
 )
-def test_without_torchrun_the_message_shows_its_command(environment, missing, named):
+def test_without_all_of_torchruns_variables_the_message_shows_its_command(environment, missing, named):
     environment(**dict.fromkeys(missing))
     text = (
         f"launch_from_torch needs the environment of torchrun: {named} not set. "
@@ -51,6 +51,32 @@ def test_without_torchrun_the_message_shows_its_command(environment, missing, na
         "hybridpp.launch(rank, world_size, host, port) in processes of your own."
     )
     with pytest.raises(LaunchError, match=f"^{re.escape(text)}$"):
+        launch_from_torch()
+
+
+def test_a_process_that_nothing_started_is_a_job_of_one_and_may_launch_again():
+    # In a child of its own, because it joins: a script with no launcher, or a notebook.
+    def run():
+        for name in NO_LAUNCHER:
+            os.environ.pop(name, None)
+        seen = []
+        for seed in (1, 1, 2):
+            launch_from_torch(seed=seed, backend="gloo")
+            world = current_world()
+            seen.append((world.rank, world.size, dist.is_initialized(), torch.rand(1).item()))
+            DistCoordinator().block_all()
+        DistCoordinator().destroy()
+        return seen
+
+    first, again, other = run_forked(run)
+    assert first[:3] == (0, 1, True)
+    assert first == again
+    assert other[3] != first[3]
+
+
+def test_the_script_of_a_batch_job_of_several_tasks_is_not_alone(environment):
+    environment(**NO_LAUNCHER | {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"})
+    with pytest.raises(LaunchError, match=r"SLURM_PROCID is set: call hybridpp\.launch_from_slurm"):
         launch_from_torch()
 
 
@@ -117,6 +143,8 @@ def test_a_variable_that_is_no_number_is_named(environment):
 
 
 STARTED = {
+    "accelerate launch": (TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}, "launch_from_torch()"),
+    "mpiexec": ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "launch(rank, world_size, host, port)"),
     "torchrun": (TORCHRUN, "launch_from_torch()"),
     "mpirun": (
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
@@ -129,10 +157,13 @@ STARTED = {
 }
 
 
+NO_LAUNCHER = dict.fromkeys([*TORCHRUN, *(name for variables, _ in STARTED.values() for name in variables)])
+
+
 @pytest.mark.parametrize("starter", STARTED)
 def test_a_forgotten_launch_is_refused_by_plugin_and_coordinator(environment, starter):
     variables, call = STARTED[starter]
-    without = dict.fromkeys(TORCHRUN)
+    without = NO_LAUNCHER
     environment(**without | variables)
     text = f"{starter} started this process as one of 2, and it has not joined the others. Call hybridpp.{call} first."
     for construct in (lambda: HybridParallelPlugin(tp_size=1, pp_size=1, num_microbatches=1), DistCoordinator):
@@ -190,7 +221,6 @@ def test_consecutive_jobs_can_use_one_address_with_every_launcher():
     assert run_ranks(run, 2) == [[(3.0, 0), (3.0, rank + 2), (3.0, 0)] for rank in range(2)]
 
 
-NO_LAUNCHER = dict.fromkeys([*TORCHRUN, *(name for variables, _ in STARTED.values() for name in variables)])
 SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
 
@@ -219,3 +249,22 @@ def test_a_local_rank_that_is_no_number_is_refused(environment):
     environment(**NO_LAUNCHER | SRUN | {"SLURM_LOCALID": "first"})
     with pytest.raises(LaunchError, match=r"^SLURM_LOCALID is a number: got 'first'\."):
         local_rank_of(5, 8)
+
+
+@pytest.mark.parametrize("starter", ["mpirun", "mpiexec", "srun"])
+def test_a_command_joins_the_job_that_it_was_started_in(starter):
+    variables = STARTED[starter][0] | ({"SLURM_NTASKS": "2"} if starter == "srun" else {})
+    address = f"127.0.0.1:{free_port()}"
+
+    def run():
+        rank = str(dist.get_rank())
+        DistCoordinator().destroy()
+        for name in NO_LAUNCHER:
+            os.environ.pop(name, None)
+        join_as_started(address, 20)  # alone: nothing is joined
+        alone = current_world().size
+        os.environ.update({name: rank if value == "0" else value for name, value in variables.items()})
+        join_as_started(address, 20)
+        return alone, current_world().size, current_world().rank
+
+    assert run_ranks(run, 2) == [(1, 2, 0), (1, 2, 1)]
