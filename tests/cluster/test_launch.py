@@ -54,7 +54,7 @@ def test_without_all_of_torchruns_variables_the_message_shows_its_command(enviro
         launch_from_torch()
 
 
-def test_a_process_that_nothing_started_is_a_job_of_one_and_may_launch_again():
+def test_a_process_that_nothing_started_is_a_job_of_one():
     # In a child of its own, because it joins: a script with no launcher, or a notebook.
     def run():
         for name in NO_LAUNCHER:
