@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import IO, Any
 
@@ -143,11 +144,15 @@ def run_script(
     command = [str(script), *arguments]
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         ranks = []
+        # A store in this process looks up who connects to it, and glibc's lock for that stays locked in whatever is
+        # forked meanwhile: no rank begins before all are forked.
+        are_forked = context.Event()
         for rank in range(num_ranks):
             environment = job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             files = (stdout.fileno(), stderr.fileno())
-            ranks.append(context.Process(target=_script, args=(command, environment, cwd, *files)))
+            ranks.append(context.Process(target=_script, args=(are_forked, command, environment, cwd, *files)))
             ranks[-1].start()
+        are_forked.set()
         try:
             deadline = time.monotonic() + timeout_s
             # The first that fails ends the job: the others may wait for it.
@@ -169,8 +174,11 @@ def _text(file: IO[str]) -> str:
     return file.read()
 
 
-def _script(command: list[str], environment: dict[str, str], cwd: Path, stdout: int, stderr: int) -> None:
+def _script(
+    are_forked: Event, command: list[str], environment: dict[str, str], cwd: Path, stdout: int, stderr: int
+) -> None:
     after_fork()
+    are_forked.wait()
     os.environ.update(environment)
     os.chdir(cwd)
     sys.stdout, sys.stderr = open(stdout, "a", buffering=1), open(stderr, "a", buffering=1)  # noqa: SIM115
