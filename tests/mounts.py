@@ -51,9 +51,9 @@ def fill_disk(path: Path, num_left: int) -> Path:
 def _own_namespace() -> None:
     user, group = os.geteuid(), os.getegid()
     try:
-        _checked(_libc().unshare(CLONE_NEWNS))
+        checked(libc().unshare(CLONE_NEWNS))
     except PermissionError:  # A user who may not mount is root in a namespace of its own, where the host has those.
-        _checked(_libc().unshare(CLONE_NEWNS | CLONE_NEWUSER))
+        checked(libc().unshare(CLONE_NEWNS | CLONE_NEWUSER))
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"0 {user} 1")
         Path("/proc/self/gid_map").write_text(f"0 {group} 1")
@@ -61,13 +61,13 @@ def _own_namespace() -> None:
 
 
 def _mount(source: bytes | None, path: Path, kind: bytes | None, flags: int, options: bytes | None) -> None:
-    _checked(_libc().mount(source, os.fsencode(path), kind, ctypes.c_ulong(flags), options))
+    checked(libc().mount(source, os.fsencode(path), kind, ctypes.c_ulong(flags), options))
 
 
-def _libc() -> ctypes.CDLL:
+def libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _checked(code: int) -> None:
+def checked(code: int) -> None:
     if code:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -27,8 +27,20 @@ class RankFailed(Exception):
     """A rank of :func:`run_ranks` raised, died or took too long."""
 
 
-def run_ranks(function: Callable[[], Any], num_ranks: int, timeout_s: float = 60.0) -> list[Any]:
+def _stay(rank: int) -> int:
+    return rank
+
+
+def run_ranks(
+    function: Callable[[], Any],
+    num_ranks: int,
+    timeout_s: float = 60.0,
+    address: str = "127.0.0.1",
+    move: Callable[[int], int] = _stay,
+) -> list[Any]:
     """Call ``function`` on ranks that are forked gloo processes; the results, in rank order.
+
+    ``move`` is called first, with the rank; it returns the local rank. ``address`` is that of the rank 0.
 
     Raises:
         RankFailed: with the traceback of the first rank that failed, or on a hang.
@@ -38,7 +50,7 @@ def run_ranks(function: Callable[[], Any], num_ranks: int, timeout_s: float = 60
     ranks = []
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(function, rank, num_ranks, port, theirs))
+        process = context.Process(target=_rank, args=(function, rank, num_ranks, (address, port), move, theirs))
         process.start()
         theirs.close()
         ranks.append((process, ours))
@@ -73,10 +85,18 @@ def _child(function: Callable[[], Any], pipe: Connection) -> None:
     _send_result(function, pipe)
 
 
-def _rank(function: Callable[[], Any], rank: int, num_ranks: int, port: int, pipe: Connection) -> None:
+def _rank(
+    function: Callable[[], Any],
+    rank: int,
+    num_ranks: int,
+    address: tuple[str, int],
+    move: Callable[[int], int],
+    pipe: Connection,
+) -> None:
     after_fork()
     try:
-        launch(rank, num_ranks, "127.0.0.1", port, backend="gloo", timeout_s=30)
+        local_rank = move(rank)
+        launch(rank, num_ranks, *address, backend="gloo", timeout_s=30, local_rank=local_rank)
     except BaseException:
         pipe.send((False, traceback.format_exc()))
         return

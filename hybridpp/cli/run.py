@@ -4,6 +4,7 @@ import ast
 import logging
 import re
 import signal
+import socket
 import sys
 import tempfile
 from argparse import Namespace
@@ -22,6 +23,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from hybridpp.checkpoint.remote_path import as_path
 from hybridpp.cli.commands.run import RunArguments
 from hybridpp.cluster.exit_codes import FAILED, HANG, STOPPED
+from hybridpp.cluster.host_address import address_towards, addresses_of, is_loopback, is_own
 from hybridpp.cluster.launch import set_up_launcher
 from hybridpp.cluster.launcher_notes import has_begun, markers, num_ended
 from hybridpp.cluster.stop_request import STOP_SIGNALS
@@ -49,6 +51,8 @@ def run(arguments: RunArguments) -> None:
         if not set_up_launcher(notes, several_hosts=several_hosts):
             _silence()
         _check_others(parsed)
+        if several_hosts:
+            _set_addresses(parsed)
         for name in STOP_SIGNALS:  # until torchrun has its own handlers
             signal.signal(getattr(signal, name), _raise_signal)
         code = _run(parsed, notes)
@@ -98,6 +102,28 @@ def _check_others(parsed: Namespace) -> None:
         parse_rendezvous_endpoint(parsed.rdzv_endpoint, default_port=0)
     except (ValueError, AssertionError) as error:
         _refuse(str(error).rstrip("."))
+
+
+def _set_addresses(parsed: Namespace) -> None:
+    """Let the hosts find each other whatever each calls itself.
+
+    Torchrun tells the others its host's own name. On the host itself it looks that up, too, to see whether it is the
+    endpoint, and it misses addresses of other networks.
+    """
+    if parsed.rdzv_backend != "c10d" or not parsed.rdzv_endpoint:
+        return
+    host, _ = parse_rendezvous_endpoint(parsed.rdzv_endpoint, default_port=0)
+    reached_from = address_towards(host)
+    if parsed.local_addr is None and reached_from:
+        # To the endpoint's host, the way may be a loopback address; the others know it as the endpoint.
+        parsed.local_addr = host if is_loopback(reached_from) else reached_from
+    of_endpoint, of_own_name = addresses_of(host), addresses_of(socket.gethostname())
+    if "is_host" in parsed.rdzv_conf or any(map(is_loopback, of_endpoint)):
+        return
+    is_here = is_own(host)
+    # Where torchrun finds it, it also gives it up if another launcher of this host has the port.
+    if not of_own_name or (is_here and not of_own_name & of_endpoint):
+        parsed.rdzv_conf = ",".join(filter(None, [parsed.rdzv_conf, f"is_host={str(is_here).lower()}"]))
 
 
 def _check_script(parsed: Namespace) -> None:

@@ -1,5 +1,6 @@
 """Ranks, groups, launch, logging and seeds."""
 
+from hybridpp.cluster.child_processes import EndWithRank
 from hybridpp.cluster.common_results import CommonResults
 from hybridpp.cluster.coordinator import DistCoordinator
 from hybridpp.cluster.current import current_world
@@ -45,6 +46,7 @@ __all__ = [
     "DeviceWork",
     "DistCoordinator",
     "DrawMonitor",
+    "EndWithRank",
     "Group",
     "HostCopy",
     "Loopback",

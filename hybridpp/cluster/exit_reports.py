@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hybridpp.cluster.failure_text import failure_line
+from hybridpp.cluster.patient_store import ask
 from hybridpp.errors import PeerTimeoutError
 from hybridpp.nn.torch_private import PrefixStore, Store
 
@@ -93,9 +94,9 @@ class ExitReports:
 
     def is_first(self, what: str) -> bool:
         """Whether no rank has asked this before."""
-        with self._store() as store:
-            if store is not None:
-                return int(store.add(f"first {what}", 1)) == 1
+        with self._asked():
+            if (store := self.store) is not None:
+                return int(ask(lambda: store.add(f"first {what}", 1))) == 1
         if self.folder is not None:
             try:
                 (self.folder / f"first {what}").touch(exist_ok=False)
@@ -106,10 +107,10 @@ class ExitReports:
         return True
 
     @contextlib.contextmanager
-    def _store(self) -> Iterator[Store | None]:
-        """The store, as long as the process that hosts it lives; it is asked in vain once."""
+    def _asked(self) -> Iterator[None]:
+        """The store is asked inside, as long as the process that hosts it lives and answers; in vain once."""
         try:
-            yield self.store
+            yield
         except RuntimeError:
             self.store = None
 
@@ -119,9 +120,9 @@ class ExitReports:
             self._set(key, text)
 
     def _set(self, key: str, text: str) -> None:
-        with self._store() as store:
-            if store is not None:
-                store.set(key, text)
+        with self._asked():
+            if (store := self.store) is not None:
+                ask(lambda: store.set(key, text))
         with contextlib.suppress(OSError):
             if self.folder is not None and key == _FIRST_ERROR:
                 temporary = self.folder / f"{key}.{self.rank}"
@@ -129,9 +130,11 @@ class ExitReports:
                 temporary.replace(self.folder / key)
 
     def _get(self, key: str) -> str | None:
-        with self._store() as store:
-            if store is not None and store.check([key]):
-                return store.get(key).decode()
+        with self._asked():
+            if (store := self.store) is not None:
+                found: bytes | None = ask(lambda: store.get(key) if store.check([key]) else None)
+                if found is not None:
+                    return found.decode()
         with contextlib.suppress(OSError):
             if self.folder is not None and key == _FIRST_ERROR:
                 return (self.folder / key).read_text()

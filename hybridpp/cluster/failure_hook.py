@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from hybridpp.cluster.child_processes import kill_children
 from hybridpp.cluster.exit_reports import ExitReports
 from hybridpp.cluster.failure_text import failure_line, failure_text
 from hybridpp.cluster.stop_request import StopRequest
@@ -103,6 +104,8 @@ class FailureHook:
             self._before(kind, error, trace)
             return
         self._stop.ignore()
+        # Else the interpreter waits for them at its end.
+        kill_children(only_stopped=True)
         telling = self.decide(error)
         if telling is Telling.ALL:
             self._print_all(kind, error, trace)

@@ -1,7 +1,7 @@
 """Join the processes of a job: wait for all, connect, seed, and let the others know when this one ends."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hybridpp.cluster.devices import RankDevice, choose_backend, device_for, identify, warning_about
 from hybridpp.cluster.failure_hook import FailureHook
+from hybridpp.cluster.host_address import address_between_hosts, address_towards, interface_with
 from hybridpp.cluster.launcher_notes import LauncherNotes
 from hybridpp.cluster.rendezvous import Entry, StoreAddress, wait_for_ranks
 from hybridpp.cluster.seeds import set_seed
@@ -18,6 +19,7 @@ from hybridpp.cluster.stop_request import STOP_SIGNALS, StopRequest
 from hybridpp.cluster.torch_world import job_world
 from hybridpp.cluster.watchdog_limits import WatchdogLimits
 from hybridpp.errors import ConfigError, LaunchError
+from hybridpp.nn.torch_private import Store
 
 # NCCL's default. Ranks work in step, so only work that one rank does alone takes longer.
 TIMEOUT_S = 600.0
@@ -47,6 +49,7 @@ class JoinOptions:
         notes: for the launcher.
         failures: prints the error that ends this rank; None: nothing does it but Python.
         limits: of the watchdog; None: there is none.
+        take_interface: lets gloo use the network interface of this name, unless the user chose one; returns its choice.
     """
 
     backend: str | None = None
@@ -57,6 +60,7 @@ class JoinOptions:
     notes: LauncherNotes = field(default_factory=LauncherNotes)
     failures: FailureHook | None = None
     limits: WatchdogLimits | None = None
+    take_interface: Callable[[str], str] = lambda name: name
 
 
 def join_job(address: StoreAddress, process: ProcessRank, options: JoinOptions) -> None:
@@ -73,32 +77,19 @@ def join_job(address: StoreAddress, process: ProcessRank, options: JoinOptions) 
         LaunchError: a job is already joined; or ranks did not come in time, or with other arguments.
         ConfigError: the backend is unknown or cannot work here, or a number is out of range.
     """
-    backend, timeout_s = options.backend, options.timeout_s
-    _check_backend(backend)
+    _check_backend(options.backend)
     _check_numbers(process)
-    check_timeout(timeout_s)
+    check_timeout(options.timeout_s)
     stop = StopRequest(options.stop_signals, options.notes)
     if dist.is_initialized():
         raise LaunchError(
             "this process has already joined a job. Call launch or launch_from_torch once; where another library has "
             "joined it (Ray Train's TorchTrainer, an Accelerator), call neither."
         )
-    rank, world_size = process.rank, process.world_size
     device = device_for(process.local_rank)
     if device is not None:
         torch.cuda.set_device(device)
-    alike = {"world_size": world_size, "backend": backend, "seed": options.seed, "timeout_s": timeout_s}
-    alike["watchdog_s"] = None if options.limits is None else options.limits.as_text()
-    entry = Entry(settings=alike, own=identify(device), decide=lambda own: _choose(backend, own))
-    store, chosen = wait_for_ranks(address, rank, world_size, entry, timeout_s)
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    except RuntimeError as error:
-        raise LaunchError(
-            f"rank {rank} met the {world_size} ranks of the job, and could not connect to them: {error}. One of them "
-            "may have ended since, or a firewall or a host name that is not known may be between them."
-        ) from error
+    store, chosen = _connect(address, process, options, device)
     world = job_world(options.shared_memory, process.local_rank)
     options.notes.clear()
     world.stop = stop
@@ -111,7 +102,33 @@ def join_job(address: StoreAddress, process: ProcessRank, options: JoinOptions) 
     if options.failures is not None:
         options.failures.joined(world.exit_reports, stop)
     set_seed(options.seed)
-    _LOGGER.debug("[rank %d] joined %d ranks over %s", rank, world_size, chosen)
+    _LOGGER.debug("[rank %d] joined %d ranks over %s", process.rank, process.world_size, chosen)
+
+
+def _connect(
+    address: StoreAddress, process: ProcessRank, options: JoinOptions, device: torch.device | None
+) -> tuple[Store, str]:
+    """Meet all ranks, and make the default group; the store of this attempt, and the backend."""
+    rank, world_size, timeout_s = process.rank, process.world_size, options.timeout_s
+    alike: dict[str, object] = {"world_size": world_size, "backend": options.backend, "seed": options.seed}
+    alike |= {"timeout_s": timeout_s, "watchdog_s": None if options.limits is None else options.limits.as_text()}
+    reached_from = address_towards(address.host)
+    entry = Entry(
+        settings=alike, own=[identify(device), reached_from], decide=lambda own: _decide(options.backend, own)
+    )
+    store, (chosen, addresses) = wait_for_ranks(address, rank, world_size, entry, timeout_s)
+    interface = interface_with(address_between_hosts(reached_from, addresses))
+    interface = options.take_interface(interface) if interface else ""
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except RuntimeError as error:
+        raise LaunchError(
+            f"rank {rank} met the {world_size} ranks of the job, and could not connect to them"
+            f"{f' (over its network interface {interface})' if interface else ''}: {error}. One of them may have ended "
+            "since, or a firewall may be between them; GLOO_SOCKET_IFNAME chooses another interface."
+        ) from error
+    return store, chosen
 
 
 def _check_numbers(process: ProcessRank) -> None:
@@ -142,6 +159,12 @@ def _check_backend(asked: str | None) -> None:
         raise ConfigError(
             "this build of torch has no NCCL. Use backend='gloo', or install torch for CUDA from pytorch.org."
         )
+
+
+def _decide(asked: str | None, of_ranks: Sequence[Any]) -> tuple[str, list[str]]:
+    """The backend, and the addresses from which the ranks reach the store."""
+    devices, addresses = zip(*of_ranks, strict=True)
+    return _choose(asked, devices), list(addresses)
 
 
 def _choose(asked: str | None, own: Sequence[Any]) -> str:

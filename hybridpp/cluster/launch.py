@@ -22,6 +22,7 @@ from hybridpp.errors import ConfigError, LaunchError
 
 _SHARED_MEMORY = "HYBRIDPP_SHARED_MEMORY"
 _NOTES = "HYBRIDPP_NOTES"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 # What changes how a job runs, see environment_of_jobs.
 _PREFIXES = ("GLOO_", "NCCL_", "TORCH_NCCL_", "OMP_", "MKL_", "KMP_", "HYBRIDPP_", "CUDA_VISIBLE", "PYTORCH_")
@@ -320,6 +321,8 @@ def _join(
         notes=LauncherNotes(_path_in(_NOTES), process.local_rank),
         failures=_failure_hook(process),
         limits=limits,
+        # Read by every group that is made.
+        take_interface=lambda name: os.environ.setdefault(_GLOO_INTERFACE, name),
     )
     join_job(address, process, options)
 

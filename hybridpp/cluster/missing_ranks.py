@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from hybridpp.cluster.patient_store import ask
 from hybridpp.cluster.rendezvous import FIRST_NOTICE_S, LOGGER, list_ranks
 from hybridpp.errors import PeerError
 from hybridpp.nn.torch_private import Store
@@ -23,13 +24,13 @@ def reporting_missing(store: Store, rank: int, size: int, meeting: str, what: st
         what: the purpose of the meeting, which ends the messages.
     """
     over = threading.Event()
-    # If the store ended with the rank that hosts it, the ranks' messages report that.
+    # If the store ended with the rank that hosts it, or is cut off, the ranks' messages report that.
     with suppress(RuntimeError):
-        store.set(f"{meeting} {rank}", "")
+        ask(lambda: store.set(f"{meeting} {rank}", ""))
 
     def missing() -> list[int]:
         with suppress(RuntimeError):
-            return [other for other in range(size) if not store.check([f"{meeting} {other}"])]
+            return ask(lambda: [other for other in range(size) if not store.check([f"{meeting} {other}"])])
         return []
 
     def log_missing() -> None:

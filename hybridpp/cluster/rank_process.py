@@ -69,9 +69,13 @@ class RankProcess(NamedTuple):
             return False
         return True
 
-    def kill(self) -> None:
-        """End it, if it is there."""
+    def kill_with_stopped_children(self) -> None:
+        """End it, if it is there; its stopped children would stay behind."""
+        stopped = self.stopped_children if self.send(0) else []
         self.send(signal.SIGKILL)
+        for pid in stopped:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -80,7 +84,8 @@ class RankProcess(NamedTuple):
 def _view() -> str:
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+        # Copies of a virtual machine have one boot id.
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {socket.gethostname()}"
     return ""
 
 

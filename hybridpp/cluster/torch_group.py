@@ -114,21 +114,23 @@ class TorchGroup:
         except RuntimeError as error:
             if not _is_gloo_error(error):
                 raise
-            raise self.lost(error) from error
+            raise self.lost(error, options.get("group_src", options.get("group_dst"))) from error
         assert work is not None, "this rank is a member of the group it communicates in"
         if not self._host_only:
             return _TorchWork(work)
         return _GlooWork(work, self, options.get("group_src", options.get("group_dst")))
 
-    def lost(self, error: RuntimeError) -> PeerError:
-        """The error for a peer that is silent or gone; gloo's own names its address only."""
-        others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
-        group = f"the ranks {', '.join(map(str, self.ranks))} (group {self.name})"
-        if "imed out" in str(error):
-            return timeout_error(f"one of {group}", self._timeout_s)
+    def lost(self, error: RuntimeError, peer: int | None = None) -> PeerError:
+        """The error for a peer that is silent or gone; gloo's own names its address only. ``peer``: None in a
+        collective."""
+        others = [rank for rank in self.ranks if rank != self.ranks[self.rank]] if peer is None else [self.ranks[peer]]
+        who = f"one of the ranks {', '.join(map(str, self.ranks))}" if peer is None else f"rank {self.ranks[peer]}"
+        who += f" (group {self.name})"
+        if "imed out" in str(error) or "timeout caused" in str(error):
+            return timeout_error(who, self._timeout_s)
         reasons = [text for text in map(self._exit_reason, others) if text]
         why = " ".join(reasons) or "Its own error says why."
-        return PeerError(f"one of {group} is gone: {str(error).splitlines()[0]}. {why}")
+        return PeerError(f"{who} is gone: {str(error).splitlines()[0]}. {why}")
 
     def all_reduce(self, tensor: Tensor) -> Work:
         self._started[0] += 1
@@ -292,7 +294,7 @@ class _GlooWork:
         except RuntimeError as error:
             if not _is_gloo_error(error):
                 raise
-            raise self._group.lost(error) from error
+            raise self._group.lost(error, self._peer) from error
         finally:
             progress.end_wait()
 

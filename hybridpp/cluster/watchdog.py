@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
+from hybridpp.cluster.child_processes import kill_children
 from hybridpp.cluster.exit_reports import ExitReason
 from hybridpp.cluster.hang_report import EXIT_CODE, SuspectFinding, Suspicion, WatchedState, find_suspect, report
 from hybridpp.cluster.progress import Progress
@@ -265,7 +266,8 @@ class Watchdog:
     def _end(self, silent: Any) -> None:
         """End this process, and those of the host that cannot end themselves."""
         for process in silent:
-            process.kill()
+            process.kill_with_stopped_children()
+        kill_children()
         flush = threading.Thread(target=_flush, daemon=True)
         flush.start()
         flush.join(_LEAD_S)

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from hybridpp.partition.plan_cache import Plans
 
+# Of each kind of key; the first are dropped.
+_MAX_PLANS = 256
+
 
 class CallOptions(Protocol):
     """Keyword arguments that are no inputs, and what becomes of the result."""
@@ -44,6 +47,9 @@ class GrowingPlans:
             if self._latest.get(growth) == plans:
                 self._settled[growth] = plans
             self._latest[growth] = plans
+        for kept in (self._by_key, self._latest, self._settled):
+            while len(kept) > _MAX_PLANS:
+                del kept[next(iter(kept))]
         return plans
 
 

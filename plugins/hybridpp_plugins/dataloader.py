@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from hybridpp.cluster import EndWithRank
 from hybridpp.config import require_bools
 from hybridpp.data_parallel import (
     SeededCollate,
@@ -122,4 +123,6 @@ class DataLoaderConfig:
         # Seeds the workers: equal on all ranks of a replica, different between replicas.
         generator = torch.Generator().manual_seed(self.seed + self.replica)
         options = {name: value for name, value in self.options.items() if name not in _TAKEN}
+        if self.num_workers:
+            options["worker_init_fn"] = EndWithRank(options.get("worker_init_fn"))
         return ReplicaDataLoader(dataset, num_workers=self.num_workers, generator=generator, **more, **options)

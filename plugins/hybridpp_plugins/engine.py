@@ -46,6 +46,8 @@ from hybridpp_plugins.timeline_recording import TimelineRecording
 from hybridpp_plugins.trained_weights import TrainedWeights
 
 _FIRST_EVALUATION = 2**62
+# Programs that are kept, of as many numbers of micro-batches; the least recently used is dropped.
+_MAX_PROGRAMS = 256
 
 
 def _nothing(*_: Any) -> None:
@@ -214,11 +216,16 @@ class Engine:
         """This rank's program. A schedule that does not fit some replica's batch is refused on every rank."""
         counts = self._counts(infos)
         own_count = int(infos[self.layout.world.rank].num_microbatches)
-        if (counts, own_count, training) not in self._programs:
+        key = counts, own_count, training
+        program = self._programs.pop(key, None)
+        if program is None:
             most = max(counts)
             programs = {count: self.planner.programs(count, training, most) for count in sorted(counts)}
-            self._programs[counts, own_count, training] = programs[own_count][self.layout.pp.rank]
-        return self._programs[counts, own_count, training]
+            program = programs[own_count][self.layout.pp.rank]
+        self._programs[key] = program  # now the most recent
+        while len(self._programs) > _MAX_PROGRAMS:
+            del self._programs[next(iter(self._programs))]
+        return program
 
     def _task(
         self,

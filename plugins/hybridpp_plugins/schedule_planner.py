@@ -1,7 +1,7 @@
 """The programs that run a batch, from the user's schedule: a name, a file, programs or a function."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from hybridpp.schedule import (
 )
 
 Maker = Callable[[int, int], Any]
+# Numbers of micro-batches of which the programs of all ranks are kept; an engine keeps more of its own rank.
+_MAX_KEPT = 16
 
 
 class SchedulePlanner:
@@ -62,11 +64,11 @@ class SchedulePlanner:
             self.placement = placement(self._checked(self._example_size))
             self._check_chunks()
         self._check_recomputation(config)
-        self._training = cache(self._plan_training)
+        self._training = lru_cache(_MAX_KEPT)(self._plan_training)
         self._max_unsharded: int | None = None
         if self._zero.zero_stage == 3:
             self._max_unsharded = self._zero.num_gathered_stages(len(self.placement) // num_ranks)
-        self._evaluation = cache(self._plan_evaluation)
+        self._evaluation = lru_cache(_MAX_KEPT)(self._plan_evaluation)
 
     @property
     def splits_backward(self) -> bool:

@@ -72,6 +72,44 @@ def stopped_by(name, *, begun=True, ended=0, marker=None):
     return function
 
 
+SEVERAL = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint")
+OWN_NAME = "this-host"
+ADDRESSES = {OWN_NAME: {"10.0.0.1"}, "head": {"127.0.1.1"}, "10.0.0.1": {"10.0.0.1"}, "10.9.0.1": {"10.9.0.1"}}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "reached_from", "is_here", "more", "expected"),
+    [
+        ("10.9.0.7:29500", "10.9.0.2", False, (), ("10.9.0.2", "")),
+        ("head:29500", "127.0.0.1", True, (), ("head", "")),
+        ("10.0.0.1:29500", "10.0.0.1", True, (), ("10.0.0.1", "")),
+        # An address that the host's own name has not.
+        ("10.9.0.1:29500", "10.9.0.1", True, (), ("10.9.0.1", "is_host=true")),
+        ("10.9.0.1:29500", "10.9.0.1", True, ("--local-addr", "me"), ("me", "is_host=true")),
+        ("10.9.0.1:29500", "10.9.0.1", True, ("--rdzv-conf", "is_host=0"), ("10.9.0.1", "is_host=0")),
+        ("nowhere:29500", "", False, (), (None, "")),
+    ],
+)
+def test_hosts_are_known_by_addresses_that_others_reach(
+    torch_runs, monkeypatch, endpoint, reached_from, is_here, more, expected
+):
+    monkeypatch.setattr(run, "address_towards", lambda host: reached_from)
+    monkeypatch.setattr(run, "is_own", lambda host: is_here)
+    monkeypatch.setattr(run, "addresses_of", lambda host: ADDRESSES.get(host, set()))
+    monkeypatch.setattr(run.socket, "gethostname", lambda: OWN_NAME)
+    _, parsed = torch_runs(lambda notes: None, *SEVERAL, endpoint, *more)
+    assert (parsed.local_addr, parsed.rdzv_conf) == expected
+
+
+def test_a_host_whose_own_name_nobody_knows_still_finds_out_whether_it_is_the_endpoint(torch_runs, monkeypatch):
+    monkeypatch.setattr(run, "addresses_of", lambda host: set() if host == OWN_NAME else {host})
+    monkeypatch.setattr(run.socket, "gethostname", lambda: OWN_NAME)
+    for is_here in (True, False):
+        monkeypatch.setattr(run, "is_own", lambda host, is_here=is_here: is_here)
+        _, parsed = torch_runs(lambda notes: None, *SEVERAL, "10.9.0.1:29500")
+        assert parsed.rdzv_conf == f"is_host={str(is_here).lower()}"
+
+
 def test_torchrun_gets_the_options_and_what_restarts_need(torch_runs):
     code, parsed = torch_runs(lambda notes: None, "--max-restarts", "3")
     assert code == 0

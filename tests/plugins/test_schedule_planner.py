@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from hybridpp_plugins import engine
 from support import assert_same, boosted, image_batch, model_loss, sgd, tiny_vit, train
 from torch import nn
 
@@ -230,3 +231,21 @@ def test_a_timeline_says_when_every_rank_did_what():
     done = [[span.name for span in first.of_rank(rank) if span.computes] for rank in range(2)]
     assert done == [[str(action) for action in program] for program in zb_h1(2, 2)]
     assert 0 < first.makespan_ms < 60_000
+
+
+def test_programs_of_ever_other_numbers_of_microbatches_are_not_all_kept(monkeypatch):
+    monkeypatch.setattr(engine, "_MAX_PROGRAMS", 2)
+    batches = [image_batch(size, seed=size) for size in (1, 2, 3, 4, 2, 3, 1)]
+
+    def run():
+        booster, model, optimizer = boosted(vit(), sgd, image_batch(1), pp_size=2, microbatch_size=1)
+        losses = []
+        for batch in batches:
+            losses.append(booster.execute_pipeline(iter([batch]), model, model_loss, optimizer)["loss"].item())
+            optimizer.step()
+        kept = booster.plugin._engine(model)
+        assert [most for (_, most, _) in kept._programs] == [3, 1]
+        assert kept.planner._training.cache_info().maxsize == 16
+        return losses
+
+    assert Loopback(2).run(run) == train(vit, batches, microbatch_size=1)["losses"] * 2

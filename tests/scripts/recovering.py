@@ -75,7 +75,7 @@ def layout_for(world_size: int) -> dict[str, int]:
 
 
 def run(options: argparse.Namespace) -> None:
-    launch_from_torch(backend="gloo", timeout_s=60)
+    launch_from_torch(backend="gloo", timeout_s=options.timeout, watchdog_s=options.watchdog)
     coordinator = DistCoordinator()
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     rank, place, number = options.die.split(":") if options.die else (-1, "", 0)
@@ -159,6 +159,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--die", help="RANK:PLACE:STEP, in the first attempt")
     parser.add_argument("--break-at", default="")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds")
+    parser.add_argument("--watchdog", type=float, help="seconds")
     return parser.parse_args(arguments)
 
 

@@ -58,6 +58,11 @@ def connect(
         dist.all_gather_object(addresses, None if rendezvous is None else rendezvous.address, process_group)
         unable = [peer for peer, address in zip(ranks, addresses, strict=True) if address is None]
         if rendezvous is not None and (of_all_ranks := _on_one_host(addresses)):
+            seen: list[bool] = [False] * len(ranks)
+            dist.all_gather_object(seen, rendezvous.are_here(of_all_ranks), process_group)
+            if not all(seen):
+                _LOGGER.debug("ranks %s use gloo: their hosts have one boot id, as copies of a virtual machine", ranks)
+                return None
             try:
                 group = _connect_all(rendezvous, of_all_ranks, peers, rank, timeout_s)
                 resources.callback(group.close)

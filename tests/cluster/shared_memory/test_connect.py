@@ -16,6 +16,7 @@ from networks import squares
 from processes import run_ranks
 from support import boosted, sgd
 from torch import nn
+from two_hosts import hosts_or_skip, on_hosts
 
 from hybridpp.cluster import current_world
 from hybridpp.cluster.launch import shared_memory_wanted
@@ -269,3 +270,20 @@ def test_one_bucket_per_parameter_trains_with_and_without_shared_memory(monkeypa
     monkeypatch.setenv("HYBRIDPP_SHARED_MEMORY", "0")
     for result in (*shared, *run_ranks(_train_many, 2)):
         assert torch.equal(result, shared[0])
+
+
+@pytest.mark.timeout(120)
+def test_copies_of_a_virtual_machine_that_have_one_boot_id_use_gloo_at_once():
+    def copies():
+        told = []
+        connect._LOGGER.debug = connect._LOGGER.warning = lambda message, *args: told.append(message % args)
+        socket_rendezvous._host = lambda: ("one boot", 1, 1)
+        # Whoever waits for calls that cannot come waits for longer than this test.
+        connect._PATIENCE_S = 1000.0
+        group = current_world().split([[0, 1]])
+        return group.overlaps, exchanged(group), told
+
+    with hosts_or_skip() as hosts:
+        found = run_ranks(copies, 2, **on_hosts(hosts))
+    text = "ranks [0, 1] use gloo: their hosts have one boot id, as copies of a virtual machine"
+    assert found == [(True, EXCHANGED[rank], [text]) for rank in range(2)]

@@ -1,0 +1,258 @@
+"""Jobs of two hosts: network namespaces joined by a cable, which is cut and slowed down. It needs no privileges.
+
+    PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py equal  # torchrun and hybridpp run, pp and dp across
+    PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py cut    # the cable is pulled in the middle of a step
+    PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py down   # a host goes down, and is started again
+    PYTHONPATH=.:plugins:tests python benchmarks/failures/hosts.py slow   # 1, 10 and 100 Mbit/s
+
+Each host has its own address, name, processes and ``/etc/hosts`` (see ``tests/two_hosts.py``); the files are shared, as
+those of a cluster are. Runs are ``tests/scripts/recovering.py``, as in ``recovery.py``.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import torch
+from recovery import SCRIPT, Job, clean
+from torch import nn
+from two_hosts import Host, two_hosts
+
+from hybridpp import Booster, DistCoordinator, HybridParallelPlugin, launch_from_torch
+from hybridpp.cluster import current_world
+from hybridpp.timeline import transfers
+
+LAUNCHERS = {"hybridpp run": ["hybridpp", "run"], "torchrun": ["torch.distributed.run"]}
+END_S = 300.0
+
+
+class HostJob(Job):
+    """A job of recovering.py on two hosts; ``processes`` are their launchers."""
+
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        *arguments: object,
+        launcher: str = "hybridpp run",
+        ranks: int = 2,
+        restarts: int = 0,
+        endpoint: str = "",
+    ):
+        self.path = Path(tempfile.mkdtemp(prefix="hosts-"))
+        endpoint = endpoint or f"{hosts[0].address}:29500"
+        self._options = f"--nnodes 2 --nproc-per-node {ranks} --max-restarts {restarts} --rdzv-backend c10d".split()
+        self._options += ["--rdzv-id", "job", "--rdzv-endpoint", endpoint]
+        self._module, self._arguments = LAUNCHERS[launcher], arguments
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+        self.ends: dict[str, float] = {}
+        for host in hosts:
+            self.start(host)
+        self.process = self.processes[hosts[0].name]
+
+    def start(self, host: Host) -> None:
+        """Start the launcher of a host, once more if it has ended."""
+        self.process = host.start(
+            sys.executable, "-m", *self._module, *self._options, SCRIPT, self.path, *map(str, self._arguments),
+            stdout=subprocess.DEVNULL, stderr=open(self.errors(host), "a"),  # noqa: SIM115
+        )  # fmt: skip
+        self.processes[host.name] = self.process
+
+    def errors(self, host: Host) -> Path:
+        """What a host prints."""
+        return self.path / f"{host.name}.txt"
+
+    def wait_for_ends(self, since: float, timeout_s: float = END_S) -> dict[str, tuple[int | None, float]]:
+        """Exit codes of the launchers, and the seconds to their ends; None: it goes on after ``timeout_s``."""
+        ends: dict[str, tuple[int | None, float]] = {}
+        while len(ends) < len(self.processes) and time.monotonic() - since < timeout_s:
+            for name, process in self.processes.items():
+                if name not in ends and process.poll() is not None:
+                    ends[name] = process.returncode, time.monotonic() - since
+            time.sleep(0.05)
+        return {name: ends.get(name, (None, timeout_s)) for name in self.processes}
+
+
+def equal() -> None:
+    expected = clean("--steps", 8)
+    names = {
+        "": lambda host, other: {host.name: host.address, other.name: other.address},
+        ", own names are 127.0.1.1": lambda host, other: {host.name: "127.0.1.1", other.name: other.address},
+        ", names unknown": lambda host, other: {},
+    }
+    cases = [("torchrun", 2, ""), *(("hybridpp run", 2, name) for name in names), ("hybridpp run", 1, "")]
+    for launcher, ranks, known in cases:
+        with two_hosts() as hosts:
+            for host, other in (hosts, hosts[::-1]):
+                host.set_names({"localhost": "127.0.0.1", **names[known](host, other)})
+            endpoint = f"{hosts[0].address if 'unknown' in known else hosts[0].name}:29500"
+            job = HostJob(hosts, "--steps", 8, launcher=launcher, ranks=ranks, endpoint=endpoint)
+            ends = job.wait_for_ends(time.monotonic())
+            found, (losses, _) = job.losses(), expected
+            apart = max(abs(float.fromhex(found.get(step, "inf")) - float.fromhex(losses[step])) for step in losses)
+            is_same = job.result() == expected
+            bits = f", {'0 bits' if is_same else 'BITS'} of losses, weights and state differ" if ranks == 2 else ""
+            axis = "replicas" if ranks == 2 else "stages"
+            print(
+                f"{launcher}, {axis} across hosts{known}: exit {[code for code, _ in ends.values()]}, losses differ by "
+                f"{apart:.1e}{bits}",
+                flush=True,
+            )
+            if any(code for code, _ in ends.values()):
+                show(job, hosts)
+
+
+def show(job: HostJob, hosts: Sequence[Host]) -> None:
+    """Print what the hosts printed."""
+    for host in hosts:
+        print(
+            f"  {host.name}:\n" + "".join(f"    {line}\n" for line in job.errors(host).read_text().splitlines()[-30:])
+        )
+
+
+def cut(is_down: bool) -> None:
+    """The cable is pulled, or a host goes down; then it comes back, and what has ended is started again."""
+    for ranks, watchdog in ((2, 10), (1, 10), (2, None), (1, None)):
+        limits = ["--timeout", 60, "--watchdog", watchdog] if watchdog else ["--timeout", 15]
+        arguments = ["--steps", 60, "--save-every", 5, "--pause", 0.02]
+        expected = clean(*arguments) if ranks == 2 else None
+        with two_hosts() as hosts:
+            job = HostJob(hosts, *arguments, *limits, ranks=ranks, restarts=3)
+            job.wait_for_step(12)
+            running, start = processes_of(job), time.monotonic()
+            hosts[1].set_link(up=False)
+            if is_down:
+                job.processes[hosts[1].name].kill()
+                for process in processes_of(job, hosts[1]):
+                    process.kill()
+            ends = wait_for_ends(running, start)
+            launchers = job.wait_for_ends(start, 90.0)
+            print(
+                f"{'replicas' if ranks == 2 else 'stages'} across hosts, "
+                f"{'host1 goes down' if is_down else 'cable pulled'}, "
+                f"{f'watchdog_s={watchdog}' if watchdog else 'timeout_s=15'}: ranks ended after {ends}; "
+                f"{told(launchers)}",
+                flush=True,
+            )
+            show(job, hosts)
+            hosts[1].set_link(up=True)
+            for host in hosts:
+                if job.processes[host.name].poll() is not None:
+                    job.start(host)
+            launchers = job.wait_for_ends(time.monotonic())
+            resumed = [line["resumed"] for line in job.lines() if "resumed" in line]
+            is_same = "" if expected is None else f", {'0 bits differ' if job.result() == expected else 'DIFFERS'}"
+            print(f"  plugged in again: {told(launchers)}, resumed at {resumed}{is_same}", flush=True)
+            if any(code for code, _ in launchers.values()):
+                show(job, hosts)
+
+
+def told(launchers: dict[str, tuple[int | None, float]]) -> str:
+    """How launchers ended."""
+    return ", ".join(
+        f"{name} goes on" if code is None else f"{name} ended with {code} after {seconds:.0f} s"
+        for name, (code, seconds) in launchers.items()
+    )
+
+
+def processes_of(job: HostJob, host: Host | None = None) -> list[psutil.Process]:
+    """The rank processes of a job; with a host, all of its processes there."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            command = process.cmdline()
+            is_rank = "-u" in command
+            is_there = host is None or same_network(process.pid, host.pid)
+            if str(job.path) in command and is_there and (is_rank or host is not None):
+                found.append(process)
+    return found
+
+
+def same_network(pid: int, other: int) -> bool:
+    return os.stat(f"/proc/{pid}/ns/net").st_ino == os.stat(f"/proc/{other}/ns/net").st_ino
+
+
+def wait_for_ends(running: Sequence[psutil.Process], since: float) -> str:
+    """Seconds to the end of each process."""
+    ends: dict[psutil.Process, float] = {}
+    while len(ends) < len(running) and time.monotonic() - since < END_S:
+        for process in running:
+            if process not in ends and not (process.is_running() and process.status() != psutil.STATUS_ZOMBIE):
+                ends[process] = time.monotonic() - since
+        time.sleep(0.05)
+    left = len(running) - len(ends)
+    return ", ".join(f"{seconds:.0f}" for seconds in ends.values()) + " s" + (f", {left} GO ON" if left else "")
+
+
+def slow() -> None:
+    """Two stages on two hosts, whose cable is slowed down in both directions."""
+    for mbit_s in (None, 100, 10, 1):
+        with two_hosts() as hosts:
+            for host in hosts:
+                if mbit_s is not None:
+                    host.slow_down(mbit_s)
+            environment = {
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": hosts[0].address,
+                "MASTER_PORT": "29500",
+                "LOCAL_RANK": "0",
+            }
+            ranks = [
+                host.start(sys.executable, __file__, "rank", env=environment | {"RANK": str(rank)})
+                for rank, host in enumerate(hosts)
+            ]
+            printed = [rank.communicate(timeout=END_S) for rank in ranks]
+            print(
+                f"{mbit_s or 'any'} Mbit/s: {printed[0][0].strip()}{printed[0][1] if ranks[0].returncode else ''}",
+                flush=True,
+            )
+
+
+ROWS, WIDTH, NUM_MICROBATCHES = 64, 128, 4
+
+
+def slow_rank() -> None:
+    """A rank of :func:`slow`; rank 0 prints the median over steps of what its timeline shows."""
+    launch_from_torch(backend="gloo", timeout_s=120, watchdog_s={"step": 30})
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+    booster = Booster(
+        plugin=HybridParallelPlugin(tp_size=1, pp_size=2, num_microbatches=NUM_MICROBATCHES), device="cpu"
+    )
+    batch = {"x": torch.randn(NUM_MICROBATCHES * ROWS, WIDTH)}
+    sample, optimizer = {"x": batch["x"][:ROWS]}, torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer, *_ = booster.boost(model, optimizer, sample=sample, model_inputs={"input": "x"})
+    rows = []
+    for _ in range(8):
+        with booster.record_timeline(model) as recording:
+            booster.execute_pipeline(iter([batch]), model, lambda outputs, inputs: outputs.square().mean(), optimizer)
+        optimizer.step()
+        timeline = recording.timeline
+        waits = sum(span.duration_ms for span in timeline.spans if not span.computes)
+        gaps = [transfer.gap_ms for transfer in transfers(timeline)]
+        busy_ms = sum(map(timeline.busy_ms, (0, 1)))
+        rows.append((timeline.makespan_ms, busy_ms, waits, statistics.median(gaps), 100 * timeline.idle_share))
+    if current_world().rank == 0:
+        step, busy, waits, gap, idle = (statistics.median(column) for column in zip(*rows[2:], strict=True))
+        message = ROWS * WIDTH * 4
+        print(
+            f"step {step:.0f} ms, in which both ranks together compute {busy:.0f} ms; a message of "
+            f"{message * 8 / 1e6:.2f} Mbit arrives {gap:.0f} ms (median) after it was made; ranks are in messages for "
+            f"{waits:.0f} ms; idle {idle:.0f} %"
+        )
+    DistCoordinator().destroy()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("equal", "cut", "down", "slow", "rank"))
+    chosen = parser.parse_args().what
+    calls = {"equal": equal, "cut": lambda: cut(False), "down": lambda: cut(True), "slow": slow, "rank": slow_rank}
+    calls[chosen]()

@@ -1,0 +1,56 @@
+"""Processes that a rank has started: they end when it does, also where they are stopped.
+
+A worker of torch's data loader looks every five seconds whether its rank lives, and Python ends its workers by SIGTERM.
+Neither does anything to a worker that is stopped (SIGSTOP, job control, a debugger): it stays for ever, and at its exit
+Python waits for it. SIGKILL ends it.
+"""
+
+import contextlib
+import ctypes
+import multiprocessing
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+from hybridpp.cluster.rank_process import RankProcess
+
+# linux/prctl.h
+_PR_SET_PDEATHSIG = 1
+_MAIN = "MainThread"
+
+
+class EndWithRank:
+    """A ``worker_init_fn`` of a data loader: the kernel kills the worker when its rank ends, however that ends.
+
+    Args:
+        init: what the worker does then; None: nothing.
+    """
+
+    def __init__(self, init: Callable[[int], None] | None = None):
+        self._init = init
+
+    def __call__(self, worker: int) -> None:
+        # The kernel means the thread that started the worker. In a fork, that is the main thread, by the name it had.
+        if sys.platform == "linux" and threading.main_thread().name == _MAIN and not _is_spawned():
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if self._init is not None:
+            self._init(worker)
+
+
+def _is_spawned() -> bool:
+    """Whether this process began with an interpreter of its own, so that nobody knows the thread that started it."""
+    return type(multiprocessing.current_process()).__name__ == "SpawnProcess"
+
+
+def kill_children(*, only_stopped: bool = False) -> None:
+    """Kill the processes that ``multiprocessing`` has started in this one.
+
+    Args:
+        only_stopped: leave those that can end by themselves.
+    """
+    stopped = RankProcess.own().stopped_children if only_stopped else []
+    for child in multiprocessing.active_children():
+        if not only_stopped or child.pid in stopped:
+            child.kill()
