@@ -17,6 +17,7 @@ OLDEST = {
     "safetensors": "0.8",
     "fsspec": "2025.3",
     "xxhash": "3.5",
+    "psutil": "5.9",
     "typer": "0.21.1",
     "rich": "13.7",
 }
