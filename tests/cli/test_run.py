@@ -101,7 +101,7 @@ def test_hosts_are_known_by_addresses_that_others_reach(
     assert (parsed.local_addr, parsed.rdzv_conf) == expected
 
 
-def test_a_host_whose_own_name_nobody_knows_still_finds_out_whether_it_is_the_endpoint(torch_runs, monkeypatch):
+def test_a_host_whose_own_name_nobody_knows_sees_if_it_is_the_endpoint(torch_runs, monkeypatch):
     monkeypatch.setattr(run, "addresses_of", lambda host: set() if host == OWN_NAME else {host})
     monkeypatch.setattr(run.socket, "gethostname", lambda: OWN_NAME)
     for is_here in (True, False):

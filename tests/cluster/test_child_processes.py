@@ -91,7 +91,7 @@ def test_a_stopped_worker_ends_with_its_rank(end):
         process.kill()
 
 
-def test_a_rank_that_is_killed_by_another_one_takes_its_stopped_workers_along():
+def test_a_rank_that_another_one_kills_takes_its_stopped_workers_along():
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
 

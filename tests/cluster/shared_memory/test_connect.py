@@ -273,7 +273,7 @@ def test_one_bucket_per_parameter_trains_with_and_without_shared_memory(monkeypa
 
 
 @pytest.mark.timeout(120)
-def test_copies_of_a_virtual_machine_that_have_one_boot_id_use_gloo_at_once():
+def test_copies_of_a_virtual_machine_of_one_boot_id_use_gloo_at_once():
     def copies():
         told = []
         connect._LOGGER.debug = connect._LOGGER.warning = lambda message, *args: told.append(message % args)
