@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # Jobs and tests start many interpreters, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: vit test zero models models-pp models-tp models-sp models-others others docs gpu gpu-test gpu-nccl gpu-fp16 gpu-launches gpu-memory gpu-llama gpu-compile \
+.PHONY: vit test zero models models-pp models-tp models-sp models-others others docs wheel oldest gpu gpu-test gpu-nccl gpu-fp16 gpu-launches gpu-memory gpu-llama gpu-compile \
 	gpu-profile lint clean
 
 $(READY): pyproject.toml constraints.txt
@@ -66,6 +66,26 @@ $(VENV)/.docs: $(READY)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
+# The wheel, in an environment of its own and an empty folder: its commands, a boost, make vit's script.
+# ARGS="" takes the newest torch, which is for CUDA.
+wheel: ARGS = --constraint $(CURDIR)/constraints.txt
+wheel: $(READY)
+	PYTHON=$(CURDIR)/$(BIN)/python tests/scripts/try_wheel.sh $(ARGS)
+
+# The lower bounds of pyproject.toml, in an environment of its own, which takes 6 GB: no older torch for the CPU alone
+# is on PyPI. Of the tests, those that meet most of what torch, transformers and the others changed.
+OLDEST := .venv-oldest
+oldest: $(OLDEST)/.ready
+	HF_HUB_OFFLINE=1 PYTHONPATH=.:plugins $(OLDEST)/bin/python -m pytest -q -p no:cacheprovider tests/schedule tests/doctor \
+		tests/cli/test_main.py tests/cli/test_app.py tests/cli/test_partition.py tests/optim tests/test_readme.py \
+		tests/plugins/test_parity.py tests/plugins/test_weights.py tests/plugins/test_run_saves.py $(ARGS)
+
+$(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install --quiet --constraint constraints-oldest.txt . pytest pytest-timeout filelock peft
+	$(OLDEST)/bin/pip uninstall --quiet --yes hybridpp
+	touch $@
+
 # On a host with a CUDA device and torch, transformers and pytest; needs no set-up. A test that fails does not keep the
 # benchmarks from running. Other hosts have other packages: what those warn of is shown, and is no error.
 ON_GPU = HF_HUB_OFFLINE=1 PYTHONPATH=.:plugins $(PYTHON)
@@ -105,4 +125,4 @@ lint: $(READY)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) outputs site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) outputs site .mypy_cache .pytest_cache .ruff_cache

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -48,7 +49,7 @@ def test_the_index_lists_every_file_and_nothing_else():
     page = (FOLDER / "README.md").read_text()
     files = {path.name for path in FOLDER.iterdir() if path.is_file()} - {"README.md"}
     assert all(f"[{name}]({name})" in page for name in files)
-    assert len(files) == 9
+    assert len(files) == 12
 
 
 def test_a_gpt_of_ones_own_learns_alike_on_one_stage_and_on_two(recipe):
@@ -69,15 +70,57 @@ def test_a_run_goes_on_in_another_layout_as_without_a_break(recipe, tmp_path):
 
 def test_slurms_environment_is_read_on_two_processes(monkeypatch):
     # As srun: the environment of each process is its own, and the others join rank 0 at an address that all know.
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_NTASKS": "2"}.items():
-        monkeypatch.setenv(name, value)
     assert "srun python docs/recipes/slurm.py" in (FOLDER / "slurm.sh").read_text()
     subprocess.run(["bash", "-n", str(FOLDER / "slurm.sh")], check=True)
+    _join_as_tasks(monkeypatch, "slurm", size="SLURM_NTASKS", ranks=("SLURM_PROCID", "SLURM_LOCALID"))
 
+
+def test_open_mpis_environment_is_read_on_two_processes(monkeypatch):
+    ranks = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+    _join_as_tasks(monkeypatch, "openmpi", size="OMPI_COMM_WORLD_SIZE", ranks=ranks)
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun is installed")
+def test_open_mpis_launcher_starts_the_recipe():
+    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
+    if "Open MPI" not in version:
+        pytest.skip("mpirun is another one's")
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    # To run as root, and more ranks than cores, is for hosts of tests.
+    options = ["--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    done = _run(["mpirun", *options, sys.executable, str(FOLDER / "openmpi.py")], address)
+    assert "on 2 ranks" in done.stdout
+
+
+def test_accelerate_launch_starts_the_recipe():
+    options = ["--multi_gpu", "--num_processes", "2", "--main_process_port", str(free_port())]
+    done = _run([sys.executable, "-m", "accelerate.commands.launch", *options, str(FOLDER / "accelerate_launch.py")])
+    assert "on 2 ranks" in done.stdout
+
+
+def test_ray_train_starts_the_recipe(tmp_path):
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'hybridpp[ray]'")
+    done = _run([sys.executable, str(FOLDER / "ray_train.py")], cwd=tmp_path)
+    assert "loss 0." in done.stderr or "loss 1." in done.stderr
+    assert sorted(path.name for path in (tmp_path / "outputs/ray").iterdir() if path.is_dir())
+
+
+def _run(command, environment=(), cwd=ROOT):
+    """The command of a recipe's docstring, from a checkout that is not installed."""
+    variables = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'plugins'}", "OMP_NUM_THREADS": "1"} | dict(environment)
+    done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done
+
+
+def _join_as_tasks(monkeypatch, name, size, ranks):
+    """Run a recipe on two processes, each with the variables of its launcher."""
+    for variable, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), size: "2"}.items():
+        monkeypatch.setenv(variable, value)
     context, results = multiprocessing.get_context("fork"), []
     for rank in "01":
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_slurm_task, args=(rank, theirs))
+        process = context.Process(target=_task, args=(name, dict.fromkeys(ranks, rank), theirs))
         process.start()
         results.append((process, ours))
     for process, ours in results:
@@ -87,10 +130,10 @@ def test_slurms_environment_is_read_on_two_processes(monkeypatch):
     assert first == second < 2
 
 
-def _slurm_task(rank, pipe):
+def _task(name, variables, pipe):
     torch.set_num_threads(1)
-    os.environ |= {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
-    pipe.send(runpy.run_path(str(FOLDER / "slurm.py"))["main"]())
+    os.environ |= variables
+    pipe.send(runpy.run_path(str(FOLDER / f"{name}.py"))["main"]())
 
 
 # Of dynamo, which looks at the attributes of every input.

@@ -1,5 +1,6 @@
 """Every page is on the site that `make docs` builds, and names errors and objects that exist."""
 
+import ast
 import importlib
 import re
 
@@ -8,6 +9,8 @@ from support import ROOT
 
 import hybridpp
 import hybridpp.errors
+import hybridpp.optim
+import hybridpp.schedule
 
 NAV = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
 API = re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text(), re.M)
@@ -27,12 +30,38 @@ def test_the_reference_names_what_exists(name):
 
 
 def test_every_public_name_is_in_the_reference():
-    assert set(hybridpp.__all__) <= {name.rpartition(".")[2] for name in API}
+    named = {name.rpartition(".")[2] for name in API}
+    assert set(hybridpp.__all__) <= named
+    assert set(hybridpp.schedule.__all__) <= named
+    schedulers = {name for name in hybridpp.optim.__all__ if name.endswith("LR")}
+    assert len(schedulers) > 10
+    assert schedulers <= named
+
+
+def test_the_search_of_layouts_is_in_the_reference():
+    assert {"hybridpp.estimate.search.search", "hybridpp.estimate.search.SearchSpace"} <= set(API)
+
+
+def texts():
+    """Every text of the code, with {} for each value that is put into it."""
+    for package in ("hybridpp", "plugins"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    yield "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value
 
 
 def test_errors_are_quoted_as_the_code_has_them():
-    sources = "".join(path.read_text() for path in (ROOT / "hybridpp").rglob("*.py"))
-    literals = re.sub(r'"\n\s*f?"', "", sources)
-    assert MESSAGES
-    assert [message for message, _ in MESSAGES if message not in literals] == []
+    code = "\n".join(texts())
+    assert len(MESSAGES) > 60
+    assert [message for message, _ in MESSAGES if message.replace("…", "{}") not in code] == []
     assert [error for _, error in MESSAGES if not hasattr(hybridpp.errors, error)] == []
+
+
+def test_every_class_of_errors_that_ends_a_job_is_on_the_page():
+    classes = {name for name, each in vars(hybridpp.errors).items() if isinstance(each, type)}
+    # The base class, what a subclass of another says, and what only in-process ranks raise.
+    classes -= {"HybridppError", "PeerTimeoutError", "DeadlockError"}
+    assert sorted(classes - {error for _, error in MESSAGES}) == []
