@@ -4,6 +4,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from support import ROOT, assert_near
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hybridpp
+from hybridpp.checkpoint.commit import committed_steps
 from hybridpp.cluster import Loopback
 
 FOLDER = ROOT / "docs/recipes"
@@ -101,8 +103,10 @@ def test_accelerate_launch_starts_the_recipe():
 def test_ray_train_starts_the_recipe(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'hybridpp[ray]'")
     done = _run([sys.executable, str(FOLDER / "ray_train.py")], cwd=tmp_path)
-    assert "loss 0." in done.stderr or "loss 1." in done.stderr
-    assert sorted(path.name for path in (tmp_path / "outputs/ray").iterdir() if path.is_dir())
+    assert re.search(r"step 5: loss \d\.\d+ on 2 ranks", done.stdout + done.stderr)
+    assert committed_steps(tmp_path / "outputs/ray") == [5, 4]
+    # Started again, as Ray does with workers that failed: all steps are done.
+    assert "step" not in _run([sys.executable, str(FOLDER / "ray_train.py")], cwd=tmp_path).stdout
 
 
 def _run(command, environment=(), cwd=ROOT):

@@ -7,7 +7,6 @@ The workers have joined torch's process group when their function begins, so it 
 that group. What a worker reports is that of its rank; the loss is the same on all.
 """
 
-import logging
 import os
 from typing import Any
 
@@ -39,20 +38,19 @@ def train(config: dict[str, Any]) -> None:
         optimizer.step()
         booster.save(config["folder"], step=step + 1, keep_last=2)
         report({"loss": loss.item(), "step": step + 1})
+        coordinator.print_on_master(f"step {step + 1}: loss {loss.item():.4f} on {coordinator.world_size} ranks")
 
 
-def main(folder: str, num_workers: int = 2) -> float:
-    """The last loss; ``folder`` is for checkpoints, and must be one that all hosts see."""
+def main(folder: str, num_workers: int = 2) -> None:
+    """Train; ``folder`` is for checkpoints, and must be one that all hosts see."""
     trainer = TorchTrainer(
         train,
         train_loop_config={"folder": folder, "seed": 42},
         scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=torch.cuda.is_available()),
         run_config=RunConfig(failure_config=FailureConfig(max_failures=3)),
     )
-    loss: float = trainer.fit().metrics["loss"]
-    return loss
+    trainer.fit()
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO)
-    logging.info("loss %.4f", main(os.path.abspath("outputs/ray")))
+    main(os.path.abspath("outputs/ray"))
