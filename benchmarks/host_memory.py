@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,28 @@ def resident_mib() -> float:
 def peak_mib() -> float:
     """Most resident memory so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+class AnonymousPeak:
+    """The most resident memory of this process without pages of mapped files, looked at every millisecond."""
+
+    def __init__(self) -> None:
+        self.before = self.most = self._now()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            self.most = max(self.most, self._now())
+            time.sleep(1e-3)
+
+    @staticmethod
+    def _now() -> float:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) / 1024
+
+    def grown_mib(self) -> float:
+        """What it exceeds that at the start by, so far."""
+        return max(self.most, self._now()) - self.before
 
 
 def load_stage(folder: Path, rank: int, pp_size: int, tp_size: int, port: int, loader: str) -> dict[str, Any]:

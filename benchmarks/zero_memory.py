@@ -5,7 +5,7 @@
 A Llama of random weights (142 million parameters) is read from one file by each replica. A process reports how much its
 peak resident memory (``ru_maxrss``) exceeds what was resident after the imports and the launch: behind boost and
 ``load_model``, and behind the second step of AdamW. The bytes foretold are those of docs/memory.md, without activations
-and without the mapped file, whose pages count in what is resident while it is read.
+and without the mapped file, whose pages count in what is resident while it is read; "anonymous" is without them.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from host_memory import peak_mib, resident_mib
+from host_memory import AnonymousPeak, peak_mib, resident_mib
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridpp import Booster, HybridParallelPlugin, launch_from_torch
@@ -51,11 +51,11 @@ def foretold_mib(num_elements: int, precision: str, zero_stage: int) -> tuple[fl
 
 
 def measure(folder: str, precision: str, zero_stage: int) -> list[float]:
-    """Peaks over the baseline in MiB, behind loading and behind training, of this rank."""
+    """Peaks over the baseline in MiB, of all pages and of anonymous ones, behind loading and behind training."""
     launch_from_torch(seed=0)
     ids = torch.arange(16).reshape(2, 8)
     batch = {"input_ids": ids, "labels": ids}
-    before = resident_mib()
+    before, anonymous = resident_mib(), AnonymousPeak()
     with torch.device("meta"):
         model = LlamaForCausalLM(config())
     plugin = HybridParallelPlugin(precision=precision, zero_stage=zero_stage)  # type: ignore[arg-type]  # from text
@@ -63,12 +63,12 @@ def measure(folder: str, precision: str, zero_stage: int) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     parts = booster.boost(model, optimizer, lambda outputs, inputs: outputs.loss, sample=batch)
     booster.load_model(parts.model, Path(folder))
-    peaks = [peak_mib() - before]
+    peaks = [peak_mib() - before, anonymous.grown_mib()]
     for _ in range(2):
         booster.execute_pipeline(iter([batch]), parts.model, parts.criterion, parts.optimizer)
         assert parts.optimizer is not None
         parts.optimizer.step()
-    peaks.append(peak_mib() - before)
+    peaks += [peak_mib() - before, anonymous.grown_mib()]
     return [*peaks, sum(parameter.numel() for parameter in parts.model.parameters())]
 
 
@@ -84,7 +84,8 @@ def main() -> None:
             print(json.dumps(found))
         return
     print(
-        "| precision | `zero_stage` | loaded (MiB) | foretold | trained (MiB) | foretold |\n|---|--:|--:|--:|--:|--:|"
+        "| precision | `zero_stage` | loaded (MiB) | anonymous | foretold | trained (MiB) | anonymous | foretold |\n"
+        "|---|--:|--:|--:|--:|--:|--:|--:|"
     )
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
@@ -94,11 +95,11 @@ def main() -> None:
                 command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
                 command += [str(REPLICAS), __file__, "--rank", folder, precision, str(stage)]
                 job = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-                loaded, trained, num_elements = json.loads(job.stdout.splitlines()[-1])
+                *peaks, num_elements = json.loads(job.stdout.splitlines()[-1])
                 cells = [
-                    f"{peak:.0f} | {expected:.0f} ({100 * (peak / expected - 1):+.0f} %)"
-                    for peak, expected in zip(
-                        (loaded, trained), foretold_mib(num_elements, precision, stage), strict=True
+                    f"{most:.0f} ({most / expected - 1:+.0%}) | {own:.0f} ({own / expected - 1:+.0%}) | {expected:.0f}"
+                    for most, own, expected in zip(
+                        peaks[::2], peaks[1::2], foretold_mib(num_elements, precision, stage), strict=True
                     )
                 ]
                 print(f"| {precision} | {stage} | {' | '.join(cells)} |", flush=True)

@@ -152,7 +152,13 @@ class GradientBuckets:
         """A context in which gradients are only accumulated; the first backward after it, or ``finish_grad_sync``,
         reduces them.
         """
-        previous, self._sync = self._sync, False
+        with self.syncing(False):
+            yield
+
+    @contextmanager
+    def syncing(self, reduces: bool) -> Iterator[None]:
+        """A context in which gradients are reduced, or only accumulated."""
+        previous, self._sync = self._sync, reduces
         try:
             yield
         finally:
@@ -327,6 +333,14 @@ class GradientBuckets:
                 self._used.add(name)
             else:
                 self._used.discard(name)
+
+    def interrupt(self) -> None:
+        """After an error in a step: let its gradients count as none, until :meth:`go_on`."""
+        self._state = _State.CONSUMED
+
+    def go_on(self) -> None:
+        """Get ready to take part in the reductions that are left of a step that an error ended."""
+        self._state = _State.LOCAL
 
     def abort(self) -> None:
         """After an error in a step: drop its gradients and running reductions, which the next step waits for."""

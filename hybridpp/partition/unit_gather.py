@@ -1,5 +1,6 @@
 """Gather the weights of each unit around its forward and its backward pass, and free them in between (ZeRO 3)."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hybridpp.errors import UnlikeCallsError
 from hybridpp.module_adapter import Forward
 from hybridpp.nn.deferred_tensor import MadeWhenRead
 from hybridpp.nn.torch_private import DisableTorchFunctionSubclass, base_of, call_after_backward, current_graph_task_id
@@ -159,12 +161,15 @@ class UnitGather:
         if self._is_copy or self._is_in_model or _is_in_backward():
             return forward(*args, **kwargs)
         self._drop_interrupted()
+        if self._forward.events:  # an error ended the last call
+            self._end(self._forward)
         self._is_in_model, self._model_call = True, _ModelCall()
         try:
-            return self._run(REST, forward, args, kwargs)
+            result = self._run(REST, forward, args, kwargs)
         finally:
             self._is_in_model, self._model_call = False, _ModelCall()
-            self._end(self._forward)
+        self._end(self._forward)
+        return result
 
     def _run(self, unit: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = object()
@@ -293,17 +298,36 @@ class UnitGather:
             self._end(self._backward)
 
     def gather_as_others(self, *, backward: bool) -> None:
-        """Take part in the gathers of a pass that only other replicas run. Collective: all replicas."""
+        """Take part in the gathers of a pass that only other replicas run, or that an error has ended here.
+
+        Collective: all replicas.
+
+        Raises:
+            UnlikeCallsError: this rank has not run such a pass.
+        """
         order = self._backward if backward else self._forward
-        for unit, is_begun in order.last:
+        done = order.events
+        if not order.last or order.last[: len(done)] != done:
+            raise UnlikeCallsError(
+                "an error ended the first pass of its kind on this rank, which so does not know what other replicas "
+                "gather in it (zero_stage=3). Let the error end the process, and start again."
+            )
+        # The calls that use each unit: of the pass that was ended, then ours.
+        users: dict[int, list[object]] = defaultdict(list)
+        for call, use in self._held.items() if backward else ():
+            users[use.unit].append(call)
+        for unit, is_begun in order.last[len(done) :]:
             if is_begun:
-                self._start(unit, order, order)
-                if not backward:
-                    self._weights.release_unit(unit, order)
-            elif is_begun is None:
-                self._ended(unit)
+                users[unit].append(object())
+                self._start(unit, users[unit][-1], order)
             else:
-                self._weights.release_unit(unit, order)
+                order.events.append((unit, is_begun))
+            if is_begun is None:
+                self._ended(unit)
+            elif not (is_begun and backward):  # a forward uses no unit longer than its call
+                self._weights.release_unit(unit, users[unit].pop())
+        if backward:
+            self._held.clear()
         self._end(order)
 
     def reset(self) -> None:

@@ -19,12 +19,11 @@ from hybridpp.pipeline.forward_signature import describe_arguments
 from hybridpp.pipeline.input_copies import InputCopies, StepInputs
 from hybridpp.pipeline.rank_program import RankProgram
 from hybridpp.pipeline.recorder import Recorder
+from hybridpp.pipeline.rest_of_step import RestOfStep, reduced_after
 from hybridpp.pipeline.stage import PipelineStage
 from hybridpp.pipeline.step import PipelineStep, StepResult
 from hybridpp.pipeline.weight_gradients import WeightGradients
 from hybridpp.schedule import Action, ActionKind, Program
-
-_ADDS_TO_GRADIENTS = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
 
 
 def _nothing(_: StepResult) -> None:
@@ -45,6 +44,7 @@ class Executor:
         where: the current action, to report when a rank hangs. None between steps; after an error, the action that
             raised it, or None if none had begun.
         marks: of actions on the device, for a watchdog; None: there are none.
+        rest: of the last program, if an error ended it; else None.
     """
 
     def __init__(
@@ -57,6 +57,8 @@ class Executor:
     ):
         self.where: Action | None = None
         self.marks: DeviceMarks | None = None
+        self.rest: RestOfStep | None = None
+        self._position, self._has_passed = 0, False
         self._stages = stages
         self._transport = transport
         self._device = device
@@ -85,7 +87,21 @@ class Executor:
         Raises:
             ScheduleError: the program runs an action before its inputs exist, twice, or not at all.
         """
-        self.where = None
+        self.where, self.rest = None, None
+        self._position, self._has_passed = 0, False
+        try:
+            return self._run_all(program, step, recorder, losses_known)
+        except Exception:
+            self.rest = RestOfStep(program.actions, self._position, step, has_passed=self._has_passed)
+            raise
+
+    def _run_all(
+        self,
+        program: RankProgram,
+        step: PipelineStep,
+        recorder: Recorder | None,
+        losses_known: Callable[[StepResult], None],
+    ) -> StepResult:
         is_cut = len(program.placement) > 1
         handlers = _Handlers(
             self._stages,
@@ -123,7 +139,12 @@ class Executor:
                 handlers.messages.finish_send(send)
             if recorder is not None:
                 recorder.start()
-            handler_of_kind[action.kind](action)
+            try:
+                handler_of_kind[action.kind](action)
+            except Exception:
+                self._has_passed = handlers.passed == action
+                raise
+            self._position += 1
             if self.marks is not None:
                 self.marks.add(action)
             if recorder is not None:
@@ -158,6 +179,8 @@ class _Handlers:
         messages: StageMessages,
     ):
         self.losses, self.messages = losses, messages
+        # The last action whose forward or backward pass has ended.
+        self.passed: Action | None = None
         self._stages, self._weight_gradients = stages, weight_gradients
         self._step, self._recorder, self._inputs = step, recorder, inputs
         # Planned before the first action and in order, so that every rank traces a new signature at the same point.
@@ -196,11 +219,10 @@ class _Handlers:
         self._defers = bool(self._split) or self._weight_gradients.is_always_needed
         if self._defers:
             self._weight_gradients.begin(splits=bool(self._split))
-        adding = [action for action in program if action.kind in _ADDS_TO_GRADIENTS]
-        each = {(stage, microbatch) for stage, kind, microbatch in program if kind is ActionKind.REDUCE_GRADIENTS}
-        self._reduced_after = {action for action in adding if (action.stage, action.microbatch) in each}
-        self._reduces_each = any(microbatch is not None for _, microbatch in each)
-        self._reduced_after.update({action.stage: action for action in adding}.values())
+        self._reduced_after = reduced_after(program)
+        self._reduces_each = any(
+            kind is ActionKind.REDUCE_GRADIENTS and microbatch is not None for _, kind, microbatch in program
+        )
 
     def finish(self) -> None:
         """Wait for the remaining sends, and check that nothing is left.
@@ -250,6 +272,7 @@ class _Handlers:
             except Exception as error:
                 error.add_note(f"hybridpp: in model(*{describe_arguments(args)}, **{describe_arguments(kwargs)})")
                 raise
+        self.passed = action
         tensors, outputs, context = found
         loss = self.losses.of(microbatch, outputs, inputs) if plan.is_last else None
         if step.training:
@@ -305,6 +328,7 @@ class _Handlers:
                 # From the edge: backward of a tensor disables torch's function modes, which recomputation may need.
                 weight = torch.full_like(loss, self._step.loss_weights[microbatch])
                 torch.autograd.backward(get_gradient_edge(loss), weight)
+        self.passed = action
         if stage:
             self.messages.pass_gradients(action, stage_input.gradients())
 

@@ -86,6 +86,8 @@ class BoostedModels(
     def __init__(self) -> None:
         self._saves = Saves()
         self._interrupted: str | None = None
+        # The rest of a step that an error ended here, which other replicas are in.
+        self._unfinished: Callable[[], None] | None = None
 
     @property
     def interrupted(self) -> bool:
@@ -104,6 +106,13 @@ class BoostedModels(
                 "and resume from a checkpoint. To leave out a batch, check it before booster.execute_pipeline, on all "
                 "ranks alike."
             )
+        if self._unfinished is not None:
+            finish, self._unfinished = self._unfinished, None
+            try:
+                finish()
+            except Exception as error:
+                self._interrupted = f"{type(error).__name__}: {error}"
+                raise
 
     @_in_section("setup", "plugin.close")
     def close(self) -> None:
@@ -150,7 +159,7 @@ class BoostedModels(
             self._saves.give_up()
             raise
         finally:
-            self._interrupted = engine.interrupted
+            self._interrupted, self._unfinished = engine.interrupted, engine.unfinished
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """See :meth:`hybridpp.Booster.backward`."""

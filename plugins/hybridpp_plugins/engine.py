@@ -1,7 +1,7 @@
 """The engine of one boosted model, which runs its steps."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from hybridpp.pipeline import (
     PipelineStep,
     RankBatchInfo,
     RankProgram,
+    RestOfStep,
     SignatureCache,
     SplitBatch,
     StepResult,
@@ -39,7 +40,7 @@ from hybridpp_plugins.nonfinite_report import NonFiniteDiagnosis
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.optimizer_state import RunProgress
 from hybridpp_plugins.schedule_planner import SchedulePlanner
-from hybridpp_plugins.step_epilogue import PendingEnd, StepEpilogue
+from hybridpp_plugins.step_epilogue import EndedInsideError, PendingEnd, StepEpilogue
 from hybridpp_plugins.step_problems import StepProblems
 from hybridpp_plugins.step_results import StepResults
 from hybridpp_plugins.timeline_recording import TimelineRecording
@@ -81,6 +82,7 @@ class Engine:
         is_running: whether a step is running.
         interrupted: the error that ended a step between its actions, while other ranks of the pipeline wait for this
             one; None: there was none.
+        unfinished: the rest of such a step that other replicas are in; None: there is none.
         is_training: whether it trains, or the last one did.
         epilogue: ends every step.
     """
@@ -105,6 +107,7 @@ class Engine:
     recording: TimelineRecording | None = None
     is_running: bool = False
     interrupted: str | None = None
+    unfinished: Callable[[], None] | None = None
     is_training: bool = False
 
     def __post_init__(self) -> None:
@@ -294,18 +297,73 @@ class Engine:
 
         try:
             with preserved_random_state(self.device):
-                result = self._execute(batch, task, program, losses_known if task.criterion is not None else _nothing)
+                # Without pipelines, the other replicas learn with the losses whether this one got through the passes.
+                early = task.criterion is not None and self.layout.pp.size > 1
+                result = self._execute(batch, task, program, losses_known if early else _nothing)
+            if task.criterion is not None and end is None:
+                losses_known(result)
             if optimizer is not None:
                 optimizer.end_accumulation()
             loss = None if end is None else self.epilogue.loss(end, program, task, failure, identity)
-        except BaseException:
-            if task.training and self.buckets is not None:
-                self.buckets.abort()
-            if self._sharded is not None:
-                self._sharded.cancel()
-            self.criterion_check.reduction = LossReduction.MEAN
+        except BaseException as error:
+            rest = self.executor.rest
+            if self.layout.pp.size > 1 or rest is None or isinstance(error, PeerError | DeadlockError):
+                self._abort(task)
+            else:
+                self._leave_unfinished(batch, task, program, rest)
             raise
         return result, loss
+
+    def _abort(self, task: PipelineStep) -> None:
+        """After an error in a step: drop what it computed."""
+        if task.training and self.buckets is not None:
+            self.buckets.abort()
+        if self._sharded is not None:
+            self._sharded.cancel()
+        self.criterion_check.reduction = LossReduction.MEAN
+
+    def _leave_unfinished(self, batch: SplitBatch, task: PipelineStep, program: RankProgram, rest: RestOfStep) -> None:
+        """Note what is left of a step that an error ended: the script may catch it, on this rank alone.
+
+        If it does not, the process ends, and the other replicas get an error. Else they do after the next call here.
+        """
+        self.executor.rest = None
+        reducer = self.buckets if task.training else None
+        reduces = reducer is not None and reducer.is_syncing
+        if reducer is not None:
+            reducer.interrupt()
+
+        def finish() -> None:
+            self.unfinished = None
+            with ExitStack() as contexts:
+                contexts.callback(self._abort, task)
+                contexts.enter_context(torch.inference_mode(False))
+                contexts.enter_context(torch.set_grad_enabled(task.training))
+                if reducer is not None:
+                    contexts.enter_context(reducer.syncing(reduces))
+                    reducer.go_on()
+                self._finish(batch, task, program, rest)
+
+        self.unfinished = finish
+
+    def _finish(self, batch: SplitBatch, task: PipelineStep, program: RankProgram, rest: RestOfStep) -> None:
+        """Take part in the rest of a step that an error ended. Collective: all ranks."""
+        rest.run()
+        self._share_buffers(task)
+        if task.training and self.optimizer is not None:
+            self.optimizer.end_accumulation()
+        if task.criterion is not None:
+            failure = EndedInsideError()
+            result = StepResult(torch.empty(0, dtype=torch.float64), [False] * len(batch.microbatches), {})
+            with suppress(EndedInsideError):
+                self.epilogue.close(self.epilogue.begin(batch, result, task, failure), program, task, failure)
+
+    def _share_buffers(self, task: PipelineStep) -> None:
+        """After the passes of a step, bring buffers to what all replicas agree on. Collective: replicas."""
+        if self.statistics.is_needed:
+            self.statistics.finish()
+        if task.training and self.optimizer is not None and self.optimizer.replica_buffers is not None:
+            self.optimizer.replica_buffers.finish()
 
     def _execute(
         self, batch: SplitBatch, task: PipelineStep, program: RankProgram, losses_known: Callable[[StepResult], None]
@@ -319,10 +377,7 @@ class Engine:
             buffers.begin()
         with self._noted(), checks.watched(self.model, batch, task.training) if checks else nullcontext():
             result = self.executor.run(program, task, recorder, losses_known)
-        if self.statistics.is_needed:
-            self.statistics.finish()
-        if buffers is not None:
-            buffers.finish()
+        self._share_buffers(task)
         if task.training:
             self.first_step = None
         return result

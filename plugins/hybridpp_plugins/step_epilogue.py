@@ -21,6 +21,11 @@ from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.weight_check import WeightCheck
 
 _NO_NUMBERS = torch.empty(0, dtype=torch.float64)
+_ENDED_INSIDE = 2.0
+
+
+class EndedInsideError(Exception):
+    """Stands for the error that ended a step between its actions: this rank has raised it already."""
 
 
 class BadLoss(NamedTuple):
@@ -53,7 +58,7 @@ class RankReport(NamedTuple):
     """What a rank reports of a step besides its losses.
 
     Attributes:
-        failed: 1 if this rank refuses the step.
+        failed: 1 if this rank refuses the step, 2 if an error ended it between its actions.
         reduction: of the criterion.
         scaled: how the script scaled gradients.
         calls: of the optimizer.
@@ -135,6 +140,11 @@ class StepSummary(NamedTuple):
     def failed(self) -> list[int]:
         """The ranks that refuse the step."""
         return [rank for rank, report in enumerate(self.reports) if report.failed]
+
+    @property
+    def ended_inside(self) -> list[int]:
+        """The ranks on which an error ended the step between its actions."""
+        return [rank for rank, report in enumerate(self.reports) if report.failed == _ENDED_INSIDE]
 
     @property
     def digests(self) -> list[float | None]:
@@ -261,7 +271,7 @@ class StepEpilogue:
         optimizer = self._optimizer if task.training else None
         detector = self._optimizer.accumulated.clip_detector if self._optimizer else None
         report = RankReport(
-            failed=float(failure is not None),
+            failed=_ENDED_INSIDE if isinstance(failure, EndedInsideError) else float(failure is not None),
             reduction=float(self._criterion_check.reduction),
             scaled=detector.report() if detector else ManualScaling(),
             calls=self._optimizer_calls(),

@@ -55,6 +55,13 @@ class StepProblems:
         """
         if failure is not None:
             raise failure
+        if summary.ended_inside:
+            raise PeerError(
+                f"a step ended in the middle on {name_ranks(summary.ended_inside)}, by an error that the script "
+                "caught there. It counts on no rank: gradients that were added up are dropped. If the script catches "
+                "this error, too, and goes on with its next batch, that step is right. To leave out a batch, check it "
+                "before booster.execute_pipeline, on all ranks alike."
+            )
         if summary.failed:
             raise PeerError(f"the step was refused on {name_ranks(summary.failed)}. See the error printed there.")
         check_optimizer_calls([report.calls for report in summary.reports])

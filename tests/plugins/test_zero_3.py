@@ -191,6 +191,25 @@ def test_models_that_use_weights_in_other_ways(make_model):
         assert_near(zero[1], plain[1], 2e-6)
 
 
+@pytest.mark.parametrize("make_model", [TiedModel, SharesBlocks])
+@pytest.mark.parametrize("settings", [{"zero_stage": 3}, {**ZERO, "schedule": "gpipe"}])
+def test_a_replica_gathers_for_several_micro_batches_that_it_lacks(settings, make_model):
+    """With buckets enough that a reduction waits for earlier ones, in the order of the gathers."""
+
+    def run(booster, model, optimizer):
+        for batch in batches(2, 6):
+            part = batch[:5] if booster.plugin.layout.here.dp == 0 else batch[5:]
+            booster.execute_pipeline(iter([part]), model, cross_entropy, optimizer)
+            optimizer.step()
+        with booster.unsharded(model):
+            return weights_of(model)
+
+    layout = {"dp_size": 2, "make_model": make_model, "microbatch_size": 1, "num_microbatches": None}
+    plain = on_layout(run, **layout)
+    for expected, actual in zip(plain, on_layout(run, **layout, **settings), strict=True):
+        assert_near(actual, expected, 2e-6)
+
+
 def test_only_a_few_units_are_there_at_a_time():
     def run(booster, model, optimizer):
         weights, sizes = booster.plugin._engine(model).weights.sharded, []
