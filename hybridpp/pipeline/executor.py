@@ -19,15 +19,25 @@ from hybridpp.pipeline.forward_signature import describe_arguments
 from hybridpp.pipeline.input_copies import InputCopies, StepInputs
 from hybridpp.pipeline.rank_program import RankProgram
 from hybridpp.pipeline.recorder import Recorder
-from hybridpp.pipeline.rest_of_step import RestOfStep, reduced_after
+from hybridpp.pipeline.rest_of_step import RestOfStep
 from hybridpp.pipeline.stage import PipelineStage
 from hybridpp.pipeline.step import PipelineStep, StepResult
 from hybridpp.pipeline.weight_gradients import WeightGradients
 from hybridpp.schedule import Action, ActionKind, Program
 
+_ADDS_TO_GRADIENTS = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
+
 
 def _nothing(_: StepResult) -> None:
     pass
+
+
+def reduced_after(program: Program) -> set[Action]:
+    """The actions after which the gradients of a stage are reduced: the last that adds to them, or each."""
+    adding = [action for action in program if action.kind in _ADDS_TO_GRADIENTS]
+    each = {(stage, microbatch) for stage, kind, microbatch in program if kind is ActionKind.REDUCE_GRADIENTS}
+    found = {action for action in adding if (action.stage, action.microbatch) in each}
+    return found | set({action.stage: action for action in adding}.values())
 
 
 class Executor:
@@ -92,7 +102,13 @@ class Executor:
         try:
             return self._run_all(program, step, recorder, losses_known)
         except Exception:
-            self.rest = RestOfStep(program.actions, self._position, step, has_passed=self._has_passed)
+            self.rest = RestOfStep(
+                program.actions,
+                self._position,
+                step,
+                reduced_after=reduced_after(program.actions),
+                has_passed=self._has_passed,
+            )
             raise
 
     def _run_all(

@@ -1,18 +1,11 @@
 """What is left of the communication of a step that an error has ended on this rank."""
 
+from collections.abc import Collection
+
 from hybridpp.pipeline.step import PipelineStep
 from hybridpp.schedule import Action, ActionKind, Program
 
-_ADDS_TO_GRADIENTS = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
 _RUNS_BACKWARD = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
-
-
-def reduced_after(program: Program) -> set[Action]:
-    """The actions after which the gradients of a stage are reduced: the last that adds to them, or each."""
-    adding = [action for action in program if action.kind in _ADDS_TO_GRADIENTS]
-    each = {(stage, microbatch) for stage, kind, microbatch in program if kind is ActionKind.REDUCE_GRADIENTS}
-    found = {action for action in adding if (action.stage, action.microbatch) in each}
-    return found | set({action.stage: action for action in adding}.values())
 
 
 class RestOfStep:
@@ -23,13 +16,22 @@ class RestOfStep:
     Args:
         program: all actions of this rank, which sends nothing to other stages.
         position: of the action that raised the error.
-        has_passed: whether that action's forward or backward pass had ended.
         step: the batch.
+        reduced_after: the actions after which gradients are reduced.
+        has_passed: whether the forward or backward pass of the action that raised the error had ended.
     """
 
-    def __init__(self, program: Program, position: int, step: PipelineStep, *, has_passed: bool):
+    def __init__(
+        self,
+        program: Program,
+        position: int,
+        step: PipelineStep,
+        *,
+        reduced_after: Collection[Action],
+        has_passed: bool,
+    ):
         self._program, self._position, self._has_passed, self._step = program, position, has_passed, step
-        self._reduced_after = reduced_after(program)
+        self._reduced_after = reduced_after
         one_stage = all(action.stage == 0 for action in program)
         self._gathers_units = step.weights is not None and one_stage
         # Of micro-batches that other replicas have: first of a forward, then of a backward pass.
@@ -42,7 +44,7 @@ class RestOfStep:
 
     def _run(self, action: Action, *, is_first: bool) -> None:
         step = self._step
-        if action.kind in _ADDS_TO_GRADIENTS and action in self._reduced_after and not is_first:
+        if action in self._reduced_after and not is_first:
             step.begin_last_backward(action.stage, ())
         if self._is_of_others(action):
             self._gather_of_others(action)

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from hybridpp.pipeline.executor import reduced_after
 from hybridpp.pipeline.rank_program import rank_programs
-from hybridpp.pipeline.rest_of_step import RestOfStep, reduced_after
+from hybridpp.pipeline.rest_of_step import RestOfStep
 from hybridpp.schedule import make_schedule
 
 
@@ -29,7 +30,10 @@ def rest(schedule, position, *, has_passed=False, by_unit=True, own=2, **options
         begin_last_backward=calls.begin_last_backward,
         reduce_gradients=calls.reduce_gradients,
     )
-    RestOfStep(program.actions, position, step, has_passed=has_passed).run()
+    found = RestOfStep(
+        program.actions, position, step, reduced_after=reduced_after(program.actions), has_passed=has_passed
+    )
+    found.run()
     return calls.made
 
 

@@ -22,7 +22,7 @@ def inputs():
 def test_the_norm_is_right_to_a_millionth_and_the_step_is_clipped_by_it(dp_size, zero_stage):
     def run():
         plugin = HybridParallelPlugin(
-            tp_size=2, max_norm=0.5, zero_stage=zero_stage, tensor_parallel_plan={"0": "column"}
+            tp_size=2, max_norm=0.5, zero_stage=zero_stage, tensor_parallel_plan={"0": "gathered_column"}
         )
         model = nn.Sequential(nn.utils.skip_init(nn.Linear, WIDTH, ROWS, bias=False))
         with torch.no_grad():
