@@ -37,7 +37,7 @@ def rest(schedule, position, *, has_passed=False, by_unit=True, own=2, **options
     return calls.made
 
 
-def test_gradients_are_reduced_after_the_last_action_that_adds_to_them_or_after_each():
+def test_gradients_are_reduced_after_the_last_action_or_after_each():
     for each, expected in ((False, {"0B1"}), (True, {"0B0", "0B1"})):
         [program] = rank_programs(make_schedule("1f1b", 1, 2), reduces_each=each)
         assert {str(action) for action in reduced_after(program.actions)} == expected

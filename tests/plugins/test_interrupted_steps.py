@@ -186,7 +186,7 @@ IN_THE_CRITERION = [
     ],
     ids=str,
 )
-def test_an_error_that_one_replica_catches_reaches_the_others_and_all_go_on(settings, place):
+def test_an_error_that_one_replica_catches_reaches_the_others(settings, place):
     def run(fails):
         return on_layout(partial(caught_by_one(fails), place=place), make_model=without_dropout, **settings)
 
