@@ -36,6 +36,7 @@ ROWS = {
     "hybridpp.plan_search": 5,
     "hybridpp.estimate": 5,
     "hybridpp.doctor": 5,
+    "hybridpp.report": 5,
     "hybridpp.plugin": 5,
     "hybridpp.tp_preview": 5,
     "hybridpp.registry": 5,
@@ -68,7 +69,7 @@ TOGETHER = [
 ]
 WITHOUT_TORCH = {
     *("hybridpp.errors", "hybridpp.config", "hybridpp.sizes", "hybridpp.text_table"),
-    *("hybridpp.schedule", "hybridpp.timeline", "hybridpp.simulate"),
+    *("hybridpp.schedule", "hybridpp.timeline", "hybridpp.simulate", "hybridpp.report"),
 }
 NEEDS_TORCH = {name for name in ROWS if name not in WITHOUT_TORCH} | {"torch", "transformers", "accelerate"}
 # The door that users come in by re-exports from everywhere, so nothing behind it may use it.

@@ -37,6 +37,9 @@ class Marks:
     def end(self, action: Action) -> None:
         mark(str(action.kind))
 
+    def mark(self, phase: str) -> None:
+        """Phases of a step are not marked."""
+
     def spans(self) -> list[Span]:
         """No times."""
         return []

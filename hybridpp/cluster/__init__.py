@@ -22,7 +22,7 @@ from hybridpp.cluster.launch import (
 )
 from hybridpp.cluster.loopback import Loopback
 from hybridpp.cluster.pending import Mapped
-from hybridpp.cluster.progress import DeviceWork, Progress, Section
+from hybridpp.cluster.progress import Awaited, DeviceWork, Progress, Section
 from hybridpp.cluster.random_draws import DrawMonitor, default_generators, has_drawn
 from hybridpp.cluster.seeds import (
     RandomState,
@@ -40,6 +40,7 @@ from hybridpp.cluster.wire_format import as_carried, resolved
 from hybridpp.cluster.world import Group, Pending, Work, World
 
 __all__ = [
+    "Awaited",
     "Axis",
     "CommonResults",
     "Coordinate",

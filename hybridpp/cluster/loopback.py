@@ -139,12 +139,14 @@ class LoopbackWorld:
         self._num_splits += 1
         for ranks in groups:
             if self.rank in ranks:
-                return self._group(self._num_splits, sorted(ranks))
+                return self._group(self._num_splits, sorted(ranks), name)
         return None
 
-    def _group(self, key: Any, ranks: Iterable[int]) -> LoopbackGroup:
+    def _group(self, key: Any, ranks: Iterable[int], name: str) -> LoopbackGroup:
         loopback = self._loopback
-        return LoopbackGroup(loopback.turns, loopback.shared, loopback.messages, (key, tuple(ranks)), self.rank)
+        group = LoopbackGroup(loopback.turns, loopback.shared, loopback.messages, (key, tuple(ranks)), self.rank)
+        group.name, group.progress = name, self.progress
+        return group
 
     def release_unused(self) -> None:
         """Groups in one process take nothing."""
@@ -162,5 +164,5 @@ class LoopbackWorld:
     def control(self) -> LoopbackGroup:
         # One object, because a group numbers its collectives.
         if self._control is None:
-            self._control = self._group("control", range(self.size))
+            self._control = self._group("control", range(self.size), "all ranks")
         return self._control

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridpp.cluster.loopback_messages import MessageEnd, Messages
+from hybridpp.cluster.progress import Progress
 from hybridpp.cluster.turn_taking import TurnTaking
 from hybridpp.cluster.world import Pending, Work, check_real
 
@@ -64,11 +65,17 @@ class LoopbackGroup:
         messages: on their way between them.
         key: of this group, the same on all its members; its second part is their ranks, in order.
         rank: this one, in the world.
+
+    Attributes:
+        name: of the group.
+        progress: of this rank; told of communications. None: nobody is told.
     """
 
     process_group = None
     overlaps = True
     transport = "in-process"
+    name = ""
+    progress: Progress | None = None
 
     def __init__(
         self,
@@ -93,6 +100,9 @@ class LoopbackGroup:
     ) -> tuple[dict[int, Tensor], _Pending]:
         """Submit this rank's tensor; the last rank calls ``finish`` on all of them, in rank order."""
         check_real(tensor)
+        # Of gathered segments, this rank gives one.
+        num_bytes = tensor.nbytes // self.size if kind == "all_gather_segments" else tensor.nbytes
+        self._note(kind.removesuffix("_segments"), num_bytes, None)
         turn = self._num_collectives[kind] = self._num_collectives.get(kind, 0) + 1
         key = (self._key, kind, turn)
         parts: dict[int, Tensor] = self._shared.setdefault(key, {})
@@ -103,6 +113,10 @@ class LoopbackGroup:
             del self._shared[key]
         what = f"{kind} number {turn} of ranks {self.ranks}"
         return parts, _Pending(self._turns, self._world_rank, lambda: len(parts) == self.size, what)
+
+    def _note(self, kind: str, num_bytes: int, peer: int | None) -> None:
+        if self.progress is not None and self.progress.observer is not None:
+            self.progress.observer.started(self.name, kind, num_bytes, peer)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         return self._collect("all_reduce", tensor, _sum)[1]
@@ -139,6 +153,7 @@ class LoopbackGroup:
 
     def _post(self, tensor: Tensor, peer: int, what: str, *, is_send: bool) -> Work:
         check_real(tensor)
+        self._note("send" if is_send else "receive", tensor.nbytes, self.ranks[peer])
         messages, rank, other = self._messages, self._world_rank, self.ranks[peer]
         if messages.connect(self._key, rank, other):
             self._turns.post(self._world_rank)

@@ -47,6 +47,26 @@ class DeviceObserver(Protocol):
         """How far it is."""
 
 
+class CommunicationObserver(Protocol):
+    """Sees what a rank communicates, and how long it waits for others; called by the rank's own thread."""
+
+    def started(self, group: str, kind: str, num_bytes: int, peer: int | None) -> None:
+        """A communication has started.
+
+        Args:
+            group: its name.
+            kind: ``"send"``, ``"receive"``, or the collective: ``"all_reduce"``.
+            num_bytes: of the tensor that this rank gave or receives.
+            peer: rank of the world of a message's other end; None: a collective.
+        """
+
+    def wait_began(self, awaited: Awaited) -> None:
+        """The rank begins to wait."""
+
+    def wait_ended(self) -> None:
+        """The wait is over."""
+
+
 # More than a watchdog needs.
 _ENDING_S = 60.0
 
@@ -66,9 +86,10 @@ class Progress:
         is_watched: whether a watchdog reads it.
         is_ending: whether the watchdog ends the process: the rank's threads are to wait for that, and report nothing.
         device: tells how far the device is; None: nobody knows.
+        observer: sees communications and waits, while a step is recorded; else None.
     """
 
-    __slots__ = ("awaited", "device", "is_ending", "is_watched", "location", "num_changes", "section")
+    __slots__ = ("awaited", "device", "is_ending", "is_watched", "location", "num_changes", "observer", "section")
 
     def __init__(self) -> None:
         self.section: Section = "script"
@@ -77,6 +98,7 @@ class Progress:
         self.num_changes = 0
         self.is_watched = self.is_ending = False
         self.device: DeviceObserver | None = None
+        self.observer: CommunicationObserver | None = None
 
     def inside(self, section: Section, location: Callable[[], str]) -> "_Inside":
         """A context in which the rank is in a section.
@@ -91,10 +113,14 @@ class Progress:
         """Note that this rank waits for others; what ends the wait calls :meth:`end_wait`."""
         self.num_changes += 1
         self.awaited = awaited
+        if self.observer is not None:
+            self.observer.wait_began(awaited())
 
     def end_wait(self) -> None:
         """Note that the wait is over."""
         self.awaited = None
+        if self.observer is not None:
+            self.observer.wait_ended()
         if self.is_ending:
             # Other ranks end, too. The errors that this gives here are not what happened.
             time.sleep(_ENDING_S)

@@ -82,6 +82,12 @@ class TorchGroup:
         collectives, *messages = self._started
         return collectives, messages[: self.size], messages[self.size :]
 
+    def _note(self, kind: str, tensor: Tensor, counter: int = 0, peer: int | None = None) -> None:
+        """Count a communication that starts, and tell who observes them."""
+        self._started[counter] += 1
+        if self.progress.observer is not None:
+            self.progress.observer.started(self.name, kind, tensor.nbytes, peer)
+
     def release(self) -> None:
         """Release the group's resources in this process; it cannot communicate afterwards. May be called again."""
         if self._shared_memory_group is not None:
@@ -133,7 +139,7 @@ class TorchGroup:
         return PeerError(f"{who} is gone: {str(error).splitlines()[0]}. {why}")
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        self._started[0] += 1
+        self._note("all_reduce", tensor)
         host = tensor.cpu() if self._staged(tensor) else tensor
         shared_memory_group = self._exchanging(host.nbytes)
         work: Work
@@ -147,7 +153,7 @@ class TorchGroup:
         return self.start_all_gather(tensor).wait()
 
     def start_all_gather(self, tensor: Tensor) -> Pending[list[Tensor]]:
-        self._started[0] += 1
+        self._note("all_gather", tensor)
         source = resolved(tensor.cpu() if self._staged(tensor) else tensor)
         shared_memory_group = self._exchanging(source.nbytes)
 
@@ -178,7 +184,7 @@ class TorchGroup:
     def all_gather_along(self, tensor: Tensor, dim: int) -> Tensor:
         if self._exchanging(tensor.nbytes) is not None or self._staged(tensor):
             return torch.cat(self.all_gather(tensor.contiguous()), dim)
-        self._started[0] += 1
+        self._note("all_gather", tensor)
         stacked = self._start_stacked(resolved(tensor)).wait()
         return stacked.flatten(0, 1) if dim % tensor.dim() == 0 else torch.cat(stacked.unbind(), dim)
 
@@ -187,7 +193,7 @@ class TorchGroup:
 
     def start_reduce_scatter(self, tensor: Tensor, dim: int) -> Pending[Tensor]:
         check_real(tensor)
-        self._started[0] += 1
+        self._note("reduce_scatter", tensor)
         source = _by_member(resolved(tensor), self.size, dim)
         if not self._host_only:
             own = source.new_empty(source.shape[1:])
@@ -212,7 +218,7 @@ class TorchGroup:
         own = segments[self.rank]
         if self._staged(flat) or (self._host_only and self._exchanging(own.nbytes) is not None):
             return FilledFrom(self.start_reduce_scatter(flat, 0), own.copy_)
-        self._started[0] += 1
+        self._note("reduce_scatter", flat)
         if not self._host_only:
             return self._start(_reduce_scatter_single, own, flat, async_op=True)
         while len(self._sums) >= _MAX_SUMS:
@@ -229,7 +235,7 @@ class TorchGroup:
         own = segments[self.rank]
         if self._staged(flat) or self._exchanging(own.nbytes) is not None:
             return FilledFrom(self.start_all_gather(own), lambda parts: torch.cat(parts, out=flat))
-        self._started[0] += 1
+        self._note("all_gather", own)
         if self._host_only:
             return self._exchange([own] * self.size, list(segments))
         return self._start(_all_gather_single, as_carried(flat), as_carried(own), async_op=True)
@@ -241,7 +247,7 @@ class TorchGroup:
         add_into_own(summands, self.rank)
 
     def send(self, tensor: Tensor, peer: int) -> Work:
-        self._started[1 + peer] += 1
+        self._note("send", tensor, 1 + peer, self.ranks[peer])
         host = tensor.cpu() if self._staged(tensor) else tensor
         if self._shared_memory_group is not None:
             return self._shared_memory_group.link(peer).send(host)
@@ -249,7 +255,7 @@ class TorchGroup:
         return work if host is tensor else StagedCopy(work, host, None)
 
     def receive(self, tensor: Tensor, peer: int) -> Work:
-        self._started[1 + self.size + peer] += 1
+        self._note("receive", tensor, 1 + self.size + peer, self.ranks[peer])
         host = tensor
         if self._staged(tensor):
             # Pinned, so that the driver does not stage the copy to the device again.

@@ -122,6 +122,14 @@ class GradientBuckets:
         return self._accumulator.views
 
     @property
+    def held_tensors(self) -> list[Tensor]:
+        """All memory that gradients have now."""
+        buckets = self._accumulator.buckets
+        return [
+            tensor for bucket in buckets for tensor in (bucket.flat, bucket.own, bucket.aside) if tensor is not None
+        ]
+
+    @property
     def gradients(self) -> dict[str, Tensor]:
         """This replica's part of the sums, by name: after a reduction that scatters its pieces, else all."""
         if self._is_scattered:

@@ -36,6 +36,10 @@ class GradientReducer(Protocol):
         that scatters them, only of parameters of which this replica has a piece: flat, or in its shape if it is whole.
         """
 
+    @property
+    def held_tensors(self) -> list[Tensor]:
+        """All memory that gradients have now; several tensors may share one."""
+
     def whole_gradients(self) -> Mapping[str, Tensor]:
         """The sums so far, by name, in the parameters' shapes. Collective: all replicas of this stage."""
 

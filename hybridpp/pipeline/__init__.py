@@ -27,10 +27,11 @@ from hybridpp.pipeline.device_marks import DeviceMarks
 from hybridpp.pipeline.executor import Executor
 from hybridpp.pipeline.forward_signature import ForwardSignature
 from hybridpp.pipeline.loss_reduction import LossReduction, SumTracer, confirm_sum, detect_reduction, duplicate_samples
+from hybridpp.pipeline.memory_in_use import memory_reader
 from hybridpp.pipeline.merge import merge_outputs
 from hybridpp.pipeline.rank_program import RankProgram, rank_programs
 from hybridpp.pipeline.read_ahead import ReadAheadIterator
-from hybridpp.pipeline.recorder import DeviceRecorder, HostRecorder, Recorder
+from hybridpp.pipeline.recorder import ActiveRecording, DeviceRecorder, HostRecorder, Recorder
 from hybridpp.pipeline.rest_of_step import RestOfStep
 from hybridpp.pipeline.selected_inputs import InputSelection, with_selection
 from hybridpp.pipeline.split_backward_ops import Gradients, SplitBackwardOps, split_backward_ops
@@ -40,6 +41,7 @@ from hybridpp.pipeline.step import MicrobatchLoss, PipelineStep, StepResult
 from hybridpp.pipeline.weight_gradients import WeightGradients
 
 __all__ = [
+    "ActiveRecording",
     "BatchReader",
     "BatchUse",
     "CriterionAdapter",
@@ -80,6 +82,7 @@ __all__ = [
     "duplicate_samples",
     "leaf_dims",
     "makes_cuda_graphs",
+    "memory_reader",
     "merge_outputs",
     "num_samples",
     "rank_programs",

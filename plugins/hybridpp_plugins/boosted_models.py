@@ -46,7 +46,7 @@ from hybridpp_plugins.run_resume import resume_run
 from hybridpp_plugins.run_saves import RunContents
 from hybridpp_plugins.settings import PluginSettings
 from hybridpp_plugins.stage_table import stage_table
-from hybridpp_plugins.timeline_recording import TimelineRecording
+from hybridpp_plugins.timeline_recording import TimelineRecording, recorded
 from hybridpp_plugins.training_state import RunParts
 from hybridpp_plugins.unboost import unboost
 from hybridpp_plugins.weights import load_weights, save_weights, start_save_of_weights
@@ -186,7 +186,7 @@ class BoostedModels(
 
     def record_timeline(self, model: nn.Module) -> AbstractContextManager[TimelineRecording]:
         """See :meth:`hybridpp.Booster.record_timeline`."""
-        return self._engine(model).recorded()
+        return recorded(self._engine(model), self.settings)
 
     def describe(self, model: nn.Module) -> str:
         """A text that lists what boost added to each module and parameter of a boosted model on this rank.

@@ -15,6 +15,7 @@ from hybridpp.errors import DeadlockError, PeerError, PeerTimeoutError
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.partition import StagedModel
 from hybridpp.pipeline import (
+    ActiveRecording,
     BatchReader,
     BatchUse,
     CriterionAdapter,
@@ -43,7 +44,6 @@ from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.step_epilogue import EndedInsideError, PendingEnd, StepEpilogue
 from hybridpp_plugins.step_problems import StepProblems
 from hybridpp_plugins.step_results import StepResults
-from hybridpp_plugins.timeline_recording import TimelineRecording
 from hybridpp_plugins.trained_weights import TrainedWeights
 
 _FIRST_EVALUATION = 2**62
@@ -104,7 +104,7 @@ class Engine:
     statistics: RunningStatistics
     criterion_check: CriterionCheck = field(default_factory=CriterionCheck)
     signatures: SignatureCache = field(init=False)
-    recording: TimelineRecording | None = None
+    recording: ActiveRecording | None = None
     is_running: bool = False
     interrupted: str | None = None
     unfinished: Callable[[], None] | None = None
@@ -176,6 +176,7 @@ class Engine:
         if self.epilogue.evaluations.pending:
             self.epilogue.evaluations.wait(0 if training else 1)
         self.is_running = True
+        self._mark("read")
         try:
             batch, infos, failure = self._reader.read(
                 data_iter, use, self._check_trained if training else _nothing, self.first_step
@@ -184,6 +185,7 @@ class Engine:
             if self.buckets is not None:
                 self.buckets.are_in_step = len(self._counts(infos)) == 1
             task = self._task(batch, infos, use.called, training, options.return_outputs)
+            self._mark("actions")
             result, loss = self._run(
                 batch, task, self._program(infos, training), failure, getattr(use.called, "identity", None)
             )
@@ -200,6 +202,7 @@ class Engine:
             raise
         finally:
             self.is_running = False
+            self._mark("")
         if training:
             self.progress.num_steps += 1
             self._stop.step_done()
@@ -300,6 +303,7 @@ class Engine:
                 # Without pipelines, the other replicas learn with the losses whether this one got through the passes.
                 early = task.criterion is not None and self.layout.pp.size > 1
                 result = self._execute(batch, task, program, losses_known if early else _nothing)
+            self._mark("end")
             if task.criterion is not None and end is None:
                 losses_known(result)
             if optimizer is not None:
@@ -394,12 +398,7 @@ class Engine:
                 self.interrupted = f"{type(error).__name__}: {error}"
             raise
 
-    @contextmanager
-    def recorded(self) -> Iterator[TimelineRecording]:
-        """A context that records when actions run. Collective: all ranks, at the start and at the end."""
-        self.recording = recording = TimelineRecording(self.layout, self.device)
-        try:
-            yield recording
-        finally:
-            self.recording = None
-        recording.finish()
+    def _mark(self, phase: str) -> None:
+        """Note where in the step the rank is, if it is recorded."""
+        if self.recording is not None:
+            self.recording.recorder.mark(phase)
