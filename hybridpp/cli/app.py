@@ -22,6 +22,7 @@ from hybridpp.cli.commands.estimate import ESTIMATE
 from hybridpp.cli.commands.partition import PARTITION
 from hybridpp.cli.commands.plan import PLAN
 from hybridpp.cli.commands.profile import PROFILE
+from hybridpp.cli.commands.report import REPORT
 from hybridpp.cli.commands.run import RUN
 from hybridpp.cli.commands.schedule import SCHEDULE
 from hybridpp.cli.commands.simulate import SIMULATE
@@ -36,6 +37,7 @@ COMMANDS: tuple[Command | CommandGroup, ...] = (
     PARTITION,
     SCHEDULE,
     SIMULATE,
+    REPORT,
     CHECKPOINT,
 )
 

@@ -9,6 +9,7 @@ from hybridpp.cli.files import read, write
 from hybridpp.cli.output import show
 from hybridpp.cli.schedule_source import programs_of
 from hybridpp.errors import ConfigError
+from hybridpp.report import FORMAT, Recording
 from hybridpp.schedule import Programs, placement
 from hybridpp.simulate import Costs, Simulation, simulate, simulate_draws
 from hybridpp.text_table import TextTable
@@ -30,7 +31,7 @@ _COSTS = (
 def run(arguments: SimulateArguments) -> None:
     """Print a line per rank, and the step's time."""
     programs = programs_of(arguments.schedule, arguments)
-    measured = None if arguments.measured is None else Timeline.from_json(read(arguments.measured))
+    measured = None if arguments.measured is None else _measured(arguments.measured)
     simulation = simulate(
         programs,
         _costs(arguments, len(placement(programs)), measured),
@@ -46,6 +47,14 @@ def run(arguments: SimulateArguments) -> None:
     if arguments.trace is not None:
         lines.append(write(arguments.trace, partial(save_trace, simulation.timeline)))
     show(*lines)
+
+
+def _measured(path: str) -> Timeline:
+    """A timeline, or the first pipeline of a recording."""
+    text = read(path)
+    if FORMAT in text[:200]:
+        return Recording.from_json(text, repr(path)).timeline()
+    return Timeline.from_json(text)
 
 
 def _costs(arguments: SimulateArguments, num_stages: int, measured: Timeline | None) -> Costs:

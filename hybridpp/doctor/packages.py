@@ -20,6 +20,7 @@ OLDEST = {
     "psutil": "5.9",
     "typer": "0.21.1",
     "rich": "13.7",
+    "jinja2": "3.1",
 }
 """The lower bounds of ``pyproject.toml``, which a checkout that is not installed does not show."""
 

@@ -31,7 +31,7 @@ class SimulateArguments(Sizes):
     activation_bytes: Annotated[str | None, _cost("Held from forward to backward.")] = None
     weight_gradient_bytes: Annotated[str | None, _cost("Held from I to W.")] = None
     costs: Annotated[str | None, option("Take these from a JSON file.", "FILE")] = None
-    measured: Annotated[str | None, option("Take times from a measured timeline (JSON).", "FILE")] = None
+    measured: Annotated[str | None, option("Times of a timeline or recording (JSON).", "FILE")] = None
     steps: Annotated[int, count("Steps in a row.")] = 1
     barrier: Annotated[bool, option("Ranks wait between steps (fp16, clipping).", name="--barrier")] = False
     draw: Annotated[str | None, option("Draw it: .svg, .png or .pdf.", "FILE")] = None
