@@ -35,6 +35,7 @@ PAGES = (
     "saving",
     "lora",
     "running",
+    "report",
     "extending",
 )
 SNIPPETS = [

@@ -42,6 +42,7 @@ def add_task_flags(parser: ArgumentParser) -> None:
     group.add_argument("--dataset", default="digits", help="digits, a folder of images by class, or a hub id")
     group.add_argument("--max-samples", type=int, help="use at most this many samples of each split")
     group.add_argument("--output", default="outputs/vit", help="folder for the trained model (default: %(default)s)")
+    group.add_argument("--record", help="record the last epoch's steps in this folder, for `hybridpp report`")
     group.add_argument("--timeline", help="draw what each rank did in one step to this .svg, .png or .pdf file")
 
 

@@ -9,6 +9,7 @@ Face folder, and checks that in plain transformers. With ``--model`` and ``--dat
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,22 @@ def train(args: Namespace, coordinator: DistCoordinator) -> None:
     score = None
     for epoch in range(done.epoch, args.epochs):
         first_batch = done.batches if epoch == done.epoch else 0
-        train_epoch(
-            epoch, first_batch, after_step, model, optimizer, criterion, lr_scheduler, dataloader, booster, coordinator
-        )
+        is_recorded = args.record is not None and epoch + 1 == args.epochs
+        with booster.record_timeline(model) if is_recorded else nullcontext() as recording:
+            train_epoch(
+                epoch,
+                first_batch,
+                after_step,
+                model,
+                optimizer,
+                criterion,
+                lr_scheduler,
+                dataloader,
+                booster,
+                coordinator,
+            )
+        if recording is not None:
+            recording.save(args.record)
         score = None if booster.interrupted else evaluate(model, criterion, held_out_loader, booster)
         if score is None:  # a signal told the job to stop
             return stop()

@@ -13,8 +13,10 @@ from sklearn.datasets import load_digits
 from support import ROOT
 
 from hybridpp import Booster, DistCoordinator, HybridAdam
+from hybridpp.cli import main
 from hybridpp.cluster import set_seed
 from hybridpp.optim import CosineAnnealingWarmupLR
+from hybridpp.report import load_recording
 from hybridpp.trainer import Trainer
 
 SCRIPT = ROOT / "examples/vit/train.py"
@@ -24,7 +26,7 @@ SCRIPT = ROOT / "examples/vit/train.py"
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     # Forked: four interpreters would take 20 s to start. `make vit` starts as users start theirs.
-    output = ("--output", str(folder), "--timeline", str(folder / "step.svg"))
+    output = ("--output", str(folder), "--timeline", str(folder / "step.svg"), "--record", str(folder / "recorded"))
     job = run_script(4, SCRIPT, "--epochs", "2", "--max-samples", "50", *output)
     assert job.returncode == 0, job.stderr
     return folder, job
@@ -75,6 +77,17 @@ def test_it_draws_a_row_for_each_stage(trained):
     assert "rank 0" in picture
     assert "rank 1" in picture
     assert "% idle" in picture
+
+
+def test_it_records_the_last_epoch_for_a_report(trained):
+    folder, _ = trained
+    recording = load_recording(folder / "recorded")
+    # 50 samples in batches of 64.
+    assert recording.num_steps == 1
+    assert [(rank.tp, rank.pp) for rank in recording.ranks] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert all(rank.memory_kind == "allocated" for rank in recording.ranks)
+    assert main(["report", str(folder / "recorded")]) == 0
+    assert "ViTForImageClassification on 4 ranks" in (folder / "recorded" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(("name", "num_epochs"), [("trained", 2), ("tuned", 1)])

@@ -10,6 +10,7 @@ from tensorboardX.proto.event_pb2 import Event
 from trainer_job import job, on_ranks
 
 from hybridpp.errors import ConfigError, DataError
+from hybridpp.report import load_recording
 from hybridpp.trainer import Hook, Trainer
 from hybridpp.trainer.hooks import (
     AccuracyHook,
@@ -18,6 +19,7 @@ from hybridpp.trainer.hooks import (
     LogMetricByStepHook,
     LogTimingByEpochHook,
     LRSchedulerHook,
+    RecordStepsHook,
     SaveCheckpointHook,
     TrackerHook,
 )
@@ -163,3 +165,35 @@ def test_checkpoints_come_at_their_interval_and_at_the_end(tmp_path):
     assert sorted(path.name for path in (tmp_path / "steps").iterdir()) == ["step-00000006"]
     with pytest.raises(ConfigError, match="interval must be an integer of at least 1: got interval=0"):
         SaveCheckpointHook(tmp_path, 0)
+
+
+def test_steps_are_recorded_once_where_they_were_asked_for(tmp_path):
+    def run(**settings):
+        hook = RecordStepsHook(tmp_path / "run", num_steps=2, first_step=2)
+        trainer = fit([hook], epochs=2, count=10, **settings)
+        assert trainer.step > 3
+
+    on_ranks(run, pp_size=2)
+    recording = load_recording(tmp_path / "run")
+    assert recording.num_steps == 2
+    phases = {phase.name for phase in recording.ranks[1].phases}
+    assert phases == {"read", "actions", "end", "update"}
+
+
+def test_a_recording_ends_with_its_epoch_and_an_error_leaves_none(tmp_path):
+    worlds = []
+
+    class Fails(Hook):
+        def after_step(self, trainer):
+            worlds.append(trainer.booster.plugin.layout.world)
+            assert worlds[0].progress.observer is not None
+            raise ZeroDivisionError
+
+    fit([RecordStepsHook(tmp_path / "run", num_steps=50, first_step=1)], epochs=2, count=10)
+    assert load_recording(tmp_path / "run").num_steps == 5
+    with pytest.raises(ZeroDivisionError):
+        fit([RecordStepsHook(tmp_path / "none", first_step=1), Fails()])
+    assert not (tmp_path / "none").exists()
+    assert worlds[0].progress.observer is None
+    with pytest.raises(ConfigError, match="first_step must be an integer of at least 1: got first_step=0"):
+        RecordStepsHook(tmp_path, first_step=0)

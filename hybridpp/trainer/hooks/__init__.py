@@ -8,6 +8,7 @@ from hybridpp.trainer.hooks.log_metrics import LogMetricByEpochHook, LogMetricBy
 from hybridpp.trainer.hooks.loss import LossHook
 from hybridpp.trainer.hooks.lr_scheduler import LRSchedulerHook
 from hybridpp.trainer.hooks.progress import ProgressHook
+from hybridpp.trainer.hooks.record_steps import RecordStepsHook
 from hybridpp.trainer.hooks.timing import LogTimingByEpochHook
 from hybridpp.trainer.hooks.tracker import TrackerHook
 
@@ -21,6 +22,7 @@ __all__ = [
     "LogTimingByEpochHook",
     "LossHook",
     "ProgressHook",
+    "RecordStepsHook",
     "SaveCheckpointHook",
     "TrackerHook",
 ]
