@@ -1,6 +1,5 @@
 """A headless Chromium, driven over its own pipe: no package is needed, only a browser that is installed."""
 
-import base64
 import fcntl
 import json
 import os
@@ -117,7 +116,6 @@ class Page:
         """An event of the mouse: ``mouseMoved``, ``mousePressed``, ``mouseReleased``, ``mouseWheel``."""
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
         self.settle()
-
 
 
 @contextmanager
