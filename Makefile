@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # Jobs and tests start many interpreters, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: vit test zero models models-pp models-tp models-sp models-others others docs wheel oldest gpu gpu-test gpu-nccl gpu-fp16 gpu-launches gpu-memory gpu-llama gpu-compile \
+.PHONY: vit test matrix zero models models-pp models-tp models-sp models-others others docs wheel oldest gpu gpu-test gpu-nccl gpu-fp16 gpu-launches gpu-memory gpu-llama gpu-compile \
 	gpu-profile lint clean
 
 $(READY): pyproject.toml constraints.txt
@@ -22,6 +22,10 @@ vit: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(ARGS)
+
+# The same, with all cases of tests of which `make test` runs some that cover their parameters (see tests/covering.py).
+matrix: $(READY)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal --matrix $(ARGS)
 
 # Every stage of ZeRO in every layout, schedule and precision (60 cases). ARGS="--processes --only 'dp2 .* bf16'" runs some
 # of them on gloo processes.

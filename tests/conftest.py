@@ -5,6 +5,7 @@ import os
 import sys
 
 import pytest
+from covering import left_to_the_matrix
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -32,9 +33,16 @@ def pytest_xdist_auto_num_workers() -> int:
     return int(set_by_user) if set_by_user else len(os.sched_getaffinity(0)) + 1
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests come first; the others keep their order."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--matrix", action="store_true", help="run all cases of tests that are marked covering")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long tests come first; the others keep their order. Of some, only cases that cover their parameters are run."""
     items.sort(key=lambda item: item.path.parts[-2:] not in FIRST)
+    if not config.getoption("--matrix") and (left := set(left_to_the_matrix(items))):
+        config.hook.pytest_deselected(items=[*left])
+        items[:] = [item for item in items if item not in left]
 
 
 def pytest_collection_finish() -> None:

@@ -20,6 +20,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("new", VIT_SIZES)
 @pytest.mark.parametrize("old", [*VIT_SIZES, "bin", "bins", "by transformers"])
 def test_a_save_leaves_no_older_weights_and_everything_else(tmp_path, old, new):

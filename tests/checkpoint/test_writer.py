@@ -29,6 +29,7 @@ def test_files_are_read_by_safetensors_and_hold_each_element_once(tmp_path):
             assert torch.equal(stored[name], tensor[box.slices])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", STORED_DTYPES)
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (2, 3, 4)])
 def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, dtype, shape):

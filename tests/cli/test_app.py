@@ -167,7 +167,7 @@ def test_shells_complete_commands_and_options(words, found):
 
 
 def test_a_reader_that_stops_early_is_no_error():
-    command = f"{sys.executable} -m hybridpp schedule gpipe --stages 64 --microbatches 512 | head -c 10"
+    command = f"{sys.executable} -m hybridpp schedule gpipe --stages 16 --microbatches 256 | head -c 10"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("rank 0  | ", "")
 

@@ -35,6 +35,7 @@ def test_a_schedule_is_drawn_and_saved(printed, tmp_path):
     assert printed("v.csv") == text.partition("wrote")[0]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", list(SCHEDULES))
 @pytest.mark.parametrize("suffix", ["csv", "json"])
 def test_what_was_saved_is_found_good(printed, name, suffix):

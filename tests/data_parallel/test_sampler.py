@@ -68,6 +68,7 @@ def test_a_dataset_smaller_than_half_the_replicas_is_repeated():
     """)
 
 
+@pytest.mark.covering("n b", "n r", "b r")
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize(("n", "b", "r"), SIZES)
 def test_every_sample_comes_once_an_epoch_but_for_the_fill(n, b, r, shuffle):
@@ -79,6 +80,7 @@ def test_every_sample_comes_once_an_epoch_but_for_the_fill(n, b, r, shuffle):
     assert all(sample == seen[index % n] for index, sample in enumerate(seen[n:]))
 
 
+@pytest.mark.covering("n b", "n r", "b r")
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize(("n", "b", "r"), SIZES)
 def test_steps_are_those_of_one_replica_with_the_whole_batch(n, b, r, shuffle):

@@ -12,25 +12,19 @@ from models.tp_table import AIM, HEADING
 from models.zoo import architectures, build, plain_step
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-# Those that everyone knows.
+# Those that everyone knows, without those that tests of the plugin train: bert, gpt2, llama, mixtral, t5, vit.
 KNOWN = {
-    "vit",
-    "llama",
-    "gpt2",
-    "bert",
-    "t5",
     "bart",
     "opt",
     "swin",
     "resnet",
-    "mixtral",
     "whisper",
     "albert",
     "wav2vec2",
 }
-NUMBER = 20
-# Others are shared in the tests of the plugin: falcon, gpt2, mixtral, t5, vit.
-DIVIDED = ("bloom", "deepseek_v3", "distilbert", "whisper")
+NUMBER = 12
+# Others are shared in the tests of the plugin: deepseek_v3, falcon, gpt2, mixtral, t5, vit.
+DIVIDED = ("bloom", "distilbert", "whisper")
 
 
 def some() -> list[str]:
@@ -68,7 +62,7 @@ def test_an_architecture_shares_its_layers_right(name):
     [
         ("bert", 0),
         ("clip", 0),
-        ("deepseek_v3", 0),
+        pytest.param("deepseek_v3", 0, marks=pytest.mark.matrix),  # experts: llama4_text, qwen3_next
         ("gemma2", 0),
         ("llama4_text", 0),
         ("mpnet", 0),

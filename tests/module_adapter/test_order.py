@@ -402,6 +402,7 @@ def test_a_pair_in_the_declared_order_is_right(pair):
     holds_in_the_declared_order(MATTERS[pair])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("move", [with_outside, with_inside], ids=["outside", "inside"])
 @pytest.mark.parametrize("pair", MATTERS, ids=names)
 def test_a_pair_in_the_other_order_fails(pair, move, monkeypatch):

@@ -31,8 +31,7 @@ def _fresh():
     "settings",
     [
         {"gradient_checkpoint_config": {}},
-        {"precision": "bf16", "pp_size": 2},
-        {"pp_size": 2, "schedule": "zb-v"},
+        {"precision": "bf16", "pp_size": 2, "schedule": "zb-v"},
     ],
     ids=str,
 )
@@ -62,6 +61,7 @@ def blocks_with_losses():
     return model
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("make_model", [Blocks, blocks_with_losses])
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpoint_config": {}}], ids=str)
 def test_in_half_precision_one_stage_has_one_graph(make_model, settings):
@@ -224,9 +224,9 @@ PLAN = {"tp_size": 2, "tensor_parallel_plan": {"*.wide": "column", "*.narrow": "
     ("settings", "backend"),
     [
         ({}, "aot_eager"),
-        ({"gradient_checkpoint_config": {}}, "eager"),
-        ({"pp_size": 2, "schedule": "zb-h1"}, "eager"),
-        ({"precision": "bf16", "dp_size": 2}, "eager"),
+        ({"pp_size": 2, "schedule": "zb-h1", "precision": "bf16"}, "eager"),
+        pytest.param({"gradient_checkpoint_config": {}}, "eager", marks=pytest.mark.matrix),
+        pytest.param({"precision": "bf16", "dp_size": 2}, "eager", marks=pytest.mark.matrix),
     ],
     ids=str,
 )

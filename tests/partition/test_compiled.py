@@ -46,6 +46,7 @@ def test_compiled_blocks_draw_the_same_on_any_number_of_stages():
     assert_same(actual["gradients"], expected["gradients"])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("whole", "named"), [("", "the model"), ("vit", "module 'vit'")])
 @pytest.mark.parametrize("pp_size", [1, 2])
 def test_what_is_compiled_around_blocks_is_refused(whole, named, pp_size):

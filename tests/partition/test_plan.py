@@ -87,6 +87,7 @@ def test_a_forward_that_leaves_out_the_last_block_of_a_stage():
 
 
 # torch's fake tensors ask a buffer that a fake was written to for its gradient, and hide the warning in vain.
+@pytest.mark.covering
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("pp_size", [2, 3, 4])
 @pytest.mark.parametrize("model", EVERY, ids=lambda model: model.__name__)

@@ -254,6 +254,7 @@ class AddsOne(nn.Linear):
         return torch.tanh(x + self.bias)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("pp_size", [1, 2])
 @pytest.mark.parametrize(
     "make_model",

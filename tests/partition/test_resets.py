@@ -26,6 +26,7 @@ def run(make_model, batches=BATCHES, **settings):
     return train(make_model, batches, criterion=squares, num_microbatches=3, **settings)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
     "make_model",

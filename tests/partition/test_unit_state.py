@@ -70,6 +70,7 @@ def run(make_model, **settings):
     return train(make_model, BATCHES, criterion=squares, num_microbatches=3, **settings)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("pp_size", [1, 2])
 @pytest.mark.parametrize(
     "make_model",

@@ -42,6 +42,7 @@ def separable(model, sums):
     return weights
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(5, 3), (2, 5, 3), (3,)])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -21,6 +21,7 @@ class Size(IntEnum):
     LARGE = 2
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("holder", ["module", "configuration"])
 @pytest.mark.parametrize("number", [0, -1, -6, True, 2.0, Size.LARGE, 10**30 + 1])
 def test_a_setting_that_counts_no_heads_neither_ends_search_nor_is_sharded(number, holder):

@@ -126,10 +126,10 @@ SWEPT = {
 # The ViT in fp32 trains under every kind of schedule above.
 FULL = [
     ("vit", "fp16", {"schedule": "1f1b", "dp_size": 2}),
-    ("vit", "fp16", {"schedule": "zb-v"}),
+    pytest.param("vit", "fp16", {"schedule": "zb-v"}, marks=pytest.mark.matrix),
     ("llama-tied", "fp32", {"schedule": "interleaved", "num_model_chunks": 2}),
     ("llama-tied", "fp32", {"schedule": "zb-v", "dp_size": 2}),
-    ("llama-tied", "fp16", {"schedule": "1f1b"}),
+    pytest.param("llama-tied", "fp16", {"schedule": "1f1b"}, marks=pytest.mark.matrix),
     ("llama-tied", "fp16", {"schedule": "zb-v"}),
 ]
 

@@ -77,6 +77,7 @@ def test_the_next_save_and_resume_wait_for_it_and_retention_holds(tmp_path):
     assert steps(tmp_path) == committed_steps(tmp_path) == [4, 3]
 
 
+@pytest.mark.covering("call is_told")
 @pytest.mark.parametrize("call", ["wait_for_save", "save"])
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("is_told", [True, False])
@@ -120,6 +121,7 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_costs_nothing(tmp_path, monkey
     assert not list(tmp_path.rglob("part-*"))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("failing", [0, 1, None])
 @pytest.mark.parametrize("layout", [{"pp_size": 2}, {"dp_size": 2, "zero_stage": 1, "precision": "fp16"}])
 def test_all_ranks_commit_or_raise_at_the_same_step(tmp_path, monkeypatch, gate, layout, failing):

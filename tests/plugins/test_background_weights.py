@@ -36,6 +36,7 @@ def contents(path):
     return {file.name: file.read_bytes() for file in files}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", ["folder", "x.safetensors", "x.pt"])
 @pytest.mark.parametrize("layout", [{}, {"pp_size": 2, "precision": "bf16"}, {"dp_size": 2, "zero_stage": 3}])
 def test_files_are_those_of_a_save_at_that_moment(tmp_path, gate, layout, name):

@@ -45,6 +45,7 @@ def squares(outputs, inputs):
 DIMS = {"batch_dims": {"src": 1, "mask": None}, "output_dims": {"states": 1}}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("settings", [{}, {"pp_size": 2}, {"pp_size": 2, "schedule": "zb-h1"}], ids=str)
 @pytest.mark.parametrize("size", [LENGTH, 4, 5])
 def test_a_sequence_first_model_gives_the_result_of_one_microbatch(size, settings):

@@ -77,6 +77,7 @@ def squared(model, x, y):
     return ((model(x) - y) ** 2).sum()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", ["torch", "function", "model"])
 def test_what_adds_up_does_so_over_microbatches_and_replicas(kind, layout):
@@ -89,6 +90,7 @@ def test_what_adds_up_does_so_over_microbatches_and_replicas(kind, layout):
     assert sum(per_replica) == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_torch_criterion_on_a_pair_counts_the_targets_not_ignored(layout, reduction):

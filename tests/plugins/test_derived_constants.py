@@ -126,6 +126,7 @@ def run_of(style, exact=False, **options):
     return train(functools.partial(Model, style, exact), [IDS, IDS.flip(0)], **options)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("style", STYLES)
 def test_tables_in_fp32_are_rounded_where_torch_stops_to_promote(style, precision):
@@ -136,6 +137,7 @@ def test_tables_in_fp32_are_rounded_where_torch_stops_to_promote(style, precisio
     assert found["losses"][0] == pytest.approx(run_of(style, precision="fp32")["losses"][0], abs=0.02)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "layout",
     [

@@ -42,6 +42,7 @@ def parts_refused(run, path, reason):
             save(part, path / name)
 
 
+@pytest.mark.covering("name asynchronous")
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("kind", ["full", "read-only"])

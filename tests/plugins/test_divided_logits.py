@@ -147,6 +147,7 @@ def distilled(outputs, inputs):
     return functional.kl_div(found, wanted.expand(found.shape), reduction="batchmean") + 0.1 * outputs.loss
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("criterion", "num_gathers"), [(shifted, 0), (distilled, 2)])
 @pytest.mark.parametrize("pp_size", [1, 2])
 def test_a_criterion_may_do_anything_with_logits(criterion, num_gathers, pp_size, gathers):

@@ -150,6 +150,7 @@ def squares(outputs, inputs):
     return outputs.square().mean()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("pack", [lambda x: x, lambda x: (x,), lambda x: [x], lambda x: {"input": x}])
 @pytest.mark.parametrize("pp_size", [1, 2, 4])
 def test_tensor_tuple_list_and_dict_batches_call_the_model(pack, pp_size):
@@ -243,6 +244,7 @@ def test_a_model_that_writes_to_its_input_sees_each_input_once(pp_size):
     assert_near(gradients, {name: p.grad for name, p in model.named_parameters()})
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("pp_size", [1, 2])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing_draws_the_same_dropout_again(pp_size, use_reentrant):

@@ -28,6 +28,7 @@ def on_ranks(settings, run):
     return Loopback(settings.get("pp_size", 1) * settings.get("tp_size", 1)).run(run)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("settings", LAYOUTS, ids=["one", "pp2", "tp2"])
 @pytest.mark.parametrize("kind", [averaged, copy.deepcopy])
 def test_an_average_of_a_boosted_model_is_saved_whole(tmp_path, settings, kind):

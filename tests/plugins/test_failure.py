@@ -2,10 +2,13 @@
 
 import time
 
+import pytest
 from processes import torchrun
 from support import ROOT
 
 
+# A restart: tests/cli/test_run.py; which error is shown: test_one_message.py; where ranks meet: test_restart.py.
+@pytest.mark.matrix
 def test_a_job_is_restarted_and_a_rank_that_raises_ends_it_in_30_s():
     job = torchrun(2, ROOT / "tests/scripts/rejoined.py", launcher=["--max-restarts", "1"])
     # Its clock is this one; how long the processes take to start is another matter.

@@ -53,7 +53,9 @@ def test_models_train_as_in_one_process(name):
         ("t5", {"schedule": "zb-h1"}),
         ("falcon", {"schedule": "interleaved", "num_model_chunks": 2}),
         ("mpnet", {"schedule": "zb-v"}),
-        ("olmo2", {"gradient_checkpoint_config": {"gradient_checkpointing_ratio": 1.0}}),
+        pytest.param(
+            "olmo2", {"gradient_checkpoint_config": {"gradient_checkpointing_ratio": 1.0}}, marks=pytest.mark.matrix
+        ),
         ("mixtral", {"gradient_checkpoint_config": {"gradient_checkpointing_ratio": 1.0}}),
     ],
 )

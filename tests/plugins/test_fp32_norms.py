@@ -168,6 +168,7 @@ def test_norms_of_a_model_made_in_another_format_are_fp32(make, made_in):
         assert dtype is (FULL if "norm" in name or name.startswith("1.") else HALF), name
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "layout",
     [
@@ -192,6 +193,7 @@ def test_stages_give_the_bits_of_one_process(make, batch, precision, layout):
     assert whole["weights"][next(name for name in whole["weights"] if "norm" in name)].dtype is FULL
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("more", [{}, {"enable_sequence_parallelism": True}], ids=["layers", "sequences"])
 @pytest.mark.parametrize(("make", "batch", "plan"), [(llama, token_batch(), LLAMA), (small_vit, image_batch(4), VIT)])
 def test_shared_layers_and_sequences_agree_with_one_process(make, batch, plan, more):

@@ -45,6 +45,7 @@ def whole_gradients(precision="fp32", num_parts=1):
     return sums
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("precision", ["fp32", *HALF])
 @pytest.mark.parametrize(("pp_size", "dp_size"), [(1, 1), (2, 2)])
 def test_gradients_are_unscaled_fp32_and_the_whole_batchs(precision, pp_size, dp_size):

@@ -243,6 +243,7 @@ def squares(outputs, inputs):
     return outputs.square().mean()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dp_size", [1, 2])
 @pytest.mark.parametrize("pp_size", [1, 2, 4])
 def test_parameters_that_several_stages_use_get_the_sum_of_their_gradients(pp_size, dp_size):

@@ -64,6 +64,7 @@ def places(pp_size=1, calls=1, behind=lambda model: None, **settings):
 BOTH = LOSSES = ["host_copy.py:read"]
 
 
+@pytest.mark.covering("precision settings")
 @pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"schedule": "zb-h1"}])
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("pp_size", [1, 2])

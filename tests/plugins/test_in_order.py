@@ -35,6 +35,7 @@ def one_process():
     return {m: trained(in_order=False, num_microbatches=m) for m in (1, 3, 4)}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 @pytest.mark.parametrize(("schedule", "pp_size"), [*((name, 2) for name in SCHEDULES), ("1f1b", 4), ("zb-h2", 4)])
 def test_every_schedule_trains(one_process, schedule, pp_size, num_microbatches):

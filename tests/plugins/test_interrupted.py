@@ -44,6 +44,7 @@ def seen_after(number_of_calls, asked_before, *, rank=1, training=True, ahead=Fa
     return Loopback(size).run(run)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("layout", [{"pp_size": 2}, {"dp_size": 2}, {"pp_size": 2, "dp_size": 2}])
 def test_all_ranks_see_it_after_the_training_step_that_it_came_before(layout, ahead):
@@ -51,6 +52,7 @@ def test_all_ranks_see_it_after_the_training_step_that_it_came_before(layout, ah
     assert {tuple(rank) for rank in ranks} == {(False, False, True, True)}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("losses", [True, False])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_evaluations_learn_of_it_with_a_batch(ahead, losses):

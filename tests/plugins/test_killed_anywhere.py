@@ -53,7 +53,7 @@ def undisturbed(tmp_path_factory):
         (2, 0, "backward", []),
         (4, 3, "reduce", []),
         (2, 1, "optimizer step", []),
-        (2, 0, "save", []),
+        pytest.param(2, 0, "save", [], marks=pytest.mark.matrix),  # as test_killed_save.py
         (2, 1, "save", ["--asynchronous"]),
     ],
 )

@@ -23,7 +23,7 @@ from hybridpp.cluster import current_world
 from hybridpp.errors import PeerError
 
 LAYOUT = {"pp_size": 2}
-NUM_POINTS = 10
+NUM_POINTS = 7
 WATCHED = (
     (os, ("fsync", "replace", "open", "write", "ftruncate")),
     (Path, ("open", "mkdir", "touch", "unlink", "rmdir", "write_text")),
@@ -88,8 +88,11 @@ def save(make, path, asynchronous, killed=None):
     run.booster.wait_for_save()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "asynchronous"])
-@pytest.mark.parametrize("rank", [0, 1])
+# Rank 0 commits: in the background, where its thread is killed. A save at once: test_killed_save.py.
+@pytest.mark.parametrize(
+    ("rank", "asynchronous"),
+    [(0, True), (1, False), *(pytest.param(*case, marks=pytest.mark.matrix) for case in ((0, False), (1, True)))],
+)
 def test_a_rank_killed_at_any_point_leaves_one_whole_step(tmp_path, monkeypatch, rank, asynchronous):
     monkeypatch.setattr(background_save, "_TIMEOUT_S", 0.05)
 
@@ -114,12 +117,20 @@ def test_a_rank_killed_at_any_point_leaves_one_whole_step(tmp_path, monkeypatch,
     shutil.copytree(tmp_path / "old", tmp_path / "point 0")
     num_calls = killed_at(0, tmp_path / "point 0")
     wholes[2] = tensors_in(tmp_path / "point 0", 2)
-    found = set()
-    for point in sorted({1 + index * (num_calls - 1) // (NUM_POINTS - 1) for index in range(NUM_POINTS)}):
-        path = tmp_path / f"point {point}"
+    points = sorted({1 + index * (num_calls - 1) // (NUM_POINTS - 1) for index in range(NUM_POINTS)})
+    paths = [tmp_path / f"point {point}" for point in points]
+    for point, path in zip(points, paths, strict=True):
         shutil.copytree(tmp_path / "old", path)
         killed_at(point, path)
-        (step,) = {done.step for done in on_layout(lambda make, path=path: resumed(make, path), **LAYOUT)}
+
+    # One run goes on from each in turn: making one takes longer.
+    def resumed_from_each(make):
+        run = make()
+        return [run.booster.resume(path).step for path in paths]
+
+    (first_rank, second_rank), found = on_layout(resumed_from_each, **LAYOUT), set()
+    assert first_rank == second_rank
+    for path, step in zip(paths, first_rank, strict=True):
         tensors = tensors_in(path, step)
         assert tensors.keys() == wholes[step].keys()
         assert all(torch.equal(tensors[key], tensor) for key, tensor in wholes[step].items())
@@ -145,6 +156,7 @@ def killed_process(rank, port, path, victim, asynchronous):
         raise SystemExit(7) from None
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "asynchronous"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_the_process_that_is_left_ends_with_an_error_and_soon(tmp_path, victim, asynchronous):

@@ -84,8 +84,10 @@ def measured(make, batch_of, num_ranks, num_microbatches, **settings):
             optimizer = HybridAdam(model.parameters(), lr=1e-4)
             parts = booster.boost(model, optimizer, lambda outputs, inputs: outputs.loss, sample=batch_of(2))
             booster.init_model(parts.model)
-            for step in range(3):
-                if step == 2:
+            # A step of ZeRO leaves buffers for the next.
+            num_steps = 3 if "zero_stage" in settings else 2
+            for step in range(num_steps):
+                if step == num_steps - 1:
                     gc.collect()
                     log.peak = log.now
                 booster.execute_pipeline(iter([batch]), parts.model, parts.criterion, parts.optimizer)
@@ -184,7 +186,7 @@ def test_what_cannot_be_cut_is_refused_as_boost_refuses_it():
 @pytest.mark.parametrize(
     ("settings", "microbatch_size"),
     [
-        ({"tp_size": 1, "pp_size": 2, "schedule": "zb-h1"}, 8),
+        pytest.param({"tp_size": 1, "pp_size": 2, "schedule": "zb-h1"}, 8, marks=pytest.mark.matrix),
         ({"tp_size": 1, "pp_size": 2, "schedule": "interleaved", "zero_stage": 1}, 2),
         ({"tp_size": 2, "pp_size": 1, "gradient_checkpoint_config": {}}, 4),
     ],

@@ -66,6 +66,7 @@ def by_norm(max_norm):
 LAYOUTS = [{"pp_size": 2}, {"tp_size": 2}, {"pp_size": 2, "schedule": "zb-v"}]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("settings", LAYOUTS)
 @pytest.mark.parametrize("foreach", [True, False])
 def test_clipping_by_the_norm_of_each_rank_is_refused(settings, foreach):
@@ -169,6 +170,7 @@ def by_value(model):
     clip_grad_value_(model.parameters(), 1e-3)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("change", [halve, halve_some, halve_by_layer, leave_out_biases, replace, by_value])
 @pytest.mark.parametrize("settings", LAYOUTS[:2])
 def test_other_changes_by_hand_do_what_they_do_in_one_process(change, settings, caplog):
@@ -218,6 +220,7 @@ NOT_SHOWN = (
 )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("own_backward", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_in_half_precision_it_is_told_once_that_nothing_is_clipped(precision, own_backward, caplog):

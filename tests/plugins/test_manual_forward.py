@@ -62,6 +62,7 @@ def loss_of_logits(model, batch):
     return nn.functional.cross_entropy(logits.float(), batch["labels"])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("make_loss", [own_loss, loss_of_logits])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_every_place_is_named(make_loss, value):
@@ -254,6 +255,7 @@ class OnlyIn:
 SEVERAL = [image_batch(4, seed=seed) for seed in range(3)]
 
 
+@pytest.mark.covering("spoil_backward at_once")
 @pytest.mark.parametrize("at_once", [False, True], ids=["a backward each", "one of the sum"])
 @pytest.mark.parametrize("spoil_backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(("bad", "tp_size"), [(0, 1), (1, 1), (2, 1), (1, 2)])

@@ -78,6 +78,7 @@ def unchecked(batch, result, losses):
     return step_epilogue.RankLoss(total, 0.0, -1.0)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_no_operation_and_hardly_a_call(precision, by_hand, monkeypatch):

@@ -103,7 +103,9 @@ def reports(cases, tp_size, **layout):
     return ranks[0]
 
 
-@pytest.mark.parametrize(("tp_size", "schedule"), [(2, "1f1b"), (1, "interleaved"), (2, "zb-v")])
+@pytest.mark.parametrize(
+    ("tp_size", "schedule"), [pytest.param(2, "1f1b", marks=pytest.mark.matrix), (1, "interleaved"), (2, "zb-v")]
+)
 def test_every_stage_microbatch_and_rank_is_named(tp_size, schedule):
     """Of tp2 x pp2 and pp2 x dp2."""
     chunks = {"num_model_chunks": 2} if schedule == "interleaved" else {}

@@ -48,6 +48,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("layout", "precision", "share"),
     [(layout, "fp32", 0.4) for layout in LAYOUTS]
@@ -120,6 +121,7 @@ def test_weights_that_the_script_writes_are_trained_on(precision):
         assert_same(actual, expected)
 
 
+@pytest.mark.covering("saved loaded")
 @pytest.mark.parametrize(
     ("precision", "saved", "loaded"),
     [("fp32", 0.5, 0.5), ("fp32", 1.0, 0.0), ("fp32", 0.0, 1.0), ("bf16", 1.0, 0.0), ("bf16", 0.0, 1.0)],

@@ -27,17 +27,17 @@ def printed(mistake, monkeypatch, tmp_path, num_ranks=8):
 
 
 @pytest.mark.parametrize(
-    ("mistake", "last"),
+    ("mistake", "num_ranks", "last"),
     [
-        ("backend", "ConfigError: backend is one of nccl, gloo: got 'glow'."),
-        ("setting", "ConfigError: world size must be a multiple of tp_size * pp_size: got world_size=8, "),
-        ("data", "StopIteration: the data ended, and the script did not catch it. "),
-        ("path", "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/part-"),
+        ("backend", 2, "ConfigError: backend is one of nccl, gloo: got 'glow'."),
+        ("setting", 8, "ConfigError: world size must be a multiple of tp_size * pp_size: got world_size=8, "),
+        ("data", 4, "StopIteration: the data ended, and the script did not catch it. "),
+        ("path", 4, "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/part-"),
     ],
 )
-def test_a_mistake_of_eight_ranks_is_one_message_of_a_few_lines(mistake, last, monkeypatch, tmp_path):
-    text = printed(mistake, monkeypatch, tmp_path)
-    assert re.match(r"hybridpp: rank \d of 8 failed.\n", text)
+def test_a_mistake_of_all_ranks_is_one_message_of_a_few_lines(mistake, num_ranks, last, monkeypatch, tmp_path):
+    text = printed(mistake, monkeypatch, tmp_path, num_ranks)
+    assert re.match(rf"hybridpp: rank \d of {num_ranks} failed.\n", text)
     lines = text.splitlines()
     assert lines[-1].startswith(last)
     assert len(lines) <= 9

@@ -103,6 +103,7 @@ def on_layout(run, layout):
     return Loopback(sizes["tp_size"] * sizes["pp_size"] * sizes["dp_size"]).run(run)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [

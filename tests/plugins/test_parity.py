@@ -57,6 +57,7 @@ def plain_torch(optimizer):
     return {"losses": losses, "gradients": gradients, "weights": dict(model.named_parameters())}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("pp_size", [2, 4])
 @pytest.mark.parametrize(("optimizer", "num_microbatches"), RUNS)
 def test_every_pipeline_size_gives_one_process_bit_for_bit_with_dropout(optimizer, pp_size, num_microbatches):
@@ -73,6 +74,7 @@ def test_every_pipeline_size_gives_one_process_bit_for_bit_with_dropout(optimize
     assert_same(actual["weights"], expected["weights"])
 
 
+@pytest.mark.covering("pp_size dp_size")
 @pytest.mark.parametrize(("optimizer", "num_microbatches", "pp_size", "dp_size"), LAYOUTS)
 def test_every_layout_gives_plain_torch(optimizer, pp_size, dp_size, num_microbatches):
     expected = plain_torch(optimizer)

@@ -399,6 +399,7 @@ READERS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("name", READERS)
 def test_logits_are_widened_only_where_the_criterion_reads_them(name, tp_size, monkeypatch):

@@ -129,6 +129,7 @@ def unlike(batch, replica, size):
     return torch.ones(4 + replica, WIDTH) * (1.0 if batch.sum() == rows(2).sum() and replica == size - 1 else -1.0)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("pp_size", [1, 2])
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_a_buffer_that_one_replica_writes_to_late_is_found(pp_size, broadcast):

@@ -48,6 +48,7 @@ def rest(loader, num_passes=1):
     return [[sample for batch in loader for sample in batch] for _ in range(num_passes)]
 
 
+@pytest.mark.covering("num_workers later_workers")
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("later_workers", [0, 1])
@@ -105,6 +106,7 @@ def generator_states():
     return random.getstate(), tuple(numpy.random.get_state()[1]), tuple(torch.get_rng_state().tolist())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
 def test_augmentation_goes_on_in_mid_epoch_as_in_one_run_of_one_rank(num_workers, before, after):

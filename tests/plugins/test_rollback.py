@@ -75,6 +75,7 @@ def booster_of(**settings):
     return Booster(plugin=HybridParallelPlugin(**settings), device="cpu")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", ["vit", "tied", "convolutions", "lstm"])
 def test_a_boost_that_stops_anywhere_leaves_all_as_it_was(name, precision):

@@ -50,7 +50,13 @@ def assert_same_run(actual, expected):
     assert_same(actual[0], expected[0])
 
 
-@pytest.mark.parametrize("name", RUNS)
+# What is left to the matrix occurs in another layout with another stage or precision.
+LEFT_OUT = {"one bf16", "dp2 fp16", "dp2 zero 1 fp16", "pp2 dp2 zero 3 fp32"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.matrix) if name in LEFT_OUT else name for name in RUNS]
+)
 def test_three_steps_and_three_after_a_save_are_six(tmp_path, name):
     settings = RUNS[name]
 

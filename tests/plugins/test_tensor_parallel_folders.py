@@ -26,6 +26,7 @@ def empty(make_model):
         return make_model()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", [*LAYOUTS, {"tp_size": 2, "dp_size": 2}], ids=str)
 @pytest.mark.parametrize("name", ["llama-tied", "llama-one-kv-head"])
 def test_from_pretrained_reads_what_divided_layers_saved(tmp_path, name, layout):
@@ -41,6 +42,7 @@ def test_from_pretrained_reads_what_divided_layers_saved(tmp_path, name, layout)
     assert_same(dict(loaded.named_parameters()), dict(make_model().named_parameters()))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_each_rank_takes_its_part_of_a_folder(tmp_path, layout, on_meta):

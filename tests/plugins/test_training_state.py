@@ -89,6 +89,7 @@ class Training:
         return done
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("num_workers", "later_workers"), [(0, 0), (2, 0), (0, 2)])
 @pytest.mark.parametrize("make_model", [small_vit, WithBatchNorm])
 def test_runs_go_on_in_the_middle_of_an_epoch_with_augmentation(tmp_path, make_model, num_workers, later_workers):
@@ -308,6 +309,7 @@ def regrouped(parameters):
     return torch.optim.AdamW([{"params": others}, {"params": [first]}], lr=0.01)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", [{}, {"pp_size": 2}, {"dp_size": 2, "zero_stage": 1}], ids=["one", "pp2", "zero"])
 @pytest.mark.parametrize(
     ("changed", "text"),

@@ -157,6 +157,7 @@ def differences(before, after):
     return [name for name in before if before[name] != after[name]]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_trained_model_is_as_before_boost_but_for_its_weights(name, precision):
@@ -271,6 +272,7 @@ def hooked(model):
     return model
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("is_meta", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_unboosted_replicas_have_the_weights_of_one_process(precision, is_meta, tmp_path):

@@ -430,6 +430,7 @@ def rounded():
     return plain().bfloat16().float()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("pp_size", "precision"), [(1, "fp32"), (1, "bf16"), (2, "bf16")])
 @pytest.mark.parametrize("fill", [by_load_state_dict, past_the_version, by_new_memory])
 def test_a_script_may_fill_the_model_itself(fill, pp_size, precision):

@@ -147,6 +147,7 @@ def test_calls_that_differ_between_replicas_or_shards(calls, settings):
     assert_all_name_the_calls(calls, Loopback(2).run(lambda: outcome(calls, **settings)))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shared_memory", ["1", "0"])
 @pytest.mark.parametrize("calls", [evaluates_the_same_data, asks_for_the_norm], ids=lambda calls: calls.__name__)
 def test_calls_that_differ_between_processes(monkeypatch, calls, shared_memory):

@@ -34,6 +34,7 @@ def train_and_save(folder, make_model, batch, *, num_ranks, criterion=model_loss
     return whole
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("pp_size", "num_ranks"), [(1, 1), (2, 2), (4, 4), (2, 4)])
 def test_from_pretrained_reads_what_was_saved(tmp_path, pp_size, num_ranks, precision):

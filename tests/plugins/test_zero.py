@@ -93,6 +93,7 @@ def _settings(layout, precision):
     return {"precision": precision, "microbatch_size": 2, "num_microbatches": None, **LAYOUTS[layout]}
 
 
+@pytest.mark.covering("mode precision")
 @pytest.mark.parametrize(("mode", "layout", "precision"), EXACT_CASES)
 def test_weights_and_losses_have_the_bits_of_training_without_it(layout, precision, mode):
     # With one stage, replicas tear next to no parameter of the small model.
@@ -104,6 +105,7 @@ def test_weights_and_losses_have_the_bits_of_training_without_it(layout, precisi
         assert norm == pytest.approx(plain[2], rel=1e-12)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dp_size", [2, 3])
 @pytest.mark.parametrize("mode", EXACT)
 def test_replicas_tear_a_parameter_of_the_model_of_these_cases(mode, dp_size):
@@ -121,6 +123,7 @@ MICROBATCH_CASES = [(layout, "fp32") for layout in LAYOUTS if layout != "dp3 in 
 MICROBATCH_CASES += [("dp2 pp2 zb-v", "bf16"), ("dp3", "fp16")]
 
 
+@pytest.mark.covering("mode precision")
 @pytest.mark.parametrize("mode", BY_MICROBATCH)
 @pytest.mark.parametrize(("layout", "precision"), MICROBATCH_CASES)
 def test_reduction_by_microbatch_differs_by_rounding(layout, precision, mode):
@@ -176,6 +179,7 @@ def _accumulated(precision, synced, pp_size=2, make_optimizer=two_groups, **zero
 accumulated_plainly = cache(_accumulated)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("mode", "precision", "synced"),
     [
@@ -218,6 +222,7 @@ class GroupedQueries(nn.Module):
         return self.model(tokens).logits
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mode", ["1", "3 by step"])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_copied_heads_have_the_bits_of_training_without_it(sequence, mode):
@@ -247,6 +252,7 @@ def only_matrices():
     return model
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mode", ["1", "3 by step"])
 @pytest.mark.parametrize("name", WHOLE)
 def test_optimizers_that_read_whole_parameters_get_whole_ones(name, mode):
@@ -270,6 +276,7 @@ def test_an_optimizer_that_reads_all_parameters_is_refused_by_name():
         on_layout(trained, dp_size=2, zero_stage=1, make_optimizer=NormedTogether)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("precision", "per_element"), [("fp32", 8), ("bf16", 12)])
 @pytest.mark.parametrize("dp_size", [2, 4])
 def test_a_replica_has_its_part_of_masters_and_moments(dp_size, precision, per_element):
@@ -292,6 +299,7 @@ def test_a_replica_has_its_part_of_masters_and_moments(dp_size, precision, per_e
     assert max(nbytes for nbytes, _ in ranks) <= 1.02 * per_element * trainable / dp_size
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mode", ["2 by step", "2", "3"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_gradients_take_the_memory_of_one_part(schedule, mode):
@@ -432,6 +440,7 @@ def test_saved_weights_are_those_of_training_without_it(zero, tmp_path):
     assert_same(load_file(tmp_path / f"{zero}.safetensors"), load_file(tmp_path / "0.safetensors"))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("pp_size", [1, 2])
 @pytest.mark.parametrize("mode", ["1", "3 by step"])
 def test_a_model_from_the_meta_device_trains_to_the_same_bits(mode, pp_size, tmp_path):

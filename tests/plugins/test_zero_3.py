@@ -64,6 +64,7 @@ def test_evaluation_gathers_too(layout):
         assert zero == plain
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", [{}, {"pp_size": 2}])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_recomputed_blocks_have_the_bits_of_training_without_it(precision, layout):

@@ -48,6 +48,7 @@ def formula(num_elements, precision, zero_stage, num_replicas, offload):
     return num_elements * (weights + updated + 4 / (num_replicas if zero_stage >= 2 else 1))
 
 
+@pytest.mark.covering("precision zero_stage")
 @pytest.mark.parametrize(
     ("num_replicas", "precision", "zero_stage", "offload"),
     [

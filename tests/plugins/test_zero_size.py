@@ -47,14 +47,17 @@ def trained(booster, model, optimizer):
         return losses, weights_of(model), optimizer.get_grad_norm()
 
 
-@pytest.mark.parametrize(("pp_size", "precision"), [(1, "fp32"), (2, "fp32"), (2, "fp16")])
+@pytest.mark.parametrize(
+    ("pp_size", "precision"), [(1, "fp32"), (2, "fp32"), (1, "fp16"), pytest.param(2, "fp16", marks=pytest.mark.matrix)]
+)
 def test_training_is_that_of_replicas_that_divide_nothing(pp_size, precision):
     layout = {"dp_size": 4, "pp_size": pp_size, "precision": precision, "make_optimizer": SGD}
     layout |= {"microbatch_size": 2, "num_microbatches": None}
     plain = on_layout(trained, **layout)
-    modes = EXACT if precision == "fp32" else [EXACT[0], EXACT[2]]
+    is_full = precision == "fp32" and pp_size == 1
+    modes = EXACT if is_full else [EXACT[0], EXACT[2]]
     exact = [on_layout(trained, zero_size=2, **mode, **layout) for mode in modes]
-    near = [on_layout(trained, zero_size=2, **mode, **layout) for mode in BY_MICROBATCH if precision == "fp32"]
+    near = [on_layout(trained, zero_size=2, **mode, **layout) for mode in BY_MICROBATCH if is_full]
     for results in [*exact, *near]:
         for (losses, weights, norm), expected, first in zip(results, plain, results[:pp_size] * 4, strict=True):
             tolerance = 2e-6 if precision == "fp32" else 1e-3

@@ -26,6 +26,7 @@ def from_logits(outputs, inputs):
     return functional.cross_entropy(outputs.logits, inputs["labels"])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("precision", HALF)
 @pytest.mark.parametrize("layout", [{}, {"pp_size": 2}, {"pp_size": 2, "schedule": "zb-v"}, {"dp_size": 2}], ids=str)
 def test_a_models_own_loss_is_that_of_its_logits_in_fp32(precision, layout):

@@ -23,6 +23,7 @@ def test_forward_only_with_two_stages_per_rank():
     """)
 
 
+@pytest.mark.covering("p m", "p v")
 @pytest.mark.parametrize(("p", "m", "v"), SIZES_WITH_CHUNKS)
 def test_forwards_take_as_many_slots_as_the_docstring_says(p, m, v):
     programs = forward_only(looped(p, v), m)

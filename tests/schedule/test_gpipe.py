@@ -15,6 +15,7 @@ def test_gpipe_with_two_ranks_two_chunks_and_two_microbatches():
     """)
 
 
+@pytest.mark.covering("p m", "p v")
 @pytest.mark.parametrize(("p", "m", "v"), SIZES_WITH_CHUNKS)
 def test_gpipe_holds_every_activation_and_idles_as_its_docstring_says(p, m, v):
     programs = gpipe(p, m, v)

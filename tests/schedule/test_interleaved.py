@@ -27,6 +27,7 @@ def test_microbatches_that_no_group_divides_form_longer_and_shorter_groups():
     """)
 
 
+@pytest.mark.covering("p m", "p v")
 @pytest.mark.parametrize(("p", "m", "v"), SIZES_WITH_CHUNKS)
 def test_interleaved_holds_and_idles_as_its_docstring_says(p, m, v):
     programs = interleaved(p, m, v)
@@ -44,6 +45,7 @@ def test_interleaved_holds_and_idles_as_its_docstring_says(p, m, v):
         assert idle_share(programs) == pytest.approx((p - 1) / (m * v + p - 1))
 
 
+@pytest.mark.covering("p v")
 @pytest.mark.parametrize(("p", "m", "v"), TORCH_SIZES)
 def test_the_order_is_torchs_where_torch_has_one(p, m, v):
     with warnings.catch_warnings():

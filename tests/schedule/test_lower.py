@@ -130,6 +130,7 @@ UNEVEN = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("durations", [UNIT_DURATIONS, UNEVEN], ids=["unit", "uneven"])
 @every_program
 def test_all_ranks_post_messages_in_one_order_when_their_time_has_come(programs, durations):

@@ -58,6 +58,7 @@ def test_zb_h2_is_a_parallelogram(p, m):
             assert times[program[-1]].end == rank + 3 * m
 
 
+@pytest.mark.covering("p m", "p v")
 @pytest.mark.parametrize(("p", "m", "v"), SIZES_WITH_CHUNKS)
 def test_interleaved_zero_bubble_holds_and_idles_as_its_docstring_says(p, m, v):
     programs = interleaved_zero_bubble(p, m, v)

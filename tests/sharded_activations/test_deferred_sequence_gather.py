@@ -251,6 +251,7 @@ NETS = [functools.partial(net, Block) for net in (Collecting, Skipping, Writing,
 FIVE = [sequences(5)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("make", NETS, ids=lambda make: make.func.__name__)
 @pytest.mark.parametrize("layout", [{}, {"pp_size": 2}, {"gradient_checkpoint_config": {}}], ids=str)
 def test_what_container_code_does_to_shards_is_done_to_the_whole(make, layout):

@@ -142,6 +142,7 @@ class Masks:
             self.found.append(output.detach().clone())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", [{}, {"gradient_checkpoint_config": {}}], ids=str)
 @pytest.mark.parametrize("name", KNOWN)
 def test_masks_behind_divided_activations_are_those_of_one_process(name, layout):

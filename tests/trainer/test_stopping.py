@@ -42,6 +42,7 @@ def fit(path, moment=None, number=0, *, settings, **arguments):
 
 
 # An epoch has five steps on one replica, three on two.
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", [{"pp_size": 2}, {"dp_size": 2}], ids=str)
 @pytest.mark.parametrize(
     ("moment", "number"),

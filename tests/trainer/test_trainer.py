@@ -188,6 +188,7 @@ def test_predictions_are_those_of_the_model(where):
         torch.testing.assert_close(torch.cat(outputs), expected)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", [{}, {"dp_size": 2}], ids=str)
 @pytest.mark.parametrize("steps", [None, 3])
 def test_a_resumed_run_is_the_run_without_a_break(layout, steps, tmp_path):

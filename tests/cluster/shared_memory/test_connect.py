@@ -216,6 +216,7 @@ def _run_ahead(count, size):
     return large[0].item(), {tensor[-1].item() for tensor in sums}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize(("count", "size"), [(300, 1), (10, 60_000)])
 def test_ranks_that_all_run_ahead_do_not_wait_for_each_other(num_ranks, count, size):
