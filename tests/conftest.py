@@ -14,15 +14,28 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 gc.disable()
 
 
-# They start interpreters, 5 to 15 s a test. Workers that share out the tests meet in the middle of them: one might be
-# left there with two of these while another is idle.
+# They wait for processes, up to 20 s a test. Workers share out the tests in order, and the one that has these is idle
+# half of the time: the others have both cores then, and no worker is left with one of these at the end.
 FIRST = {
+    ("cli", "test_run.py"),
+    ("plugins", "test_on_device.py"),
     ("plugins", "test_failure.py"),
     ("plugins", "test_restart.py"),
+    ("plugins", "test_killed_anywhere.py"),
+    ("plugins", "test_killed_save.py"),
+    ("plugins", "test_new_processes.py"),
+    ("plugins", "test_one_message.py"),
+    ("plugins", "test_waiting.py"),
+    ("cluster", "test_watchdog.py"),
     ("examples", "test_vit.py"),
+    ("examples", "test_lm.py"),
+    ("examples", "test_custom.py"),
+    ("gpu", "test_benchmarks.py"),
+    ("cli", "test_main.py"),
     ("cli", "test_partition.py"),
     ("tests", "test_readme.py"),
     ("tests", "test_front_door.py"),
+    ("partition", "test_compile_blocks.py"),
 }
 
 
