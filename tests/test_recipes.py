@@ -114,7 +114,8 @@ def test_ray_train_starts_the_recipe(tmp_path):
 
 def _run(command, environment=(), cwd=ROOT, timeout_s=110):
     """The command of a recipe's docstring, from a checkout that is not installed."""
-    variables = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'plugins'}", "OMP_NUM_THREADS": "1"} | dict(environment)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "plugins"), os.environ.get("PYTHONPATH", "")])
+    variables = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | dict(environment)
     done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr[-2000:]
     return done

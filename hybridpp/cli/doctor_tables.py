@@ -53,12 +53,23 @@ def _hosts(ranks: Sequence[RankFacts]) -> TextTable:
                 f"{host.cores}{quota}",
                 format_bytes(host.memory_bytes) + limit,
                 "none" if host.shm_bytes is None else format_bytes(host.shm_bytes),
+                "no" if host.no_shared_memory else "yes",
                 "unlimited" if host.open_files[0] < 0 else str(host.open_files[0]),
                 host.huge_pages or "-",
                 host.nvidia_driver or "none",
             )
         )
-    titles = ("host", "ranks", "cores", "memory", "/dev/shm", "open files", "huge pages", "NVIDIA driver")
+    titles = (
+        "host",
+        "ranks",
+        "cores",
+        "memory",
+        "/dev/shm",
+        "shares memory",
+        "open files",
+        "huge pages",
+        "NVIDIA driver",
+    )
     return TextTable(titles, rows)
 
 

@@ -78,10 +78,12 @@ class ParallelConfig(ConfigBase):
         ranks = self.tp_size * self.pp_size
         if world_size % ranks:
             fits = [n for n in (world_size // ranks * ranks, (world_size // ranks + 1) * ranks) if n]
+            # One process: the script may have been started without a launcher.
+            how = f" (torchrun --nproc-per-node {ranks} your_script.py)" if world_size == 1 else ""
             raise ConfigError(
                 f"world size must be a multiple of tp_size * pp_size: got world_size={world_size}, "
                 f"tp_size={self.tp_size}, pp_size={self.pp_size}. "
-                f"Start {' or '.join(map(str, fits))} processes, or change the sizes."
+                f"Start {' or '.join(map(str, fits))} processes{how}, or change the sizes."
             )
         return world_size // ranks
 

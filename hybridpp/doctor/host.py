@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridpp.cluster.shared_memory import why_impossible
+
 _CGROUP = Path("/sys/fs/cgroup")
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -31,8 +33,8 @@ class HostFacts:
         shm_free_bytes: of it.
         open_files: limit of this process, and what it may be raised to; -1: no limit.
         file_bytes: limit of the size of files; -1: no limit.
-        address_bytes: limit of addresses; -1: no limit.
         huge_pages: setting of transparent huge pages.
+        no_shared_memory: why ranks of this host cannot communicate through shared memory; empty: they can.
         nvidia_driver: version of the kernel's driver; None: there is none.
     """
 
@@ -48,8 +50,8 @@ class HostFacts:
     shm_free_bytes: int | None
     open_files: tuple[int, int]
     file_bytes: int
-    address_bytes: int
     huge_pages: str | None
+    no_shared_memory: str
     nvidia_driver: str | None
 
 
@@ -70,8 +72,8 @@ def host_facts() -> HostFacts:
         shm_free_bytes=None if shm is None else shm.free,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
         file_bytes=resource.getrlimit(resource.RLIMIT_FSIZE)[0],
-        address_bytes=resource.getrlimit(resource.RLIMIT_AS)[0],
         huge_pages=_chosen(_read(_THP)),
+        no_shared_memory=why_impossible(),
         nvidia_driver=_nvidia_driver(),
     )
 

@@ -8,8 +8,8 @@ from hybridpp.sizes import format_bytes
 
 _MIN_SHM = 2**30
 _MIN_OPEN_FILES = 1024
-# Addresses that a link reserves, see shared_memory/arena.py.
-_LINK_ADDRESSES = 2**36
+# A file of a checkpoint has the weights, masters and moments of a rank.
+_LARGE_FILE = 2**36
 
 
 def host_problems(ranks: Sequence[RankFacts]) -> Iterator[Problem]:
@@ -64,18 +64,16 @@ def _limit_problems(facts: RankFacts) -> Iterator[Problem]:
             what=f"a process may open {soft} files, and groups of ranks, data loaders and checkpoints take hundreds.",
             way_out=way_out if hard < 0 or hard >= _MIN_OPEN_FILES else f"Let the host allow more than {hard}.",
         )
-    if 0 <= host.address_bytes < 4 * _LINK_ADDRESSES:
+    if host.no_shared_memory:
         yield Problem(
-            level="warning",
-            what=f"a process may have {format_bytes(host.address_bytes)} of addresses, and a link between two ranks "
-            f"reserves {format_bytes(_LINK_ADDRESSES)}: ranks fall back to gloo.",
-            way_out="Run ulimit -v unlimited before the job.",
+            level="hint",
+            what=f"ranks of this host cannot communicate through shared memory: {host.no_shared_memory.rstrip('.')}.",
+            way_out="They use gloo, whose results are the same.",
         )
-    if 0 <= host.file_bytes < _LINK_ADDRESSES:
+    if 0 <= host.file_bytes < _LARGE_FILE:
         yield Problem(
             level="warning",
-            what=f"a process may write files of {format_bytes(host.file_bytes)}: checkpoints and links between ranks "
-            "are larger.",
+            what=f"a process may write files of {format_bytes(host.file_bytes)}, and files of checkpoints are larger.",
             way_out="Run ulimit -f unlimited before the job.",
         )
 

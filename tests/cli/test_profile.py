@@ -1,9 +1,14 @@
 import json
+import os
 
 import pytest
+import torch.distributed as dist
+from processes import free_port, run_ranks
 from transformers import LlamaConfig
 
-from hybridpp.cli import main
+from hybridpp.cli import main, profile
+from hybridpp.cluster import DistCoordinator
+from hybridpp.estimate import DEVICES
 
 LLAMA = LlamaConfig(
     hidden_size=16,
@@ -39,3 +44,19 @@ def test_a_profile_with_a_model_gives_estimates_measured_times(printed, tmp_path
 
 def test_another_kind_of_file_is_refused(refused, tmp_path):
     assert "--output is a JSON file" in refused("--output", str(tmp_path / "device.txt"))
+
+
+def test_ranks_of_torchrun_join_so_that_links_are_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(profile, "measure_device", lambda where: DEVICES["cpu"])
+    path, port = tmp_path / "device.json", str(free_port())
+
+    def run():
+        rank = str(dist.get_rank())
+        DistCoordinator().destroy()
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return main(["profile", "--output", str(path), "--device", "cpu"])
+
+    assert run_ranks(run, 2) == [0, 0]
+    measured = json.loads(path.read_text())
+    assert measured["message_us"] not in (0, DEVICES["cpu"].message_us)

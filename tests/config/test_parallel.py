@@ -43,10 +43,17 @@ def test_what_the_pipeline_leaves_is_replicas(world_size, pp_size, dp_size):
     assert ParallelConfig(tp_size=1, pp_size=pp_size).dp_size(world_size) == dp_size
 
 
-@pytest.mark.parametrize(("world_size", "advice"), [(6, "4 or 8"), (1, "4"), (9, "8 or 12")])
+@pytest.mark.parametrize(
+    ("world_size", "advice"),
+    [
+        (6, "4 or 8 processes"),
+        (1, "4 processes (torchrun --nproc-per-node 4 your_script.py)"),
+        (9, "8 or 12 processes"),
+    ],
+)
 def test_a_world_that_does_not_fit_names_the_nearest_sizes(world_size, advice):
     with refused(
         f"world size must be a multiple of tp_size * pp_size: got world_size={world_size}, tp_size=1, pp_size=4. "
-        f"Start {advice} processes, or change the sizes."
+        f"Start {advice}, or change the sizes."
     ):
         ParallelConfig(tp_size=1, pp_size=4).dp_size(world_size)

@@ -19,8 +19,8 @@ HOST = HostFacts(
     shm_free_bytes=2**35,
     open_files=(65536, 1048576),
     file_bytes=-1,
-    address_bytes=-1,
     huge_pages="madvise",
+    no_shared_memory="",
     nvidia_driver=None,
 )
 FACTS = RankFacts(

@@ -17,7 +17,7 @@ def test_a_host_without_a_problem_has_none():
         ({"host": {"shm_bytes": 2**26}}, "warning", "/dev/shm has 64.00 MiB, and workers of data loaders"),
         ({"host": {"shm_free_bytes": 2**20}}, "warning", "/dev/shm has 1.00 MiB left"),
         ({"host": {"open_files": (256, 4096)}}, "warning", "a process may open 256 files"),
-        ({"host": {"address_bytes": 2**33}}, "warning", "a process may have 8.00 GiB of addresses"),
+        ({"host": {"no_shared_memory": "no memfd."}}, "hint", "ranks of this host cannot communicate through shared"),
         ({"host": {"file_bytes": 2**30}}, "warning", "a process may write files of 1.00 GiB"),
         ({"host": {"addresses": ()}}, "warning", "the name of this host, host0, does not resolve"),
         (

@@ -5,7 +5,7 @@ is in it), ``peer_process.py`` (waking the peer, and whether it lives), ``link.p
 ``group.py`` (collectives), ``socket_rendezvous.py`` and ``connect.py`` (how the ranks of a group connect).
 """
 
-from hybridpp.cluster.shared_memory.connect import connect
+from hybridpp.cluster.shared_memory.connect import connect, why_impossible
 from hybridpp.cluster.shared_memory.group import PendingSum, SharedMemoryGroup, sum_in_order
 
-__all__ = ["PendingSum", "SharedMemoryGroup", "connect", "sum_in_order"]
+__all__ = ["PendingSum", "SharedMemoryGroup", "connect", "sum_in_order", "why_impossible"]

@@ -14,6 +14,7 @@ from hybridpp.cluster.exit_reports import ExitReason, no_exit_reason
 from hybridpp.cluster.shared_memory.arena import ARENA_BYTES
 from hybridpp.cluster.shared_memory.group import SharedMemoryGroup
 from hybridpp.cluster.shared_memory.link import Link
+from hybridpp.cluster.shared_memory.linux import map_memory, new_memory, unmap_memory
 from hybridpp.cluster.shared_memory.peer_process import no_descriptors
 from hybridpp.cluster.shared_memory.socket_rendezvous import SocketAddress, SocketRendezvous
 from hybridpp.errors import HybridppError
@@ -105,6 +106,23 @@ def _connect_all(
                 link.meet(patience_s)
         resources.pop_all()
     return SharedMemoryGroup(links, rank)
+
+
+def why_impossible() -> str:
+    """Why this process cannot share memory with others of its host; empty: it can."""
+    if not hasattr(os, "memfd_create"):
+        return "the system has no memfd_create"
+    if platform.machine() != "x86_64":
+        return f"links are for x86_64, and this processor is {platform.machine()}"
+    try:
+        descriptor = new_memory(ARENA_BYTES)
+        try:
+            unmap_memory(map_memory(descriptor, ARENA_BYTES, writable=True), ARENA_BYTES)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return _reason(error)
+    return ""
 
 
 def _is_possible() -> bool:

@@ -1,8 +1,10 @@
 """Groups of processes that share memory, or do not."""
 
 import contextlib
+import errno
 import gc
 import os
+import platform
 import re
 import resource
 import sys
@@ -20,7 +22,7 @@ from two_hosts import hosts_or_skip, on_hosts
 
 from hybridpp.cluster import current_world
 from hybridpp.cluster.launch import shared_memory_wanted
-from hybridpp.cluster.shared_memory import socket_rendezvous
+from hybridpp.cluster.shared_memory import socket_rendezvous, why_impossible
 from hybridpp.cluster.shared_memory.arena import ARENA_BYTES
 from hybridpp.cluster.torch_group import TorchGroup
 from hybridpp.cluster.torch_world import TorchWorld
@@ -288,3 +290,26 @@ def test_copies_of_a_virtual_machine_of_one_boot_id_use_gloo_at_once():
         found = run_ranks(copies, 2, **on_hosts(hosts))
     text = "ranks [0, 1] use gloo: their hosts have one boot id, as copies of a virtual machine"
     assert found == [(True, EXCHANGED[rank], [text]) for rank in range(2)]
+
+
+def test_why_memory_cannot_be_shared_is_said(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert why_impossible() == "links are for x86_64, and this processor is aarch64"
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    assert why_impossible() == "the system has no memfd_create"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="links are for x86_64")
+def test_memory_that_can_be_shared_is_given_back():
+    before = set(os.listdir("/proc/self/fd"))
+    assert why_impossible() == ""
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="links are for x86_64")
+def test_a_limit_of_addresses_is_why(monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(connect, "map_memory", full)
+    assert "Raise `ulimit -f` and `ulimit -v`" in why_impossible()
