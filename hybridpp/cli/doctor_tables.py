@@ -141,5 +141,5 @@ def _slowest(links: Sequence[LinkSpeed]) -> Iterator[str | TextTable]:
 
 def _by_host(ranks: Sequence[RankFacts]) -> list[tuple[RankFacts, int]]:
     """The first rank of each host, and how many ranks the host has."""
-    machines = [one.machine for one in ranks]
-    return [(ranks[machines.index(machine)], machines.count(machine)) for machine in dict.fromkeys(machines)]
+    hosts = [one.host_id for one in ranks]
+    return [(ranks[hosts.index(host)], hosts.count(host)) for host in dict.fromkeys(hosts)]

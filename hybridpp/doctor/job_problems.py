@@ -63,7 +63,7 @@ def _differing(facts: Sequence[RankFacts], name: str, value: Callable[[RankFacts
 
 def _host_problems(facts: Sequence[RankFacts]) -> Iterator[Problem]:
     """What harms only because other hosts have to reach this one."""
-    hosts = {one.machine: one for one in facts}
+    hosts = {one.host_id: one for one in facts}
     if len(hosts) == 1:
         return
     for one in hosts.values():
@@ -75,12 +75,12 @@ def _host_problems(facts: Sequence[RankFacts]) -> Iterator[Problem]:
                 "reach it.",
                 way_out="Correct /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface that other hosts reach.",
             )
-    numbers = {machine: sum(one.machine == machine for one in facts) for machine in hosts}
+    numbers = {host: sum(one.host_id == host for one in facts) for host in hosts}
     if len(set(numbers.values())) > 1:
         yield Problem(
             level="hint",
             what="hosts have different numbers of ranks: "
-            + ", ".join(f"{hosts[machine].host.name} {number}" for machine, number in numbers.items())
+            + ", ".join(f"{hosts[host].host.name} {number}" for host, number in numbers.items())
             + ".",
             way_out="Start as many on each, so that tensor-parallel ranks lie on one host.",
         )

@@ -19,8 +19,8 @@ def find_problems(facts: Sequence[RankFacts], clocks: Sequence[float] = ()) -> l
         clocks: how far each rank's clock is ahead of rank 0's, in seconds; empty: not measured.
     """
     found = [problem for one in facts for problem in package_problems(one)]
-    for machine in dict.fromkeys(one.machine for one in facts):
-        found += host_problems([one for one in facts if one.machine == machine])
+    for host in dict.fromkeys(one.host_id for one in facts):
+        found += host_problems([one for one in facts if one.host_id == host])
     if len(facts) > 1:
         found += job_problems(facts, clocks)
     return sorted(dict.fromkeys(found), key=lambda problem: _LEVELS.index(problem.level))

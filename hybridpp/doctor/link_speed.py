@@ -47,7 +47,7 @@ def measured_pairs(size: int) -> list[tuple[int, int]]:
     return sorted({(0, rank) for rank in range(1, size)} | {(rank, rank + 1) for rank in range(size - 1)})
 
 
-def measure_pairs(world: World, machines: Sequence[str]) -> list[LinkSpeed]:
+def measure_pairs(world: World, hosts: Sequence[str]) -> list[LinkSpeed]:
     """The speed of messages between ranks, a pair at a time, on the device that each rank computes on.
 
     Ranks of one host use the group that they would have in a layout within the host.
@@ -56,14 +56,14 @@ def measure_pairs(world: World, machines: Sequence[str]) -> list[LinkSpeed]:
 
     Args:
         world: the ranks.
-        machines: of each rank; equal: they are on one host.
+        hosts: of each rank; equal: they are on one.
 
     Returns:
         Every pair of :func:`measured_pairs`, on every rank.
     """
     of_host: dict[str, list[int]] = {}
-    for rank, machine in enumerate(machines):
-        of_host.setdefault(machine, []).append(rank)
+    for rank, host in enumerate(hosts):
+        of_host.setdefault(host, []).append(rank)
     near = world.split(list(of_host.values()), "doctor within hosts", point_to_point=True)
     far = world.split([range(world.size)], "doctor", point_to_point=True)
     assert near is not None, "every rank is on a host"
@@ -76,7 +76,7 @@ def measure_pairs(world: World, machines: Sequence[str]) -> list[LinkSpeed]:
         world.control().all_gather(torch.zeros(1))
         if world.rank not in (first, second):
             continue
-        group = near if machines[first] == machines[second] else far
+        group = near if hosts[first] == hosts[second] else far
         other = group.ranks.index(second if world.rank == first else first)
         if world.rank == first:
             numbers += [*_measure(group, other, large), _TRANSPORTS.index(group.transport)]

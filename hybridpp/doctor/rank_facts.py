@@ -48,6 +48,11 @@ class RankFacts:
     num_threads: int
     environment: Mapping[str, str]
 
+    @property
+    def host_id(self) -> str:
+        """The same for ranks of one host; copies of a virtual machine may have one ``machine``, and other names."""
+        return f"{self.machine} {self.host.name}"
+
 
 def all_facts(world: World) -> list[RankFacts]:
     """Of all ranks, in order, on every rank. Collective: all ranks of ``world``."""

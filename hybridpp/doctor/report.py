@@ -59,7 +59,7 @@ def examine(world: World) -> DoctorReport:
     links: list[LinkSpeed] = []
     clocks: list[float] = []
     if world.size > 1:
-        links = measure_pairs(world, [one.machine for one in facts])
+        links = measure_pairs(world, [one.host_id for one in facts])
         clocks = clock_offsets(world)
     backend, why = backend_choice(facts)
     return DoctorReport(ranks=facts, backend=backend, why=why, links=links, problems=find_problems(facts, clocks))

@@ -6,6 +6,7 @@ import sys
 import pytest
 from doctor.facts import FACTS, several
 from support import ROOT
+from two_hosts import hosts_or_skip
 
 from hybridpp.cli import doctor, main
 from hybridpp.cli.doctor_tables import render_report
@@ -65,6 +66,21 @@ def test_two_ranks_are_started_and_measured(tmp_path):
     assert link.latency_us > 0
     assert link.gb_s > 0
     assert [one.local_rank for one in found.ranks] == [0, 1]
+
+
+@pytest.mark.timeout(180)
+def test_torchrun_on_two_hosts_measures_the_cable(tmp_path):
+    endpoint, options = "10.77.0.1:29500", ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
+    command = [sys.executable, "-m", "hybridpp", "run", *options, "--rdzv-endpoint", endpoint]
+    with hosts_or_skip() as hosts:
+        started = [host.start(*command, "-m", "hybridpp", "doctor", "--json") for host in hosts]
+        told = [host.communicate(timeout=150) for host in started]
+    report = next(out for out, _ in told if out)
+    found = DoctorReport.from_plain(json.loads(report))
+    assert sorted(one.host.name for one in found.ranks) == ["host0", "host1"]
+    (link,) = found.links
+    assert link.transport == "gloo"
+    assert link.gb_s > 0
 
 
 def test_a_job_of_srun_needs_an_address(refused, monkeypatch):

@@ -20,3 +20,8 @@ def test_every_host_is_looked_at():
 
 def test_what_concerns_a_job_is_not_asked_of_one_rank():
     assert find_problems([facts(host={"addresses": ("127.0.1.1",)})]) == []
+
+
+def test_copies_of_a_virtual_machine_are_two_hosts():
+    ranks = [*several(8), *(replace(one, rank=one.rank + 8) for one in several(8, host={"name": "host1"}))]
+    assert find_problems(ranks) == []
