@@ -240,17 +240,20 @@ class Booster(BoosterAdapters):
         return self.plugin.unsharded(model)
 
     def record_timeline(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """A context that records when each action of the steps inside it ran, on every rank of the pipeline.
+        """A context that records what each rank did in the steps inside it, and when; an update inside it, too.
 
-        After the block, ``recording.timeline`` is a :class:`hybridpp.timeline.Timeline`, which can be drawn, traced
-        and simulated. Clocks of several hosts are aligned to within about one message latency.
+        After the block, ``recording.save(folder)`` writes all of it on rank 0, for ``hybridpp report``;
+        ``recording.recording`` is the same as a :class:`hybridpp.report.Recording`. ``recording.timeline`` is a
+        :class:`hybridpp.timeline.Timeline` of this replica's pipeline, which can be drawn, traced and simulated.
+        Clocks of several hosts are aligned to within about one message latency.
 
         Collective: every rank of the world, at the start and at the end of the block.
 
         Example:
             with booster.record_timeline(model) as recording:
                 booster.execute_pipeline(data_iter, model, criterion, optimizer)
-            draw(recording.timeline, "step.svg")
+                optimizer.step()
+            recording.save("outputs/run")
         """
         if not isinstance(self.plugin, RecordsTimelines):
             raise ConfigError(f"{type(self.plugin).__name__} records no timelines. Use HybridParallelPlugin.")

@@ -301,7 +301,8 @@ class RecordsTimelines(ABC):
 
     @abstractmethod
     def record_timeline(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """A context whose value has ``timeline``, a :class:`hybridpp.timeline.Timeline`, after the block has ended.
+        """A context whose value has, after the block has ended, ``timeline``, a :class:`hybridpp.timeline.Timeline`,
+        ``recording``, a :class:`hybridpp.report.Recording`, and ``save(path)``, which rank 0 writes that with.
 
         Collective: every rank of the world, at the start and at the end of the block.
         """

@@ -177,6 +177,13 @@ def test_a_timeline_of_the_device():
     computed = [span.name for span in recording.timeline.of_rank(0) if span.computes]
     assert computed == ["0F0", "0B0", "0F1", "0B1"]
     assert recording.timeline.busy_ms(0) > 0
+    (rank,) = recording.recording.ranks
+    assert rank.memory_kind == "device"
+    held = [action.memory for action in rank.actions if action.computes]
+    # A micro-batch's activations are there after its forward, and not after its backward pass.
+    assert held[0] > held[1] > sum(size for name, size in rank.held.items() if name != "host") / 2
+    assert rank.peak_bytes >= max(held)
+    assert [phase.name for phase in rank.phases] == ["read", "actions", "end"]
 
 
 def test_dropout_on_cuda_is_drawn_by_place_not_by_history():

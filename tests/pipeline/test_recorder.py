@@ -3,10 +3,11 @@
 import time
 
 import pytest
+import torch
 
 from hybridpp.cluster import Awaited
 from hybridpp.pipeline.memory_in_use import MemoryReader
-from hybridpp.pipeline.recorder import HostRecorder
+from hybridpp.pipeline.recorder import DeviceRecorder, HostRecorder
 from hybridpp.schedule import Action, ActionKind
 
 FORWARD, SEND = Action(0, ActionKind.FORWARD, 1), Action(0, ActionKind.SEND_ACTIVATION, 1)
@@ -75,3 +76,44 @@ def test_a_step_without_a_batch_and_an_action_that_failed_leave_nothing(clock):
         recorder.mark("")
     assert [action.step for action in recorder.actions()] == [0]
     assert [(mark.step, mark.phase) for mark in recorder.marks()] == [(0, "read"), (0, "")]
+
+
+class Event:
+    """An event of a pretended device, whose clock goes on by 1 ms at each."""
+
+    times = iter(())
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self, stream):
+        self.time = next(self.times)
+
+    def elapsed_time(self, other):
+        return other.time - self.time
+
+
+class Stream:
+    num_waits = 0
+
+    def synchronize(self):
+        self.num_waits += 1
+
+
+def test_a_device_is_timed_by_events_on_the_hosts_clock(monkeypatch):
+    stream, device = Stream(), torch.device("cuda", 0)
+    monkeypatch.setattr(Event, "times", iter(range(100, 200)))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(time, "monotonic_ns", lambda: 7_000_000)
+    recorder = DeviceRecorder(0, device, MemoryReader("device", lambda: 5))
+    recorder.mark("read")
+    recorder.start()
+    recorder.start()
+    recorder.end(FORWARD)
+    assert stream.num_waits == 0, "the host goes on"
+    (action,) = recorder.actions()
+    assert (action.ready_ms, action.start_ms, action.end_ms, action.memory) == (9, 10, 11, 5)
+    assert recorder.marks() == [(0, "read", 8)]
+    assert stream.num_waits == 2
