@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from hybridpp_plugins import background_save
 from torch import nn
 
 from hybridpp import Booster, DistCoordinator, HybridParallelPlugin, launch_from_torch
@@ -123,29 +124,64 @@ def saves_and_loads(job: Job, folder: Path, rounds: int) -> None:
             )
 
 
-def steps_beside_a_save(job: Job, folder: Path, rounds: int) -> None:
-    """Steps while a save writes, against as many alone just before; and how long the call itself takes."""
-    ratios, calls, counts, added, processor = [], [], [], [], []
-    for _ in range(rounds):
-        calls.append(seconds(lambda: job.booster.save(folder / "async", step=1, asynchronous=True)))
-        beside, begin = [], time.process_time()
+class Beside:
+    """Steps while a save writes, against as many alone just after.
+
+    Attributes:
+        ratios: of a step beside a save to one alone, per round.
+        durations: of the saves, in seconds.
+        calls: of ``booster.save``, in seconds.
+        processor: seconds that the save adds to the process, besides its call.
+    """
+
+    def __init__(self) -> None:
+        self.ratios: list[float] = []
+        self.durations: list[float] = []
+        self.calls: list[float] = []
+        self.processor: list[float] = []
+
+    def measure(self, job: Job, path: Path) -> None:
+        """One round."""
+        self.calls.append(seconds(lambda: job.booster.save(path, step=1, asynchronous=True)))
+        beside, begin, start = [], time.process_time(), time.perf_counter()
         while job.is_saving():
             beside.append(seconds(job.step))
         middle = time.process_time()
-        alone = [seconds(job.step) for _ in beside]
-        processor.append(2 * middle - begin - time.process_time())
+        self.durations.append(time.perf_counter() - start)
+        alone = [seconds(job.step) for _ in beside if not job.is_saving()]  # ranks meet before each step, too
+        self.processor.append(2 * middle - begin - time.process_time())
         job.booster.wait_for_save()
-        job.remove(folder / "async")
-        ratios.append(statistics.mean(beside) / statistics.mean(alone))
-        added.append(sum(beside) - sum(alone))
-        counts.append(len(beside))
-    if job.rank == 0:
-        print(
-            f"a step beside a save / a step alone {statistics.median(ratios):.3f} "
-            f"({min(ratios):.3f} to {max(ratios):.3f}); a save takes {statistics.median(counts):.0f} steps of "
-            f"{statistics.mean(alone):.3f} s, and adds {statistics.median(added):.3f} s, of the processor "
-            f"{statistics.median(processor):.3f} s; its call {statistics.median(calls):.3f} s"
+        job.remove(path)
+        self.ratios.append(statistics.mean(beside) / statistics.mean(alone))
+
+    def __str__(self) -> str:
+        ratio, processor, duration, call = map(
+            statistics.median, (self.ratios, self.processor, self.durations, self.calls)
         )
+        quarter = statistics.quantiles(self.ratios, n=4) if len(self.ratios) > 1 else self.ratios * 3
+        return (
+            f"a step beside a save / a step alone {ratio:.3f} (quarters {quarter[0]:.3f} to {quarter[2]:.3f}, all "
+            f"{min(self.ratios):.3f} to {max(self.ratios):.3f}); written after {duration:.2f} s, with "
+            f"{processor:.3f} s of the processor; the call {call:.3f} s"
+        )
+
+
+def steps_beside_a_save(job: Job, folder: Path, rounds: int) -> None:
+    """With shares of the processors for the thread that writes, in turn: that of saves, half of it, and all of it."""
+    usual = background_save._SHARE
+    shares = {"paced": usual, "half of that": usual / 2, "at once": 1e9}
+    found = {name: Beside() for name in shares}
+    order = random.Random(0)  # that of all ranks
+    for _ in range(rounds):
+        names = list(shares)
+        order.shuffle(names)
+        for name in names:
+            background_save._SHARE = shares[name]
+            found[name].measure(job, folder / "async")
+    background_save._SHARE = usual
+    if job.rank == 0:
+        for name, beside in found.items():
+            print(f"{name:12} {beside}", flush=True)
 
 
 def bytes_read(job: Job, folder: Path) -> None:
@@ -171,6 +207,7 @@ def main() -> None:
     parser.add_argument("--folder", help="where to write; default: the folder for temporary files")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--beside", choices=LAYOUTS, help="only steps beside saves, in this layout, under torchrun")
+    parser.add_argument("--only-saves", action="store_true", help="only saves and loads, on one process")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     if args.beside:
@@ -182,6 +219,8 @@ def main() -> None:
     job, folder = Job(), Path(tempfile.mkdtemp(dir=args.folder))
     try:
         saves_and_loads(job, folder, args.rounds)
+        if args.only_saves:
+            return
         steps_beside_a_save(job, folder, args.rounds)
         bytes_read(job, folder)
     finally:

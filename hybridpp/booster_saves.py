@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hybridpp.boosted_runs import BoostedRuns
-from hybridpp.checkpoint.remote_path import as_path
+from hybridpp.checkpoint.remote_path import absolute, as_path
 from hybridpp.config import require_bools
 from hybridpp.errors import ConfigError
 from hybridpp.plugin import Plugin, Resumed, SavesModels, SavesParts, SavesRuns
@@ -82,7 +82,7 @@ class BoosterSaves:
         require_bools(use_async=use_async)
         self._saver().save_model(
             model,
-            with_prefix(path, prefix),
+            with_prefix(path, prefix).absolute(),
             shard=shard,
             size_per_shard_mb=size_per_shard,
             asynchronous=use_async,
@@ -168,7 +168,7 @@ class BoosterSaves:
         part = self._runs.part_of(optimizer)
         self._part_saver().save_optimizer(
             part,
-            with_prefix(path, prefix),
+            with_prefix(path, prefix).absolute(),
             file_bytes=file_bytes_of(size_per_shard if shard else None),
             asynchronous=use_async,
         )
@@ -247,23 +247,26 @@ class BoosterSaves:
                 (``s3://bucket/run``); created if it does not exist.
             step: number of the step, which names the checkpoint; one of the same number is replaced.
             extras: values to keep with it: numbers, text, lists, tuples, dicts, tensors, numpy arrays. Those of rank 0
-                are, so not a rank's part of a model or of an average of it.
+                are, so not a rank's part of a model or of an average of it; a warning names those that ranks give
+                differently.
             keep_last: how many checkpoints stay, this one included; older ones are removed once it is complete. None:
                 all.
             asynchronous: return as soon as this rank's part is copied to host memory, and write it while training goes
-                on. The checkpoint counts when all ranks have written theirs. What made it fail is raised on all ranks
-                by the same ``execute_pipeline``, before it takes a batch: gradients and data are as they were. The
-                next save, :meth:`resume` and :meth:`wait_for_save` wait for it, and raise that, too.
+                on, with 3 % of the processors that the rank has. The checkpoint counts when all ranks have written
+                theirs. What made it fail is raised on all ranks by the same ``execute_pipeline``, before it takes a
+                batch: gradients and data are as they were. The next save, :meth:`resume` and :meth:`wait_for_save` wait
+                for it, and raise that, too.
 
         Raises:
-            CheckpointError: it, or the asynchronous one before it, cannot be written; raised on every rank.
+            CheckpointError: it, or the asynchronous one before it, cannot be written, or the folder has
+                this step of other models; raised on every rank.
             ConfigError: gradients are held, an argument is wrong, or nothing was boosted.
         """
         check_run_arguments(step, keep_last, extras)
         require_bools(asynchronous=asynchronous)
         self._run_saver().save_run(
             self._runs.parts(),
-            as_path(path),
+            absolute(as_path(path)),  # the script may change its folder while a thread writes
             step=int(step),  # numpy's, too
             extras={} if extras is None else extras,
             keep_last=keep_last,

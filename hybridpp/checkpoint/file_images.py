@@ -1,6 +1,6 @@
 """Files of a checkpoint in host memory, to be written while the run goes on."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridpp.checkpoint.digest import new_digest, written_as
-from hybridpp.checkpoint.direct_write import pages, write_pages
+from hybridpp.checkpoint.direct_write import Pages, write_pages
 from hybridpp.checkpoint.manifest import FileEntry
 from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.checkpoint.writer import (
@@ -29,13 +29,11 @@ class FileImage(NamedTuple):
 
     Attributes:
         parts: what it holds; they refer to no tensors of the run.
-        data: all of its bytes, at the start of a page of memory, and zeros up to the end of one.
-        size: of the file.
+        pages: all of its bytes.
     """
 
     parts: Sequence[WritablePart]
-    data: Tensor
-    size: int
+    pages: Pages
 
 
 def file_images(holdings: Iterable[Holding], file_bytes: int = FILE_BYTES) -> list[FileImage]:
@@ -50,32 +48,40 @@ def file_images(holdings: Iterable[Holding], file_bytes: int = FILE_BYTES) -> li
 def _image(parts: Sequence[WritablePart]) -> FileImage:
     header = header_of(parts)
     size = len(header) + sum(part.nbytes for part in parts)
-    image = pages(size)
+    pages = Pages(size)
+    image = pages.tensor
     image[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     end = len(header)
     for part in parts:
         start, end = end, end + part.nbytes
         image[start:end].view(part.spec.dtype).view(part.box.shape).copy_(part.load().detach())
-    return FileImage([part._replace(load=_nothing) for part in parts], image, size)
+    return FileImage([part._replace(load=_nothing) for part in parts], pages)
 
 
 def _nothing() -> Tensor:
     return torch.empty(0)
 
 
-def write_images(folder: AnyPath, prefix: str, images: Iterable[FileImage]) -> WrittenFiles:
-    """Write files of which all bytes are in host memory, with little time of the processor.
+def write_images(
+    folder: AnyPath, prefix: str, images: Iterable[FileImage], after_block: Callable[[], None] = lambda: None
+) -> WrittenFiles:
+    """Write files of which all bytes are in host memory, with little time of the processor, and free that memory.
 
     Where the file system allows it, the device reads that memory itself, past the cache of files.
+
+    Args:
+        folder, prefix: see :func:`~hybridpp.checkpoint.writer.write_holdings`.
+        images: what is written; what they hold is undefined afterwards.
+        after_block: called each time that a few megabytes are written.
 
     Raises:
         OSError: the files cannot be written; those that were are removed.
     """
-    return write_files(folder, prefix, ((image.parts, partial(_write_image, image=image)) for image in images))
+    write = partial(_write_image, after_block=after_block)
+    return write_files(folder, prefix, ((image.parts, partial(write, image=image)) for image in images))
 
 
-def _write_image(path: Path, image: FileImage) -> FileEntry:
+def _write_image(path: Path, image: FileImage, after_block: Callable[[], None]) -> FileEntry:
     digest = new_digest()
-    digest.update(image.data.numpy().data[: image.size])
-    write_pages(path, image.data, image.size)
-    return FileEntry(image.size, written_as(digest))
+    write_pages(path, image.pages, digest.update, after_block)
+    return FileEntry(image.pages.size, written_as(digest))

@@ -12,9 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hybridpp.checkpoint.commit import part_file
+from hybridpp.checkpoint.pace import Pace, processors
 from hybridpp.checkpoint.remote_path import AnyPath, RemotePath
 from hybridpp.checkpoint.writer import WrittenFiles, remove
 from hybridpp.errors import CheckpointError
@@ -22,6 +23,8 @@ from hybridpp.errors import CheckpointError
 _POLL_S, _REMOTE_POLL_S = 0.02, 0.5
 _TIMEOUT_S = 600.0
 _NICENESS = 19
+# Of the processors that a rank has: a step beside a save then takes a few percent more, whatever else is slow.
+_SHARE = 0.03
 
 
 class SaveOutcome(IntEnum):
@@ -40,6 +43,9 @@ class Background(Protocol):
     """
 
     outcome: SaveOutcome
+
+    def hurry(self) -> None:
+        """Let this rank's thread work as fast as it can, because the script waits for it."""
 
     def join(self) -> None:
         """Wait for this rank's thread; nothing is communicated."""
@@ -65,15 +71,33 @@ class SaveStatus:
         self.is_decided = SaveOutcome.FAILED in outcomes or all(one == SaveOutcome.DONE for one in outcomes)
 
 
+class SavingRank(NamedTuple):
+    """A rank that saves.
+
+    Attributes:
+        rank: of the world.
+        size: of the world.
+        ranks_of_host: how many share the host's processors.
+    """
+
+    rank: int
+    size: int
+    ranks_of_host: int
+
+    def pace(self) -> Pace:
+        """That of a thread of this rank beside training."""
+        return Pace(_SHARE * processors() / self.ranks_of_host)
+
+
 class BackgroundSave:
     """A save that is under way on this rank.
 
     Args:
-        rank: of the world.
-        size: of the world.
+        place: this rank.
         folder: of the checkpoint.
         save_id: of the save.
-        write: writes copies in host memory to files, given the first part of their names.
+        write: writes copies in host memory to files, given the first part of their names and what it calls after each
+            few megabytes.
         described: what the rank contributes, given what it wrote.
         commit: called on rank 0 with what all ranks wrote and contribute, by rank.
 
@@ -84,16 +108,16 @@ class BackgroundSave:
 
     def __init__(
         self,
-        rank: int,
-        size: int,
+        place: SavingRank,
         folder: AnyPath,
         save_id: str,
-        write: Callable[[str], WrittenFiles],
+        write: Callable[[str, Callable[[], None]], WrittenFiles],
         described: Callable[[WrittenFiles], Mapping[str, Any]],
         commit: Callable[[Sequence[Mapping[str, Any]]], None],
     ):
-        self._rank, self._size, self._folder, self._save_id = rank, size, folder, save_id
-        self._write: Callable[[str], WrittenFiles] | None = write
+        self._rank, self._size = place.rank, place.size
+        self._folder, self._save_id, self._pace = folder, save_id, place.pace()
+        self._write: Callable[[str, Callable[[], None]], WrittenFiles] | None = write
         self._described, self._commit = described, commit
         self.written = WrittenFiles({}, {})
         self.outcome = SaveOutcome.NONE
@@ -102,6 +126,10 @@ class BackgroundSave:
         # No daemon: a script that ends waits for its last checkpoint.
         self._thread = threading.Thread(target=self._run, name=f"hybridpp save {save_id}")
         self._thread.start()
+
+    def hurry(self) -> None:
+        """Let the thread work as fast as it can."""
+        self._pace.hurry()
 
     def join(self) -> None:
         """Wait for this rank's thread; nothing is communicated."""
@@ -113,9 +141,10 @@ class BackgroundSave:
 
     def _run(self) -> None:
         yield_to_training()
+        self._pace.begin()
         try:
             assert self._write is not None
-            self.written = self._write(f"rank-{self._rank:05d}.{self._save_id}")
+            self.written = self._write(f"rank-{self._rank:05d}.{self._save_id}", self._pace.rest)
             self._write = None  # it holds the copies
             self._leave(self._described(self.written))
             if self._rank == 0:
@@ -147,12 +176,15 @@ class BackgroundSave:
 
     def _collect(self) -> list[Mapping[str, Any]]:
         parts: list[Mapping[str, Any]] = []
-        deadline = time.monotonic() + _TIMEOUT_S
+        deadline, seen = time.monotonic() + _TIMEOUT_S, 0
         while len(parts) < self._size:
             path = part_file(self._folder, self._save_id, len(parts))
             if not path.exists():
                 if time.monotonic() > deadline:
-                    raise CheckpointError(f"rank {len(parts)} has not written its part in {_TIMEOUT_S:.0f} s")
+                    seen, before = self._size_of(len(parts)), seen
+                    if seen == before:
+                        raise CheckpointError(f"rank {len(parts)} has written nothing for {_TIMEOUT_S:.0f} s")
+                    deadline = time.monotonic() + _TIMEOUT_S
                 if self._cancelled.wait(_REMOTE_POLL_S if isinstance(path, RemotePath) else _POLL_S):
                     raise _CancelledSave
                 continue
@@ -160,6 +192,11 @@ class BackgroundSave:
             if "failure" in parts[-1]:
                 raise CheckpointError(f"rank {len(parts) - 1} failed: {parts[-1]['failure']}")
         return parts
+
+    def _size_of(self, rank: int) -> int:
+        """Bytes that a rank has written so far."""
+        prefix = f"rank-{rank:05d}.{self._save_id}."
+        return sum(file.stat().st_size for file in self._folder.iterdir() if file.name.startswith(prefix))
 
 
 def yield_to_training() -> None:

@@ -1,7 +1,7 @@
 """Write weights while training goes on: a thread of rank 0 writes what was brought there before."""
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from hybridpp.checkpoint import SaveTarget
 from hybridpp.checkpoint.safetensors_file import StoredSpec
 from hybridpp.cluster import Group
 from hybridpp_plugins.agreement import agree
-from hybridpp_plugins.background_save import SaveOutcome, yield_to_training
+from hybridpp_plugins.background_save import SaveOutcome, SavingRank, yield_to_training
 from hybridpp_plugins.weight_stream import SAVE_CALL
 
 
@@ -42,15 +42,15 @@ class DeferredTarget:
     def finish(self) -> None:
         """Nothing: nothing is written yet."""
 
-    def write(self) -> None:
-        """Write everything, on whatever thread.
+    def write(self, after_tensor: Callable[[], None]) -> None:
+        """Write everything, on whatever thread; ``after_tensor`` is called after each tensor.
 
         Raises:
             CheckpointError: see :meth:`SaveTarget.write`.
         """
         try:
             while self._files:
-                self._target.write_next(self._files.pop(0))
+                self._target.write_next(_one_by_one(self._files.pop(0), after_tensor))
             self._target.finish()
         except BaseException:
             self._files.clear()
@@ -63,20 +63,28 @@ class DeferredTarget:
         self._target.discard()
 
 
+def _one_by_one(tensors: Iterable[Tensor], after_tensor: Callable[[], None]) -> Iterator[Tensor]:
+    for tensor in tensors:
+        yield tensor
+        after_tensor()
+
+
 class BackgroundWeights:
     """A save of weights that is under way.
 
     Args:
         control: all ranks.
-        write: on rank 0, what writes them; None: another rank does.
+        ranks_of_host: how many share the host's processors.
+        write: on rank 0, what writes them, and calls what it is given after each tensor; None: another rank does.
 
     Attributes:
         outcome: how far this rank is.
         failure: why it failed; None: it has not, so far.
     """
 
-    def __init__(self, control: Group, write: Callable[[], None] | None):
+    def __init__(self, control: Group, ranks_of_host: int, write: Callable[[Callable[[], None]], None] | None):
         self._control, self._write = control, write
+        self._pace = SavingRank(control.rank, control.size, ranks_of_host).pace()
         self.outcome = SaveOutcome.NONE if write else SaveOutcome.DONE
         self.failure: Exception | None = None
         # No daemon: a script that ends waits for its weights.
@@ -87,13 +95,18 @@ class BackgroundWeights:
     def _run(self) -> None:
         assert self._write is not None
         yield_to_training()
+        self._pace.begin()
         try:
-            self._write()
+            self._write(self._pace.rest)
             self.outcome = SaveOutcome.DONE
         except Exception as error:
             self.failure = error
             self.outcome = SaveOutcome.FAILED
         self._write = None
+
+    def hurry(self) -> None:
+        """Let the thread work as fast as it can."""
+        self._pace.hurry()
 
     def join(self) -> None:
         """Wait for this rank's thread; nothing is communicated."""
@@ -105,5 +118,6 @@ class BackgroundWeights:
 
     def finish(self) -> None:
         """Wait until they are written; where that failed, it fails on all ranks. Collective: all ranks."""
+        self.hurry()
         self.join()
         agree(self._control, SAVE_CALL, self.failure, "writing the model")

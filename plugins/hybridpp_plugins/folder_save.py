@@ -12,7 +12,7 @@ from hybridpp.checkpoint.writer import FILE_BYTES, Holding, WrittenFiles, remove
 from hybridpp.cluster import gather_objects, get_dist_logger
 from hybridpp.errors import CheckpointError, DeadlockError, PeerError
 from hybridpp_plugins.agreement import agree
-from hybridpp_plugins.background_save import Background, BackgroundSave, SaveStatus
+from hybridpp_plugins.background_save import Background, BackgroundSave, SaveStatus, SavingRank
 from hybridpp_plugins.layout import Layout
 
 
@@ -59,7 +59,7 @@ class FolderSave:
         self._layout, self._control = layout, layout.control
         self._folder, self._contents, self._file_bytes = folder, contents, file_bytes
         self._call = f"in {contents.call}"
-        self._save_id = ""
+        self._save_id, self._ranks_of_host = "", 1
         self._written = WrittenFiles({}, {})
         self._described: dict[str, Any] = {}
 
@@ -73,7 +73,8 @@ class FolderSave:
             failure = error
         self._agree(failure)
         self._attempt(self._make_folder)
-        (self._save_id, *_) = gather_objects(self._control, self._call, self._save_id)
+        rows = gather_objects(self._control, self._call, [self._save_id, self._layout.world.local_rank])
+        self._save_id, self._ranks_of_host = rows[0][0], 1 + max(local for _, local in rows)
         self._attempt(self._check_shared)
 
     def write(self) -> None:
@@ -102,11 +103,10 @@ class FolderSave:
 
         self._attempt(lambda: images.extend(file_images(self._contents.holdings(), self._file_bytes)))
         background = BackgroundSave(
-            self._control.rank,
-            self._control.size,
+            SavingRank(self._control.rank, self._control.size, self._ranks_of_host),
             self._folder,
             self._save_id,
-            lambda prefix: write_images(self._folder, prefix, images),
+            lambda prefix, after_block: write_images(self._folder, prefix, images, after_block),
             self._part,
             commit_rows,
         )
@@ -114,6 +114,7 @@ class FolderSave:
 
     def _finish(self, background: BackgroundSave) -> None:
         """Wait for a save in the background; where it failed on any rank, it is removed and fails on all."""
+        background.hurry()
         if self._control.rank:
             background.join()
         if any(gather_objects(self._control, self._call, background.failure is not None)):
@@ -225,7 +226,7 @@ class Saves:
 
     Attributes:
         status: of that one.
-        reported: folders of whose later checkpoints the script was told.
+        reported: what the script was told of folders of checkpoints, once.
     """
 
     def __init__(self) -> None:

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from hybridpp.checkpoint import CheckpointContents, SaveTarget, open_folder
+from hybridpp.cluster import gather_numbers
 from hybridpp.errors import CheckpointError, PeerError
 from hybridpp.nn.peft_model import is_peft_model
 from hybridpp.nn.pretrained_model import is_pretrained_model
@@ -18,7 +19,7 @@ from hybridpp_plugins.agreement import agree
 from hybridpp_plugins.apply_tp import placements
 from hybridpp_plugins.background_weights import BackgroundWeights, DeferredTarget
 from hybridpp_plugins.engine import Engine
-from hybridpp_plugins.weight_stream import WeightStream
+from hybridpp_plugins.weight_stream import SAVE_CALL, WeightStream
 
 _Result = TypeVar("_Result")
 _READING = "reading the weights"
@@ -38,7 +39,9 @@ def start_save_of_weights(
     target = _target(engine, path)
     deferred = DeferredTarget(target) if target else None
     _save(engine, deferred, max_shard_size, copy)
-    return BackgroundWeights(engine.layout.control, deferred.write if deferred else None)
+    control = engine.layout.control
+    (last_on_host,) = max(gather_numbers(control, SAVE_CALL, [engine.layout.world.local_rank]))
+    return BackgroundWeights(control, 1 + int(last_on_host), deferred.write if deferred else None)
 
 
 def _save(

@@ -86,10 +86,10 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_costs_nothing(tmp_path, monkey
     is_full = threading.Event()
     write, leave = file_images._write_image, background_save.BackgroundSave._leave
 
-    def fail(path, image):
+    def fail(path, image, after_block):
         if is_full.is_set() and path.name.startswith(f"rank-0000{failing}"):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, image)
+        return write(path, image, after_block)
 
     def leave_or_fail(save, part):
         if not is_told and is_full.is_set() and save._rank == failing:
@@ -128,10 +128,10 @@ def test_all_ranks_commit_or_raise_at_the_same_step(tmp_path, monkeypatch, gate,
     """Told in the message of a step; what failed costs no batch and no gradient, and the next steps are as ever."""
     write = file_images._write_image
 
-    def fail(path, image):
+    def fail(path, image, after_block):
         if path.name.startswith(f"rank-0000{failing}"):
             raise OSError(errno.EROFS, "Read-only file system")
-        return write(path, image)
+        return write(path, image, after_block)
 
     monkeypatch.setattr(file_images, "_write_image", fail)
 
@@ -166,9 +166,34 @@ def test_all_ranks_commit_or_raise_at_the_same_step(tmp_path, monkeypatch, gate,
 def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(background_save, "_TIMEOUT_S", 0.1)
     monkeypatch.setattr(background_save.BackgroundSave, "_leave", lambda save, part: None)
-    save = background_save.BackgroundSave(0, 2, tmp_path, "01234567", lambda prefix: {}, lambda written: {}, print)
+    save = background_save.BackgroundSave(
+        background_save.SavingRank(0, 2, 2), tmp_path, "01234567", lambda *_: {}, lambda written: {}, print
+    )
     save.join()
-    assert re.search("rank 0 has not written its part in 0 s", str(save.failure))
+    assert re.search("rank 0 has written nothing for 0 s", str(save.failure))
+
+
+def test_a_rank_that_still_writes_is_waited_for(tmp_path, monkeypatch):
+    """However long a large part takes: the time limit begins again whenever its files have grown."""
+    file, size_of = tmp_path / "rank-00000.01234567.00000.safetensors", background_save.BackgroundSave._size_of
+    file.touch()
+    sizes = []
+
+    def grown(save, rank):
+        sizes.append(size_of(save, rank))
+        if len(sizes) < 4:
+            file.write_bytes(b"x" * (1 + len(sizes)))
+        return size_of(save, rank)
+
+    monkeypatch.setattr(background_save, "_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(background_save.BackgroundSave, "_leave", lambda save, part: None)
+    monkeypatch.setattr(background_save.BackgroundSave, "_size_of", grown)
+    save = background_save.BackgroundSave(
+        background_save.SavingRank(0, 1, 1), tmp_path, "01234567", lambda *_: {}, lambda written: {}, print
+    )
+    save.join()
+    assert "rank 0 has written nothing for 0 s" in str(save.failure)
+    assert len(sizes) == 4
 
 
 def test_asynchronous_is_a_bool(tmp_path):

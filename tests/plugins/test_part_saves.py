@@ -134,10 +134,10 @@ def test_files_are_as_large_as_asked_and_the_newest_save_replaces_others(tmp_pat
 def test_a_save_in_the_background_has_its_moment_or_fails_on_all_ranks(tmp_path, monkeypatch):
     full = []
 
-    def fail(path, image):
+    def fail(path, image, after_block):
         if full and path.name.startswith("rank-00001"):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, image)
+        return write(path, image, after_block)
 
     write = file_images._write_image
     monkeypatch.setattr(file_images, "_write_image", fail)
