@@ -15,7 +15,8 @@ try:
 except ImportError:  # on a host with torch and transformers alone
     xxhash = None  # type: ignore[assignment]  # there is no other name for a package that is missing
 
-_BLOCK = 2**22
+# What is hashed is still in the processor's cache then.
+_BLOCK = 2**20
 
 
 class Digest(Protocol):

@@ -1,9 +1,8 @@
 """Read parts of tensors of a remote safetensors file: its header, then ranges of bytes."""
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,13 +10,13 @@ from torch import Tensor
 from hybridpp.checkpoint.boxes import Box
 from hybridpp.checkpoint.manifest import STORED_DTYPES
 from hybridpp.checkpoint.remote_path import RemotePath
+from hybridpp.checkpoint.safetensors_file import StoredHeader
 from hybridpp.errors import CheckpointError
 
 # Shorter runs of bytes are read with what lies between them.
 _LEAST_RUN = 2**16
 # What is read by one call.
 _MOST_BYTES = 2**26
-_MOST_HEADER = 10**8
 
 
 class WantedBox(NamedTuple):
@@ -50,11 +49,11 @@ def read_boxes(path: RemotePath, wanted: Sequence[WantedBox]) -> Iterator[tuple[
     Raises:
         CheckpointError: the file is broken, or is not what was expected.
     """
-    entries, data = _header(path)
+    header = _header(path)
     batch: list[tuple[int, _Request]] = []
     size = 0
     for number, one in enumerate(wanted):
-        request = _request(one, data + _offset(path, entries, one))
+        request = _request(one, header.offset(one.key, one.dtype, one.shape))
         batch.append((number, request))
         size += sum(end - start for start, end in request.ranges)
         if size >= _MOST_BYTES:
@@ -63,33 +62,17 @@ def read_boxes(path: RemotePath, wanted: Sequence[WantedBox]) -> Iterator[tuple[
     yield from _read(path, batch)
 
 
-def _header(path: RemotePath) -> tuple[dict[str, Any], int]:
-    """The entries of a file, and where its values begin."""
+def _header(path: RemotePath) -> StoredHeader:
+    """Where a file's tensors are."""
+
+    def read(start: int, end: int) -> bytes:
+        (data,) = path.read_ranges([(start, end)])
+        return data
+
     try:
-        (length,) = path.read_ranges([(0, 8)])
-        num_bytes = int.from_bytes(length, "little")
-        if len(length) != 8 or num_bytes > _MOST_HEADER:
-            raise ValueError("it has no header")
-        (text,) = path.read_ranges([(8, 8 + num_bytes)])
-        found = json.loads(text)
-    except (OSError, ValueError) as error:
+        return StoredHeader(path, read)
+    except OSError as error:
         raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} cannot be read as a safetensors file: its header is no dict")
-    return found, 8 + num_bytes
-
-
-def _offset(path: RemotePath, entries: dict[str, Any], wanted: WantedBox) -> int:
-    name, width = STORED_DTYPES[wanted.dtype]
-    try:
-        entry = entries[wanted.key]
-        start, end = entry["data_offsets"]
-        fits = (entry["dtype"], entry["shape"]) == (name, list(wanted.shape))
-        if fits and type(start) is int and start >= 0 and end - start == prod(wanted.shape) * width:
-            return start
-    except (KeyError, TypeError, ValueError):
-        pass
-    raise CheckpointError(f"{path} is not what its manifest says: {wanted.key} is missing, or of another shape.")
 
 
 def _request(wanted: WantedBox, start: int) -> _Request:

@@ -2,16 +2,15 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridpp.checkpoint.boxes import Box
 from hybridpp.checkpoint.digest import file_matches
-from hybridpp.checkpoint.find_tensors import opened
-from hybridpp.checkpoint.manifest import MANIFEST, STORED_DTYPES, Chunk, Manifest, TensorEntry, parse
+from hybridpp.checkpoint.local_file import fill_from
+from hybridpp.checkpoint.manifest import MANIFEST, Chunk, Manifest, TensorEntry, parse
 from hybridpp.checkpoint.ranged_file import WantedBox, read_boxes
 from hybridpp.checkpoint.remote_path import AnyPath, RemotePath
 from hybridpp.checkpoint.writer import Holding
@@ -103,20 +102,10 @@ def fill(folder: AnyPath, reads: Sequence[PlannedRead]) -> None:
     for read in reads:
         by_file.setdefault(read.chunk.file, []).append(read)
     for name, wanted in by_file.items():
+        boxes = [WantedBox(read.chunk.key, read.dtype, read.chunk.box.shape, read.source) for read in wanted]
+        targets = [read.target for read in wanted]
         if isinstance(folder, RemotePath):
-            boxes = [WantedBox(read.chunk.key, read.dtype, read.chunk.box.shape, read.source) for read in wanted]
             for number, part in read_boxes(folder / name, boxes):
-                wanted[number].target.copy_(part)
-            continue
-        with opened(folder / name) as handle:
-            for read in wanted:
-                read.target.copy_(_stored(handle, read, folder / name))
-
-
-def _stored(handle: Any, read: PlannedRead, file: Path) -> Tensor:
-    stored = handle.get_slice(read.chunk.key)
-    shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-    if (shape, dtype) != (read.chunk.box.shape, STORED_DTYPES[read.dtype][0]):
-        raise CheckpointError(f"{file} is not what its manifest says: {read.chunk.key} has shape {shape} and {dtype}.")
-    part: Tensor = stored[read.source.slices] if shape else handle.get_tensor(read.chunk.key)
-    return part
+                targets[number].copy_(part)
+        else:
+            fill_from(folder / name, zip(boxes, targets, strict=True))

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from hybridpp.checkpoint.manifest import STORED_DTYPES
+from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.errors import CheckpointError
+
+_MOST_HEADER = 10**8
 
 
 class StoredSpec(NamedTuple):
@@ -69,6 +72,60 @@ def header(specs: Sequence[tuple[str, StoredSpec]], metadata: Mapping[str, str] 
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+class StoredHeader:
+    """Where the tensors of a file are.
+
+    Args:
+        path: of the file, for errors.
+        read: gives bytes of the file from a start to an end, or fewer at its end.
+
+    Raises:
+        CheckpointError: it is no safetensors file.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, path: AnyPath, read: Callable[[int, int], bytes]):
+        self._path = path
+        try:
+            length = read(0, 8)
+            num_bytes = int.from_bytes(length, "little")
+            if len(length) != 8 or num_bytes > _MOST_HEADER:
+                raise ValueError("it has no header")
+            self._entries = json.loads(read(8, 8 + num_bytes))
+            if not isinstance(self._entries, dict):
+                raise ValueError("its header is no dict")
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
+        self._data = 8 + num_bytes
+
+    def offset(self, key: str, dtype: str, shape: tuple[int, ...]) -> int:
+        """Where a tensor's values begin in the file.
+
+        Args:
+            key: of the tensor.
+            dtype: torch's name of the one that is expected.
+            shape: that is expected.
+
+        Raises:
+            CheckpointError: there is no such tensor.
+        """
+        name, width = STORED_DTYPES[dtype]
+        found = "is missing"
+        try:
+            if key in self._entries:
+                entry = self._entries[key]
+                found = f"has shape {tuple(entry['shape'])} and {entry['dtype']}"
+                start, end = entry["data_offsets"]
+                fits = (entry["dtype"], entry["shape"]) == (name, list(shape))
+                if fits and type(start) is int and start >= 0 and end - start == prod(shape) * width:
+                    return self._data + start
+        except (KeyError, TypeError, ValueError) as error:
+            found = f"has a broken entry: {type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{self._path} is not what its manifest says: {key} {found}, and should have shape {shape} and {name}."
+        )
 
 
 def values(tensor: Tensor, dtype: torch.dtype) -> memoryview:

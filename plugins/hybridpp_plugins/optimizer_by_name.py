@@ -160,6 +160,8 @@ class OptimizerByName:
                 if kind == _LIKE:
                     made = state[name][key]
                     shape, parts = self._shares.full_shape(name, tensor), self._shares.parts(name, made)
+                    if sum(box.size for box, _ in parts) < made.numel():
+                        made.zero_()  # there is padding, which is not read
                     holdings.append(Holding(self._key(name, key), made.dtype, shape, parts))
                 elif kind == _FULL:
                     holdings.append(Holding.of_all(self._key(name, key), state[name][key]))
@@ -171,7 +173,7 @@ class OptimizerByName:
             raise CheckpointError(f"{self._key(name, key)} is missing")
         dtype = getattr(torch, entry.dtype)
         if kind == _LIKE:
-            return torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
+            return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
         if not self._shares.has_all(name):
             raise CheckpointError(
                 f"the state {key!r} of {name} belongs to the complete parameter, of which this rank updates a part. "

@@ -96,8 +96,9 @@ def test_a_kill_leaves_the_old_checkpoint_or_the_new_one(tmp_path, step, asynchr
 
 def test_the_next_save_removes_what_a_killed_one_left(tmp_path):
     on_layout(lambda make: saved(make, tmp_path, [0], step=1), **LAYOUT)
-    assert killed_at(7, tmp_path, 2)
-    assert steps(tmp_path) == [2, 1]
+    # The first calls are of the resume.
+    point = next(point for point in range(10, 60, STRIDE) if killed_at(point, tmp_path, 2) and steps(tmp_path) != [1])
+    assert steps(tmp_path) == [2, 1], point
     assert committed_steps(tmp_path) == [1]
     on_layout(lambda make: saved(make, tmp_path, [1], step=3), **LAYOUT)
     assert steps(tmp_path) == committed_steps(tmp_path) == [3, 1]
