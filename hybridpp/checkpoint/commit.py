@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 from collections.abc import Collection
+from pathlib import Path
 
 from hybridpp.checkpoint.manifest import DATA_FILE, MANIFEST, Manifest
 from hybridpp.checkpoint.reader import read_manifest
@@ -105,12 +106,12 @@ def commit_in(folder: AnyPath, manifest: Manifest) -> None:
 
 
 def steps(path: AnyPath) -> list[int]:
-    """The steps that have a folder, the newest first.
+    """The steps that have a folder, the newest first; where there is no folder, there are none.
 
     Raises:
-        CheckpointError: the path is no folder, or cannot be read.
+        CheckpointError: the path cannot be read.
     """
-    if not path.exists():
+    if not path.is_dir():
         return []
     try:
         found = [(_STEP.fullmatch(entry.name), entry) for entry in path.iterdir()]
@@ -168,7 +169,10 @@ def _drop(folder: AnyPath) -> None:
     sync_path(folder)
     clean(folder, set())
     if not any(folder.iterdir()):
-        folder.rmdir()
+        if isinstance(folder, Path) and folder.is_symlink():
+            folder.unlink()  # to where the user moved it
+        else:
+            folder.rmdir()
         sync_path(folder.parent)
 
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from hybridpp.checkpoint.commit import committed_steps
+from hybridpp.checkpoint.commit import committed_steps, steps
 from hybridpp.checkpoint.manifest import DATA_FILE, MANIFEST
 from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.errors import CheckpointError
@@ -15,12 +15,31 @@ KINDS = {
     "lr_scheduler": ("the state of an LR schedule", "booster.save_lr_scheduler", "booster.load_lr_scheduler"),
     "models": ("a checkpoint of a run", "booster.save", "booster.resume"),
 }
+_WEIGHTS = "It holds weights, for booster.load_model, and for hybridpp checkpoint import. "
+# The file that makes a folder one of torch.distributed.checkpoint; its module imports all of that.
+_DCP = ".metadata"
 
 
 def has_weights(path: Path) -> bool:
     """Whether a folder has files that may be weights, and not those of a checkpoint of a run."""
     suffixes = (*SAFE_SUFFIXES, *PICKLED_SUFFIXES)
     return any(file.suffix in suffixes and DATA_FILE.fullmatch(file.name) is None for file in path.iterdir())
+
+
+def why_no_checkpoint(path: AnyPath) -> str:
+    """Why a path has no checkpoint of a run, in one sentence or two, each with a space after it."""
+    if not path.exists():
+        return f"there is no folder {path}. "
+    if path.is_file():
+        return f"{path} is a file, and checkpoints of runs are folders. {other_kind(path)}"
+    if begun := steps(path):
+        return (
+            f"{path} holds no complete checkpoint, only what saves wrote that were killed or are still running, of the "
+            f"steps {begun}. "
+        )
+    if not any(True for _ in path.iterdir()):
+        return f"{path} is empty. "
+    return f"{path} holds no checkpoint. {other_kind(path)}"
 
 
 def other_kind(path: AnyPath) -> str:
@@ -34,6 +53,10 @@ def other_kind(path: AnyPath) -> str:
 
 
 def _kind_of(path: Path) -> str:
+    if path.is_file():
+        return _WEIGHTS if path.suffix in (*SAFE_SUFFIXES, *PICKLED_SUFFIXES) else ""
+    if (path / _DCP).is_file():
+        return "It is a folder of torch.distributed.checkpoint, for hybridpp checkpoint import. "
     if (path / MANIFEST).is_file():
         kind = _kind_of_manifest(path / MANIFEST)
         if kind == "models":
@@ -44,9 +67,11 @@ def _kind_of(path: Path) -> str:
             "It holds checkpoints of a run, for booster.resume; hybridpp checkpoint export makes a folder of weights "
             "of one. "
         )
+    if steps(path):
+        return "It holds saves of a run that were killed or are still running. "
     if found := sorted(manifest.parent.name for manifest in path.glob(f"*/{MANIFEST}")):
         return f"There are saves in {found} below it: use prefix= to load one of them. "
-    return "It holds weights, for booster.load_model, and for hybridpp checkpoint import. " if has_weights(path) else ""
+    return _WEIGHTS if has_weights(path) else ""
 
 
 def _kind_of_manifest(path: Path) -> str | None:

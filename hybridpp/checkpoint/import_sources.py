@@ -69,6 +69,8 @@ def open_source(path: Path) -> ImportSource:
     """
     if not path.exists():
         raise CheckpointError(f"there is no folder or file {path}. Pass what is to be imported.")
+    if path.is_dir() and not any(path.iterdir()):
+        raise CheckpointError(f"{path} is empty. Pass the folder or file that is to be imported.")
     if (path / METADATA).is_file():
         return _of_dcp(DcpFolder(path))
     if path.is_file() and path.suffix != ".safetensors":
@@ -114,8 +116,15 @@ def _dtype(stored: StoredTensor) -> torch.dtype:
 
 
 def _loaded(path: Path) -> Mapping[str, Any]:
+    is_zip = zipfile.is_zipfile(path)
+    with path.open("rb") as file:
+        if not is_zip and file.read(1) != b"\x80":  # with which pickles of torch.save began before version 1.6
+            raise CheckpointError(
+                f"{path} is no file of torch.save. Pass a file of torch.save or of safetensors, or a folder of "
+                "transformers or of torch.distributed.checkpoint."
+            )
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # of a broken zip file, a broken pickle, a forbidden one, …
         raise CheckpointError(
             f"{path} cannot be read as a file of torch.save: {type(error).__name__}: {error}. Save tensors, numbers, "

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from hybridpp.checkpoint.commit import committed_steps, open_step, step_folder
-from hybridpp.checkpoint.folder_kind import other_kind
-from hybridpp.checkpoint.manifest import Manifest
+from hybridpp.checkpoint.folder_kind import why_no_checkpoint
+from hybridpp.checkpoint.manifest import Manifest, NewerFormatError
 from hybridpp.checkpoint.plain_values import decode
 from hybridpp.checkpoint.reader import fill, plan_reads, verify_file
 from hybridpp.checkpoint.remote_path import AnyPath
@@ -25,11 +25,9 @@ def chosen_step(path: AnyPath, step: int | None) -> int:
     """
     found = committed_steps(path)
     if not found:
-        raise CheckpointError(
-            f"{path} holds no complete checkpoint. {other_kind(path)}Pass the folder that booster.save was given."
-        )
+        raise CheckpointError(f"{why_no_checkpoint(path)}Pass the folder that booster.save was given.")
     if step is not None and step not in found:
-        raise CheckpointError(f"{path} holds no checkpoint of step {step}. It holds {found}.")
+        raise CheckpointError(f"{path} holds no checkpoint of step {step}. Choose one of {found}.")
     return found[0] if step is None else step
 
 
@@ -47,12 +45,36 @@ def open_verified(
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
     number = chosen_step(path, step)
-    folder, manifest = step_folder(path, number), open_step(path, number)
+    folder, manifest = step_folder(path, number), open_chosen(path, number)
     for name in sorted(manifest.files):
-        verify_file(folder, manifest, name)
+        try:
+            verify_file(folder, manifest, name)
+        except CheckpointError as error:
+            raise _damaged(path, number, error) from error
         if on_read is not None:
             on_read(manifest.files[name].nbytes)
     return folder, manifest
+
+
+def open_chosen(path: AnyPath, step: int) -> Manifest:
+    """The manifest of a step that was chosen.
+
+    Raises:
+        CheckpointError: it is damaged, or files are missing.
+    """
+    try:
+        return open_step(path, step)
+    except NewerFormatError as error:
+        raise CheckpointError(f"{step_folder(path, step)} cannot be read: {error}.") from error
+    except CheckpointError as error:
+        raise _damaged(path, step, error) from error
+
+
+def _damaged(path: AnyPath, step: int, error: CheckpointError) -> CheckpointError:
+    return CheckpointError(
+        f"step {step} in {path} cannot be used: {error}. Choose an intact step by --step: hybridpp checkpoint verify "
+        "finds them."
+    )
 
 
 def full_tensor(folder: AnyPath, manifest: Manifest, key: str) -> Tensor:

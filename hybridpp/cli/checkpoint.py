@@ -9,10 +9,11 @@ from typing import Any
 import typer
 
 from hybridpp.checkpoint.commit import committed_steps, open_step, step_folder, steps
-from hybridpp.checkpoint.folder_kind import other_kind
+from hybridpp.checkpoint.folder_kind import why_no_checkpoint
 from hybridpp.checkpoint.manifest import MANIFEST, Manifest
 from hybridpp.checkpoint.reader import verify_file
 from hybridpp.checkpoint.remote_path import AnyPath, as_path
+from hybridpp.checkpoint.run_contents import chosen_step, open_chosen
 from hybridpp.cli.commands.checkpoint import ListArguments, ShowArguments, VerifyArguments
 from hybridpp.cli.output import bytes_done, show
 from hybridpp.errors import CheckpointError
@@ -33,8 +34,8 @@ def run_verify(arguments: VerifyArguments) -> None:
         CheckpointError: there is none.
     """
     path = as_path(arguments.path)
-    _found(path)
-    chosen = committed_steps(path) if arguments.step is None else [_committed(path, arguments.step)]
+    newest = chosen_step(path, arguments.step)
+    chosen = committed_steps(path) if arguments.step is None else [newest]
     rows, problems = _verified(path, chosen)
     show(TextTable(["step", "files", "size", "state"], rows, left=(3,)))
     if problems:
@@ -49,28 +50,15 @@ def run_show(arguments: ShowArguments) -> None:
         CheckpointError: there is none, or it is damaged.
     """
     path = as_path(arguments.path)
-    _found(path)
-    chosen = committed_steps(path) if arguments.step is None else [_committed(path, arguments.step)]
-    if not chosen:
-        raise CheckpointError(f"{path} holds no complete checkpoint, only what killed saves left.")
-    show(*_shown(path, chosen[0], arguments.tensors))
+    show(*_shown(path, chosen_step(path, arguments.step), arguments.tensors))
 
 
 def _found(path: AnyPath) -> list[int]:
     """The steps of the checkpoints in a folder."""
     found = steps(path)
     if not found:
-        raise CheckpointError(
-            f"{path} holds no checkpoint. {other_kind(path)}Pass the folder that booster.save was given."
-        )
+        raise CheckpointError(f"{why_no_checkpoint(path)}Pass the folder that booster.save was given.")
     return found
-
-
-def _committed(path: AnyPath, step: int) -> int:
-    """The step, if there is a complete checkpoint of it."""
-    if step not in committed_steps(path):
-        raise CheckpointError(f"{path} holds no checkpoint of step {step}. It holds {committed_steps(path)}.")
-    return step
 
 
 def _listed(path: AnyPath, found: list[int]) -> TextTable:
@@ -131,7 +119,7 @@ def _damaged_files(folder: AnyPath, manifest: Manifest, read: Callable[[int], No
 
 
 def _shown(path: AnyPath, step: int, all_tensors: bool) -> list[str | TextTable]:
-    manifest = open_step(path, step)
+    manifest = open_chosen(path, step)
     lines: list[str | TextTable] = [
         f"step {step} in {step_folder(path, step)}",
         f"saved by {_layout(manifest)}, zero_stage={manifest.layout.get('zero_stage', 0)}",

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import torch
 
-from hybridpp.checkpoint.commit import open_step
 from hybridpp.checkpoint.export_run import export_dcp, export_folder, export_torch
 from hybridpp.checkpoint.import_run import import_run
 from hybridpp.checkpoint.import_sources import open_source
@@ -12,7 +11,7 @@ from hybridpp.checkpoint.model_origin import model_shell
 from hybridpp.checkpoint.new_output import refuse_existing
 from hybridpp.checkpoint.remote_path import as_path
 from hybridpp.checkpoint.reshard import reshard
-from hybridpp.checkpoint.run_contents import StoredRunModel, chosen_step, open_verified
+from hybridpp.checkpoint.run_contents import StoredRunModel, chosen_step, open_chosen, open_verified
 from hybridpp.cli.commands.checkpoint import ExportArguments, ImportArguments, ReshardArguments
 from hybridpp.cli.output import bytes_done, show
 from hybridpp.errors import ConfigError
@@ -91,7 +90,7 @@ def run_reshard(arguments: ReshardArguments) -> None:
 
 def _size(arguments: ExportArguments | ReshardArguments) -> int:
     path = as_path(arguments.path)
-    return open_step(path, chosen_step(path, arguments.step)).nbytes
+    return open_chosen(path, chosen_step(path, arguments.step)).nbytes
 
 
 def _local(path: str, what: str) -> Path:

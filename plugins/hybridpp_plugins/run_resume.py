@@ -10,7 +10,7 @@ from hybridpp.checkpoint.commit import (
     open_step,
     step_folder,
 )
-from hybridpp.checkpoint.folder_kind import other_kind
+from hybridpp.checkpoint.folder_kind import why_no_checkpoint
 from hybridpp.checkpoint.manifest import Manifest
 from hybridpp.checkpoint.plain_values import decode
 from hybridpp.checkpoint.reader import fill
@@ -40,14 +40,20 @@ def resume_run(parts: Sequence[RunParts], path: AnyPath, *, start_fresh: bool) -
     try:
         stored = manifest.state["models"]
         if len(stored) != len(states):
-            raise CheckpointError(f"it has {len(stored)} models, and {len(states)} were boosted here")
+            there = ", ".join(model["class"] for model in stored)
+            here = ", ".join(type(state.engine.model).__name__ for state in states)
+            raise CheckpointError(
+                f"it has the models {there}, and boosted here are {here}. Boost those of the run that saved it, in its "
+                "order"
+            )
         planned = [
             state.plan(manifest, stored[index], [row[index] for row in names]) for index, state in enumerate(states)
         ]
         generators = decode(_own_generators(manifest, parts[0])) if manifest.state["generators"] else None
         extras = decode(manifest.state["extras"])
     except (CheckpointError, ConfigError) as error:
-        failure = CheckpointError(f"{folder} does not fit this run: {error}. Nothing was changed.")
+        reason = str(error).removesuffix(".")
+        failure = CheckpointError(f"{folder} does not fit this run: {reason}. Nothing was changed.")
     except Exception as error:
         failure = error
     _agree(control, failure)
@@ -85,9 +91,10 @@ def _newest_intact(rank: int, control: Group, path: AnyPath, start_fresh: bool) 
         if rank == 0:
             with suppress(OSError):  # of a folder that can only be read, the run cannot save to
                 remove_marker(path)
-        if rank == 0 and not steps and not start_fresh:
+        # A run that began anew beside a file of this name would fail when it saves.
+        if rank == 0 and not steps and (path.is_file() or not start_fresh):
             raise CheckpointError(
-                f"{path} holds no checkpoint. {other_kind(path)}Pass the folder that booster.save wrote, or "
+                f"{why_no_checkpoint(path)}Pass the folder that booster.save wrote, or "
                 'missing="fresh" to begin a new run where there is none.'
             )
     except Exception as error:

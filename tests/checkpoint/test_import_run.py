@@ -149,7 +149,7 @@ def test_what_is_no_model_is_named_and_nothing_is_overwritten(tmp_path, call):
         "none": "there is no folder or file",
         "list.pt": "holds a list.\nSave a state dict",
         "epoch.pt": "holds no weights, but ['epoch'].\nSave the model's state_dict() under 'model'.",
-        "empty": "holds no *.safetensors file",
+        "empty": "is empty.\nPass the folder or file that is to be imported.",
     }.items():
         assert text in call("import", tmp_path / name, tmp_path / "run", code=2)
     call("import", tmp_path / "model.pt", tmp_path / "run", "--step", 3)

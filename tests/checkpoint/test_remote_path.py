@@ -167,7 +167,7 @@ def test_the_command_takes_urls(url, capsys, tmp_path):
         assert main(["checkpoint", *arguments]) == 0
         assert re.search(text, capsys.readouterr().out, re.M)
     assert main(["checkpoint", "list", f"{url}/none"]) == 2
-    assert "none holds no checkpoint" in capsys.readouterr().err
+    assert "there is no folder " in capsys.readouterr().err
     assert main(["checkpoint", "export", url, f"{url}/out", "--to", "hf"]) == 2
     assert "exports are written to local paths: got memory://" in capsys.readouterr().err
 

@@ -1,9 +1,12 @@
 """The command tells what a folder of checkpoints holds, and finds what is damaged."""
 
 import re
+import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 
 from hybridpp import Booster, HybridParallelPlugin
@@ -82,12 +85,80 @@ def test_show_tells_what_a_checkpoint_holds(path, capsys):
     assert "exp_avg" not in output(capsys, "show", path, "--step", 1)[1]
 
 
-@pytest.mark.parametrize("action", ["list", "verify", "show"])
-def test_a_folder_without_checkpoints_is_one_line(tmp_path, capsys, action):
-    code, text = output(capsys, action, tmp_path / "none")
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    """What users pass in place of a folder of checkpoints."""
+    path, model = tmp_path_factory.mktemp("others"), nn.Linear(2, 3)
+    (path / "empty").mkdir()
+    (path / "notes.txt").write_text("mine")
+    save_file(model.state_dict(), path / "weights.safetensors")
+    torch.save({"model": model.state_dict()}, path / "state.pt")
+    (path / "weights").mkdir()
+    save_file(model.state_dict(), path / "weights/model.safetensors")
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({"model": model.state_dict()}, checkpoint_id=path / "dcp", no_dist=True)
+    begin(path / "unfinished", 3, "01234567")
+    return path
+
+
+HOLDS_WEIGHTS = "It holds weights, for booster.load_model, and for hybridpp checkpoint import."
+OTHERS = {
+    "none": "there is no folder {}.",
+    "empty": "{} is empty.",
+    "notes.txt": "{} is a file, and checkpoints of runs are folders.",
+    "weights.safetensors": f"{{}} is a file, and checkpoints of runs are folders.\n{HOLDS_WEIGHTS}",
+    "state.pt": f"{{}} is a file, and checkpoints of runs are folders.\n{HOLDS_WEIGHTS}",
+    "weights": f"{{}} holds no checkpoint.\n{HOLDS_WEIGHTS}",
+    "dcp": "{} holds no checkpoint.\nIt is a folder of torch.distributed.checkpoint, for hybridpp checkpoint import.",
+    "unfinished": "{} holds no complete checkpoint, only what saves wrote that were killed or are still running, of "
+    "the steps [3].",
+}
+
+
+@pytest.mark.parametrize("action", ["list", "verify", "show", "reshard", "export"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_folder_of_checkpoints_is_named_with_what_reads_it(others, tmp_path, capsys, name, action):
+    more = {"export": [tmp_path / "out", "--to", "torch"], "reshard": [tmp_path / "out"]}.get(action, [])
+    code, text = output(capsys, action, others / name, *more)
+    if (name, action) == ("unfinished", "list"):
+        assert code == 0
+        assert "incomplete: its save was killed, or is running" in text
+        return
     assert code == 2
-    assert text == f"hybridpp: {tmp_path / 'none'} holds no checkpoint.\nPass the folder that booster.save was given.\n"
+    given = "Pass the folder that booster.save was given.\n"
+    expected = OTHERS[name].format(others / name)
+    assert text.replace("\n", " ") == f"hybridpp: {expected}\n{given}".replace("\n", " ")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("none", "there is no folder or file {}."),
+        ("empty", "{} is empty."),
+        ("notes.txt", "{} is no file of torch.save."),
+        ("unfinished", "It holds saves of a run that were killed or are still running."),
+    ],
+)
+def test_what_cannot_be_imported_is_named(others, tmp_path, capsys, name, reason):
+    code, text = output(capsys, "import", others / name, tmp_path / "out")
+    assert code == 2
+    assert reason.format(others / name) in text
+    assert "\nPass" in text or " Pass" in text
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("action", ["show", "reshard", "export"])
+def test_a_damaged_step_is_named_with_the_way_to_an_intact_one(path, tmp_path, capsys, action):
+    manifest = step_folder(path, 2) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("AdamW", "AdamX"))
+    more = {"export": [tmp_path / "out", "--to", "torch"], "reshard": [tmp_path / "out"], "show": []}[action]
+    code, text = output(capsys, action, path, *more)
+    assert code == 2
+    assert f"step 2 in {path} cannot be used: manifest.json is damaged" in text
+    assert "Choose an intact step by --step: hybridpp checkpoint verify finds them." in text
+    assert output(capsys, action, path, *more, "--step", 1)[0] == 0
 
 
 def test_a_step_that_is_not_there_is_named(path, capsys):
-    assert "holds no checkpoint of step 7.\nIt holds [2, 1]." in output(capsys, "show", path, "--step", 7)[1]
+    assert "holds no checkpoint of step 7.\nChoose one of [2, 1]." in output(capsys, "show", path, "--step", 7)[1]

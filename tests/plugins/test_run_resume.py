@@ -77,3 +77,18 @@ def test_another_folder_is_named_with_what_reads_it(tmp_path, folder, text):
             run.booster.load_model(run.model, tmp_path / "run")
 
     on_layout(rank)
+
+
+def test_a_file_in_place_of_the_folder_is_no_new_run(tmp_path):
+    """Which would fail when it saves."""
+    path = tmp_path / "run"
+    path.write_text("notes")
+
+    def rank(make):
+        run = make()
+        for missing in ("error", "fresh"):
+            with pytest.raises(CheckpointError, match=r"run is a file, and checkpoints of runs are folders\. Pass the"):
+                run.booster.resume(path, missing=missing)
+
+    on_layout(rank, pp_size=2)
+    assert path.read_text() == "notes"

@@ -163,6 +163,12 @@ def test_the_newest_that_is_intact_is_taken_and_the_others_are_named(tmp_path, c
 @pytest.mark.parametrize("kind", ["nothing", "empty", "a killed save"])
 def test_a_new_run_begins_where_there_is_no_checkpoint(tmp_path, kind):
     path = tmp_path / "run"
+    reason = {
+        "nothing": f"there is no folder {path}.",
+        "empty": f"{path} is empty.",
+        "a killed save": f"{path} holds no complete checkpoint, only what saves wrote that were killed or are still "
+        "running, of the steps [2, 1].",
+    }
     if kind != "nothing":
         path.mkdir()
     if kind == "a killed save":
@@ -172,7 +178,7 @@ def test_a_new_run_begins_where_there_is_no_checkpoint(tmp_path, kind):
 
     def rank(make):
         run = make()
-        with pytest.raises(CheckpointError, match=re.escape(f"{path} holds no checkpoint. Pass the folder")):
+        with pytest.raises(CheckpointError, match=re.escape(f"{reason[kind]} Pass the folder")):
             run.booster.resume(path)
         assert run.booster.resume(path, missing="fresh") == Resumed(0, 0, 0, {})
         run.steps([0])
@@ -304,14 +310,14 @@ def test_gradients_that_are_held_are_refused_until_they_are_dropped(tmp_path):
 def test_a_resume_that_fails_while_reading_is_an_error_on_all_ranks(tmp_path, monkeypatch):
     on_layout(lambda make: saved_twice(make, tmp_path))
 
-    stored = reader._stored
+    fill_from = reader.fill_from
 
     def broken_on_rank_1(*args):
         if current_world().rank:
             raise CheckpointError("the disk is gone")
-        return stored(*args)
+        fill_from(*args)
 
-    monkeypatch.setattr(reader, "_stored", broken_on_rank_1)
+    monkeypatch.setattr(reader, "fill_from", broken_on_rank_1)
 
     def rank(make):
         with pytest.raises(CheckpointError, match="the disk is gone"):

@@ -248,7 +248,7 @@ def test_several_models_are_saved_together_and_in_order(tmp_path):
         assert two.optimizer.applied_steps == 1
     single = Booster(plugin=HybridParallelPlugin())
     kept = single.boost(nn.Linear(3, 2))
-    with pytest.raises(CheckpointError, match=r"does not fit this run: it has 2 models, and 1 were boosted here\."):
+    with pytest.raises(CheckpointError, match=r"it has the models Linear, Linear, and boosted here are Linear\."):
         single.resume(tmp_path)
     assert kept.optimizer is None
 
