@@ -18,7 +18,8 @@ def gather_json(control: Group, call: str, value: Any) -> list[Any]:
         call: that this rank is in, see :mod:`hybridpp.cluster.gather_numbers`.
         value: anything that JSON can hold.
     """
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    text = json.dumps(value).encode() if control.rank else b" "
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     sizes = [int(size) for (size,) in gather_numbers(control, call, [data.numel()])]
     if control.rank:
         control.send(data, 0).wait()

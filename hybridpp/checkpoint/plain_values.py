@@ -18,6 +18,7 @@ _DTYPES = {
     for dtype in (
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+        *(torch.uint64, torch.uint32, torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2),
     )
 }
 
@@ -30,40 +31,57 @@ def encode(value: Any, name: str) -> Any:
         name: of the value, in errors.
 
     Raises:
-        ConfigError: something in it is of another type.
+        ConfigError: something in it is of another type, or it holds itself.
     """
+    try:
+        return _encode(value, name)
+    except RecursionError:
+        raise ConfigError(
+            f"{name.partition('[')[0]} is nested too deeply, or holds itself: a checkpoint cannot hold it. Use flat "
+            "lists and dicts."
+        ) from None
+
+
+def _encode(value: Any, name: str) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:
         return value if math.isfinite(value) else {"$float": str(value)}
     if kind is list:
-        return [encode(item, f"{name}[{n}]") for n, item in enumerate(value)]
+        return [_encode(item, f"{name}[{n}]") for n, item in enumerate(value)]
     if kind in (dict, OrderedDict, Counter):
         return _encode_dict(value, name)
     if kind in (tuple, set, frozenset):
         items = value if kind is tuple else sorted(value, key=repr)
-        return {f"{_TAG}{kind.__name__}": [encode(item, f"{name}[{n}]") for n, item in enumerate(items)]}
+        return {f"{_TAG}{kind.__name__}": [_encode(item, f"{name}[{n}]") for n, item in enumerate(items)]}
     if kind is complex:
-        return {"$complex": [encode(value.real, name), encode(value.imag, name)]}
+        return {"$complex": [_encode(value.real, name), _encode(value.imag, name)]}
     if kind is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
-    if isinstance(value, Tensor) and str(value.dtype).removeprefix("torch.") in _DTYPES:
-        return {"$tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), _bytes_of(value)]}
+    if isinstance(value, Tensor) and value.layout is torch.strided and _name_of(value.dtype) in _DTYPES:
+        return {"$tensor": [_name_of(value.dtype), list(value.shape), _bytes_of(value)]}
     if isinstance(value, numpy.generic | numpy.ndarray) and value.dtype.kind in "biufc":
         array = numpy.ascontiguousarray(value)
         return {"$numpy": [array.dtype.str, list(numpy.shape(value)), base64.b64encode(array.tobytes()).decode()]}
+    what = f"{kind.__name__} of {value.dtype}" if hasattr(value, "dtype") else kind.__name__
+    if isinstance(value, Tensor) and value.layout is not torch.strided:
+        what = f"Tensor of {value.layout}"
     raise ConfigError(
-        f"{name} is a {kind.__name__}, which a checkpoint cannot hold: it is read without running code. Use numbers, "
+        f"{name} is a {what}, which a checkpoint cannot hold: it is read without running code. Use numbers, "
         "text, lists, tuples, dicts, tensors or numpy arrays; for another object, its state_dict()."
     )
 
 
 def _encode_dict(value: dict[Any, Any], name: str) -> Any:
     if type(value) is dict and all(type(key) is str and not key.startswith(_TAG) for key in value):
-        return {key: encode(item, f"{name}[{key!r}]") for key, item in value.items()}
-    pairs = [[encode(key, f"a key of {name}"), encode(item, f"{name}[{key!r}]")] for key, item in value.items()]
+        return {key: _encode(item, f"{name}[{key!r}]") for key, item in value.items()}
+    pairs = [[_encode(key, f"a key of {name}"), _encode(item, f"{name}[{key!r}]")] for key, item in value.items()]
     return {f"{_TAG}{type(value).__name__}": pairs}
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _bytes_of(tensor: Tensor) -> str:

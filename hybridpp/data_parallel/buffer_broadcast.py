@@ -69,7 +69,8 @@ class BufferBroadcast:
 
     def _buffers(self) -> dict[str, Tensor]:
         found = {name: owner.buffer for name, owner in self._owners.items()}
-        return {name: buffer for name, buffer in found.items() if buffer is not None}
+        # Sparse ones have no bytes that could be compared and sent.
+        return {name: buffer for name, buffer in found.items() if buffer is not None and buffer.layout is torch.strided}
 
     def finish(self) -> None:
         """Send what was agreed on, after the backward passes. Collective: the group, one all-reduce, or none.

@@ -256,6 +256,7 @@ class BoostedModels(
                 self._engine(part.model),
                 part.lr_scheduler,
                 part.dataloader if isinstance(part.dataloader, ReplicaDataLoader) else None,
+                not isinstance(part.dataloader, ReplicaDataLoader | None),
             )
             for part in parts
         ]

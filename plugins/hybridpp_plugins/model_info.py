@@ -141,7 +141,8 @@ def check_same_weights(model: nn.Module, seed: int, control: Group) -> None:
         digest = zlib.crc32(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode(), digest)
         if not parameter.is_meta:
             flat = parameter.detach().reshape(-1)
-            some = flat[:: max(1, flat.numel() // _NUM_COMPARED)][:_NUM_COMPARED].double().cpu()
+            some = flat[:: max(1, flat.numel() // _NUM_COMPARED)][:_NUM_COMPARED]
+            some = (torch.view_as_real(some) if some.is_complex() else some).double().cpu()
             digest = zlib.crc32(some.numpy().tobytes(), digest)
     for name, buffer in model.named_buffers():
         digest = zlib.crc32(f"{name} {tuple(buffer.shape)} {buffer.dtype} {buffer.is_meta}".encode(), digest)

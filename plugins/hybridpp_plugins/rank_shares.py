@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from hybridpp.checkpoint.boxes import Box, Region, full_box, range_boxes, shard_regions
 from hybridpp.cluster import gather_objects
+from hybridpp.errors import CheckpointError
 from hybridpp_plugins.apply_tp import placements
 from hybridpp_plugins.engine import Engine
 
@@ -94,7 +96,15 @@ class RankShares:
             name: of the parameter or buffer.
             tensor: what this rank updates of it, or a tensor of the same shape (a moment).
             to_write: leave out what another rank writes.
+
+        Raises:
+            CheckpointError: it is sparse.
         """
+        if tensor.layout is not torch.strided:
+            raise CheckpointError(
+                f"{name} is a tensor of {tensor.layout}, which safetensors files cannot hold. Make it dense, or "
+                "register it with persistent=False and make it again when the model is made."
+            )
         if to_write and not self.writes(name):
             return []
         tensor, regions = tensor.detach(), self._regions(name, tensor, to_write)
@@ -197,7 +207,8 @@ def find_buffer_owners(engine: Engine, call: str, digest_of: Callable[[Tensor], 
     """
     here, parameters = engine.layout.here, dict(engine.model.named_parameters())
     buffers = {held.name: held.tensor for held in held_weights(engine) if held.name not in parameters}
-    own = {name: digest_of(tensor) if digest_of else "" for name, tensor in buffers.items()}
+    compared = {name for name, tensor in buffers.items() if tensor.layout is torch.strided}  # others are refused
+    own = {name: digest_of(buffers[name]) if digest_of and name in compared else "" for name in buffers}
     rows = gather_objects(engine.layout.control, call, [here.dp, here.pp, here.tp, own])
     first = {name: pp for dp, pp, tp, names in reversed(rows) if dp == tp == 0 for name in names}
     (of_first_replica,) = (names for dp, pp, tp, names in rows if (dp, pp, tp) == (0, here.pp, here.tp))

@@ -30,11 +30,13 @@ class RunParts(NamedTuple):
         engine: of the boosted model.
         lr_scheduler: that boost returned, if there is one.
         dataloader: that was given to boost, if it counts what the loop took.
+        has_other_loader: whether one was given that does not.
     """
 
     engine: Engine
     lr_scheduler: LRScheduler | None
     dataloader: ReplicaDataLoader | None
+    has_other_loader: bool = False
 
 
 class TrainingState:
@@ -50,7 +52,7 @@ class TrainingState:
     """
 
     def __init__(self, parts: RunParts, index: int, call: str, *, compares: bool):
-        self._engine, self._scheduler, self._loader = parts
+        self._engine, self._scheduler, self._loader, self._has_other_loader = parts
         self._prefix = f"model{index}/"
         self._compares = compares and self._engine.layout.dp.size > 1
         self._owners = find_buffer_owners(self._engine, call, tensor_digest if self._compares else None)
@@ -168,6 +170,12 @@ class TrainingState:
                 )
             elif position is not None:
                 self._loader.check_position(position)
+        elif self._has_other_loader:
+            get_dist_logger().warning(
+                "the dataloader that boost was given is not one of plugin.prepare_dataloader, so it begins at the "
+                "first epoch. Set its position from the extras of the checkpoint.",
+                ranks=[0],
+            )
         if is_import:
             self._say_what_is_fresh(stored, missing)
         state: dict[str, dict[str, Any]] = {}

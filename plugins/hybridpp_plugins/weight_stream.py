@@ -1,6 +1,6 @@
 """Bring a model's weights together on rank 0, one full tensor at a time."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,9 +37,11 @@ class WeightStream:
     def __init__(self, engine: Engine, copy: nn.Module | None):
         self._control = engine.layout.control
         self._dtypes = engine.original.dtypes
-        self._pull(engine, copy)
+        self._attempt(lambda: _pull(engine, copy))
         first_position = find_buffer_owners(engine, SAVE_CALL, None).first_position
-        self._parts = dict(_parts(engine, copy, RankShares(engine, first_position, divided=copy is None)))
+        self._parts: dict[str, tuple[Tensor, tuple[int, ...], _Parts]] = {}
+        shares = RankShares(engine, first_position, divided=copy is None)
+        self._attempt(lambda: self._parts.update(_parts(engine, copy, shares)))
         own = {
             name: [str(self._dtype(name, tensor)).removeprefix("torch."), list(shape), [list(box) for box, _ in parts]]
             for name, (tensor, shape, parts) in self._parts.items()
@@ -54,13 +56,11 @@ class WeightStream:
             for name, (_, _, boxes) in row.items():
                 self._boxes[name][rank] = [Box(tuple(start), tuple(shape)) for start, shape in boxes]
 
-    def _pull(self, engine: Engine, copy: nn.Module | None) -> None:
+    def _attempt(self, run: Callable[[], Any]) -> None:
+        """Run something; a failure is one on all ranks. Collective: all ranks."""
         failure: Exception | None = None
         try:
-            if copy is None and engine.optimizer is not None:
-                engine.optimizer.target.pull()
-            elif copy is None:
-                engine.masters.copy_from_model()
+            run()
         except Exception as error:
             failure = error
         agree(self._control, SAVE_CALL, failure, "writing the model")
@@ -111,6 +111,14 @@ class WeightStream:
 
     def _host(self, name: str, tensor: Tensor) -> Tensor:
         return tensor.detach().to(device="cpu", dtype=self._dtype(name, tensor)).contiguous()
+
+
+def _pull(engine: Engine, copy: nn.Module | None) -> None:
+    """Bring what is saved up to date."""
+    if copy is None and engine.optimizer is not None:
+        engine.optimizer.target.pull()
+    elif copy is None:
+        engine.masters.copy_from_model()
 
 
 def _parts(
