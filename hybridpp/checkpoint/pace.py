@@ -4,6 +4,9 @@ import os
 import threading
 import time
 
+# Of a rest, after which it looks whether the process ends.
+_MOST_S = 0.1
+
 
 class Pace:
     """Lets one thread use a share of a processor: after each piece of work, it rests as long as that takes.
@@ -25,9 +28,10 @@ class Pace:
 
     def rest(self) -> None:
         """Rest until the processor's time since the last rest is no more than the share."""
-        left = (time.thread_time() - self._used) / self._share - (time.monotonic() - self._began)
-        if left > 0 and threading.main_thread().is_alive():
-            self._hurried.wait(left)
+        end = self._began + (time.thread_time() - self._used) / self._share
+        while threading.main_thread().is_alive() and (left := end - time.monotonic()) > 0:
+            if self._hurried.wait(min(left, _MOST_S)):
+                break
         self.begin()
 
     def hurry(self) -> None:

@@ -38,7 +38,7 @@ def rests(monkeypatch, clocks):
     return found
 
 
-@pytest.mark.parametrize(("share", "wall_s", "rested"), [(0.1, 0.02, [0.18]), (0.1, 0.5, []), (1.0, 0.02, [])])
+@pytest.mark.parametrize(("share", "wall_s", "rested"), [(0.1, 0.02, [0.1, 0.08]), (0.1, 0.5, []), (1.0, 0.02, [])])
 def test_a_rest_fills_up_what_waiting_for_the_disk_did_not(clocks, rests, share, wall_s, rested):
     pace = Pace(share)
     for _ in range(2):
