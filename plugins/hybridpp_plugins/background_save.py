@@ -93,7 +93,7 @@ class BackgroundSave:
     """A save that is under way on this rank.
 
     Args:
-        place: this rank.
+        saving: this rank.
         folder: of the checkpoint.
         save_id: of the save.
         write: writes copies in host memory to files, given the first part of their names and what it calls after each
@@ -108,15 +108,15 @@ class BackgroundSave:
 
     def __init__(
         self,
-        place: SavingRank,
+        saving: SavingRank,
         folder: AnyPath,
         save_id: str,
         write: Callable[[str, Callable[[], None]], WrittenFiles],
         described: Callable[[WrittenFiles], Mapping[str, Any]],
         commit: Callable[[Sequence[Mapping[str, Any]]], None],
     ):
-        self._rank, self._size = place.rank, place.size
-        self._folder, self._save_id, self._pace = folder, save_id, place.pace()
+        self._rank, self._size = saving.rank, saving.size
+        self._folder, self._save_id, self._pace = folder, save_id, saving.pace()
         self._write: Callable[[str, Callable[[], None]], WrittenFiles] | None = write
         self._described, self._commit = described, commit
         self.written = WrittenFiles({}, {})

@@ -131,8 +131,8 @@ class RunContents:
 
     def _tell_once(self, what: str, text: str) -> None:
         """Warn once for each folder of checkpoints."""
-        if (told := f"{what} in {self._path}") not in self._reported:
-            self._reported.add(told)
+        if (topic := f"{what} in {self._path}") not in self._reported:
+            self._reported.add(topic)
             get_dist_logger().warning(text)
 
     def after_commit(self, folder: AnyPath, manifest: Manifest) -> list[str]:
