@@ -119,7 +119,7 @@ def test_odd_tensors_and_names_are_kept(tmp_path, make_model):
         (torch.ones(3, dtype=torch.complex128), "odd has dtype complex128, which safetensors files cannot hold."),
     ],
 )
-def test_tensors_that_no_file_holds_are_named_on_all_ranks_and_nothing_is_left(tmp_path, buffer, text):
+def test_tensors_that_no_file_holds_are_named_on_all_ranks(tmp_path, buffer, text):
     def make_model():
         model = Net()
         model.register_buffer("odd", buffer.clone())
@@ -221,9 +221,7 @@ def test_extras_that_cannot_be_kept_are_named(tmp_path):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("num_more", [0, 200])
-def test_extras_that_differ_between_ranks_are_named_once_and_those_of_rank_0_kept(
-    tmp_path, caplog, num_more, asynchronous
-):
+def test_extras_that_differ_between_ranks_are_named_and_rank_0s_kept(tmp_path, caplog, num_more, asynchronous):
     def rank():
         job = Job()
         own = job.booster.plugin.layout.world.rank
