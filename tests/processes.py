@@ -152,25 +152,32 @@ def run_script(
     timeout_s: float = 100.0,
     cwd: Path = ROOT,
     until_all_end: bool = False,
+    address: str = "127.0.0.1",
+    move: Callable[[int], int] = _stay,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script as :func:`torchrun` does, on ranks that are forked, for where their start is not the point.
 
     A fork has imported what takes a new interpreter 6 s. A warning ends its rank, as it ends a test. The first rank
-    that fails ends the others, unless ``until_all_end``.
+    that fails ends the others, unless ``until_all_end``. ``address`` and ``move`` are as in :func:`run_ranks`.
     """
     context = multiprocessing.get_context("fork")
     job = os.environ | {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job |= {"MASTER_ADDR": address, "MASTER_PORT": str(free_port())}
     command = [str(script), *arguments]
+
+    def run(rank: int, *parts: Any) -> None:
+        os.environ["LOCAL_RANK"] = str(move(rank))
+        _script(*parts)
+
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         ranks = []
         # A store in this process looks up who connects to it, and glibc's lock for that stays locked in whatever is
         # forked meanwhile: no rank begins before all are forked.
         are_forked = context.Event()
         for rank in range(num_ranks):
-            environment = job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            environment = job | {"RANK": str(rank)}
             files = (stdout.fileno(), stderr.fileno())
-            ranks.append(context.Process(target=_script, args=(are_forked, command, environment, cwd, *files)))
+            ranks.append(context.Process(target=run, args=(rank, are_forked, command, environment, cwd, *files)))
             ranks[-1].start()
         are_forked.set()
         try:

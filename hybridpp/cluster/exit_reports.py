@@ -97,14 +97,15 @@ class ExitReports:
         with self._asked():
             if (store := self.store) is not None:
                 return int(ask(lambda: store.add(f"first {what}", 1))) == 1
-        if self.folder is not None:
-            try:
+        return self.is_first_here(what)
+
+    def is_first_here(self, what: str) -> bool:
+        """Whether no rank of this host has asked this before; True where they share no folder."""
+        with contextlib.suppress(OSError):
+            if self.folder is not None:
                 (self.folder / f"first {what}").touch(exist_ok=False)
-            except FileExistsError:
-                return False
-            except OSError:
                 return True
-        return True
+        return self.folder is None or not (self.folder / f"first {what}").exists()
 
     @contextlib.contextmanager
     def _asked(self) -> Iterator[None]:

@@ -161,7 +161,8 @@ class TorchWorld:
             limits: of the sections.
             store: of the job; the watchdog makes a connection of its own.
         """
-        rank = WatchedRank(self.progress, self._num_started, self.exit_reports.exit_reason)
+        reports = self.exit_reports
+        rank = WatchedRank(self.progress, self._num_started, reports.exit_reason, reports.is_first_here)
         self._watchdog = Watchdog(WatchdogBoard(store, self.rank, self.size, limits.step / 2), rank, limits)
         atexit.register(self._watchdog.stop)
         return self._watchdog

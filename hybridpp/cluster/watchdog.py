@@ -245,17 +245,19 @@ class Watchdog:
         self._end(RankProcess(*one) for one in alarm["silent"])
 
     def _without_store(self, own: WatchedState) -> None:
-        """Report alone: the process that hosts the store is stopped, or gone."""
+        """Report alone, one rank of each host: the process that hosts the store is stopped, gone or cut off."""
         silent_s = time.monotonic() - self._answered
         limit = self._limits.step if own.awaited else self._limits.of_section(own.section, is_awaited=False)
         if own.age_s <= limit or silent_s <= limit / 2:
             return
         awaited = f", waits for {own.awaited.what} of rank {own.awaited.ranks[0]}" if own.awaited else ""
-        _write(
-            f"hybridpp: this job hangs: rank {own.rank} is in {own.where} for {own.age_s:.0f} s{awaited}, and the "
-            f"job's store has not answered for {silent_s:.0f} s. The first suspect is the process that hosts it: "
-            f"torchrun, or rank 0. Rank {own.rank} ends with exit code {EXIT_CODE}.\n"
-        )
+        if self._rank.is_first_here("silent store"):
+            _write(
+                f"hybridpp: this job hangs: rank {own.rank} is in {own.where} for {own.age_s:.0f} s{awaited}, and the "
+                f"job's store has not answered {own.process.host} for {silent_s:.0f} s. The first suspect is the "
+                "process that hosts it (torchrun's agent, or rank 0), or the network to its host. The ranks of this "
+                f"host end with exit code {EXIT_CODE}.\n"
+            )
         self._end(())
 
     def _hold_rank(self) -> None:

@@ -1,8 +1,11 @@
 """A job of two hosts: pipelines and replicas across them, and a cable that is pulled in the middle of a step."""
 
+import re
+
 import pytest
-from processes import run_ranks
+from processes import run_ranks, run_script
 from support import (
+    ROOT,
     assert_near,
     assert_same,
     boosted,
@@ -18,6 +21,7 @@ from two_hosts import hosts_or_skip, on_hosts
 
 from hybridpp.cluster import current_world
 
+SCRIPT = ROOT / "tests/scripts/hanging.py"
 BATCHES = [image_batch(8, seed) for seed in range(2)]
 # Of four ranks on two hosts: replicas on a host each, and a pipeline of which the middle is the cable.
 LAYOUTS = {"dp": {"pp_size": 2, "num_microbatches": 2}, "pp": {"pp_size": 4, "num_microbatches": 4}}
@@ -68,3 +72,16 @@ def test_pipelines_and_replicas_across_hosts_equal_one_process():
             weights |= own_weights
         compare(gradients, whole["gradients"])
         compare(weights, whole["weights"])
+
+
+@pytest.mark.timeout(150)
+def test_a_cable_pulled_in_a_step_ends_both_hosts_and_each_says_who_went():
+    with hosts_or_skip() as hosts:
+        job = run_script(2, SCRIPT, "cut", "1", "1F2", "limit=3", until_all_end=True, **on_hosts(hosts))
+    assert job.returncode == 75, job.stderr
+    # Rank 0 has the store.
+    assert re.findall(r"The first suspect is rank (\d) \(process \d+ on (\w+)\)", job.stderr) == [("1", "host1")]
+    assert "Nobody sees its process: its host may be down, or cut off." in job.stderr
+    silent = re.findall(r"rank (\d) is in training step 3 of Model.*store has not answered (\w+) for", job.stderr)
+    assert silent == [("1", "host1")]
+    assert job.stderr.count("this job hangs") == 2, job.stderr

@@ -1,13 +1,14 @@
 """A job of four ranks that hangs in its third step (or pauses), and is watched: ``hanging.py WHAT RANK WHERE [k=v]``.
 
-WHAT: sleep, stop, hold (code in C that keeps the interpreter), kill, or none. WHERE: an action (``1F2``), ``loader``,
-``script`` or ``trace``. Keys: ``limit`` and others of ``watchdog_s`` in seconds, ``steps``, and
-``pause``, the seconds of a sleep.
+WHAT: sleep, stop, hold (code in C that keeps the interpreter), cut (the cable of its host), kill, or none. WHERE: an
+action (``1F2``), ``loader``, ``script`` or ``trace``. Keys: ``limit`` and others of ``watchdog_s`` in seconds,
+``steps``, and ``pause``, the seconds of a sleep.
 """
 
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -36,6 +37,8 @@ def hang() -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         case "hold":
             ctypes.PyDLL(None).sleep(int(PAUSE))
+        case "cut":
+            subprocess.run(["ip", "link", "set", "cable", "down"], check=True)
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
 

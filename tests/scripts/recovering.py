@@ -86,7 +86,8 @@ def run(options: argparse.Namespace) -> None:
     data = [{"x": row, "y": index % 4} for index, row in enumerate(rows)]
 
     plugin = HybridParallelPlugin(**layout_for(coordinator.world_size), max_norm=1.0)
-    loader = plugin.prepare_dataloader(data, BATCH // plugin.dp_size, shuffle=True)
+    workers = {"num_workers": options.workers, "multiprocessing_context": "fork" if options.workers else None}
+    loader = plugin.prepare_dataloader(data, BATCH // plugin.dp_size, shuffle=True, **workers)
     booster, model = Booster(plugin=plugin, device="cpu"), make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
@@ -160,6 +161,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--die", help="RANK:PLACE:STEP, in the first attempt")
     parser.add_argument("--break-at", default="")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds")
+    parser.add_argument("--workers", type=int, default=0, help="processes that load data")
     parser.add_argument("--watchdog", type=float, help="seconds")
     return parser.parse_args(arguments)
 
