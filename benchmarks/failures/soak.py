@@ -11,6 +11,7 @@ threads, descriptors, objects and the entries of caches; rank 0 prints the large
 import argparse
 import functools
 import gc
+import math
 import random
 import shutil
 import statistics
@@ -109,8 +110,9 @@ class Table:
         self._is_master = is_master
         self._start = time.monotonic()
 
-    def add(self, step: int) -> None:
-        """Count on all ranks. Collective."""
+    def add(self, step: int) -> float:
+        """Count on all ranks; the seconds until now, of rank 0. Collective."""
+        passed: float = gather_objects(current_world().control(), "a row's time", time.monotonic() - self._start)[0]
         of_ranks = gather_objects(current_world().control(), "a row of the table", count())
         names = {name for row in of_ranks for name in row}
         row = {name: max(one.get(name, 0) for one in of_ranks) for name in names}
@@ -120,7 +122,8 @@ class Table:
             if len(self.rows) == 1:
                 print(f"{'step':>6} {'s':>6} " + " ".join(f"{name:>11}" for name in COLUMNS), flush=True)
             numbers = " ".join(f"{row[name]:11.1f}" if "mib" in name else f"{row[name]:11.0f}" for name in COLUMNS)
-            print(f"{step:6} {time.monotonic() - self._start:6.0f} {numbers}", flush=True)
+            print(f"{step:6} {passed:6.0f} {numbers}", flush=True)
+        return passed
 
     def verdict(self) -> bool:
         """Whether all is flat, printed with what is not."""
@@ -152,7 +155,7 @@ def criterion(outputs: Any, inputs: Any) -> torch.Tensor:
     return outputs.loss
 
 
-def run(num_steps: int) -> bool:
+def run(num_steps: int, seconds: float) -> bool:
     launch_from_torch(backend="gloo", watchdog_s={"step": 300})
     coordinator = DistCoordinator()
     plugin = HybridParallelPlugin(tp_size=2, pp_size=2, microbatch_size=2, max_norm=1.0, check_weights_every=50)
@@ -177,7 +180,8 @@ def run(num_steps: int) -> bool:
             booster.save(Path(folder, "checkpoints"), step=step, keep_last=2, asynchronous=True)
         if step % EVERY == 0:
             booster.wait_for_save()
-            table.add(step)
+            if table.add(step) > seconds:
+                break
     is_flat = not coordinator.is_master() or table.verdict()
     coordinator.block_all()
     if coordinator.is_master():
@@ -190,6 +194,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--every", type=int, default=EVERY, help="steps between two rows")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no step after the row at which these are over")
     options = parser.parse_args()
     EVERY = options.every
-    sys.exit(not run(options.steps))
+    sys.exit(not run(options.steps, options.seconds))
