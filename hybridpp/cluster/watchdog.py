@@ -47,11 +47,13 @@ class WatchedRank(NamedTuple):
         started: returns how many collectives of each group it has started, by
             :func:`~hybridpp.cluster.hang_report.group_key`.
         exit_reason: how another rank has ended.
+        is_first_here: whether no other rank of this host has asked this.
     """
 
     progress: Progress
     started: Callable[[], Mapping[str, int]]
     exit_reason: ExitReason
+    is_first_here: Callable[[str], bool] = lambda what: True
 
 
 class Watchdog:
