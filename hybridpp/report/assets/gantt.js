@@ -69,7 +69,8 @@ function box(pen, row, kind, times, y, height, width, stagesHere, solid) {
   drawn++;
   const text = String(row[MICROBATCH]);
   if (row[MICROBATCH] >= 0 && COMPUTES.includes(kind) && height >= 9 && wide > 7 * text.length + 6) {
-    pen.fillStyle = solid ? (kind === "W" || kind === "I" ? "#1d2129" : "#fff") : colors.ink;
+    const isLight = kind === "W" || kind === "I";
+    pen.fillStyle = !solid || alpha < 0.8 ? colors.ink : isLight ? "#1d2129" : "#fff";
     pen.textAlign = "center";
     pen.fillText(text, left + wide / 2, y + height / 2 + 0.5);
   }

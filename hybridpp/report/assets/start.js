@@ -18,7 +18,7 @@ function makeLegends() {
     legend.append(key(colors.messages, "waits for other ranks", true));
   }
   legend.append(...phases.map((phase) => key(colors[phase], WORDS[phase], false, 0.7)), key(colors.idle, "idle"));
-  if (stagesOf.some((stages) => stages.length > 1)) legend.append("A rank's later stages are paler.");
+  if (stagesOf.some((stages) => stages.length > 1)) legend.append("A rank's later stages are fainter.");
   const lines = document.getElementById("memory-legend");
   if (!hasMemory) return;
   lines.replaceChildren();
