@@ -2,11 +2,29 @@
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, get_type_hints
 
 import typer
+
+from hybridpp.errors import ConfigError
+
+# What commands import, which a host to which the library was only copied may lack.
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "fsspec",
+    "jinja2",
+    "numpy",
+    "psutil",
+    "safetensors",
+    "tqdm",
+    "xxhash",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +59,23 @@ class Command:
         )(self._function())
 
     def call(self, arguments: Any) -> None:
-        """Import the work, and do it."""
+        """Import the work, and do it.
+
+        Raises:
+            ConfigError: a package that the work needs is not installed.
+        """
         module, _, name = self.work.partition(":")
-        getattr(importlib.import_module(module), name)(arguments)
+        try:
+            imported = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            missing = (error.name or "").partition(".")[0]
+            if missing not in _PACKAGES:
+                raise
+            raise ConfigError(
+                f"hybridpp {self.name} needs the package {missing}, which is not installed. "
+                f"Run {sys.executable} -m pip install {missing}"
+            ) from error
+        getattr(imported, name)(arguments)
 
     def _function(self) -> Callable[..., None]:
         """A function whose parameters are the fields of ``arguments``: typer reads signatures."""

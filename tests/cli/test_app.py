@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -15,6 +16,7 @@ from hybridpp.cli.app import COMMANDS
 from hybridpp.cli.command import Command, CommandGroup
 from hybridpp.cli.commands.model_options import ModelOptions
 from hybridpp.cli.estimate_flags import OPTIMIZERS
+from hybridpp.errors import ConfigError
 from hybridpp.estimate import DEVICES
 
 PATHS = [
@@ -105,6 +107,17 @@ def test_a_file_error_of_a_command_is_two_lines(capsys, monkeypatch):
     monkeypatch.setattr("hybridpp.cli.schedule.run", fail)
     assert main(["schedule"]) == 2
     assert capsys.readouterr().err == ("hybridpp: /x/y: permission denied.\nCheck the path and its permissions.\n")
+
+
+@pytest.mark.parametrize(("missing", "kind"), [("torch", ConfigError), ("torch.cuda", ConfigError), ("x", ImportError)])
+def test_a_package_that_is_missing_is_two_lines(monkeypatch, tmp_path, missing, kind):
+    (tmp_path / "needs_it.py").write_text(f"raise ModuleNotFoundError('no module', name={missing!r})")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = (
+        "hybridpp doctor needs the package torch, which is not installed. Run" if kind is ConfigError else "no module"
+    )
+    with pytest.raises(kind, match=text):
+        replace(BY_PATH["doctor",], work="needs_it:run").call(None)
 
 
 def test_a_problem_found_and_an_interrupt_have_their_exit_codes(monkeypatch):
