@@ -99,6 +99,10 @@ class Bucket:
         free_flat(self.flat)
         self.is_open = False
 
+    def held_tensors(self) -> list[Tensor]:
+        """The memory that it has now."""
+        return [tensor for tensor in (self.flat, self.own, self.aside) if tensor is not None]
+
     def sample(self, count: int) -> Tensor:
         """A copy of about ``count`` evenly spaced elements of the gradients and the zero padding between them.
 

@@ -1,7 +1,7 @@
 """Gradients in flat buckets, reduced over the replicas during the last backward pass."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum, auto
 
 import torch
@@ -124,10 +124,7 @@ class GradientBuckets:
     @property
     def held_tensors(self) -> list[Tensor]:
         """All memory that gradients have now."""
-        buckets = self._accumulator.buckets
-        return [
-            tensor for bucket in buckets for tensor in (bucket.flat, bucket.own, bucket.aside) if tensor is not None
-        ]
+        return [tensor for bucket in self._accumulator.buckets for tensor in bucket.held_tensors()]
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -155,17 +152,17 @@ class GradientBuckets:
         """Add a group whose members hold a summand each of a gradient, or of the part of it that ``view`` is."""
         self._shared.summands.append(Summand(name, group, view))
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """A context in which gradients are only accumulated; the first backward after it, or ``finish_grad_sync``,
-        reduces them.
-        """
-        with self.syncing(False):
-            yield
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context in which gradients are only accumulated; what comes after it reduces them."""
+        return self._syncing(False)
+
+    def resumed(self, reduces: bool) -> AbstractContextManager[None]:
+        """A context for the rest of a step that an error ended, and that ``reduces`` gradients or only adds up."""
+        self._state = _State.LOCAL
+        return self._syncing(reduces)
 
     @contextmanager
-    def syncing(self, reduces: bool) -> Iterator[None]:
-        """A context in which gradients are reduced, or only accumulated."""
+    def _syncing(self, reduces: bool) -> Iterator[None]:
         previous, self._sync = self._sync, reduces
         try:
             yield
@@ -341,14 +338,6 @@ class GradientBuckets:
                 self._used.add(name)
             else:
                 self._used.discard(name)
-
-    def interrupt(self) -> None:
-        """After an error in a step: let its gradients count as none, until :meth:`go_on`."""
-        self._state = _State.CONSUMED
-
-    def go_on(self) -> None:
-        """Get ready to take part in the reductions that are left of a step that an error ended."""
-        self._state = _State.LOCAL
 
     def abort(self) -> None:
         """After an error in a step: drop its gradients and running reductions, which the next step waits for."""

@@ -113,14 +113,8 @@ class GradientReducer(Protocol):
     def consume(self) -> None:
         """Mark the gradients as used: they stay readable until the next ``begin``."""
 
-    def syncing(self, reduces: bool) -> AbstractContextManager[None]:
-        """A context in which gradients are reduced, or only accumulated."""
-
-    def interrupt(self) -> None:
-        """After an error in a step: let its gradients count as none, until :meth:`go_on`."""
-
-    def go_on(self) -> None:
-        """Get ready to take part in the reductions that are left of a step that an error ended."""
+    def resumed(self, reduces: bool) -> AbstractContextManager[None]:
+        """A context for the rest of a step that an error ended, and that ``reduces`` gradients or only adds up."""
 
     def abort(self) -> None:
         """After an error in a step: drop its gradients and running reductions."""

@@ -32,7 +32,7 @@ from hybridpp.pipeline.merge import merge_outputs
 from hybridpp.pipeline.rank_program import RankProgram, rank_programs
 from hybridpp.pipeline.read_ahead import ReadAheadIterator
 from hybridpp.pipeline.recorder import ActiveRecording, DeviceRecorder, HostRecorder, Recorder
-from hybridpp.pipeline.rest_of_step import RestOfStep
+from hybridpp.pipeline.rest_of_step import EndedInsideError, RestOfStep
 from hybridpp.pipeline.selected_inputs import InputSelection, with_selection
 from hybridpp.pipeline.split_backward_ops import Gradients, SplitBackwardOps, split_backward_ops
 from hybridpp.pipeline.stage import PipelineStage, StageIO, TensorMeta
@@ -47,6 +47,7 @@ __all__ = [
     "CriterionAdapter",
     "DeviceMarks",
     "DeviceRecorder",
+    "EndedInsideError",
     "Executor",
     "ForwardSignature",
     "Gradients",

@@ -5,6 +5,17 @@ from collections.abc import Collection
 from hybridpp.pipeline.step import PipelineStep
 from hybridpp.schedule import Action, ActionKind, Program
 
+
+class EndedInsideError(Exception):
+    """Stands for the error that ended a step between its actions: this rank has raised it already.
+
+    Attributes:
+        code: that ranks report of it.
+    """
+
+    code = 2.0
+
+
 _RUNS_BACKWARD = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
 
 

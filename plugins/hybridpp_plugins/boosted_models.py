@@ -49,6 +49,7 @@ from hybridpp_plugins.stage_table import stage_table
 from hybridpp_plugins.timeline_recording import TimelineRecording, recorded
 from hybridpp_plugins.training_state import RunParts
 from hybridpp_plugins.unboost import unboost
+from hybridpp_plugins.unfinished_step import UnfinishedStep
 from hybridpp_plugins.weights import load_weights, save_weights, start_save_of_weights
 
 P = ParamSpec("P")
@@ -87,7 +88,7 @@ class BoostedModels(
         self._saves = Saves()
         self._interrupted: str | None = None
         # The rest of a step that an error ended here, which other replicas are in.
-        self._unfinished: Callable[[], None] | None = None
+        self._unfinished: UnfinishedStep | None = None
 
     @property
     def interrupted(self) -> bool:
@@ -107,9 +108,9 @@ class BoostedModels(
                 "ranks alike."
             )
         if self._unfinished is not None:
-            finish, self._unfinished = self._unfinished, None
+            unfinished, self._unfinished = self._unfinished, None
             try:
-                finish()
+                unfinished.finish()
             except Exception as error:
                 self._interrupted = f"{type(error).__name__}: {error}"
                 raise
@@ -159,7 +160,7 @@ class BoostedModels(
             self._saves.give_up()
             raise
         finally:
-            self._interrupted, self._unfinished = engine.interrupted, engine.unfinished
+            self._interrupted, self._unfinished, engine.unfinished = engine.interrupted, engine.unfinished, None
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """See :meth:`hybridpp.Booster.backward`."""

@@ -1,7 +1,7 @@
 """The engine of one boosted model, which runs its steps."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,10 +41,11 @@ from hybridpp_plugins.nonfinite_report import NonFiniteDiagnosis
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.optimizer_state import RunProgress
 from hybridpp_plugins.schedule_planner import SchedulePlanner
-from hybridpp_plugins.step_epilogue import EndedInsideError, PendingEnd, StepEpilogue
+from hybridpp_plugins.step_epilogue import PendingEnd, StepEpilogue
 from hybridpp_plugins.step_problems import StepProblems
 from hybridpp_plugins.step_results import StepResults
 from hybridpp_plugins.trained_weights import TrainedWeights
+from hybridpp_plugins.unfinished_step import UnfinishedStep
 
 _FIRST_EVALUATION = 2**62
 # Programs that are kept, of as many numbers of micro-batches; the least recently used is dropped.
@@ -107,7 +108,7 @@ class Engine:
     recording: ActiveRecording | None = None
     is_running: bool = False
     interrupted: str | None = None
-    unfinished: Callable[[], None] | None = None
+    unfinished: UnfinishedStep | None = None
     is_training: bool = False
 
     def __post_init__(self) -> None:
@@ -327,40 +328,20 @@ class Engine:
         self.criterion_check.reduction = LossReduction.MEAN
 
     def _leave_unfinished(self, batch: SplitBatch, task: PipelineStep, program: RankProgram, rest: RestOfStep) -> None:
-        """Note what is left of a step that an error ended: the script may catch it, on this rank alone.
-
-        If it does not, the process ends, and the other replicas get an error. Else they do after the next call here.
-        """
+        """Note what is left of a step that an error ended: the script may catch it, on this rank alone."""
         self.executor.rest = None
-        reducer = self.buckets if task.training else None
-        reduces = reducer is not None and reducer.is_syncing
-        if reducer is not None:
-            reducer.interrupt()
-
-        def finish() -> None:
-            self.unfinished = None
-            with ExitStack() as contexts:
-                contexts.callback(self._abort, task)
-                contexts.enter_context(torch.inference_mode(False))
-                contexts.enter_context(torch.set_grad_enabled(task.training))
-                if reducer is not None:
-                    contexts.enter_context(reducer.syncing(reduces))
-                    reducer.go_on()
-                self._finish(batch, task, program, rest)
-
-        self.unfinished = finish
-
-    def _finish(self, batch: SplitBatch, task: PipelineStep, program: RankProgram, rest: RestOfStep) -> None:
-        """Take part in the rest of a step that an error ended. Collective: all ranks."""
-        rest.run()
-        self._share_buffers(task)
-        if task.training and self.optimizer is not None:
-            self.optimizer.end_accumulation()
-        if task.criterion is not None:
-            failure = EndedInsideError()
-            result = StepResult(torch.empty(0, dtype=torch.float64), [False] * len(batch.microbatches), {})
-            with suppress(EndedInsideError):
-                self.epilogue.close(self.epilogue.begin(batch, result, task, failure), program, task, failure)
+        optimizer = self.optimizer if task.training else None
+        self.unfinished = UnfinishedStep(
+            batch,
+            task,
+            program,
+            rest,
+            self.buckets if task.training else None,
+            self.epilogue,
+            self._share_buffers,
+            None if optimizer is None else optimizer.end_accumulation,
+            self._abort,
+        )
 
     def _share_buffers(self, task: PipelineStep) -> None:
         """After the passes of a step, bring buffers to what all replicas agree on. Collective: replicas."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from hybridpp.cluster import Group, HostCopy, gather_numbers
 from hybridpp.errors import DeadlockError, PeerError
 from hybridpp.pipeline import LossReduction, PipelineStep, RankProgram, SplitBatch, StepResult, check_equal, step_call
+from hybridpp.pipeline.rest_of_step import EndedInsideError
 from hybridpp_plugins.background_save import SaveStatus
 from hybridpp_plugins.criterion_check import CriterionCheck
 from hybridpp_plugins.layout import Layout
@@ -21,11 +22,6 @@ from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.weight_check import WeightCheck
 
 _NO_NUMBERS = torch.empty(0, dtype=torch.float64)
-_ENDED_INSIDE = 2.0
-
-
-class EndedInsideError(Exception):
-    """Stands for the error that ended a step between its actions: this rank has raised it already."""
 
 
 class BadLoss(NamedTuple):
@@ -140,11 +136,6 @@ class StepSummary(NamedTuple):
     def failed(self) -> list[int]:
         """The ranks that refuse the step."""
         return [rank for rank, report in enumerate(self.reports) if report.failed]
-
-    @property
-    def ended_inside(self) -> list[int]:
-        """The ranks on which an error ended the step between its actions."""
-        return [rank for rank, report in enumerate(self.reports) if report.failed == _ENDED_INSIDE]
 
     @property
     def digests(self) -> list[float | None]:
@@ -271,7 +262,7 @@ class StepEpilogue:
         optimizer = self._optimizer if task.training else None
         detector = self._optimizer.accumulated.clip_detector if self._optimizer else None
         report = RankReport(
-            failed=_ENDED_INSIDE if isinstance(failure, EndedInsideError) else float(failure is not None),
+            failed=EndedInsideError.code if isinstance(failure, EndedInsideError) else float(failure is not None),
             reduction=float(self._criterion_check.reduction),
             scaled=detector.report() if detector else ManualScaling(),
             calls=self._optimizer_calls(),

@@ -7,7 +7,7 @@ from typing import TypeAlias
 from hybridpp.cluster import get_dist_logger, name_ranks
 from hybridpp.errors import NonFiniteLossError, PeerError, UnlikeCallsError
 from hybridpp.partition import StagedModel
-from hybridpp.pipeline import LossReduction, PipelineStep, RankProgram, check_equal
+from hybridpp.pipeline import EndedInsideError, LossReduction, PipelineStep, RankProgram, check_equal
 from hybridpp_plugins.criterion_check import CriterionCheck
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.step_epilogue import BadLoss, OptimizerCalls, StepSummary
@@ -55,9 +55,10 @@ class StepProblems:
         """
         if failure is not None:
             raise failure
-        if summary.ended_inside:
+        ended = [rank for rank, report in enumerate(summary.reports) if report.failed == EndedInsideError.code]
+        if ended:
             raise PeerError(
-                f"a step ended in the middle on {name_ranks(summary.ended_inside)}, by an error that the script "
+                f"a step ended in the middle on {name_ranks(ended)}, by an error that the script "
                 "caught there. It counts on no rank: gradients that were added up are dropped. If the script catches "
                 "this error, too, and goes on with its next batch, that step is right. To leave out a batch, check it "
                 "before booster.execute_pipeline, on all ranks alike."
