@@ -12,11 +12,12 @@ from hybridpp.estimate.layout_estimate import (
     LayoutEstimator,
     RankEstimate,
 )
-from hybridpp.estimate.measure_device import measure_device, measure_links
+from hybridpp.estimate.measure_device import clock_of, measure_device, measure_links
 from hybridpp.estimate.model_run import ModelRun
 from hybridpp.estimate.op_log import Op, OpLog
 from hybridpp.estimate.rank_memory import RankState, StepPeak, step_peak
-from hybridpp.estimate.roofline import roofline
+from hybridpp.estimate.repeated_blocks import NotPeriodicError, repeated_blocks, with_repeated_blocks
+from hybridpp.estimate.roofline import roofline, with_sums
 from hybridpp.estimate.scaled_run import BASES, scaled_run
 from hybridpp.estimate.search import SearchResult, SearchSpace, search
 from hybridpp.estimate.stage_memory import Held, StageMemory, stage_memory
@@ -24,12 +25,12 @@ from hybridpp.estimate.step_time import (
     Grid,
     StageWork,
     StepTime,
-    simulated_microbatches,
+    rank_ends,
     stage_costs,
     step_time,
     update_ms,
 )
-from hybridpp.estimate.unit_marks import UnitMarks, UnitRecorder
+from hybridpp.estimate.unit_marks import CannotLeaveOutError, UnitMarks, UnitRecorder
 from hybridpp.estimate.unit_times import UnitTimes, median_times
 from hybridpp.estimate.values import parts_of, values_of
 
@@ -38,6 +39,7 @@ __all__ = [
     "DEVICES",
     "Allocation",
     "AllocationLog",
+    "CannotLeaveOutError",
     "DeviceProfile",
     "EstimateInput",
     "EstimatesLayouts",
@@ -48,6 +50,7 @@ __all__ = [
     "LayoutEstimate",
     "LayoutEstimator",
     "ModelRun",
+    "NotPeriodicError",
     "Op",
     "OpLog",
     "RankEstimate",
@@ -61,6 +64,7 @@ __all__ = [
     "UnitMarks",
     "UnitRecorder",
     "UnitTimes",
+    "clock_of",
     "find_device",
     "measure_device",
     "measure_links",
@@ -68,10 +72,11 @@ __all__ = [
     "parts_of",
     "plugin_call",
     "plugin_keywords",
+    "rank_ends",
+    "repeated_blocks",
     "roofline",
     "scaled_run",
     "search",
-    "simulated_microbatches",
     "stage_costs",
     "stage_memory",
     "step_peak",
@@ -80,4 +85,6 @@ __all__ = [
     "values_of",
     "why_slower",
     "with_links",
+    "with_repeated_blocks",
+    "with_sums",
 ]

@@ -25,6 +25,9 @@ class DeviceProfile:
         host_gib_s: one way, between two devices of a host, while all communicate.
         network_gib_s: one way, between hosts, of each device, while all communicate.
         message_us: time of a message without content.
+        sum_us: time of a sum over ranks without content; None: as a message.
+        sum_gib_s: of a sum of large tensors, counted as a ring moves them; None: that of the links.
+        update_gib_s: what the optimizer's update reads and writes in a second; None: as other operators.
         devices_per_host: how many are linked by ``host_gib_s``.
         cores: how many ranks of a host compute at once; None: all, as each has a device.
         measured: times of the units of models, as ``hybridpp profile --model`` measured them.
@@ -39,6 +42,9 @@ class DeviceProfile:
     host_gib_s: float
     network_gib_s: float
     message_us: float = 10.0
+    sum_us: float | None = None
+    sum_gib_s: float | None = None
+    update_gib_s: float | None = None
     devices_per_host: int = 8
     cores: int | None = None
     measured: tuple[UnitTimes, ...] = field(default=(), repr=False)
@@ -48,6 +54,8 @@ class DeviceProfile:
         numbers |= {f"tflops of {name}": value for name, value in self.tflops.items()}
         for name, value in numbers.items():
             is_time = name.endswith("_us")
+            if value is None and name in _MAY_LACK:
+                continue
             if not isinstance(value, int | float) or value < 0 or (value == 0 and not is_time):
                 raise ConfigError(f"{name} of a device profile must be a number above 0: got {value!r}.")
         if "fp32" not in self.tflops:
@@ -70,6 +78,18 @@ class DeviceProfile:
         """
         return _GIB * (self.host_gib_s if span < self.devices_per_host else self.network_gib_s)
 
+    def sum_s(self, ring_bytes: float, span: int) -> float:
+        """Time of a sum over ranks, or of one half of it: a scatter of the sums, or a gathering.
+
+        Args:
+            ring_bytes: that each rank sends in a ring.
+            span: how far the first and the last rank are apart.
+        """
+        speed, begin_us = self.link_bytes_per_s(span), self.message_us if self.sum_us is None else self.sum_us
+        if self.sum_gib_s is not None and span < self.devices_per_host:
+            speed = _GIB * self.sum_gib_s
+        return ring_bytes / speed + begin_us * 1e-6
+
     def to_json(self) -> str:
         """As JSON."""
         return json.dumps(asdict(self), indent=2)
@@ -89,6 +109,7 @@ class DeviceProfile:
             raise ConfigError(f"this is no device profile: {error}. Write one with hybridpp profile.") from error
 
 
+_MAY_LACK = ("sum_us", "sum_gib_s", "update_gib_s")
 _OTHERS = ("name", "tflops", "measured", "cores")
 
 # Products reach about two thirds of an H100's data sheet, three quarters of an A100's, four fifths of an RTX 4090's.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridpp.cluster import Group, World
 from hybridpp.estimate.devices import DEVICES, DeviceProfile
+from hybridpp.optim import HybridAdam
 
 _FORMATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _REPEATS = 7
@@ -42,6 +43,7 @@ def measure_device(device: torch.device) -> DeviceProfile:
         memory_gib=round(_memory_bytes(device) / _GIB, 2),
         tflops={name: 2 * sizes[name] ** 3 / seconds / 1e12 for name, seconds in products.items()},
         memory_gib_s=2 * numbers.nbytes / copied_s / _GIB,
+        update_gib_s=_update_bytes_per_s(device) / _GIB,
         op_us=1e6 * op_s if is_cpu else base.op_us,
         host_us=0.0 if is_cpu else 1e6 * op_s,
         devices_per_host=base.devices_per_host if is_cpu else max(1, torch.cuda.device_count()),
@@ -62,9 +64,20 @@ def measure_links(profile: DeviceProfile, world: World) -> DeviceProfile:
     assert group is not None, "every rank is in it"
     large = _exchange_s(group, torch.zeros(_LARGE // 4, device=world.device), world.device)
     small = _exchange_s(group, torch.zeros(_SMALL // 4, device=world.device), world.device)
-    slowest = [max(float(one) for one in column) for column in zip(*_shared(world, [large, small]), strict=True)]
+    sums = [
+        _seconds(lambda size=size: group.all_reduce(torch.zeros(size // 4, device=world.device)).wait(), world.device)
+        for size in (_LARGE, _SMALL)
+    ]
+    slowest = [max(float(one) for one in column) for column in zip(*_shared(world, [large, small, *sums]), strict=True)]
     speed = _LARGE / max(slowest[0] - slowest[1], 1e-9) / _GIB
-    return replace(profile, host_gib_s=speed, message_us=1e6 * slowest[1])
+    sent = 2 * (_LARGE - _SMALL) * (world.size - 1) / world.size
+    return replace(
+        profile,
+        host_gib_s=speed,
+        message_us=1e6 * slowest[1],
+        sum_gib_s=sent / max(slowest[2] - slowest[3], 1e-9) / _GIB,
+        sum_us=1e6 * slowest[3],
+    )
 
 
 def _shared(world: World, numbers: list[float]) -> list[list[float]]:
@@ -84,6 +97,18 @@ def _exchange_s(group: Group, tensor: Tensor, device: torch.device) -> float:
     return _seconds(exchange, device)
 
 
+def _update_bytes_per_s(device: torch.device) -> float:
+    """Of an update of Adam: gradients, two moments and weights, of which all but gradients are written, too."""
+    count, size = (64, 2**15) if device.type == "cpu" else (64, 2**20)
+    parameters = [torch.nn.Parameter(torch.zeros(size, device=device)) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = HybridAdam(parameters, lr=0.0)
+    # As update_ms counts: the state twice, the weights once.
+    moved = count * size * 4 * (2 * 3 + 1)
+    return moved / _seconds(optimizer.step, device)
+
+
 def _product_s(size: int, dtype: torch.dtype, device: torch.device) -> float:
     matrix = torch.ones(size, size, dtype=dtype, device=device)
     return _seconds(lambda: matrix @ matrix, device)
@@ -92,19 +117,28 @@ def _product_s(size: int, dtype: torch.dtype, device: torch.device) -> float:
 def _seconds(function: Callable[[], object], device: torch.device) -> float:
     """The median of several calls."""
     function()
-    times = []
+    times, now = [], clock_of(device)
     for _ in range(_REPEATS):
-        _wait_for(device)
-        start = time.perf_counter()
+        start = now()
         function()
-        _wait_for(device)
-        times.append(time.perf_counter() - start)
+        times.append(now() - start)
     return statistics.median(times)
 
 
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """The clock that measures what a device computes, in seconds.
+
+    On a CPU with one thread it is the time of the processor, so that it does not matter how many ranks, or other
+    programs, share the cores: a simulation knows the cores.
+    """
+
+    def now() -> float:
         torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    if device.type == "cuda":
+        return now
+    return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def _memory_bytes(device: torch.device) -> int:

@@ -61,53 +61,70 @@ class _Walk:
         self._held: dict[tuple[int, int], Held] = {}
         self._waiting: dict[tuple[int, int], int] = {}
         self._messages: dict[Action, int] = {}
+        # Sums of the three, as a walk has thousands of actions.
+        self._activations = self._logits = self._sent = 0
         self.peak = StepPeak()
 
     def release(self, sends: Sequence[Action]) -> None:
         for send in sends:
-            self._messages.pop(send, None)
+            self._freed(send)
+
+    def _freed(self, message: Action) -> None:
+        self._sent -= self._messages.pop(message, 0)
+
+    def _arrived(self, message: Action, size: int) -> None:
+        self._freed(message)
+        self._messages[message] = size
+        self._sent += size
+
+    def _hold(self, key: tuple[int, int], held: Held) -> None:
+        self._held[key] = held
+        self._activations += held.activations
+        self._logits += held.logits
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        held = self._held.pop(key, Held(0))
+        self._activations -= held.activations
+        self._logits -= held.logits
 
     def run(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch or 0
         memory, key = self._stages[stage], (stage, microbatch)
         match action.kind:
             case ActionKind.RECEIVE_ACTIVATION:
-                self._messages[action] = memory.incoming
+                self._arrived(action, memory.incoming)
             case ActionKind.RECEIVE_GRADIENT:
-                self._messages[action] = memory.outgoing_gradients
+                self._arrived(action, memory.outgoing_gradients)
             case ActionKind.FORWARD:
-                self._messages.pop(action._replace(kind=ActionKind.RECEIVE_ACTIVATION), None)
+                self._freed(action._replace(kind=ActionKind.RECEIVE_ACTIVATION))
                 self._note(action, memory.forward)
-                self._held[key] = memory.held
+                self._hold(key, memory.held)
                 if memory.outgoing and stage + 1 not in self._is_here:
-                    self._messages[action._replace(kind=ActionKind.SEND_ACTIVATION)] = memory.unheld
+                    self._arrived(action._replace(kind=ActionKind.SEND_ACTIVATION), memory.unheld)
                 elif memory.outgoing:
                     following = action._replace(stage=stage + 1, kind=ActionKind.RECEIVE_ACTIVATION)
-                    self._messages[following] = memory.unheld
+                    self._arrived(following, memory.unheld)
             case ActionKind.BACKWARD | ActionKind.INPUT_GRADIENT:
-                self._messages.pop(action._replace(kind=ActionKind.RECEIVE_GRADIENT), None)
-                self._held.pop(key, None)
+                self._freed(action._replace(kind=ActionKind.RECEIVE_GRADIENT))
+                self._drop(key)
                 self._note(action, memory.backward)
                 if action.kind is ActionKind.INPUT_GRADIENT:
                     self._waiting[key] = memory.waiting
+                    self._activations += memory.waiting
                 if memory.incoming_gradients and stage - 1 not in self._is_here:
-                    self._messages[action._replace(kind=ActionKind.SEND_GRADIENT)] = memory.incoming_gradients
+                    self._arrived(action._replace(kind=ActionKind.SEND_GRADIENT), memory.incoming_gradients)
                 elif memory.incoming_gradients:
                     before = action._replace(stage=stage - 1, kind=ActionKind.RECEIVE_GRADIENT)
-                    self._messages[before] = memory.incoming_gradients
+                    self._arrived(before, memory.incoming_gradients)
             case ActionKind.WEIGHT_GRADIENT:
-                self._note(action, Held(self._waiting.pop(key, 0)))
+                waiting = self._waiting.pop(key, 0)
+                self._activations -= waiting
+                self._note(action, Held(waiting))
             case _:
                 pass
 
     def _note(self, action: Action, during: Held) -> None:
-        held = list(self._held.values())
-        peak = StepPeak(
-            during.activations + sum(one.activations for one in held) + sum(self._waiting.values()),
-            during.logits + sum(one.logits for one in held),
-            sum(self._messages.values()),
-            action,
-        )
+        peak = StepPeak(during.activations + self._activations, during.logits + self._logits, self._sent, action)
         if peak.total > self.peak.total:
             self.peak = peak
 

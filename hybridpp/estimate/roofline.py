@@ -1,6 +1,8 @@
 """Times of a run's operators, from what they compute and move."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -25,8 +27,39 @@ def roofline(run: ModelRun, device: DeviceProfile, tp_size: int = 1, key: str = 
         tp_size: ranks that take part in the run's communication.
         key: of the result.
     """
-    events = [op.event for op in run.ops]
-    clock = _Clock(events, [_device_s(op, device, tp_size) for op in run.ops], device.host_us * 1e-6)
+    return _times(run, run.ops, device, tp_size, key)
+
+
+def with_sums(measured: UnitTimes, run: ModelRun, device: DeviceProfile, tp_size: int) -> UnitTimes:
+    """Times that were measured on one rank alone, with those of its communication with the ranks that share layers.
+
+    Args:
+        measured: of the run's units.
+        run: of the model.
+        device: its speeds.
+        tp_size: ranks that take part.
+    """
+    messages = [op for op in run.ops if op.message]
+    if not messages:
+        return measured
+    added = _times(run, messages, replace(device, host_us=0.0), tp_size, measured.key)
+    return UnitTimes(
+        key=measured.key,
+        names=measured.names,
+        begins=tuple(map(sum, zip(measured.begins, added.begins, strict=True))),
+        ends=tuple(map(sum, zip(measured.ends, added.ends, strict=True))),
+        gradients=tuple(
+            None if own is None or other is None else own + other
+            for own, other in zip(measured.gradients, added.gradients, strict=True)
+        ),
+        loss=measured.loss + added.loss,
+        backward_end=measured.backward_end + added.backward_end,
+        end=measured.end + added.end,
+    )
+
+
+def _times(run: ModelRun, ops: Sequence[Op], device: DeviceProfile, tp_size: int, key: str) -> UnitTimes:
+    clock = _Clock([op.event for op in ops], [_device_s(op, device, tp_size) for op in ops], device.host_us * 1e-6)
     return UnitTimes(
         key=key,
         names=tuple(call.name for call in run.calls),
@@ -43,7 +76,7 @@ def _device_s(op: Op, device: DeviceProfile, tp_size: int) -> float:
     if op.message:
         # A ring: each rank sends its share once, or twice.
         size = _PASSES.get(op.message, 1) * op.num_bytes * (tp_size - 1) / tp_size
-        return size / device.link_bytes_per_s(tp_size - 1) + device.message_us * 1e-6
+        return device.sum_s(size, tp_size - 1)
     precision = "fp32" if op.dtype is None else _FORMATS.get(op.dtype, "fp32")
     products = op.flops / device.flops_per_s(precision)
     return max(products, op.num_bytes / (device.memory_gib_s * 2**30)) + device.op_us * 1e-6

@@ -6,11 +6,7 @@ from dataclasses import dataclass
 from hybridpp.config import ZeroConfig
 from hybridpp.estimate.devices import DeviceProfile
 from hybridpp.estimate.unit_times import UnitTimes
-from hybridpp.schedule import Programs, placement
-from hybridpp.simulate import Costs, simulate
-
-# Of micro-batches more than this many times the ranks, the simulation is continued by a line: they repeat themselves.
-_REPEATS = 2
+from hybridpp.simulate import Costs, PreparedStep, StepEnds, ends_on_cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +80,7 @@ def stage_costs(
     """
     weight = [1e3 * times.weight_gradients(one.first, one.last) for one in works]
     backward = [1e3 * times.backward(one.first, one.last) for one in works]
+    sends = [_send_ms(work.sent, ranks[stage], ranks[stage + 1], device, grid) for stage, work in enumerate(works[:-1])]
     return Costs(
         num_stages=len(works),
         forward_ms=tuple(1e3 * times.forward(one.first, one.last) for one in works),
@@ -91,11 +88,17 @@ def stage_costs(
         backward_ms=tuple(one + other for one, other in zip(backward, weight, strict=True)),
         input_gradient_ms=tuple(backward),
         weight_gradient_ms=tuple(weight),
-        send_ms=tuple(
-            _send_ms(work.sent, ranks[stage], ranks[stage + 1], device, grid) for stage, work in enumerate(works[:-1])
-        ),
+        # On a CPU, messages are the work of those who send and receive them.
+        send_ms=0.0 if device.is_cpu else tuple(sends),
+        post_ms=_posts(sends, len(works)) if device.is_cpu else 0.0,
         reduce_ms=tuple(_reduce_ms(work.gradients, device, grid) for work in works),
     )
+
+
+def _posts(sends: Sequence[float], num_stages: int) -> tuple[float, ...]:
+    """Of each stage, the time that its rank spends on a message: half of what both ends do."""
+    around = [[*sends[max(stage - 1, 0) : stage], *sends[stage : stage + 1]] for stage in range(num_stages)]
+    return tuple(sum(one) / len(one) / 2 if one else 0.0 for one in around)
 
 
 def _send_ms(size: int, rank: int, other: int, device: DeviceProfile, grid: Grid) -> float:
@@ -116,7 +119,7 @@ def _reduce_ms(size: int, device: DeviceProfile, grid: Grid) -> float:
 
 def _ring_ms(size: int, replicas: int, device: DeviceProfile, grid: Grid) -> float:
     span = grid.tp_size * grid.pp_size * (replicas - 1)
-    return 1e3 * size * (replicas - 1) / replicas / device.link_bytes_per_s(span) + device.message_us * 1e-3
+    return 1e3 * device.sum_s(size * (replicas - 1) / replicas, span)
 
 
 def update_ms(state_bytes: int, works: Sequence[StageWork], device: DeviceProfile, grid: Grid) -> float:
@@ -133,42 +136,61 @@ def update_ms(state_bytes: int, works: Sequence[StageWork], device: DeviceProfil
     # At stage 3 the weights of a pipeline's stages are gathered once, too; those of units for each pass.
     if grid.zero.zero_stage and grid.num_replicas > 1 and (grid.zero.zero_stage < 3 or grid.pp_size > 1):
         gathered = _ring_ms(sum(work.weights for work in works), grid.num_replicas, device, grid)
-    return 1e3 * moved / (device.memory_gib_s * 2**30) + gathered
+    return 1e3 * moved / ((device.update_gib_s or device.memory_gib_s) * 2**30) + gathered
+
+
+def rank_ends(step: PreparedStep, costs: Costs, device: DeviceProfile, grid: Grid) -> StepEnds:
+    """When the ranks of a pipeline are done, without what they reduce over replicas.
+
+    Args:
+        step: with its schedule.
+        costs: of its actions; ``reduce_ms`` does not count.
+        device: that computes.
+        grid: the job.
+    """
+    cores = _cores(device, grid)
+    if cores is None:
+        return step.ends(lambda programs: programs.ends(costs))
+    copies = grid.tp_size * grid.num_replicas
+    return step.ends(lambda programs: ends_on_cores(programs, costs, copies, cores))
+
+
+def _cores(device: DeviceProfile, grid: Grid) -> float | None:
+    """Of all hosts of the job; None: each rank has a device."""
+    return None if device.cores is None else device.cores * max(1.0, grid.world_size / device.devices_per_host)
 
 
 def step_time(
-    programs: Programs, num_microbatches: int, costs: Costs, update: float, device: DeviceProfile, grid: Grid
+    step: PreparedStep, costs: Costs, update: float, device: DeviceProfile, grid: Grid, ends: StepEnds | None = None
 ) -> StepTime:
     """The time of a step.
 
     Args:
-        programs: of the schedule, for that number of micro-batches, or for fewer: see :func:`continued`.
-        num_microbatches: of a replica.
-        costs: of the programs' actions.
+        step: with its schedule.
+        costs: of its actions.
         update: milliseconds of the optimizer's update.
         device: that computes.
         grid: the job.
+        ends: of :func:`rank_ends` with these costs; None: they are simulated.
     """
-    simulated = simulate(programs, costs).timeline
-    busy = [simulated.busy_ms(rank) for rank in range(len(programs))]
-    present = 1 + max(action.microbatch or 0 for program in programs for action in program)
-    passes = simulated.makespan_ms
-    if num_microbatches > present:
-        # In the steady state, each micro-batch takes as long as the busiest rank needs for it.
-        passes += (num_microbatches - present) * max(busy) / present
-        busy = [one * num_microbatches / present for one in busy]
-    passes = max(passes, _repeated_reductions_ms(costs, placement(programs), num_microbatches, grid))
-    if device.cores is not None:
-        # Ranks of one host share its cores.
-        in_all = sum(busy) * grid.tp_size * grid.num_replicas
-        passes = max(passes, in_all / device.cores)
-    step = passes + update
+    ends = ends or rank_ends(step, costs, device, grid)
+    cores = _cores(device, grid)
+    reductions = [costs.reducing_ms(stage) for stage in range(costs.num_stages)]
+    repeated = _repeated_reductions_ms(costs, step.ranks, step.num_microbatches, grid)
+    if cores is None:
+        passes = max(ends.reduced_ms(step.ranks, reductions), repeated)
+    else:
+        # All ranks reduce and update at once.
+        crowd = max(1.0, grid.world_size / cores)
+        passes = max(ends.reduced_ms(step.ranks, [crowd * one for one in reductions]), ends.end_ms + crowd * repeated)
+        update *= crowd
+    total = passes + update
     return StepTime(
-        step_ms=step,
+        step_ms=total,
         passes_ms=passes,
         update_ms=update,
-        busy_ms=max(busy),
-        idle_share=max(0.0, 1 - sum(busy) / len(busy) / step) if step else 0.0,
+        busy_ms=max(ends.busy_ms),
+        idle_share=max(0.0, 1 - sum(ends.busy_ms) / len(ends.busy_ms) / total) if total else 0.0,
     )
 
 
@@ -182,10 +204,3 @@ def _repeated_reductions_ms(costs: Costs, ranks: Sequence[int], num_microbatches
     for stage, rank in enumerate(ranks):
         by_rank[rank] = by_rank.get(rank, 0.0) + costs.reducing_ms(stage)
     return factor * num_microbatches * max(by_rank.values())
-
-
-def simulated_microbatches(num_microbatches: int, num_ranks: int) -> int:
-    """Of how many micro-batches programs must be made for :func:`step_time`: more repeat what those do."""
-    enough = _REPEATS * num_ranks
-    # A multiple of the ranks, as some schedules need it.
-    return num_microbatches if num_microbatches <= enough else enough + num_microbatches % num_ranks

@@ -1,8 +1,9 @@
 """When the units of a model run: in the forward, and in the backward pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from hybridpp.module_adapter import AdapterLayer, Forward, ModuleAdapter
@@ -31,6 +32,39 @@ class UnitMarks(NamedTuple):
     results: tuple[Any, ...] = ()
 
 
+class CannotLeaveOutError(Exception):
+    """A unit does not return what it was given, changed."""
+
+
+class _Size(NamedTuple):
+    """Of a tensor, so that it is not kept."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Size":
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+
+class _Output(NamedTuple):
+    """What a unit returned."""
+
+    spec: Any
+    leaves: tuple[Any, ...]
+
+
+def _passed_on(output: _Output | None, args: Any, kwargs: Any) -> Any:
+    """The first tensor of a unit's arguments that has a gradient, as the output of the unit before."""
+    given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad)
+    hidden = next(given, None)
+    sizes = [] if output is None else [leaf for leaf in output.leaves if isinstance(leaf, _Size | Tensor)]
+    if output is None or hidden is None or sizes != [_Size.of(hidden)]:
+        raise CannotLeaveOutError
+    leaves = [hidden if isinstance(leaf, _Size) else leaf for leaf in output.leaves]
+    return pytree.tree_unflatten(leaves, output.spec)
+
+
 class UnitRecorder:
     """Records the calls of a model's units, in the forward only: a call that is repeated in the backward pass is not.
 
@@ -39,6 +73,7 @@ class UnitRecorder:
         units: names of its units.
         now: the time, or the number of an event.
         look: called with each tensor among a unit's arguments and results.
+        left_out: units that do not run: they return what they were given, as the unit before them returned it.
 
     Attributes:
         calls: of the latest forward since :meth:`clear`.
@@ -51,7 +86,10 @@ class UnitRecorder:
         units: tuple[str, ...],
         now: Callable[[], Any],
         look: Callable[[Tensor], Any] = lambda tensor: None,
+        left_out: Collection[str] = (),
     ):
+        self._left_out = frozenset(left_out)
+        self._output: _Output | None = None
         self.calls: list[UnitMarks] = []
         self.is_recording = False
         self._now, self._look = now, look
@@ -76,12 +114,17 @@ class UnitRecorder:
         found = tuple(self._look(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) in _PLAIN)
         index = len(self.calls)
         self.calls.append(UnitMarks(name, self._now(), None, None, found))
+        if name in self._left_out:
+            self.calls[index] = self.calls[index]._replace(end=self._now())
+            return _passed_on(self._output, args, kwargs)
         self._depth += 1
         try:
             output = forward(*args, **kwargs)
         finally:
             self._depth -= 1
-        leaves = pytree.tree_leaves(output)
+        leaves, spec = pytree.tree_flatten(output)
+        if self._left_out:
+            self._output = _Output(spec, tuple(_Size.of(leaf) if type(leaf) in _PLAIN else leaf for leaf in leaves))
         results = tuple(self._look(leaf) if type(leaf) in _PLAIN else None for leaf in leaves)
         self.calls[index] = self.calls[index]._replace(end=self._now(), results=results)
         leaf = next((one for one in leaves if type(one) in _PLAIN and one.requires_grad), None)

@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +14,19 @@ from hybridpp.checkpoint import derive_buffers
 from hybridpp.cluster import preserved_random_state
 from hybridpp.config import ParallelConfig, PartitionConfig, Precision
 from hybridpp.errors import ConfigError, HybridppError
-from hybridpp.estimate import Hollow, ModelRun, OpLog, UnitRecorder, UnitTimes, median_times
+from hybridpp.estimate import (
+    CannotLeaveOutError,
+    Hollow,
+    ModelRun,
+    NotPeriodicError,
+    OpLog,
+    UnitRecorder,
+    UnitTimes,
+    clock_of,
+    median_times,
+    repeated_blocks,
+    with_repeated_blocks,
+)
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn.snapshot import preserved_modules
 from hybridpp.nn.torch_private import pytree
@@ -170,7 +181,19 @@ class EstimateRuns:
         )
 
     def _run(self, kind: RunKind, units: tuple[str, ...], settled: bool = True) -> ModelRun:
-        """The recorded run of one micro-batch, in which these units are marked; ``settled``: not of the first one."""
+        """The recorded run of one micro-batch, in which these units are marked; ``settled``: not of the first one.
+
+        If it need not be, blocks that are equal to others are left out, and their part of the record is repeated.
+        """
+        left_out = () if settled else repeated_blocks(self._model, units, kind.recomputed)
+        if left_out:
+            try:
+                return with_repeated_blocks(self._record(kind, units, settled, left_out), left_out)
+            except (NotPeriodicError, CannotLeaveOutError):
+                pass
+        return self._record(kind, units, settled)
+
+    def _record(self, kind: RunKind, units: tuple[str, ...], settled: bool, left_out: tuple[str, ...] = ()) -> ModelRun:
         counter = FlopCounter()
         log: OpLog | None = None
 
@@ -181,7 +204,11 @@ class EstimateRuns:
         adapter, applied_tp = self._sharded(kind.tp_size, kind.shards_sequences, note)
         adapter.model.train()
         recorder = UnitRecorder(
-            adapter, units, lambda: log.event if log else 0, lambda tensor: log.of(tensor) if log else None
+            adapter,
+            units,
+            lambda: log.event if log else 0,
+            lambda tensor: log.of(tensor) if log else None,
+            left_out,
         )
         passes: list[int] = []
         ends: list[int] = []
@@ -241,10 +268,7 @@ class EstimateRuns:
         adapter, applied_tp = self._sharded(kind.tp_size, kind.shards_sequences)
         adapter.model.train()
 
-        def now() -> float:
-            if where.type == "cuda":
-                torch.cuda.synchronize(where)
-            return time.perf_counter()
+        now = clock_of(where)
 
         recorder = UnitRecorder(adapter, units, now)
         settings = SoloSettings(

@@ -24,14 +24,15 @@ from hybridpp.estimate import (
     StepTime,
     UnitTimes,
     roofline,
-    simulated_microbatches,
     stage_costs,
     stage_memory,
     step_peak,
     step_time,
     update_ms,
+    with_sums,
 )
 from hybridpp.partition import recomputed_blocks
+from hybridpp.simulate import PreparedPrograms, PreparedStep
 from hybridpp_plugins.cut_model import CutModel, cut_model
 from hybridpp_plugins.estimate_batch import BatchSource
 from hybridpp_plugins.estimate_runs import EstimateRuns, RunKind
@@ -88,7 +89,11 @@ class PluginLayoutEstimator:
         ]
         times = self._measured(kind)
         is_measured = times is not None
-        times = times or roofline(run, self.given.device, parallel.tp_size)
+        times = (
+            with_sums(times, run, self.given.device, parallel.tp_size)
+            if times
+            else roofline(run, self.given.device, parallel.tp_size)
+        )
         grid = Grid(tp_size=parallel.tp_size, pp_size=parallel.pp_size, num_replicas=num_replicas, zero=zero)
         return LayoutEstimate(
             sizes=sizes,
@@ -167,9 +172,6 @@ class PluginLayoutEstimator:
         num_microbatches: int,
     ) -> StepTime:
         device, placed = self.given.device, planner.placement
-        simulated = simulated_microbatches(num_microbatches, grid.pp_size)
-        if not planner.is_known:
-            simulated = num_microbatches
         updates = [
             update_ms(
                 state.gradients // grid.zero.num_shards(grid.num_replicas) + state.masters + state.moments,
@@ -180,7 +182,13 @@ class PluginLayoutEstimator:
             for position, state in enumerate(states)
         ]
         costs = stage_costs(times, works, placed, device, grid)
-        return step_time(planner.compute_programs(simulated), num_microbatches, costs, max(updates), device, grid)
+        step = PreparedStep(
+            lambda number: PreparedPrograms(planner.compute_programs(number)),
+            grid.pp_size,
+            num_microbatches,
+            repeats=planner.is_known,
+        )
+        return step_time(step, costs, max(updates), device, grid)
 
 
 def _check_order(run: ModelRun, cut: CutModel) -> None:

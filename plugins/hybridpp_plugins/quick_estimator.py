@@ -24,16 +24,17 @@ from hybridpp.estimate import (
     StepPeak,
     StepTime,
     UnitTimes,
+    rank_ends,
     roofline,
     scaled_run,
-    simulated_microbatches,
     stage_costs,
     stage_memory,
     step_peak,
     step_time,
     update_ms,
+    with_sums,
 )
-from hybridpp.schedule import Programs
+from hybridpp.simulate import Costs, PreparedPrograms, PreparedStep, StepEnds
 from hybridpp_plugins.cut_model import CutModel, cut_model
 from hybridpp_plugins.estimate_runs import EstimateRuns, RunKind
 from hybridpp_plugins.schedule_planner import SchedulePlanner
@@ -82,6 +83,8 @@ class QuickEstimator:
         self._runs, self._given, self._settings = runs, given, settings
         self._planner = cache(self._make_planner)
         self._programs = cache(self._make_programs)
+        self._step = cache(self._make_step)
+        self._ends = cache(self._make_ends)
         self._cut = cache(self._make_cut)
         self._sums = cache(self._make_sums)
         self._position_sums = cache(self._make_position_sums)
@@ -123,8 +126,7 @@ class QuickEstimator:
         key = _key(sizes, settings)
         grid = _grid(sizes, settings)
         planner = self._planner(key.schedule, key.pp_size)
-        made = simulated_microbatches(sizes.num_microbatches, key.pp_size)
-        peaks = self._peaks(key, made)
+        peaks = self._peaks(key, sizes.num_microbatches)
         states = [self._state(key, position, grid) for position in range(key.pp_size)]
         ranks = tuple(
             RankEstimate(position, tuple(s for s, at in enumerate(planner.placement) if at == position), state, peak)
@@ -136,11 +138,11 @@ class QuickEstimator:
             settings={**self._given.settings, **settings},
             num_replicas=grid.num_replicas,
             ranks=ranks,
-            time=self._time(key, made, sizes, states, grid) if fits else _NO_TIME,
+            time=self._time(key, sizes, states, grid) if fits else _NO_TIME,
             is_measured=self._measured(self._kind(key, planner.splits_backward)) is not None,
         )
 
-    def _time(self, key: _Key, made: int, sizes: JobSizes, states: list[RankState], grid: Grid) -> StepTime:
+    def _time(self, key: _Key, sizes: JobSizes, states: list[RankState], grid: Grid) -> StepTime:
         device, planner = self._given.device, self._planner(key.schedule, key.pp_size)
         works = self._works(key)
         shards = grid.zero.num_shards(grid.num_replicas)
@@ -156,14 +158,22 @@ class QuickEstimator:
         ]
         times = self._times(self._kind(key, planner.splits_backward))
         costs = stage_costs(times, works, planner.placement, device, grid)
-        programs = self._programs(key.schedule, key.pp_size, made)
-        return step_time(programs, sizes.num_microbatches, costs, max(updates), device, grid)
+        step = self._step(key.schedule, key.pp_size, sizes.num_microbatches)
+        # What replicas divide among themselves changes only the reductions: ranks are simulated once for all.
+        ends = self._ends(step, replace(costs, reduce_ms=0.0), replace(grid, zero=ZeroConfig()))
+        return step_time(step, costs, max(updates), device, grid, ends)
+
+    def _make_ends(self, step: PreparedStep, costs: Costs, grid: Grid) -> StepEnds:
+        return rank_ends(step, costs, self._given.device, grid)
 
     def _make_planner(self, schedule: str | None, pp_size: int) -> SchedulePlanner:
         return SchedulePlanner(PipelineConfig(schedule=schedule, num_microbatches=2 * pp_size), pp_size)
 
-    def _make_programs(self, schedule: str | None, pp_size: int, num_microbatches: int) -> Programs:
-        return self._planner(schedule, pp_size).compute_programs(num_microbatches)
+    def _make_programs(self, schedule: str | None, pp_size: int, num_microbatches: int) -> PreparedPrograms:
+        return PreparedPrograms(self._planner(schedule, pp_size).compute_programs(num_microbatches))
+
+    def _make_step(self, schedule: str | None, pp_size: int, num_microbatches: int) -> PreparedStep:
+        return PreparedStep(lambda number: self._programs(schedule, pp_size, number), pp_size, num_microbatches)
 
     def _parallel(self, tp_size: int, pp_size: int = 1) -> PluginSettings:
         parallel = self._settings.parallel
@@ -221,7 +231,9 @@ class QuickEstimator:
         return next((times for times in measured if times.key == key), None)
 
     def _make_times(self, kind: RunKind) -> UnitTimes:
-        return self._measured(kind) or roofline(self._run(kind), self._given.device, kind.tp_size)
+        device, run = self._given.device, self._run(kind)
+        measured = self._measured(kind)
+        return with_sums(measured, run, device, kind.tp_size) if measured else roofline(run, device, kind.tp_size)
 
     def _make_simple_times(self, tp_size: int, microbatch_size: int) -> UnitTimes:
         """Times without recomputation, of two runs for every size."""
@@ -257,7 +269,10 @@ class QuickEstimator:
 
     def _make_peaks(self, key: _Key, num_microbatches: int) -> tuple[StepPeak, ...]:
         planner = self._planner(key.schedule, key.pp_size)
-        programs = self._programs(key.schedule, key.pp_size, num_microbatches)
+        step = self._step(key.schedule, key.pp_size, num_microbatches)
+        programs = step.programs
+        if step.holds_more:
+            programs = self._programs(key.schedule, key.pp_size, num_microbatches).programs
         memories = self._memories(self._kind(key, planner.splits_backward), len(planner.placement))
         peaks = []
         for position, program in enumerate(programs):

@@ -1,7 +1,7 @@
 """The programs that run a batch, from the user's schedule: a name, a file, programs or a function."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ class SchedulePlanner:
             self._max_unsharded = self._zero.num_gathered_stages(len(self.placement) // num_ranks)
         self._evaluation = lru_cache(_MAX_KEPT)(self._plan_evaluation)
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether the schedule has separate weight-gradient actions (W)."""
         example = self._checked(self._example_size)

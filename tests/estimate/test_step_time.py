@@ -8,12 +8,12 @@ from hybridpp.estimate import (
     Grid,
     StageWork,
     UnitTimes,
-    simulated_microbatches,
     stage_costs,
     step_time,
     update_ms,
 )
 from hybridpp.schedule import make_schedule
+from hybridpp.simulate import PreparedPrograms, PreparedStep
 
 # Four units of 1 ms forwards and 2 ms backwards.
 TIMES = UnitTimes(
@@ -41,13 +41,18 @@ def works(pp_size, gradients=0):
     ]
 
 
+def prepared(schedule, pp_size, num_microbatches):
+    return PreparedStep(
+        lambda number: PreparedPrograms(make_schedule(schedule, pp_size, number)), pp_size, num_microbatches
+    )
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("pp_size", [1, 2, 4])
 @pytest.mark.parametrize("num_microbatches", [1, 4, 8, 64])
 def test_a_balanced_pipeline_takes_its_micro_batches_and_the_others_once(schedule, pp_size, num_microbatches):
     costs = stage_costs(TIMES, works(pp_size), range(pp_size), FAST, grid(pp_size))
-    made = simulated_microbatches(num_microbatches, pp_size)
-    time = step_time(make_schedule(schedule, pp_size, made), num_microbatches, costs, 0.0, FAST, grid(pp_size))
+    time = step_time(prepared(schedule, pp_size, num_microbatches), costs, 0.0, FAST, grid(pp_size))
     assert time.step_ms == pytest.approx((num_microbatches + pp_size - 1) * 12 / pp_size, rel=1e-4)
     assert time.idle_share == pytest.approx((pp_size - 1) / (num_microbatches + pp_size - 1), abs=1e-3)
 
@@ -63,8 +68,10 @@ def test_gradients_are_sent_over_the_link_that_their_replicas_need():
 def test_ranks_of_a_host_share_its_cores():
     device = replace(FAST, cores=2)
     costs = stage_costs(TIMES, works(4), range(4), device, grid(4))
-    time = step_time(make_schedule("1f1b", 4, 16), 16, costs, 0.0, device, grid(4))
-    assert time.step_ms == pytest.approx(16 * 12 / 2)
+    time = step_time(prepared("1f1b", 4, 64), costs, 1.0, device, grid(4))
+    # Two of four ranks compute at a time, but for the first and the last micro-batches.
+    assert 64 * 12 / 2 < time.passes_ms < 1.05 * 64 * 12 / 2
+    assert time.update_ms == pytest.approx(2.0)
 
 
 def test_an_update_moves_the_state_and_gathers_the_weights_of_zero():

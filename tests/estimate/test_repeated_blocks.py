@@ -1,0 +1,53 @@
+"""That a run of few blocks stands for one of many is tested where runs are made: with the plugin's estimates."""
+
+import torch
+from torch import nn
+
+from hybridpp.estimate import repeated_blocks
+
+
+class Block(nn.Module):
+    def __init__(self, number, width=4):
+        super().__init__()
+        self.number, self.linear = number, nn.Linear(width, width)
+
+
+def model(*blocks):
+    return nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})
+
+
+def names(count):
+    return [str(number) for number in range(count)]
+
+
+def test_the_inner_ones_of_a_row_of_equal_blocks_need_not_run():
+    made = model(*(Block(number) for number in range(10)))
+    assert repeated_blocks(made, names(10), frozenset()) == ("4", "5", "6", "7")
+    assert repeated_blocks(made, names(7), frozenset()) == ()
+
+
+def test_blocks_that_differ_end_a_row():
+    def others(change):
+        blocks = [Block(number) for number in range(10)]
+        blocks[5] = change(blocks[5])
+        return repeated_blocks(model(*blocks), names(10), frozenset())
+
+    def windowed(block):
+        block.window = 8
+        return block
+
+    def frozen(block):
+        return block.requires_grad_(requires_grad=False)
+
+    def double(block):
+        return block.to(torch.float64)
+
+    assert others(lambda block: block) != ()
+    for change in (windowed, frozen, double, lambda block: Block(5, width=8), lambda block: Block(17)):
+        assert others(change) == ()
+
+
+def test_blocks_that_are_recomputed_are_not_equal_to_others():
+    made = model(*(Block(number) for number in range(10)))
+    assert repeated_blocks(made, names(10), frozenset(names(5))) == ()
+    assert repeated_blocks(made, names(10), frozenset(names(10))) == ("4", "5", "6", "7")

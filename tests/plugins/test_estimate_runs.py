@@ -1,0 +1,86 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from hybridpp_plugins.cut_model import cut_model
+from hybridpp_plugins.estimate_batch import BatchSource
+from hybridpp_plugins.estimate_runs import EstimateRuns, RunKind
+from hybridpp_plugins.layout_estimator import settings_parser
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from hybridpp import HybridParallelPlugin
+from hybridpp.config import Precision
+from hybridpp.estimate import (
+    DEVICES,
+    NotPeriodicError,
+    repeated_blocks,
+    roofline,
+    stage_memory,
+    with_repeated_blocks,
+)
+
+SIZES = {"vocab_size": 50, "use_cache": False}
+
+
+def llama(num_blocks=9):
+    config = LlamaConfig(
+        hidden_size=16,
+        num_hidden_layers=num_blocks,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=32,
+        **SIZES,
+    )
+    return LlamaForCausalLM(config)
+
+
+def gpt2(num_blocks=9):
+    config = GPT2Config(
+        n_embd=16, n_layer=num_blocks, n_head=2, n_positions=16, loss_type="ForCausalLMLoss", bos_token_id=0, **SIZES
+    )
+    return GPT2LMHeadModel(config)
+
+
+def runs_of(make):
+    with torch.device("meta"):
+        model = make()
+    batches = BatchSource(sequence_length=8)
+    return model, EstimateRuns(model, precision=Precision.BF16, batches=batches, device="cuda")
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_run_that_leaves_out_equal_blocks_gives_the_same_estimate(make, tp_size):
+    model, runs = runs_of(make)
+    found = runs.traced(tp_size, False, 1, 2).found
+    parsed = settings_parser(HybridParallelPlugin)({"tp_size": tp_size, "num_microbatches": 2, "precision": "bf16"})
+    for splits, recomputed in ((False, frozenset()), (True, frozenset()), (True, frozenset(found.blocks))):
+        kind = RunKind(tp_size, False, 2, recomputed, splits)
+        left_out = repeated_blocks(model, found.units, recomputed)
+        assert len(left_out) == 3
+        complete = runs._record(kind, found.units, True)
+        short = with_repeated_blocks(runs._record(kind, found.units, True, left_out), left_out)
+        last_block = max(index for index, call in enumerate(complete.calls) if call.name in found.blocks)
+        times = [roofline(run, DEVICES["h100"], tp_size) for run in (complete, short)]
+        for num_stages in (1, 2, 5):
+            cut = cut_model(runs, parsed, 1, num_stages, traced_for=2)
+            for plan, (first, last) in zip(cut.plans, cut.windows, strict=True):
+                expected, memory = (stage_memory(run, plan, last_block, splits, 2) for run in (complete, short))
+                assert memory == expected
+                for name in ("forward", "backward", "weight_gradients"):
+                    whole, part = (getattr(one, name)(first, last) for one in times)
+                    # Gradients of small weights are added in one operator, which is for those of the blocks that ran.
+                    assert part == pytest.approx(whole, rel=0.002)
+
+
+def test_blocks_that_only_seem_equal_are_run():
+    model, runs = runs_of(llama)
+    found = runs.traced(1, False, 1, 2).found
+    kind = RunKind(1, False, 2)
+    left_out = repeated_blocks(model, found.units, frozenset())
+    run = runs._record(kind, found.units, True, left_out)
+    # The fourth block's forward has one operator more.
+    begin = next(call.begin for call in run.calls if call.name.endswith(".3"))
+    extra = next(op for op in run.ops if op.event > begin + 1)
+    with pytest.raises(NotPeriodicError):
+        with_repeated_blocks(replace(run, ops=(*run.ops, extra)), left_out)
