@@ -10,6 +10,7 @@ share them.
 """
 
 import argparse
+import logging
 import statistics
 import time
 import warnings
@@ -37,6 +38,7 @@ from hybridpp.estimate import (
     measure_links,
     search,
 )
+from hybridpp.estimate.search import _candidates
 
 GLOBAL_BATCH = 16
 CPU = torch.device("cpu")
@@ -111,12 +113,12 @@ def profiled(estimator: LayoutEstimator, space: SearchSpace) -> DeviceProfile:
     dist.barrier()
     profile = measure_links(measure_device(CPU), current_world())
     times = {}
-    for estimate in search(estimator, replace(space, num_kept=10_000)).best:
-        given, size = estimate.settings, estimate.sizes.microbatch_size
+    for layout in _candidates(estimator, space):
+        given, size = layout.settings, layout.sizes.microbatch_size
         kind = given["tp_size"], size, "zb" in given.get("schedule", "")
         if kind not in times:
             dist.barrier()
-            times[kind] = estimator.measure_times(estimate.sizes, given, CPU)
+            times[kind] = estimator.measure_times(layout.sizes, given, CPU)
     return replace(profile, measured=tuple(times.values()), cores=min(2, profile.cores or 1))
 
 
@@ -152,6 +154,11 @@ def measured(name: str, rows: Sequence[Row], num_rounds: int, value: Callable[[R
             job.step()
         best = min(best, *row.wall_ms)
         job.close()
+        if dist.get_rank() == 0:
+            guess, wall, processors = row.estimate.time.step_ms, min(row.wall_ms), min(row.processor_ms)
+            print(
+                f"{row.name}: {guess:.1f} ms estimated, {wall:.1f} measured, {processors:.1f} of processors", flush=True
+            )
     final = sorted(rows, key=value)[:_NUM_FINAL]
     final += [] if rows[0] in final else [rows[0]]
     jobs = [Job(name, row) for row in final]
@@ -192,6 +199,8 @@ def main() -> None:
     parser.add_argument("--processor-time", action="store_true")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
+    # Replicas train on the same batch here, on purpose.
+    logging.getLogger("hybridpp").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     launch_from_torch(seed=0)
     space = SearchSpace(

@@ -8,9 +8,10 @@ from hybridpp.cli.commands.estimate import EstimateArguments
 from hybridpp.cli.estimate_flags import estimator_of, microbatches_of
 from hybridpp.cli.estimate_table import render_estimate
 from hybridpp.cli.output import show, working
+from hybridpp.cli.schedule_search import check_file, searched
 from hybridpp.config import ParallelConfig
 from hybridpp.errors import ConfigError
-from hybridpp.estimate import JobSizes, values_of
+from hybridpp.estimate import JobSizes, plugin_call, values_of
 from hybridpp.sizes import parse_bytes
 
 
@@ -18,6 +19,8 @@ def run(arguments: EstimateArguments) -> None:
     """Print the table, or JSON."""
     limit = None if arguments.memory is None else parse_bytes("--memory", arguments.memory)
     settings = _settings(arguments)
+    if arguments.search_schedule:
+        check_file(arguments.search_schedule, arguments.pp_size)
     parallel = ParallelConfig(tp_size=arguments.tp_size, pp_size=arguments.pp_size)
     world_size = arguments.world_size or arguments.tp_size * arguments.pp_size
     num_replicas = parallel.dp_size(world_size)
@@ -37,7 +40,12 @@ def run(arguments: EstimateArguments) -> None:
     )
     with working("estimate the layout"):
         estimator = estimator_of(arguments)
-        estimate = estimator.estimate(sizes, settings)
+        lines: list[str] = []
+        if arguments.search_schedule:
+            memory = limit or int(estimator.given.device.memory_gib * 2**30)
+            estimate, lines = searched(estimator, sizes, settings, memory).saved_as(arguments.search_schedule)
+        else:
+            estimate = estimator.estimate(sizes, settings)
     if limit is not None and estimate.worst.total > limit:
         raise ConfigError(
             f"a rank at position {estimate.worst.position} of the pipeline needs "
@@ -47,7 +55,9 @@ def run(arguments: EstimateArguments) -> None:
     if arguments.json:
         show(json.dumps(values_of(estimate), indent=2))
     else:
-        show(*render_estimate(estimate, estimator.given.device))
+        show(*render_estimate(estimate, estimator.given.device), *lines)
+        if arguments.search_schedule:
+            show(plugin_call(estimate, arguments.precision))
 
 
 def _settings(arguments: EstimateArguments) -> dict[str, Any]:

@@ -8,19 +8,20 @@ _GIB = 2**30
 
 def render_estimate(estimate: LayoutEstimate, device: DeviceProfile) -> list[str | TextTable]:
     """A line per place in the pipeline with the GiB of each of its ranks, then the time of a step."""
+    unit, size = ("GiB", _GIB) if estimate.worst.total >= _GIB else ("MiB", 2**20)
     titles = ("rank", "stages", *parts_of(estimate.ranks[0]), "total", "peak at")
     rows = [
         (
             str(rank.position),
             ",".join(map(str, rank.stages)),
-            *(f"{number / _GIB:,.3f}" for number in (*parts_of(rank).values(), rank.total)),
+            *(f"{number / size:,.3f}" for number in (*parts_of(rank).values(), rank.total)),
             str(rank.step.action or ""),
         )
         for rank in estimate.ranks
     ]
     sizes = estimate.sizes
     head = (
-        f"GiB of each rank at the peak of a step: {sizes.world_size} ranks, {_counted(estimate.num_replicas)}, "
+        f"{unit} of each rank at the peak of a step: {sizes.world_size} ranks, {_counted(estimate.num_replicas)}, "
         f"{sizes.num_microbatches} micro-batches of {sizes.microbatch_size}"
     )
     return [

@@ -1,5 +1,8 @@
 """Layouts that a search has found, as a table."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from hybridpp.estimate import DeviceProfile, LayoutEstimate, SearchResult, plugin_call, why_slower
 from hybridpp.text_table import TextTable
 
@@ -33,9 +36,14 @@ def _row(number: int, estimate: LayoutEstimate, best: LayoutEstimate) -> tuple[s
         str(given.get("zero_stage", 0)),
         str(given.get("schedule") or "-"),
         f"{sizes.num_microbatches} of {sizes.microbatch_size}",
-        "all" if "gradient_checkpoint_config" in given else "-",
+        _recomputed(given),
         f"{estimate.worst.total / _GIB:.2f}",
         f"{time.step_ms:,.1f}",
         f"{estimate.samples_per_s:,.1f}",
         f"{100 * slower:.1f} %" if number > 1 else "",
     )
+
+
+def _recomputed(settings: Mapping[str, Any]) -> str:
+    config = settings.get("gradient_checkpoint_config")
+    return "-" if config is None else "some" if config else "all"

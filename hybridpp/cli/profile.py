@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hybridpp.cli.commands.profile import ProfileArguments
-from hybridpp.cli.estimate_flags import PLUGIN, model_of
+from hybridpp.cli.estimate_flags import estimates_layouts, given_model
 from hybridpp.cli.output import show, working
 from hybridpp.cluster import current_world, join_as_started
 from hybridpp.config import Precision
@@ -15,13 +15,11 @@ from hybridpp.errors import ConfigError
 from hybridpp.estimate import (
     DeviceProfile,
     EstimateInput,
-    EstimatesLayouts,
     JobSizes,
     UnitTimes,
     measure_device,
     measure_links,
 )
-from hybridpp.plugin import plugin_class
 
 
 def run(arguments: ProfileArguments) -> None:
@@ -54,16 +52,18 @@ def run(arguments: ProfileArguments) -> None:
 
 
 def _measured(arguments: ProfileArguments, profile: DeviceProfile, where: torch.device) -> UnitTimes:
-    plugin = plugin_class(PLUGIN)
-    assert issubclass(plugin, EstimatesLayouts), "it comes with hybridpp"
+    model, sample = given_model(arguments)
     given = EstimateInput(
-        precision=Precision(arguments.precision), device=profile, sequence_length=arguments.sequence_length
+        precision=Precision(arguments.precision),
+        device=profile,
+        sequence_length=arguments.sequence_length,
+        sample=sample,
     )
     settings: dict[str, Any] = {"tp_size": arguments.tp_size, "schedule": arguments.schedule}
     if arguments.recompute:
         settings["gradient_checkpoint_config"] = {}
     sizes = JobSizes(world_size=arguments.tp_size, microbatch_size=arguments.microbatch_size, num_microbatches=1)
-    estimator = plugin.layout_estimator(model_of(arguments), given)
+    estimator = estimates_layouts().layout_estimator(model, given)
     return estimator.measure_times(sizes, {k: v for k, v in settings.items() if v is not None}, where)
 
 

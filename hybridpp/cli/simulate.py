@@ -6,12 +6,13 @@ from statistics import fmean, quantiles
 from hybridpp.cli.argtypes import per_stage
 from hybridpp.cli.commands.simulate import SimulateArguments
 from hybridpp.cli.files import read, write
-from hybridpp.cli.output import show
-from hybridpp.cli.schedule_source import programs_of
+from hybridpp.cli.output import show, working
+from hybridpp.cli.schedule_source import programs_of, sizes
 from hybridpp.errors import ConfigError
 from hybridpp.report import FORMAT, Recording
-from hybridpp.schedule import Programs, placement
-from hybridpp.simulate import Costs, Simulation, simulate, simulate_draws
+from hybridpp.schedule import Programs, placement, save_schedule
+from hybridpp.simulate import Costs, Simulation, search_schedule, simulate, simulate_draws
+from hybridpp.sizes import parse_bytes
 from hybridpp.text_table import TextTable
 from hybridpp.timeline import Timeline, draw, save_trace
 
@@ -30,20 +31,22 @@ _COSTS = (
 
 def run(arguments: SimulateArguments) -> None:
     """Print a line per rank, and the step's time."""
-    programs = programs_of(arguments.schedule, arguments)
     measured = None if arguments.measured is None else _measured(arguments.measured)
-    simulation = simulate(
-        programs,
-        _costs(arguments, len(placement(programs)), measured),
-        arguments.steps,
-        barrier=arguments.barrier,
-    )
-    lines = _table(simulation, arguments.steps)
+    lines: list[str | TextTable] = []
+    if arguments.search:
+        name, programs, costs, lines = _found(arguments, measured)
+    else:
+        name, programs = _given(arguments)
+        costs = _costs(arguments, len(placement(programs)), measured)
+    simulation = simulate(programs, costs, arguments.steps, barrier=arguments.barrier)
+    lines += _table(simulation, arguments.steps)
     if measured is not None:
         lines += _expected(programs, measured)
     if arguments.draw is not None:
         timelines = {"measured": measured} if measured else {}
-        lines.append(write(arguments.draw, partial(draw, {**timelines, arguments.schedule: simulation.timeline})))
+        lines.append(write(arguments.draw, partial(draw, {**timelines, name: simulation.timeline})))
+    if arguments.save is not None:
+        lines.append(write(arguments.save, partial(save_schedule, programs)))
     if arguments.trace is not None:
         lines.append(write(arguments.trace, partial(save_trace, simulation.timeline)))
     show(*lines)
@@ -55,6 +58,40 @@ def _measured(path: str) -> Timeline:
     if FORMAT in text[:200]:
         return Recording.from_json(text, repr(path)).timeline()
     return Timeline.from_json(text)
+
+
+def _given(arguments: SimulateArguments) -> tuple[str, Programs]:
+    """The schedule that is named."""
+    if arguments.schedule is None:
+        raise ConfigError("there is nothing to simulate. Name a schedule or a file, or pass --search.")
+    if arguments.memory is not None or arguments.save is not None:
+        flag = "--memory" if arguments.memory is not None else "--save"
+        raise ConfigError(f"{flag} is for a search: got it with {arguments.schedule}. Leave one out, or add --search.")
+    return arguments.schedule, programs_of(arguments.schedule, arguments)
+
+
+def _found(
+    arguments: SimulateArguments, measured: Timeline | None
+) -> tuple[str, Programs, Costs, list[str | TextTable]]:
+    """The schedule that a search finds, with the costs of its stages if some recompute, and what is said of it."""
+    if arguments.schedule is not None:
+        raise ConfigError(f"--search finds a schedule: got {arguments.schedule}, too. Leave one of them out.")
+    num_ranks, num_microbatches = sizes(arguments)
+    costs = _costs(arguments, num_ranks * (arguments.chunks or 1), measured)
+    memory = None
+    if arguments.memory is not None:
+        each = tuple(float(parse_bytes("--memory", one)) for one in arguments.memory.split(","))
+        memory = each if len(each) > 1 else each[0]
+    with working("search"):
+        found = search_schedule(costs, num_ranks, num_microbatches, memory_bytes=memory)
+    lines: list[str | TextTable] = [
+        f"found: {found.name}, {found.step_ms:,.1f} ms, at most {100 * found.gap:.1f} % above the shortest possible"
+    ]
+    if found.recomputed_stages:
+        layers = ", ".join("all" if stage in found.recomputed_stages else "0" for stage in range(costs.num_stages))
+        stages = ", ".join(map(str, found.recomputed_stages))
+        lines.append(f"stages that recompute: {stages} (num_ckpt_layers_per_stage: {layers})")
+    return found.name, found.programs, costs.with_recomputation(found.recomputed_stages), [*lines, ""]
 
 
 def _costs(arguments: SimulateArguments, num_stages: int, measured: Timeline | None) -> Costs:

@@ -11,6 +11,7 @@ from hybridpp.estimate.layout_estimate import (
     LayoutEstimate,
     LayoutEstimator,
     RankEstimate,
+    ScheduleCosts,
 )
 from hybridpp.estimate.measure_device import clock_of, measure_device, measure_links
 from hybridpp.estimate.model_run import ModelRun
@@ -55,6 +56,7 @@ __all__ = [
     "OpLog",
     "RankEstimate",
     "RankState",
+    "ScheduleCosts",
     "SearchResult",
     "SearchSpace",
     "StageMemory",

@@ -13,6 +13,7 @@ from hybridpp.estimate.devices import DeviceProfile
 from hybridpp.estimate.rank_memory import RankState, StepPeak
 from hybridpp.estimate.step_time import StepTime
 from hybridpp.estimate.unit_times import UnitTimes
+from hybridpp.simulate import Costs
 
 
 class RankEstimate(NamedTuple):
@@ -87,6 +88,20 @@ class LayoutEstimate:
         return 1e3 * self.global_batch / self.time.step_ms if self.time.step_ms else 0.0
 
 
+class ScheduleCosts(NamedTuple):
+    """What a search for a schedule of one layout is given.
+
+    Attributes:
+        costs: of each stage, also if it recomputes its blocks.
+        room: bytes of each rank of a pipeline for micro-batches.
+        num_blocks: of each stage.
+    """
+
+    costs: Costs
+    room: tuple[int, ...]
+    num_blocks: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class EstimateInput:
     """What is estimated, beside the layout.
@@ -141,6 +156,15 @@ class LayoutEstimator(Protocol):
         Args:
             sizes, settings: as of :meth:`estimate`.
             where: the device.
+        """
+
+    def schedule_costs(self, sizes: JobSizes, settings: Mapping[str, Any], memory_bytes: int) -> ScheduleCosts:
+        """What a search for the schedule of a layout needs.
+
+        Args:
+            sizes, settings: as of :meth:`estimate`; a schedule says how many stages a rank has, and recomputation does
+                not count.
+            memory_bytes: of a device.
         """
 
     def estimate(self, sizes: JobSizes, settings: Mapping[str, Any]) -> LayoutEstimate:

@@ -64,10 +64,7 @@ def measure_links(profile: DeviceProfile, world: World) -> DeviceProfile:
     assert group is not None, "every rank is in it"
     large = _exchange_s(group, torch.zeros(_LARGE // 4, device=world.device), world.device)
     small = _exchange_s(group, torch.zeros(_SMALL // 4, device=world.device), world.device)
-    sums = [
-        _seconds(lambda size=size: group.all_reduce(torch.zeros(size // 4, device=world.device)).wait(), world.device)
-        for size in (_LARGE, _SMALL)
-    ]
+    sums = [_sum_s(group, torch.zeros(size // 4, device=world.device)) for size in (_LARGE, _SMALL)]
     slowest = [max(float(one) for one in column) for column in zip(*_shared(world, [large, small, *sums]), strict=True)]
     speed = _LARGE / max(slowest[0] - slowest[1], 1e-9) / _GIB
     sent = 2 * (_LARGE - _SMALL) * (world.size - 1) / world.size
@@ -83,6 +80,11 @@ def measure_links(profile: DeviceProfile, world: World) -> DeviceProfile:
 def _shared(world: World, numbers: list[float]) -> list[list[float]]:
     own = torch.tensor(numbers, dtype=torch.float64)
     return [part.tolist() for part in world.control().all_gather(own)]
+
+
+def _sum_s(group: Group, tensor: Tensor) -> float:
+    """Time of a sum over all ranks."""
+    return _seconds(lambda: group.all_reduce(tensor).wait(), tensor.device)
 
 
 def _exchange_s(group: Group, tensor: Tensor, device: torch.device) -> float:

@@ -79,6 +79,8 @@ class ModelRun:
     @cached_property
     def in_unit(self) -> NDArray[numpy.bool_]:
         """Whether each allocation was made inside the forward of a unit."""
+        if not self.calls:
+            return numpy.zeros(len(self.allocations), dtype=bool)
         begins = numpy.array([call.begin for call in self.calls], dtype=numpy.int64)
         ends = numpy.array([call.end for call in self.calls], dtype=numpy.int64)
         call = numpy.searchsorted(begins, self.born, side="left") - 1

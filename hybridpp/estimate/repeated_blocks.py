@@ -77,7 +77,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(recurse=False)
 
 
-class _Place(NamedTuple):
+class _Position(NamedTuple):
     """Where an event is: in a phase of a block, so many events after its begin; or in none (``phase`` is empty)."""
 
     phase: str
@@ -116,7 +116,7 @@ class _Segments:
             later = [
                 one.died
                 for one in self.run.allocations
-                if one.died is not None and one.died > self.run.backward_end and self.place(one.born).block == block
+                if one.died is not None and one.died > self.run.backward_end and self.position(one.born).block == block
             ]
             ends += [max(later)] if later else []
         if len(ends) < num_blocks - 1:
@@ -130,14 +130,14 @@ class _Segments:
         self.parts.sort()
         self._begins = [part[0] for part in self.parts]
 
-    def place(self, event: int) -> _Place:
+    def position(self, event: int) -> _Position:
         """Where an event is; the number of the event itself, where it is in none."""
         index = bisect_left(self._begins, event) - 1
         if index >= 0:
             begin, end, phase, block = self.parts[index]
             if event <= end:
-                return _Place(phase, block, event - begin)
-        return _Place("", -1, event)
+                return _Position(phase, block, event - begin)
+        return _Position("", -1, event)
 
     def bounds(self, phase: str, block: int) -> tuple[int, int]:
         """The events of a phase of a block: after the first, until the second; equal ones: it has none."""
@@ -184,7 +184,7 @@ class _Expansion:
         self._born: dict[int, list[int]] = {}
         for index, one in enumerate(run.allocations):
             self._born.setdefault(id(one), []).append(index)
-        self._places = [self._segments.place(one.born) for one in run.allocations]
+        self._positions = [self._segments.position(one.born) for one in run.allocations]
         self._check_period()
 
     def complete(self) -> ModelRun:
@@ -202,7 +202,7 @@ class _Expansion:
         )
 
     def _of(self, block: int, phase: str) -> list[int]:
-        return [n for n, place in enumerate(self._places) if place.block == block and place.phase == phase]
+        return [n for n, position in enumerate(self._positions) if position.block == block and position.phase == phase]
 
     def _check_period(self) -> None:
         for phase in _PHASES:
@@ -214,10 +214,12 @@ class _Expansion:
     def _described(self, index: int, block: int) -> tuple[object, ...]:
         one = self.run.allocations[index]
         events = [one.born, *([] if one.died is None else [one.died]), *one.savers]
-        places = [self._segments.place(event) for event in events]
-        relative = [place._replace(block=place.block - block) if place.phase else place for place in places]
+        positions = [self._segments.position(event) for event in events]
+        relative = [
+            position._replace(block=position.block - block) if position.phase else position for position in positions
+        ]
         # What is freed between two phases is freed there for all blocks: when exactly, does not matter.
-        return one.size, one.died is None, tuple(p if p.phase else _Place("", 0, 0) for p in relative)
+        return one.size, one.died is None, tuple(p if p.phase else _Position("", 0, 0) for p in relative)
 
     def _ops_of(self, block: int, phase: str) -> list[tuple[object, ...]]:
         begin, end = self._segments.bounds(phase, block)
@@ -237,7 +239,7 @@ class _Expansion:
     def _allocations(self) -> list[Allocation]:
         found = []
         for index, one in enumerate(self.run.allocations):
-            if self._places[index].block != _TEMPLATE:
+            if self._positions[index].block != _TEMPLATE:
                 made = Allocation(one.size, self._at(one.born))
                 made.died = None if one.died is None else max(self._all_seen_from(index, one.died))
                 made.savers = [event for saver in one.savers for event in self._all_seen_from(index, saver)]
@@ -258,31 +260,31 @@ class _Expansion:
         return made
 
     def _relative(self, event: int, block: int, turn: int) -> int:
-        """An event of something that a block allocated, seen from the one that is in its place.
+        """An event of something that a block allocated, seen from the block in its turn.
 
         Args:
             event: in the record.
             block: that allocated it.
             turn: of the block that is meant: below 0 before the template, above the count behind the repeated ones.
         """
-        place = self._segments.place(event)
-        if not place.phase:
+        position = self._segments.position(event)
+        if not position.phase:
             return self._at(event)
-        target = turn + place.block - block
-        begin, _ = self._segments.bounds(place.phase, _TEMPLATE + min(target, 0) + max(target - self._count, 0))
-        return self._at(begin + place.offset, target)
+        target = turn + position.block - block
+        begin, _ = self._segments.bounds(position.phase, _TEMPLATE + min(target, 0) + max(target - self._count, 0))
+        return self._at(begin + position.offset, target)
 
     def _all_seen_from(self, index: int, event: int) -> list[int]:
         """An event of something that the template did not allocate: of all blocks, if none allocated it."""
-        block = self._places[index].block
-        if self._places[index].phase:
+        block = self._positions[index].block
+        if self._positions[index].phase:
             return [self._relative(event, block, block - _TEMPLATE + (self._count if block > _TEMPLATE else 0))]
-        turns = range(self._count + 1) if self._segments.place(event).block == _TEMPLATE else (None,)
+        turns = range(self._count + 1) if self._segments.position(event).block == _TEMPLATE else (None,)
         return [self._at(event, turn) for turn in turns]
 
     def _ops(self) -> Iterator[Op]:
         for op in self.run.ops:
-            turns = range(self._count + 1) if self._segments.place(op.event).block == _TEMPLATE else (None,)
+            turns = range(self._count + 1) if self._segments.position(op.event).block == _TEMPLATE else (None,)
             for turn in turns:
                 yield op._replace(event=self._at(op.event, turn))
 
@@ -321,10 +323,10 @@ class _Expansion:
     def _counterpart(self, one: Allocation, turn: int, shift: int) -> Allocation:
         """What stands for an allocation in one of the repeated blocks; ``shift``: it is that of the block before."""
         index = self._born[id(one)][0]
-        place = self._places[index]
-        if place.block == _TEMPLATE:
+        position = self._positions[index]
+        if position.block == _TEMPLATE:
             return self._made[index, turn]
-        if shift and turn and place.block == _BEFORE:
-            alike = self._of(_TEMPLATE, place.phase)[self._of(_BEFORE, place.phase).index(index)]
+        if shift and turn and position.block == _BEFORE:
+            alike = self._of(_TEMPLATE, position.phase)[self._of(_BEFORE, position.phase).index(index)]
             return self._made[alike, turn - 1]
         return self._made[index, 0]

@@ -9,7 +9,6 @@ from hybridpp.errors import ConfigError, HybridppError
 from hybridpp.estimate.layout_estimate import JobSizes, LayoutEstimate, LayoutEstimator
 from hybridpp.schedule import SCHEDULES
 
-_GIB = 2**30
 _LARGEST_MICROBATCH = 16
 # Of layouts that are too large by themselves, so many are estimated to name the nearest.
 _NUM_NEAREST = 12
@@ -32,7 +31,7 @@ class SearchSpace:
     num_devices: int
     memory_bytes: int
     global_batch: int
-    schedules: Sequence[str] = ("1f1b", "interleaved", "zb-h1", "zb-v")
+    schedules: Sequence[str] = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "v-min")
     tp_sizes: Sequence[int] | None = None
     pp_sizes: Sequence[int] | None = None
     microbatch_sizes: Sequence[int] | None = None
@@ -222,15 +221,17 @@ def _divisors(number: int) -> list[int]:
 
 
 def _nothing_divides(space: SearchSpace) -> str:
+    devices = space.num_devices
+    above = -(-space.global_batch // devices) * devices
     return (
-        f"no layout of {space.num_devices} devices divides a global batch of {space.global_batch} samples over its "
-        "replicas within the sizes that are allowed. Use a global batch that is a multiple of the devices, or allow "
-        "more sizes."
+        f"no layout of {devices} devices divides a global batch of {space.global_batch} samples over its replicas "
+        f"within the sizes that are allowed. Use a global batch of {above}, which any number of replicas divides, "
+        "another number of devices, or allow more sizes."
     )
 
 
 def _nothing_fits(space: SearchSpace, least: LayoutEstimate | None, reasons: Mapping[str, int]) -> str:
-    limit = f"{space.memory_bytes / _GIB:g} GiB"
+    limit = _size(space.memory_bytes)
     if least is None:
         why = max(reasons, key=lambda reason: reasons[reason], default="")
         return f"no layout of {space.num_devices} devices is possible: {why}"
@@ -238,7 +239,14 @@ def _nothing_fits(space: SearchSpace, least: LayoutEstimate | None, reasons: Map
     layout = ", ".join(f"{name}={value!r}" for name, value in least.settings.items())
     return (
         f"no layout of {space.num_devices} devices fits in {limit}: the nearest is {layout}, "
-        f"microbatch_size={least.sizes.microbatch_size}, of which a rank needs {needed / _GIB:.2f} GiB, "
-        f"{(needed - space.memory_bytes) / _GIB:.2f} GiB more. Use more devices, devices of more memory, a shorter "
+        f"microbatch_size={least.sizes.microbatch_size}, of which a rank needs {_size(needed)}, "
+        f"{_size(needed - space.memory_bytes)} more. Use more devices, devices of more memory, a shorter "
         "sequence, or offload_optimizer."
     )
+
+
+def _size(num_bytes: int) -> str:
+    for unit, power in (("GiB", 3), ("MiB", 2)):
+        if num_bytes >= 1024**power:
+            return f"{num_bytes / 1024**power:.2f} {unit}".replace(".00 ", " ")
+    return f"{num_bytes / 1024:.1f} KiB".replace(".0 ", " ")

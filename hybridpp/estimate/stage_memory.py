@@ -93,6 +93,8 @@ class _Stage:
 
     def _after_last_block(self, last_block: int) -> NDArray[numpy.bool_]:
         run = self._run
+        if not run.calls:
+            return numpy.zeros(len(run.allocations), dtype=bool)
         start, stop = run.calls[last_block].end, run.calls[last_block].gradient
         chosen: NDArray[numpy.bool_] = (run.born > start) & (run.born <= (run.loss if stop is None else stop))
         return chosen

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hybridpp.schedule import ActionKind, Programs, peak_activations, placement
+from hybridpp.schedule import Action, ActionKind, Programs, peak_activations, placement
 from hybridpp.schedule.dependencies import needs, result, walk
 from hybridpp.schedule.lower import FILLS_GRADIENTS
 from hybridpp.simulate.costs import Costs
@@ -70,7 +70,7 @@ class PreparedPrograms:
         self.ranks = placement(programs)
         self.steps: list[_Step] = []
         self.last = [0] * len(self.ranks)
-        numbers = {}
+        numbers: dict[Action, int] = {}
         for rank, index in walk(programs):
             action = programs[rank][index]
             if action.kind in FILLS_GRADIENTS:

@@ -129,6 +129,7 @@ class EstimateRuns:
         self._candidate: int | None = None
         self.sharding = cache(self._find_sharding)
         self.run = cache(self._run)
+        self._repeated = cache(lambda units, recomputed: repeated_blocks(self._model, units, recomputed))
         self.traced = cache(self._trace)
 
     def _find_sharding(self, tp_size: int, shards_sequences: bool) -> Sharding | None:
@@ -185,7 +186,7 @@ class EstimateRuns:
 
         If it need not be, blocks that are equal to others are left out, and their part of the record is repeated.
         """
-        left_out = () if settled else repeated_blocks(self._model, units, kind.recomputed)
+        left_out = () if settled else self._repeated(units, kind.recomputed)
         if left_out:
             try:
                 return with_repeated_blocks(self._record(kind, units, settled, left_out), left_out)

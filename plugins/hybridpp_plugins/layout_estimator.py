@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from hybridpp.estimate import (
     ModelRun,
     RankEstimate,
     RankState,
+    ScheduleCosts,
     StageMemory,
     StageWork,
     StepTime,
@@ -38,6 +38,7 @@ from hybridpp_plugins.estimate_batch import BatchSource
 from hybridpp_plugins.estimate_runs import EstimateRuns, RunKind
 from hybridpp_plugins.quick_estimator import QuickEstimator
 from hybridpp_plugins.rank_state import StateRules, rank_state
+from hybridpp_plugins.schedule_costs import schedule_costs
 from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.settings import PluginSettings, parse_settings
 from hybridpp_plugins.trained_weights import gathering_units, units_of
@@ -67,10 +68,10 @@ class PluginLayoutEstimator:
         )
         self._quick = QuickEstimator(self._runs, given, settings)
 
-    @cached_property
+    @property
     def num_blocks(self) -> int:
         """Blocks of the model."""
-        return len(self._runs.traced(1, False, 1, 2).found.blocks)
+        return self._quick.num_blocks
 
     def estimate(self, sizes: JobSizes, settings: Mapping[str, Any]) -> LayoutEstimate:
         """See :class:`~hybridpp.estimate.LayoutEstimator`."""
@@ -87,13 +88,7 @@ class PluginLayoutEstimator:
             _state(cut, planner.placement, position, self._rules(parsed, num_replicas))
             for position in range(parallel.pp_size)
         ]
-        times = self._measured(kind)
-        is_measured = times is not None
-        times = (
-            with_sums(times, run, self.given.device, parallel.tp_size)
-            if times
-            else roofline(run, self.given.device, parallel.tp_size)
-        )
+        times, is_measured = self._times(kind, run)
         grid = Grid(tp_size=parallel.tp_size, pp_size=parallel.pp_size, num_replicas=num_replicas, zero=zero)
         return LayoutEstimate(
             sizes=sizes,
@@ -103,6 +98,30 @@ class PluginLayoutEstimator:
             time=self._time(planner, times, _works(cut, memories), states, grid, sizes.num_microbatches),
             is_measured=is_measured,
         )
+
+    def schedule_costs(self, sizes: JobSizes, settings: Mapping[str, Any], memory_bytes: int) -> ScheduleCosts:
+        """See :class:`~hybridpp.estimate.LayoutEstimator`."""
+        given = {name: value for name, value in settings.items() if name != "gradient_checkpoint_config"}
+        parsed = self._settings(given, sizes)
+        parallel, num_replicas = parsed.parallel, parsed.parallel.dp_size(sizes.world_size)
+        zero, device = parsed.zero.among(num_replicas), self.given.device
+        placed = SchedulePlanner(parsed.pipeline, parallel.pp_size, zero).placement
+        cut = cut_model(self._runs, parsed, sizes.microbatch_size, len(placed))
+        grid = Grid(tp_size=parallel.tp_size, pp_size=parallel.pp_size, num_replicas=num_replicas, zero=zero)
+        plain, split = (self._kind(parsed, cut, sizes.microbatch_size, splits) for splits in (False, True))
+        all_blocks = replace(plain, recomputed=frozenset(name for names in cut.blocks for name in names))
+        costs, memories = [], []
+        for kind in (plain, split, all_blocks):
+            run = self._runs.run(kind, cut.traced.found.units)
+            _check_order(run, cut)
+            held = self._memories(run, cut, kind.splits)
+            times, _ = self._times(kind, run)
+            costs.append(stage_costs(times, _works(cut, held), placed, device, grid))
+            memories.append(held)
+        rules = self._rules(parsed, num_replicas)
+        states = [_state(cut, placed, position, rules) for position in range(parallel.pp_size)]
+        left = [memory_bytes - state.total for state in states]
+        return schedule_costs(costs, memories, placed, left, [len(names) for names in cut.blocks])
 
     def measure_times(self, sizes: JobSizes, settings: Mapping[str, Any], where: torch.device) -> UnitTimes:
         """See :class:`~hybridpp.estimate.LayoutEstimator`."""
@@ -161,6 +180,13 @@ class PluginLayoutEstimator:
     def _measured(self, kind: RunKind) -> UnitTimes | None:
         key = self._runs.key_of(kind)
         return next((times for times in self.given.device.measured if times.key == key), None)
+
+    def _times(self, kind: RunKind, run: ModelRun) -> tuple[UnitTimes, bool]:
+        """Times of the run's units, and whether they were measured."""
+        device, measured = self.given.device, self._measured(kind)
+        if measured is None:
+            return roofline(run, device, kind.tp_size), False
+        return with_sums(measured, run, device, kind.tp_size), True
 
     def _time(
         self,

@@ -6,10 +6,11 @@ are counted at their most, and of many micro-batches the last ones are continued
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from hybridpp.config import PipelineConfig, Precision, ZeroConfig
+from hybridpp.errors import PartitionError
 from hybridpp.estimate import (
     BASES,
     EstimateInput,
@@ -189,7 +190,7 @@ class QuickEstimator:
 
     def _make_cut(self, tp_size: int, num_stages: int) -> CutModel:
         # All numbers of stages up to that of the blocks have the same units.
-        return cut_model(self._runs, self._parallel(tp_size), 1, num_stages, traced_for=2)
+        return cut_model(self._runs, self._parallel(tp_size), 1, num_stages, traced_for=self._traced_for)
 
     def _make_sums(self, tp_size: int, num_stages: int) -> tuple[_Sums, ...]:
         cut = self._cut(tp_size, num_stages)
@@ -218,7 +219,7 @@ class QuickEstimator:
         return RunKind(key.tp_size, shards, key.microbatch_size, frozenset(blocks), splits)
 
     def _make_run(self, kind: RunKind) -> ModelRun:
-        units = self._runs.traced(kind.tp_size, kind.shards_sequences, 1, 2).found.units
+        units = self._runs.traced(kind.tp_size, kind.shards_sequences, 1, self._traced_for).found.units
         if kind.microbatch_size > max(BASES):
             few, more = (self._run(replace(kind, microbatch_size=size)) for size in BASES)
             if (found := scaled_run(few, more, kind.microbatch_size)) is not None:
@@ -301,10 +302,21 @@ class QuickEstimator:
             buffers=buffers,
         )
 
+    @cached_property
+    def _traced_for(self) -> int:
+        """Stages of a trace whose units are those of all others: 1, if the model cannot be cut."""
+        try:
+            self._runs.traced(1, False, 1, 2)
+        except PartitionError:
+            return 1
+        return 2
+
     @property
     def num_blocks(self) -> int:
-        """Blocks of the model."""
-        return len(self._runs.traced(1, False, 1, 2).found.blocks)
+        """Blocks of the model; 1, if it cannot be cut."""
+        if self._traced_for == 1:
+            return 1
+        return max(1, len(self._runs.traced(1, False, 1, 2).found.blocks))
 
 
 def _key(sizes: JobSizes, settings: Mapping[str, Any]) -> _Key:

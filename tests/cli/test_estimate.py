@@ -82,3 +82,80 @@ def test_what_cannot_be_is_refused(refused, folder, flags, message):
 
 def test_a_folder_without_a_configuration_is_refused(refused, tmp_path):
     assert "has no config.json" in refused("--model", str(tmp_path))
+
+
+OWN = """
+import torch
+from torch import nn
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def make():
+    return Chain(), torch.randn(2, 64)
+
+
+def by_name():
+    return Chain(), {"x": torch.randn(2, 64)}
+
+
+def without_sample():
+    return Chain()
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "chain.py").write_text(OWN)
+    return "chain.py"
+
+
+@pytest.mark.parametrize("function", ["make", "by_name"])
+def test_a_model_of_ones_own_is_estimated_on_its_sample(printed, own, function):
+    text = printed("--model", f"{own}:{function}", "--pp-size", "2", "--microbatch-size", "3", "--json")
+    first, second = (rank["bytes"] for rank in json.loads(text)["ranks"])
+    # Two layers of 64 x 64 with their biases, in bf16.
+    assert first["weights"] == second["weights"] == 2 * 2 * (64 * 64 + 64)
+    assert first["activations"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--model", "chain.py:without_sample"), "must return a model and a sample batch"),
+        (("--model", "chain.py:make", "--sequence-length", "8"), "--sequence-length is for models of Hugging Face"),
+        (("--model", "chain.py:make", "--task", "CausalLM"), "--task is for models of Hugging Face"),
+    ],
+)
+def test_what_a_model_of_ones_own_lacks_is_refused(refused, own, flags, message):
+    assert message in refused(*flags)
+
+
+def test_a_schedule_is_searched_where_named_ones_need_too_much(printed, folder, refused):
+    flags = ("--model", folder(LLAMA), "--pp-size", "2", "--num-microbatches", "4", "--sequence-length", "64")
+    flags += ("--precision", "fp32")
+    needed = json.loads(printed(*flags, "--json"))["peak_bytes"]
+    limit = f"{int(0.93 * needed)}B"
+    assert "hybridpp plan searches" in refused(*flags, "--memory", limit)
+    text = printed(*flags, "--memory", limit, "--search-schedule", "best.csv")
+    call = text.splitlines()[-1]
+    assert call.startswith("HybridParallelPlugin(tp_size=1, pp_size=2, ")
+    assert "schedule='best.csv'" in call
+    assert "wrote best.csv" in text
+    found = json.loads(printed(*flags, "--memory", limit, "--search-schedule", "best.csv", "--json"))
+    assert found["peak_bytes"] <= 0.93 * needed
+
+
+def test_a_search_for_what_is_no_pipeline_is_refused(refused, folder):
+    model = folder(LLAMA)
+    assert "--search-schedule is for pipelines" in refused("--model", model, "--search-schedule", "best.csv")
+    assert "a .csv or .json file" in refused("--model", model, "--pp-size", "2", "--search-schedule", "best.txt")

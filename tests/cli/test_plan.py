@@ -65,3 +65,32 @@ def test_json_has_the_settings_of_each(printed, folder):
 )
 def test_what_cannot_be_is_refused(refused, folder, flags, message):
     assert message in refused("--model", folder, *flags)
+
+
+def test_a_model_of_ones_own_is_planned(printed, tmp_path):
+    (tmp_path / "chain.py").write_text(OWN)
+    flags = ("--devices", "2", "--global-batch", "4", "--tp-sizes", "1", "--zero-stages", "0", "--no-recompute")
+    found = json.loads(printed("--model", "chain.py:make", *flags, "--json"))
+    assert {one["settings"]["pp_size"] for one in found["best"]} == {1, 2}
+
+
+def test_a_searched_schedule_is_faster_or_the_plan_says_that_none_is(printed, folder):
+    flags = ("--model", folder, *SMALL, "--pp-sizes", "2,4", "--schedules", "gpipe", "--no-recompute")
+    slowest = json.loads(printed(*flags, "--top", "1", "--json"))["best"][0]["time"]["step_ms"]
+    text = printed(*flags, "--top", "2", "--search-schedule", "best.csv")
+    assert "wrote best.csv" in text
+    assert "schedule='best.csv'" in text
+    found = json.loads(printed(*flags, "--top", "1", "--search-schedule", "best.csv", "--json"))["best"][0]
+    assert found["time"]["step_ms"] < slowest
+    one_stage = ("--model", folder, *SMALL, "--pp-sizes", "1", "--search-schedule", "best.csv")
+    assert "no schedule that was searched is faster" in printed(*one_stage)
+
+
+OWN = """
+import torch
+from torch import nn
+
+
+def make():
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)]), torch.randn(2, 64)
+"""

@@ -1,4 +1,5 @@
 import json
+import re
 from textwrap import dedent
 
 import pytest
@@ -119,3 +120,45 @@ def test_what_is_no_number_is_refused_by_its_flag(refused):
     assert refused("1f1b", *SIZES, "--forward-ms", "1,tea") == (
         "hybridpp: invalid value for '--forward-ms': '1,tea' is not a number, or one per stage as in 1,1,1,1.5."
     )
+
+
+UNEVEN = ("--forward-ms", "1,1,1,2", "--activation-bytes", "1048576")
+
+
+def test_a_search_finds_a_schedule_and_saves_it(printed, tmp_path):
+    flags = ("--stages", "4", "--microbatches", "8", *UNEVEN)
+    text = printed("--search", *flags, "--memory", "3MiB", "--save", "best.csv")
+    name, step_ms = re.match(r"found: (.+), ([\d.]+) ms, at most [\d.]+ % above the shortest possible", text).groups()
+    assert f"step: {step_ms} ms" in text
+    assert "wrote best.csv" in text
+    again = printed("best.csv", *UNEVEN)
+    assert f"step: {step_ms} ms" in again
+    held = [float(line.split("|")[4]) for line in again.splitlines() if re.match(r"\d+ +\|", line)]
+    assert max(held) <= 3
+    assert name
+
+
+def test_a_search_says_which_stages_recompute(printed, tmp_path):
+    costs = Costs(num_stages=2, activation_bytes=1024, recompute_ms=0.5, recomputed_bytes=128)
+    (tmp_path / "costs.json").write_text(costs.to_json())
+    flags = ("--stages", "2", "--microbatches", "4", "--costs", "costs.json", "--memory", "1.5KiB")
+    text = printed("--search", *flags)
+    assert "stages that recompute: 0 (num_ckpt_layers_per_stage: all, 0)" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "there is nothing to simulate. Name a schedule or a file, or pass --search."),
+        (("1f1b", "--search"), "--search finds a schedule: got 1f1b, too. Leave one of them out."),
+        (("1f1b", "--memory", "1KiB"), "--memory is for a search: got it with 1f1b."),
+        (("--search",), "a named schedule needs sizes. Pass --stages and --microbatches."),
+        (("--search", "--stages", "2", "--microbatches", "2", "--memory", "much"), "--memory"),
+        (
+            ("--search", "--stages", "2", "--microbatches", "2", "--activation-bytes", "9", "--memory", "4B"),
+            "no schedule fits: rank",
+        ),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused(refused, flags, message):
+    assert message in refused(*flags)

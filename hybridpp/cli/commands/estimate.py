@@ -30,6 +30,7 @@ class EstimateArguments(ModelOptions):
     zero_size: Annotated[int | None, count("How many divide it (default: all).")] = None
     offload_optimizer: Annotated[float, real("Of masters and states, in host memory.", "SHARE")] = 0.0
     memory: Annotated[str | None, option("Refuse ranks that need more: 80GiB.", "SIZE")] = None
+    search_schedule: Annotated[str | None, option("Search for one that fits; write it.", "FILE")] = None
     json: Annotated[bool, option("Print JSON: bytes and milliseconds.", name="--json")] = False
 
 

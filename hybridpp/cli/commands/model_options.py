@@ -10,7 +10,7 @@ from hybridpp.cli.argtypes import count, option
 class ModelOptions:
     """A model, how it is trained, and on what device."""
 
-    model: Annotated[str, option("Folder with a config.json, or name on the hub.", "NAME")]
+    model: Annotated[str, option("Folder, name on the hub, or module:function.", "NAME")]
     task: Annotated[str | None, option("As CausalLM (default: as config.json says).", "TASK")] = None
     precision: Annotated[Literal["fp16", "bf16", "fp32"], option("Of training.")] = "bf16"
     optimizer: Annotated[Literal["adam", "sgd-momentum", "sgd"], option("Its states take memory.")] = "adam"

@@ -24,6 +24,7 @@ class PlanArguments(ModelOptions):
     enable_sequence_parallelism: Annotated[
         bool, option("Shard sequences over tp ranks.", name="--enable-sequence-parallelism")
     ] = False
+    search_schedule: Annotated[str | None, option("Also search for one; write it.", "FILE")] = None
     top: Annotated[int, count("How many to print.")] = 10
     json: Annotated[bool, option("Print JSON: bytes and milliseconds.", name="--json")] = False
 

@@ -15,7 +15,7 @@ class ProfileArguments:
     """
 
     output: Annotated[str, option("To write, or to add to.", "FILE")] = "device.json"
-    model: Annotated[str | None, option("Also measure this one: folder, or hub's name.", "NAME")] = None
+    model: Annotated[str | None, option("Also this one: folder, hub's name, module:function.", "NAME")] = None
     task: Annotated[str | None, option("As CausalLM (default: as config.json says).", "TASK")] = None
     precision: Annotated[Literal["fp16", "bf16", "fp32"], option("Of training.")] = "bf16"
     tp_size: Annotated[int, count("Tensor-parallel ranks.")] = 1

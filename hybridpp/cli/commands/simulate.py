@@ -10,7 +10,7 @@ from hybridpp.schedule import SCHEDULES
 
 
 def _cost(help: str) -> Any:
-    return option(help, "X[,X...]")
+    return option(help, "X,...")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,13 +20,18 @@ class SimulateArguments(Sizes):
     Times are milliseconds per micro-batch, bytes per stage. X is one number for all stages; X,X,... is one per stage.
     """
 
-    schedule: Annotated[str, argument(f"One of {', '.join(SCHEDULES)}; or a .csv or .json file.", "SCHEDULE")]
+    schedule: Annotated[
+        str | None, argument(f"One of {', '.join(SCHEDULES)}; or a .csv or .json file.", "SCHEDULE")
+    ] = None
+    search: Annotated[bool, option("Search for the fastest that fits, instead.", name="--search")] = False
+    memory: Annotated[str | None, option("Of a rank's micro-batches, in a search.", "SIZE[,SIZE...]")] = None
+    save: Annotated[str | None, option("Write what was found: .csv or .json.", "FILE")] = None
     forward_ms: Annotated[str | None, _cost("A stage's forward (default: 1).")] = None
-    input_gradient_ms: Annotated[str | None, _cost("I, the first half of a backward (default: 1).")] = None
+    input_gradient_ms: Annotated[str | None, _cost("I, half of a backward (default: 1).")] = None
     weight_gradient_ms: Annotated[str | None, _cost("W, the second half (default: 1).")] = None
     backward_ms: Annotated[str | None, _cost("An unsplit backward (default: I + W).")] = None
     send_ms: Annotated[str | None, _cost("A message between ranks (default: 0).")] = None
-    post_ms: Annotated[str | None, _cost("What a rank spends on a message (default: 0).")] = None
+    post_ms: Annotated[str | None, _cost("A rank's own, for one (default: 0).")] = None
     reduce_ms: Annotated[str | None, _cost("Reducing a stage's gradients (default: 0).")] = None
     activation_bytes: Annotated[str | None, _cost("Held from forward to backward.")] = None
     weight_gradient_bytes: Annotated[str | None, _cost("Held from I to W.")] = None
@@ -44,7 +49,7 @@ SIMULATE = Command(
     work="hybridpp.cli.simulate:run",
     examples=(
         "hybridpp simulate 1f1b --stages 4 --microbatches 16 --forward-ms 2,2,2,3",
-        "hybridpp simulate mine.csv --costs costs.json --draw mine.svg",
+        "hybridpp simulate --search --stages 4 --microbatches 16 --costs costs.json",
         "hybridpp simulate zb-h1 --stages 2 --microbatches 4 --measured step.json",
     ),
 )
