@@ -208,6 +208,9 @@ def _script(
     are_forked.wait()
     os.environ.update(environment)
     os.chdir(cwd)
+    # For processes that the script starts.
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
     sys.stdout, sys.stderr = open(stdout, "a", buffering=1), open(stderr, "a", buffering=1)  # noqa: SIM115
     sys.argv = command
     # The parent's launches have left hooks, torch's among them.

@@ -71,11 +71,3 @@ def test_an_old_typer_is_two_lines(monkeypatch, capsys, found, is_refused):
         f"Run {sys.executable} -m pip install --upgrade 'typer>=0.21.1'\n"
     )
     assert capsys.readouterr().err == (two_lines if is_refused else "")
-
-
-def test_the_library_needs_no_packages_of_the_command_line():
-    code = (
-        "import sys; sys.modules.update(typer=None, rich=None)\n"
-        "import hybridpp; [getattr(hybridpp, name) for name in hybridpp.__all__]"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=60, check=True)

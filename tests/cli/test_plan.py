@@ -16,6 +16,7 @@ LLAMA = LlamaConfig(
     architectures=["LlamaForCausalLM"],
 )
 SMALL = ("--devices", "4", "--global-batch", "8", "--sequence-length", "16", "--tp-sizes", "1", "--zero-stages", "0,1")
+SMALL += ("--schedules", "1f1b,zb-v")
 
 
 @pytest.fixture

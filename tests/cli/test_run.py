@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import run_script
 from support import ROOT
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -266,11 +267,12 @@ sys.exit(int(sys.argv[-1]))
     ids=str,
 )
 def test_a_script_gets_its_own_options_and_its_failure_is_the_code(tmp_path, options, code):
+    (tmp_path / "main.py").write_text("import sys\nfrom hybridpp.cli import main\nsys.exit(main(sys.argv[1:]))\n")
     script = tmp_path / "flags.py"
     script.write_text(FLAGS)
     given = ["--help", "--flag", "--nproc-per-node", "7", "-x", "--", "a b", str(code)]
-    command = [sys.executable, "-m", "hybridpp", "run", *options, str(script), *given]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    # Forked: a module, below, starts as users start theirs.
+    done = run_script(1, tmp_path / "main.py", "run", *options, str(script), *given)
     assert json.loads(done.stdout) == given, done.stderr
     assert done.returncode == (1 if code else 0)
     if code:

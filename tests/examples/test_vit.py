@@ -129,16 +129,11 @@ def test_sizes_left_out_follow_the_number_of_processes(monkeypatch, tp_size, pp_
     assert importlib.import_module("train").choose_sizes(tp_size, pp_size, world_size) == chosen
 
 
-PLUGINS = {
-    "torch_ddp": "zero_stage=0, fp32",
-    "torch_ddp_fp16": "zero_stage=0, fp16",
-    "low_level_zero": "zero_stage=1, fp16",
-    "gemini": "zero_stage=3, fp16",
-    "torch_fsdp": "zero_stage=3, fp32",
-}
+# The other presets are these with another stage of ZeRO or precision: tests/plugins/test_preset.py.
+PLUGINS = {"torch_ddp_fp16": "zero_stage=0, fp16", "gemini": "zero_stage=3, fp16"}
 
 
-def _with_every_preset(folder):
+def _with_presets(folder):
     """What each prints; in one job, because starting one takes longer."""
     train, options = importlib.import_module("train"), importlib.import_module("options")
     printed = {}
@@ -151,9 +146,9 @@ def _with_every_preset(folder):
     return printed
 
 
-def test_it_trains_with_every_preset_by_name(monkeypatch, tmp_path):
+def test_it_trains_with_presets_by_name(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    printed, _ = run_ranks(partial(_with_every_preset, tmp_path), 2)
+    printed, _ = run_ranks(partial(_with_presets, tmp_path), 2)
     for name, how in PLUGINS.items():
         assert f"Layout: tp=1 x pp=1 x dp=2, {how}\n" in printed[name]
         assert re.search(r"Epoch \[1\]: held-out accuracy", printed[name])

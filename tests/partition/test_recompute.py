@@ -16,6 +16,8 @@ from hybridpp.cluster import Loopback
 from hybridpp.errors import ConfigError, PartitionError
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v")
+# Of each placement of stages one, with whole and with split backward passes.
+OF_EACH_KIND = ("1f1b", "zb-h1", "interleaved-zb", "zb-v")
 # With a ragged last micro-batch, and with one micro-batch less.
 BATCHES = [image_batch(5), image_batch(2, seed=1)]
 
@@ -36,7 +38,14 @@ def one_process():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "pp_size"), [("1f1b", 1), ("zb-v", 1), *((name, 2) for name in NAMES), ("zb-h1", 4)]
+    ("schedule", "pp_size"),
+    [
+        ("1f1b", 1),
+        ("zb-v", 1),
+        *((name, 2) for name in OF_EACH_KIND),
+        *(pytest.param(name, 2, marks=pytest.mark.matrix) for name in sorted({*NAMES} - {*OF_EACH_KIND})),
+        ("zb-h1", 4),
+    ],
 )
 def test_recomputing_all_blocks_changes_no_bit(schedule, pp_size, one_process):
     settings = {"num_microbatches": 3, "schedule": schedule, "gradient_checkpoint_config": {}}

@@ -81,26 +81,24 @@ def run(make_model, batches, **settings):
 
 # torch's fake tensors ask a buffer that a fake was written to for its gradient, and hide the warning in vain.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.covering
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
-    ("place", "make_model"),
-    list(enumerate([*(cls for module in MODULES for cls in of(module)), *IN_A_ROW])),
-    ids=lambda value: getattr(value.args[0] if isinstance(value, functools.partial) else value, "__name__", None),
+    "make_model",
+    [*(cls for module in MODULES for cls in of(module)), *IN_A_ROW],
+    ids=lambda value: (value.args[0] if isinstance(value, functools.partial) else value).__name__,
 )
-def test_a_model_gives_losses_and_gradients_of_one_process(place, make_model, monkeypatch):
-    """On two stages, and on four: on as many ranks and on two in turn. On two, each rank traces."""
+def test_a_model_gives_losses_and_gradients_of_one_process(make_model, layout, monkeypatch):
+    """On two stages, and on four, on as many ranks and on two. Each rank traces."""
     named = make_model.args[0] if isinstance(make_model, functools.partial) else make_model
     batches = BATCHES.get(named.__name__, ROWS)
     expected = run(make_model, batches)
     to_rounding = any(named in module.TO_ROUNDING for module in MODULES)
-    for layout in (LAYOUTS[0], LAYOUTS[1 + place % 2]):
-        with monkeypatch.context() as patch:
-            if layout is LAYOUTS[0]:
-                compare_traces(patch)
-            actual = run(make_model, batches, **layout)
-        assert actual["losses"] == [pytest.approx(expected["losses"][0], rel=1e-6 if to_rounding else 0)] * len(
-            actual["losses"]
-        )
-        (assert_near if to_rounding else assert_same)(actual["gradients"], expected["gradients"])
+    compare_traces(monkeypatch)
+    actual = run(make_model, batches, **layout)
+    for losses in actual["losses"]:
+        assert losses == pytest.approx(expected["losses"][0], rel=1e-6 if to_rounding else 0)
+    (assert_near if to_rounding else assert_same)(actual["gradients"], expected["gradients"])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -30,7 +30,10 @@ def on_ranks(pp_size, function, *, dp_size=1):
 
 @pytest.mark.parametrize(
     ("num_samples", "num_microbatches", "pp_size"),
-    [(1, 1, 2), (1, 4, 2), (1, 4, 4), (2, 4, 1), (2, 4, 2), (5, 3, 1), (5, 3, 4), (7, 2, 2), (7, 2, 4), (9, 9, 2)],
+    [
+        *((1, 1, 2), (1, 4, 4), (2, 4, 1), (2, 4, 2), (5, 3, 1), (7, 2, 4), (9, 9, 2)),
+        *(pytest.param(*case, marks=pytest.mark.matrix) for case in ((1, 4, 2), (5, 3, 4), (7, 2, 2))),
+    ],
 )
 def test_any_batch_size_gives_the_mean_gradient_of_the_whole_batch(pp_size, num_samples, num_microbatches):
     batch = image_batch(num_samples)

@@ -76,7 +76,7 @@ GREEDY, SAMPLED, BEAMS = {}, {"do_sample": True, "top_k": 8}, {"num_beams": 2}
         (gpt2, {"pp_size": 2}, GREEDY),
         (gpt2, {}, {"use_cache": False}),
         (t5, {"pp_size": 2}, BEAMS),
-        (t5, {"pp_size": 2}, SAMPLED),
+        pytest.param(t5, {"pp_size": 2}, SAMPLED, marks=pytest.mark.matrix),
     ],
 )
 def test_tokens_are_those_of_one_process(make, layout, settings):

@@ -182,7 +182,6 @@ def plan_on_device(device: torch.device) -> dict[str, Any]:
 # Buffers that are freed (stage 2) need storages, which tensors of this device do not have.
 OFFLOADS = [
     {"precision": "fp32", "zero_stage": 0},
-    {"precision": "bf16", "zero_stage": 1},
     {"precision": "fp16", "zero_stage": 1, "max_norm": 0.01},
 ]
 
