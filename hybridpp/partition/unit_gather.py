@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,6 +19,8 @@ from hybridpp.partition.containers import tensors_in
 
 # Stands, in the place of a unit, for the parameters that no unit has for itself.
 REST = -1
+# Of the numbers of nodes, in their metadata.
+_KEY, _KEYS = "hybridpp.unit_gather", count()
 
 
 class UnitWeights(Protocol):
@@ -78,7 +80,7 @@ class _BackwardUse(NamedTuple):
     Attributes:
         unit: its number.
         model_call: that its forward ran in.
-        left: ids of the nodes of its inputs that the pass has not reached.
+        left: keys of the nodes of its inputs that the pass has not reached.
         task: of autograd's engine.
     """
 
@@ -250,31 +252,31 @@ class UnitGather:
         exits = inputs - entries
         # Who writes to a view in place gives it another node, which leads to that of the tensor that it is a view of.
         entries |= _nodes([base for one in outputs if (base := base_of(one)) is not None]) - exits
-        # Hooks know nodes by their ids only: a hook that referred to its node would keep the graph for ever.
-        call, exit_ids, model_call = object(), frozenset(map(id, exits)), self._model_call
+        # Hooks know nodes by their keys only: a hook that referred to its node would keep the graph for ever.
+        call, exit_keys, model_call = object(), frozenset(map(_key, exits)), self._model_call
         if entries and not _is_in_backward():
             model_call.add(unit)
         for node in entries:
-            node.register_prehook(partial(self._on_entry, unit, model_call, call, exit_ids, id(node)))
+            node.register_prehook(partial(self._on_entry, unit, model_call, call, exit_keys, _key(node)))
         for node in exits:
-            node.register_prehook(partial(self._on_exit, id(node)))
+            node.register_prehook(partial(self._on_exit, _key(node)))
 
     def _on_entry(
-        self, unit: int, model_call: _ModelCall, call: object, exit_ids: frozenset[int], node_id: int, _: Any
+        self, unit: int, model_call: _ModelCall, call: object, exit_keys: frozenset[int], node_key: int, _: Any
     ) -> None:
         # The output of one unit is the input of another, which makes room first.
-        self._on_exit(node_id, None)
+        self._on_exit(node_key, None)
         if call not in self._held:
             task = current_graph_task_id()
             if all(use.task != task for use in self._held.values()):
                 call_after_backward(partial(self._end_backward, task))
-            self._held[call] = _BackwardUse(unit, model_call, set(exit_ids), task)
+            self._held[call] = _BackwardUse(unit, model_call, set(exit_keys), task)
             self._start(unit, call, self._backward)
 
-    def _on_exit(self, node_id: int, _: Any) -> None:
+    def _on_exit(self, node_key: int, _: Any) -> None:
         for call, use in list(self._held.items()):
-            if node_id in use.left:
-                use.left.remove(node_id)
+            if node_key in use.left:
+                use.left.remove(node_key)
                 if not use.left and use.unit != REST:
                     self._leave(call)
 
@@ -367,6 +369,16 @@ def _nodes(tensors: list[Tensor]) -> set[Any]:
     """The nodes of autograd's graph that made tensors."""
     with DisableTorchFunctionSubclass():
         return {node for one in map(_held_here, tensors) if (node := one.grad_fn) is not None}
+
+
+def _key(node: Any) -> int:
+    """A number of a node, which no other node has while the process lives.
+
+    Before torch 2.13, Python's object of a node goes when nobody holds it: a later one of the same node has another id,
+    and one of another node may have this id. What is in ``metadata`` stays as long as the node.
+    """
+    key: int = node.metadata.setdefault(_KEY, next(_KEYS))
+    return key
 
 
 def _is_in_backward() -> bool:

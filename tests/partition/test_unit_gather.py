@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
-from hybridpp.partition import UnitGather
+from hybridpp.partition import UnitGather, unit_gather
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.unit_gather import REST
 
@@ -163,3 +163,14 @@ def test_graphs_are_freed():
     del output, hook
     gc.collect()
     assert seen() is None
+
+
+def test_a_node_keeps_its_key_and_shares_it_with_no_other():
+    # As the layers of a model, of which nobody holds Python's objects of the nodes.
+    value, results = torch.ones(2, requires_grad=True), []
+    for _ in range(50):
+        value = value * 2
+        results.append(value)
+    keys = [unit_gather._key(result.grad_fn) for result in results]
+    assert len(set(keys)) == 50
+    assert [unit_gather._key(result.grad_fn) for result in results] == keys
