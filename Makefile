@@ -87,12 +87,14 @@ wheel: $(READY)
 
 # The lower bounds of pyproject.toml, in an environment of its own, which takes 6 GB: no older torch for the CPU alone
 # is on PyPI. Of the tests, those that meet most of what torch, transformers and the others changed. Old packages beside
-# new ones of their own dependencies may warn: that is shown, and is no error.
+# new ones of their own dependencies may warn: that is shown, and is no error. The test that is left out forks a process
+# that has traced a model, which the CUDA build of torch 2.11 does not survive on a host without a device.
 OLDEST := .venv-oldest
 oldest: $(OLDEST)/.ready
 	HF_HUB_OFFLINE=1 PYTHONPATH=.:plugins $(OLDEST)/bin/python -m pytest -q -p no:cacheprovider -W default tests/schedule tests/doctor \
 		tests/cli/test_main.py tests/cli/test_app.py tests/cli/test_partition.py tests/optim tests/test_readme.py \
-		tests/plugins/test_parity.py tests/plugins/test_weights.py tests/plugins/test_run_saves.py $(ARGS)
+		tests/plugins/test_parity.py tests/plugins/test_weights.py tests/plugins/test_run_saves.py \
+		--deselect tests/plugins/test_parity.py::test_processes_give_what_the_in_process_ranks_give $(ARGS)
 
 $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
