@@ -294,6 +294,7 @@ class Engine:
         if optimizer is not None:
             optimizer.begin_accumulation()
         end: PendingEnd | None = None
+        result: StepResult | None = None
 
         def losses_known(result: StepResult) -> None:
             nonlocal end
@@ -311,8 +312,9 @@ class Engine:
                 optimizer.end_accumulation()
             loss = None if end is None else self.epilogue.loss(end, program, task, failure, identity)
         except BaseException as error:
-            rest = self.executor.rest
-            if self.layout.pp.size > 1 or rest is None or isinstance(error, PeerError | DeadlockError):
+            rest = self.executor.rest if result is None else None
+            is_alone = self.layout.dp.size == 1 or self.layout.pp.size > 1
+            if rest is None or is_alone or isinstance(error, PeerError | DeadlockError):
                 self._abort(task)
             else:
                 self._leave_unfinished(batch, task, program, rest)
@@ -321,6 +323,7 @@ class Engine:
 
     def _abort(self, task: PipelineStep) -> None:
         """After an error in a step: drop what it computed."""
+        self.executor.rest = None
         if task.training and self.buckets is not None:
             self.buckets.abort()
         if self._sharded is not None:
@@ -329,7 +332,6 @@ class Engine:
 
     def _leave_unfinished(self, batch: SplitBatch, task: PipelineStep, program: RankProgram, rest: RestOfStep) -> None:
         """Note what is left of a step that an error ended: the script may catch it, on this rank alone."""
-        self.executor.rest = None
         optimizer = self.optimizer if task.training else None
         self.unfinished = UnfinishedStep(
             batch,

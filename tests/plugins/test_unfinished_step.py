@@ -1,6 +1,7 @@
 """An error that the script catches on one of several replicas: the others get one, and if all go on, all is right."""
 
 import re
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 
@@ -18,8 +19,10 @@ from plugins.zero_models import (
 )
 from processes import run_ranks
 from support import assert_same, replica_part
+from torch import nn
 
 from hybridpp import Booster, HybridParallelPlugin
+from hybridpp.cluster import Loopback, current_world
 from hybridpp.errors import PeerError, UnlikeCallsError
 
 
@@ -56,7 +59,7 @@ def step_that_breaks(place, booster, model, optimizer, batch):
 
 
 CAUGHT = (
-    "a step ended in the middle on rank 1, by an error that the script caught there. It counts on no rank: gradients "
+    "a step ended in the middle on {}, by an error that the script caught there. It counts on no rank: gradients "
     "that were added up are dropped. If the script catches this error, too, and goes on with its next batch, that step "
     "is right. To leave out a batch, check it before booster.execute_pipeline, on all ranks alike."
 )
@@ -75,7 +78,8 @@ def caught_by_one(fails):
                     with pytest.raises(Breaks):
                         step_that_breaks(place, booster, model, optimizer, batch)
                 else:
-                    with pytest.raises(PeerError, match=f"^{re.escape(CAUGHT)}$"):
+                    failed = "ranks 2, 3" if booster.plugin.tp_size == 2 else "rank 1"
+                    with pytest.raises(PeerError, match=f"^{re.escape(CAUGHT.format(failed))}$"):
                         step(booster, model, optimizer, batch)
                 optimizer.step()  # there is nothing to update with
             losses.append(step(booster, model, optimizer, batch))
@@ -96,6 +100,7 @@ IN_THE_CRITERION = [
     {"dp_size": 2, "zero_stage": 1, "precision": "fp16"},
     {"dp_size": 2, "zero_stage": 3, "zero_reduce": "step", "schedule": "gpipe"},
     {"dp_size": 4, "zero_stage": 2, "zero_size": 2},
+    {"dp_size": 2, "zero_stage": 1, "tp_size": 2},
     {"dp_size": 2, "zero_stage": 3, "schedule": "interleaved", "num_model_chunks": 2},
     {"dp_size": 2, "zero_stage": 1, "schedule": "zb-h1"},
 ]
@@ -140,7 +145,7 @@ def test_in_evaluation_the_others_get_it_with_the_loss():
                 with pytest.raises(Breaks):
                     step_that_breaks("criterion", booster, model, None, first)
             else:
-                with pytest.raises(PeerError, match=f"^{re.escape(CAUGHT)}$"):
+                with pytest.raises(PeerError, match=f"^{re.escape(CAUGHT.format('rank 1'))}$"):
                     step(booster, model, None, first)
             return expected, step(booster, model, None, second)
 
@@ -171,3 +176,42 @@ def test_a_first_pass_whose_gathers_are_not_known_is_refused():
 def optimizer_step_and_next(booster, model, optimizer, batch):
     optimizer.step()
     step(booster, model, optimizer, batch)
+
+
+class Normed(nn.Module):
+    """Keeps running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_running_statistics_stay_equal():
+    def run():
+        booster, model = Booster(plugin=HybridParallelPlugin(num_microbatches=4)), Normed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        calls, fails = [], current_world().rank == 1
+
+        def criterion(outputs, inputs):
+            calls.append(1)
+            if fails and len(calls) == 6:
+                raise Breaks("it broke")
+            return outputs.square().mean()
+
+        parts = booster.boost(model, optimizer, criterion=criterion, sample=torch.ones(4, 8))
+        generator = torch.Generator().manual_seed(current_world().rank)
+        for number in range(3):
+            batch = torch.randn(16, 8, generator=generator)
+            with pytest.raises(Breaks if fails else PeerError) if number == 1 else nullcontext():
+                booster.execute_pipeline(iter([batch]), parts.model, criterion, optimizer=parts.optimizer)
+            parts.optimizer.step()
+        return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    first, second = Loopback(2).run(run)
+    assert_same(second, first)
