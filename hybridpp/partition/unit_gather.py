@@ -374,7 +374,7 @@ def _nodes(tensors: list[Tensor]) -> set[Any]:
 def _key(node: Any) -> int:
     """A number of a node, which no other node has while the process lives.
 
-    Before torch 2.13, Python's object of a node goes when nobody holds it: a later one of the same node has another id,
+    In torch 2.11, Python's object of a node goes when nobody holds it: a later one of the same node has another id,
     and one of another node may have this id. What is in ``metadata`` stays as long as the node.
     """
     key: int = node.metadata.setdefault(_KEY, next(_KEYS))
