@@ -152,7 +152,7 @@ def test_in_fp32_autograd_adds_in_place(kernel):
     ("backend", "settings"),
     [
         ("eager", {}),
-        ("eager", {"gradient_checkpoint_config": {}}),
+        pytest.param("eager", {"gradient_checkpoint_config": {}}, marks=pytest.mark.matrix),  # with aot_eager, below
         ("aot_eager", {"pp_size": 2}),
         ("aot_eager", {"dp_size": 2, "ddp_bucket_cap_mb": 1e-4}),
         ("aot_eager", {"gradient_checkpoint_config": {}}),
