@@ -41,7 +41,9 @@ class EndWithRank:
 
 def _is_spawned() -> bool:
     """Whether this process began with an interpreter of its own, so that nobody knows the thread that started it."""
-    return type(multiprocessing.current_process()).__name__ == "SpawnProcess"
+    kind = type(multiprocessing.current_process()).__name__
+    is_default = kind == "Process" and multiprocessing.get_start_method(allow_none=True) == "spawn"
+    return kind == "SpawnProcess" or is_default
 
 
 def kill_children(*, only_stopped: bool = False) -> None:
