@@ -133,7 +133,7 @@ def cut(is_down: bool) -> None:
                 for process in processes_of(job, hosts[1]):
                     process.kill()
             ends = wait_for_ends(running, start)
-            launchers = job.wait_for_ends(start, 40.0)
+            launchers = job.wait_for_ends(start, 80.0)
             print(
                 f"{'replicas' if ranks == 2 else 'stages'} across hosts, "
                 f"{'host1 goes down' if is_down else 'cable pulled'}, "
@@ -168,7 +168,7 @@ def processes_of(job: HostJob, host: Host | None = None) -> list[psutil.Process]
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             command = process.cmdline()
-            is_rank = "-u" in command
+            is_rank = "-u" in command and command[0] != "nsenter"
             is_there = host is None or same_network(process.pid, host.pid)
             if str(job.path) in command and is_there and (is_rank or host is not None):
                 found.append(process)

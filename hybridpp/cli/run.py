@@ -31,6 +31,8 @@ from hybridpp.errors import ConfigError
 
 # Ranks finish a step and save; what starts the job kills it earlier, if it is in a hurry.
 _SHUTDOWN_S = 600
+# How long torchrun waits for the other hosts at the start.
+_MEETING_S = 600
 
 
 def run(arguments: RunArguments) -> None:
@@ -112,6 +114,9 @@ def _set_addresses(parsed: Namespace) -> None:
     """
     if parsed.rdzv_backend != "c10d" or not parsed.rdzv_endpoint:
         return
+    if "read_timeout" not in parsed.rdzv_conf:
+        # After a cut, launchers wait for each other as long as at the start; after torch's 60 s they end.
+        _add_conf(parsed, f"read_timeout={_MEETING_S}")
     host, _ = parse_rendezvous_endpoint(parsed.rdzv_endpoint, default_port=0)
     reached_from = address_towards(host)
     if parsed.local_addr is None and reached_from:
@@ -123,7 +128,11 @@ def _set_addresses(parsed: Namespace) -> None:
     is_here = is_own(host)
     # Where torchrun finds it, it also gives it up if another launcher of this host has the port.
     if not of_own_name or (is_here and not of_own_name & of_endpoint):
-        parsed.rdzv_conf = ",".join(filter(None, [parsed.rdzv_conf, f"is_host={str(is_here).lower()}"]))
+        _add_conf(parsed, f"is_host={str(is_here).lower()}")
+
+
+def _add_conf(parsed: Namespace, text: str) -> None:
+    parsed.rdzv_conf = ",".join(filter(None, [parsed.rdzv_conf, text]))
 
 
 def _check_script(parsed: Namespace) -> None:

@@ -8,16 +8,20 @@ Python waits for it. SIGKILL ends it.
 import contextlib
 import ctypes
 import multiprocessing
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from hybridpp.cluster.rank_process import RankProcess
 
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
 _MAIN = "MainThread"
+# Of the 107 bytes of a socket's path, "/listener-abcdefgh" takes 18.
+_MAX_FOLDER = 85
 
 
 class EndWithRank:
@@ -44,6 +48,17 @@ def _is_spawned() -> bool:
     kind = type(multiprocessing.current_process()).__name__
     is_default = kind == "Process" and multiprocessing.get_start_method(allow_none=True) == "spawn"
     return kind == "SpawnProcess" or is_default
+
+
+def keep_sockets_in(folder: Path | None) -> None:
+    """Let ``multiprocessing`` put its sockets into a folder that the launcher removes; those of killed processes stay.
+
+    Args:
+        folder: None: they are where Python puts them, as they are if the name of the folder is too long for a socket.
+    """
+    config = getattr(multiprocessing.current_process(), "_config", None)
+    if folder is not None and config is not None and len(os.fsencode(folder)) <= _MAX_FOLDER and folder.is_dir():
+        config.setdefault("tempdir", str(folder))
 
 
 def kill_children(*, only_stopped: bool = False) -> None:

@@ -150,7 +150,8 @@ class FailureHook:
             path.write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
 
     def _report_success(self) -> None:
-        if os.getpid() == self._process:
+        # Also called after an error.
+        if os.getpid() == self._process and self._decided is None:
             self.reports.report_success()
             self._stop.notes.ended()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hybridpp.cluster.child_processes import keep_sockets_in
 from hybridpp.cluster.exit_reports import ExitReports
 from hybridpp.cluster.failure_hook import FailureHook, FailureOptions
 from hybridpp.cluster.failure_text import FULL_TRACEBACK
@@ -312,6 +313,7 @@ def _join(
     if limits is not None:
         # NCCL's flight recorder, from which the report takes what is under way; read when groups are made.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    keep_sockets_in(_path_in(_NOTES))
     options = JoinOptions(
         backend=backend,
         seed=seed,

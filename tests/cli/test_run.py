@@ -99,7 +99,10 @@ def test_hosts_are_known_by_addresses_that_others_reach(
     monkeypatch.setattr(run, "addresses_of", lambda host: ADDRESSES.get(host, set()))
     monkeypatch.setattr(run.socket, "gethostname", lambda: OWN_NAME)
     _, parsed = torch_runs(lambda notes: None, *SEVERAL, endpoint, *more)
-    assert (parsed.local_addr, parsed.rdzv_conf) == expected
+    conf = parsed.rdzv_conf.split(",")
+    assert "read_timeout=600" in conf
+    conf.remove("read_timeout=600")
+    assert (parsed.local_addr, ",".join(conf)) == expected
 
 
 def test_a_host_whose_own_name_nobody_knows_sees_if_it_is_the_endpoint(torch_runs, monkeypatch):
@@ -108,7 +111,7 @@ def test_a_host_whose_own_name_nobody_knows_sees_if_it_is_the_endpoint(torch_run
     for is_here in (True, False):
         monkeypatch.setattr(run, "is_own", lambda host, is_here=is_here: is_here)
         _, parsed = torch_runs(lambda notes: None, *SEVERAL, "10.9.0.1:29500")
-        assert parsed.rdzv_conf == f"is_host={str(is_here).lower()}"
+        assert parsed.rdzv_conf == f"read_timeout=600,is_host={str(is_here).lower()}"
 
 
 def test_torchrun_gets_the_options_and_what_restarts_need(torch_runs):

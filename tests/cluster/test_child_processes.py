@@ -3,10 +3,14 @@
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from multiprocessing.util import get_temp_dir
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from hybridpp import HybridParallelPlugin
-from hybridpp.cluster.child_processes import EndWithRank, kill_children
+from hybridpp.cluster.child_processes import EndWithRank, keep_sockets_in, kill_children
 from hybridpp.cluster.exit_reports import ExitReports
 from hybridpp.cluster.failure_hook import FailureHook, FailureOptions
 from hybridpp.cluster.rank_process import RankProcess
@@ -119,3 +123,27 @@ def test_the_users_own_worker_init_is_called_and_travels():
     EndWithRank(seen.append)(3)
     assert seen == [3]
     pickle.loads(pickle.dumps(EndWithRank(print)))(0)
+
+
+def test_sockets_of_killed_workers_are_in_a_folder_that_is_removed(tmp_path):
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+
+    def rank():
+        keep_sockets_in(None), keep_sockets_in(tmp_path / "no such folder"), keep_sockets_in(folder)
+        torch.set_num_threads(1)
+        stopped_worker()
+        theirs.send(str(get_temp_dir()))
+        killed()
+
+    process = context.Process(target=rank)
+    process.start()
+    try:
+        assert ours.poll(ENDS_S)
+        assert ours.recv() == str(folder)
+        process.join(ENDS_S)
+        assert any(path.name.startswith("listener-") for path in folder.iterdir())
+    finally:
+        process.kill()
+        shutil.rmtree(folder)

@@ -9,6 +9,7 @@ from torch.distributed import HashStore
 from hybridpp.cluster import failure_hook
 from hybridpp.cluster.exit_reports import ExitReports
 from hybridpp.cluster.failure_hook import FailureHook, FailureOptions, Telling, is_of_peer
+from hybridpp.cluster.launcher_notes import LauncherNotes, num_ended
 from hybridpp.cluster.stop_request import StopRequest
 from hybridpp.errors import ConfigError, DataError, PeerError, PeerTimeoutError
 
@@ -154,6 +155,18 @@ def test_a_hook_takes_the_place_of_that_of_an_earlier_launch():
     assert sys.excepthook is hook
     hook.remove()
     assert sys.excepthook is before
+
+
+def test_a_rank_that_has_failed_is_not_one_that_ended_well(capsys, tmp_path):
+    """Else a job that lost its steps would end with 0 after a signal."""
+    for error in (None, ConfigError("a")):
+        (hook,) = hooks(1)
+        hook._stop = StopRequest((), LauncherNotes(tmp_path, local_rank=0))
+        if error is not None:
+            printed(capsys, (hook, error))
+        hook._report_success()
+        assert num_ended(tmp_path) == (error is None)
+        LauncherNotes(tmp_path).clear()
 
 
 def test_a_forked_child_is_not_a_rank(capsys, monkeypatch):
