@@ -5,8 +5,8 @@
 A small causal language model. Eight of ten batches have one of 16 shapes, the others one of 1,200 (rows, tokens): in
 micro-batches of two rows, 60 shapes of these in up to 20 numbers. A watchdog looks on; weights are compared every 50
 steps; every 250 steps there is an evaluation and an asynchronous save. Every 500 steps each rank counts its memory,
-threads, descriptors, objects and the entries of containers that the library's objects hold; rank 0 prints the largest of
-the ranks.
+threads, descriptors, objects and the entries of containers that the library's objects hold; rank 0 prints the largest
+of the ranks.
 """
 
 import argparse
