@@ -191,12 +191,12 @@ def wait_for_ends(running: Sequence[psutil.Process], since: float) -> str:
     return ", ".join(f"{seconds:.0f}" for seconds in ends.values()) + " s" + (f", {left} GO ON" if left else "")
 
 
-def slow() -> None:
+def slow(rates: Sequence[float]) -> None:
     """Two stages on two hosts, whose cable is slowed down in both directions."""
-    for mbit_s in (None, 100, 10, 1):
+    for mbit_s in rates:
         with two_hosts() as hosts:
             for host in hosts:
-                if mbit_s is not None:
+                if mbit_s:
                     host.slow_down(mbit_s)
             environment = {
                 "WORLD_SIZE": "2",
@@ -209,10 +209,9 @@ def slow() -> None:
                 for rank, host in enumerate(hosts)
             ]
             printed = [rank.communicate(timeout=END_S) for rank in ranks]
-            print(
-                f"{mbit_s or 'any'} Mbit/s: {printed[0][0].strip()}{printed[0][1] if ranks[0].returncode else ''}",
-                flush=True,
-            )
+            errors = "".join(error for rank, (_, error) in zip(ranks, printed, strict=True) if rank.returncode)
+            rate = f"{mbit_s:g}" if mbit_s else "any"
+            print(f"{rate} Mbit/s: {printed[0][0].strip()}{errors}", flush=True)
 
 
 ROWS, WIDTH, NUM_MICROBATCHES = 64, 128, 4
@@ -253,6 +252,15 @@ def slow_rank() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("equal", "cut", "down", "slow", "rank"))
-    chosen = parser.parse_args().what
-    calls = {"equal": equal, "cut": lambda: cut(False), "down": lambda: cut(True), "slow": slow, "rank": slow_rank}
-    calls[chosen]()
+    parser.add_argument(
+        "--mbit", type=float, nargs="+", default=[0, 100, 10, 1], help="of slow, per second; 0: no limit"
+    )
+    options = parser.parse_args()
+    calls = {
+        "equal": equal,
+        "cut": lambda: cut(False),
+        "down": lambda: cut(True),
+        "slow": lambda: slow(options.mbit),
+        "rank": slow_rank,
+    }
+    calls[options.what]()
