@@ -1,7 +1,7 @@
 """Ranks, groups, launch, logging and seeds."""
 
 from hybridpp.cluster.child_processes import EndWithRank
-from hybridpp.cluster.common_results import CommonResults
+from hybridpp.cluster.common_results import CommonResults, ResultStores
 from hybridpp.cluster.coordinator import DistCoordinator
 from hybridpp.cluster.current import current_world
 from hybridpp.cluster.dist_logger import disable_existing_loggers, get_dist_logger
@@ -57,6 +57,7 @@ __all__ = [
     "Progress",
     "RandomState",
     "RankGrid",
+    "ResultStores",
     "Section",
     "StopRequest",
     "Work",

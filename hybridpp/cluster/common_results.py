@@ -1,12 +1,26 @@
 """Results that the ranks of one process have in common: the first that needs one computes it for all."""
 
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 # Kept for ranks that have not asked yet. They ask soon, at the same point of a step.
 _MAX_RESULTS = 16
+# Kept for runs to come.
+_MAX_RESULTS_OF_ANY_RUN = 256
+
+
+class ResultStores(NamedTuple):
+    """Where results are kept, by key.
+
+    Attributes:
+        of_run: those of the ranks that run now.
+        of_any_run: those that runs to come may take, too; None: each run computes its own.
+    """
+
+    of_run: dict[Hashable, Any]
+    of_any_run: dict[Hashable, Any] | None
 
 
 class CommonResults:
@@ -16,35 +30,40 @@ class CommonResults:
 
     Args:
         kind: what the results here have in common; part of every key.
-        results: of all ranks, by key.
+        stores: the results of all ranks.
         num_sent: the number of messages that this rank has sent and received so far, collectives among them.
     """
 
-    def __init__(self, kind: Hashable, results: dict[Hashable, Any], num_sent: Callable[[], int]):
+    def __init__(self, kind: Hashable, stores: ResultStores, num_sent: Callable[[], int]):
         self._kind = kind
-        self._results = results
+        self._stores = stores
         self._num_sent = num_sent
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CommonResults":
         """The same: a copy of a model is on the same rank."""
         return self
 
-    def get(self, key: Hashable, make: Callable[[], T], is_common: Callable[[T], bool]) -> T:
+    def get(self, key: Hashable, make: Callable[[], T], is_common: Callable[[T], bool], *, is_of_run: bool = True) -> T:
         """The result for a key, of whichever rank made it first.
 
         Args:
             key: all that the result depends on.
             make: computes it.
             is_common: whether another rank could use it.
+            is_of_run: whether the key refers to objects of this run, so that it is equal to no key of another.
         """
         key = (self._kind, key)
-        if key in self._results:
-            found: T = self._results[key]
+        results, limit = self._stores.of_run, _MAX_RESULTS
+        if self._stores.of_any_run is not None and not is_of_run:
+            results, limit = self._stores.of_any_run, _MAX_RESULTS_OF_ANY_RUN
+        if key in results:
+            found: T = results.pop(key)
+            results[key] = found  # now the most recent
             return found
         before = self._num_sent()
         made = make()
         if self._num_sent() == before and is_common(made):
-            self._results[key] = made
-            while len(self._results) > _MAX_RESULTS:
-                del self._results[next(iter(self._results))]
+            results[key] = made
+            while len(results) > limit:
+                del results[next(iter(results))]
         return made

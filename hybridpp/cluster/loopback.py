@@ -7,11 +7,11 @@ per-process random generators are saved and restored per rank, and a deadlock is
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextvars import copy_context
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from hybridpp.cluster.common_results import CommonResults
+from hybridpp.cluster.common_results import CommonResults, ResultStores
 from hybridpp.cluster.devices import default_device
 from hybridpp.cluster.loopback_group import LoopbackGroup
 from hybridpp.cluster.loopback_messages import Mailboxes, MessageQueues, Messages
@@ -40,12 +40,16 @@ class Loopback:
         shared: collectives there that not all ranks have called yet.
         messages: on their way there.
         results: that the ranks have in common there, by key; None: each rank computes for itself.
+        results_of_any_run: those that later runs in this process take, by key; None: there are none. For tests, which
+            run equal jobs.
 
     Example:
         >>> from hybridpp.cluster import current_world
         >>> Loopback(2).run(lambda: current_world().rank)
         [0, 1]
     """
+
+    results_of_any_run: ClassVar[dict[Hashable, Any] | None] = None
 
     def __init__(self, size: int, *, in_order: bool = False, shares_results: bool = True):
         self.size = size
@@ -159,7 +163,8 @@ class LoopbackWorld:
         results, turns = self._loopback.results, self._loopback.turns
         if results is None:
             return None
-        return CommonResults((self._num_kinds, kind), results, lambda: turns.posts[self.rank])
+        stores = ResultStores(results, self._loopback.results_of_any_run)
+        return CommonResults((self._num_kinds, kind), stores, lambda: turns.posts[self.rank])
 
     def control(self) -> LoopbackGroup:
         # One object, because a group numbers its collectives.

@@ -1,9 +1,12 @@
 """Values described so that descriptions are equal only where nothing but identity tells the values apart."""
 
+import decimal
 import functools
+import sys
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from enum import Enum
 from types import (
     BuiltinFunctionType,
@@ -70,7 +73,26 @@ class Structure:
         self._memory: dict[int, int] = {}
         # Ids of temporary objects would be given again.
         self._alive: list[Any] = []
+        self._classes: set[type] = set()
+        self._namespaces: dict[int, dict[str, Any]] = {}
+        self._has_others = False
         self.changeable: list[Any] = []
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether what was described by identity stays for as long as the process: code, and classes of modules.
+
+        If not, the descriptions equal no description of values that are made later, and keep objects alive.
+        """
+        return (
+            not self._has_others
+            and all(map(_is_lasting, self._classes))
+            and all(map(_is_of_module, self._namespaces.values()))
+        )
+
+    def _itself(self, value: Any) -> Itself:
+        self._has_others = True
+        return Itself(value)
 
     def of(self, value: Any) -> Hashable:
         """The description of a value. What was described before, as a part of another value, is referred to."""
@@ -83,7 +105,7 @@ class Structure:
         if number is not None:
             return "seen", number
         if len(self._numbers) == _MAX_OBJECTS:
-            return Itself(value)
+            return self._itself(value)
         self._numbers[id(value)] = len(self._numbers)
         self._alive.append(value)
         if kind in _SEQUENCES:
@@ -96,6 +118,7 @@ class Structure:
         if _is_library(kind):
             return (kind,)
         if isinstance(value, nn.Module):
+            self._classes.add(kind)
             return kind, self._module(value)
         if isinstance(value, Tensor):
             return self._tensor(value)
@@ -136,7 +159,7 @@ class Structure:
     def _tensor(self, tensor: Tensor) -> Hashable:
         is_dense = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
         if not is_dense or tensor.numel() > _MAX_ELEMENTS:
-            return Itself(tensor)
+            return self._itself(tensor)
         memory = storage_id(tensor)
         where = self._memory.setdefault(memory, len(self._memory)), tensor.storage_offset()
         kind = type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
@@ -144,6 +167,7 @@ class Structure:
 
     def _function(self, function: FunctionType) -> Hashable:
         code = Itself(function.__code__), Itself(function.__globals__)
+        self._namespaces[id(function.__globals__)] = function.__globals__
         parts = (function.__defaults__, function.__kwdefaults__, function.__closure__, vars(function))
         return code, tuple(map(self.of, parts)) if any(parts) else ()
 
@@ -167,7 +191,7 @@ class Structure:
 
     def _set(self, held: Iterable[Any]) -> Hashable:
         # Of others the order is by identity, and so would be their numbers.
-        return frozenset(map(self.of, held)) if all(type(part) in _PLAIN for part in held) else Itself(held)
+        return frozenset(map(self.of, held)) if all(type(part) in _PLAIN for part in held) else self._itself(held)
 
     def _attributes(self, holder: Any) -> Hashable:
         return self.of(vars(holder))
@@ -178,19 +202,28 @@ class Structure:
     def _deque(self, held: "deque[Any]") -> Hashable:
         return held.maxlen, tuple(map(self.of, held))
 
+    def _decimal(self, context: decimal.Context) -> Hashable:
+        return repr(context)  # all that it holds; every context of Python's has one once a decimal was computed
+
     def _weak(self, held: "weakref.ref[Any]") -> Hashable:
         return self.of(held()), self.of(held.__callback__)
 
     def _object(self, value: Any) -> Hashable:
         kind = type(value)
-        if isinstance(value, type | Enum | torch.dtype) or not _shows_state(kind):
+        if isinstance(value, type):
+            self._classes.add(value)
             return Itself(value)
+        self._classes.add(kind)
+        if isinstance(value, Enum | torch.dtype | ContextVar):
+            return Itself(value)
+        if not _shows_state(kind):
+            return self._itself(value)
         try:
             made = value.__reduce_ex__(4)
         except Exception:  # it holds what only C code sees
-            return Itself(value)
+            return self._itself(value)
         if isinstance(made, str):
-            return Itself(value)
+            return self._itself(value)
         function, args, state, items, entries = (*made, None, None, None)[:5]
         self.changeable.append(value)
         held = [list(part) if part is not None else None for part in (items, entries)]
@@ -211,6 +244,7 @@ _KINDS: dict[type, Callable[[Structure, Any], Hashable]] = {
     defaultdict: Structure._default_dict,
     deque: Structure._deque,
     weakref.ref: Structure._weak,
+    decimal.Context: Structure._decimal,
     SimpleNamespace: Structure._attributes,
 }
 
@@ -288,6 +322,18 @@ def values_of(tensor: Tensor) -> bytes | None:
         return None
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return bytes(dense.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _is_lasting(kind: type) -> bool:
+    """Whether a class is one of a module that is imported."""
+    name = kind.__qualname__.partition(".")[0]
+    return "<locals>" not in kind.__qualname__ and hasattr(sys.modules.get(kind.__module__), name)
+
+
+def _is_of_module(namespace: dict[str, Any]) -> bool:
+    """Whether global names are those of a module that is imported, and not of a text that was run."""
+    module = sys.modules.get(namespace.get("__name__", ""))
+    return module is not None and vars(module) is namespace
 
 
 def _is_library(kind: type) -> bool:

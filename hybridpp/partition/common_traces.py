@@ -69,6 +69,7 @@ class TracedForward:
 
     Attributes:
         key: where two are equal, so are the traces; None: that cannot be told.
+        is_of_run: whether the key refers to objects that no other run in this process has.
     """
 
     def __init__(self, model: nn.Module, fakes: Fakes, arguments: CallArguments, options: Hashable, cache: TraceCache):
@@ -76,6 +77,7 @@ class TracedForward:
         self._cache = cache
         self._objects = structure.changeable
         self.key: Hashable | None = None
+        self.is_of_run = True
         if compiled_parts(model):
             return  # an object of this library hides the forward
         try:
@@ -84,6 +86,7 @@ class TracedForward:
             return
         buffers = tuple(map(values_of, fakes.originals.values()))
         self.key = options, described, _metadata(model, fakes), buffers, _surroundings()
+        self.is_of_run = not structure.is_lasting or bool(GLOBAL_FORWARD_PRE_HOOKS or GLOBAL_FORWARD_HOOKS)
 
     def traced(self, make: Callable[[], Trace], layers: Sequence[LearningLayer]) -> CommonTrace:
         """The trace that ``make`` makes of this forward, and what else that does."""
@@ -121,7 +124,9 @@ class CommonTraces:
             own.append(forward.traced(make, self._layers))
             return own[0]
 
-        found = self._results.get(forward.key, traced, CommonTrace.is_of_any_rank)
+        # What layers have learned before may be another in another run.
+        key = forward.key, tuple(layer.learned() for layer in self._layers)
+        found = self._results.get(key, traced, CommonTrace.is_of_any_rank, is_of_run=forward.is_of_run)
         if not own:
             forward.take(found, self._layers)
         return found.trace

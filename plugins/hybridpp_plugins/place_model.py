@@ -151,8 +151,14 @@ def _cut(
 
 def _common_traces(context: BoostContext, working: _Working) -> CommonTraces | None:
     """The traces of the in-process ranks that hold the same shards. Every rank of the world calls it."""
-    layout = context.layout
-    results = layout.world.common_results((layout.here.tp, repr(context.settings)))
+    layout, settings, parallel = context.layout, context.settings, context.settings.parallel
+    # What the layers on the model depend on. Where it is cut, and into how many stages, is a part of each trace's key.
+    layers = (
+        (parallel.tp_size, parallel.tensor_parallel_plan, parallel.enable_sequence_parallelism),
+        (settings.precision, settings.precision_config, settings.optimizer.fused_weight_gradients),
+        (settings.compile, settings.optimize_kernels, context.planner.splits_backward),
+    )
+    results = layout.world.common_results((layout.here.tp, repr(layers)))
     if results is None:
         return None
     return CommonTraces(results, (working.function_casts,) if working.function_casts else ())

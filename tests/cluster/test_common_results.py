@@ -107,3 +107,48 @@ def test_old_results_are_dropped_and_all_of_them_after_a_run(monkeypatch):
 
     assert loopback.run(run) == [2, 2]
     assert loopback.results == {}
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """The results that later runs take."""
+    found = {}
+    monkeypatch.setattr(Loopback, "results_of_any_run", found)
+    return found
+
+
+def ask(made, size=2, **options):
+    """What ranks get for the keys 0 to 2, and what they make for them."""
+
+    def run():
+        results = current_world().common_results("")
+        return [results.get(key, lambda key=key: made.append(key) or [key], bool, **options) for key in range(3)]
+
+    return Loopback(size).run(run)
+
+
+def test_later_runs_take_results_whose_keys_refer_to_nothing_of_a_run(kept):
+    made = []
+    first, second = ask(made, is_of_run=False), ask(made, size=4, is_of_run=False)
+    assert made == [0, 1, 2]
+    assert first[0][2] is second[3][2]
+
+
+def test_results_of_one_run_end_with_it(kept):
+    made = []
+    assert ask(made) == ask(made)
+    assert made == [0, 1, 2] * 2
+    assert kept == {}
+
+
+def test_without_a_place_for_them_no_run_takes_results_of_another():
+    made = []
+    assert Loopback.results_of_any_run is None
+    assert ask(made, is_of_run=False) == ask(made, is_of_run=False)
+    assert made == [0, 1, 2] * 2
+
+
+def test_results_that_no_run_took_for_long_are_dropped(kept, monkeypatch):
+    monkeypatch.setattr(common_results, "_MAX_RESULTS_OF_ANY_RUN", 2)
+    ask([], is_of_run=False)
+    assert [value[0] for value in kept.values()] == [1, 2]

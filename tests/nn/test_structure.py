@@ -1,6 +1,7 @@
 """Descriptions of values: equal only for what does the same, and changes that can be made in an equal value."""
 
 import copy
+import decimal
 import functools
 import threading
 import weakref
@@ -90,6 +91,7 @@ EQUAL = {
     "objects": lambda: [Config(a=1, b=[Config(c=2)]), Slotted(3)],
     "functions": lambda: [adding(1), functools.partial(adding(2), more=1), Config().__init__, [].append, torch.relu],
     "singletons": lambda: [Color.RED, Config, torch, threading],
+    "decimal contexts": lambda: decimal.Context(prec=9),
     "tensors": lambda: [torch.arange(4.0), nn.Parameter(torch.ones(2)), torch.ones(2, dtype=torch.bfloat16)],
     "modules": Block,
     "hooks": lambda: hooked(adding(1)),
@@ -231,3 +233,30 @@ def test_other_changes_are_not_given(make, change):
     assert changes.plain() == []
     change(value)
     assert changes.plain() is None
+
+
+def local_class():
+    class Local(nn.Module):
+        pass
+
+    return Local()
+
+
+def of_a_text():
+    names = {"__name__": "text"}
+    exec("def double(x): return 2 * x", names)
+    return names["double"]
+
+
+@pytest.mark.parametrize("make", [value for name, value in EQUAL.items() if name != "singletons"])
+def test_descriptions_of_code_and_classes_of_modules_last(make):
+    found = Structure()
+    found.of(make())
+    assert found.is_lasting
+
+
+@pytest.mark.parametrize("make", [Hiding, threading.Lock, lambda: {Config()}, local_class, of_a_text])
+def test_descriptions_of_what_may_be_gone_do_not_last(make):
+    found = Structure()
+    found.of([1, make()])
+    assert not found.is_lasting

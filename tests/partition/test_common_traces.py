@@ -14,7 +14,7 @@ from support import image_batch, tiny_vit, train
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from hybridpp.cluster import CommonResults, Loopback, current_world
+from hybridpp.cluster import CommonResults, Loopback, ResultStores, current_world
 from hybridpp.partition import CommonTraces, Tracer
 
 ROWS = torch.ones(6, 4)
@@ -73,7 +73,7 @@ def test_hooks_of_a_rank_that_was_given_a_trace_run_once(made):
 
 
 def traces(results):
-    return CommonTraces(CommonResults("", results, lambda: 0))
+    return CommonTraces(CommonResults("", ResultStores(results, None), lambda: 0))
 
 
 def given(first, second, first_args=(ROWS,), second_args=(ROWS,)):
@@ -339,7 +339,7 @@ def test_what_layers_learn_in_a_trace_is_learned_by_those_of_all_ranks(monkeypat
     results, layers = {}, [Casts(), Casts()]
     monkeypatch.setattr(Casting, "casts", layers)
     for layer in layers:
-        shared = CommonTraces(CommonResults("", results, lambda: 0), [layer])
+        shared = CommonTraces(CommonResults("", ResultStores(results, None), lambda: 0), [layer])
         tracer(Casting(), common=shared).trace((ROWS,), {})
     assert layers[0].seen == layers[1].seen == {(6, 4)}
 
@@ -353,3 +353,35 @@ def test_ranks_that_build_different_models_trace_each_their_own(made):
 
     Loopback(3).run(run)
     assert len(made) == 3
+
+
+def kept_by_jobs(monkeypatch, make_model, **settings):
+    """The results that a job of in-process ranks leaves to later ones."""
+    kept = {}
+    monkeypatch.setattr(Loopback, "results_of_any_run", kept)
+    train(make_model, [image_batch(8)], num_microbatches=2, pp_size=2, **settings)
+    return kept
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"tp_size": 2}], ids=str)
+def test_later_jobs_take_traces_of_equal_models(made, monkeypatch, settings):
+    num_made = len(kept_by_jobs(monkeypatch, tiny_vit, **settings))
+    assert len(made) == num_made > 1
+    train(tiny_vit, [image_batch(8)], num_microbatches=2, pp_size=2, schedule="gpipe", **settings)
+    assert len(made) == num_made
+
+
+def test_jobs_with_other_layers_on_the_model_trace_again(made, monkeypatch):
+    num_made = len(kept_by_jobs(monkeypatch, tiny_vit))
+    train(tiny_vit, [image_batch(8)], num_microbatches=2, pp_size=2, precision="bf16")
+    train(tiny_vit, [image_batch(8, seed=1)], num_microbatches=2, pp_size=2)
+    assert len(made) == 3 * num_made == 6
+
+
+def test_a_trace_made_with_what_other_layers_had_learned_is_not_given():
+    results, layers = {}, [Casts(), Casts()]
+    layers[1].seen.add("more")
+    for layer in layers:
+        shared = CommonTraces(CommonResults("", ResultStores(results, None), lambda: 0), [layer])
+        tracer(base(), common=shared).trace((ROWS,), {})
+    assert len(results) == 2

@@ -45,10 +45,10 @@ def compare_traces(monkeypatch):
     """
     counts, get = Counter(), CommonResults.get
 
-    def both(self, key, make, is_common):
+    def both(self, key, make, is_common, **options):
         counts["made"] += 1
         made = make()
-        given = get(self, key, lambda: made, is_common)
+        given = get(self, key, lambda: made, is_common, **options)
         if given is not made:
             counts["compared"] += 1
             assert given.trace == made.trace, "a rank is given a trace that is not its own"
