@@ -31,7 +31,7 @@ from hybridpp.estimate.step_time import (
     step_time,
     update_ms,
 )
-from hybridpp.estimate.unit_marks import CannotLeaveOutError, UnitMarks, UnitRecorder
+from hybridpp.estimate.unit_marks import UnitMarks, UnitRecorder
 from hybridpp.estimate.unit_times import UnitTimes, median_times
 from hybridpp.estimate.values import parts_of, values_of
 
@@ -40,7 +40,6 @@ __all__ = [
     "DEVICES",
     "Allocation",
     "AllocationLog",
-    "CannotLeaveOutError",
     "DeviceProfile",
     "EstimateInput",
     "EstimatesLayouts",

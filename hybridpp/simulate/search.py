@@ -38,7 +38,7 @@ class FoundSchedule:
         name: a named schedule's, ``"v-offsets"`` with the four, or ``"greedy"``.
         recomputed_stages: those that must recompute their activations, so that it fits.
         step_ms: the simulated time of a step.
-        lower_bound_ms: no schedule with a placement that the search tries is shorter.
+        lower_bound_ms: no schedule with a placement that the search tries is shorter, in this memory.
         peak_bytes: by rank, with what a stage computes again.
     """
 
@@ -205,7 +205,7 @@ class _Search:
         return _Candidate(step_ms, name, programs, recomputed)
 
     def _result(self, best: _Candidate) -> FoundSchedule:
-        bounds = [lower_bound_ms(self.costs, rank_of, self.num_microbatches) for rank_of in self._placements]
+        bounds = [lower_bound_ms(self.costs, rank_of, self.num_microbatches, self.caps) for rank_of in self._placements]
         return FoundSchedule(
             programs=best.programs,
             name=best.name,

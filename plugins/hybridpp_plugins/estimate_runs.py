@@ -15,10 +15,8 @@ from hybridpp.cluster import preserved_random_state
 from hybridpp.config import ParallelConfig, PartitionConfig, Precision
 from hybridpp.errors import ConfigError, HybridppError
 from hybridpp.estimate import (
-    CannotLeaveOutError,
     Hollow,
     ModelRun,
-    NotPeriodicError,
     OpLog,
     UnitRecorder,
     UnitTimes,
@@ -190,7 +188,7 @@ class EstimateRuns:
         if left_out:
             try:
                 return with_repeated_blocks(self._record(kind, units, settled, left_out), left_out)
-            except (NotPeriodicError, CannotLeaveOutError):
+            except Exception:  # blocks that are no period; whatever a model raises that needs something of each block
                 pass
         return self._record(kind, units, settled)
 

@@ -1,9 +1,10 @@
+import random
 from itertools import permutations, product
 
 import pytest
 
 from hybridpp.errors import ScheduleError
-from hybridpp.schedule import Action, ActionKind, looped, v_shaped, zb_h2, zb_v
+from hybridpp.schedule import SCHEDULES, Action, ActionKind, looped, make_schedule, placement, v_shaped, zb_h2, zb_v
 from hybridpp.simulate import Costs, search_schedule, simulate
 from hybridpp.simulate.lower_bound import lower_bound_ms
 
@@ -68,3 +69,58 @@ def test_nothing_is_sent_within_a_rank():
     assert lower_bound_ms(costs, v_shaped(2), 1) - split_once == 20
     assert lower_bound_ms(costs, looped(2, 2), 1) - split_once == 40
     assert simulate(zb_v(2, 1), costs).timeline.makespan_ms >= lower_bound_ms(costs, v_shaped(2), 1)
+
+
+def test_no_order_of_what_fits_is_shorter():
+    costs = Costs(
+        num_stages=2,
+        forward_ms=(1.0, 0.3),
+        input_gradient_ms=(0.6, 1.2),
+        send_ms=0.4,
+        activation_bytes=(3.0, 2.0),
+        weight_gradient_bytes=1.0,
+    )
+    bounds = {}
+    for programs in product(orders(0), orders(1)):
+        try:
+            simulation = simulate(programs, costs)
+        except ScheduleError:  # a deadlock
+            continue
+        caps = simulation.peak_bytes
+        if caps not in bounds:
+            bounds[caps] = lower_bound_ms(costs, (0, 1), 2, caps)
+        assert bounds[caps] <= simulation.timeline.makespan_ms + 1e-9
+    assert len(bounds) > 3
+    assert max(bounds.values()) > min(bounds.values())
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 4), (4, 8)])
+def test_room_for_one_microbatch_lets_one_after_the_other_through(num_stages, num_microbatches):
+    costs = Costs(num_stages=num_stages, send_ms=0.5, activation_bytes=1.0)
+    found = search_schedule(costs, num_stages, num_microbatches, memory_bytes=1.0, num_trials=20)
+    assert found.gap < 0.25
+    without = lower_bound_ms(costs, looped(num_stages), num_microbatches)
+    assert found.lower_bound_ms > 1.3 * without
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_named_schedule_is_shorter_than_the_bound_in_its_memory(name):
+    for seed in range(5):
+        generator = random.Random(seed)
+        programs = make_schedule(name, 4, 8)
+        num_stages = len(placement(programs))
+
+        def drawn(least, most, count=num_stages, generator=generator):
+            return tuple(generator.uniform(least, most) for _ in range(count))
+
+        costs = Costs(
+            num_stages=num_stages,
+            forward_ms=drawn(1, 2),
+            input_gradient_ms=drawn(1, 2),
+            weight_gradient_ms=drawn(1, 2),
+            send_ms=drawn(0, 0.5, num_stages - 1),
+            activation_bytes=drawn(1, 3),
+        )
+        simulation = simulate(programs, costs)
+        bound = lower_bound_ms(costs, placement(programs), 8, simulation.peak_bytes)
+        assert bound <= simulation.timeline.makespan_ms + 1e-9
