@@ -1,13 +1,14 @@
 """Layouts that a search has found, as a table."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridpp.estimate import DeviceProfile, LayoutEstimate, SearchResult, plugin_call, why_slower
 from hybridpp.text_table import TextTable
 
 _GIB = 2**30
-_TITLES = ("", "tp x pp x dp", "zero", "schedule", "micro-batches", "recompute", "GiB", "ms", "samples/s", "slower")
+_TITLES = ("", "tp,pp,dp", "zero", "schedule", "batches", "recompute", "GiB", "ms", "slower")
+_NOTHING = {"-", "0"}
 
 
 def render_plan(result: SearchResult, precision: str, device: DeviceProfile, seconds: float) -> list[str | TextTable]:
@@ -20,7 +21,8 @@ def render_plan(result: SearchResult, precision: str, device: DeviceProfile, sec
         f"{result.num_candidates:,} layouts in {seconds:.0f} s, {result.num_estimated:,} of them simulated, "
         f"{result.num_too_large:,} too large; on {device.name}, {source}",
         "",
-        TextTable(_TITLES, rows),
+        _table(rows),
+        f"batches: micro-batches of a replica and their size; {best.global_batch:,} samples in a step",
         "",
         *(["why slower than the first (which has in brackets)", *reasons, ""] if reasons else []),
         plugin_call(best, precision),
@@ -32,16 +34,21 @@ def _row(number: int, estimate: LayoutEstimate, best: LayoutEstimate) -> tuple[s
     slower = time.step_ms / best.time.step_ms - 1
     return (
         str(number),
-        f"{given['tp_size']} x {given['pp_size']} x {estimate.num_replicas}",
+        f"{given['tp_size']},{given['pp_size']},{estimate.num_replicas}",
         str(given.get("zero_stage", 0)),
         str(given.get("schedule") or "-"),
         f"{sizes.num_microbatches} of {sizes.microbatch_size}",
         _recomputed(given),
         f"{estimate.worst.total / _GIB:.2f}",
         f"{time.step_ms:,.1f}",
-        f"{estimate.samples_per_s:,.1f}",
         f"{100 * slower:.1f} %" if number > 1 else "",
     )
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> TextTable:
+    """The rows, without columns that say of every layout that it has none of something: they fit 80 characters."""
+    kept = [number for number, cells in enumerate(zip(*rows, strict=True)) if not set(cells) <= _NOTHING]
+    return TextTable([_TITLES[number] for number in kept], [tuple(row[number] for number in kept) for row in rows])
 
 
 def _recomputed(settings: Mapping[str, Any]) -> str:
