@@ -27,7 +27,6 @@ TESTED_THROUGH = {
     "hybridpp/checkpoint/model_origin.py": "tests/cli/test_checkpoint_formats.py",
     "hybridpp/checkpoint/pretrained.py": "tests/plugins/test_weights.py",
     "hybridpp/checkpoint/ranged_file.py": "tests/checkpoint/test_remote_path.py",
-    "hybridpp/checkpoint/read.py": "tests/plugins/test_tensor_parallel_folders.py",
     "hybridpp/checkpoint/reshard.py": "tests/cli/test_checkpoint_formats.py",
     "hybridpp/checkpoint/run_contents.py": "tests/cli/test_checkpoint_formats.py",
     "hybridpp/checkpoint/single_file.py": "tests/checkpoint/test_folder.py",

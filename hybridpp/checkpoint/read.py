@@ -1,7 +1,10 @@
 """Read single tensors, or ranges of them, from a folder of weights: a rank reads only what it owns."""
 
+import re
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,6 +12,9 @@ from torch import Tensor
 
 from hybridpp.checkpoint.find_tensors import TensorLocation, find_tensors, opened
 from hybridpp.errors import CheckpointError
+
+# Before more are read, a file is mapped anew.
+_MAX_MAPPED_BYTES = 2**25
 
 
 class StoredTensor(Protocol):
@@ -41,6 +47,13 @@ class InFile:
     handle: Any
     key: str
 
+    @property
+    def nbytes(self) -> int:
+        """Of the complete tensor, at most: types of less than a byte count as one."""
+        view = self.handle.get_slice(self.key)
+        bits = re.search(r"\d+", view.get_dtype())
+        return prod(view.get_shape()) * (max(8, int(bits.group())) // 8 if bits else 1)
+
     def full(self) -> Tensor:
         tensor: Tensor = self.handle.get_tensor(self.key)
         return tensor
@@ -57,7 +70,7 @@ class CheckpointContents:
     Attributes:
         shapes: the shape of every tensor.
         read: yields the tensors of some names in any order. Use each before the next one: its file is open until then.
-            At most one file is mapped at a time.
+            At most one file is mapped at a time, of which 32 MiB or one tensor are in memory.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -78,15 +91,25 @@ def shapes_of(locations: Mapping[str, TensorLocation]) -> dict[str, tuple[int, .
 
 
 def open_tensors(locations: Mapping[str, TensorLocation]) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield each tensor with its name, file by file; a file is mapped only while its tensors are read.
+    """Yield each tensor with its name, file by file. Use each before the next one.
+
+    A file is mapped only while its tensors are read, and anew after 32 MiB: pages that were read count as this
+    process's memory for as long as they are mapped, and a file may be larger than what a rank holds.
 
     Raises:
         CheckpointError: a file is broken, missing or lacks a tensor.
     """
-    for file, names in _by_file(locations).items():
-        with opened(file) as handle:
-            for name in names:
-                yield name, InFile(handle, locations[name].key)
+    for file, listed in _by_file(locations).items():
+        names = deque(listed)
+        while names:
+            with opened(file) as handle:
+                num_bytes = 0
+                while names:
+                    stored = InFile(handle, locations[names[0]].key)
+                    num_bytes += stored.nbytes
+                    if num_bytes > max(_MAX_MAPPED_BYTES, stored.nbytes):
+                        break
+                    yield names.popleft(), stored
 
 
 def _by_file(locations: Mapping[str, TensorLocation]) -> dict[Path, list[str]]:
