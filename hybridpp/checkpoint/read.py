@@ -52,7 +52,8 @@ class InFile:
         """Of the complete tensor, at most: types of less than a byte count as one."""
         view = self.handle.get_slice(self.key)
         bits = re.search(r"\d+", view.get_dtype())
-        return prod(view.get_shape()) * (max(8, int(bits.group())) // 8 if bits else 1)
+        num_elements: int = prod(view.get_shape())
+        return num_elements * (max(8, int(bits.group())) // 8 if bits else 1)
 
     def full(self) -> Tensor:
         tensor: Tensor = self.handle.get_tensor(self.key)
