@@ -38,7 +38,7 @@ def test_a_stopped_process_and_one_that_has_ended_are_told_apart():
         assert process.condition == "is stopped (SIGSTOP, or job control)"
         assert child in RankProcess.own().stopped_children
     finally:
-        process.kill()
+        process.send(signal.SIGKILL)
         os.waitpid(child, 0)
     assert process.condition == "has ended"
     assert not process.send(signal.SIGTERM)

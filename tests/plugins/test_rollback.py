@@ -36,7 +36,9 @@ def stopped_after(number=None):
 
     def note(frame, event, value):
         caller = frame.f_back
-        # What a generator raises when it is thrown away is ignored.
+        # What a generator raises when it is thrown away is ignored; so it is in what is called when a weak key goes.
+        if "WeakKeyDictionary" in frame.f_code.co_qualname or "WeakSet" in frame.f_code.co_qualname:
+            return
         if event != "return" or caller is None or frame.f_code.co_flags & CO_GENERATOR:
             return
         if caller.f_code.co_filename.startswith(PLUGINS):
