@@ -12,10 +12,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from hybridpp.cluster.rank_process import RankProcess
+from hybridpp.cluster.worker_signals import leave_to_rank
 
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
@@ -25,20 +26,25 @@ _MAX_FOLDER = 85
 
 
 class EndWithRank:
-    """A ``worker_init_fn`` of a data loader: the kernel kills the worker when its rank ends, however that ends.
+    """A ``worker_init_fn`` of a data loader: the worker ends when its rank does, neither later nor before.
+
+    The kernel kills it when its rank ends, however that ends. Signals that tell the job to stop are left to the rank.
 
     Args:
         init: what the worker does then; None: nothing.
+        stop_signals: numbers of those signals.
     """
 
-    def __init__(self, init: Callable[[int], None] | None = None):
+    def __init__(self, init: Callable[[int], None] | None = None, stop_signals: Collection[int] = ()):
         self._init = init
+        self._stop_signals = stop_signals
 
     def __call__(self, worker: int) -> None:
         # The kernel means the thread that started the worker. In a fork, that is the main thread, by the name it had.
         if sys.platform == "linux" and threading.main_thread().name == _MAIN and not _is_spawned():
             with contextlib.suppress(OSError, AttributeError):
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        leave_to_rank(self._stop_signals)
         if self._init is not None:
             self._init(worker)
 

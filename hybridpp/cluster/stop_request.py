@@ -37,6 +37,11 @@ class StopRequest:
         self._signals = CaughtSignals(signals, self._received)
         self._has_begun = self._has_done_step = False
 
+    @property
+    def signals(self) -> tuple[int, ...]:
+        """Numbers of the signals that make one."""
+        return self._signals.numbers
+
     def begin_step(self) -> None:
         """A step begins: from the first one on, a signal is a request.
 
@@ -75,6 +80,9 @@ class CaughtSignals:
         names: of signals; those that the system does not have are left out.
         received: called with the number of a signal.
 
+    Attributes:
+        numbers: of the signals.
+
     Raises:
         ConfigError: a name is not that of a signal that can be caught.
     """
@@ -86,7 +94,7 @@ class CaughtSignals:
                 "to catch none."
             )
         found = (getattr(signal, name, None) for name in names)
-        self._numbers = [int(number) for number in found if number is not None]
+        self.numbers = tuple(int(number) for number in found if number is not None)
         self._received = received
         self._before: dict[int, Any] = {}
         self._is_active = False
@@ -96,7 +104,7 @@ class CaughtSignals:
         if threading.current_thread() is not threading.main_thread() or self._is_active:
             return
         self._is_active = True
-        for number in self._numbers:
+        for number in self.numbers:
             before = signal.getsignal(number)
             if before is not None and before is not signal.SIG_IGN:
                 self._before[number] = before

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from hybridpp.cluster import EndWithRank
+from hybridpp.cluster import EndWithRank, current_world
 from hybridpp.config import require_bools
 from hybridpp.data_parallel import (
     SeededCollate,
@@ -124,5 +124,5 @@ class DataLoaderConfig:
         generator = torch.Generator().manual_seed(self.seed + self.replica)
         options = {name: value for name, value in self.options.items() if name not in _TAKEN}
         if self.num_workers:
-            options["worker_init_fn"] = EndWithRank(options.get("worker_init_fn"))
+            options["worker_init_fn"] = EndWithRank(options.get("worker_init_fn"), current_world().stop.signals)
         return ReplicaDataLoader(dataset, num_workers=self.num_workers, generator=generator, **more, **options)
