@@ -23,8 +23,8 @@ from hybridpp.errors import CheckpointError
 _POLL_S, _REMOTE_POLL_S = 0.02, 0.5
 _TIMEOUT_S = 600.0
 _NICENESS = 19
-# Of the processors that a rank has: a step beside a save then takes a few percent more, whatever else is slow.
-_SHARE = 0.03
+# Of the processors that a rank has: what a step beside a save loses then is mostly the disk's (benchmarks/RESULTS.md).
+_SHARE = 0.015
 
 
 class SaveOutcome(IntEnum):
