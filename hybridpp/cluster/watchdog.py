@@ -29,7 +29,7 @@ from hybridpp.nn.torch_private import active_nccl_calls
 _LOGGER = logging.getLogger("hybridpp")
 _THREADS = "hybridpp watchdog"
 # A tick costs about 0.2 ms of a processor.
-_MAX_TICK_S = 1.0
+_MAX_TICK_S = 2.0
 # A rank that has published nothing for so many ticks gives no sign of life, if it is half of the limit, too.
 _SILENT_TICKS = 4
 # How long the reporting rank waits for the suspect, and for others to see that it has reported.
