@@ -1,7 +1,7 @@
 """A time that no schedule of given costs and placement can undercut."""
 
 from collections.abc import Sequence
-from math import inf
+from math import floor, inf
 
 from hybridpp.schedule import ActionKind
 from hybridpp.simulate.costs import Costs
@@ -71,8 +71,8 @@ class _Bound:
         """The time in which a rank can hold what all micro-batches need it to hold."""
         sizes = [self._least_held(stage) for stage in own]
         if len(own) == 1 and 0 < sizes[0] <= cap < inf:
-            # Micro-batches are whole.
-            cap = cap // sizes[0] * sizes[0]
+            # Micro-batches are whole; sums of bytes are rounded.
+            cap = floor(cap / sizes[0] * (1 + 1e-9)) * sizes[0]
         if not 0 < cap < inf:
             return 0.0
         needed = sum(size * self._return_ms(stage) for size, stage in zip(sizes, own, strict=True))

@@ -9,7 +9,7 @@ from hybridpp.schedule.lower import FILLS_GRADIENTS
 from hybridpp.simulate.costs import Costs
 
 KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
-# A step of more micro-batches than this many times the ranks is continued: each period repeats the one before.
+# A step that has one period more than this many times the ranks is continued: each period repeats the one before.
 _REPEATS = 4
 
 

@@ -47,6 +47,7 @@ def checked(found, costs, num_microbatches, caps):
     simulation = simulate(found.programs, costs.with_recomputation(found.recomputed_stages))
     assert simulation.timeline.makespan_ms == found.step_ms >= found.lower_bound_ms * (1 - 1e-9)
     assert found.gap == pytest.approx(found.step_ms / found.lower_bound_ms - 1)
+    assert f"{replace(found, lower_bound_ms=found.step_ms * (1 + 1e-12)).gap:.1f}" == "0.0"
     for simulated, peak, cap in zip(simulation.peak_bytes, found.peak_bytes, caps, strict=True):
         assert simulated <= peak <= cap * (1 + 2e-9)
     return found
