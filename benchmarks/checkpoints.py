@@ -167,9 +167,9 @@ class Beside:
 
 
 def steps_beside_a_save(job: Job, folder: Path, rounds: int) -> None:
-    """With shares of the processors for the thread that writes, in turn: that of saves, half of it, and all of it."""
+    """With shares of the processors for the thread that writes, in turn: that of saves, twice that, and all of it."""
     usual = background_save._SHARE
-    shares = {"paced": usual, "half of that": usual / 2, "at once": 1e9}
+    shares = {"paced": usual, "twice that": 2 * usual, "at once": 1e9}
     found = {name: Beside() for name in shares}
     order = random.Random(0)  # that of all ranks
     for _ in range(rounds):

@@ -78,6 +78,8 @@ def train(args: Namespace, coordinator: DistCoordinator) -> None:
         booster.save(checkpoints, step=step, keep_last=2)
         coordinator.print_on_master(f"Stopped after step {step}. Go on with --resume.")
 
+    if args.record is not None and done.epoch == args.epochs:
+        coordinator.print_on_master(f"Nothing is left to train, so nothing is recorded in {args.record}.")
     score = None
     for epoch in range(done.epoch, args.epochs):
         first_batch = done.batches if epoch == done.epoch else 0

@@ -54,6 +54,9 @@ def measure_device(device: torch.device) -> DeviceProfile:
 def measure_links(profile: DeviceProfile, world: World) -> DeviceProfile:
     """The same with the speed of messages between the ranks of a job; on every rank the slowest one that any measured.
 
+    On CPUs of one thread each it is the processor's time of a message, which is what it costs ranks of one host. The
+    time that a network takes between CPUs of several hosts is in none of these numbers.
+
     Collective: all ranks of the world.
 
     Args:

@@ -5,10 +5,13 @@ leaves for later (W). Two blocks in a row show it; then the second one's part is
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from itertools import pairwise
+from types import BuiltinFunctionType, FunctionType
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from hybridpp.estimate.allocations import Allocation
@@ -21,6 +24,9 @@ from hybridpp.estimate.unit_marks import UnitMarks
 _FIRST, _LAST = 4, 2
 # So many must be left out, or it is not worth it.
 _LEAST = 2
+# ``forward`` is where layers of ours are.
+_OF_MODULES = {*vars(nn.Module()), "forward"}
+_CHOICES = (dict, list, tuple, set, frozenset, torch.dtype, FunctionType, BuiltinFunctionType, Enum)
 
 
 def repeated_blocks(model: nn.Module, units: Sequence[str], recomputed: frozenset[str]) -> tuple[str, ...]:
@@ -62,6 +68,8 @@ def _do_the_same(first: nn.Module, second: nn.Module) -> bool:
     plain = [{name: value for name, value in vars(one).items() if _is_plain(value)} for one in (first, second)]
     if tensors[0] != tensors[1] or plain[0].keys() != plain[1].keys():
         return False
+    if not _are_same(_choices(first), _choices(second)):
+        return False
     different = [(value, plain[1][name]) for name, value in plain[0].items() if plain[1][name] != value]
     return all(type(value) is type(other) is int and other == value + 1 for value, other in different)
 
@@ -70,6 +78,28 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, int | float | str)
+
+
+def _choices(module: nn.Module) -> dict[str, object]:
+    """What else may decide what a module does: functions, dtypes and containers that are attributes of it."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in _OF_MODULES and isinstance(value, _CHOICES) and not _is_plain(value)
+    }
+
+
+def _are_same(first: Mapping[str, object], second: Mapping[str, object]) -> bool:
+    return first.keys() == second.keys() and all(
+        value is second[name] or _is_equal(value, second[name]) for name, value in first.items()
+    )
+
+
+def _is_equal(first: object, second: object) -> bool:
+    try:
+        return bool(first == second)
+    except (RuntimeError, ValueError):  # of tensors or arrays in a container
+        return False
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

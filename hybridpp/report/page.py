@@ -79,7 +79,7 @@ def render_page(recording: Recording, estimate: Mapping[str, Any] | None = None)
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    prediction = next(iter(facts.predictions.values()), None)
+    prediction = facts.predictions.get((0, 0))
     page = environment.get_template("report.html").render(
         summary=summary,
         recording=recording,
@@ -139,7 +139,8 @@ def _facts(recording: Recording) -> _Facts:
     for dp, tp in recording.pipelines():
         found = predict(recording, step.number, dp, tp)
         if isinstance(found, str):
-            unpredicted = found
+            # The page has a table of the first replica's pipeline, or says why there is none.
+            unpredicted = found if (dp, tp) == (0, 0) else unpredicted
         else:
             predictions[dp, tp] = found
     uses = [use_of(rank, step) for rank in recording.ranks]
@@ -148,7 +149,7 @@ def _facts(recording: Recording) -> _Facts:
 
 def _summary(facts: _Facts) -> ReportSummary:
     recording, step = facts.recording, facts.step
-    prediction = next(iter(facts.predictions.values()), None)
+    prediction = facts.predictions.get((0, 0))
     costs = costs_of(recording, step, facts.uses, facts.unpredicted if prediction is None else prediction)
     computing = sum(use.computing_ms for use in facts.uses) / len(facts.uses)
     share = computing / (step.duration_ms or 1)

@@ -10,6 +10,10 @@ HELD = ("weights", "gradients", "masters", "moments", "buffers", "host")
 """What of a rank's memory lasts over steps; ``host`` is what a rank with a device keeps in host memory."""
 
 
+MEMORY_KINDS = ("device", "allocated", "resident", "shared", None)
+"""What :attr:`RankRecord.memory_kind` may be."""
+
+
 class RankAction(NamedTuple):
     """An action that a rank ran. Times are milliseconds, on one clock for all ranks.
 
@@ -114,6 +118,8 @@ class RankRecord:
     def of(cls, values: Mapping[str, Any]) -> "RankRecord":
         """The record that :meth:`values` returned; unknown names are left out."""
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        if known.get("memory_kind") not in MEMORY_KINDS:
+            raise TypeError(f"memory_kind must be one of {MEMORY_KINDS}: got {known['memory_kind']!r}")
         return cls(**known | {name: tuple(_row(kind, row) for row in values[name]) for name, kind in ROWS.items()})
 
 
@@ -135,11 +141,17 @@ ROWS: dict[str, Any] = {"actions": RankAction, "phases": Phase, "waits": RankWai
 """The fields of a :class:`RankRecord` that are rows, with what a row is."""
 
 
+_INTEGERS = ("step", "stage", "message_bytes", "collective_bytes", "num_calls", "num_bytes")
+_INTEGERS_OR_NONE = ("microbatch", "memory", "peer")
+
+
 def _row(kind: Any, row: Any) -> Any:
     made = kind(*row)
     for name, value in zip(kind._fields, made, strict=True):
         if name.endswith("_ms") and not isinstance(value, int | float):
             raise TypeError(f"{name} must be a number: got {value!r}")
-        if name in ("step", "stage") and not isinstance(value, int):
+        if name in _INTEGERS and not isinstance(value, int):
             raise TypeError(f"{name} must be an integer: got {value!r}")
+        if name in _INTEGERS_OR_NONE and not isinstance(value, int | None):
+            raise TypeError(f"{name} must be an integer or null: got {value!r}")
     return made

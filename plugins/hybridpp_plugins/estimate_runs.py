@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -45,6 +46,7 @@ from hybridpp_plugins.estimate_sharding import find_sharding
 from hybridpp_plugins.solo_group import SoloGroup, SoloMessage
 from hybridpp_plugins.solo_run import SoloRank, SoloSettings
 
+_LOGGER = logging.getLogger("hybridpp")
 _CPU = torch.device("cpu")
 _T = TypeVar("_T")
 
@@ -189,7 +191,7 @@ class EstimateRuns:
             try:
                 return with_repeated_blocks(self._record(kind, units, settled, left_out), left_out)
             except Exception:  # blocks that are no period; whatever a model raises that needs something of each block
-                pass
+                _LOGGER.debug("all blocks run, as equal ones could not be left out", exc_info=True)
         return self._record(kind, units, settled)
 
     def _record(self, kind: RunKind, units: tuple[str, ...], settled: bool, left_out: tuple[str, ...] = ()) -> ModelRun:

@@ -42,9 +42,32 @@ def test_blocks_that_differ_end_a_row():
     def double(block):
         return block.to(torch.float64)
 
+    def activated(block):
+        block.activation = nn.functional.gelu
+        return block
+
+    def mapped(block):
+        block.options = {"causal": True}
+        return block
+
     assert others(lambda block: block) != ()
+    assert others(activated) == others(mapped) == ()
     for change in (windowed, frozen, double, lambda block: Block(5, width=8), lambda block: Block(17)):
         assert others(change) == ()
+
+
+def test_functions_and_containers_of_blocks_are_compared():
+    def made(last):
+        blocks = [Block(number) for number in range(10)]
+        for block in blocks:
+            block.activation, block.options, block.kind = nn.functional.relu, {"window": [1, 2]}, torch.float32
+        for name, value in last.items():
+            setattr(blocks[5], name, value)
+        return repeated_blocks(model(*blocks), names(10), frozenset())
+
+    assert made({}) == made({"options": {"window": [1, 2]}}) == ("4", "5", "6", "7")
+    for other in ({"activation": nn.functional.gelu}, {"options": {"window": [1, 3]}}, {"kind": torch.float64}):
+        assert made(other) == ()
 
 
 def test_blocks_that_are_recomputed_are_not_equal_to_others():

@@ -68,8 +68,7 @@ def test_a_page_asks_for_nothing_over_a_network():
     assert not re.search(r"https?://|//\w+\.\w+/|@import|url\(|import\(|fetch\(|XMLHttpRequest|WebSocket", page)
     assert [value for name, value in elements.attributes if name in ("src", "href")] == ["data:,"]
     policy = dict(elements.attributes)["content"]
-    assert "default-src 'none'" in page
-    assert policy is not None
+    assert policy.startswith("default-src 'none'")
 
 
 def test_names_cannot_leave_their_place_in_the_page():
@@ -79,7 +78,8 @@ def test_names_cannot_leave_their_place_in_the_page():
     ranks = (replace(recording.ranks[0], waits=waits, device=NASTY), *recording.ranks[1:])
     page, elements, data = parsed(replace(recording, stages=stages, ranks=ranks, settings={"schedule": NASTY}))
     assert elements.tags.count("script") == 2
-    assert "b" in elements.tags
+    _, harmless, _ = parsed(replace(recorded(), settings={"schedule": "1f1b"}))
+    assert elements.tags.count("b") == harmless.tags.count("b")
     assert page.count("alert(1)") > 2
     assert "<script>alert" not in page
     assert NASTY in data["groups"]

@@ -25,10 +25,11 @@ from hybridpp.trainer.hooks import (
 )
 
 
-def fit(hooks, epochs=2, max_steps=None, evaluates=True, count=4, **settings):
+def fit(hooks, epochs=2, max_steps=None, evaluates=True, count=4, resume_from=None, **settings):
     booster, parts, test_loader = job(count=count, **settings)
     trainer = Trainer(booster, parts)
-    trainer.fit(epochs=epochs, test_dataloader=test_loader if evaluates else None, hooks=hooks, max_steps=max_steps)
+    options = {"max_steps": max_steps, "resume_from": resume_from}
+    trainer.fit(epochs=epochs, test_dataloader=test_loader if evaluates else None, hooks=hooks, **options)
     return trainer
 
 
@@ -178,6 +179,25 @@ def test_steps_are_recorded_once_where_they_were_asked_for(tmp_path):
     assert recording.num_steps == 2
     phases = {phase.name for phase in recording.ranks[1].phases}
     assert phases == {"read", "actions", "end", "update"}
+
+
+def test_a_fit_that_ends_before_the_first_recorded_step_says_so(tmp_path, caplog):
+    fit([RecordStepsHook(tmp_path / "run", first_step=100)], epochs=1, count=10)
+    assert "no step was recorded in" in caplog.text
+    assert not (tmp_path / "run").exists()
+
+
+def test_recorded_steps_count_from_where_the_process_began(tmp_path):
+    fit([SaveCheckpointHook(tmp_path / "saves", steps=2)], epochs=1, count=10)
+    hook, counted = RecordStepsHook(tmp_path / "run", num_steps=1, first_step=3), []
+
+    class Counts(Hook):
+        def after_step(self, trainer):
+            counted.append((trainer.step, (tmp_path / "run").exists()))
+
+    fit([hook, Counts()], epochs=3, count=10, resume_from=tmp_path / "saves")
+    assert counted[0][0] > 3
+    assert [is_there for _, is_there in counted[:3]] == [False, False, True]
 
 
 def test_a_recording_ends_with_its_epoch_and_an_error_leaves_none(tmp_path):

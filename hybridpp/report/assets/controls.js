@@ -103,10 +103,12 @@ function listen() {
     gantt.setPointerCapture(event.pointerId);
     gantt.classList.add("dragging");
   });
-  gantt.addEventListener("pointerup", () => {
-    dragged = null;
-    gantt.classList.remove("dragging");
-  });
+  for (const end of ["pointerup", "pointercancel"]) {
+    gantt.addEventListener(end, () => {
+      dragged = null;
+      gantt.classList.remove("dragging");
+    });
+  }
   gantt.addEventListener("pointermove", (event) => {
     const place = gantt.getBoundingClientRect();
     if (dragged !== null) {

@@ -4,6 +4,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from hybridpp.cluster import get_dist_logger
 from hybridpp.trainer.hook import Hook, check_intervals
 from hybridpp.trainer.state import TrainerState
 
@@ -14,7 +15,8 @@ class RecordStepsHook(Hook):
     Args:
         path: the folder, or .json file, of the recording; replaced if it is there.
         num_steps: how many; fewer, if the epoch ends before.
-        first_step: the first of them, from 1; the first steps of a run take longer than others.
+        first_step: the first of them, from 1, counted from where this process began; its first steps take longer than
+            others. A fit that ends before records nothing, and rank 0 warns of it.
 
     Raises:
         ConfigError: a number is no integer of at least 1.
@@ -25,10 +27,11 @@ class RecordStepsHook(Hook):
         self._path, self._num_steps, self._first_step = path, num_steps, first_step
         self._stack = ExitStack()
         self._recording: Any = None
-        self._num_recorded = 0
+        self._num_recorded = self._num_steps_run = 0
 
     def before_step(self, trainer: TrainerState) -> None:
-        if self._recording is None and not self._num_recorded and trainer.step + 1 >= self._first_step:
+        self._num_steps_run += 1
+        if self._recording is None and not self._num_recorded and self._num_steps_run >= self._first_step:
             self._recording = self._stack.enter_context(trainer.booster.record_timeline(trainer.model))
 
     def after_step(self, trainer: TrainerState) -> None:
@@ -44,6 +47,14 @@ class RecordStepsHook(Hook):
 
     def on_stop(self, trainer: TrainerState) -> None:
         self._finish()
+
+    def after_fit(self, trainer: TrainerState) -> None:
+        if not self._num_recorded:
+            get_dist_logger().warning(
+                f"no step was recorded in {self._path}: the fit had {self._num_steps_run} steps, and "
+                f"first_step={self._first_step}. Use a smaller first_step.",
+                ranks=[0],
+            )
 
     def close(self) -> None:
         if self._recording is not None:
