@@ -48,7 +48,7 @@ def test_the_wheel_holds_every_file_of_both_packages(built):
         str(path.relative_to(root))
         for root, package in ((ROOT, "hybridpp"), (ROOT / "plugins", "hybridpp_plugins"))
         for path in (root / package).rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
+        if path.is_file() and "__pycache__" not in path.parts
     }
     assert {"hybridpp/py.typed", "hybridpp_plugins/py.typed", "hybridpp_plugins/setup.py"} <= files
     assert {name for name in names if ".dist-info/" not in name} == files

@@ -41,8 +41,12 @@ def fill_from(path: Path, wanted: Iterable[tuple[WantedBox, Tensor]]) -> None:
 
 
 def _bytes(file: BinaryIO, start: int, end: int) -> bytes:
+    """A part of a file, or what there is of it: a file without a buffer may give less at a time than it has."""
     file.seek(start)
-    return file.read(end - start)
+    data = b""
+    while more := file.read(end - start - len(data)):
+        data += more
+    return data
 
 
 def _is_one_piece(shape: tuple[int, ...], box: Box) -> bool:

@@ -27,7 +27,7 @@ class DataLoaderConfig:
     """How a replica reads a dataset.
 
     Attributes:
-        batch_size: samples per replica and step.
+        batch_size: samples per replica and step; None: not given, which is refused.
         num_replicas: the data-parallel size.
         replica: this replica's index.
         shuffle: whether to draw a new order for each epoch.
@@ -40,10 +40,10 @@ class DataLoaderConfig:
         options: further arguments of ``DataLoader``.
 
     Raises:
-        ConfigError: a bool setting is no bool, or an option selects samples.
+        ConfigError: a bool setting is no bool, an option selects samples, or there is no batch size.
     """
 
-    batch_size: int
+    batch_size: int | None
     num_replicas: int
     replica: int
     shuffle: bool
@@ -64,6 +64,8 @@ class DataLoaderConfig:
                 f"prepare_dataloader selects each replica's samples itself: got {taken[0]}. Leave it out, or make a "
                 "torch.utils.data.DataLoader with your sampler."
             )
+        if self.batch_size is None:
+            raise ConfigError("prepare_dataloader needs batch_size: the samples per replica and step.")
 
     def loader(self, dataset: Any) -> DataLoader[Any]:
         """A dataloader of this replica's batches.
@@ -79,6 +81,7 @@ class DataLoaderConfig:
                 f"a dataset needs __getitem__ and __len__, or must be a torch.utils.data.IterableDataset: got "
                 f"{type(dataset).__name__}. Add these methods."
             )
+        assert self.batch_size is not None, "checked above"
         sampler = ShardedBatchSampler(
             num_samples=len(dataset),
             batch_size=self.batch_size,
@@ -110,6 +113,7 @@ class DataLoaderConfig:
                 f"each worker would read all samples of {type(dataset).__name__}: got num_workers={self.num_workers}. "
                 "Use 0 or 1."
             )
+        assert self.batch_size is not None, "checked above"
         stream = ShardedIterableDataset(
             dataset,
             batch_size=self.batch_size,

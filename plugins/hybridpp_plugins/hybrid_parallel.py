@@ -272,7 +272,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, Choose
     def prepare_dataloader(
         self,
         dataset: Dataset[Any],
-        batch_size: int,
+        batch_size: int | None = None,
         shuffle: bool = False,
         seed: int = 1024,
         drop_last: bool = False,
@@ -306,8 +306,8 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, Choose
             options: further arguments of ``torch.utils.data.DataLoader``.
 
         Raises:
-            ConfigError: ``batch_size`` is below 1, a bool setting is no bool, a sampler is given, or an option does not
-                fit the dataset.
+            ConfigError: ``batch_size`` is left out or below 1, a bool setting is no bool, a sampler is given, or an
+                option does not fit the dataset.
             DataError: the dataset has no length, is empty, or is too small for one step.
         """
         if pin_memory is None:

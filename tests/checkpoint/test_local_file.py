@@ -1,5 +1,6 @@
 """Parts of stored tensors come to where they belong, read in one piece or copied."""
 
+import io
 import re
 
 import pytest
@@ -81,3 +82,19 @@ def test_a_file_that_ends_early_or_lacks_a_tensor_is_named(file):
     file.unlink()
     with pytest.raises(CheckpointError, match="cannot be read: No such file"):
         fill_from(file, [(whole, torch.zeros(3, 4, 5))])
+
+
+def test_a_file_may_give_less_at_a_time_than_it_has(file, monkeypatch):
+    """As file systems of a network may."""
+
+    class Slow(io.FileIO):
+        def read(self, size=-1):
+            return super().read(min(size, 7))
+
+        def readinto(self, memory):
+            return super().readinto(memory[:7])
+
+    monkeypatch.setattr(type(file), "open", lambda path, mode, buffering: Slow(path, mode))
+    target = torch.empty_like(STORED["cube"])
+    fill_from(file, [(WantedBox("cube", "float32", (3, 4, 5), WHOLE["cube"]), target)])
+    assert torch.equal(target, STORED["cube"])

@@ -223,6 +223,8 @@ class Bare:
             ConfigError,
             "prepare_dataloader selects each replica's samples itself: got sampler.",
         ),
+        ([1], {"batch_sampler": [[0]], "batch_size": None}, ConfigError, "itself: got batch_sampler. Leave it out, or"),
+        ([1], {"batch_size": None}, ConfigError, "needs batch_size: the samples per replica and step."),
         ([1], {"generator": torch.Generator()}, ConfigError, "selects each replica's samples itself: got generator."),
         ([1], {"seed_samples": 1}, ConfigError, "seed_samples must be True or False: got seed_samples=1."),
         ([], {}, DataError, "dataset must hold at least 1 sample: got num_samples=0."),
