@@ -29,6 +29,10 @@ class PeerError(HybridppError, RuntimeError):
     """Another rank failed; the message on that rank says why."""
 
 
+class RefusedByPeerError(PeerError):
+    """Another rank refused or left a step that is over: it can still answer."""
+
+
 class PeerTimeoutError(PeerError):
     """Another rank did not answer in time."""
 

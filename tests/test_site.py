@@ -63,5 +63,5 @@ def test_errors_are_quoted_as_the_code_has_them():
 def test_every_class_of_errors_that_ends_a_job_is_on_the_page():
     classes = {name for name, each in vars(hybridpp.errors).items() if isinstance(each, type)}
     # The base class, what a subclass of another says, and what only in-process ranks raise.
-    classes -= {"HybridppError", "PeerTimeoutError", "DeadlockError"}
+    classes -= {"HybridppError", "PeerTimeoutError", "RefusedByPeerError", "DeadlockError"}
     assert sorted(classes - {error for _, error in MESSAGES}) == []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hybridpp.cluster import name_ranks
-from hybridpp.errors import DataError, PeerError
+from hybridpp.errors import DataError, RefusedByPeerError
 from hybridpp.pipeline.batch import SplitBatch
 
 READY, EXHAUSTED, FAILED = 0.0, 1.0, 2.0
@@ -56,12 +56,12 @@ def check_readiness(batch_infos: Sequence[RankBatchInfo]) -> None:
     """Refuse batches of which some rank has none.
 
     Raises:
-        PeerError: reading failed on a rank.
+        RefusedByPeerError: reading failed on another rank.
         DataError: some ranks are out of data and others are not, or no batch has an item.
     """
     failed = [rank for rank, info in enumerate(batch_infos) if info.status == FAILED]
     if failed:
-        raise PeerError(f"reading the batch failed on {name_ranks(failed)}. See the error printed there.")
+        raise RefusedByPeerError(f"reading the batch failed on {name_ranks(failed)}. See the error printed there.")
     exhausted = [rank for rank, info in enumerate(batch_infos) if info.status == EXHAUSTED]
     if exhausted and len(exhausted) < len(batch_infos):
         raise DataError(

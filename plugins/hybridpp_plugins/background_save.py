@@ -191,6 +191,7 @@ class BackgroundSave:
             parts.append(json.loads(path.read_text()))
             if "failure" in parts[-1]:
                 raise CheckpointError(f"rank {len(parts) - 1} failed: {parts[-1]['failure']}")
+            deadline, seen = time.monotonic() + _TIMEOUT_S, 0
         return parts
 
     def _size_of(self, rank: int) -> int:

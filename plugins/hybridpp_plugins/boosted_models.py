@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from hybridpp.checkpoint.commit import step_folder
 from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.cluster import Section
-from hybridpp.errors import ClosedError, ConfigError, DeadlockError, PeerError, UnlikeCallsError
+from hybridpp.errors import ClosedError, ConfigError, DeadlockError, PeerError, RefusedByPeerError, UnlikeCallsError
 from hybridpp.nn.peft_model import is_peft_model
 from hybridpp.plugin import (
     Boosted,
@@ -156,6 +156,8 @@ class BoostedModels(
         try:
             with self.layout.world.progress.inside(engine.section, engine.location):
                 return engine.step(data_iter, criterion, options)
+        except RefusedByPeerError:
+            raise  # the other ranks live, and so does a save: the script may go on
         except (PeerError, DeadlockError):
             self._saves.give_up()
             raise

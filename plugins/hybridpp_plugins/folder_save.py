@@ -12,7 +12,7 @@ from hybridpp.checkpoint.writer import FILE_BYTES, Holding, WrittenFiles, remove
 from hybridpp.cluster import gather_objects, get_dist_logger
 from hybridpp.errors import CheckpointError, DeadlockError, PeerError
 from hybridpp_plugins.agreement import agree
-from hybridpp_plugins.background_save import Background, BackgroundSave, SaveStatus, SavingRank
+from hybridpp_plugins.background_save import Background, BackgroundSave, SaveOutcome, SaveStatus, SavingRank
 from hybridpp_plugins.layout import Layout
 
 
@@ -117,7 +117,8 @@ class FolderSave:
         background.hurry()
         if self._control.rank:
             background.join()
-        if any(gather_objects(self._control, self._call, background.failure is not None)):
+        has_failed = any(gather_objects(self._control, self._call, background.failure is not None))
+        if has_failed:
             background.cancel()
         background.join()
         self._written = background.written
@@ -125,6 +126,11 @@ class FolderSave:
         def reraise() -> None:
             if background.failure is not None:
                 raise background.failure
+            if not has_failed and background.outcome is not SaveOutcome.DONE:
+                raise CheckpointError(
+                    f"{self._folder} was given up when another rank was taken to be gone, so it does not count. Save "
+                    "again."
+                )
 
         self._attempt(reraise)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from hybridpp.cluster import get_dist_logger, name_ranks
-from hybridpp.errors import NonFiniteLossError, PeerError, UnlikeCallsError
+from hybridpp.errors import NonFiniteLossError, RefusedByPeerError, UnlikeCallsError
 from hybridpp.partition import StagedModel
 from hybridpp.pipeline import EndedInsideError, LossReduction, PipelineStep, RankProgram, check_equal
 from hybridpp_plugins.criterion_check import CriterionCheck
@@ -57,14 +57,16 @@ class StepProblems:
             raise failure
         ended = [rank for rank, report in enumerate(summary.reports) if report.failed == EndedInsideError.code]
         if ended:
-            raise PeerError(
+            raise RefusedByPeerError(
                 f"a step ended in the middle on {name_ranks(ended)}, by an error that the script "
                 "caught there. It counts on no rank: gradients that were added up are dropped. If the script catches "
                 "this error, too, and goes on with its next batch, that step is right. To leave out a batch, check it "
                 "before booster.execute_pipeline, on all ranks alike."
             )
         if summary.failed:
-            raise PeerError(f"the step was refused on {name_ranks(summary.failed)}. See the error printed there.")
+            raise RefusedByPeerError(
+                f"the step was refused on {name_ranks(summary.failed)}. See the error printed there."
+            )
         check_optimizer_calls([report.calls for report in summary.reports])
         check_equal(summary.digests, self._pipelines)
         if summary.reduction is not LossReduction.MEAN:

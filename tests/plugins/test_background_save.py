@@ -12,7 +12,7 @@ from support import assert_same
 
 from hybridpp.checkpoint import file_images
 from hybridpp.checkpoint.commit import committed_steps, open_step, step_folder, steps
-from hybridpp.errors import CheckpointError, ConfigError
+from hybridpp.errors import CheckpointError, ConfigError, RefusedByPeerError
 
 LAYOUTS = {
     "one": {},
@@ -161,6 +161,60 @@ def test_all_ranks_commit_or_raise_at_the_same_step(tmp_path, monkeypatch, gate,
     expected = on_layout(unbroken, **layout)
     assert on_layout(rank, **layout) == expected
     assert committed_steps(tmp_path) == ([1] if failing is None else [])
+
+
+def test_a_step_that_ended_on_another_rank_does_not_end_it(tmp_path, gate):
+    """The other rank lives, and the script goes on."""
+    failing = [True]
+
+    def rank(make):
+        run = make()
+        run.steps([0])
+        run.booster.save(tmp_path, step=1, asynchronous=True)
+        fails = run.replica == 1
+        if fails:
+            run.model.register_forward_pre_hook(lambda *_: 1 / 0 if failing else None)
+        with pytest.raises(ZeroDivisionError if fails else RefusedByPeerError):
+            run.steps([1])
+        failing.clear()
+        run.steps([2])
+        run.booster.plugin.layout.control.all_gather(torch.zeros(1))
+        gate.set()
+        run.booster.wait_for_save()
+
+    on_layout(rank, dp_size=2)
+    assert committed_steps(tmp_path) == [1]
+
+
+def test_one_that_was_given_up_is_an_error_on_all_ranks(tmp_path, monkeypatch):
+    """A rank that did not answer in time may answer later: rank 0 has not waited for its part then."""
+    leave, given_up = background_save.BackgroundSave._leave, threading.Event()
+    save_of_rank_0 = []
+
+    def leave_late(save, part):
+        if save._rank == 1 and save._folder.name.endswith("1"):
+            assert given_up.wait(30)
+            save_of_rank_0[0].join()
+        leave(save, part)
+
+    monkeypatch.setattr(background_save.BackgroundSave, "_leave", leave_late)
+
+    def rank(make):
+        run = make()
+        saves = run.booster.plugin._saves
+        run.booster.save(tmp_path, step=1, asynchronous=True)
+        if run.replica == 0:
+            save_of_rank_0.append(saves.status.current)
+            saves.give_up()
+            given_up.set()
+        run.booster.plugin.layout.control.all_gather(torch.zeros(1))
+        with pytest.raises(CheckpointError, match="was given up when another rank was taken to be gone"):
+            run.booster.wait_for_save()
+        run.booster.save(tmp_path, step=2, asynchronous=True)
+        run.booster.wait_for_save()
+
+    on_layout(rank, dp_size=2)
+    assert committed_steps(tmp_path) == [2]
 
 
 def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
