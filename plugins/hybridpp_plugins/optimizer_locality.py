@@ -1,14 +1,19 @@
 """Refuse optimizers whose updates depend on more than a rank holds, so that the layout never changes the result."""
 
+from collections.abc import Collection, Sequence
+
 import torch
 from torch.optim import Optimizer
 
 from hybridpp.cluster import get_dist_logger
 from hybridpp.errors import ConfigError
+from hybridpp.nn.structure import Structure
 from hybridpp.optim import FLAT, Locality, LocalityUnknown, find_localities, optimizer_name
 from hybridpp.tensor_parallel import sharding_of
 from hybridpp_plugins.layout import Layout
 
+# Attributes of an optimizer that its copies in a trial lack, or have of their own.
+_NOT_TRIED = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _LOCAL = "an elementwise optimizer (AdamW, HybridAdam, SGD)"
 
 
@@ -32,7 +37,7 @@ def check_locality(optimizer: Optimizer, names: dict[int, str], layout: Layout, 
     name, sizes = optimizer_name(optimizer), f"tp_size={layout.grid.tp_size}, pp_size={layout.grid.pp_size}"
     try:
         cuts = [{(parameter.dim(), sharding.dim) for parameter, sharding in group if sharding} for group in shardings]
-        found = find_localities(optimizer, cuts, device)
+        found = _localities(optimizer, cuts, layout, device)
     except LocalityUnknown as reason:
         get_dist_logger().warning(
             f"could not check whether {name} gives the same updates for every tp_size and pp_size ({reason}). "
@@ -57,7 +62,7 @@ def check_locality(optimizer: Optimizer, names: dict[int, str], layout: Layout, 
 
 
 def indivisible_parameters(
-    optimizer: Optimizer, names: dict[int, str], zero_stage: int, device: torch.device
+    optimizer: Optimizer, names: dict[int, str], zero_stage: int, layout: Layout, device: torch.device
 ) -> frozenset[str]:
     """The parameters, by name, that replicas cannot divide among themselves, because the optimizer reads them whole.
 
@@ -65,6 +70,7 @@ def indivisible_parameters(
         optimizer: the user's.
         names: of the model's parameters, by ``id``.
         zero_stage: of the plugin.
+        layout: the ranks.
         device: where this rank computes.
 
     Raises:
@@ -73,7 +79,7 @@ def indivisible_parameters(
     groups, name = optimizer.param_groups, optimizer_name(optimizer)
     cuts = [{(parameter.dim(), FLAT) for parameter in group["params"] if parameter.dim()} for group in groups]
     try:
-        found = find_localities(optimizer, cuts, device)
+        found = _localities(optimizer, cuts, layout, device)
     except LocalityUnknown as reason:
         get_dist_logger().warning(
             f"could not check what an update of {name} depends on ({reason}), so with zero_stage={zero_stage} every "
@@ -89,4 +95,28 @@ def indivisible_parameters(
     kinds = zip(groups, found, strict=True)
     return frozenset(
         names[id(parameter)] for group, kind in kinds if kind is not Locality.ELEMENTS for parameter in group["params"]
+    )
+
+
+def _localities(
+    optimizer: Optimizer, cuts: Sequence[Collection[tuple[int, int]]], layout: Layout, device: torch.device
+) -> list[Locality]:
+    """As :func:`find_localities`; of in-process ranks with equal optimizers, one tries for all."""
+    results = layout.world.common_results("localities")
+    # An optimizer with state is tried with a part of it; of this library's objects a description has the class only.
+    if results is None or optimizer.state or type(optimizer).__module__.partition(".")[0] == "hybridpp":
+        return find_localities(optimizer, cuts, device)
+    structure = Structure()
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    own = {name: value for name, value in vars(optimizer).items() if name not in _NOT_TRIED}
+    kinds = tuple(
+        tuple((parameter.dim(), parameter.dtype, parameter.requires_grad) for parameter in group["params"])
+        for group in optimizer.param_groups
+    )
+    key = structure.of([type(optimizer), settings, own]), kinds, tuple(map(frozenset, cuts)), device
+    return results.get(
+        key,
+        lambda: find_localities(optimizer, cuts, device),
+        lambda found: True,
+        is_of_run=not structure.is_lasting,
     )

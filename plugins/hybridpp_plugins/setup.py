@@ -145,7 +145,7 @@ def _update_rules(
             ranks=[0],
         )
     if zero.zero_stage:
-        indivisible = indivisible_parameters(optimizer, names, zero.zero_stage, context.device)
+        indivisible = indivisible_parameters(optimizer, names, zero.zero_stage, layout, context.device)
     return UpdateRules(settings.optimizer, zero, indivisible, applied_tp.summed)
 
 

@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from hybridpp.cluster import CommonResults, Loopback, ResultStores, current_world
 from hybridpp.partition import CommonTraces, Tracer
+from hybridpp.partition.common_traces import CommonTrace
 
 ROWS = torch.ones(6, 4)
 SETTING = ContextVar("setting", default=0)
@@ -356,11 +357,11 @@ def test_ranks_that_build_different_models_trace_each_their_own(made):
 
 
 def kept_by_jobs(monkeypatch, make_model, **settings):
-    """The results that a job of in-process ranks leaves to later ones."""
+    """The traces that a job of in-process ranks leaves to later ones."""
     kept = {}
     monkeypatch.setattr(Loopback, "results_of_any_run", kept)
     train(make_model, [image_batch(8)], num_microbatches=2, pp_size=2, **settings)
-    return kept
+    return [value for value in kept.values() if isinstance(value, CommonTrace)]
 
 
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"tp_size": 2}], ids=str)

@@ -7,14 +7,16 @@ import re
 import pytest
 import torch
 from divided_models import VIT
+from hybridpp_plugins import optimizer_locality
 from plugins.normed_together import NormedTogether
 from support import assert_near, assert_same, boosted, image_batch, small_vit, train
 from torch import optim
 from transformers.optimization import Adafactor as HuggingFaceAdafactor
 
 from hybridpp import HybridAdam
-from hybridpp.cluster import Loopback
+from hybridpp.cluster import Loopback, current_world
 from hybridpp.errors import ConfigError
+from hybridpp.optim import find_localities
 
 BATCHES = [image_batch(4, seed) for seed in range(2)]
 INSTEAD = "an elementwise optimizer (AdamW, HybridAdam, SGD)"
@@ -117,3 +119,32 @@ def test_an_optimizer_that_needs_a_closure_is_refused(cls):
 
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         Loopback(1).run(run)
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """The optimizers that were tried."""
+    found = []
+
+    def recorded(optimizer, cuts, device):
+        found.append(optimizer)
+        return find_localities(optimizer, cuts, device)
+
+    monkeypatch.setattr(optimizer_locality, "find_localities", recorded)
+    return found
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"pp_size": 2}, {"pp_size": 2, "tp_size": 2}, {"dp_size": 2, "zero_stage": 1}], ids=str
+)
+def test_one_of_the_ranks_of_a_process_tries_for_all(tried, sizes):
+    divided(make_optimizer=functools.partial(optim.AdamW, lr=0.1), **sizes)
+    assert len(tried) == 1
+
+
+@pytest.mark.parametrize(
+    "make", [HybridAdam, lambda params: optim.AdamW(params, lr=0.1 + current_world().rank)], ids=["library", "unlike"]
+)
+def test_ranks_whose_optimizers_may_differ_try_each_their_own(tried, make):
+    divided(make_optimizer=make, pp_size=2)
+    assert len(tried) == 2
