@@ -1,7 +1,13 @@
-"""Of the cases of a test that is marked ``covering``, those that the suite runs; ``make matrix`` runs all of them."""
+"""Of the cases of a test that is marked ``covering``, those that the suite runs; ``make matrix`` runs all of them.
 
+And cases of pure checks, of which one test runs all: a test of its own costs each case more than what it checks.
+"""
+
+import functools
+import inspect
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 import pytest
 
@@ -41,6 +47,51 @@ def left_to_the_matrix(items: Sequence[pytest.Item]) -> list[pytest.Item]:
         numbers = set(kept(values, marker.args))
         left += [case for number, case in enumerate(cases) if number not in numbers]
     return left
+
+
+def one_test_for(names: str | Sequence[str], cases: Iterable[Any]) -> Callable[[Callable[..., None]], Any]:
+    """As ``pytest.mark.parametrize``, but one test runs all cases; a failure says in which case.
+
+    For checks of a few milliseconds that need no fixtures for each case. Cases that are marked ``matrix`` are run with
+    ``--matrix``, as elsewhere.
+    """
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    every = [_case(names, case) for case in cases]
+
+    def decorate(check: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(check)
+        def test(*, pytestconfig: pytest.Config, **others: Any) -> None:
+            if "pytestconfig" in needed:
+                others["pytestconfig"] = pytestconfig
+            ran = [case for case in every if not case[2] or pytestconfig.getoption("--matrix")]
+            assert ran, f"{check.__name__} has no cases"
+            for values, label, _ in ran:
+                try:
+                    check(**values, **others)
+                except BaseException as error:
+                    error.add_note(f"in the case {', '.join(names)} = {label}")
+                    raise
+
+        needed = inspect.signature(check).parameters
+        others = [name for name in needed if name not in names]
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+                for name in dict.fromkeys([*others, "pytestconfig"])
+            ]
+        )
+        return test
+
+    return decorate
+
+
+def _case(names: Sequence[str], case: Any) -> tuple[dict[str, Any], str, bool]:
+    """The values by name, what the case is called, and whether it is left to the matrix."""
+    is_param = hasattr(case, "marks")
+    values = case.values if is_param else case if len(names) > 1 else (case,)
+    label = case.id if is_param and case.id else ", ".join(map(repr, values))
+    is_of_matrix = is_param and any(mark.name == "matrix" for mark in case.marks)
+    return dict(zip(names, values, strict=True)), label, is_of_matrix
 
 
 def _key(value: object) -> Hashable:

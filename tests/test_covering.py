@@ -1,9 +1,10 @@
 """Cases that stand for a product of parameters."""
 
+import inspect
 from itertools import product
 
 import pytest
-from covering import kept
+from covering import kept, one_test_for
 
 CASES = [dict(zip(("schedule", "precision", "size"), case, strict=True)) for case in product("abcd", "xyz", (1, 2))]
 
@@ -30,3 +31,33 @@ def test_values_are_mixed_and_a_single_case_is_kept():
 def test_the_suite_leaves_out_cases_and_the_matrix_does_not(pytestconfig, request):
     for item in request.session.items:
         assert pytestconfig.getoption("--matrix") or not item.get_closest_marker("matrix")
+
+
+class Config:
+    def __init__(self, is_matrix):
+        self.getoption = {"--matrix": is_matrix}.get
+
+
+@pytest.mark.parametrize("is_matrix", [False, True])
+def test_one_test_runs_all_cases_but_those_of_the_matrix(is_matrix):
+    found = []
+
+    @one_test_for("a", [1, pytest.param(2, marks=pytest.mark.matrix)])
+    @one_test_for(("b",), [5, 6])
+    def check(a, b, others):
+        found.append((a, b))
+        assert others == "fixture"
+
+    check(pytestconfig=Config(is_matrix), others="fixture")
+    assert found == [*product([1, 2] if is_matrix else [1], [5, 6])]
+    assert set(inspect.signature(check).parameters) == {"others", "pytestconfig"}
+
+
+def test_a_failure_says_in_which_case():
+    @one_test_for(("a", "b"), [(1, 1), pytest.param(1, 2, id="unequal"), (2, 2)])
+    def check(a, b):
+        assert a == b
+
+    with pytest.raises(AssertionError) as caught:
+        check(pytestconfig=Config(False))
+    assert caught.value.__notes__ == ["in the case a, b = unequal"]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import pytest
+from covering import one_test_for
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"hybridpp": "tests", "plugins/hybridpp_plugins": "tests/plugins"}
@@ -210,6 +210,6 @@ def test_every_module_has_a_test_file_of_its_name_or_a_reason():
     assert sorted(missing) == sorted(TESTED_THROUGH)
 
 
-@pytest.mark.parametrize("path", sorted(set(TESTED_THROUGH.values()) - {TYPES_ONLY}))
+@one_test_for("path", sorted(set(TESTED_THROUGH.values()) - {TYPES_ONLY}))
 def test_files_that_test_other_modules_too_exist(path):
     assert (ROOT / path).exists()

@@ -1,6 +1,6 @@
 from itertools import product
 
-import pytest
+from covering import one_test_for
 
 from hybridpp.cluster import Coordinate, RankGrid
 
@@ -14,7 +14,7 @@ def test_groups_of_two_replicas_of_two_stages_of_two_shards():
     assert grid.groups("dp") == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@one_test_for("grid", GRIDS)
 def test_ranks_and_coordinates_are_each_others_inverse(grid):
     coordinates = [grid.coordinate(rank) for rank in range(grid.world_size)]
     assert coordinates == [
@@ -23,8 +23,8 @@ def test_ranks_and_coordinates_are_each_others_inverse(grid):
     assert [grid.rank(at) for at in coordinates] == list(range(grid.world_size))
 
 
-@pytest.mark.parametrize("axis", ["dp", "pp", "tp"])
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@one_test_for("axis", ["dp", "pp", "tp"])
+@one_test_for("grid", GRIDS)
 def test_groups_of_an_axis_partition_the_ranks_and_vary_only_on_that_axis(grid, axis):
     groups = grid.groups(axis)
     assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))

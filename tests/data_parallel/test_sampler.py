@@ -4,6 +4,7 @@ from textwrap import dedent
 
 import pytest
 import torch
+from covering import one_test_for
 
 from hybridpp.data_parallel.sampler import ShardedBatchSampler
 from hybridpp.errors import ConfigError, DataError
@@ -90,7 +91,7 @@ def test_steps_are_those_of_one_replica_with_the_whole_batch(n, b, r, shuffle):
     assert all(split[: len(whole)] == whole for split, whole in zip(many, one, strict=True))
 
 
-@pytest.mark.parametrize(
+@one_test_for(
     ("n", "b", "r", "drop_last"),
     [(*size, False) for size in SIZES] + [(n, b, r, True) for n, b, r in SIZES if n >= b * r],
 )

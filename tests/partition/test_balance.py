@@ -3,6 +3,7 @@ import random
 import re
 
 import pytest
+from covering import one_test_for
 
 from hybridpp.errors import PartitionError
 from hybridpp.partition.balance import balance
@@ -18,8 +19,8 @@ def every_cut(num_blocks, num_stages):
         yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, num_blocks)))
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
-@pytest.mark.parametrize("seed", range(10))
+@one_test_for("num_stages", [1, 2, 3, 5])
+@one_test_for("seed", range(10))
 def test_no_contiguous_cut_has_a_cheaper_maximum_or_then_smaller_squares(seed, num_stages):
     rng = random.Random(seed)
     costs = [rng.choice([0, 1, 1, 2, 5, 20]) for _ in range(rng.randint(num_stages, 8))]

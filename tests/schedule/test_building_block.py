@@ -1,6 +1,7 @@
 import re
 
 import pytest
+from covering import one_test_for
 from schedule.oracle import SIZES, makespan
 
 from hybridpp.errors import ScheduleError
@@ -18,7 +19,7 @@ from hybridpp.schedule import (
 LARGER = [(5, 20), (6, 24), (7, 30), (9, 9), (12, 13), (12, 40), (16, 33)]
 
 
-@pytest.mark.parametrize(("p", "m"), [*SIZES, *LARGER])
+@one_test_for(("p", "m"), [*SIZES, *LARGER])
 def test_v_min_holds_and_idles_as_its_docstring_says(p, m):
     programs = v_min(p, m)
     check_program(programs, 2 * p, m)
@@ -27,7 +28,7 @@ def test_v_min_holds_and_idles_as_its_docstring_says(p, m):
     assert makespan(programs) - 6 * m <= 4 * p - 3
 
 
-@pytest.mark.parametrize(("p", "m"), [*SIZES, *LARGER])
+@one_test_for(("p", "m"), [*SIZES, *LARGER])
 def test_v_half_holds_and_idles_as_its_docstring_says(p, m):
     programs = v_half(p, m)
     check_program(programs, 2 * p, m)

@@ -1,13 +1,14 @@
 import re
 
 import pytest
+from covering import one_test_for
 from schedule.oracle import SIZES, makespan
 
 from hybridpp.errors import ScheduleError
 from hybridpp.schedule import ActionKind, check_program, eager_1f1b, looped, peak_activations, placement, zb_h1
 
 
-@pytest.mark.parametrize(("p", "m"), SIZES)
+@one_test_for(("p", "m"), SIZES)
 def test_it_holds_and_idles_as_its_docstring_says(p, m):
     programs = eager_1f1b(p, m)
     check_program(programs, p, m)

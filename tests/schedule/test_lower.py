@@ -2,6 +2,7 @@ from collections import defaultdict
 from textwrap import dedent
 
 import pytest
+from covering import one_test_for
 from schedule.oracle import every_schedule
 
 from hybridpp.schedule import (
@@ -52,7 +53,7 @@ CASES = [
     pytest.param(programs, id=name, marks=[pytest.mark.matrix] if " p=4 " in name else [])
     for name, programs in PROGRAMS.items()
 ]
-every_program = pytest.mark.parametrize("programs", CASES)
+every_program = one_test_for("programs", CASES)
 
 
 def test_1f1b_with_two_stages_and_three_microbatches():
@@ -135,7 +136,6 @@ UNEVEN = {
 }
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("durations", [UNIT_DURATIONS, UNEVEN], ids=["unit", "uneven"])
 @every_program
 def test_all_ranks_post_messages_in_one_order_when_their_time_has_come(programs, durations):

@@ -2,6 +2,7 @@ import re
 from textwrap import dedent
 
 import pytest
+from covering import one_test_for
 from schedule.oracle import SIZES, idle_share
 
 from hybridpp.errors import ScheduleError
@@ -37,7 +38,7 @@ def test_1f1b_with_fewer_microbatches_than_stages():
     """)
 
 
-@pytest.mark.parametrize(("p", "m"), SIZES)
+@one_test_for(("p", "m"), SIZES)
 def test_1f1b_peak_activations_and_bubble_match_the_closed_forms(p, m):
     programs = one_f_one_b(p, m)
     check_program(programs, p, m)

@@ -1,6 +1,7 @@
 import re
 
 import pytest
+from covering import one_test_for
 
 from hybridpp.errors import ScheduleError
 from hybridpp.schedule import (
@@ -33,9 +34,9 @@ def test_every_name_makes_its_schedule():
     assert make_schedule("zb-v", 3, 4) == zb_v(3, 4)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("num_chunks", [None, 1, 3])
+@one_test_for("name", SCHEDULES)
+@one_test_for("num_ranks", [1, 2, 3])
+@one_test_for("num_chunks", [None, 1, 3])
 def test_the_placement_is_that_of_the_programs(name, num_ranks, num_chunks):
     if num_chunks and not SCHEDULES[name].takes_chunks:
         num_chunks = SCHEDULES[name].num_chunks
@@ -44,7 +45,7 @@ def test_the_placement_is_that_of_the_programs(name, num_ranks, num_chunks):
     check_program(programs, num_ranks * SCHEDULES[name].choose_chunks(num_chunks), 4)
 
 
-@pytest.mark.parametrize(
+@one_test_for(
     ("written", "name"),
     [
         ("GPipe", "gpipe"),

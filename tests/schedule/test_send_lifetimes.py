@@ -2,6 +2,7 @@ import random
 from textwrap import dedent
 
 import pytest
+from covering import one_test_for
 from schedule.oracle import every_schedule
 
 from hybridpp.schedule import ActionKind, completed_sends, forward_only, lower, make_schedule, one_f_one_b, parse_action
@@ -25,6 +26,7 @@ SMALL["orders of their own"] = tuple(
     )
 )
 SMALL["forward only"] = forward_only((0, 1, 2, 1, 0), 3)
+CASES = [pytest.param(programs, id=name) for name, programs in SMALL.items()]
 
 
 def receive_of(send):
@@ -77,7 +79,7 @@ class Run:
         self.place[rank] += 1
 
 
-@pytest.mark.parametrize("programs", SMALL.values(), ids=SMALL.keys())
+@one_test_for("programs", CASES)
 def test_whoever_is_late_the_receives_are_posted(programs):
     """Ranks run in any order; at every place the receives of the sends that are done by then are there."""
     lowered = lower(programs)
@@ -94,7 +96,7 @@ def test_whoever_is_late_the_receives_are_posted(programs):
         assert run.place == [len(row) for row in lowered]
 
 
-@pytest.mark.parametrize("programs", SMALL.values(), ids=SMALL.keys())
+@one_test_for("programs", CASES)
 def test_no_send_is_done_earlier_than_it_is_said_to_be(programs):
     """Hold up the rank that should post the receive right before it: how far does the sender get?"""
     lowered = lower(programs)
@@ -129,8 +131,8 @@ def most_open(lowered):
     return most
 
 
-@pytest.mark.parametrize("name", ["1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@one_test_for("name", ["1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v"])
+@one_test_for("num_ranks", [2, 4])
 def test_open_sends_do_not_grow_with_the_number_of_microbatches(name, num_ranks):
     """GPipe's do: nothing comes back before all has gone forward."""
     few, many = (most_open(lower(make_schedule(name, num_ranks, m))) for m in (3 * num_ranks, 40))

@@ -3,6 +3,7 @@
 from itertools import product
 
 import pytest
+from covering import one_test_for
 
 from hybridpp.schedule import Action, ActionKind, find_schedule, lower, make_schedule, with_unshards
 
@@ -29,7 +30,7 @@ def run(program, max_stages):
 SCHEDULES = ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "interleaved-zb"]
 
 
-@pytest.mark.parametrize(("name", "num_ranks", "num_microbatches"), [*product(SCHEDULES, [1, 2, 4], [1, 4, 9])])
+@one_test_for(("name", "num_ranks", "num_microbatches"), [*product(SCHEDULES, [1, 2, 4], [1, 4, 9])])
 def test_weights_are_there_where_they_are_used(name, num_ranks, num_microbatches):
     num_chunks = 3 if find_schedule(name).takes_chunks else None
     for program in lower(make_schedule(name, num_ranks, num_microbatches, num_chunks)):

@@ -2,6 +2,7 @@ import re
 from textwrap import dedent
 
 import pytest
+from covering import one_test_for
 from schedule.oracle import SIZES, idle_share, makespan
 
 from hybridpp.errors import ScheduleError
@@ -15,7 +16,7 @@ def test_zb_v_with_two_ranks_and_three_microbatches():
     """)
 
 
-@pytest.mark.parametrize(("p", "m"), [*SIZES, (12, 13), (12, 37)])
+@one_test_for(("p", "m"), [*SIZES, (12, 13), (12, 37)])
 def test_zb_v_holds_and_idles_as_its_docstring_says(p, m):
     programs = zb_v(p, m)
     check_program(programs, 2 * p, m)

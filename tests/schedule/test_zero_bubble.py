@@ -2,6 +2,7 @@ import re
 from textwrap import dedent
 
 import pytest
+from covering import one_test_for
 from schedule.oracle import SIZES, SIZES_WITH_CHUNKS, idle_share, makespan
 
 from hybridpp.errors import ScheduleError
@@ -27,7 +28,7 @@ def test_zb_h1_with_two_ranks_and_three_microbatches():
     """)
 
 
-@pytest.mark.parametrize(("p", "m"), SIZES)
+@one_test_for(("p", "m"), SIZES)
 def test_zb_h1_holds_and_idles_as_its_docstring_says(p, m):
     programs = zb_h1(p, m)
     check_program(programs, p, m)
@@ -38,7 +39,7 @@ def test_zb_h1_holds_and_idles_as_its_docstring_says(p, m):
         assert idle_share(programs) == pytest.approx((p - 1) / (3 * m + p - 1))
 
 
-@pytest.mark.parametrize(("p", "m"), SIZES)
+@one_test_for(("p", "m"), SIZES)
 def test_zb_h2_holds_and_idles_as_its_docstring_says(p, m):
     programs = zb_h2(p, m)
     check_program(programs, p, m)
@@ -49,7 +50,7 @@ def test_zb_h2_holds_and_idles_as_its_docstring_says(p, m):
     assert split == [0] + [m] * (p - 1)
 
 
-@pytest.mark.parametrize(("p", "m"), SIZES)
+@one_test_for(("p", "m"), SIZES)
 def test_zb_h2_is_a_parallelogram(p, m):
     programs, times = zb_h2(p, m), earliest_times(zb_h2(p, m))
     for rank, program in enumerate(programs):

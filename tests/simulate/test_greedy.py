@@ -1,4 +1,4 @@
-import pytest
+from covering import one_test_for
 
 from hybridpp.schedule import check_program, looped, peak_activations, v_shaped
 from hybridpp.simulate import Costs, simulate
@@ -22,11 +22,11 @@ def rules(rank_of, **others):
     return Rules(**{"rank_of": rank_of, "in_flight": (99,) * 3, "num_unsplit": (0,) * 3} | others)
 
 
-@pytest.mark.parametrize("rank_of", TIGHTEST)
-@pytest.mark.parametrize("order", Order)
-@pytest.mark.parametrize("num_unsplit", [(0, 0, 0), (1, 3, 0)])
-@pytest.mark.parametrize("patience", [0.0, 1.0])
-@pytest.mark.parametrize("times", [1.0, 1.5, 4.0])
+@one_test_for("rank_of", TIGHTEST)
+@one_test_for("order", Order)
+@one_test_for("num_unsplit", [(0, 0, 0), (1, 3, 0)])
+@one_test_for("patience", [0.0, 1.0])
+@one_test_for("times", [1.0, 1.5, 4.0])
 def test_no_rank_blocks_or_exceeds_its_cap(rank_of, order, num_unsplit, patience, times):
     caps = tuple(times * cap for cap in TIGHTEST[rank_of])
     chosen = rules(rank_of, order=order, num_unsplit=num_unsplit, patience=patience)

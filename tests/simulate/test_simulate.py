@@ -6,6 +6,7 @@ from statistics import fmean
 from textwrap import dedent
 
 import pytest
+from covering import one_test_for
 
 from hybridpp.errors import ConfigError, ScheduleError
 from hybridpp.schedule import (
@@ -52,8 +53,8 @@ def test_1f1b_drawn_by_hand():
     """)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 4, 7])
-@pytest.mark.parametrize("num_microbatches", [1, 3, 8, 20])
+@one_test_for("num_stages", [1, 2, 4, 7])
+@one_test_for("num_microbatches", [1, 3, 8, 20])
 def test_1f1b_and_gpipe_idle_as_their_formula_says(num_stages, num_microbatches):
     formula = (num_stages - 1) / (num_microbatches + num_stages - 1)
     costs = Costs(num_stages=num_stages, forward_ms=0.7, input_gradient_ms=0.9, weight_gradient_ms=0.5)
@@ -129,8 +130,8 @@ def test_what_a_split_backward_holds_until_the_weights_are_done():
     assert simulation.peak_bytes == (20, 14)
 
 
-@pytest.mark.parametrize("name", list(SCHEDULES))
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 2), (3, 5), (4, 8)])
+@one_test_for("name", list(SCHEDULES))
+@one_test_for(("num_ranks", "num_microbatches"), [(1, 2), (3, 5), (4, 8)])
 def test_at_unit_costs_it_is_the_grid(name, num_ranks, num_microbatches):
     schedule = make_schedule(name, num_ranks, num_microbatches)
     timeline = simulate(schedule, Costs(num_stages=len(placement(schedule)))).timeline
@@ -141,7 +142,7 @@ def test_at_unit_costs_it_is_the_grid(name, num_ranks, num_microbatches):
         assert len(cells) == timeline.makespan_ms
 
 
-@pytest.mark.parametrize(
+@one_test_for(
     "schedule",
     [
         *(make_schedule(name, 3, 7) for name in SCHEDULES),
@@ -150,7 +151,7 @@ def test_at_unit_costs_it_is_the_grid(name, num_ranks, num_microbatches):
         programs("0F0 3F0 3B0 0B0 | 1F0 2F0 2I0 1I0 2W0 1W0"),
     ],
 )
-@pytest.mark.parametrize("seed", range(4))
+@one_test_for("seed", range(4))
 def test_ranks_do_one_thing_at_a_time_in_order_and_after_what_it_needs(schedule, seed):
     rank_of = placement(schedule)
     stages = range(len(rank_of))
@@ -197,8 +198,8 @@ def test_zb_h2_hardly_idles_in_steps_that_overlap():
     assert simulate(schedule, costs, 10, barrier=True).idle_share == pytest.approx(1 / 9)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("barrier", [False, True])
+@one_test_for("name", SCHEDULES)
+@one_test_for("barrier", [False, True])
 def test_several_steps_hold_what_one_holds_and_take_no_longer(name, barrier):
     schedule = make_schedule(name, 3, 4)
     costs = Costs(num_stages=len(placement(schedule)), send_ms=0.2, activation_bytes=3, weight_gradient_bytes=1)
