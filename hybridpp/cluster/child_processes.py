@@ -40,20 +40,28 @@ class EndWithRank:
         self._stop_signals = stop_signals
 
     def __call__(self, worker: int) -> None:
+        method = _start_method()
         # The kernel means the thread that started the worker. In a fork, that is the main thread, by the name it had.
-        if sys.platform == "linux" and threading.main_thread().name == _MAIN and not _is_spawned():
+        # Nobody knows the one that started an interpreter of its own.
+        if sys.platform == "linux" and threading.main_thread().name == _MAIN and method != "spawn":
             with contextlib.suppress(OSError, AttributeError):
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            rank = multiprocessing.parent_process()
+            # It has ended before that. A fork server would be the parent of this process.
+            if method == "fork" and rank is not None and rank.pid != os.getppid():
+                os._exit(1)
         leave_to_rank(self._stop_signals)
         if self._init is not None:
             self._init(worker)
 
 
-def _is_spawned() -> bool:
-    """Whether this process began with an interpreter of its own, so that nobody knows the thread that started it."""
+def _start_method() -> str | None:
+    """How ``multiprocessing`` has started this process; None: it did not."""
+    known = {"ForkProcess": "fork", "SpawnProcess": "spawn", "ForkServerProcess": "forkserver"}
     kind = type(multiprocessing.current_process()).__name__
-    is_default = kind == "Process" and multiprocessing.get_start_method(allow_none=True) == "spawn"
-    return kind == "SpawnProcess" or is_default
+    if kind == "Process":
+        return multiprocessing.get_start_method(allow_none=True)
+    return known.get(kind)
 
 
 def keep_sockets_in(folder: Path | None) -> None:
@@ -68,11 +76,14 @@ def keep_sockets_in(folder: Path | None) -> None:
 
 
 def kill_children(*, only_stopped: bool = False) -> None:
-    """Kill the processes that ``multiprocessing`` has started in this one.
+    """Kill the processes that ``multiprocessing`` has started in this one, which is about to end itself.
 
     Args:
         only_stopped: leave those that can end by themselves.
     """
+    # Torch's handler for the end of a worker would raise an error in the main thread, as if that were what went wrong.
+    # From other threads, the one of Python could not be taken away.
+    ctypes.CDLL(None).signal(signal.SIGCHLD, ctypes.c_void_p(0))
     stopped = RankProcess.own().stopped_children if only_stopped else []
     for child in multiprocessing.active_children():
         if not only_stopped or child.pid in stopped:

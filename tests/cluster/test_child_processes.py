@@ -51,6 +51,14 @@ def stopped_worker():
     return worker, batches
 
 
+def has_ended(pid):
+    """Whether a process has ended; the one that it is left to may not wait for it, or at once."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True
+
+
 def killed():
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -60,13 +68,22 @@ def ended_by_the_watchdog():
     os._exit(75)
 
 
+class LateReports(ExitReports):
+    """The workers have ended before the rank reports, so that a signal has told it so."""
+
+    def report_error(self, error):
+        for worker in psutil.Process().children():
+            while not has_ended(worker.pid):
+                time.sleep(0.01)
+
+
 def failed():
-    sys.excepthook = FailureHook(ExitReports(None, 0), 1, FailureOptions())
+    sys.excepthook = FailureHook(LateReports(None, 0), 1, FailureOptions())
     raise KeyError("a bug")
 
 
 @pytest.mark.parametrize("end", [killed, ended_by_the_watchdog, failed])
-def test_a_stopped_worker_ends_with_its_rank(end):
+def test_a_stopped_worker_ends_with_its_rank(end, capfd):
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
 
@@ -85,14 +102,16 @@ def test_a_stopped_worker_ends_with_its_rank(end):
     process.start()
     try:
         assert ours.poll(ENDS_S)
-        worker = psutil.Process(ours.recv())
+        worker = ours.recv()
         process.join(ENDS_S)
         assert process.exitcode is not None, "the rank itself ends"
-        # A zombie of a subreaper that does not wait for it has ended, too.
-        while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+        while not has_ended(worker):
             time.sleep(0.01)
     finally:
         process.kill()
+    # Not also what torch has to say of a worker that was killed.
+    printed = [line for line in capfd.readouterr().err.splitlines() if "Error: " in line]
+    assert printed == ["KeyError: 'a bug'"] * (end is failed)
 
 
 def test_a_rank_that_another_one_kills_takes_its_stopped_workers_along():
@@ -107,15 +126,29 @@ def test_a_rank_that_another_one_kills_takes_its_stopped_workers_along():
 
     process = context.Process(target=rank)
     process.start()
-    pid, named = ours.recv()
-    child = psutil.Process(pid)
-    while child.status() != psutil.STATUS_STOPPED:
-        time.sleep(0.01)
-    named.kill_with_stopped_children()
+    try:
+        assert ours.poll(ENDS_S)
+        child, named = ours.recv()
+        while psutil.Process(child).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        named.kill_with_stopped_children()
+        process.join(ENDS_S)
+        assert process.exitcode == -signal.SIGKILL
+        while not has_ended(child):
+            time.sleep(0.01)
+    finally:
+        process.kill()
+
+
+def test_a_worker_whose_rank_has_ended_meanwhile_ends():
+    def worker():
+        os.getppid = lambda: 1  # of a process whose parent has ended
+        EndWithRank()(0)
+
+    process = multiprocessing.get_context("fork").Process(target=worker)
+    process.start()
     process.join(ENDS_S)
-    assert process.exitcode == -signal.SIGKILL
-    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)
+    assert process.exitcode == 1
 
 
 def test_the_users_own_worker_init_is_called_and_travels():

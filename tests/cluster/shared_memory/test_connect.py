@@ -303,7 +303,7 @@ def test_why_memory_cannot_be_shared_is_said(monkeypatch):
 def test_memory_that_can_be_shared_is_given_back():
     before = set(os.listdir("/proc/self/fd"))
     assert why_impossible() == ""
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert not set(os.listdir("/proc/self/fd")) - before
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="links are for x86_64")

@@ -1,0 +1,35 @@
+"""A worker that leaves signals to its rank, and does what the rank says; it loads no torch, for which spawn waits.
+
+With ``pipe`` in its globals, it is started by ``multiprocessing``.
+"""
+
+import ctypes
+import runpy
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+SIGNALS = (int(signal.SIGTERM), int(signal.SIGUSR1))
+
+
+def program_ended() -> int:
+    """How a program ends that this worker tells to."""
+    with subprocess.Popen(["sleep", "1000"]) as program:
+        program.terminate()
+        return program.wait(60)
+
+
+def answer(pipe):
+    # A thread of a native library, from before.
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    worker_signals = Path(__file__).parents[2] / "hybridpp/cluster/worker_signals.py"
+    runpy.run_path(str(worker_signals))["leave_to_rank"](SIGNALS)
+    while (asked := pipe.recv()) != "hang":
+        pipe.send(program_ended() if asked == "start a program" else asked)
+    # In native code that lets no other thread of Python run.
+    ctypes.PyDLL(None).sleep(1000)
+
+
+if "pipe" in globals():
+    answer(globals()["pipe"])
