@@ -94,7 +94,7 @@ class InitialValues:
         with self._on(name, "cpu") as (_, held):
             for index, call in enumerate(self._calls(name)):
                 digest = hashlib.blake2b(f"{self._seed} {index} {name}".encode(), digest_size=8).digest()
-                torch.manual_seed(int.from_bytes(digest, "big"))
+                _seed(int.from_bytes(digest, "big"))
                 call()
             found: Tensor = held[_key(name)].detach()
             return found
@@ -133,6 +133,13 @@ class InitialValues:
                 own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
                 if callable(own):
                     yield own
+
+
+def _seed(number: int) -> None:
+    """Seed torch's generators: ``torch.manual_seed`` also notes the stack, for devices that are not in use."""
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(number)
 
 
 def _like(kind: Any, tensor: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ def runs_of(make):
     return model, EstimateRuns(model, precision=Precision.BF16, batches=batches, device="cuda")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("make", [llama, gpt2])
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_run_that_leaves_out_equal_blocks_gives_the_same_estimate(make, tp_size):
