@@ -12,6 +12,9 @@ from covering import left_to_the_matrix
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Every worker and every interpreter that a test starts would compile the package, and each worker the tests: 25 s.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Imports make no garbage; a quarter of the time to collect tests went into looking for it.
 gc.disable()
 
