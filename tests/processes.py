@@ -208,16 +208,29 @@ def _script(
     are_forked.wait()
     os.environ.update(environment)
     os.chdir(cwd)
-    # For processes that the script starts.
+    print_to(stdout, stderr)
+    interpret(command)
+
+
+def print_to(stdout: int, stderr: int) -> None:
+    """Let this process, and those that it starts, print to the files with these numbers."""
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     sys.stdout, sys.stderr = open(stdout, "a", buffering=1), open(stderr, "a", buffering=1)  # noqa: SIM115
-    sys.argv = command
+
+
+def interpret(command: Sequence[str]) -> None:
+    """Do in a forked child what Python does with these arguments: a script, or ``-m`` and a module, and its own."""
+    is_module = command[0] == "-m"
+    sys.argv = list(command[is_module:])
     # The parent's launches have left hooks, torch's among them.
     sys.excepthook = sys.__excepthook__
-    sys.path.insert(0, str(Path(command[0]).parent))
+    sys.path.insert(0, os.getcwd() if is_module else str(Path(command[0]).parent))
     try:
-        runpy.run_path(command[0], run_name="__main__")
+        if is_module:
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(command[0], run_name="__main__")
     except Exception:
         # As the interpreter does; multiprocessing would print the traceback itself.
         sys.excepthook(*sys.exc_info())

@@ -14,6 +14,7 @@ from contextlib import chdir
 
 import pytest
 import torch
+from forked_jobs import forked_job
 from processes import free_port, run_ranks
 from safetensors.torch import load_file
 from support import ROOT, assert_near
@@ -95,9 +96,14 @@ def test_open_mpis_launcher_starts_the_recipe():
 
 
 def test_accelerate_launch_starts_the_recipe():
+    import accelerate.commands.launch
+
     options = ["--multi_gpu", "--num_processes", "2", "--main_process_port", str(free_port())]
-    done = _run([sys.executable, "-m", "accelerate.commands.launch", *options, str(FOLDER / "accelerate_launch.py")])
-    assert "on 2 ranks" in done.stdout
+    arguments = [*options, str(FOLDER / "accelerate_launch.py")]
+    # Accelerate reads them from sys.argv.
+    with forked_job(lambda _: accelerate.commands.launch.main(), *arguments) as job:
+        assert job.end(110) == 0, job.stderr
+        assert "on 2 ranks" in job.stdout
 
 
 @pytest.mark.timeout(600)

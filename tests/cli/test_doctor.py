@@ -2,9 +2,11 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
 from doctor.facts import FACTS, several
+from forked_jobs import forked_job
 from support import ROOT
 from two_hosts import hosts_or_skip
 
@@ -71,11 +73,13 @@ def test_two_ranks_are_started_and_measured(tmp_path):
 @pytest.mark.timeout(180)
 def test_torchrun_on_two_hosts_measures_the_cable(tmp_path):
     endpoint, options = "10.77.0.1:29500", ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
-    command = [sys.executable, "-m", "hybridpp", "run", *options, "--rdzv-endpoint", endpoint]
-    with hosts_or_skip() as hosts:
-        started = [host.start(*command, "-m", "hybridpp", "doctor", "--json") for host in hosts]
-        told = [host.communicate(timeout=150) for host in started]
-    report = next(out for out, _ in told if out)
+    command = ["run", *options, "--rdzv-endpoint", endpoint, "-m", "hybridpp", "doctor", "--json"]
+    with hosts_or_skip() as hosts, ExitStack() as stack:
+        jobs = [stack.enter_context(forked_job(main, *command, move=host.enter)) for host in hosts]
+        for job in jobs:
+            job.end(150)
+        told = [job.stdout for job in jobs]
+    report = next(out for out in told if out)
     found = DoctorReport.from_plain(json.loads(report))
     assert sorted(one.host.name for one in found.ranks) == ["host0", "host1"]
     (link,) = found.links

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked_jobs import forked_job
 from processes import run_script
 from support import ROOT
 from torch.distributed import run as torchrun
@@ -325,24 +326,16 @@ def test_a_job_is_restarted_stopped_and_leaves_nothing(tmp_path):
     path, temporary = tmp_path / "run", tmp_path / "temporary"
     path.mkdir(), temporary.mkdir()
     shared_before = set(os.listdir("/dev/shm"))
-    python_path = os.pathsep.join(str(ROOT / folder) for folder in (".", "plugins", "tests"))
-    command = [sys.executable, "-m", "hybridpp", "run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    job = subprocess.Popen(
-        [*command, str(SCRIPT), str(path), "--steps", "1000000", "--asynchronous", "--die", "1:backward:3"],
-        env=os.environ | {"PYTHONPATH": python_path, "TMPDIR": str(temporary)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = ["run", "--nproc-per-node", "2", "--max-restarts", "1", str(SCRIPT), str(path), "--steps", "1000000"]
+    command += ["--asynchronous", "--die", "1:backward:3"]
     losses = path / "losses.jsonl"
-    try:
+    with forked_job(main, *command, environment={"TMPDIR": str(temporary)}) as job:
         while not (losses.exists() and '"attempt": 1' in losses.read_text() and '"step": 9' in losses.read_text()):
-            assert job.poll() is None, job.stderr.read()
+            assert job.process.is_alive(), job.stderr
             time.sleep(0.05)
-        job.send_signal(signal.SIGTERM)
-        printed = job.communicate(timeout=100)[1].splitlines()
-    finally:
-        job.kill()
-    assert job.returncode == 143, printed
+        os.kill(job.process.pid, signal.SIGTERM)
+        code, printed = job.end(100), job.stderr.splitlines()
+    assert code == 143, printed
     # A line of a rank that misses the other may come before.
     assert printed[-2:] == [
         "hybridpp run: local rank 1 was ended by SIGKILL. The job starts again (1/1 attempts left).",
