@@ -30,7 +30,7 @@ def run(arguments: ProfileArguments) -> None:
     where = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda needs a CUDA device, and there is none. Use --device cpu.")
-    join_as_started(None)
+    join_as_started(arguments.address)
     known = DeviceProfile.from_json(path.read_text()) if path.is_file() else None
     with working("measure the device"):
         profile = known or measure_device(where)

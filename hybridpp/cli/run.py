@@ -11,17 +11,19 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import typer
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from hybridpp.checkpoint.remote_path import as_path
 from hybridpp.cli.commands.run import RunArguments
+from hybridpp.cli.endpoint import wait_for_endpoint
 from hybridpp.cluster.exit_codes import FAILED, HANG, STOPPED
 from hybridpp.cluster.host_address import address_towards, addresses_of, is_loopback, is_own
 from hybridpp.cluster.launch import set_up_launcher
@@ -53,11 +55,10 @@ def run(arguments: RunArguments) -> None:
         if not set_up_launcher(notes, several_hosts=several_hosts):
             _silence()
         _check_others(parsed)
-        if several_hosts:
-            _set_addresses(parsed)
+        awaited = _set_addresses(parsed) if several_hosts else None
         for name in STOP_SIGNALS:  # until torchrun has its own handlers
             signal.signal(getattr(signal, name), _raise_signal)
-        code = _run(parsed, notes)
+        code = _run(parsed, notes, awaited)
     raise typer.Exit(code)
 
 
@@ -106,29 +107,44 @@ def _check_others(parsed: Namespace) -> None:
         _refuse(str(error).rstrip("."))
 
 
-def _set_addresses(parsed: Namespace) -> None:
-    """Let the hosts find each other whatever each calls itself.
+class _Awaited(NamedTuple):
+    """An endpoint on another host, and how long to wait for it."""
+
+    host: str
+    port: int
+    patience_s: float
+
+
+def _set_addresses(parsed: Namespace) -> _Awaited | None:
+    """Let the hosts find each other whatever each calls itself; returns the endpoint that is to be waited for.
 
     Torchrun tells the others its host's own name. On the host itself it looks that up, too, to see whether it is the
     endpoint, and it misses addresses of other networks.
     """
     if parsed.rdzv_backend != "c10d" or not parsed.rdzv_endpoint:
-        return
+        return None
     if "read_timeout" not in parsed.rdzv_conf:
         # After a cut, launchers wait for each other as long as at the start; after torch's 60 s they end.
         _add_conf(parsed, f"read_timeout={_MEETING_S}")
-    host, _ = parse_rendezvous_endpoint(parsed.rdzv_endpoint, default_port=0)
+    host, port = parse_rendezvous_endpoint(parsed.rdzv_endpoint, default_port=DEFAULT_PORT)
     reached_from = address_towards(host)
     if parsed.local_addr is None and reached_from:
         # To the endpoint's host, the way may be a loopback address; the others know it as the endpoint.
         parsed.local_addr = host if is_loopback(reached_from) else reached_from
-    of_endpoint, of_own_name = addresses_of(host), addresses_of(socket.gethostname())
-    if "is_host" in parsed.rdzv_conf or any(map(is_loopback, of_endpoint)):
-        return
-    is_here = is_own(host)
+    own_name = socket.gethostname()
+    of_endpoint, of_own_name = addresses_of(host), addresses_of(own_name)
+    is_here = host == own_name or is_own(host)
     # Where torchrun finds it, it also gives it up if another launcher of this host has the port.
-    if not of_own_name or (is_here and not of_own_name & of_endpoint):
+    is_missed = not of_own_name or (is_here and not of_own_name & of_endpoint)
+    if "is_host" not in parsed.rdzv_conf and not any(map(is_loopback, of_endpoint)) and is_missed:
         _add_conf(parsed, f"is_host={str(is_here).lower()}")
+    conf = dict(one.strip().partition("=")[::2] for one in parsed.rdzv_conf.split(",") if one.strip())
+    try:
+        chosen = RendezvousParameters("c10d", parsed.rdzv_endpoint, "", 1, 1, **conf)
+        is_awaited = not chosen.get_as_bool("is_host", is_here)
+        return _Awaited(host, port, chosen.get_as_int("read_timeout") or _MEETING_S) if is_awaited else None
+    except ValueError as error:
+        _refuse(str(error).rstrip("."))
 
 
 def _add_conf(parsed: Namespace, text: str) -> None:
@@ -152,8 +168,14 @@ def _check_script(parsed: Namespace) -> None:
         raise ConfigError(f"{where}: {getattr(error, 'msg', error)}. Correct the script.") from error
 
 
-def _run(parsed: Namespace, notes: Path) -> int:
+def _run(parsed: Namespace, notes: Path, awaited: _Awaited | None) -> int:
     try:
+        if awaited is not None and not wait_for_endpoint(*awaited):
+            _say(
+                f"nobody listens at the endpoint {parsed.rdzv_endpoint} after {awaited.patience_s:g} s. Start the job "
+                "on its host, too, with the same --rdzv-endpoint, and let firewalls pass that port."
+            )
+            return FAILED
         torchrun.run(parsed)  # type: ignore[no-untyped-call]  # torch
     except ChildFailedError as error:
         return _failed(error)

@@ -13,6 +13,8 @@ import psutil
 
 # Nothing is sent there: a socket for datagrams that connects asks the kernel for the way alone.
 _ANY_PORT = 9
+# All addresses of this host.
+_ANY = ("0.0.0.0", "::")
 
 
 def address_towards(host: str) -> str:
@@ -41,12 +43,8 @@ def is_loopback(address: str) -> bool:
 
 def is_own(host: str) -> bool:
     """Whether an address, or a name of one, is this host's."""
-    with contextlib.suppress(OSError):
-        for family, kind, protocol, _, target in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(target)
-                return True
-    return False
+    # Not whether a socket can be bound to it, which some hosts allow for all addresses.
+    return any(one in _ANY or is_loopback(one) or interface_with(one) for one in addresses_of(host))
 
 
 def address_between_hosts(own: str, addresses: Sequence[str]) -> str:

@@ -50,6 +50,7 @@ class JoinOptions:
         failures: prints the error that ends this rank; None: nothing does it but Python.
         limits: of the watchdog; None: there is none.
         take_interface: lets gloo use the network interface of this name, unless the user chose one; returns its choice.
+        drop_interface: takes that back, when the process leaves the job.
     """
 
     backend: str | None = None
@@ -61,6 +62,7 @@ class JoinOptions:
     failures: FailureHook | None = None
     limits: WatchdogLimits | None = None
     take_interface: Callable[[str], str] = lambda name: name
+    drop_interface: Callable[[], None] = lambda: None
 
 
 def join_job(address: StoreAddress, process: ProcessRank, options: JoinOptions) -> None:
@@ -98,7 +100,7 @@ def join_job(address: StoreAddress, process: ProcessRank, options: JoinOptions) 
     world.control()
     if watchdog is not None:
         watchdog.start()
-    world.failures = options.failures
+    world.failures, world.left = options.failures, options.drop_interface
     if options.failures is not None:
         options.failures.joined(world.exit_reports, stop)
     set_seed(options.seed)
@@ -123,6 +125,7 @@ def _connect(
     try:
         dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except RuntimeError as error:
+        options.drop_interface()
         raise LaunchError(
             f"rank {rank} met the {world_size} ranks of the job, and could not connect to them"
             f"{f' (over its network interface {interface})' if interface else ''}: {error}. One of them may have ended "

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hybridpp.cluster.failure_hook import FailureHook, FailureOptions
 from hybridpp.cluster.failure_text import FULL_TRACEBACK
 from hybridpp.cluster.join import TIMEOUT_S, JoinOptions, ProcessRank, check_timeout, join_job
 from hybridpp.cluster.launcher_notes import LauncherNotes
+from hybridpp.cluster.own_variables import OwnVariables
 from hybridpp.cluster.rendezvous import StoreAddress
 from hybridpp.cluster.seeds import set_seed
 from hybridpp.cluster.starters import OPENMPI, SLURM, TORCHRUN, starter_of
@@ -29,6 +31,7 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _PREFIXES = ("GLOO_", "NCCL_", "TORCH_NCCL_", "OMP_", "MKL_", "KMP_", "HYBRIDPP_", "CUDA_VISIBLE", "PYTORCH_")
 _OTHERS = ("GLIBC_TUNABLES", "LD_PRELOAD", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "no_proxy")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+_OWN = OwnVariables(os.environ)
 
 
 def launch_from_torch(
@@ -206,7 +209,8 @@ def join_as_started(address: str | None, timeout_s: float = TIMEOUT_S) -> None:
     Collective: every process of the job must call it, once, with the same arguments.
 
     Args:
-        address: ``host:port`` where the ranks meet, on the host of rank 0; torchrun's processes need none.
+        address: ``host:port`` (``[host]:port``) where the ranks meet, on the host of rank 0; torchrun's processes need
+            none.
         timeout_s: as in :func:`launch_from_torch`.
 
     Raises:
@@ -219,6 +223,7 @@ def join_as_started(address: str | None, timeout_s: float = TIMEOUT_S) -> None:
         launch_from_torch(timeout_s=timeout_s)
         return
     host, _, port = (address or "").rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")  # of an IPv6 address
     if not host or not port.isdecimal():
         raise LaunchError(
             f"{starter.name} started this process as one of {os.environ[starter.size]}, which meet at an address: got "
@@ -235,9 +240,12 @@ def join_as_started(address: str | None, timeout_s: float = TIMEOUT_S) -> None:
 
 
 def environment_of_jobs() -> dict[str, str]:
-    """The variables that change how a job runs; of proxies only that they are set, because values may be secret."""
+    """The variables that change how a job runs, without those that joining it has set.
+
+    Of proxies only that they are set, because values may be secret.
+    """
     found = {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES) or name in _OTHERS}
-    found.pop(_NOTES, None)
+    found = {name: value for name, value in found.items() if name != _NOTES and not _OWN.has(name)}
     return found | {name.lower(): "set" for name in os.environ if name.lower() in _PROXIES}
 
 
@@ -324,7 +332,8 @@ def _join(
         failures=_failure_hook(process),
         limits=limits,
         # Read by every group that is made.
-        take_interface=lambda name: os.environ.setdefault(_GLOO_INTERFACE, name),
+        take_interface=partial(_OWN.set, _GLOO_INTERFACE),
+        drop_interface=_OWN.drop,
     )
     join_job(address, process, options)
 

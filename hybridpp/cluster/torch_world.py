@@ -3,7 +3,7 @@
 import atexit
 import gc
 import sys
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from copy import copy
 from datetime import timedelta
 from weakref import WeakSet
@@ -48,6 +48,7 @@ class TorchWorld:
         process_group: the default group.
         exit_reports: how ranks ended.
         failures: prints the error that ends this rank; None: the script joined the job by itself.
+        left: called when this process has left the job.
         stop: whether the job was told to stop.
         progress: what this rank is doing.
     """
@@ -63,6 +64,7 @@ class TorchWorld:
         self._store = default_store()
         self.exit_reports = ExitReports(self._store, self.rank)
         self.failures: FailureHook | None = None
+        self.left: Callable[[], None] = lambda: None
         self.stop = StopRequest()
         self.progress = Progress()
         self._watchdog: Watchdog | None = None
@@ -196,6 +198,7 @@ class TorchWorld:
         self.process_group = None
         self._store = self.exit_reports.store = HashStore()
         dist.destroy_process_group()
+        self.left()
 
     def _group(self, process_group: dist.ProcessGroup, name: str) -> TorchGroup:
         return TorchGroup(process_group, self._shared_memory, name, self.exit_reports.exit_reason, self.progress)

@@ -82,10 +82,10 @@ def _name_problems(facts: RankFacts) -> Iterator[Problem]:
     host, environment = facts.host, facts.environment
     if not host.addresses and "GLOO_SOCKET_IFNAME" not in environment:
         yield Problem(
-            level="warning",
-            what=f"the name of this host, {host.name}, does not resolve: gloo then uses the loopback address, which "
-            "other hosts cannot reach.",
-            way_out="Add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface that other hosts reach.",
+            level="hint",
+            what=f"the name of this host, {host.name}, does not resolve: with several hosts, plain torchrun tells them "
+            "this name, and where another library joins the job, gloo takes the loopback address.",
+            way_out="Use hybridpp run; or pass --local-addr to torchrun, and set GLOO_SOCKET_IFNAME.",
         )
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = environment.get(variable, "")

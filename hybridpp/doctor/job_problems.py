@@ -70,10 +70,11 @@ def _host_problems(facts: Sequence[RankFacts]) -> Iterator[Problem]:
         local = one.host.addresses and all(address.startswith(("127.", "::1")) for address in one.host.addresses)
         if local and "GLOO_SOCKET_IFNAME" not in one.environment:
             yield Problem(
-                level="warning",
+                level="hint",
                 what=f"the name of host {one.host.name} resolves to {one.host.addresses[0]}, where other hosts do not "
-                "reach it.",
-                way_out="Correct /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface that other hosts reach.",
+                "reach it: plain torchrun tells them this name, and where another library joins the job, gloo takes "
+                "this address.",
+                way_out="Use hybridpp run; or pass --local-addr to torchrun, and set GLOO_SOCKET_IFNAME.",
             )
     numbers = {host: sum(one.host_id == host for one in facts) for host in hosts}
     if len(set(numbers.values())) > 1:

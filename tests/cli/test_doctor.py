@@ -61,6 +61,7 @@ def test_two_ranks_are_started_and_measured(tmp_path):
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'plugins'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "hybridpp", "doctor", "--ranks", "2", "--json"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.stdout, done.stderr
     found = DoctorReport.from_plain(json.loads(done.stdout))
     assert done.returncode == (1 if found.has_errors else 0)
     (link,) = found.links
@@ -79,7 +80,8 @@ def test_torchrun_on_two_hosts_measures_the_cable(tmp_path):
         for job in jobs:
             job.end(150)
         told = [job.stdout for job in jobs]
-    report = next(out for out in told if out)
+    report = next(filter(None, told), "")
+    assert report, [job.stderr for job in jobs]
     found = DoctorReport.from_plain(json.loads(report))
     assert sorted(one.host.name for one in found.ranks) == ["host0", "host1"]
     (link,) = found.links

@@ -46,6 +46,14 @@ def test_another_kind_of_file_is_refused(refused, tmp_path):
     assert "--output is a JSON file" in refused("--output", str(tmp_path / "device.txt"))
 
 
+def test_a_job_of_srun_needs_an_address_and_takes_one(refused, monkeypatch, tmp_path):
+    for name, value in {"PROCID": "0", "NTASKS": "2", "LOCALID": "0", "STEP_NUM_TASKS": "2"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    output = ("--device", "cpu", "--output", str(tmp_path / "device.json"))
+    assert "got None. Pass --address HOST:PORT" in refused(*output)
+    assert "got 'host0'" in refused(*output, "--address", "host0")
+
+
 def test_ranks_of_torchrun_join_so_that_links_are_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(profile, "measure_device", lambda where: DEVICES["cpu"])
     path, port = tmp_path / "device.json", str(free_port())

@@ -31,6 +31,7 @@ def torch_runs(monkeypatch, tmp_path):
         monkeypatch.setenv(name, os.environ.get(name, ""))
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
     monkeypatch.setattr(run, "_silence", lambda: None)
+    monkeypatch.setattr(run, "wait_for_endpoint", lambda *_: True)
     script = tmp_path / "script.py"
     script.write_text("pass\n")
 
@@ -43,7 +44,7 @@ def torch_runs(monkeypatch, tmp_path):
 
         monkeypatch.setattr(torchrun, "run", replacement)
         code = main(["run", "--nproc-per-node", "2", *arguments, str(script), "--flag"])
-        return code, seen[0]
+        return code, seen[0] if seen else None
 
     yield replace
     for number, handler in handlers.items():
@@ -113,6 +114,38 @@ def test_a_host_whose_own_name_nobody_knows_sees_if_it_is_the_endpoint(torch_run
         monkeypatch.setattr(run, "is_own", lambda host, is_here=is_here: is_here)
         _, parsed = torch_runs(lambda notes: None, *SEVERAL, "10.9.0.1:29500")
         assert parsed.rdzv_conf == f"read_timeout=600,is_host={str(is_here).lower()}"
+
+
+@pytest.mark.parametrize(
+    ("is_here", "endpoint", "conf", "expected"),
+    [
+        (False, "10.9.0.7", (), ("10.9.0.7", 29400, 600)),
+        (False, "10.9.0.7:7", ("--rdzv-conf", "read_timeout=9"), ("10.9.0.7", 7, 9)),
+        (True, "10.9.0.7", ("--rdzv-conf", "is_host=false"), ("10.9.0.7", 29400, 600)),
+        (True, "10.9.0.7", (), None),
+        (False, OWN_NAME, (), None),
+        (False, "10.9.0.7", ("--rdzv-conf", "is_host=true"), None),
+    ],
+)
+def test_an_endpoint_on_another_host_is_waited_for(torch_runs, monkeypatch, capsys, is_here, endpoint, conf, expected):
+    """Before torchrun, so that signals end the wait."""
+    awaited = []
+    monkeypatch.setattr(run, "is_own", lambda host: is_here)
+    monkeypatch.setattr(run.socket, "gethostname", lambda: OWN_NAME)
+    monkeypatch.setattr(run, "wait_for_endpoint", lambda *given: not awaited and awaited.append(given) is None)
+    assert torch_runs(lambda notes: None, *SEVERAL, endpoint, *conf)[0] == 0
+    assert awaited == [expected] * (expected is not None)
+    monkeypatch.setattr(run, "wait_for_endpoint", lambda *given: False)
+    if expected is not None:
+        assert torch_runs(lambda notes: None, *SEVERAL, endpoint, *conf) == (1, None)
+        assert capsys.readouterr().err.startswith(f"hybridpp run: nobody listens at the endpoint {endpoint} after ")
+
+
+def test_a_signal_ends_the_wait_for_the_endpoint(torch_runs, monkeypatch, capsys):
+    monkeypatch.setattr(run, "wait_for_endpoint", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(run, "is_own", lambda host: False)
+    assert torch_runs(lambda notes: None, *SEVERAL, "10.9.0.7:29500") == (143, None)
+    assert capsys.readouterr().err.startswith("hybridpp run: SIGTERM: the job was stopped before its first step.")
 
 
 def test_torchrun_gets_the_options_and_what_restarts_need(torch_runs):
@@ -199,6 +232,7 @@ def test_the_code_of_a_stopped_job_says_whether_to_start_it_again(
         (["--nnodes", "1:2:3"], "--nnodes 1:2:3, --nproc-per-node 1: nnodes=1:2:3 is not in "),
         (["--max-restarts", "-1"], "max_restarts must be >= 0"),
         (["--rdzv-conf", "x"], "The rendezvous configuration option 'x' must have a value specified"),
+        ([*SEVERAL, "host", "--rdzv-conf", "is_host=x"], "The rendezvous configuration option 'is_host' does not "),
         (["--rdzv-endpoint", "host:abc"], "The port number of the rendezvous endpoint 'host:abc' must be"),
     ],
 )
@@ -325,7 +359,6 @@ def test_a_job_is_restarted_stopped_and_leaves_nothing(tmp_path):
     """A rank is killed, its job starts again, goes on, and is told to stop: nothing is left but the checkpoint."""
     path, temporary = tmp_path / "run", tmp_path / "temporary"
     path.mkdir(), temporary.mkdir()
-    shared_before = set(os.listdir("/dev/shm"))
     command = ["run", "--nproc-per-node", "2", "--max-restarts", "1", str(SCRIPT), str(path), "--steps", "1000000"]
     command += ["--asynchronous", "--die", "1:backward:3"]
     losses = path / "losses.jsonl"
@@ -347,7 +380,6 @@ def test_a_job_is_restarted_stopped_and_leaves_nothing(tmp_path):
     left = {name for name in os.listdir(path / "checkpoints") if not name.startswith("step-")}
     assert left == {"interrupted.json"}
     assert not list(temporary.iterdir())
-    assert not {name for name in set(os.listdir("/dev/shm")) - shared_before if "hybridpp" in name}
     for file in path.glob("pid-*"):
         with pytest.raises(ProcessLookupError):
             os.kill(int(file.read_text()), 0)

@@ -8,7 +8,7 @@ import torch
 from processes import run_ranks
 from two_hosts import hosts_or_skip, on_hosts
 
-from hybridpp.cluster import current_world
+from hybridpp.cluster import DistCoordinator, current_world, environment_of_jobs
 from hybridpp.cluster.host_address import (
     address_between_hosts,
     address_towards,
@@ -22,8 +22,13 @@ def test_this_host_reaches_itself_over_its_loopback_interface():
     assert address_towards("127.0.0.1") == "127.0.0.1"
     assert is_loopback(address_towards("localhost"))
     assert (interface_with("127.0.0.1"), interface_with("192.0.2.1")) == ("lo", "")
-    assert (is_own("localhost"), is_own("192.0.2.1"), is_own("no such name")) == (True, False, False)
+    assert [is_own(one) for one in ("localhost", "0.0.0.0", "192.0.2.1", "no such name")] == [True, True, False, False]
     assert (address_towards("no such name"), address_towards("")) == ("", "")
+
+
+def test_a_host_that_binds_any_address_has_only_its_own(monkeypatch):
+    monkeypatch.setattr(socket.socket, "bind", lambda *_: None)  # as with net.ipv4.ip_nonlocal_bind=1
+    assert not is_own("192.0.2.1")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +68,11 @@ def test_ranks_of_two_hosts_connect_whatever_the_hosts_call_themselves(names):
         world = current_world()
         group = world.split([[0, 1]])
         gathered = [part.item() for part in group.all_gather(torch.tensor(world.rank))]
-        return socket.gethostname(), world.local_rank, os.environ["GLOO_SOCKET_IFNAME"], gathered
+        used = os.environ["GLOO_SOCKET_IFNAME"]
+        assert "GLOO_SOCKET_IFNAME" not in environment_of_jobs(), "the user has not set it"
+        DistCoordinator().destroy()
+        assert "GLOO_SOCKET_IFNAME" not in os.environ
+        return socket.gethostname(), world.local_rank, used, gathered
 
     with hosts_or_skip() as hosts:
         for host, other in (hosts, hosts[::-1]):

@@ -251,6 +251,16 @@ def test_a_local_rank_that_is_no_number_is_refused(environment):
         local_rank_of(5, 8)
 
 
+@pytest.mark.parametrize(("address", "host"), [("host0:29500", "host0"), ("[fd00::1]:29500", "fd00::1")])
+def test_an_address_may_be_of_ipv6(environment, monkeypatch, address, host):
+    given = []
+    launch = "launch_from_openmpi"
+    monkeypatch.setitem(join_as_started.__globals__, launch, lambda *where, **_: given.append(where))
+    environment(**NO_LAUNCHER | STARTED["mpirun"][0])
+    join_as_started(address)
+    assert given == [(host, 29500)]
+
+
 @pytest.mark.parametrize("starter", ["mpirun", "mpiexec", "srun"])
 def test_a_command_joins_the_job_that_it_was_started_in(starter):
     variables = STARTED[starter][0] | ({"SLURM_NTASKS": "2"} if starter == "srun" else {})

@@ -19,7 +19,7 @@ def test_a_host_without_a_problem_has_none():
         ({"host": {"open_files": (256, 4096)}}, "warning", "a process may open 256 files"),
         ({"host": {"no_shared_memory": "no memfd."}}, "hint", "ranks of this host cannot communicate through shared"),
         ({"host": {"file_bytes": 2**30}}, "warning", "a process may write files of 1.00 GiB"),
-        ({"host": {"addresses": ()}}, "warning", "the name of this host, host0, does not resolve"),
+        ({"host": {"addresses": ()}}, "hint", "the name of this host, host0, does not resolve"),
         (
             {"environment": {**FACTS.environment, "GLOO_SOCKET_IFNAME": "ib0"}},
             "error",

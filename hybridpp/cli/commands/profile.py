@@ -11,7 +11,7 @@ from hybridpp.cli.command import Command
 class ProfileArguments:
     """Measure this device, and a model on it, for estimates.
 
-    Under torchrun, with two processes or more, the links between them are measured, too.
+    Under torchrun, srun or mpirun, with two processes or more, the links between them are measured, too.
     """
 
     output: Annotated[str, option("To write, or to add to.", "FILE")] = "device.json"
@@ -24,6 +24,7 @@ class ProfileArguments:
     recompute: Annotated[bool, option("With all blocks recomputed.", name="--recompute")] = False
     schedule: Annotated[str | None, option("To be part of: some split backward passes.", "NAME")] = None
     device: Annotated[Literal["cpu", "cuda"] | None, option("Default: cuda, if there is one.")] = None
+    address: Annotated[str | None, option("Where ranks of srun or mpirun meet.", "HOST:PORT")] = None
 
 
 PROFILE = Command(
