@@ -37,10 +37,12 @@ def run_ranks(
     timeout_s: float = 60.0,
     address: str = "127.0.0.1",
     move: Callable[[int], int] = _stay,
+    wait_s: float = 30.0,
 ) -> list[Any]:
     """Call ``function`` on ranks that are forked gloo processes; the results, in rank order.
 
     ``move`` is called first, with the rank; it returns the local rank. ``address`` is that of the rank 0.
+    After ``wait_s``, a rank that waits for another one gives up.
 
     Raises:
         RankFailed: with the traceback of the first rank that failed, or on a hang.
@@ -50,7 +52,7 @@ def run_ranks(
     ranks = []
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(function, rank, num_ranks, (address, port), move, theirs))
+        process = context.Process(target=_rank, args=(function, rank, num_ranks, (address, port, wait_s), move, theirs))
         process.start()
         theirs.close()
         ranks.append((process, ours))
@@ -89,14 +91,15 @@ def _rank(
     function: Callable[[], Any],
     rank: int,
     num_ranks: int,
-    address: tuple[str, int],
+    address: tuple[str, int, float],
     move: Callable[[int], int],
     pipe: Connection,
 ) -> None:
     after_fork()
     try:
         local_rank = move(rank)
-        launch(rank, num_ranks, *address, backend="gloo", timeout_s=30, local_rank=local_rank)
+        host, port, wait_s = address
+        launch(rank, num_ranks, host, port, backend="gloo", timeout_s=wait_s, local_rank=local_rank)
     except BaseException:
         pipe.send((False, traceback.format_exc()))
         return

@@ -95,6 +95,11 @@ class LoopbackGroup:
         self._messages = messages
         self._num_collectives: dict[str, int] = {}
 
+    @property
+    def num_collectives(self) -> int:
+        """How many this member has begun."""
+        return sum(self._num_collectives.values())
+
     def _collect(
         self, kind: str, tensor: Tensor, finish: Callable[[list[Tensor]], None]
     ) -> tuple[dict[int, Tensor], _Pending]:

@@ -77,6 +77,11 @@ class TorchGroup:
         return "gloo" if self._host_only else "nccl"
 
     @property
+    def num_collectives(self) -> int:
+        """How many this member has begun."""
+        return self._started[0]
+
+    @property
     def started(self) -> tuple[int, list[int], list[int]]:
         """Number of collectives started here, and of sends to and receives from each member."""
         collectives, *messages = self._started

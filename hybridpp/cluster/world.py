@@ -59,6 +59,7 @@ class Group(Protocol):
         process_group: the ``torch.distributed`` group; None if there is none.
         overlaps: whether an all-reduce of activations proceeds while the rank computes; it does not in shared memory.
         transport: what small messages travel by: "shared memory", "gloo", "nccl", or "in-process".
+        num_collectives: how many this member has begun.
     """
 
     @property
@@ -73,6 +74,8 @@ class Group(Protocol):
     def overlaps(self) -> bool: ...
     @property
     def transport(self) -> str: ...
+    @property
+    def num_collectives(self) -> int: ...
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start an all-reduce (sum) of ``tensor`` in place. Collective."""

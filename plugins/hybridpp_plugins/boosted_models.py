@@ -102,9 +102,9 @@ class BoostedModels(
             )
         if self._interrupted is not None:
             raise UnlikeCallsError(
-                f"a step ended in the middle on this rank, by {self._interrupted}. The other ranks of its pipeline are "
-                "still in that step and wait for this one, so nothing can follow it. Let the error end the process, "
-                "and resume from a checkpoint. To leave out a batch, check it before booster.execute_pipeline, on all "
+                f"a step ended in the middle on this rank, by {self._interrupted}. Other ranks may still be in that "
+                "step, and its messages on their way, so nothing can follow it. Let the error end the process, and "
+                "resume from a checkpoint. To leave out a batch, check it before booster.execute_pipeline, on all "
                 "ranks alike."
             )
         if self._unfinished is not None:
@@ -138,6 +138,8 @@ class BoostedModels(
                 f"this {type(model).__name__} was not boosted by this booster. Pass the model that booster.boost "
                 "returned."
             )
+        if engine.optimizer is not None and engine.optimizer.failed_pass is not None:
+            engine.optimizer.failed_pass.finish()
         return engine
 
     def execute_pipeline(

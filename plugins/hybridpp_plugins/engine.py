@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hybridpp.cluster import Section, microbatch_key, preserved_random_state
 from hybridpp.config import PipelineConfig
 from hybridpp.data_parallel import GradientReducer, RunningStatistics
-from hybridpp.errors import DeadlockError, PeerError, PeerTimeoutError
+from hybridpp.errors import DeadlockError, PeerError, PeerTimeoutError, RefusedByPeerError
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.partition import StagedModel
 from hybridpp.pipeline import (
@@ -81,8 +81,8 @@ class Engine:
         first_step: checks the first training step; None after it.
         recording: records when actions run; None: no recording is active.
         is_running: whether a step is running.
-        interrupted: the error that ended a step between its actions, while other ranks of the pipeline wait for this
-            one; None: there was none.
+        interrupted: the error that ended a step, while other ranks of the pipeline wait for this one, or of whose
+            messages some may come later; None: there was none.
         unfinished: the rest of such a step that other replicas are in; None: there is none.
         is_training: whether it trains, or the last one did.
         epilogue: ends every step.
@@ -195,7 +195,11 @@ class Engine:
                 if self._results.meets(options):
                     self.epilogue.evaluations.wait()
                 found = self._results.of(batch, result, options)
+        except RefusedByPeerError:
+            raise
         except (PeerError, DeadlockError) as error:
+            # Of this step, messages may come that the next one would take for its own.
+            self.interrupted = f"{type(error).__name__}: {error}"
             # After a timeout, the other rank may still not say anything.
             if not isinstance(error, PeerTimeoutError):
                 self._reader.check_calls()

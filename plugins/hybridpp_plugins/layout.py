@@ -100,6 +100,11 @@ class Layout:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
+    @property
+    def num_collectives(self) -> int:
+        """How many this rank has begun in its groups."""
+        return sum(group.num_collectives for reference in self._groups if (group := reference()) is not None)
+
     def close(self) -> None:
         """Release all groups that no other layout uses. Collective: all ranks of the world."""
         self.world.release([group for reference in self._groups if (group := reference()) is not None])

@@ -16,6 +16,7 @@ from hybridpp.errors import ConfigError
 from hybridpp.optim import GlobalGradNorm
 from hybridpp.precision import LossScaler, MasterWeights
 from hybridpp_plugins.accumulated_gradients import AccumulatedGradients, clip_factor
+from hybridpp_plugins.failed_pass import FailedPass
 from hybridpp_plugins.grad_access_warning import GradAccessWarning
 from hybridpp_plugins.manual_forward import ManualCallRecorder
 from hybridpp_plugins.nonfinite_steps import NonFiniteSteps
@@ -64,6 +65,7 @@ class HybridOptimizer(WrappedOptimizer):
         statistics: running statistics of the model; None: it has none.
         replica_buffers: buffers that the first replica sends to the others; None: there are none.
         stop_exchange: tells all ranks of signals in the script's own backward passes.
+        failed_pass: notes errors in the script's own passes; None: there is one rank.
         while_updating: a context to run :meth:`step` in.
     """
 
@@ -85,6 +87,7 @@ class HybridOptimizer(WrappedOptimizer):
         self.statistics: RunningStatistics | None = None
         self.replica_buffers: ReplicaBuffers | None = None
         self.stop_exchange: StopExchange | None = None
+        self.failed_pass: FailedPass | None = None
         self.recompute_context: Callable[[], AbstractContextManager[None]] = nullcontext
         self.while_updating: Callable[[], AbstractContextManager[None]] = nullcontext
         self._reducer = reducer
@@ -127,6 +130,14 @@ class HybridOptimizer(WrappedOptimizer):
         Collective: all replicas, unless inside ``booster.no_sync``.
         """
         self.uninitialized.check()
+        if self.failed_pass is None:
+            self._run_backward(loss, *args, **kwargs)
+            return
+        self.failed_pass.finish()
+        with self.failed_pass.noted("booster.backward", communicates=self._reducer.is_syncing):
+            self._run_backward(loss, *args, **kwargs)
+
+    def _run_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if self.stop_exchange is not None:
             self.stop_exchange.begin()
         self.begin_accumulation(manual=True)

@@ -20,6 +20,7 @@ from hybridpp.plugin import Boosted
 from hybridpp.precision import ModuleDtypes, find_module_dtypes, fp32_norms, torch_dtype
 from hybridpp_plugins.apply_tp import AppliedTensorParallel, apply_tensor_parallel
 from hybridpp_plugins.engine import Engine
+from hybridpp_plugins.failed_pass import FailedPass
 from hybridpp_plugins.grad_access_warning import GradAccessWarning
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.manual_forward import ManualCallRecorder
@@ -73,6 +74,9 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
     statistics = RunningStatistics(model, layout.dp)
     if boosted is not None:
         boosted.statistics, boosted.stop_exchange = statistics, StopExchange(layout)
+        if layout.world.size > 1 and layout.pp.size == 1:
+            boosted.failed_pass = FailedPass(layout)
+            staged.around_call = boosted.failed_pass.around(staged.around_call)
         boosted.replica_buffers = replica_buffers(model, layout, settings.parallel.broadcast_buffers)
     engine = Engine(
         adapter=adapter,

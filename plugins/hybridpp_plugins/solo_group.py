@@ -44,6 +44,7 @@ class SoloGroup:
     """
 
     process_group = None
+    num_collectives = 0
     transport = "in-process"
     rank = 0
 

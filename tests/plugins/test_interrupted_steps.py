@@ -32,9 +32,9 @@ def failed_step(booster, model, optimizer, batch):
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_what_would_follow_it_in_a_pipeline_is_refused(evaluates, tmp_path):
     message = (
-        "a step ended in the middle on this rank, by Breaks: the criterion broke. The other ranks of its pipeline are "
-        "still in that step and wait for this one, so nothing can follow it. Let the error end the process, and resume "
-        "from a checkpoint. To leave out a batch, check it before booster.execute_pipeline, on all ranks alike."
+        "a step ended in the middle on this rank, by Breaks: the criterion broke. Other ranks may still be in that "
+        "step, and its messages on their way, so nothing can follow it. Let the error end the process, and resume from "
+        "a checkpoint. To leave out a batch, check it before booster.execute_pipeline, on all ranks alike."
     )
 
     def run(booster, model, optimizer):
