@@ -1,9 +1,11 @@
 """Ranks as processes: forked ones for functions and scripts, and torchrun as users call it."""
 
+import contextlib
 import gc
 import io
 import multiprocessing
 import os
+import random
 import runpy
 import socket
 import subprocess
@@ -21,6 +23,9 @@ import torch
 from support import ROOT
 
 from hybridpp import launch
+
+# Tests seed the others, and forked children have their state.
+_DICE = random.SystemRandom()
 
 
 class RankFailed(Exception):
@@ -130,10 +135,17 @@ def after_fork() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port on which a rank can listen in a moment.
+
+    It is none that systems give to connections, which those of tests that run beside could take meanwhile; and each
+    worker of pytest-xdist has its own.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 12
+    while True:
+        port = 20_000 + 1_000 * worker + _DICE.randrange(1_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _result(rank: int, pipe: Connection, timeout_s: float) -> Any:

@@ -166,9 +166,10 @@ def test_sockets_of_killed_workers_are_in_a_folder_that_is_removed(tmp_path):
     def rank():
         keep_sockets_in(None), keep_sockets_in(tmp_path / "no such folder"), keep_sockets_in(folder)
         torch.set_num_threads(1)
-        stopped_worker()
+        kept = stopped_worker()  # else its end would be waited for
         theirs.send(str(get_temp_dir()))
         killed()
+        del kept
 
     process = context.Process(target=rank)
     process.start()

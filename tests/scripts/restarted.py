@@ -20,7 +20,7 @@ def reach(place):
         os._exit(3)
 
 
-launch_from_torch(backend="gloo", timeout_s=20)
+launch_from_torch(backend="gloo", timeout_s=60)
 coordinator = DistCoordinator()
 reach("launched")
 plugin = HybridParallelPlugin(tp_size=1, pp_size=2, num_microbatches=2, precision="fp32")

@@ -80,13 +80,13 @@ def own_descriptors():
     return found
 
 
-def _with(fault):
+def _with(fault, patience_s):
     """What is exchanged although ``fault(rank)`` was done to some rank, by what, what was logged, what leaked."""
     told = []
     for level in ("debug", "warning"):
         setattr(connect._LOGGER, level, lambda message, *args, level=level: told.append(f"{level}: {message % args}"))
     world = current_world()
-    connect._PATIENCE_S = 1.0
+    connect._PATIENCE_S = patience_s
     before, undo = own_descriptors(), None
 
     def make(*args):
@@ -107,8 +107,8 @@ def _with(fault):
     return group.overlaps, exchanged(group), told, own_descriptors() - before
 
 
-def assert_all_use_gloo(fault, *texts):
-    for rank, (by_gloo, result, told, leaked) in enumerate(run_ranks(lambda: _with(fault), 2)):
+def assert_all_use_gloo(fault, *texts, patience_s=60.0):
+    for rank, (by_gloo, result, told, leaked) in enumerate(run_ranks(lambda: _with(fault, patience_s), 2)):
         assert by_gloo
         assert result == EXCHANGED[rank]
         assert not leaked
@@ -180,7 +180,7 @@ def test_if_one_rank_cannot_call_all_use_gloo_after_a_while():
             socket_rendezvous._connect_to = lambda address, rank: None
 
     texts = [rf"^warning: rank {rank} could not .*: ranks \[{1 - rank}\] .* not reached" for rank in (0, 1)]
-    assert_all_use_gloo(fault, *texts)
+    assert_all_use_gloo(fault, *texts, patience_s=1.0)
 
 
 def _switched(values: list[str]):

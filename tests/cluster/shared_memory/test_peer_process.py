@@ -21,15 +21,15 @@ GONE = r"^rank 1 is gone: its process has ended\. Its own error says why\.$"
 
 
 @contextmanager
-def peer(run, timeout_s=60.0):
+def peer(run):
     """This process's link to a forked one, which calls ``run`` with its own, and that process."""
     with SocketRendezvous() as meeting:
         process = multiprocessing.get_context("fork").Process(target=_peer, args=(meeting.address, run))
         process.start()
         link = None
         try:
-            (connection,) = meeting.connect_all([meeting.address] * 2, 0, 10.0).values()
-            link = Link(connection, "rank 1", timeout_s)
+            (connection,) = meeting.connect_all([meeting.address] * 2, 0, 60.0).values()
+            link = Link(connection, "rank 1", 60.0)
             yield link, process
         finally:
             process.kill()
@@ -42,8 +42,8 @@ def peer(run, timeout_s=60.0):
 def _peer(address, run):
     torch.set_num_threads(1)
     with SocketRendezvous() as meeting:
-        (connection,) = meeting.connect_all([address, meeting.address], 1, 10.0).values()
-        link = Link(connection, "rank 0", 10.0)
+        (connection,) = meeting.connect_all([address, meeting.address], 1, 60.0).values()
+        link = Link(connection, "rank 0", 60.0)
         link.meet()
         run(link)
 
@@ -201,16 +201,17 @@ def test_a_stopped_rank_is_silent_and_goes_on_when_it_may():
         while True:
             link.send(torch.tensor(received(link)))
 
-    # Long enough for a busy machine to run the peer in the meantime.
-    with peer(run, timeout_s=2.0) as (link, process):
+    with peer(run) as (link, process):
         link.send(torch.full((1,), 1.0))
         assert received(link) == [1.0]
         os.kill(process.pid, signal.SIGSTOP)
         for number in range(1000):
             link.send(torch.full((1,), float(number)))
         late = torch.zeros(1)
-        with pytest.raises(PeerError, match=r"^rank 1 sent nothing for 2 s\. It hangs, or runs other code"):
+        link._timeout_s, patience_s = 1.0, link._timeout_s
+        with pytest.raises(PeerError, match=r"^rank 1 sent nothing for 1 s\. It hangs, or runs other code"):
             link.receive(late).wait()
+        link._timeout_s = patience_s
         os.kill(process.pid, signal.SIGCONT)
         link.take(Channel.POINT_TO_POINT)
         assert late.tolist() == [0.0]

@@ -41,7 +41,7 @@ class Ranks:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(100)
             assert not thread.is_alive()
 
     def assert_connected(self):
@@ -51,7 +51,7 @@ class Ranks:
             for peer, connection in connections.items():
                 connection.send(bytes([rank]))
                 other = self.met[peer][rank]
-                other.settimeout(5)
+                other.settimeout(60)
                 assert other.recv(2) == bytes([rank])
 
 
@@ -77,7 +77,7 @@ def stranger(resources):
 
     def call(meeting, said=b""):
         connection = resources.enter_context(socket.socket(socket.AF_UNIX))
-        connection.settimeout(5)
+        connection.settimeout(60)
         connection.connect(meeting.address.name)
         connection.sendall(said)
         return connection
@@ -124,7 +124,7 @@ def test_a_rank_that_calls_twice_is_heard_once(make, stranger):
     ranks = make(2)
     first = ranks.meetings[0]
     twins = [stranger(first, first.address.token + b"\1") for _ in range(2)]
-    met = first.connect_all([meeting.address for meeting in ranks.meetings], 0, 5.0)
+    met = first.connect_all([meeting.address for meeting in ranks.meetings], 0, 60.0)
     first.close()
     # The second stays unanswered, or is closed.
     met[1].sendall(b"1")
@@ -165,7 +165,7 @@ def test_a_process_of_another_user_is_recognised(make):
         try:
             os.setuid(65534)
             with socket.socket(socket.AF_UNIX) as connection:
-                connection.settimeout(5)
+                connection.settimeout(60)
                 connection.connect(first.address.name)
                 connection.sendall(first.address.token + b"\1")
                 os.write(tell, b"called")
@@ -221,10 +221,10 @@ def test_strangers_who_never_stop_calling_hold_nobody_up(make):
 
 
 def test_a_rank_that_never_calls_is_named_after_a_while(make):
-    ranks = make(3, timeout_s=0.2)
+    ranks = make(3, timeout_s=2.0)
     ranks.run(ranks=[0, 1])
     for rank in (0, 1):
-        assert str(ranks.errors[rank]) == "ranks [2] of the group were not reached in 0 s."
+        assert str(ranks.errors[rank]) == "ranks [2] of the group were not reached in 2 s."
     ranks.meetings[0].close()
 
 
@@ -238,7 +238,7 @@ def test_a_rank_that_has_given_up_is_named_at_once(make):
 
 def test_whoever_failed_to_meet_leaves_nothing_open(make, stranger):
     before = len(os.listdir("/proc/self/fd"))
-    ranks = Ranks([SocketRendezvous(), SocketRendezvous(), SocketRendezvous()], timeout_s=0.2)
+    ranks = Ranks([SocketRendezvous(), SocketRendezvous(), SocketRendezvous()], timeout_s=2.0)
     callers = [stranger(ranks.meetings[0]) for _ in range(3)]
     ranks.run(ranks=[0, 2])
     assert ranks.errors.keys() == {0}
@@ -260,7 +260,7 @@ def test_without_descriptors_the_system_error_is_passed_on(make, stranger):
         with pytest.raises(OSError, match="Too many open files"):
             SocketRendezvous()
         with pytest.raises(OSError, match="Too many open files"):
-            ranks.meetings[0].connect_all([meeting.address for meeting in ranks.meetings], 0, 5.0)
+            ranks.meetings[0].connect_all([meeting.address for meeting in ranks.meetings], 0, 60.0)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
