@@ -15,7 +15,7 @@ SCRIPT = ROOT / "tests/scripts/hanging.py"
 @pytest.fixture(autouse=True)
 def _agent(monkeypatch):
     """A store that outlives the ranks, as that of torchrun's agent."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("AGENT_PORT", str(store.port))
     return store
@@ -31,7 +31,7 @@ def _agent(monkeypatch):
     ],
 )
 def test_a_hang_is_reported_once_with_its_place(what, rank, where, expected):
-    job = run_script(4, SCRIPT, what, str(rank), where, "limit=3")
+    job = run_script(4, SCRIPT, what, str(rank), where, "limit=5")
     assert job.stderr.count("this job hangs") == 1, job.stderr
     assert re.findall(r"The first suspect is rank (\d)", job.stderr) == [str(rank)]
     assert expected in job.stderr
@@ -42,14 +42,14 @@ def test_a_hang_is_reported_once_with_its_place(what, rank, where, expected):
 
 
 def test_a_trace_that_takes_longer_than_a_step_may_is_no_hang():
-    job = run_script(4, SCRIPT, "sleep", "1", "trace", "limit=3", "pause=5")
+    job = run_script(4, SCRIPT, "sleep", "1", "trace", "limit=5", "pause=7")
     assert job.returncode == 0, job.stderr
     assert "this job hangs" not in job.stderr
     assert job.stdout.count("DONE") == 4
 
 
 def test_a_rank_that_does_not_come_from_the_script_has_a_limit_of_its_own():
-    job = run_script(4, SCRIPT, "sleep", "2", "script", "limit=3", "script=4", "steps=5")
+    job = run_script(4, SCRIPT, "sleep", "2", "script", "limit=5", "script=5", "steps=5")
     assert re.findall(r"The first suspect is rank (\d)", job.stderr) == ["2"], job.stderr
     assert "Rank 2 has not come to training step 4 of Model" in job.stderr
     assert re.search(r"it is in your code at \S*hanging.py:\d+ in hang", job.stderr)

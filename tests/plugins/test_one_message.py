@@ -17,7 +17,7 @@ def printed(mistake, monkeypatch, tmp_path, num_ranks=8):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
     # Its store outlives the ranks.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("AGENT_PORT", str(store.port))
     job = run_script(num_ranks, SCRIPT, mistake, until_all_end=True)

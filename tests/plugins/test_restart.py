@@ -18,7 +18,7 @@ def losses(stdout):
 @pytest.fixture
 def agent(monkeypatch):
     """A store that outlives the attempts, as that of torchrun's agent."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("AGENT_PORT", str(store.port))
     return store

@@ -77,7 +77,7 @@ def test_pipelines_and_replicas_across_hosts_equal_one_process():
 @pytest.mark.timeout(150)
 def test_a_cable_pulled_in_a_step_ends_both_hosts_and_each_says_who_went():
     with hosts_or_skip() as hosts:
-        job = run_script(2, SCRIPT, "cut", "1", "1F2", "limit=3", until_all_end=True, **on_hosts(hosts))
+        job = run_script(2, SCRIPT, "cut", "1", "1F2", "limit=5", until_all_end=True, **on_hosts(hosts))
     assert job.returncode == 75, job.stderr
     # Rank 0 has the store.
     assert re.findall(r"The first suspect is rank (\d) \(process \d+ on (\w+)\)", job.stderr) == [("1", "host1")]
