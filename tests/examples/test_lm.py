@@ -16,6 +16,8 @@ WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "slept", "u
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     """A small model with a tokenizer of whole words, and a folder of texts."""
+    import datasets  # noqa: F401  # here, and not in each rank
+
     folder = tmp_path_factory.mktemp("lm")
     vocabulary = {word: number for number, word in enumerate(["<end>", "<unknown>", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))

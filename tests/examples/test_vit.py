@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 from PIL.Image import fromarray
 from processes import run_ranks, run_script
-from sklearn.datasets import load_digits
 from support import ROOT
 
 from hybridpp import Booster, DistCoordinator, HybridAdam
@@ -22,8 +21,24 @@ from hybridpp.trainer import Trainer
 SCRIPT = ROOT / "examples/vit/train.py"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def digits():
+    """Handwritten digits, fewer than there are: every rank makes pictures of all and takes some."""
+    # Here, and not in each of the ranks that are forked from this process.
+    import datasets  # noqa: F401
+    import PIL.Image
+    import sklearn.datasets
+
+    PIL.Image.init()
+    few = sklearn.datasets.load_digits()
+    few.images, few.target = few.images[:300], few.target[:300]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sklearn.datasets, "load_digits", lambda: few)
+        yield few
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(digits, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     # Forked: four interpreters would take 20 s to start. `make vit` starts as users start theirs.
     output = ("--output", str(folder), "--timeline", str(folder / "step.svg"), "--record", str(folder / "recorded"))
@@ -33,10 +48,9 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def tuned(trained, tmp_path_factory):
+def tuned(digits, trained, tmp_path_factory):
     """On a folder of images, with another head, on two replicas."""
     images, folder = tmp_path_factory.mktemp("images"), tmp_path_factory.mktemp("tuned")
-    digits = load_digits()
     for number, (pixels, digit) in enumerate(zip(digits.images[:120], digits.target[:120], strict=True)):
         parity = images / ("odd" if digit % 2 else "even")
         parity.mkdir(exist_ok=True)
