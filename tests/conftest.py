@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left]
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported stays until the end; a tenth of the time went into looking for garbage among it."""
     if "torch" in sys.modules:
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -79,9 +79,18 @@ def pytest_collection_finish() -> None:
         with FakeTensorMode():
             pass
     gc.freeze()
+    if any(item.path.name == "test_on_device.py" for item in session.items):
+        from forked_jobs import keep_a_young_process
+
+        keep_a_young_process()
     gc.enable()
     # Most of what tests make is freed without a search, and each search goes through all of it.
     gc.set_threshold(400_000, 10, 10)
+
+
+def pytest_sessionfinish() -> None:
+    if "forked_jobs" in sys.modules:
+        sys.modules["forked_jobs"].let_young_processes_go()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -96,25 +96,71 @@ def _forked_ranks() -> Iterator[None]:
 
     A process of one thread forks them: the agent has more, whose locks would stay locked in what is forked.
     """
+    server, connection = _server()
+
+    def popen(handler: SubprocessHandler, command: Sequence[str], variables: dict[str, str]) -> _Interpreter:
+        assert command[:2] == (sys.executable, "-u"), command
+        return _Interpreter(connection, command[2:], variables)
+
+    SubprocessHandler._popen = popen
+    try:
+        yield
+    finally:
+        _end(server, connection)
+
+
+def keep_a_young_process() -> None:
+    """Fork a process that has imported what this one has, and done nothing else, for :func:`run_young`."""
+    _young.append(_server())
+
+
+def let_young_processes_go() -> None:
+    """Call it before this process ends, which waits for its children."""
+    while _young:
+        _end(*_young.pop())
+
+
+def run_young(script: Path, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a script in a fork of the process that was kept; both are gone afterwards.
+
+    For what a process must do first: its backward passes know the devices that there were at the first one.
+    """
+    server, connection = _young.pop()
+    command = [str(script), *arguments]
+    with tempfile.NamedTemporaryFile("w+") as output:
+        try:
+            run = _Interpreter(connection, command, dict(os.environ), output.name)
+            run.wait(timeout_s)
+            return subprocess.CompletedProcess(command, run.poll() or 0, _text(output))
+        finally:
+            _end(server, connection)
+
+
+_young: list[tuple[Any, Connection]] = []
+
+
+def _server() -> tuple[Any, Connection]:
+    """A process that forks what is asked for, and the way to ask."""
     ours, theirs = _FORK.Pipe()
     server = _FORK.Process(target=_serve, args=(ours, theirs))
     server.start()
     theirs.close()
-    SubprocessHandler._popen = lambda handler, command, variables: _Rank(ours, command, variables)
-    try:
-        yield
-    finally:
-        ours.close()
-        server.join()
+    return server, ours
 
 
-class _Rank:
-    """What the agent uses of a :class:`subprocess.Popen`."""
+def _end(server: Any, connection: Connection) -> None:
+    # To close it does not do: what was forked meanwhile may have it, too.
+    connection.send(None)
+    connection.close()
+    server.join()
 
-    def __init__(self, server: Connection, command: Sequence[str], variables: dict[str, str]):
-        assert command[:2] == (sys.executable, "-u"), command
+
+class _Interpreter:
+    """What torchrun's agent uses of a :class:`subprocess.Popen`."""
+
+    def __init__(self, server: Connection, command: Sequence[str], variables: dict[str, str], output: str = ""):
         self._server = server
-        server.send((command[2:], variables))
+        server.send((command, variables, output))
         self.pid: int = server.recv()
 
     def poll(self) -> int | None:
@@ -131,28 +177,30 @@ class _Rank:
 
 
 def _serve(ours: Connection, theirs: Connection) -> None:
-    """Start ranks, and tell their exit codes, until the agent is gone."""
-    ours.close()  # so that the end of the agent is seen
-    ranks: dict[int, Any] = {}
+    """Fork interpreters, and tell their exit codes, until who asks is gone."""
+    ours.close()  # so that its end is seen
+    started: dict[int, Any] = {}
     with suppress(EOFError):
-        while True:
-            request = theirs.recv()
+        while (request := theirs.recv()) is not None:
             if isinstance(request, int):
-                theirs.send(ranks[request].exitcode)
+                theirs.send(started[request].exitcode)
             else:
-                rank = _FORK.Process(target=_rank, args=request)
-                rank.start()
-                assert rank.pid is not None
-                ranks[rank.pid] = rank
-                theirs.send(rank.pid)
-    for rank in ranks.values():
-        rank.kill()
-        rank.join()
+                process = _FORK.Process(target=_run, args=request)
+                process.start()
+                assert process.pid is not None
+                started[process.pid] = process
+                theirs.send(process.pid)
+    for process in started.values():
+        process.kill()
+        process.join()
 
 
-def _rank(command: Sequence[str], variables: dict[str, str]) -> None:
+def _run(command: Sequence[str], variables: dict[str, str], output: str) -> None:
     os.setsid()
     after_fork()
+    if output:
+        with open(output, "a") as file:
+            print_to(file.fileno(), file.fileno())
     os.environ.clear()
     os.environ.update(variables)
     # The parent's are not this interpreter's.

@@ -1,11 +1,8 @@
 """Steps on a pretend accelerator, in one process of their own: what would fail on a GPU, or wait for it."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from forked_jobs import run_young
 from made_once import made_once
 from support import ROOT
 
@@ -19,16 +16,9 @@ def told(tmp_path_factory):
 
 
 def run_on_device(folder):
-    """In a new interpreter: a process that has run a backward pass knows its devices, and so do its forks."""
-    path = os.pathsep.join(str(ROOT / part) for part in (".", "plugins", "tests"))
-    job = subprocess.run(
-        [sys.executable, str(ROOT / "tests/scripts/on_device.py"), str(folder / "results.pt")],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert job.returncode == 0, job.stderr
+    """In a process that has run no backward pass: one that has knows its devices, and so do its forks."""
+    job = run_young(ROOT / "tests/scripts/on_device.py", str(folder / "results.pt"), timeout_s=280)
+    assert job.returncode == 0, job.stdout
     return torch.load(folder / "results.pt", weights_only=False)
 
 
