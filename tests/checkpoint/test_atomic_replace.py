@@ -183,7 +183,7 @@ def test_sigkill_over_an_older_save(tmp_path, monkeypatch, at):
             target=switch.kills, args=(at, lambda: save(model, tmp_path, NEW, SIZES["two"]))
         )
         process.start()
-        process.join(30)
+        process.join(60)
     assert process.exitcode == -signal.SIGKILL
     assert by_us(model, tmp_path) in (OLD, NEW)
     assert len(hidden(tmp_path)) == 1
