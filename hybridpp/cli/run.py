@@ -141,7 +141,8 @@ def _set_addresses(parsed: Namespace) -> _Awaited | None:
     conf = dict(one.strip().partition("=")[::2] for one in parsed.rdzv_conf.split(",") if one.strip())
     try:
         chosen = RendezvousParameters("c10d", parsed.rdzv_endpoint, "", 1, 1, **conf)
-        is_awaited = not chosen.get_as_bool("is_host", is_here)
+        # Torchrun goes by the host's name, whose address may be one that only others see (of a cloud).
+        is_awaited = not chosen.get_as_bool("is_host", is_here or bool(of_own_name & of_endpoint))
         return _Awaited(host, port, chosen.get_as_int("read_timeout") or _MEETING_S) if is_awaited else None
     except ValueError as error:
         _refuse(str(error).rstrip("."))

@@ -124,6 +124,7 @@ def test_a_host_whose_own_name_nobody_knows_sees_if_it_is_the_endpoint(torch_run
         (True, "10.9.0.7", ("--rdzv-conf", "is_host=false"), ("10.9.0.7", 29400, 600)),
         (True, "10.9.0.7", (), None),
         (False, OWN_NAME, (), None),
+        (False, "10.0.0.1", (), None),  # an address of its name, which none of its interfaces has
         (False, "10.9.0.7", ("--rdzv-conf", "is_host=true"), None),
     ],
 )
@@ -131,6 +132,7 @@ def test_an_endpoint_on_another_host_is_waited_for(torch_runs, monkeypatch, caps
     """Before torchrun, so that signals end the wait."""
     awaited = []
     monkeypatch.setattr(run, "is_own", lambda host: is_here)
+    monkeypatch.setattr(run, "addresses_of", lambda host: ADDRESSES.get(host, set()))
     monkeypatch.setattr(run.socket, "gethostname", lambda: OWN_NAME)
     monkeypatch.setattr(run, "wait_for_endpoint", lambda *given: not awaited and awaited.append(given) is None)
     assert torch_runs(lambda notes: None, *SEVERAL, endpoint, *conf)[0] == 0
