@@ -48,10 +48,9 @@ class FilledFrom(Generic[T]):
     """A communication whose result goes into a tensor that was there before; the result is not kept."""
 
     def __init__(self, pending: Pending[T], fill: Callable[[T], object]):
-        self._pending: Pending[T] | None = pending
-        self._fill = fill
+        self._pending: tuple[Pending[T], Callable[[T], object]] | None = (pending, fill)
 
     def wait(self) -> None:
         if self._pending is not None:
-            self._fill(self._pending.wait())
-        self._pending = None
+            (pending, fill), self._pending = self._pending, None
+            fill(pending.wait())

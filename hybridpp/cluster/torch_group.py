@@ -26,6 +26,8 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 _MAX_EXCHANGED_BYTES = 2**21
 # Sums of large segments under way: each holds memory for what the other ranks send.
 _MAX_SUMS = 4
+# Bytes of small collectives under way, for the same reason.
+_MAX_SMALL_BYTES = _MAX_SUMS * _MAX_EXCHANGED_BYTES
 
 
 class TorchGroup:
@@ -68,6 +70,8 @@ class TorchGroup:
         self.overlaps = self._shared_memory_group is None
         self._started = [0] * (1 + 2 * self.size)
         self._sums: deque[Work] = deque()
+        # Through shared memory, with what each receives.
+        self._small: deque[tuple[Work, int]] = deque()
 
     @property
     def transport(self) -> str:
@@ -150,6 +154,7 @@ class TorchGroup:
         work: Work
         if shared_memory_group is not None:
             work = PendingSum(shared_memory_group.exchange([host] * self.size, host.shape), host)
+            self._limit_small(work, host.nbytes)
         else:
             work = self._start(dist.all_reduce, host, async_op=True)
         return work if host is tensor else StagedCopy(work, host, tensor)
@@ -222,7 +227,7 @@ class TorchGroup:
         segments = flat.view(self.size, -1)
         own = segments[self.rank]
         if self._staged(flat) or (self._host_only and self._exchanging(own.nbytes) is not None):
-            return FilledFrom(self.start_reduce_scatter(flat, 0), own.copy_)
+            return self._limit_small(FilledFrom(self.start_reduce_scatter(flat, 0), own.copy_), own.nbytes)
         self._note("reduce_scatter", flat)
         if not self._host_only:
             return self._start(_reduce_scatter_single, own, flat, async_op=True)
@@ -239,11 +244,23 @@ class TorchGroup:
         segments = flat.view(self.size, -1)
         own = segments[self.rank]
         if self._staged(flat) or self._exchanging(own.nbytes) is not None:
-            return FilledFrom(self.start_all_gather(own), lambda parts: torch.cat(parts, out=flat))
+            gathered = FilledFrom(self.start_all_gather(own), lambda parts: torch.cat(parts, out=flat))
+            return self._limit_small(gathered, own.nbytes)
         self._note("all_gather", own)
         if self._host_only:
             return self._exchange([own] * self.size, list(segments))
         return self._start(_all_gather_single, as_carried(flat), as_carried(own), async_op=True)
+
+    def _limit_small(self, work: Work, num_bytes: int) -> Work:
+        """Note a collective that receives so many bytes from each member; wait for the oldest ones if it is too much.
+
+        No rank waits for this one to go on: what is sent through shared memory is there when the collective begins.
+        """
+        if self._exchanging(num_bytes) is not None:
+            self._small.append((work, num_bytes * (self.size - 1)))
+            while sum(size for _, size in self._small) > _MAX_SMALL_BYTES:
+                self._small.popleft()[0].wait()
+        return work
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> DirectExchange:
         return DirectExchange(self._start, self.rank, outgoing, incoming)

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridpp.cluster import current_world, torch_group
 from hybridpp.cluster.torch_group import TorchGroup
+from hybridpp.estimate import AllocationLog
 
 
 def _exchange():
@@ -133,3 +135,31 @@ def _segments():
 def test_segments_are_summed_and_gathered_in_place():
     whole = [10, 12, 14, 16]
     assert run_ranks(_segments, 2) == [[([10, 12, 2, 3], whole)] * 6, [([10, 11, 14, 16], whole)] * 6]
+
+
+def _many_small(kind, num_elements):
+    """The most that collectives of small tensors hold beside these, in bytes, and what comes of them."""
+    group = current_world().split([[0, 1]])
+    flats = [torch.full((num_elements,), float(group.rank + 1)) for _ in range(12)]
+    with AllocationLog() as log:
+        works = [getattr(group, kind)(flat) for flat in flats]
+        for work in works:
+            work.wait()
+    assert group.num_collectives == 12
+    return log.peak, [flat.view(2, -1)[group.rank].mean().item() for flat in flats], flats[0].mean().item()
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_elements", "own", "whole"),
+    [
+        ("all_reduce", 2**19, 3.0, 3.0),
+        ("reduce_scatter_segments", 2**20, 3.0, None),
+        ("all_gather_segments", 2**20, None, 1.5),
+    ],
+)
+def test_many_small_collectives_hold_little_memory(kind, num_elements, own, whole):
+    for peak, means, mean in run_ranks(partial(_many_small, kind, num_elements), 2):
+        # Five of 2 MiB, as one is received before the oldest one is waited for; a sum or a whole tensor beside them.
+        assert peak <= 5 * 2**21 + 4 * num_elements, "without a limit it would be 12 of 2 MiB"
+        assert own is None or means == [own] * 12
+        assert whole is None or mean == whole

@@ -76,15 +76,18 @@ class PendingSum:
     """A pending all-reduce (sum), in place."""
 
     def __init__(self, exchange: PendingExchange, tensor: Tensor):
-        self._exchange, self._tensor = exchange, tensor
+        self._pending: tuple[PendingExchange, Tensor] | None = (exchange, tensor)
 
     def wait(self) -> None:
-        """Wait until the tensor holds the sum."""
-        first, second, *others = self._exchange.wait()
+        """Wait until the tensor holds the sum; may be called again."""
+        if self._pending is None:
+            return
+        (exchange, tensor), self._pending = self._pending, None
+        first, second, *others = exchange.wait()
         if others:
-            self._tensor.copy_(sum_in_order([first, second, *others]))
+            tensor.copy_(sum_in_order([first, second, *others]))
         else:
-            torch.add(first, second, out=self._tensor)
+            torch.add(first, second, out=tensor)
 
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
