@@ -3,6 +3,7 @@
 import functools
 
 import torch
+from copies import copied
 from torch import nn
 from transformers import (
     BloomConfig,
@@ -64,12 +65,14 @@ def token_batch(num_samples=4, seed=0):
     return {"input_ids": ids, "labels": ids}
 
 
+@copied
 def llama(num_kv_heads=2, tied=True):
     torch.manual_seed(0)
     sizes = SIZES | {"num_key_value_heads": num_kv_heads, "tie_word_embeddings": tied, "use_cache": False}
     return LlamaForCausalLM(LlamaConfig(**sizes)).train()
 
 
+@copied
 def qwen3():
     torch.manual_seed(0)
     config = Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8, use_cache=False, tie_word_embeddings=False)
@@ -80,6 +83,7 @@ def qwen3():
     return model
 
 
+@copied
 def gpt2():
     torch.manual_seed(0)
     dropout = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
@@ -91,6 +95,7 @@ def gpt2():
     return model
 
 
+@copied
 def bloom():
     """Its blocks are given a bias for every head, and return attention probabilities."""
     torch.manual_seed(0)
@@ -102,6 +107,7 @@ def bloom():
     return model
 
 
+@copied
 def mixtral():
     """All experts of a block in one tensor each."""
     torch.manual_seed(0)
@@ -119,6 +125,7 @@ MODELS = {
 }
 
 
+@copied
 def t5():
     """A table of biases by head, in the first block of each kind; the others are given what it makes of it."""
     torch.manual_seed(0)
@@ -127,6 +134,7 @@ def t5():
     return T5ForConditionalGeneration(T5Config(**sizes, **ids, dropout_rate=0.0, use_cache=False)).train()
 
 
+@copied
 def falcon():
     """All heads of queries share one of keys and values, in one fused layer."""
     torch.manual_seed(0)
@@ -134,6 +142,7 @@ def falcon():
     return FalconForCausalLM(FalconConfig(**sizes, multi_query=True, bias=True, use_cache=False)).train()
 
 
+@copied
 def mpnet(dropout=0.0):
     """A table of biases by head beside the blocks, which are all given what is made of it."""
     torch.manual_seed(0)
@@ -141,6 +150,7 @@ def mpnet(dropout=0.0):
     return MPNetForMaskedLM(MPNetConfig(**SIZES, **dropouts, max_position_embeddings=16)).train()
 
 
+@copied
 def deepseek():
     """Keys and values through a narrow layer that stays whole and whose output is used in two ways; experts."""
     torch.manual_seed(0)
@@ -151,6 +161,7 @@ def deepseek():
     return DeepseekV3ForCausalLM(config).train()
 
 
+@copied
 def llama4():
     """A router that returns two tensors, and experts whose outputs are the last dimension of their tensors."""
     torch.manual_seed(0)
@@ -163,6 +174,7 @@ def llama4():
     return model
 
 
+@copied
 def olmo2():
     """Queries and keys are normalised over the width of all heads; two heads of keys and values."""
     torch.manual_seed(0)
@@ -174,6 +186,7 @@ def olmo2():
     return model
 
 
+@copied
 def gpt_oss():
     """Experts with biases, and a sink for each head."""
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from copies import copied
 from torch import Tensor, nn
 from transformers import ViTConfig, ViTForImageClassification
 
@@ -18,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 IMAGE, NUM_LABELS = 8, 5
 
 
+@copied
 def tiny_vit(dropout: float = 0.0, num_layers: int = 4, seed: int = 0) -> ViTForImageClassification:
     """A ViT with 5 tokens of width 16, in training mode, the same at every call."""
     torch.manual_seed(seed)

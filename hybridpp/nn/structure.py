@@ -143,7 +143,8 @@ class Structure:
             if (is_of_all and not value) or (id(attributes), name) in self._leave_out:  # most are empty
                 continue
             if not is_of_all:
-                found.append((name, self.of(value)))
+                kind = type(value)
+                found.append((name, (kind, value) if kind in _PLAIN else self.of(value)))  # most are plain
             elif held := self._of_all_modules(value, hooks):
                 found.append((name, held))
         return tuple(found)
