@@ -44,9 +44,10 @@ FIRST = {
     ("partition", "test_compile_blocks.py"),
 }
 
-# What a trace does is tested here: each test makes its own. So does each with fixtures that replace code, or look at
-# what is logged.
+# What a trace does is tested here, but in some files: each test makes its own. So does each with fixtures that replace
+# code, or look at what is logged.
 MAKE_TRACES = {"cluster", "models", "module_adapter", "partition"}
+TAKE_TRACES = {"test_recompute.py"}
 MAKING_TRACES = {"caplog", "capfd", "capsys", "monkeypatch", "recwarn"}
 TRACES: dict[Hashable, Any] = {}
 
@@ -104,5 +105,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     plugins' tests."""
     loopback = sys.modules.get("hybridpp.cluster.loopback")
     if loopback is not None:
-        makes_traces = item.path.parts[-2] in MAKE_TRACES or MAKING_TRACES.intersection(item.fixturenames)
+        is_about_traces = item.path.parts[-2] in MAKE_TRACES and item.path.name not in TAKE_TRACES
+        makes_traces = is_about_traces or MAKING_TRACES.intersection(item.fixturenames)
         loopback.Loopback.results_of_any_run = None if makes_traces else TRACES

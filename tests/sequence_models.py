@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from copies import copied
 from support import assert_near
 from torch import nn
 from torch.nn import functional
@@ -10,6 +11,7 @@ from transformers import ViTConfig, ViTForImageClassification
 SHARDS = {"tp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
 
 
+@copied
 def vit(image=64, patch=8, num_layers=2, dropout=0.0):
     """65 tokens of width 16, or, from images of 56 in patches of 4, 197."""
     torch.manual_seed(0)

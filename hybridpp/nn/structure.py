@@ -182,9 +182,12 @@ class Structure:
         return function.__name__, self.of(owner)
 
     def _partial(self, partial: "functools.partial[Any]") -> Hashable:
+        described = self.of(partial.func), tuple(map(self.of, partial.args))
         # A signature says what the rest does.
         others = {name: value for name, value in vars(partial).items() if name != "__signature__"}
-        return tuple(map(self.of, (partial.func, partial.args, partial.keywords, others)))
+        if partial.keywords or others:  # most have none
+            return *described, self.of(partial.keywords), self.of(others)
+        return described
 
     def _cell(self, cell: CellType) -> Hashable:
         contents = _cell_contents(cell)

@@ -137,13 +137,17 @@ def check_same_weights(model: nn.Module, seed: int, control: Group) -> None:
         ConfigError: a rank's weights or seed differ from those of rank 0.
     """
     digest = zlib.crc32(str((seed, type(model).__qualname__)).encode())
+    compared: dict[torch.device, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         digest = zlib.crc32(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode(), digest)
         if not parameter.is_meta:
             flat = parameter.detach().reshape(-1)
             some = flat[:: max(1, flat.numel() // _NUM_COMPARED)][:_NUM_COMPARED]
-            some = (torch.view_as_real(some) if some.is_complex() else some).double().cpu()
-            digest = zlib.crc32(some.numpy().tobytes(), digest)
+            some = torch.view_as_real(some).reshape(-1) if some.is_complex() else some
+            compared.setdefault(parameter.device, []).append(some.double())
+    # One copy for each device, for which the host waits.
+    for values in compared.values():
+        digest = zlib.crc32(torch.cat(values).cpu().numpy().tobytes(), digest)
     for name, buffer in model.named_buffers():
         digest = zlib.crc32(f"{name} {tuple(buffer.shape)} {buffer.dtype} {buffer.is_meta}".encode(), digest)
     rows = gather_numbers(control, "in booster.boost, which compares the weights of the ranks", [digest])

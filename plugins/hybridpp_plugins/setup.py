@@ -196,8 +196,9 @@ def _watch_manual_calls(
 
 
 def _module_dtypes(model: nn.Module, settings: PluginSettings, device: torch.device) -> ModuleDtypes:
-    in_fp32 = fp32_norms(model, settings.precision_config.fp32_norms, device.type)
-    return find_module_dtypes(model, settings.precision_config.fp32_modules, torch_dtype(settings.precision), in_fp32)
+    half = torch_dtype(settings.precision)
+    in_fp32 = fp32_norms(model, settings.precision_config.fp32_norms, device.type) if half else ()
+    return find_module_dtypes(model, settings.precision_config.fp32_modules, half, in_fp32)
 
 
 def _quietly(grad_access_warning: GradAccessWarning, around: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """Small models on whose modules layers of the adapter meet."""
 
 import torch
+from copies import copied
 from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM, Olmo2Config, Olmo2ForCausalLM
 
@@ -97,6 +98,7 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH))
 
 
+@copied
 def olmo2() -> nn.Module:
     """With norms over all heads, and a large head and embedding, which are units and are sharded."""
     torch.manual_seed(0)
@@ -104,6 +106,7 @@ def olmo2() -> nn.Module:
     return Olmo2ForCausalLM(Olmo2Config(vocab_size=512, max_position_embeddings=16, pad_token_id=None, **sizes))
 
 
+@copied
 def bloom() -> nn.Module:
     """Whose blocks get a bias for each head."""
     torch.manual_seed(0)

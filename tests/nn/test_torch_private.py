@@ -50,9 +50,12 @@ def is_private(name: str) -> bool:
 TORCHS = {name for thing in OBJECTS for name in dir(thing) if is_private(name)}
 
 
-def own_names(trees: list[ast.Module]) -> set[str]:
+def nodes_of(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
+def own_names(nodes: list[ast.AST]) -> set[str]:
     """Private names that the sources define themselves."""
-    nodes = [node for tree in trees for node in ast.walk(tree)]
     names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     names |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and is_self(node.value)}
@@ -66,9 +69,9 @@ def is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
-def uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
+def uses(nodes: list[ast.AST], own: set[str]) -> Iterator[tuple[int, str]]:
     """Lines with a private name of torch's, and the name."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom | ast.Import):
             module = getattr(node, "module", "") or ""
             for name in (f"{module}.{alias.name}" for alias in node.names):
@@ -76,7 +79,7 @@ def uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
                     yield node.lineno, name
         elif isinstance(node, ast.Attribute) and is_private(node.attr) and not is_self(node.value):
             # Torch's are so whatever they are read from; others only where nothing of ours has the name.
-            if node.attr in TORCHS or node.attr not in own | NOT_TORCHS:
+            if node.attr in TORCHS or not (node.attr in own or node.attr in NOT_TORCHS):
                 yield node.lineno, ast.unparse(node)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names = [node.value] if node.value in TORCHS or node.value.startswith("torch._") else []
@@ -84,9 +87,11 @@ def uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
 
 
 def test_private_names_of_torch_are_in_one_file():
-    trees = {path: ast.parse(path.read_text()) for path in SOURCES}
-    own = own_names(list(trees.values()))
-    bad = [f"{path.relative_to(ROOT)}:{line}: {name}" for path, tree in trees.items() for line, name in uses(tree, own)]
+    nodes = {path: nodes_of(path.read_text()) for path in SOURCES}
+    own = own_names([node for found in nodes.values() for node in found])
+    bad = [
+        f"{path.relative_to(ROOT)}:{line}: {name}" for path, found in nodes.items() for line, name in uses(found, own)
+    ]
     assert not bad, "\n".join([f"read these in {HOME.relative_to(ROOT)}:", *bad])
 
 
@@ -104,7 +109,7 @@ def test_private_names_of_torch_are_in_one_file():
     ],
 )
 def test_a_planted_use_is_found(source, name):
-    found = list(uses(ast.parse(f"\n{source}"), own={"_version", "_mine"}))
+    found = list(uses(nodes_of(f"\n{source}"), own={"_version", "_mine"}))
     assert (2, name) in found
 
 
@@ -112,7 +117,7 @@ def test_a_planted_use_is_found(source, name):
     "source", ["self._buffers", "super()._init_group()", "other._mine", "x.__dict__", "t._replace()"]
 )
 def test_names_of_our_own_pass(source):
-    assert not list(uses(ast.parse(source), own={"_mine"}))
+    assert not list(uses(nodes_of(source), own={"_mine"}))
 
 
 def test_the_names_were_read_in_the_release_that_tests_run_with():

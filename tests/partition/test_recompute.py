@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from copies import copied
 from support import assert_same, boosted, image_batch, model_loss, sgd, tiny_vit, train
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -142,6 +143,7 @@ def test_a_recomputed_block_finds_and_leaves_everything_as_it_was(pp_size):
     assert all(count == 2 for counts in calls for count in counts.values())
 
 
+@copied
 def gpt2():
     torch.manual_seed(0)
     sizes = {"vocab_size": 20, "n_positions": 16, "n_embd": 8, "n_layer": 4, "n_head": 2}

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from copies import copied
 from divided_models import GPT2, LLAMA, SIZES, gpt2, llama, token_batch
 from processes import run_ranks
 from support import assert_near, boosted, model_loss, sgd, train
@@ -26,6 +27,7 @@ BERT = {
 }
 
 
+@copied
 def bert():
     """Its head is tied to the embedding, and has a bias that is held by two modules."""
     torch.manual_seed(0)
@@ -35,6 +37,7 @@ def bert():
     return model
 
 
+@copied
 def t5():
     """Three embeddings and a head of one weight; the head is used in the last stage, the encoder's in the first."""
     torch.manual_seed(0)

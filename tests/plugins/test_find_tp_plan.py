@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from copies import copied
 from divided_models import SIZES, deepseek, falcon, gpt_oss, llama4, mixtral, mpnet, olmo2, t5, token_batch
 from hybridpp_plugins.find_tp_plan import find_tp_plan
 from hybridpp_plugins.sample import Samples
@@ -154,6 +155,7 @@ def test_copied_parts_of_a_fused_layer_say_so():
         assert (place.full_shape, place.shard.widths, place.shard.copies) == ((48, 32), (32, 8, 8), (1, 2, 2))
 
 
+@copied
 def large(config_class, model_class, **settings):
     """With a vocabulary that outweighs a block."""
     torch.manual_seed(0)

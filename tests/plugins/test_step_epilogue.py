@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from copies import copied
 from divided_models import LLAMA, SIZES, token_batch
 from hybridpp_plugins.manual_clipping import ManualScaling
 from hybridpp_plugins.step_epilogue import (
@@ -27,6 +28,7 @@ MAX_NORM, LIMIT, LOSS_SCALE = 0.05, 0.01, 2.0**8
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+@copied
 def llama(tied):
     torch.manual_seed(0)
     sizes = SIZES | {"num_hidden_layers": 2, "num_key_value_heads": 2}

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from accelerate import init_empty_weights
+from copies import copied
 from safetensors.torch import save_file
 from support import (
     assert_same,
@@ -28,6 +29,7 @@ from hybridpp.errors import CheckpointError, ConfigError, PeerError
 WAITS = "its weights have no values yet. Call booster.load_model(model, folder) first"
 
 
+@copied
 def tiny_llama(tied=False):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -39,6 +41,7 @@ def tied_llama():
     return tiny_llama(tied=True)
 
 
+@copied
 def tiny_mixtral():
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}

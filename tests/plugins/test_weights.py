@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from copies import copied
 from safetensors.torch import load_file, save_file
 from support import assert_near, assert_same, boosted, image_batch, model_loss, sgd, small_vit, tiny_vit
 from torch import nn
@@ -54,6 +55,7 @@ def test_the_folder_has_the_names_that_the_hub_knows(tmp_path):
     assert set(ours) == set(plain)
 
 
+@copied
 def tiny_llama(tied):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}

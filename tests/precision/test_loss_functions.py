@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from copies import copied
 from divided_models import SIZES, token_batch
 from support import assert_near, assert_same, boosted, image_batch, in_half, sgd, tiny_vit, train
 from torch import Tensor, nn
@@ -55,6 +56,7 @@ def test_one_process_gives_plain_torchs_bits():
     assert_same(found["gradients"], gradients)
 
 
+@copied
 def bert():
     """Its head is tied to the embedding."""
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from copies import copied
 from divided_models import token_batch
 from sequence_models import Block, Net, squares
 from support import assert_near, assert_same, image_batch, train
@@ -83,6 +84,7 @@ def test_divided_activations_draw_masks_of_their_own():
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 
 
+@copied
 def vit(hidden, attention):
     torch.manual_seed(0)
     dropout = {"hidden_dropout_prob": hidden, "attention_probs_dropout_prob": attention}
@@ -90,12 +92,14 @@ def vit(hidden, attention):
     return ViTForImageClassification(config).train()
 
 
+@copied
 def bert(hidden, attention):
     torch.manual_seed(0)
     dropout = {"hidden_dropout_prob": hidden, "attention_probs_dropout_prob": attention}
     return BertForMaskedLM(BertConfig(**SIZES, **dropout, vocab_size=37, max_position_embeddings=8)).train()
 
 
+@copied
 def gpt2(hidden, attention):
     torch.manual_seed(0)
     dropout = {"resid_pdrop": hidden, "embd_pdrop": hidden, "attn_pdrop": attention}
@@ -103,6 +107,7 @@ def gpt2(hidden, attention):
     return GPT2LMHeadModel(config).train()
 
 
+@copied
 def stablelm(hidden, attention):
     """Llama's blocks, and dropout behind each."""
     torch.manual_seed(0)
