@@ -28,7 +28,7 @@ def blocks(file, language):
 
 
 def commands(file="README.md"):
-    lines = "".join(blocks(file, "bash")).splitlines()
+    lines = "".join(blocks(file, "bash")).replace("\\\n", " ").splitlines()
     return [line.split("#")[0].strip() for line in lines if line.strip()]
 
 
