@@ -1,12 +1,13 @@
 """Functions between compiled graphs."""
 
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from hybridpp.nn.uncompiled import uncompiled
 
 
 def test_the_compiler_does_not_look_into_them():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     torch._dynamo.reset()
     compiling = []
 

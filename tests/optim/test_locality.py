@@ -5,7 +5,6 @@ import functools
 import pytest
 import torch
 from torch import nn, optim
-from transformers.optimization import Adafactor as HuggingFaceAdafactor
 
 from hybridpp.optim import HybridAdam, Locality, LocalityUnknown, find_localities
 
@@ -18,6 +17,13 @@ def parameters():
     torch.manual_seed(0)
     shapes = [(7,), (5, 3), (2, 3, 5), (3, 1, 2, 2), ()]
     return [nn.Parameter(torch.randn(shape)) for shape in shapes] + [nn.Parameter(torch.randn(3).bfloat16())]
+
+
+def hugging_face_adafactor(*arguments, **settings):
+    # It imports half of transformers, and peft.
+    from transformers.optimization import Adafactor
+
+    return Adafactor(*arguments, **settings)
 
 
 def matrices():
@@ -94,7 +100,7 @@ class Lamb(optim.Optimizer):
 
 PARAMETERS = {
     "Adafactor": optim.Adafactor,
-    "Adafactor of transformers": HuggingFaceAdafactor,
+    "Adafactor of transformers": hugging_face_adafactor,
     "Muon": optim.Muon,
     "LAMB": Lamb,
     "one with a trust ratio": WithTrustRatio,

@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 from torch.optim import lr_scheduler
-from transformers import get_polynomial_decay_schedule_with_warmup
 
 import hybridpp
 from hybridpp.errors import ConfigError
@@ -74,6 +73,8 @@ def test_one_cycle_turns_the_momentum_the_other_way():
 
 
 def test_polynomial_decay_is_that_of_transformers_behind_the_warmup():
+    from transformers import get_polynomial_decay_schedule_with_warmup
+
     ours, theirs = sgd(0.3), sgd(0.3)
     scheduler = hybridpp.PolynomialWarmupLR(ours, TOTAL, WARMUP, end_lr=0.01, power=1.5)
     reference = get_polynomial_decay_schedule_with_warmup(theirs, WARMUP, TOTAL, lr_end=0.01, power=1.5)

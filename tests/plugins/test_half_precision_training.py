@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from support import model_loss, tiny_vit
 
 from hybridpp import Booster, HybridParallelPlugin
@@ -15,6 +14,8 @@ STEPS, BATCH_SIZE, LAST = 300, 16, 50
 
 
 def digits():
+    from sklearn.datasets import load_digits  # brings scipy and pandas
+
     raw = load_digits(n_class=5)
     pixels = torch.tensor(raw.images, dtype=torch.float32)[:, None].expand(-1, 3, -1, -1) / 8 - 1
     labels = torch.tensor(raw.target)

@@ -4,7 +4,6 @@ import re
 
 import pytest
 from torch import nn
-from torch.distributed.pipelining import SplitPoint
 from torch.utils.data import DistributedSampler
 
 from hybridpp import HybridParallelPlugin
@@ -163,6 +162,8 @@ def test_the_first_and_the_last_rank_may_be_asked_for_instead_of_stages():
 
 
 def test_split_points_of_torch_are_understood():
+    from torch.distributed.pipelining import SplitPoint
+
     points = {"0": SplitPoint.BEGINNING, "1": SplitPoint.END, "2": "before"}
     plain = {"0": "before", "1": "after", "2": "before"}
     assert PartitionConfig(split_points=points).split_points == plain
