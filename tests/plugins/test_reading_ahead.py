@@ -9,7 +9,7 @@ from support import IMAGE, assert_same, boosted, gradients_of, image_batch, mode
 from torch.utils.data import Dataset
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.errors import ConfigError, DataError, DeadlockError, PeerError
+from hybridpp.errors import ConfigError, DataError, DeadlockError, PeerError, RefusedByPeerError
 from hybridpp.pipeline import BatchReader
 
 SETTINGS = {"pp_size": 2, "num_microbatches": 2}
@@ -164,7 +164,7 @@ def test_a_sample_that_cannot_be_read_is_named_at_its_step():
             optimizer.step()
         return found
 
-    peer = "PeerError: reading the batch failed on rank 1. See the error printed there."
+    peer = "RefusedByPeerError: reading the batch failed on rank 1. See the error printed there."
     assert messages(executed) == [
         ["", peer, "", "", "StopIteration: "],
         ["", "OSError: sample 3 is gone", "", "", "StopIteration: "],
@@ -297,7 +297,7 @@ def test_a_parameter_that_one_rank_unfroze_is_refused_on_all():
         return type(caught.value), str(caught.value)
 
     first, second = Loopback(2).run(run)
-    assert first == (PeerError, "the step was refused on rank 1. See the error printed there.")
+    assert first == (RefusedByPeerError, "the step was refused on rank 1. See the error printed there.")
     assert second[0] is ConfigError
     assert second[1].startswith("classifier.bias was frozen when the model was boosted")
 
