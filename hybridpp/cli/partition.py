@@ -82,6 +82,7 @@ def run(arguments: PartitionArguments) -> None:
     if arguments.world_size or arguments.zero_stage or zero.offload_optimizer:
         host_bytes = _host_bytes(model, casted, spec, shapes) if zero.offload_optimizer else None
         parts += ["", *render_memory(stages, state_bytes, num_replicas, given, host_bytes)]
+        parts += ["", _for_a_while(model, casted, shapes)]
     if division is not None:
         parts += ["", *render_sharding(model, division, arguments.tp_size)]
     show(*parts)
@@ -153,6 +154,20 @@ def _state_bytes(
         )
         for name, parameter in model.named_parameters()
     }
+
+
+def _for_a_while(model: nn.Module, casted: Mapping[int, torch.dtype], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """What a step takes for a while beside what is held, for the largest weight; a replica's piece may be smaller."""
+    sizes = [
+        (math.prod(shapes.get(name, parameter.shape)), casted.get(id(parameter), parameter.dtype).itemsize)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+    gradient, update = max(n * itemsize for n, itemsize in sizes), 8 * max(n for n, _ in sizes)
+    return (
+        f"and for a while, beside activations: up to {gradient / 2**20:,.1f} for a gradient before it is added, or "
+        f"{update / 2**20:,.1f} in the update by torch's Adam without fused=True"
+    )
 
 
 def _host_bytes(

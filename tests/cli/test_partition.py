@@ -116,6 +116,8 @@ def test_what_a_rank_of_several_replicas_holds(table):
             *("stage", "weights", "gradients", "masters", "moments", "total")
         ]
         held[stage] = [[number(cell) for cell in line.split("|")] for line in lines[2:4]]
+        for_a_while = f", or {8 * 90_000 * config.hidden_size / 2**20:,.1f} in the update by torch's Adam without fused"
+        assert for_a_while in text
     for plain, zero in zip(held[0], held[1], strict=True):
         assert zero[:3] == plain[:3]
         assert zero[3:5] == [pytest.approx(masters_or_moments / 4, abs=0.1) for masters_or_moments in plain[3:5]]
