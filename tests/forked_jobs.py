@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import IO, Any
 
@@ -185,8 +186,10 @@ def _serve(ours: Connection, theirs: Connection) -> None:
             if isinstance(request, int):
                 theirs.send(started[request].exitcode)
             else:
-                process = _FORK.Process(target=_run, args=request)
+                leads = _FORK.Event()
+                process = _FORK.Process(target=_run, args=(leads, *request))
                 process.start()
+                leads.wait()
                 assert process.pid is not None
                 started[process.pid] = process
                 theirs.send(process.pid)
@@ -195,8 +198,9 @@ def _serve(ours: Connection, theirs: Connection) -> None:
         process.join()
 
 
-def _run(command: Sequence[str], variables: dict[str, str], output: str) -> None:
+def _run(leads: Event, command: Sequence[str], variables: dict[str, str], output: str) -> None:
     os.setsid()
+    leads.set()  # a session, to which the agent sends its signals
     after_fork()
     if output:
         with open(output, "a") as file:
