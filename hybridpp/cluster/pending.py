@@ -50,6 +50,11 @@ class FilledFrom(Generic[T]):
     def __init__(self, pending: Pending[T], fill: Callable[[T], object]):
         self._pending: tuple[Pending[T], Callable[[T], object]] | None = (pending, fill)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it has been waited for."""
+        return self._pending is None
+
     def wait(self) -> None:
         if self._pending is not None:
             (pending, fill), self._pending = self._pending, None

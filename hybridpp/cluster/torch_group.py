@@ -71,7 +71,8 @@ class TorchGroup:
         self._started = [0] * (1 + 2 * self.size)
         self._sums: deque[Work] = deque()
         # Through shared memory, with what each receives.
-        self._small: deque[tuple[Work, int]] = deque()
+        self._small: deque[tuple[FilledFrom[Any] | PendingSum, int]] = deque()
+        self._small_bytes = 0
 
     @property
     def transport(self) -> str:
@@ -251,15 +252,19 @@ class TorchGroup:
             return self._exchange([own] * self.size, list(segments))
         return self._start(_all_gather_single, as_carried(flat), as_carried(own), async_op=True)
 
-    def _limit_small(self, work: Work, num_bytes: int) -> Work:
+    def _limit_small(self, work: FilledFrom[Any] | PendingSum, num_bytes: int) -> Work:
         """Note a collective that receives so many bytes from each member; wait for the oldest ones if it is too much.
 
         No rank waits for this one to go on: what is sent through shared memory is there when the collective begins.
         """
-        if self._exchanging(num_bytes) is not None:
-            self._small.append((work, num_bytes * (self.size - 1)))
-            while sum(size for _, size in self._small) > _MAX_SMALL_BYTES:
-                self._small.popleft()[0].wait()
+        if self._exchanging(num_bytes) is None:
+            return work
+        self._small.append((work, num_bytes * (self.size - 1)))
+        self._small_bytes += num_bytes * (self.size - 1)
+        while self._small and (self._small[0][0].is_done or self._small_bytes > _MAX_SMALL_BYTES):
+            oldest, size = self._small.popleft()
+            self._small_bytes -= size
+            oldest.wait()
         return work
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> DirectExchange:

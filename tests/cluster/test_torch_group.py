@@ -163,3 +163,14 @@ def test_many_small_collectives_hold_little_memory(kind, num_elements, own, whol
         assert peak <= 5 * 2**21 + 4 * num_elements, "without a limit it would be 12 of 2 MiB"
         assert own is None or means == [own] * 12
         assert whole is None or mean == whole
+
+
+def _many_in_turn():
+    group = current_world().split([[0, 1]])
+    for _ in range(50):
+        group.all_reduce(torch.ones(1)).wait()
+    return len(group._small)
+
+
+def test_collectives_that_were_waited_for_are_forgotten():
+    assert run_ranks(_many_in_turn, 2) == [1, 1]

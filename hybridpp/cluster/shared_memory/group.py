@@ -78,6 +78,11 @@ class PendingSum:
     def __init__(self, exchange: PendingExchange, tensor: Tensor):
         self._pending: tuple[PendingExchange, Tensor] | None = (exchange, tensor)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it has been waited for."""
+        return self._pending is None
+
     def wait(self) -> None:
         """Wait until the tensor holds the sum; may be called again."""
         if self._pending is None:
