@@ -319,7 +319,8 @@ def test_a_cache_that_undoes_no_recomputation_is_not_reported(use_cache, setting
     model.config.use_cache = use_cache
     boosted(model, sgd, {"input_ids": torch.zeros(1, 2, dtype=torch.long)}, **settings)
     boosted(tiny_vit(), sgd, image_batch(2), gradient_checkpoint_config={})
-    assert not caplog.records
+    # Transformers warns of special tokens outside of the vocabulary, where an earlier test let it.
+    assert not [record for record in caplog.records if record.name.startswith("hybridpp")]
 
 
 def test_a_cache_that_keeps_what_is_recomputed_is_reported_once(caplog):
