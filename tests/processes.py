@@ -19,6 +19,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 import torch
 from support import ROOT
 
@@ -272,3 +273,11 @@ def torchrun(
         timeout=timeout_s,
         cwd=cwd,
     )
+
+
+def has_ended(pid):
+    """Whether a process has ended; the one that it is left to may not wait for it, or at once."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True

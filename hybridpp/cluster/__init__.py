@@ -1,6 +1,6 @@
 """Ranks, groups, launch, logging and seeds."""
 
-from hybridpp.cluster.child_processes import EndWithRank
+from hybridpp.cluster.child_processes import EndWithRank, kill_at_exit
 from hybridpp.cluster.common_results import CommonResults, ResultStores
 from hybridpp.cluster.coordinator import DistCoordinator
 from hybridpp.cluster.current import current_world
@@ -74,6 +74,7 @@ __all__ = [
     "get_dist_logger",
     "has_drawn",
     "join_as_started",
+    "kill_at_exit",
     "launch",
     "launch_from_openmpi",
     "launch_from_slurm",

@@ -1,8 +1,8 @@
 """Processes that a rank has started: they end when it does, also where they are stopped.
 
 A worker of torch's data loader looks every five seconds whether its rank lives, and Python ends its workers by SIGTERM.
-Neither does anything to a worker that is stopped (SIGSTOP, job control, a debugger): it stays for ever, and at its exit
-Python waits for it. SIGKILL ends it.
+Neither does anything to a worker that is stopped (SIGSTOP, job control, a debugger) or leaves SIGTERM to its rank: it
+stays for ever, and at its exit Python waits for it. SIGKILL ends it.
 """
 
 import contextlib
@@ -12,8 +12,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
+from weakref import WeakSet
 
 from hybridpp.cluster.rank_process import RankProcess
 from hybridpp.cluster.worker_signals import leave_to_rank
@@ -23,6 +26,10 @@ _PR_SET_PDEATHSIG = 1
 _MAIN = "MainThread"
 # Of the 107 bytes of a socket's path, "/listener-abcdefgh" takes 18.
 _MAX_FOLDER = 85
+
+# Workers to kill at the end of the process with this number.
+_WORKERS: WeakSet[BaseProcess] = WeakSet()
+_killing_process = 0
 
 
 class EndWithRank:
@@ -75,16 +82,42 @@ def keep_sockets_in(folder: Path | None) -> None:
         config.setdefault("tempdir", str(folder))
 
 
+def kill_at_exit(workers: Iterable[BaseProcess]) -> None:
+    """Kill processes that ``multiprocessing`` has started in this one, when it ends and they have not.
+
+    Python would tell them to end by SIGTERM, and wait without a limit.
+    """
+    global _killing_process
+    _WORKERS.update(workers)
+    if _killing_process != os.getpid():
+        _killing_process = os.getpid()
+        Finalize(None, _kill_workers, exitpriority=0)
+
+
+def _kill_workers() -> None:
+    left = [child for child in multiprocessing.active_children() if child in _WORKERS]
+    if left:
+        _forget_ends_of_workers()
+    for child in left:
+        child.kill()
+
+
 def kill_children(*, only_stopped: bool = False) -> None:
     """Kill the processes that ``multiprocessing`` has started in this one, which is about to end itself.
 
     Args:
         only_stopped: leave those that can end by themselves.
     """
-    # Torch's handler for the end of a worker would raise an error in the main thread, as if that were what went wrong.
-    # From other threads, the one of Python could not be taken away.
-    ctypes.CDLL(None).signal(signal.SIGCHLD, ctypes.c_void_p(0))
+    _forget_ends_of_workers()
     stopped = RankProcess.own().stopped_children if only_stopped else []
     for child in multiprocessing.active_children():
         if not only_stopped or child.pid in stopped:
             child.kill()
+
+
+def _forget_ends_of_workers() -> None:
+    """Take torch's handler away, which raises an error in the main thread, as if that were what went wrong.
+
+    From other threads, the one of Python could not be taken away.
+    """
+    ctypes.CDLL(None).signal(signal.SIGCHLD, ctypes.c_void_p(0))

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
+from multiprocessing.process import BaseProcess
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -331,6 +332,11 @@ def nccl_options(timeout: timedelta, *, is_high_priority_stream: bool, max_ctas:
     # new_group() warns of options that have another one than its argument.
     options._timeout = timeout
     return options
+
+
+def workers_of(batches: object) -> list[BaseProcess]:
+    """The processes that load data for an iterator of a ``DataLoader``."""
+    return list(getattr(batches, "_workers", ()))
 
 
 connection_of: Callable[[Store], Store] = methodcaller("clone")

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
+from hybridpp.cluster import kill_at_exit
 from hybridpp.data_parallel import PassStart, RepeatedSamples, ShardedBatchSampler, ShardedIterableDataset
 from hybridpp.errors import CheckpointError
+from hybridpp.nn.torch_private import workers_of
 from hybridpp.pipeline import ReadAheadIterator
 
 
@@ -102,6 +104,7 @@ class ReplicaDataLoader(DataLoader[Any]):
         self._taken = _Taken()
         self._repeated = set()
         batches = super().__iter__()
+        kill_at_exit(workers_of(batches))
         iterator = _CountingIterator(batches if self._stream is None else self._unmarked(batches), self._taken)
         if self._stream is not None:  # a worker has a copy
             self._stream.num_skipped = 0

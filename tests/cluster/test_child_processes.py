@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from processes import has_ended
 from torch.utils.data import Dataset
 
 from hybridpp import HybridParallelPlugin
@@ -49,14 +50,6 @@ def stopped_worker():
     while worker.status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
     return worker, batches
-
-
-def has_ended(pid):
-    """Whether a process has ended; the one that it is left to may not wait for it, or at once."""
-    try:
-        return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return True
 
 
 def killed():

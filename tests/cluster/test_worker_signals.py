@@ -1,19 +1,21 @@
 """Workers of data loaders leave signals that tell the job to stop to their rank, and end when their rank says so."""
 
+import ctypes
 import multiprocessing
-import platform
 import runpy
 import signal
 import subprocess
+import time
 
 import psutil
 import pytest
 import torch
-from processes import RankFailed, run_forked
+from processes import RankFailed, has_ended, run_forked
 from support import ROOT
 from torch.utils.data import DataLoader, Dataset
 
-from hybridpp.cluster.child_processes import EndWithRank
+from hybridpp.cluster.child_processes import EndWithRank, kill_at_exit
+from hybridpp.nn.torch_private import workers_of
 
 WORKER = ROOT / "tests/scripts/left_to_rank.py"
 BOTH = (int(signal.SIGTERM), int(signal.SIGUSR1))
@@ -58,18 +60,43 @@ def test_other_signals_end_a_worker_and_then_its_rank():
         run_forked(lambda: signalled("USR1", (int(signal.SIGTERM),)))
 
 
-def test_the_parent_ends_its_worker_by_sigterm():
-    def run():
-        begun_one = begun(BOTH)  # which keeps the worker
-        begun_one[1].terminate()
-        _, alive = psutil.wait_procs([begun_one[1]], timeout=30)
-        return [one.pid for one in alive]
+class Stuck(Numbers):
+    def __getitem__(self, index):
+        if index == 4:
+            # Native code that lets no other thread of Python run.
+            ctypes.PyDLL(None).sleep(1000)
+        return torch.tensor(float(index))
 
-    assert run_forked(run) == []
+
+@pytest.mark.parametrize("dataset", [Numbers(), Stuck()], ids=["idle", "stuck"])
+def test_a_rank_that_ends_takes_its_workers_along(dataset):
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+
+    def rank():
+        loader = DataLoader(dataset, 2, num_workers=1, worker_init_fn=EndWithRank(None, BOTH))
+        batches = iter(loader)
+        kill_at_exit(workers_of(batches))
+        next(batches)
+        theirs.send(multiprocessing.active_children()[0].pid)
+        kept.append(batches)
+
+    kept = []
+    process = context.Process(target=rank)
+    process.start()
+    try:
+        assert ours.poll(60)
+        worker = ours.recv()
+        process.join(60)
+        assert process.exitcode == 0
+        while not has_ended(worker):
+            time.sleep(0.01)
+    finally:
+        process.kill()
 
 
 def obeyed(method):
-    """What a worker answers after signals from elsewhere, how its program ends, and then the worker itself."""
+    """What a worker answers after signals from elsewhere, how its program ends, and the worker itself."""
     context = multiprocessing.get_context(method)
     ours, theirs = context.Pipe()
     worker = context.Process(target=runpy.run_path, args=(str(WORKER), {"pipe": theirs}), daemon=True)
@@ -79,8 +106,8 @@ def obeyed(method):
         send_from_elsewhere(name, worker)
         told.append(ask(ours, name))
     told.append(ask(ours, "start a program"))
-    ours.send("hang")
     worker.terminate()
+    ours.send("end")
     worker.join(60)
     return [*told, worker.exitcode]
 
@@ -91,8 +118,7 @@ def ask(pipe, what):
     return pipe.recv()
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="for these processors")
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_a_worker_and_its_programs_end_by_their_parents_alone(method):
+def test_signals_end_no_worker_but_its_programs(method):
     expected = ["begin", "TERM", "USR1", -signal.SIGTERM, 0]
     assert run_forked(lambda: obeyed(method), timeout_s=200) == expected

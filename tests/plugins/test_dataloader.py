@@ -1,17 +1,21 @@
 """Who sees which samples."""
 
+import multiprocessing
 import random
 import re
+import threading
 from itertools import chain
 
 import numpy
 import pytest
 import torch
+from hybridpp_plugins import dataloader
 from support import IMAGE, boosted, model_loss, sgd, tiny_vit
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.cluster import Loopback, current_world
+from hybridpp.cluster.stop_request import StopRequest
 from hybridpp.errors import ConfigError, DataError
 
 
@@ -273,3 +277,30 @@ def test_batches_are_page_locked_where_a_device_reads_them(device, given, pins, 
     one = plugin()
     monkeypatch.setattr(type(one.layout.world), "device", property(lambda self: torch.device(device)))
     assert one.prepare_dataloader([0, 1], batch_size=1, pin_memory=given).pin_memory is pins
+
+
+class Stuck(Drawing):
+    def __getitem__(self, index):
+        if index == 2:
+            threading.Event().wait()
+        return index
+
+
+def test_a_worker_that_is_stuck_does_not_keep_its_rank_from_ending(monkeypatch):
+    """Although it leaves the signal by which Python ends it to its rank."""
+    world, kept = current_world(), []
+    monkeypatch.setattr(world, "stop", StopRequest(["SIGTERM"]))
+    monkeypatch.setattr(dataloader, "current_world", lambda: world)
+
+    def rank():
+        loader = plugin().prepare_dataloader(Stuck(), 2, num_workers=1, multiprocessing_context="fork")
+        kept.append(iter(loader))
+        next(kept[0])
+
+    process = multiprocessing.get_context("fork").Process(target=rank)
+    process.start()
+    try:
+        process.join(60)
+        assert process.exitcode == 0
+    finally:
+        process.kill()

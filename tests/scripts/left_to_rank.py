@@ -3,7 +3,6 @@
 With ``pipe`` in its globals, it is started by ``multiprocessing``.
 """
 
-import ctypes
 import runpy
 import signal
 import subprocess
@@ -25,10 +24,8 @@ def answer(pipe):
     threading.Thread(target=threading.Event().wait, daemon=True).start()
     worker_signals = Path(__file__).parents[2] / "hybridpp/cluster/worker_signals.py"
     runpy.run_path(str(worker_signals))["leave_to_rank"](SIGNALS)
-    while (asked := pipe.recv()) != "hang":
+    while (asked := pipe.recv()) != "end":
         pipe.send(program_ended() if asked == "start a program" else asked)
-    # In native code that lets no other thread of Python run.
-    ctypes.PyDLL(None).sleep(1000)
 
 
 if "pipe" in globals():
