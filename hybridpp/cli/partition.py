@@ -163,7 +163,8 @@ def _for_a_while(model: nn.Module, casted: Mapping[int, torch.dtype], shapes: Ma
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]
-    gradient, update = max(n * itemsize for n, itemsize in sizes), 8 * max(n for n, _ in sizes)
+    gradient = max((n * itemsize for n, itemsize in sizes), default=0)
+    update = 8 * max((n for n, _ in sizes), default=0)
     return (
         f"and for a while, beside activations: up to {gradient / 2**20:,.1f} for a gradient before it is added, or "
         f"{update / 2**20:,.1f} in the update by torch's Adam without fused=True"
