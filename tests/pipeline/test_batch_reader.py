@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.errors import DataError, PeerError, UnlikeCallsError
+from hybridpp.errors import DataError, RefusedByPeerError, UnlikeCallsError
 from hybridpp.pipeline import RankBatchInfo, read_batch, split_batch, start_batch_check, step_call
 
 PIPELINES = ((0, 1), (2, 3))
@@ -34,7 +34,7 @@ def outcomes(prepares, training=(True, True, True, True)):
         call = f"in {step_call('Net', training[world.rank])}"
         try:
             return start_batch_check(world.control(), PIPELINES, call, prepares[world.rank]).wait()
-        except (UnlikeCallsError, DataError, PeerError, OSError, StopIteration) as error:
+        except (UnlikeCallsError, DataError, RefusedByPeerError, OSError, StopIteration) as error:
             return error
 
     return Loopback(4).run(run)
@@ -74,7 +74,7 @@ def test_data_that_ends_on_some_ranks(ended, named):
 def test_a_rank_that_cannot_read_says_why_and_the_others_who(others):
     own, *rest = outcomes([broken, others, others, broken])
     assert_all_raise([own, rest.pop()], OSError, "the disk is gone")
-    assert_all_raise(rest, PeerError, "reading the batch failed on ranks 0, 3. See the error printed there.")
+    assert_all_raise(rest, RefusedByPeerError, "reading the batch failed on ranks 0, 3. See the error printed there.")
 
 
 BIG = torch.zeros(100, 1000)
