@@ -24,7 +24,7 @@ _POLL_S, _REMOTE_POLL_S = 0.02, 0.5
 _TIMEOUT_S = 600.0
 _NICENESS = 19
 # Of the processors that a rank has: what a step beside a save loses then is mostly the disk's (benchmarks/RESULTS.md).
-_SHARE = 0.015
+_SHARE = 0.0075
 
 
 class SaveOutcome(IntEnum):
