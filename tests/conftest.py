@@ -3,12 +3,14 @@
 import gc
 import os
 import sys
+import threading
 from collections.abc import Hashable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from covering import left_to_the_matrix
+from tqdm import tqdm
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,6 +18,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Every worker and every interpreter that a test starts would compile the package, and each worker the tests: 25 s.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# tqdm's own lock is one of all processes that are forked: a child that is killed while it draws a bar leaves it locked
+# for ever, and torch.compile draws bars. A thread of tqdm's would hold this one while others fork.
+tqdm.set_lock(threading.RLock())
+tqdm.monitor_interval = 0
 # Imports make no garbage; a quarter of the time to collect tests went into looking for it.
 gc.disable()
 
