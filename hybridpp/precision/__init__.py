@@ -2,8 +2,14 @@
 
 from hybridpp.precision.dtypes import cast_model, describe_dtypes, dtype_changes, torch_dtype, working_dtype
 from hybridpp.precision.function_casts import FunctionCasts
-from hybridpp.precision.loss_scale import LossScale, LossScaler, update_loss_scale
-from hybridpp.precision.master_weights import MasterWeights, PartOf, ReplicatedTarget
+from hybridpp.precision.mixed_precision import (
+    LossScale,
+    LossScaler,
+    MasterWeights,
+    PartOf,
+    ReplicatedTarget,
+    update_loss_scale,
+)
 from hybridpp.precision.module_dtypes import ModuleDtypes, find_module_dtypes, wrap_dtype_boundaries
 from hybridpp.precision.nonfinite import Finding, NonFiniteDetector, StepPosition
 from hybridpp.precision.norm_modules import fp32_norms, norm_modules

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor, nn
 
 from hybridpp.errors import ConfigError
-from hybridpp.precision.master_weights import MasterWeights, ReplicatedTarget
+from hybridpp.precision.mixed_precision import MasterWeights, ReplicatedTarget
 
 
 class ShardedTarget(ReplicatedTarget):
