@@ -168,6 +168,7 @@ TESTED_THROUGH = {
     "plugins/hybridpp_plugins/boosted_models.py": "tests/plugins/test_bad_input.py",
     "plugins/hybridpp_plugins/cut_model.py": "tests/plugins/test_layout_estimator.py",
     "plugins/hybridpp_plugins/schedule_costs.py": "tests/cli/test_estimate.py",
+    "plugins/hybridpp_plugins/engine_parts.py": "tests/plugins/test_engine.py",
     "plugins/hybridpp_plugins/estimate_batch.py": "tests/plugins/test_layout_estimator.py",
     "plugins/hybridpp_plugins/estimate_sharding.py": "tests/plugins/test_layout_estimator.py",
     "plugins/hybridpp_plugins/first_step_checks.py": "tests/plugins/test_bad_input.py",

@@ -1,12 +1,11 @@
 """What a plugin does with the models that it boosted: run, save and load them, and take everything off again."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -14,31 +13,27 @@ from torch.optim.swa_utils import AveragedModel
 from hybridpp.checkpoint.commit import step_folder
 from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.cluster import Section
-from hybridpp.errors import ClosedError, ConfigError, DeadlockError, PeerError, RefusedByPeerError, UnlikeCallsError
+from hybridpp.errors import ConfigError
 from hybridpp.nn.peft_model import is_peft_model
 from hybridpp.plugin import (
     Boosted,
-    Criterion,
     GeneratesText,
     InitializesModels,
     RecordsTimelines,
     Resumed,
-    RunsPipeline,
     SavesModels,
     SavesParts,
     SavesRuns,
-    StepOptions,
     UnboostsModels,
 )
 from hybridpp.precision import describe_dtypes
 from hybridpp.saving import is_file_name
 from hybridpp_plugins.adapters import save_adapters
-from hybridpp_plugins.engine import Engine
-from hybridpp_plugins.engine_handle import ENGINE, copied_weights, original_of
-from hybridpp_plugins.folder_save import FolderSave, Saves, StartedSave
+from hybridpp_plugins.engine import Engine, PipelineRunner
+from hybridpp_plugins.engine_handle import copied_weights, original_of
+from hybridpp_plugins.folder_save import FolderSave, StartedSave
 from hybridpp_plugins.generate import generate
 from hybridpp_plugins.initialize import initialize_weights
-from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.part_saves import OptimizerContents, ScheduleContents, load_optimizer, load_schedule
 from hybridpp_plugins.replica_loader import ReplicaDataLoader
@@ -49,7 +44,6 @@ from hybridpp_plugins.stage_table import stage_table
 from hybridpp_plugins.timeline_recording import TimelineRecording, recorded
 from hybridpp_plugins.training_state import RunParts
 from hybridpp_plugins.unboost import unboost
-from hybridpp_plugins.unfinished_step import UnfinishedStep
 from hybridpp_plugins.weights import load_weights, save_weights, start_save_of_weights
 
 P = ParamSpec("P")
@@ -71,49 +65,27 @@ def _in_section(section: Section, call: str) -> Callable[[Callable[Concatenate[A
 
 
 class BoostedModels(
-    RunsPipeline, RecordsTimelines, SavesModels, SavesRuns, SavesParts, UnboostsModels, InitializesModels, GeneratesText
+    PipelineRunner,
+    RecordsTimelines,
+    SavesModels,
+    SavesRuns,
+    SavesParts,
+    UnboostsModels,
+    InitializesModels,
+    GeneratesText,
 ):
-    """The part of a plugin that finds the engine of a boosted model, and hands calls to it.
+    """The part of a plugin that hands calls to the engine of a boosted model.
 
     Attributes:
-        layout: the ranks and groups of the plugin.
         settings: of the plugin.
     """
 
-    layout: Layout
     settings: PluginSettings
-    _closed = False
-
-    def __init__(self) -> None:
-        self._saves = Saves()
-        self._interrupted: str | None = None
-        # The rest of a step that an error ended here, which other replicas are in.
-        self._unfinished: UnfinishedStep | None = None
 
     @property
     def interrupted(self) -> bool:
         """See :attr:`hybridpp.Booster.interrupted`."""
         return bool(self.layout.world.stop.agreed)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(
-                "this plugin was closed: its process groups are gone. Make a new plugin, and boost a model with it."
-            )
-        if self._interrupted is not None:
-            raise UnlikeCallsError(
-                f"a step ended in the middle on this rank, by {self._interrupted}. Other ranks may still be in that "
-                "step, and its messages on their way, so nothing can follow it. Let the error end the process, and "
-                "resume from a checkpoint. To leave out a batch, check it before booster.execute_pipeline, on all "
-                "ranks alike."
-            )
-        if self._unfinished is not None:
-            unfinished, self._unfinished = self._unfinished, None
-            try:
-                unfinished.finish()
-            except Exception as error:
-                self._interrupted = f"{type(error).__name__}: {error}"
-                raise
 
     @_in_section("setup", "plugin.close")
     def close(self) -> None:
@@ -129,42 +101,6 @@ class BoostedModels(
             self._saves.wait()
             self._closed = True
             self.layout.close()
-
-    def _engine(self, model: nn.Module) -> Engine:
-        self._check_open()
-        engine = vars(model).get(ENGINE) if isinstance(model, nn.Module) else None
-        if not isinstance(engine, Engine) or engine.layout is not self.layout:
-            raise ConfigError(
-                f"this {type(model).__name__} was not boosted by this booster. Pass the model that booster.boost "
-                "returned."
-            )
-        if engine.optimizer is not None and engine.optimizer.failed_pass is not None:
-            engine.optimizer.failed_pass.finish()
-        return engine
-
-    def execute_pipeline(
-        self,
-        data_iter: Iterator[Any],
-        model: nn.Module,
-        criterion: Criterion | None,
-        optimizer: Optimizer | None,
-        options: StepOptions,
-    ) -> dict[str, Any]:
-        """See :meth:`hybridpp.Booster.execute_pipeline`."""
-        engine = self._engine(model)
-        _check_call(engine, criterion, optimizer, options)
-        if self._saves.status.is_decided:  # all ranks learned it in the last step
-            self._saves.wait()
-        try:
-            with self.layout.world.progress.inside(engine.section, engine.location):
-                return engine.step(data_iter, criterion, options)
-        except RefusedByPeerError:
-            raise  # the other ranks live, and so does a save: the script may go on
-        except (PeerError, DeadlockError):
-            self._saves.give_up()
-            raise
-        finally:
-            self._interrupted, self._unfinished, engine.unfinished = engine.interrupted, engine.unfinished, None
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """See :meth:`hybridpp.Booster.backward`."""
@@ -325,22 +261,3 @@ class BoostedModels(
         self._check_open()
         self._saves.wait()
         load_schedule(self.layout.control, lr_scheduler, path)
-
-
-def _check_call(engine: Engine, criterion: Criterion | None, optimizer: Optimizer | None, options: StepOptions) -> None:
-    """Refuse arguments of ``execute_pipeline`` that do not fit together, before anything is communicated."""
-    if engine.original.uninitialized.is_pending:
-        engine.original.uninitialized.check(engine.layout.control)
-    training = torch.is_grad_enabled()
-    if optimizer is not None and optimizer is not engine.optimizer:
-        raise ConfigError("execute_pipeline needs the optimizer that booster.boost returned for this model.")
-    if training and optimizer is None:
-        raise ConfigError(
-            "execute_pipeline needs the boosted optimizer if gradients are enabled. Pass optimizer=, or call it "
-            "under torch.no_grad() to evaluate."
-        )
-    if criterion is None and (training or options.return_loss or options.return_losses):
-        raise ConfigError(
-            "execute_pipeline needs criterion(outputs, inputs) to compute a loss. Pass it, or return_loss=False "
-            "under torch.no_grad()."
-        )

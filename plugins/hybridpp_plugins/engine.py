@@ -1,50 +1,38 @@
-"""The engine of one boosted model, which runs its steps."""
+"""The steps of boosted models: from the plugin's call to the actions of a program."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hybridpp.cluster import Section, microbatch_key, preserved_random_state
-from hybridpp.config import PipelineConfig
-from hybridpp.data_parallel import GradientReducer, RunningStatistics
-from hybridpp.errors import DeadlockError, PeerError, PeerTimeoutError, RefusedByPeerError
-from hybridpp.module_adapter import ModuleAdapter
-from hybridpp.partition import StagedModel
+from hybridpp.errors import (
+    ClosedError,
+    ConfigError,
+    DeadlockError,
+    PeerError,
+    RefusedByPeerError,
+    UnlikeCallsError,
+)
 from hybridpp.pipeline import (
-    ActiveRecording,
-    BatchReader,
     BatchUse,
     CriterionAdapter,
-    Executor,
     ForwardSignature,
-    LossReduction,
     PipelineStep,
     RankBatchInfo,
     RankProgram,
-    RestOfStep,
-    SignatureCache,
     SplitBatch,
     StepResult,
 )
-from hybridpp.plugin import Criterion, StepOptions
-from hybridpp.precision import MasterWeights, ModuleDtypes
-from hybridpp_plugins.criterion_check import CriterionCheck
-from hybridpp_plugins.engine_handle import CopiedModel
-from hybridpp_plugins.first_step_checks import FirstStepChecks
+from hybridpp.plugin import Criterion, RunsPipeline, StepOptions
+from hybridpp_plugins.engine_handle import ENGINE
+from hybridpp_plugins.engine_parts import EngineParts
+from hybridpp_plugins.folder_save import Saves
 from hybridpp_plugins.layout import Layout
-from hybridpp_plugins.model_info import OriginalModelInfo
-from hybridpp_plugins.nonfinite_report import NonFiniteDiagnosis
-from hybridpp_plugins.optimizer import HybridOptimizer
-from hybridpp_plugins.optimizer_state import RunProgress
-from hybridpp_plugins.schedule_planner import SchedulePlanner
-from hybridpp_plugins.step_epilogue import PendingEnd, StepEpilogue
-from hybridpp_plugins.step_problems import StepProblems
-from hybridpp_plugins.step_results import StepResults
-from hybridpp_plugins.trained_weights import TrainedWeights
+from hybridpp_plugins.step_epilogue import PendingEnd
 from hybridpp_plugins.unfinished_step import UnfinishedStep
 
 _FIRST_EVALUATION = 2**62
@@ -56,117 +44,108 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-@dataclass
-class Engine:
-    """Everything that belongs to one boosted model on this rank.
+class PipelineRunner(RunsPipeline):
+    """The part of a plugin that finds the engine of a boosted model, and runs its steps.
 
     Attributes:
-        adapter: holds what boost added to the model.
-        staged: the model's stages on this rank.
-        layout: this rank's groups.
-        pipeline: how batches are split.
-        planner: makes the programs that run a batch.
-        device: where this rank computes.
-        progress: the run's progress and seed; the optimizer's, if there is an optimizer.
-        executor: runs programs.
-        diagnosis: finds the first inf or NaN of a step.
-        optimizer: the boosted optimizer; None: the model is not trained.
-        buckets: the gradients.
-        weights: those that it trains, and their fp32 masters.
-        original: the model's names and dtypes before boost.
-        module_dtypes: modules that compute in another dtype than the rest.
-        criterion_check: checks whether criteria return sums.
-        statistics: running statistics of the model.
-        signatures: how the model and criteria are called.
-        first_step: checks the first training step; None after it.
-        recording: records when actions run; None: no recording is active.
-        is_running: whether a step is running.
-        interrupted: the error that ended a step, while other ranks of the pipeline wait for this one, or of whose
-            messages some may come later; None: there was none.
-        unfinished: the rest of such a step that other replicas are in; None: there is none.
-        is_training: whether it trains, or the last one did.
-        epilogue: ends every step.
+        layout: the ranks and groups of the plugin.
     """
 
-    adapter: ModuleAdapter
-    staged: StagedModel
     layout: Layout
-    pipeline: PipelineConfig
-    planner: SchedulePlanner
-    device: torch.device
-    progress: RunProgress
-    executor: Executor
-    diagnosis: NonFiniteDiagnosis
-    optimizer: HybridOptimizer | None
-    buckets: GradientReducer | None
-    weights: TrainedWeights
-    original: OriginalModelInfo
-    module_dtypes: ModuleDtypes
-    statistics: RunningStatistics
-    criterion_check: CriterionCheck = field(default_factory=CriterionCheck)
-    signatures: SignatureCache = field(init=False)
-    recording: ActiveRecording | None = None
-    is_running: bool = False
-    interrupted: str | None = None
-    unfinished: UnfinishedStep | None = None
-    is_training: bool = False
+    _closed = False
 
-    def __post_init__(self) -> None:
-        keeps_buffers = self.optimizer is not None and self.optimizer.replica_buffers is None
-        self.first_step: FirstStepChecks | None = FirstStepChecks(self.layout, self.pipeline, keeps_buffers)
-        pipelines, placement, name = self.layout.pipelines, self.planner.placement, type(self.model).__name__
-        problems = StepProblems(self.staged, pipelines, self.optimizer, self.criterion_check, self.diagnosis.diagnose)
-        self.epilogue = StepEpilogue(
-            name, self.layout, placement, self.optimizer, self.criterion_check, problems.handle, self.device
+    def __init__(self) -> None:
+        self._saves = Saves()
+        self._interrupted: str | None = None
+        # The rest of a step that an error ended here, which other replicas are in.
+        self._unfinished: UnfinishedStep | None = None
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Criterion | None,
+        optimizer: Optimizer | None,
+        options: StepOptions,
+    ) -> dict[str, Any]:
+        """See :meth:`hybridpp.Booster.execute_pipeline`."""
+        engine = self._engine(model)
+        _check_call(engine, criterion, optimizer, options)
+        if self._saves.status.is_decided:  # all ranks learned it in the last step
+            self._saves.wait()
+        try:
+            with self.layout.world.progress.inside(engine.section, engine.location):
+                return engine.step(data_iter, criterion, options)
+        except RefusedByPeerError:
+            raise  # the other ranks live, and so does a save: the script may go on
+        except (PeerError, DeadlockError):
+            self._saves.give_up()
+            raise
+        finally:
+            self._interrupted, self._unfinished, engine.unfinished = engine.interrupted, engine.unfinished, None
+
+    def _engine(self, model: nn.Module) -> "Engine":
+        self._check_open()
+        engine = vars(model).get(ENGINE) if isinstance(model, nn.Module) else None
+        if not isinstance(engine, Engine) or engine.layout is not self.layout:
+            raise ConfigError(
+                f"this {type(model).__name__} was not boosted by this booster. Pass the model that booster.boost "
+                "returned."
+            )
+        if engine.optimizer is not None and engine.optimizer.failed_pass is not None:
+            engine.optimizer.failed_pass.finish()
+        return engine
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(
+                "this plugin was closed: its process groups are gone. Make a new plugin, and boost a model with it."
+            )
+        if self._interrupted is not None:
+            raise UnlikeCallsError(
+                f"a step ended in the middle on this rank, by {self._interrupted}. Other ranks may still be in that "
+                "step, and its messages on their way, so nothing can follow it. Let the error end the process, and "
+                "resume from a checkpoint. To leave out a batch, check it before booster.execute_pipeline, on all "
+                "ranks alike."
+            )
+        if self._unfinished is not None:
+            unfinished, self._unfinished = self._unfinished, None
+            try:
+                unfinished.finish()
+            except Exception as error:
+                self._interrupted = f"{type(error).__name__}: {error}"
+                raise
+
+
+def _check_call(
+    engine: "Engine", criterion: Criterion | None, optimizer: Optimizer | None, options: StepOptions
+) -> None:
+    """Refuse arguments of ``execute_pipeline`` that do not fit together, before anything is communicated."""
+    if engine.original.uninitialized.is_pending:
+        engine.original.uninitialized.check(engine.layout.control)
+    training = torch.is_grad_enabled()
+    if optimizer is not None and optimizer is not engine.optimizer:
+        raise ConfigError("execute_pipeline needs the optimizer that booster.boost returned for this model.")
+    if training and optimizer is None:
+        raise ConfigError(
+            "execute_pipeline needs the boosted optimizer if gradients are enabled. Pass optimizer=, or call it "
+            "under torch.no_grad() to evaluate."
         )
-        world = self.layout.world
-        self._stop = world.stop
-        self._reader = BatchReader(self.layout.control, pipelines, self.pipeline, name, self._stop, world.progress)
-        self._results = StepResults(self.layout, placement, self.pipeline.dims_of_outputs, self.device, name)
-        self._sharded = self.weights.sharded
-        self._has_losses = self.layout.here.pp == self.planner.placement[-1]
-        recomputation = self.pipeline.recomputation
-        self._max_stored = (recomputation.max_stored_microbatches or 0) if recomputation else 0
-        # By the numbers of micro-batches of all replicas and of this replica, and by training or evaluation.
-        self._programs: dict[tuple[frozenset[int], int, bool], RankProgram] = {}
+    if criterion is None and (training or options.return_loss or options.return_losses):
+        raise ConfigError(
+            "execute_pipeline needs criterion(outputs, inputs) to compute a loss. Pass it, or return_loss=False "
+            "under torch.no_grad()."
+        )
 
-    def __deepcopy__(self, memo: Any) -> CopiedModel:
-        """A placeholder: a copy of a boosted model (averaged weights, for example) is not boosted."""
-        self.weights.check_readable("a copy of the model")
-        return CopiedModel(self.model)
 
-    @property
-    def masters(self) -> MasterWeights:
-        """The fp32 masters that this rank updates; none in fp32."""
-        return self.weights.masters
-
-    @property
-    def zero_stage(self) -> int:
-        """What replicas divide among themselves."""
-        return self.weights.zero.zero_stage
-
-    @property
-    def model(self) -> nn.Module:
-        """The user's model."""
-        return self.staged.model
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """A context in which gradients are only accumulated."""
-        return nullcontext() if self.buckets is None else self.buckets.no_sync()
+class Engine(EngineParts):
+    """Runs the steps of one boosted model on this rank."""
 
     @property
     def section(self) -> Section:
         """Of the next step: its first one, and the first evaluation, may compile and choose kernels."""
         num_done = self.progress.num_steps if torch.is_grad_enabled() else self.progress.num_evaluations
         return "step" if num_done else "setup"
-
-    def location(self) -> str:
-        """Where a step is, in words; called by a watchdog's thread."""
-        step = f"training step {self.progress.num_steps + 1}"
-        if not self.is_training:
-            step = f"evaluation {self.progress.num_evaluations + 1}"
-        action = self.executor.where
-        return f"{step} of {type(self.model).__name__}" + (f", {action.in_words}" if action else "")
 
     def step(self, data_iter: Iterator[Any], criterion: Criterion | None, options: StepOptions) -> dict[str, Any]:
         """One step of training, or of evaluation if gradients are disabled. Collective: all ranks."""
@@ -198,12 +177,7 @@ class Engine:
         except RefusedByPeerError:
             raise
         except (PeerError, DeadlockError) as error:
-            # Of this step, messages may come that the next one would take for its own.
-            self.interrupted = f"{type(error).__name__}: {error}"
-            # After a timeout, the other rank may still not say anything.
-            if not isinstance(error, PeerTimeoutError):
-                self._reader.check_calls()
-                self.epilogue.check_calls()
+            self._interrupt(error)
             raise
         finally:
             self.is_running = False
@@ -321,33 +295,9 @@ class Engine:
             if rest is None or is_alone or isinstance(error, PeerError | DeadlockError):
                 self._abort(task)
             else:
-                self._leave_unfinished(batch, task, program, rest)
+                self._leave_unfinished(batch, task, program, rest, self._share_buffers)
             raise
         return result, loss
-
-    def _abort(self, task: PipelineStep) -> None:
-        """After an error in a step: drop what it computed."""
-        self.executor.rest = None
-        if task.training and self.buckets is not None:
-            self.buckets.abort()
-        if self._sharded is not None:
-            self._sharded.cancel()
-        self.criterion_check.reduction = LossReduction.MEAN
-
-    def _leave_unfinished(self, batch: SplitBatch, task: PipelineStep, program: RankProgram, rest: RestOfStep) -> None:
-        """Note what is left of a step that an error ended: the script may catch it, on this rank alone."""
-        optimizer = self.optimizer if task.training else None
-        self.unfinished = UnfinishedStep(
-            batch,
-            task,
-            program,
-            rest,
-            self.buckets if task.training else None,
-            self.epilogue,
-            self._share_buffers,
-            None if optimizer is None else optimizer.end_accumulation,
-            self._abort,
-        )
 
     def _share_buffers(self, task: PipelineStep) -> None:
         """After the passes of a step, bring buffers to what all replicas agree on. Collective: replicas."""

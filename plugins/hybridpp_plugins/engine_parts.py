@@ -1,0 +1,184 @@
+"""What the engine of a boosted model consists of, and what is asked of it beside its steps."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hybridpp.config import PipelineConfig
+from hybridpp.data_parallel import GradientReducer, RunningStatistics
+from hybridpp.errors import DeadlockError, PeerError, PeerTimeoutError
+from hybridpp.module_adapter import ModuleAdapter
+from hybridpp.partition import StagedModel
+from hybridpp.pipeline import (
+    ActiveRecording,
+    BatchReader,
+    Executor,
+    LossReduction,
+    PipelineStep,
+    RankProgram,
+    RestOfStep,
+    SignatureCache,
+    SplitBatch,
+)
+from hybridpp.precision import MasterWeights, ModuleDtypes
+from hybridpp_plugins.criterion_check import CriterionCheck
+from hybridpp_plugins.engine_handle import CopiedModel
+from hybridpp_plugins.first_step_checks import FirstStepChecks
+from hybridpp_plugins.layout import Layout
+from hybridpp_plugins.model_info import OriginalModelInfo
+from hybridpp_plugins.nonfinite_report import NonFiniteDiagnosis
+from hybridpp_plugins.optimizer import HybridOptimizer
+from hybridpp_plugins.optimizer_state import RunProgress
+from hybridpp_plugins.schedule_planner import SchedulePlanner
+from hybridpp_plugins.step_epilogue import StepEpilogue
+from hybridpp_plugins.step_problems import StepProblems
+from hybridpp_plugins.step_results import StepResults
+from hybridpp_plugins.trained_weights import TrainedWeights
+from hybridpp_plugins.unfinished_step import UnfinishedStep
+
+
+@dataclass
+class EngineParts:
+    """Everything that belongs to one boosted model on this rank.
+
+    Attributes:
+        adapter: holds what boost added to the model.
+        staged: the model's stages on this rank.
+        layout: this rank's groups.
+        pipeline: how batches are split.
+        planner: makes the programs that run a batch.
+        device: where this rank computes.
+        progress: the run's progress and seed; the optimizer's, if there is an optimizer.
+        executor: runs programs.
+        diagnosis: finds the first inf or NaN of a step.
+        optimizer: the boosted optimizer; None: the model is not trained.
+        buckets: the gradients.
+        weights: those that it trains, and their fp32 masters.
+        original: the model's names and dtypes before boost.
+        module_dtypes: modules that compute in another dtype than the rest.
+        criterion_check: checks whether criteria return sums.
+        statistics: running statistics of the model.
+        signatures: how the model and criteria are called.
+        first_step: checks the first training step; None after it.
+        recording: records when actions run; None: no recording is active.
+        is_running: whether a step is running.
+        interrupted: the error that ended a step, while other ranks of the pipeline wait for this one, or of whose
+            messages some may come later; None: there was none.
+        unfinished: the rest of such a step that other replicas are in; None: there is none.
+        is_training: whether it trains, or the last one did.
+        model: the user's.
+        epilogue: ends every step.
+    """
+
+    adapter: ModuleAdapter
+    staged: StagedModel
+    layout: Layout
+    pipeline: PipelineConfig
+    planner: SchedulePlanner
+    device: torch.device
+    progress: RunProgress
+    executor: Executor
+    diagnosis: NonFiniteDiagnosis
+    optimizer: HybridOptimizer | None
+    buckets: GradientReducer | None
+    weights: TrainedWeights
+    original: OriginalModelInfo
+    module_dtypes: ModuleDtypes
+    statistics: RunningStatistics
+    criterion_check: CriterionCheck = field(default_factory=CriterionCheck)
+    signatures: SignatureCache = field(init=False)
+    recording: ActiveRecording | None = None
+    is_running: bool = False
+    interrupted: str | None = None
+    unfinished: UnfinishedStep | None = None
+    is_training: bool = False
+
+    def __post_init__(self) -> None:
+        self.model = self.staged.model
+        keeps_buffers = self.optimizer is not None and self.optimizer.replica_buffers is None
+        self.first_step: FirstStepChecks | None = FirstStepChecks(self.layout, self.pipeline, keeps_buffers)
+        pipelines, placement, name = self.layout.pipelines, self.planner.placement, type(self.model).__name__
+        problems = StepProblems(self.staged, pipelines, self.optimizer, self.criterion_check, self.diagnosis.diagnose)
+        self.epilogue = StepEpilogue(
+            name, self.layout, placement, self.optimizer, self.criterion_check, problems.handle, self.device
+        )
+        world = self.layout.world
+        self._stop = world.stop
+        self._reader = BatchReader(self.layout.control, pipelines, self.pipeline, name, self._stop, world.progress)
+        self._results = StepResults(self.layout, placement, self.pipeline.dims_of_outputs, self.device, name)
+        self._sharded = self.weights.sharded
+        self._has_losses = self.layout.here.pp == self.planner.placement[-1]
+        recomputation = self.pipeline.recomputation
+        self._max_stored = (recomputation.max_stored_microbatches or 0) if recomputation else 0
+        # By the numbers of micro-batches of all replicas and of this replica, and by training or evaluation.
+        self._programs: dict[tuple[frozenset[int], int, bool], RankProgram] = {}
+
+    def __deepcopy__(self, memo: Any) -> CopiedModel:
+        """A placeholder: a copy of a boosted model (averaged weights, for example) is not boosted."""
+        self.weights.check_readable("a copy of the model")
+        return CopiedModel(self.model)
+
+    @property
+    def masters(self) -> MasterWeights:
+        """The fp32 masters that this rank updates; none in fp32."""
+        return self.weights.masters
+
+    @property
+    def zero_stage(self) -> int:
+        """What replicas divide among themselves."""
+        return self.weights.zero.zero_stage
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context in which gradients are only accumulated."""
+        return nullcontext() if self.buckets is None else self.buckets.no_sync()
+
+    def location(self) -> str:
+        """Where a step is, in words; called by a watchdog's thread."""
+        step = f"training step {self.progress.num_steps + 1}"
+        if not self.is_training:
+            step = f"evaluation {self.progress.num_evaluations + 1}"
+        action = self.executor.where
+        return f"{step} of {type(self.model).__name__}" + (f", {action.in_words}" if action else "")
+
+    def _abort(self, task: PipelineStep) -> None:
+        """After an error in a step: drop what it computed."""
+        self.executor.rest = None
+        if task.training and self.buckets is not None:
+            self.buckets.abort()
+        if self._sharded is not None:
+            self._sharded.cancel()
+        self.criterion_check.reduction = LossReduction.MEAN
+
+    def _leave_unfinished(
+        self,
+        batch: SplitBatch,
+        task: PipelineStep,
+        program: RankProgram,
+        rest: RestOfStep,
+        share_buffers: Callable[[PipelineStep], None],
+    ) -> None:
+        """Note what is left of a step that an error ended: the script may catch it, on this rank alone."""
+        optimizer = self.optimizer if task.training else None
+        self.unfinished = UnfinishedStep(
+            batch,
+            task,
+            program,
+            rest,
+            self.buckets if task.training else None,
+            self.epilogue,
+            share_buffers,
+            None if optimizer is None else optimizer.end_accumulation,
+            self._abort,
+        )
+
+    def _interrupt(self, error: PeerError | DeadlockError) -> None:
+        """Note the error that ended a step in the middle; where it came of calls that differ, raise that instead."""
+        # Of this step, messages may come that the next one would take for its own.
+        self.interrupted = f"{type(error).__name__}: {error}"
+        # After a timeout, the other rank may still not say anything.
+        if not isinstance(error, PeerTimeoutError):
+            self._reader.check_calls()
+            self.epilogue.check_calls()
