@@ -7,16 +7,30 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
-from hybridpp.cluster import gather_objects, get_dist_logger
+from hybridpp.cluster import Group, gather_objects, get_dist_logger
 from hybridpp.config import OptimizerConfig
 from hybridpp.errors import NonFiniteGradientError
 from hybridpp.precision import LossScaler
-from hybridpp_plugins.accumulated_gradients import AccumulatedGradients
 from hybridpp_plugins.manual_forward import NotRepeatable
 
 _NAMES_PARAMETERS = "in a step of the optimizer with an inf or NaN gradient"
+
+
+class AccumulatedPasses(Protocol):
+    """What it asks of the accumulated gradients, see :class:`~hybridpp_plugins.optimizer_step.AccumulatedGradients`."""
+
+    round: int
+    num_passes: int
+    num_manual_passes: int
+
+    @property
+    def control(self) -> Group: ...
+
+    def start_round(self) -> None: ...
+
+    def nonfinite(self) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +63,7 @@ class NonFiniteSteps:
         report: where the last inf or NaN came from, as far as it was searched for; "" before the first one.
     """
 
-    def __init__(self, config: OptimizerConfig, scales: bool, scaler: LossScaler, accumulated: AccumulatedGradients):
+    def __init__(self, config: OptimizerConfig, scales: bool, scaler: LossScaler, accumulated: AccumulatedPasses):
         self.report = ""
         self._min_scale = config.loss_scale.min_scale
         self._scales = scales

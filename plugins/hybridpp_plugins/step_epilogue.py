@@ -389,7 +389,7 @@ class _WithNorm:
         optimizer.take_flags(numbers[after:])
         message = [*self._message_of(numbers[:before], digest), *optimizer.norm.message(numbers[before:after])]
         messages = gather_numbers(self._control, self._call, message)
-        optimizer.set_norm([numbers[NUM_WITHOUT_NORM:] for numbers in messages])
+        optimizer.accumulated.set_norm([numbers[NUM_WITHOUT_NORM:] for numbers in messages])
         return messages
 
 

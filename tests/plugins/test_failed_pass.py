@@ -1,5 +1,6 @@
 """An error that one rank alone catches, in its own pass or among tensor-parallel ranks: nothing wrong follows it."""
 
+import re
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ from support import assert_same, replica_part
 
 from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.cluster import current_world
-from hybridpp.errors import DeadlockError, PeerError, PeerTimeoutError, UnlikeCallsError
+from hybridpp.errors import DeadlockError, PeerError, UnlikeCallsError
 
 
 class Breaks(Exception):
@@ -58,7 +59,8 @@ def _in_the_scripts_own_loop(settings, place):
     with booster.unsharded(model):
         before = weights_of(model)
     fails = current_world().rank == 1
-    with pytest.raises(Breaks if fails else PeerTimeoutError):
+    # On a busy host, the rank that fails may have given up in its next step, and ended, before this one does.
+    with pytest.raises(Breaks if fails else PeerError):
         own_step(booster, model, optimizer, second, place if fails else None)
     with pytest.raises((PeerError, UnlikeCallsError)):
         own_step(booster, model, optimizer, third)
@@ -133,7 +135,7 @@ def _in_the_pipeline():
 
     if fails:
         handle = model.blocks[2].register_full_backward_pre_hook(break_here)
-    with pytest.raises(Breaks if fails else PeerTimeoutError):
+    with pytest.raises(Breaks if fails else PeerError):
         step(booster, model, optimizer, second)
     if fails:
         handle.remove()
@@ -146,7 +148,7 @@ def _in_the_pipeline():
 
 def test_tensor_parallel_ranks_do_not_go_on_after_an_error_of_one():
     for text in run_ranks(_in_the_pipeline, 2, timeout_s=90, wait_s=WAIT_S):
-        assert "a step ended in the middle on this rank, by PeerTimeoutError: rank " in text
+        assert re.search("a step ended in the middle on this rank, by Peer(Timeout)?Error: rank ", text)
 
 
 def test_in_process_ranks_that_wait_for_each_other_get_an_error():

@@ -1,17 +1,26 @@
-"""The gradients accumulated since the last step: their scale, their norm, clipping."""
+"""What a step does with gradients: passes are counted, the loss is scaled, gradients are clipped, weights updated."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from hybridpp.cluster import Group, gather_numbers
+from hybridpp.config import OptimizerConfig, Precision
 from hybridpp.data_parallel import GradientReducer, UpdateTarget
 from hybridpp.errors import ConfigError
 from hybridpp.optim import GlobalGradNorm, can_divide, divided_in_kernel
+from hybridpp.precision import LossScaler, MasterWeights
+from hybridpp_plugins.grad_access_warning import GradAccessWarning
 from hybridpp_plugins.manual_clipping import ManualClippingDetector, ManualScaling
+from hybridpp_plugins.manual_forward import ManualCallRecorder
+from hybridpp_plugins.nonfinite_steps import NonFiniteSteps
+from hybridpp_plugins.optimizer_state import OptimizerStateOwner
+from hybridpp_plugins.replica_buffers import ReplicaBuffers
+from hybridpp_plugins.wrapped_optimizer import WrappedOptimizer
 
 _IN_OPTIMIZER = "in the optimizer's step, get_grad_norm or clip_grad_by_norm"
 
@@ -193,3 +202,162 @@ def clip_factor(norm: float, max_norm: float) -> float:
     """The factor that clips gradients of this norm."""
     # With the same small term as in torch.nn.utils.clip_grad_norm_, so that the results are equal.
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
+
+
+class SteppingOptimizer(WrappedOptimizer):
+    """The part of a boosted optimizer that a step runs; the rest is what scripts call beside it.
+
+    Attributes:
+        target: the tensors that it updates.
+        norm: computes the gradient norm over all ranks.
+        accumulated: the gradients.
+        nonfinite_steps: skips or refuses steps with inf or NaN gradients.
+        grad_access_warning: warns if the script looks for gradients that half precision does not expose.
+        manual_calls: the script's calls of the model, if they are recorded.
+        replica_buffers: buffers that the first replica sends to the others; None: there are none.
+        while_updating: a context to run :meth:`step` in.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        reducer: GradientReducer,
+        target: UpdateTarget,
+        masters: MasterWeights,
+        norm: GlobalGradNorm,
+        config: OptimizerConfig,
+        precision: Precision,
+        owner: OptimizerStateOwner,
+    ):
+        self._scales = precision is Precision.FP16
+        super().__init__(optimizer, masters, LossScaler(config.loss_scale, self._scales), owner, norm.control)
+        self._reducer = reducer
+        self.target = target
+        self.norm = norm
+        self._max_norm = config.max_norm
+        self._needs_norm = self._scales or config.max_norm > 0 or config.error_if_nonfinite is not None
+        self.accumulated = AccumulatedGradients(reducer, norm, config.fused_optimizer is not False)
+        self.nonfinite_steps = NonFiniteSteps(config, self._scales, self.loss_scaler, self.accumulated)
+        self.grad_access_warning = GradAccessWarning(reducer)
+        self.manual_calls: ManualCallRecorder | None = None
+        self.replica_buffers: ReplicaBuffers | None = None
+        self.while_updating: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor on the loss in the backward pass; 1 unless fp16."""
+        return self.loss_scaler.state.scale
+
+    @property
+    def has_new_buffers(self) -> bool:
+        """Whether a forward pass has written here to a buffer that was not written to before."""
+        return self.replica_buffers is not None and self.replica_buffers.wants_agreement
+
+    def begin_accumulation(self, manual: bool = False) -> None:
+        """Prepare for the backward passes of a step; ``manual``: the script runs them."""
+        if self._is_released:
+            self._refuse_released()
+        self.accumulated.begin(self.loss_scale, manual)
+
+    def end_accumulation(self) -> None:
+        """Reduce the gradients after the backward passes. Collective: all replicas, unless inside ``no_sync``."""
+        self.accumulated.end()
+
+    @property
+    def sends_norm_with_loss(self) -> bool:
+        """Whether ``step`` will need the norm: then it is exchanged together with the loss."""
+        return self._needs_norm and self._reducer.is_syncing
+
+    def norm_parts(self) -> Tensor:
+        """The norms of the gradients that count on this rank, scaled, on the device."""
+        return self.norm.parts(self._reducer.gradients)
+
+    def unread_flags(self) -> Tensor:
+        """What ``step`` will read of the device besides the norms, if anything, for the caller to read with them."""
+        flags = self._reducer.unread_flags()
+        return torch.empty(0, dtype=torch.float64) if flags is None else flags.double()
+
+    def take_flags(self, flags: list[float]) -> None:
+        """Take over the numbers of :meth:`unread_flags`, if there are any."""
+        if flags:
+            self._reducer.take_flags(flags)
+
+    @property
+    def wants_report(self) -> bool:
+        """Whether a gradient is inf or NaN and will be reported; the same on every rank."""
+        norm = self.accumulated.cached_norm
+        return norm is not None and not math.isfinite(norm) and self.nonfinite_steps.wants_search(norm)
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closure, no loss
+        """Update the weights. If an fp16 gradient overflowed on any rank, all ranks skip the step and lower the scale.
+
+        In other precisions, a gradient norm that is inf or NaN raises before any weight changes, if the norm is known:
+        with ``max_norm``, after ``get_grad_norm`` or ``clip_grad_by_norm``, and always with
+        ``error_if_nonfinite=True``. ``error_if_nonfinite=False`` skips such steps instead. In every case the gradients
+        are consumed.
+
+        Without a backward pass since the last step, it does nothing.
+
+        Collective: all ranks.
+
+        Raises:
+            ConfigError: a closure is given, or it is called inside ``no_sync``.
+            NonFiniteGradientError: a gradient is inf or NaN on any rank; raised on all.
+        """
+        if closure is not None:
+            raise ConfigError("step accepts no closure: the schedule runs forward and backward. Call step() alone.")
+        if self._is_released:
+            self._refuse_released()
+        if not self._reducer.is_syncing:
+            raise ConfigError("step inside no_sync would make the replicas diverge. Call it after the block.")
+        if self._reducer.is_consumed:
+            return
+        with self.while_updating():
+            self._update()
+
+    def _update(self) -> None:
+        """Update the weights, or skip the step; the gradients are consumed. Collective: all ranks."""
+        self.target.pull()
+        self.accumulated.finalize()
+        if self.accumulated.num_manual_passes:
+            self.accumulated.check_clipping()
+        factor = 1.0
+        if self._needs_norm or self.accumulated.cached_norm is not None:
+            norm = self.accumulated.norm()
+            if not math.isfinite(norm):
+                self._skip(norm)
+                return
+            self._count_applied()
+            factor = clip_factor(norm, self._max_norm)
+        unused = set(self._reducer.unused_parameters())
+        with (
+            self.target.lent(self._reducer.gradients, unused),
+            self.accumulated.used(factor, self._optimizer, self.target),
+        ):
+            self.target.fetch()
+            self._optimizer.step()
+        self.target.push()
+        self._reducer.consume()
+        self.applied_steps += 1
+
+    def _count_applied(self) -> None:
+        """Update the loss scale after a step with finite gradients."""
+        before = self.loss_scaler.update(overflow=False)
+        if self._scales and self.loss_scaler.skipped_steps and not before.settled:
+            self.nonfinite_steps.report_found_scale(before.scale)
+        self._forget_manual_calls()
+
+    def _skip(self, norm: float) -> None:
+        """Skip or refuse the step, and consume its gradients. Collective: all ranks, with the same norm."""
+        with self.grad_access_warning.quiet():
+            search = None if self.manual_calls is None else self.manual_calls.diagnose
+            self.nonfinite_steps.search_manual_calls(search, norm)
+        self._forget_manual_calls()
+        try:
+            self.nonfinite_steps.skip(norm)
+        finally:
+            self._reducer.consume()
+
+    def _forget_manual_calls(self) -> None:
+        if self.manual_calls is not None and self.manual_calls.kept:
+            self.manual_calls.forget()

@@ -1,5 +1,5 @@
 import pytest
-from hybridpp_plugins.accumulated_gradients import AccumulatedGradients
+from hybridpp_plugins.optimizer_step import AccumulatedGradients
 from support import on_ranks
 from torch import nn
 
