@@ -1,7 +1,13 @@
-"""What crosses the boundary between two stages: messages, their ends in autograd, and what is held until it is used."""
+"""What comes into a stage for a micro-batch and leaves it: messages between stages, and inputs of the batch.
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+Messages have their two ends in autograd here, and what has come is held until it is used. Of the inputs, what the stage
+reads is copied to its device ahead of use, the rest not at all.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -9,11 +15,18 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridpp.cluster import Group, Work, resolved
 from hybridpp.errors import ScheduleError
+from hybridpp.nn.deferred_tensor import deferred
+from hybridpp.nn.torch_private import pytree
+from hybridpp.pipeline.batch import Microbatch
+from hybridpp.pipeline.side_stream import CudaSideStream, SideStream, page_locked
 from hybridpp.pipeline.stage import TensorMeta
 from hybridpp.schedule import Action, ActionKind
 
 K = TypeVar("K")
 V = TypeVar("V")
+_Path = tuple[Any, ...]
+ForwardKey = tuple[int, int]
+"""A forward of a step: its stage and micro-batch."""
 
 # By the kind of a receive, the action that uses what arrives. By the kind of a message, from this stage to the peer's.
 _USER = {ActionKind.RECEIVE_ACTIVATION: ActionKind.FORWARD, ActionKind.RECEIVE_GRADIENT: ActionKind.BACKWARD}
@@ -226,3 +239,118 @@ def take_held(held: dict[K, V], key: K) -> V:
             f"{key} runs before its inputs exist, or a second time. Check the program with check_program."
         )
     return held.pop(key)
+
+
+class InputCopies:
+    """Copies inputs to one device, over all steps of one rank.
+
+    Which inputs a stage reads is seen in its first micro-batches. All are deferred copies there, made by the first
+    operation that needs their values. Whatever was read once is copied ahead of use from then on, so nothing can be
+    missing.
+
+    Args:
+        device: of the copies.
+        side: the stream on which inputs are copied ahead; None: they are copied when they are needed. By default a CUDA
+            device has one.
+    """
+
+    def __init__(self, device: torch.device, side: SideStream | None = None):
+        self.device = device
+        self.side = CudaSideStream(device) if side is None and device.type == "cuda" else side
+        self._read: dict[tuple[int, bool], set[_Path]] = {}
+
+    def read_by(self, stage: int, training: bool) -> set[_Path]:
+        """The places in a batch that a stage has read, in training or in evaluation; added to when more are read."""
+        return self._read.setdefault((stage, training), set())
+
+
+class _Copied(NamedTuple):
+    inputs: Any
+    tensors: list[Tensor]
+    mark: Any
+
+
+class StepInputs:
+    """The inputs of one step's micro-batches.
+
+    Args:
+        copies: of this rank.
+        microbatches: of the step.
+        training: whether the step trains.
+        is_cut: whether the model has several stages; if not, its stage reads all inputs.
+    """
+
+    def __init__(self, copies: InputCopies, microbatches: Sequence[Microbatch], training: bool, is_cut: bool):
+        self._copies = copies
+        self._microbatches = microbatches
+        self._training = training
+        self._is_cut = is_cut
+        self._next: dict[ForwardKey, ForwardKey] = {}
+        self._ahead: dict[ForwardKey, _Copied] = {}
+
+    def expect(self, forwards: Sequence[ForwardKey]) -> None:
+        """Set the forwards of this rank, in order."""
+        self._next = dict(pairwise(forwards))
+
+    def take(self, stage: int, microbatch: int) -> Any:
+        """The inputs of a forward that begins now; those of the next one are copied meanwhile."""
+        key = stage, microbatch
+        copied = self._ahead.pop(key, None) or self._copy(key)
+        side, following = self._copies.side, self._next.get(key)
+        if side is not None:
+            side.hand_over(copied.mark, copied.tensors)
+            if following is not None:
+                self._ahead[following] = self._copy(following)
+        return copied.inputs
+
+    def _copy(self, key: ForwardKey) -> _Copied:
+        stage, microbatch = key
+        device, side = self._copies.device, self._copies.side
+        read = self._copies.read_by(stage, self._training)
+        inputs = self._microbatches[microbatch].inputs
+        tensors: list[Tensor] = []
+
+        def copy(path: _Path, leaf: Tensor) -> Tensor:
+            if self._is_cut and path not in read and _is_deferrable(leaf):
+                make = partial(self._read_late, read, path, leaf)
+                return deferred(leaf, make, dtype=leaf.dtype, device=device)
+            tensors.append(copy_to(leaf, device))
+            return tensors[-1]
+
+        if side is None:
+            return _Copied(_map_tensors(inputs, copy), tensors, None)
+        if any(leaf.device.type != "cpu" for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)):
+            side.wait_for_current()
+        with side.active():
+            found = _map_tensors(inputs, copy)
+        return _Copied(found, tensors, side.mark())
+
+    def _read_late(self, read: set[_Path], path: _Path, leaf: Tensor) -> Tensor:
+        read.add(path)
+        return copy_to(leaf, self._copies.device)
+
+
+def copy_to(leaf: Tensor, device: torch.device) -> Tensor:
+    """A copy on ``device``. The host does not wait: what a device copies from host memory is page-locked first."""
+    if device.type == "cuda" and leaf.device.type == "cpu":
+        leaf = page_locked(leaf)
+    # A copy even on the same device: parts of one tensor share a version counter, so a model that writes to its inputs
+    # would break the backward passes of earlier micro-batches.
+    return leaf.to(device, non_blocking=True, copy=True)
+
+
+def _is_deferrable(leaf: Tensor) -> bool:
+    plain = type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_nested
+    return plain and not leaf.requires_grad and not leaf.is_quantized and not leaf.is_conj() and not leaf.is_neg()
+
+
+def _map_tensors(tree: Any, function: Callable[[_Path, Tensor], Tensor], path: _Path = ()) -> Any:
+    """``tree`` with ``function(path, leaf)`` for its tensors; inside of other containers all have one path."""
+    # Handles most batches: torch's pytree creates reference cycles at every call.
+    if isinstance(tree, Tensor):
+        return function(path, tree)
+    if type(tree) is dict:
+        return {name: _map_tensors(value, function, (*path, name)) for name, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_map_tensors(value, function, (*path, index)) for index, value in enumerate(tree))
+    return pytree.tree_map_only(Tensor, lambda leaf: function(path, leaf), tree)

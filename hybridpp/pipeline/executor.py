@@ -11,12 +11,19 @@ from torch.autograd.graph import get_gradient_edge
 from hybridpp.errors import ScheduleError
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.pipeline.batch import call_arguments
-from hybridpp.pipeline.boundary import StageInput, StageMessages, StageOutput, Transport, take_held
+from hybridpp.pipeline.boundary import (
+    InputCopies,
+    StageInput,
+    StageMessages,
+    StageOutput,
+    StepInputs,
+    Transport,
+    take_held,
+)
 from hybridpp.pipeline.criterion import MicrobatchLosses
 from hybridpp.pipeline.deferred_wgrad import WgradTask
 from hybridpp.pipeline.device_marks import DeviceMarks
 from hybridpp.pipeline.forward_signature import describe_arguments
-from hybridpp.pipeline.input_copies import InputCopies, StepInputs
 from hybridpp.pipeline.rank_program import RankProgram
 from hybridpp.pipeline.recorder import Recorder
 from hybridpp.pipeline.rest_of_step import RestOfStep

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from hybridpp.nn.fp32_products import add_product, adds_products
 from hybridpp.pipeline import Microbatch
-from hybridpp.pipeline.input_copies import InputCopies, StepInputs
+from hybridpp.pipeline.boundary import InputCopies, StepInputs
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,12 +1,22 @@
+"""What comes into a stage and leaves it: values of other stages, with their gradients, and inputs of the batch."""
+
 import weakref
+from collections import namedtuple
 from typing import NamedTuple
 
 import pytest
 import torch
-from support import train
+from support import assert_same, image_batch, tiny_vit, train
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from hybridpp.pipeline.boundary import StageInput, StageOutput
+from hybridpp.cluster import current_world
+from hybridpp.nn.deferred_tensor import DeferredTensor
+from hybridpp.pipeline import Microbatch, boundary
+from hybridpp.pipeline.boundary import InputCopies, StageInput, StageOutput, StepInputs, copy_to
+
+CPU = torch.device("cpu")
+Pair = namedtuple("Pair", "left right")
 
 
 class Spec(NamedTuple):
@@ -171,3 +181,123 @@ def test_what_arrived_is_freed_unless_autograd_keeps_it():
     train(make, [(torch.randn(8, 4),)], criterion=criterion, **settings)
     assert len(arrived) >= 4
     assert alive == [0] * 4
+
+
+def step(copies, *batches, is_cut=True):
+    return StepInputs(copies, [Microbatch(batch, 1, 1.0) for batch in batches], training=True, is_cut=is_cut)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_inputs_are_moved_with_their_structure(is_cut):
+    batch = {"a": torch.zeros(2), "b": (1, torch.tensor(2.0)), "c": [Pair(torch.ones(1), None)], "d": "text"}
+    moved = step(InputCopies(torch.device("meta")), batch, is_cut=is_cut).take(0, 0)
+    assert (moved["a"].device.type, moved["b"][0], moved["b"][1].device.type) == ("meta", 1, "meta")
+    assert (type(moved["c"][0]), moved["c"][0].left.device.type, moved["d"]) == (Pair, "meta", "text")
+
+
+def test_what_a_model_writes_to_its_inputs_stays_in_the_microbatch():
+    batch = torch.ones(4)
+    weight = torch.ones(2, requires_grad=True)
+    inputs = step(InputCopies(CPU), *batch.split(2))
+    losses = [(inputs.take(0, number).mul_(3) * weight).sum() for number in range(2)]
+    sum(losses).backward()
+    assert weight.grad.tolist() == [6, 6]
+    assert batch.tolist() == [1, 1, 1, 1]
+
+
+def test_what_was_read_once_is_copied_beforehand_by_stage_and_mode():
+    copies, batch = InputCopies(CPU), {"x": torch.ones(2), "nested": [torch.ones(2), torch.ones(2)]}
+    inputs = step(copies, batch, batch)
+    first = inputs.take(0, 0)
+    assert all(isinstance(leaf, DeferredTensor) for leaf in (first["x"], *first["nested"]))
+    first["nested"][1].sum()
+    second = inputs.take(0, 1)
+    lazy = [isinstance(leaf, DeferredTensor) for leaf in (second["x"], *second["nested"])]
+    assert lazy == [True, True, False]
+    assert isinstance(inputs.take(1, 0)["nested"][1], DeferredTensor)
+    evaluation = StepInputs(copies, [Microbatch(batch, 1, 1.0)], training=False, is_cut=True)
+    assert isinstance(evaluation.take(0, 0)["nested"][1], DeferredTensor)
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [torch.ones(2, requires_grad=True), torch.ones(2).to_sparse(), nn.Parameter(torch.ones(2))],
+    ids=["gradient", "sparse", "parameter"],
+)
+def test_only_plain_tensors_are_deferred(leaf):
+    assert not isinstance(step(InputCopies(CPU), leaf).take(0, 0), DeferredTensor)
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """The bytes of what each stage copied, by its place in the batch; taken by the first dimensions."""
+    found = {}
+
+    def counting(leaf, device):
+        rank = current_world().rank
+        found.setdefault(rank, []).append(tuple(leaf.shape))
+        return copy_to(leaf, device)
+
+    monkeypatch.setattr(boundary, "copy_to", counting)
+    return found
+
+
+def test_stages_of_a_vit_copy_only_what_they_read(sizes):
+    batches = [image_batch(4, seed=seed) for seed in range(2)]
+    expected = train(tiny_vit, batches, num_microbatches=2)
+    sizes.clear()
+    found = train(tiny_vit, batches, num_microbatches=2, pp_size=2)
+    images, labels = (2, 3, 8, 8), (2,)
+    assert sizes == {0: [images] * 4, 1: [labels] * 4}
+    assert_same(found["weights"], expected["weights"])
+
+
+def test_stages_of_a_language_model_copy_only_what_they_read(sizes):
+    def make():
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            vocab_size=32,
+            use_cache=False,
+        )
+        return LlamaForCausalLM(config).train()
+
+    generator = torch.Generator().manual_seed(0)
+    batch = {
+        "input_ids": torch.randint(0, 32, (2, 4), generator=generator),
+        "labels": torch.randint(0, 32, (2, 6), generator=generator)[:, :4],
+    }
+    expected = train(make, [batch, batch], num_microbatches=2)
+    sizes.clear()
+    found = train(make, [batch, batch], num_microbatches=2, pp_size=2)
+    assert {rank: len(copies) for rank, copies in sizes.items()} == {0: 4, 1: 4}
+    assert_same(found["weights"], expected["weights"])
+
+
+def test_a_criterion_reads_what_no_model_does(sizes):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    batch = {"x": torch.randn(4, 4), "y": torch.randn(4, 4, 1), "text": torch.zeros(4, 9)}
+
+    def criterion(outputs, inputs):
+        return ((outputs - inputs["y"][..., 0]) ** 2).mean()
+
+    criterion.reduction = "mean"
+    settings = {"num_microbatches": 2, "criterion": criterion}
+    expected = train(Net, [batch, batch], **settings)
+    sizes.clear()
+    found = train(Net, [batch, batch], pp_size=2, **settings)
+    assert sizes == {0: [(2, 4)] * 4, 1: [(2, 4, 1)] * 4}
+    assert_same(found["weights"], expected["weights"])
