@@ -11,7 +11,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.cluster import Group, Loopback, current_world
-from hybridpp.data_parallel.gradient_hooks import GradientHooks
+from hybridpp.data_parallel.accumulator import GradientHooks
 from hybridpp.pipeline import split_batch, to_plain_containers
 from hybridpp.tensor_parallel import sharding_of
 

@@ -1,18 +1,23 @@
-"""Accumulation of gradients in flat buckets."""
+"""Accumulation of gradients in flat buckets, by hooks that are called only where they must be."""
 
+import weakref
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from hybridpp.data_parallel.bucket import Bucket, GradientSharding
 from hybridpp.data_parallel.layout import ShardLayout
-from hybridpp.nn.fp32_products import add_product
-from hybridpp.nn.torch_private import foreach_add_, foreach_copy_, version_of
+from hybridpp.nn.torch_private import (
+    accumulated_hooks_of,
+    drop_accumulated_hooks,
+    foreach_add_,
+    foreach_copy_,
+    version_of,
+)
 
-# Maximum number of sampled buckets, and of sampled elements in each.
-_MAX_SAMPLES = 16
 # Elements: the norms and biases of large models. A gradient that waits takes memory, at most as much as its parameter.
 _MAX_SMALL = 2**16
 
@@ -34,6 +39,7 @@ class GradientAccumulator:
         buckets: in the order in which a backward pass completes them.
         bucket_of: each parameter's bucket, by name.
         views: each parameter's view into its bucket, which may hold old values; see :meth:`zero_stale`.
+        small: parameters whose gradients are added together.
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class GradientAccumulator:
             if exposes_grad and parameter.dtype == self.views[name].dtype
         }
         self._small = SmallGradients({name: self.views[name] for name in parameters if name not in self._exposed})
+        self.small: Collection[str] = self._small.views.keys()
         self._is_hidden = False
         # Parameters whose view holds old values.
         self._stale: set[str] = set()
@@ -61,7 +68,7 @@ class GradientAccumulator:
 
     def reset(self, set_to_none: bool = True) -> None:
         """Set all sums to zero; exposed ``parameter.grad`` become None, or zeros unless ``set_to_none``."""
-        self._small.clear()
+        self._small.waiting.clear()
         self._is_hidden = False
         for bucket in self.buckets:
             if bucket.frees or bucket.aside is not None:
@@ -73,12 +80,6 @@ class GradientAccumulator:
             return
         for parameter in self._exposed.values():
             parameter.grad = None
-
-    def hide(self) -> None:
-        """Set exposed ``parameter.grad`` to None, until :meth:`begin`."""
-        for parameter in self._exposed.values():
-            parameter.grad = None
-        self._is_hidden = True
 
     def begin(self) -> None:
         """Prepare for backward passes."""
@@ -106,42 +107,15 @@ class GradientAccumulator:
             bucket.open()
             self._zero_versions[bucket] = -1
 
-    def lend(self, bucket: Bucket) -> None:
-        """Let a reduction have what a bucket holds: the next gradient starts a new sum."""
-        self._stale.update(bucket.views)
-        for name in self._exposed.keys() & bucket.views.keys():
-            self._exposed[name].grad = None
-
-    def set_aside(self, bucket: Bucket) -> None:
-        """Keep the reduced sums in a bucket apart; the next gradients start new ones, see :meth:`Bucket.set_aside`."""
-        self.zero_stale([bucket])
-        for name in self._exposed.keys() & bucket.views.keys():
-            # The script has dropped it (module.zero_grad()).
-            if not self._is_hidden and self._exposed[name].grad is not self.views[name]:
-                self.views[name].zero_()
-        bucket.set_aside()
-        self.lend(bucket)
-
-    def free(self, bucket: Bucket) -> None:
-        """Free the buffer of a bucket whose sum is kept apart."""
-        self.lend(bucket)
-        bucket.close()
-
-    def mark_written(self, bucket: Bucket) -> None:
-        """Note that something wrote to a bucket of zeros, which its version may not show."""
-        self._zero_versions[bucket] = -1
-
     def add(self, name: str, gradient: Tensor) -> None:
         """Add to the sum of the parameter ``name``: at the latest when the sum is read, and then with other small ones.
 
-        Args:
-            name: of the parameter.
-            gradient: nobody writes to it afterwards.
+        Nobody may write to ``gradient`` afterwards.
         """
         if name in self._small.views:
-            if self._small.has(name):
+            if name in self._small.waiting:
                 self.add_collected()
-            self._small.collect(name, gradient)
+            self._small.waiting[name] = gradient
             return
         self._ready(self.bucket_of[name])
         if name not in self._stale:
@@ -152,27 +126,9 @@ class GradientAccumulator:
         if name in self._exposed:
             self._exposed[name].grad = self.views[name]
 
-    def add_product(self, name: str, a: Tensor, b: Tensor) -> None:
-        """Add ``a @ b`` to the fp32 sum of the half-precision parameter ``name``."""
-        if self._small.has(name):
-            # In the order of the calls.
-            self.add_collected()
-        self._ready(self.bucket_of[name])
-        add_product(self.views[name], a, b, keep=name not in self._stale)
-        self._stale.discard(name)
-
-    def dtype_of(self, name: str) -> torch.dtype | None:
-        """The dtype of the parameter ``name``; None: there is none."""
-        return self._parameters[name].dtype if name in self._parameters else None
-
-    @property
-    def small(self) -> Collection[str]:
-        """Parameters whose gradients are added together."""
-        return self._small.views.keys()
-
     def add_collected(self, buckets: Collection[Bucket] | None = None) -> None:
         """Add the gradients of small parameters that were given to :meth:`add`, in ``buckets`` (None: in all)."""
-        if self._small:
+        if self._small.waiting:
             taken = self._small.take(None if buckets is None else [name for one in buckets for name in one.views])
             for bucket in {self.bucket_of[name] for name in taken}:
                 self._ready(bucket)
@@ -182,8 +138,7 @@ class GradientAccumulator:
     def zero_stale(self, buckets: Collection[Bucket] | None = None) -> dict[str, Tensor]:
         """Complete the sums in ``buckets``: zeros instead of old values; returns all sums, by name.
 
-        Args:
-            buckets: None: all that are not reduced after each pass.
+        Without ``buckets``: in all that are not reduced after each pass.
         """
         self.add_collected(buckets)
         if self._stale:
@@ -213,11 +168,6 @@ class GradientAccumulator:
         """Changes with every change of the sums, but not through ``.data``."""
         return tuple(version_of(bucket.flat) for bucket in self.buckets)
 
-    def sample(self) -> list[Tensor]:
-        """Copies of some elements, at fixed positions in a few buckets."""
-        chosen = self.buckets[:: -(-len(self.buckets) // _MAX_SAMPLES) or 1]
-        return [bucket.sample(_MAX_SAMPLES) for bucket in chosen]
-
     def flats(self, *, own: bool) -> list[Tensor]:
         """All sums as flat tensors; ``own``: this replica's segments of them, after a reduction."""
         if own:
@@ -225,45 +175,14 @@ class GradientAccumulator:
         self.zero_stale()
         return [bucket.flat for bucket in self.buckets]
 
-    def to_host(self) -> list[tuple[Tensor | None, ...]]:
-        """Copies in host memory of all sums and of the segments that are kept apart, and those that are set aside."""
-        held = [bucket for bucket in self.buckets if bucket.is_open and not bucket.each_pass]
-        self.zero_stale(held)
-        return [
-            (
-                bucket.flat.to("cpu", copy=True) if bucket in held else None,
-                bucket.complete().to("cpu", copy=True) if bucket.frees else None,
-                bucket.aside,
-            )
-            for bucket in self.buckets
-        ]
-
-    def from_host(self, copies: list[tuple[Tensor | None, ...]]) -> None:
-        """Set all sums to what :meth:`to_host` gave."""
-        self.zero_stale(self.buckets)
-        for bucket, (flat, own, aside) in zip(self.buckets, copies, strict=True):
-            bucket.aside = aside
-            if flat is None:
-                self.free(bucket)
-            else:
-                bucket.flat.copy_(flat)
-            if own is not None:
-                bucket.complete().copy_(own)
-
-    def foreign_grads(self) -> dict[str, Tensor | None]:
-        """Exposed ``parameter.grad`` that are not the sums, by name."""
-        return {name: p.grad for name, p in self._exposed.items() if p.grad is not self.views[name]}
-
     def sync_from_grad(self) -> dict[str, bool]:
-        """Copy ``parameter.grad`` that the script replaced into the sums.
-
-        Returns:
-            For each replaced gradient, by name, whether it is a tensor (False: None).
-        """
+        """Copy each ``parameter.grad`` that the script replaced into the sums; by name, whether it is a tensor."""
         self.zero_stale()
         changed = {}
-        for name, gradient in self.foreign_grads().items():
-            view, parameter = self.views[name], self._exposed[name]
+        for name, parameter in self._exposed.items():
+            view, gradient = self.views[name], parameter.grad
+            if gradient is view:
+                continue
             changed[name] = gradient is not None
             if gradient is None:
                 view.zero_()
@@ -278,8 +197,7 @@ class GradientAccumulator:
         gradient = parameter.grad
         if gradient is None or gradient is view:
             return
-        # With create_graph the gradient has a graph.
-        gradient = gradient.detach()
+        gradient = gradient.detach()  # with create_graph it has a graph
         if name in self._exposed:
             self._ready(self.bucket_of[name])
             view.copy_(gradient)
@@ -293,49 +211,24 @@ class GradientAccumulator:
 class SmallGradients:
     """Gradients that wait to be added to their sums, in a few kernels instead of one for each.
 
-    Args:
-        views: the sums, by parameter name; large ones are left out.
-
     Attributes:
-        views: those of small parameters.
+        views: the sums, by parameter name; of those that are given, small ones.
+        waiting: the gradients that wait, by parameter name.
     """
 
     def __init__(self, views: Mapping[str, Tensor]):
         self.views = {name: view for name, view in views.items() if view.numel() <= _MAX_SMALL}
-        self._waiting: dict[str, Tensor] = {}
+        self.waiting: dict[str, Tensor] = {}
         # Where gradients are converted to the sums' format.
         self._converted: dict[str, Tensor] = {}
 
-    def __len__(self) -> int:
-        """The number of gradients that wait."""
-        return len(self._waiting)
-
-    def has(self, name: str) -> bool:
-        """Whether a gradient of the parameter ``name`` waits."""
-        return name in self._waiting
-
-    def collect(self, name: str, gradient: Tensor) -> None:
-        """Let a gradient wait, of a parameter of which none does."""
-        self._waiting[name] = gradient
-
-    def clear(self) -> None:
-        """Drop what waits."""
-        self._waiting.clear()
-
     def take(self, names: Collection[str] | None) -> dict[str, Tensor]:
         """What waits of the parameters ``names`` (None: of all), which waits no more."""
-        taken = {name: self._waiting[name] for name in (self._waiting if names is None else names) if self.has(name)}
-        for name in taken:
-            del self._waiting[name]
-        return taken
+        taken = [name for name in (self.waiting if names is None else names) if name in self.waiting]
+        return {name: self.waiting.pop(name) for name in taken}
 
     def add(self, gradients: Mapping[str, Tensor], overwritten: Collection[str]) -> None:
-        """Add to the sums, by name.
-
-        Args:
-            gradients: by name.
-            overwritten: parameters whose sums hold old values, which the gradients replace.
-        """
+        """Add to the sums, by name; where a sum holds old values (``overwritten``), replace them."""
         groups: dict[tuple[bool, torch.dtype], list[str]] = defaultdict(list)
         for name, gradient in gradients.items():
             groups[name in overwritten, gradient.dtype].append(name)
@@ -357,3 +250,151 @@ class SmallGradients:
         converted = [self._converted[name] for name in names]
         foreach_copy_(converted, parts)
         return converted
+
+
+class GradientHook:
+    """Calls ``hook(parameter)`` after autograd has added to the parameter's gradient, while it is enabled.
+
+    It is enabled at first, and ``hook`` may disable itself. Disabling and enabling it costs a tenth of a call of the
+    hook, which autograd makes for each parameter in each backward pass.
+    """
+
+    def __init__(self, parameter: nn.Parameter, hook: Callable[[Tensor], None]):
+        self._parameter = parameter
+        self._was_first = accumulated_hooks_of(parameter) is None
+        self._id = parameter.register_post_accumulate_grad_hook(hook).id  # type: ignore[no-untyped-call]  # torch
+        # Autograd reads this dictionary at every accumulation, and iterates over a copy of it.
+        hooks = accumulated_hooks_of(parameter)
+        assert hooks is not None, "a hook was registered"
+        self._hooks = hooks
+        self._hook = hook
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is enabled, and nobody else has registered such a hook."""
+        return len(self._hooks) == 1 and self._id in self._hooks
+
+    def enable(self) -> None:
+        """Call the hook again, before the hooks that others have registered."""
+        others = dict(self._hooks)
+        self._hooks.clear()
+        self._hooks |= {self._id: self._hook, **others}
+
+    def disable(self) -> None:
+        """Do not call the hook until :meth:`enable`."""
+        self._hooks.pop(self._id, None)
+
+    def remove(self) -> None:
+        """Take it off; where there was no dictionary of hooks before it, there is none after."""
+        self.disable()
+        if self._was_first and not self._hooks:
+            drop_accumulated_hooks(self._parameter)
+
+
+class GradientHooks:
+    """Moves what autograd adds to parameters' gradients into an accumulator, with as few calls of hooks as possible.
+
+    A hook costs more than adding to a small gradient. So it is off while autograd adds to the sum in place, and where
+    :meth:`end_backward` takes the gradients of small parameters together.
+
+    Args:
+        accumulator: the sums.
+        parameters: the trainable parameters, by name.
+        on_gradient: called with a name at each hook; returns whether this pass completes the gradient, so that the hook
+            must stay.
+
+    Attributes:
+        reached: parameters that a backward pass has reached; the caller clears it.
+    """
+
+    def __init__(
+        self,
+        accumulator: GradientAccumulator,
+        parameters: Mapping[str, nn.Parameter],
+        on_gradient: Callable[[str], bool],
+    ):
+        self.reached: set[str] = set()
+        self._accumulator = accumulator
+        self._parameters = parameters
+        # Both weak: Python's garbage collector does not traverse torch's hooks, so a strong reference to the gradients
+        # would keep them and the model alive for ever.
+        self._on_gradient = weakref.WeakMethod(on_gradient)
+        hook = partial(_call, weakref.ref(self))
+        self._hooks = {name: GradientHook(one, partial(hook, name)) for name, one in parameters.items()}
+        # Parameters whose hooks are disabled.
+        self._disabled: set[str] = set()
+        # Parameters to which something outside of autograd has added.
+        self._outside: set[str] = set()
+        # Small parameters whose hooks the running pass has called; whether no pass has called one twice.
+        self._arrived: set[str] = set()
+        self._settled: dict[str, bool] = {}
+        # Those of them whose hooks are disabled: end_backward takes the gradients, and adds them together.
+        self._collected: list[str] = []
+
+    def release(self, name: str) -> None:
+        """Let a parameter go."""
+        self._disabled.discard(name)
+        self._settled[name] = False
+        self._hooks[name].remove()
+
+    def mark_reached(self, names: Iterable[str]) -> None:
+        """Note that something outside of autograd adds to these gradients."""
+        names = tuple(names)
+        self.reached.update(names)
+        self._outside.update(names)
+
+    def enable(self, names: Iterable[str] | None = None) -> None:
+        """Enable the hooks of these parameters; None: of all."""
+        enabled = self._disabled.intersection(self._parameters if names is None else names)
+        for name in enabled:
+            self._hooks[name].enable()
+            # A backward pass with create_graph replaces the view by a tensor that holds the sum.
+            self._accumulator.move_to_view(name)
+        self._disabled -= enabled
+        self._collected = [name for name in self._collected if name not in enabled]
+        self._arrived -= enabled
+
+    def collect_settled(self) -> None:
+        """Disable the hooks of small parameters whose gradients :meth:`end_backward` can take."""
+        for name, settled in self._settled.items():
+            if settled and name not in self._disabled and self._hooks[name].is_alone:
+                self._disable(name)
+                self._collected.append(name)
+
+    def end_backward(self) -> None:
+        """After a backward pass, before the next: add the gradients that it left in small parameters."""
+        for name in self._collected:
+            if self._parameters[name].grad is not None:
+                self._accumulator.move_to_view(name)
+                self.reached.add(name)
+        self._accumulator.add_collected()
+        if self._arrived:
+            self._settled.update((name, self._settled.get(name, True)) for name in self._arrived)
+            self._arrived.clear()
+            self.collect_settled()
+
+    def call(self, name: str) -> None:
+        """Autograd has added to a gradient, or has been told that there is nothing to add."""
+        is_empty = self._parameters[name].grad is None
+        self._accumulator.move_to_view(name)
+        on_gradient = self._on_gradient()
+        if on_gradient is None or on_gradient(name):
+            return
+        if name in self._accumulator.small:
+            if name in self._arrived:
+                # Reentrant checkpointing runs passes inside a pass. Autograd would add theirs up in half precision.
+                self._settled[name] = False
+            self._arrived.add(name)
+            return
+        # Further additions need no hook, unless another hook has replaced the gradient; nor does what is added outside.
+        if (is_empty and name in self._outside) or self._parameters[name].grad is self._accumulator.views[name]:
+            self._disable(name)
+
+    def _disable(self, name: str) -> None:
+        self._disabled.add(name)
+        self._hooks[name].disable()
+
+
+def _call(weak: "weakref.ref[GradientHooks]", name: str, parameter: Tensor) -> None:
+    if (hooks := weak()) is not None:
+        hooks.call(name)

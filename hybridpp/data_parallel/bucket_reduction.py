@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from hybridpp.cluster import Work
-from hybridpp.data_parallel.accumulator import GradientAccumulator
 from hybridpp.data_parallel.bucket import Bucket
+from hybridpp.data_parallel.reducible_sums import ReducibleSums
 from hybridpp.data_parallel.replicas import Replicas
 from hybridpp.errors import ConfigError
 
@@ -31,7 +31,7 @@ class BucketReduction:
 
     def __init__(
         self,
-        accumulator: GradientAccumulator,
+        accumulator: ReducibleSums,
         group: Replicas,
         dtype: torch.dtype | None,
         reached: Collection[str],

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.cluster import Group
-from hybridpp.data_parallel.accumulator import GradientAccumulator
+from hybridpp.data_parallel.accumulator import GradientHooks
 from hybridpp.data_parallel.bucket import Bucket, GradientSharding
 from hybridpp.data_parallel.bucket_reduction import BucketReduction
-from hybridpp.data_parallel.gradient_hooks import GradientHooks
 from hybridpp.data_parallel.layout import ShardLayout
 from hybridpp.data_parallel.outside_gradients import OutsideGradients
 from hybridpp.data_parallel.pass_reduction import PassReduction
+from hybridpp.data_parallel.reducible_sums import ReducibleSums
 from hybridpp.data_parallel.replicas import HybridReplicas, Replicas
 from hybridpp.data_parallel.scattered_sums import ScatteredSums
 from hybridpp.data_parallel.shared_gradients import SharedGradients, Summand
@@ -81,7 +81,7 @@ class GradientBuckets:
         self._layout = layout
         self._scatters = sharding is not GradientSharding.NONE
         self._reduces_each_pass = sharding is GradientSharding.MICROBATCH
-        self._accumulator = GradientAccumulator(parameters, layout, exposes_grad, sharding)
+        self._accumulator = ReducibleSums(parameters, layout, exposes_grad, sharding)
         self._shared = SharedGradients(coalesced_group)
         for name, groups in (shared or {}).items():
             for one in groups:

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from hybridpp.data_parallel.accumulator import GradientAccumulator
+from hybridpp.data_parallel.accumulator import GradientHooks
 from hybridpp.data_parallel.bucket_reduction import BucketReduction
-from hybridpp.data_parallel.gradient_hooks import GradientHooks
+from hybridpp.data_parallel.reducible_sums import ReducibleSums
 from hybridpp.nn.fp32_products import adds_products
 from hybridpp.nn.half import HALF_DTYPES
 
@@ -24,7 +24,7 @@ class OutsideGradients:
 
     def __init__(
         self,
-        accumulator: GradientAccumulator,
+        accumulator: ReducibleSums,
         hooks: GradientHooks,
         reduction: BucketReduction | None,
         check: Callable[[], None],

@@ -6,7 +6,7 @@ from compiled_blocks import ROWS, Blocks, mean_square, run_compiled
 from hybridpp_plugins import setup
 from support import boosted, gradients_of, noted_hooks, sgd, train
 
-from hybridpp.data_parallel import accumulator, outside_gradients
+from hybridpp.data_parallel import outside_gradients, reducible_sums
 from hybridpp.data_parallel.bucket import Bucket
 
 
@@ -22,7 +22,7 @@ def kernel(monkeypatch):
         product = a.float() @ b.float()
         total.copy_(total + product if keep else product)
 
-    monkeypatch.setattr(accumulator, "add_product", add_product)
+    monkeypatch.setattr(reducible_sums, "add_product", add_product)
     for user in (outside_gradients, setup):
         monkeypatch.setattr(user, "adds_products", lambda device, dtype: True)
     return calls
