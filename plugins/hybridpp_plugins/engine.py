@@ -9,14 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hybridpp.cluster import Section, microbatch_key, preserved_random_state
-from hybridpp.errors import (
-    ClosedError,
-    ConfigError,
-    DeadlockError,
-    PeerError,
-    RefusedByPeerError,
-    UnlikeCallsError,
-)
+from hybridpp.errors import ClosedError, ConfigError, DeadlockError, PeerError, RefusedByPeerError
 from hybridpp.pipeline import (
     BatchUse,
     CriterionAdapter,
@@ -31,6 +24,7 @@ from hybridpp.plugin import Criterion, RunsPipeline, StepOptions
 from hybridpp_plugins.engine_handle import ENGINE
 from hybridpp_plugins.engine_parts import EngineParts
 from hybridpp_plugins.folder_save import Saves
+from hybridpp_plugins.interruption import Interruption
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.step_epilogue import PendingEnd
 from hybridpp_plugins.unfinished_step import UnfinishedStep
@@ -56,7 +50,7 @@ class PipelineRunner(RunsPipeline):
 
     def __init__(self) -> None:
         self._saves = Saves()
-        self._interrupted: str | None = None
+        self._interruption = Interruption(self._saves.give_up)
         # The rest of a step that an error ended here, which other replicas are in.
         self._unfinished: UnfinishedStep | None = None
 
@@ -82,7 +76,7 @@ class PipelineRunner(RunsPipeline):
             self._saves.give_up()
             raise
         finally:
-            self._interrupted, self._unfinished, engine.unfinished = engine.interrupted, engine.unfinished, None
+            self._unfinished, engine.unfinished = engine.unfinished, None
 
     def _engine(self, model: nn.Module) -> "Engine":
         self._check_open()
@@ -101,19 +95,14 @@ class PipelineRunner(RunsPipeline):
             raise ClosedError(
                 "this plugin was closed: its process groups are gone. Make a new plugin, and boost a model with it."
             )
-        if self._interrupted is not None:
-            raise UnlikeCallsError(
-                f"a step ended in the middle on this rank, by {self._interrupted}. Other ranks may still be in that "
-                "step, and its messages on their way, so nothing can follow it. Let the error end the process, and "
-                "resume from a checkpoint. To leave out a batch, check it before booster.execute_pipeline, on all "
-                "ranks alike."
-            )
+        if self._interruption.cause is not None:
+            self._interruption.refuse()
         if self._unfinished is not None:
             unfinished, self._unfinished = self._unfinished, None
             try:
                 unfinished.finish()
             except Exception as error:
-                self._interrupted = f"{type(error).__name__}: {error}"
+                self._interruption.note(error)
                 raise
 
 
@@ -332,7 +321,7 @@ class Engine(EngineParts):
             raise
         except BaseException as error:
             if self.executor.where is not None and self.layout.pp.size > 1:
-                self.interrupted = f"{type(error).__name__}: {error}"
+                self.interruption.note(error)
             raise
 
     def _mark(self, phase: str) -> None:

@@ -24,9 +24,11 @@ from hybridpp.pipeline import (
     SplitBatch,
 )
 from hybridpp.precision import MasterWeights, ModuleDtypes
+from hybridpp_plugins.background_save import SaveStatus
 from hybridpp_plugins.criterion_check import CriterionCheck
 from hybridpp_plugins.engine_handle import CopiedModel
 from hybridpp_plugins.first_step_checks import FirstStepChecks
+from hybridpp_plugins.interruption import Interruption
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.model_info import OriginalModelInfo
 from hybridpp_plugins.nonfinite_report import NonFiniteDiagnosis
@@ -65,9 +67,9 @@ class EngineParts:
         first_step: checks the first training step; None after it.
         recording: records when actions run; None: no recording is active.
         is_running: whether a step is running.
-        interrupted: the error that ended a step, while other ranks of the pipeline wait for this one, or of whose
-            messages some may come later; None: there was none.
-        unfinished: the rest of such a step that other replicas are in; None: there is none.
+        interruption: notes the error that ended a step, while other ranks wait for this one, or of whose messages some
+            may come later.
+        unfinished: the rest of a step that an error ended, and that other replicas are in; None: there is none.
         is_training: whether it trains, or the last one did.
         model: the user's.
         epilogue: ends every step.
@@ -92,7 +94,7 @@ class EngineParts:
     signatures: SignatureCache = field(init=False)
     recording: ActiveRecording | None = None
     is_running: bool = False
-    interrupted: str | None = None
+    interruption: Interruption = field(default_factory=Interruption)
     unfinished: UnfinishedStep | None = None
     is_training: bool = False
 
@@ -134,6 +136,12 @@ class EngineParts:
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which gradients are only accumulated."""
         return nullcontext() if self.buckets is None else self.buckets.no_sync()
+
+    def share(self, saves: SaveStatus, interruption: Interruption) -> None:
+        """Take what all models of a plugin share."""
+        self.epilogue.saves, self.interruption = saves, interruption
+        if self.optimizer is not None:
+            self.optimizer.interruption = interruption
 
     def location(self) -> str:
         """Where a step is, in words; called by a watchdog's thread."""
@@ -177,7 +185,7 @@ class EngineParts:
     def _interrupt(self, error: PeerError | DeadlockError) -> None:
         """Note the error that ended a step in the middle; where it came of calls that differ, raise that instead."""
         # Of this step, messages may come that the next one would take for its own.
-        self.interrupted = f"{type(error).__name__}: {error}"
+        self.interruption.note(error)
         # After a timeout, the other rank may still not say anything.
         if not isinstance(error, PeerTimeoutError):
             self._reader.check_calls()

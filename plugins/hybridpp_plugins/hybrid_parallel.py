@@ -365,7 +365,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, Choose
                 engine = boost(parts, context, self._num_boosted)
             engine.signatures = SignatureCache(parts.model, signature, model_inputs, loss_reduction)
             attach_engine(engine.adapter, engine)
-            engine.epilogue.saves = self._saves.status
+            engine.share(self._saves.status, self._interruption)
             every = self.settings.parallel.check_weights_every
             if every and engine.optimizer is not None and self.layout.world.size > 1:
                 check = WeightCheck(every, engine.model, engine.weights, engine.optimizer, self.layout)

@@ -95,6 +95,8 @@ class HybridOptimizer(SteppingOptimizer):
         Collective: all replicas, unless inside ``booster.no_sync``.
         """
         self.uninitialized.check()
+        if self.interruption.cause is not None:
+            self.interruption.refuse()
         if self.failed_pass is None:
             self._run_backward(loss, *args, **kwargs)
             return
@@ -134,7 +136,8 @@ class HybridOptimizer(SteppingOptimizer):
         Collective: all replicas of this stage, and all ranks that share a parameter with it, if gradients are not
         reduced yet.
         """
-        return self.accumulated.tensors()
+        with self._communicating():
+            return self.accumulated.tensors()
 
     def get_grad_norm(self) -> float:
         """The 2-norm of the complete model's gradient, unscaled and before clipping, of the last backward or step.
@@ -145,8 +148,9 @@ class HybridOptimizer(SteppingOptimizer):
         Raises:
             ConfigError: it is called inside ``no_sync``.
         """
-        self.accumulated.finalize_for("get_grad_norm")
-        return self.accumulated.norm()
+        with self._communicating():
+            self.accumulated.finalize_for("get_grad_norm")
+            return self.accumulated.norm()
 
     def unscale_grad(self) -> None:
         """Divide the gradients by the loss scale (fp16), for scripts that do so before they clip.
@@ -159,7 +163,8 @@ class HybridOptimizer(SteppingOptimizer):
         Raises:
             ConfigError: it is called inside ``no_sync``.
         """
-        self.accumulated.finalize_for("unscale_grad")
+        with self._communicating():
+            self.accumulated.finalize_for("unscale_grad")
         self.accumulated.unscale()
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
@@ -181,8 +186,9 @@ class HybridOptimizer(SteppingOptimizer):
         """
         if norm_type != 2.0:
             raise ConfigError(f"only the 2-norm is supported: got norm_type={norm_type}. Leave norm_type out.")
-        self.accumulated.finalize_for("clip_grad_by_norm")
-        norm = self.accumulated.clip_by_norm(max_norm)
+        with self._communicating():
+            self.accumulated.finalize_for("clip_grad_by_norm")
+            norm = self.accumulated.clip_by_norm(max_norm)
         if error_if_nonfinite and not math.isfinite(norm):
             self.nonfinite_steps.refuse(norm)
         return norm
@@ -197,8 +203,10 @@ class HybridOptimizer(SteppingOptimizer):
         Raises:
             ConfigError: it is called inside ``no_sync``.
         """
-        self.accumulated.finalize_for("clip_grad_by_value")
-        if not self._scales or math.isfinite(self.accumulated.norm()):
+        with self._communicating():
+            self.accumulated.finalize_for("clip_grad_by_value")
+            is_finite = not self._scales or math.isfinite(self.accumulated.norm())
+        if is_finite:
             self.accumulated.clip_by_value(clip_value)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 from hybridpp.cluster import Group, gather_numbers
 from hybridpp.config import OptimizerConfig, Precision
 from hybridpp.data_parallel import GradientReducer, UpdateTarget
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, DeadlockError, PeerError
 from hybridpp.optim import GlobalGradNorm, can_divide, divided_in_kernel
 from hybridpp.precision import LossScaler, MasterWeights
 from hybridpp_plugins.grad_access_warning import GradAccessWarning
+from hybridpp_plugins.interruption import Interruption
 from hybridpp_plugins.manual_clipping import ManualClippingDetector, ManualScaling
 from hybridpp_plugins.manual_forward import ManualCallRecorder
 from hybridpp_plugins.nonfinite_steps import NonFiniteSteps
@@ -216,6 +217,7 @@ class SteppingOptimizer(WrappedOptimizer):
         manual_calls: the script's calls of the model, if they are recorded.
         replica_buffers: buffers that the first replica sends to the others; None: there are none.
         while_updating: a context to run :meth:`step` in.
+        interruption: notes an error that ends its communication in the middle.
     """
 
     def __init__(
@@ -242,6 +244,7 @@ class SteppingOptimizer(WrappedOptimizer):
         self.manual_calls: ManualCallRecorder | None = None
         self.replica_buffers: ReplicaBuffers | None = None
         self.while_updating: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.interruption = Interruption()
 
     @property
     def loss_scale(self) -> float:
@@ -302,6 +305,7 @@ class SteppingOptimizer(WrappedOptimizer):
 
         Raises:
             ConfigError: a closure is given, or it is called inside ``no_sync``.
+            UnlikeCallsError: an error ended a step in the middle on this rank.
             NonFiniteGradientError: a gradient is inf or NaN on any rank; raised on all.
         """
         if closure is not None:
@@ -310,10 +314,22 @@ class SteppingOptimizer(WrappedOptimizer):
             self._refuse_released()
         if not self._reducer.is_syncing:
             raise ConfigError("step inside no_sync would make the replicas diverge. Call it after the block.")
-        if self._reducer.is_consumed:
-            return
-        with self.while_updating():
-            self._update()
+        with self._communicating():
+            if self._reducer.is_consumed:
+                return
+            with self.while_updating():
+                self._update()
+
+    @contextmanager
+    def _communicating(self) -> Iterator[None]:
+        """A context for what ranks do together. After an error that ends it in the middle, nothing follows."""
+        if self.interruption.cause is not None:
+            self.interruption.refuse()
+        try:
+            yield
+        except (PeerError, DeadlockError) as error:
+            self.interruption.lost_peer(error)
+            raise
 
     def _update(self) -> None:
         """Update the weights, or skip the step; the gradients are consumed. Collective: all ranks."""
