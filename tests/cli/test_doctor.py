@@ -1,13 +1,9 @@
 import json
-import os
-import subprocess
-import sys
 from contextlib import ExitStack
 
 import pytest
 from doctor.facts import FACTS, several
 from forked_jobs import forked_job
-from support import ROOT
 from two_hosts import hosts_or_skip
 
 from hybridpp.cli import doctor, main
@@ -57,13 +53,12 @@ def test_an_error_is_printed_and_is_the_exit_code(monkeypatch, capsys):
 
 
 def test_two_ranks_are_started_and_measured(tmp_path):
-    """The command as a user gives it, on processes."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'plugins'}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "hybridpp", "doctor", "--ranks", "2", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
-    assert done.stdout, done.stderr
-    found = DoctorReport.from_plain(json.loads(done.stdout))
-    assert done.returncode == (1 if found.has_errors else 0)
+    """On processes, from any folder."""
+    with forked_job(main, "doctor", "--ranks", "2", "--json", cwd=tmp_path) as job:
+        code = job.end(110)
+        assert job.stdout, job.stderr
+        found = DoctorReport.from_plain(json.loads(job.stdout))
+    assert code == (1 if found.has_errors else 0)
     (link,) = found.links
     assert (link.first, link.second) == (0, 1)
     assert link.latency_us > 0

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from forked_jobs import forked_job
-from processes import run_script
 from support import ROOT
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -307,16 +306,15 @@ sys.exit(int(sys.argv[-1]))
     ids=str,
 )
 def test_a_script_gets_its_own_options_and_its_failure_is_the_code(tmp_path, options, code):
-    (tmp_path / "main.py").write_text("import sys\nfrom hybridpp.cli import main\nsys.exit(main(sys.argv[1:]))\n")
     script = tmp_path / "flags.py"
     script.write_text(FLAGS)
     given = ["--help", "--flag", "--nproc-per-node", "7", "-x", "--", "a b", str(code)]
     # Forked: a module, below, starts as users start theirs.
-    done = run_script(1, tmp_path / "main.py", "run", *options, str(script), *given)
-    assert json.loads(done.stdout) == given, done.stderr
-    assert done.returncode == (1 if code else 0)
-    if code:
-        assert done.stderr.splitlines()[-1] == "hybridpp run: rank 0 failed, with exit code 3."
+    with forked_job(main, "run", *options, str(script), *given) as job:
+        assert job.end(100) == (1 if code else 0)
+        assert json.loads(job.stdout) == given, job.stderr
+        if code:
+            assert job.stderr.splitlines()[-1] == "hybridpp run: rank 0 failed, with exit code 3."
 
 
 def test_a_module_runs_with_its_options(tmp_path):

@@ -43,27 +43,22 @@ def undisturbed(tmp_path_factory):
     return found
 
 
-# Each place once, on ranks of both stages; all of them on all ranks are in benchmarks/failures/recovery.py.
+# Each place once, on ranks of both stages; all of them on all ranks are in benchmarks/failures/recovery.py. One after
+# another in one run: before its second checkpoint and after, which saves that were killed must not spoil.
 @pytest.mark.parametrize(
-    ("ranks", "rank", "place", "more"),
+    ("ranks", "deaths", "more"),
     [
-        (2, 1, "receive", []),
-        (2, 0, "forward", []),
-        (2, 1, "send", ["--asynchronous"]),
-        (2, 0, "backward", []),
-        (4, 3, "reduce", []),
-        (2, 1, "optimizer step", []),
-        pytest.param(2, 0, "save", [], marks=pytest.mark.matrix),  # as test_killed_save.py
-        (2, 1, "save", ["--asynchronous"]),
+        (2, ["1:receive:2", "0:forward:3", "0:backward:3", "1:optimizer step:4"], []),
+        (2, ["1:send:3", "1:save:3"], ["--asynchronous"]),
+        (4, ["3:reduce:3"], []),
+        pytest.param(2, ["0:save:3"], [], marks=pytest.mark.matrix),  # as test_killed_save.py
     ],
 )
-def test_a_run_goes_on_bit_for_bit_wherever_a_rank_was_killed(
-    undisturbed, tmp_path, monkeypatch, ranks, rank, place, more
-):
-    # The step before the second checkpoint, which a killed save must not spoil.
-    job = run(tmp_path, *more, "--die", f"{rank}:{place}:3", ranks=ranks, monkeypatch=monkeypatch)
-    assert job.returncode in (9, 1), job.stderr
-    assert not list(tmp_path.glob("weights-*"))
+def test_a_run_goes_on_bit_for_bit_wherever_a_rank_was_killed(undisturbed, tmp_path, monkeypatch, ranks, deaths, more):
+    for death in deaths:
+        job = run(tmp_path, *more, "--die", death, ranks=ranks, monkeypatch=monkeypatch)
+        assert job.returncode in (9, 1), job.stderr
+        assert not list(tmp_path.glob("weights-*"))
     job = run(tmp_path, *more, ranks=ranks, attempt=1, monkeypatch=monkeypatch)
     assert job.returncode == 0, job.stderr
     assert result(tmp_path) == undisturbed[ranks]
