@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.errors import ConfigError
+from hybridpp.nn import walk
 from hybridpp.nn.pretrained_model import is_pretrained_model
 from hybridpp.nn.snapshot import Replacements
 from hybridpp.nn.torch_private import (
@@ -29,11 +30,13 @@ def allocate(model: nn.Module, others: Iterable[Tensor], device: torch.device) -
 
     They stay the same objects, so that tied weights and an optimizer's groups remain valid.
     """
-    waiting = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *others) if tensor.is_meta}
+    waiting = {
+        id(tensor): tensor for tensor in (*walk.parameters(model), *walk.buffers(model), *others) if tensor.is_meta
+    }
     recurrent = [
         module
-        for module in model.modules()
-        if isinstance(module, nn.RNNBase) and any(id(parameter) in waiting for parameter in module.parameters())
+        for module in walk.modules(model)
+        if isinstance(module, nn.RNNBase) and any(id(parameter) in waiting for parameter in walk.parameters(module))
     ]
     with without_flat_weights(recurrent):
         for tensor in waiting.values():
@@ -67,7 +70,7 @@ def derive_buffers(model: nn.Module) -> None:
     Raises:
         ConfigError: neither computes a buffer, or a tensor on the meta device is no buffer or parameter.
     """
-    modules = dict(model.named_modules())
+    modules = dict(walk.named_modules(model))
     _check_attributes(modules)
     waiting = [
         (path, key, buffer)
@@ -135,7 +138,7 @@ def _all_on_meta(model: nn.Module) -> Iterator[None]:
     """Inside, parameters and buffers with values are on the meta device, so that no initialisation overwrites them."""
     replaced = Replacements()
     try:
-        for module in model.modules():
+        for module in walk.modules(model):
             dicts: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
             entries = [(held, *item) for held in dicts for item in held.items()]
             for held, key, tensor in entries:

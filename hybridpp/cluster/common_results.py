@@ -1,7 +1,7 @@
 """Results that the ranks of one process have in common: the first that needs one computes it for all."""
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -9,6 +9,25 @@ T = TypeVar("T")
 _MAX_RESULTS = 16
 # Kept for runs to come.
 _MAX_RESULTS_OF_ANY_RUN = 256
+
+
+_MISSING: Any = object()
+
+
+class _Hashed:
+    """A key that is hashed once: one that describes a model has thousands of parts."""
+
+    __slots__ = ("_hash", "_key")
+
+    def __init__(self, key: Hashable):
+        self._key = key
+        self._hash = hash(key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Hashed) and other._key == self._key
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 class ResultStores(NamedTuple):
@@ -52,14 +71,14 @@ class CommonResults:
             is_common: whether another rank could use it.
             is_of_run: whether the key refers to objects of this run, so that it is equal to no key of another.
         """
-        key = (self._kind, key)
+        key = _Hashed((self._kind, key))
         results, limit = self._stores.of_run, _MAX_RESULTS
         if self._stores.of_any_run is not None and not is_of_run:
             results, limit = self._stores.of_any_run, _MAX_RESULTS_OF_ANY_RUN
-        if key in results:
-            found: T = results.pop(key)
+        found = results.pop(key, _MISSING)
+        if found is not _MISSING:
             results[key] = found  # now the most recent
-            return found
+            return cast(T, found)
         before = self._num_sent()
         made = make()
         if self._num_sent() == before and is_common(made):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hybridpp.cluster import Group
 from hybridpp.errors import ConfigError
+from hybridpp.nn import walk
 from hybridpp.nn.names import qualified
 from hybridpp.nn.torch_private import NormWithStatistics, buffers_of, transient_buffers_of, version_of
 
@@ -162,7 +163,7 @@ def _shape_in_words(shape: Any) -> str:
 def _others(model: nn.Module) -> Iterator[tuple[str, _Owner]]:
     """Persistent buffers that are no running statistics, each once."""
     seen: set[int] = set()
-    for prefix, module in model.named_modules():
+    for prefix, module in walk.named_modules(model):
         if not isinstance(module, NormWithStatistics):
             for key in _persistent(module):
                 buffer = buffers_of(module)[key]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.cluster import Group
+from hybridpp.nn import walk
 from hybridpp.nn.names import qualified
 from hybridpp.nn.torch_private import NormWithStatistics, buffers_of, transient_buffers_of, version_of
 
@@ -30,7 +31,7 @@ class RunningStatistics:
 
     def __init__(self, model: nn.Module, group: Group):
         self._group = group
-        self._norms: list[Any] = [module for module in model.modules() if _keeps(module)] if group.size > 1 else []
+        self._norms: list[Any] = [module for module in walk.modules(model) if _keeps(module)] if group.size > 1 else []
         self._sizes: list[int] = [2 * norm.num_features for norm in self._norms]
         self._before: Tensor | None = None
         self.is_needed = bool(self._norms)
@@ -129,7 +130,7 @@ class BufferWriteDetector:
 
 
 def _others(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for prefix, module in model.named_modules():
+    for prefix, module in walk.named_modules(model):
         if isinstance(module, NormWithStatistics):
             continue
         for name, buffer in buffers_of(module).items():

@@ -11,6 +11,7 @@ from torch import nn
 from hybridpp.module_adapter.adapter import ModuleAdapter
 from hybridpp.module_adapter.order import AdapterLayer
 from hybridpp.module_adapter.wrapper import Forward
+from hybridpp.nn import walk
 
 # Asked for every layer that runs.
 _is_compiling = torch.compiler.is_compiling
@@ -40,7 +41,7 @@ class CallRouter:
     """
 
     def __init__(self, adapter: ModuleAdapter, layer: AdapterLayer, names: Iterable[str]):
-        self.modules: Mapping[str, nn.Module] = {name: adapter.model.get_submodule(name) for name in names}
+        self.modules: Mapping[str, nn.Module] = {name: walk.submodule(adapter.model, name) for name in names}
         self._handler: CallHandler | None = None
         # The module whose call was routed, until it gets to its forward.
         self._routed: str | None = None

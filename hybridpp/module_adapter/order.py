@@ -24,6 +24,9 @@ class AdapterLayer(StrEnum):
     STAGE = "stage"
     MODEL = "calls of the model"
 
+    # That of an enum is a function in Python; wrappers look layers up thousands of times.
+    __hash__ = str.__hash__
+
 
 ORDER: tuple[AdapterLayer, ...] = (
     # Inside of collectives, which a compiler cannot look into.

@@ -112,11 +112,10 @@ class ModuleWrapper:
 
     def _nested(self, runs: dict[AdapterLayer, _Run], name: str, innermost: Forward | None = None) -> Any:
         """The layers around the module's own attribute, or around ``innermost``; without layers what was found."""
-        present = [runs[layer] for layer in self._order if layer in runs]
-        if not present:
+        if not runs:
             return self._found[name]
         nested: Any = innermost or self._own[name]
-        for run in present:
+        for run in [*runs.values()] if len(runs) == 1 else [runs[layer] for layer in self._order if layer in runs]:
             nested = self._bind(run.function, *run.bound, nested)
         return self._bind(uncompiled(), nested) if self._is_compiled and _COMMUNICATE & runs.keys() else nested
 

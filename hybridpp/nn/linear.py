@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hybridpp.nn import walk
 from hybridpp.nn.torch_private import parameters_of
 
 # transformers' GPT-2 layer; known by name, so that transformers need not be installed.
@@ -41,7 +42,7 @@ def linear_shape(module: nn.Module) -> LinearShape | None:
 
 def linear_shapes(block: nn.Module) -> dict[str, LinearShape]:
     """The linear layers of a block, by name."""
-    found = {name: linear_shape(module) for name, module in block.named_modules()}
+    found = {name: linear_shape(module) for name, module in walk.named_modules(block)}
     return {name: shape for name, shape in found.items() if shape is not None}
 
 

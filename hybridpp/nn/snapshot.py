@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hybridpp.nn import walk
 from hybridpp.nn.contents import (
     Contents,
     attributes_of,
@@ -64,7 +65,7 @@ class Snapshot:
         What lies deeper is not in it, nor are the values of tensors.
         """
         containers: list[Any] = []
-        for module in model.modules():
+        for module in walk.modules(model):
             attributes = vars(module)
             containers += [attributes, *filter(is_container, attributes.values())]
         made = cls((Holder.of_items(held), items_of(held)) for held in containers if not is_empty(held))
@@ -143,7 +144,7 @@ def preserved_modules(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def preserved_buffer_values(model: nn.Module) -> Iterator[None]:
     """Give the buffers, afterwards, the values that they had; they are copied."""
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    before = [(buffer, buffer.clone()) for buffer in walk.buffers(model)]
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.process import BaseProcess
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,7 @@ __all__ = [
     "DataDependentOutputException",
     "DisableTorchFunctionSubclass",
     "DynamicOutputShapeException",
+    "FakeSpec",
     "FakeTensor",
     "FakeTensorMode",
     "HashStore",
@@ -102,7 +103,6 @@ __all__ = [
     "dataset_of",
     "default_store",
     "drop_accumulated_hooks",
-    "fake_like",
     "foreach_add_",
     "foreach_copy_",
     "foreach_norm",
@@ -254,20 +254,34 @@ def version_or_none(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else version_of(tensor)
 
 
-def fake_like(mode: FakeTensorMode, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A fake of a tensor's sizes and strides; a parameter if the tensor is one.
+class FakeSpec(NamedTuple):
+    """What a fake of a tensor has of it; a fake of a parameter is one."""
 
-    Made directly: a parameter that is made of a fake takes ten times as long.
-    """
-    is_parameter = isinstance(tensor, nn.Parameter)
-    meta = torch.empty_strided(
-        tensor.size(), tensor.stride(), dtype=dtype, device="meta", requires_grad=is_parameter and tensor.requires_grad
-    )
-    fake = FakeTensor(mode, meta, device)
-    if is_parameter:
-        # As nn.Parameter marks what is not exactly a tensor.
-        fake._is_param = True
-    return fake
+    is_parameter: bool
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> "FakeSpec":
+        """Of a fake in this dtype, on this device."""
+        # Most parameters are of the very class, which is seen at once.
+        is_parameter = type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter)
+        wants_grad = is_parameter and tensor.requires_grad
+        return cls(is_parameter, tensor.size(), tensor.stride(), dtype, device, wants_grad)
+
+    def make(self, mode: FakeTensorMode) -> Tensor:
+        """The fake. Made directly: a parameter that is made of a fake takes ten times as long."""
+        meta = torch.empty_strided(
+            self.size, self.stride, dtype=self.dtype, device="meta", requires_grad=self.requires_grad
+        )
+        fake = FakeTensor(mode, meta, self.device)
+        if self.is_parameter:
+            # As nn.Parameter marks what is not exactly a tensor.
+            fake._is_param = True
+        return fake
 
 
 def has_no_data(tensor: Tensor) -> bool:

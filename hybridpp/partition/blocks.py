@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from hybridpp.nn import walk
 from hybridpp.partition.annotations import find_module
 from hybridpp.partition.module_lists import NEVER_CALLED, is_idle, lists_of_blocks
 from hybridpp.partition.refine import refined
@@ -56,13 +57,13 @@ def find_units(
     Raises:
         PartitionError: the model has no module of a name in ``named``.
     """
-    idle = set() if used is None else {id(held) for name, held in model.named_parameters() if name not in used}
+    idle = set() if used is None else {id(held) for name, held in walk.named_parameters(model) if name not in used}
     blocks = _blocks(model, _LIST_SHARE, idle)
     if named:
         for name in named:
             find_module(model, name)
         blocks = [block for block in blocks if not any(_related(block, name) for name in named)]
-        order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+        order = {name: index for index, (name, _) in enumerate(walk.named_modules(model))}
         blocks = sorted({*blocks, *named}, key=order.__getitem__)
     elif num_stages > 1:
         blocks = refined(model, num_stages, _LIST_SHARE, idle, uncalled)
@@ -93,7 +94,7 @@ def _units(model: nn.Module, blocks: list[str]) -> list[str]:
     for block in blocks:
         parts = block.split(".")
         containers.update(".".join(parts[:depth]) for depth in range(1, len(parts)))
-    first_names = dict(model.named_modules())
+    first_names = dict(walk.named_modules(model))
     for name, module in first_names.items():
         if isinstance(module, NEVER_CALLED) and name.rpartition(".")[0] in containers:
             containers.add(name)

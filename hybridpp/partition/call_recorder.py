@@ -56,7 +56,7 @@ class CallRecorder:
     ):
         self._model = model
         self._cache = cache
-        self._originals = fakes.originals
+        self._originals = {id(fake): original for fake, original in fakes.buffers}
         self.calls: list[UnitCall] = []
         self.taints = TaintMode()
         self._unit_parameters = unit_parameters
@@ -67,9 +67,9 @@ class CallRecorder:
         self._depth = 0
         self._occurrences: dict[str, int] = {}
         self._outputs: list[tuple[UnitCall, int, Tensor, int]] = []
-        for parameter in fakes.parameters:
-            self.taints.mark(parameter, [fakes.names[id(parameter)]])
-        for buffer in fakes.buffers:
+        for name, parameter in fakes.parameters:
+            self.taints.mark(parameter, [name])
+        for buffer, _ in fakes.buffers:
             self.taints.mark(buffer, [])
 
     def search_resets(self, cuts: Sequence[UnitCallKey]) -> None:

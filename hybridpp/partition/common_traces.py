@@ -5,9 +5,10 @@ from contextvars import copy_context
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hybridpp.cluster import CommonResults
+from hybridpp.nn import walk
 from hybridpp.nn.structure import Itself, ObjectChanges, PlainChange, Structure, repeat_changes, values_of
 from hybridpp.nn.torch_private import GLOBAL_FORWARD_HOOKS, GLOBAL_FORWARD_PRE_HOOKS, buffers_of, parameters_of
 from hybridpp.partition.calls import CallArguments, Same, TensorSpec, Trace
@@ -134,17 +135,12 @@ class CommonTraces:
 
 def _metadata(model: nn.Module, fakes: Fakes) -> Hashable:
     """Of the parameters and buffers, and which of them are one."""
-    named = {module: name for name, module in model.named_modules()}
+    named = {module: name for name, module in walk.named_modules(model)}
     numbers: dict[int, int] = {}
     return tuple(
-        (named[module], key, numbers.setdefault(id(fake), len(numbers)), type(fake).__name__, *_kind(fake))
-        for module, key, fake in fakes.slots
+        (named[module], key, numbers.setdefault(number, len(numbers)), fakes.specs[number])
+        for module, key, number in fakes.slots
     )
-
-
-def _kind(tensor: Tensor) -> tuple[Hashable, ...]:
-    is_parameter = isinstance(tensor, nn.Parameter)
-    return is_parameter, tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def _surroundings() -> Hashable:

@@ -10,6 +10,7 @@ from torch import nn
 
 from hybridpp.errors import PartitionError
 from hybridpp.module_adapter import Forward, ModuleAdapter
+from hybridpp.nn import walk
 from hybridpp.nn.torch_private import compiled_call_of
 
 # Different blocks, training and evaluation, several formats and shapes: more than torch's 8 by default.
@@ -75,7 +76,7 @@ def has_compiled_forward(module: nn.Module) -> bool:
 
 def compiled_parts(model: nn.Module) -> set[nn.Module]:
     """All modules that are compiled or in one that is: where something is set on them, each is compiled anew."""
-    return {part for module in model.modules() if is_compiled(module) for part in module.modules()}
+    return {part for module in walk.modules(model) if is_compiled(module) for part in walk.modules(module)}
 
 
 def refuse_compiled(model: nn.Module, modules: Iterable[nn.Module]) -> None:
@@ -86,7 +87,7 @@ def refuse_compiled(model: nn.Module, modules: Iterable[nn.Module]) -> None:
     """
     for module in modules:
         if is_compiled(module):
-            name = next(name for name, found in model.named_modules() if found is module)
+            name = next(name for name, found in walk.named_modules(model) if found is module)
             raise PartitionError(
                 f"{f'module {name!r}' if name else 'the model'} is compiled as one unit, so it cannot be cut between "
                 "its blocks. Compile the blocks before boost, each by block.compile()."

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from hybridpp.nn import walk
 from hybridpp.nn.torch_private import children_of
 from hybridpp.partition.hook_inspection import names_in
 
@@ -70,9 +71,9 @@ class ConditionalDraws(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module, units: Collection[str]) -> "ConditionalDraws":
         """Those of a model with these units."""
-        inside = {module for name in units for module in model.get_submodule(name).modules()}
-        around = [module for module in model.modules() if module not in inside]
-        found = [name for name in units if any(map(may_draw, model.get_submodule(name).modules()))]
+        inside = {module for name in units for module in walk.modules(walk.submodule(model, name))}
+        around = [module for module in walk.modules(model) if module not in inside]
+        found = [name for name in units if any(map(may_draw, walk.modules(walk.submodule(model, name))))]
         return cls(frozenset(found), any(map(may_draw, around)))
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from hybridpp.cluster import get_dist_logger
+from hybridpp.nn import walk
 from hybridpp.partition.drawing_code import is_rate
 
 # Modes whose parts are kept; the least recently used is dropped.
@@ -22,7 +23,7 @@ class DrawingParts:
     """
 
     def __init__(self, model: nn.Module):
-        self._held = [vars(module) for module in model.modules()]
+        self._held = [vars(module) for module in walk.modules(model)]
         self._rates = [(held, name) for held in self._held for name, value in held.items() if is_rate(name, value)]
         self._by_mode: dict[Any, dict[int, bool]] = {}
 

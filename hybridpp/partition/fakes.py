@@ -3,20 +3,23 @@
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hybridpp.nn import walk
 from hybridpp.nn.snapshot import preserved_modules
-from hybridpp.nn.torch_private import FAKE_TENSOR_LOG, FakeTensorMode, buffers_of, fake_like, parameters_of
+from hybridpp.nn.torch_private import FAKE_TENSOR_LOG, FakeSpec, FakeTensorMode, buffers_of, parameters_of
 
 
 class Fakes:
     """A fake for every parameter and buffer of a model; nothing is allocated.
 
     The model itself is traced, not a copy: whatever was done to the instance (a patched forward, hooks) counts. It may
-    be pruned later; there are fakes for all of its tensors still.
+    be pruned later; there are fakes for all of its tensors still. They are made for the first trace: where another
+    rank has made that, there are none.
 
     Args:
         model: on any device, also the meta device.
@@ -24,60 +27,87 @@ class Fakes:
         dtypes: of the fakes of tensors that will be cast, by the tensor's ``id``.
 
     Attributes:
-        names: the name of each fake parameter, by ``id``; a tied parameter has its first name.
-        parameters: the fake parameters.
-        buffers: the fake buffers.
-        originals: the buffers of the fakes, by ``id`` of the fake.
-        slots: where each fake is held: the module, its name there, the fake.
+        slots: where each fake is held: the module, its name there, the fake's number.
+        specs: of the fakes, by number.
+        originals: the buffers of the fakes, by number.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtypes: Mapping[int, torch.dtype]):
-        mode = self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._model, self._device = model, device
-        fakes = {
-            id(tensor): fake_like(mode, tensor, dtypes.get(id(tensor), tensor.dtype), device)
-            for tensor in (*model.parameters(), *model.buffers())
+        parameters = walk.named_parameters(model)
+        numbers: dict[int, int] = {id(parameter): number for number, (_, parameter) in enumerate(parameters)}
+        buffers = {numbers.setdefault(id(buffer), len(numbers)): buffer for buffer in walk.buffers(model)}
+        self._names = [name for name, _ in parameters]
+        self.originals: dict[int, Tensor] = buffers
+        tensors = dict(enumerate(parameter for _, parameter in parameters)) | buffers
+        self.specs = {
+            number: FakeSpec.of(tensor, dtypes.get(id(tensor), tensor.dtype), device)
+            for number, tensor in tensors.items()
         }
-        self.names = {id(fakes[id(parameter)]): name for name, parameter in model.named_parameters()}
-        self.parameters = [fakes[id(parameter)] for parameter in model.parameters()]
-        self.buffers = [fakes[id(buffer)] for buffer in model.buffers()]
-        self.originals = {id(fakes[id(buffer)]): buffer for buffer in model.buffers()}
-        self.slots: list[tuple[nn.Module, str, Tensor]] = [
-            (module, key, fakes[id(tensor)])
-            for module in model.modules()
+        self._made: dict[int, Tensor] = {}
+        self.slots: list[tuple[nn.Module, str, int]] = [
+            (module, key, numbers[id(tensor)])
+            for module in walk.modules(model)
             for key, tensor in (*parameters_of(module).items(), *buffers_of(module).items())
             if tensor is not None
         ]
+
+    @cached_property
+    def _mode(self) -> FakeTensorMode:
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+    def _fake(self, number: int) -> Tensor:
+        if number not in self._made:
+            self._made[number] = self.specs[number].make(self._mode)
+        return self._made[number]
+
+    @property
+    def parameters(self) -> list[tuple[str, Tensor]]:
+        """The fake parameters with their names; a tied one has its first name."""
+        return [(name, self._fake(number)) for number, name in enumerate(self._names)]
+
+    @property
+    def buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """The fake buffers with those that they are fakes of."""
+        return [(self._fake(number), original) for number, original in self.originals.items()]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the model holds the fakes; afterwards, what it held before."""
         with preserved_modules(self._model):
-            for module, key, fake in self.slots:
+            for module, key, number in self.slots:
+                fake = self._fake(number)
                 # Pruned tensors are plain attributes, and must be parameters or buffers again. All are set anew, so
                 # that a module's tensors have the order in which they were registered.
                 del _owning_dict(module, key)[key]
-                owner: dict[str, Any] = parameters_of(module) if isinstance(fake, nn.Parameter) else buffers_of(module)
+                is_parameter = self.specs[number].is_parameter
+                owner: dict[str, Any] = parameters_of(module) if is_parameter else buffers_of(module)
                 owner[key] = fake
             yield
 
     def renew(self) -> None:
         """Update the fakes of buffers that the forward has replaced, such as tables that grow with the inputs."""
         is_new = False
-        for index, (module, key, fake) in enumerate(self.slots):
-            buffer = _owning_dict(module, key)[key]
-            original = self.originals.get(id(fake))
-            if original is None or buffer is original or not isinstance(buffer, Tensor):
+        for index, (module, key, number) in enumerate(self.slots):
+            original = self.originals.get(number)
+            if original is None:
                 continue
-            if buffer.shape != fake.shape:
-                fake = fake_like(self._mode, buffer, fake.dtype, self._device)
-                self.slots[index] = (module, key, fake)
+            buffer = _owning_dict(module, key)[key]
+            if buffer is original or not isinstance(buffer, Tensor):
+                continue
+            spec = self.specs[number]
+            if buffer.shape != spec.size:
+                number = max(self.specs) + 1
+                self.specs[number] = FakeSpec.of(buffer, spec.dtype, self._device)
+                self.slots[index] = (module, key, number)
                 is_new = True
-            self.originals[id(fake)] = buffer
+            self.originals[number] = buffer
         if is_new:
             # Drop fakes that are no longer used.
-            self.buffers = list({id(fake): fake for _, _, fake in self.slots if id(fake) in self.originals}.values())
-            self.originals = {id(fake): self.originals[id(fake)] for fake in self.buffers}
+            used = dict.fromkeys(number for _, _, number in self.slots)
+            self.originals = {number: self.originals[number] for number in used if number in self.originals}
+            self.specs = {number: self.specs[number] for number in used}
+            self._made = {number: fake for number, fake in self._made.items() if number in used}
 
 
 # Largest number of entries (of 1 to 2 KB) in torch's cache of the results of operations on fakes, per process.

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from hybridpp.nn import walk
 from hybridpp.nn.contents import attributes_of, has_attributes, is_container
 from hybridpp.nn.snapshot import Snapshot
 
@@ -51,7 +52,7 @@ def feeds_container_code(hook: ModuleHook, model: nn.Module) -> bool:
     It refers to a module of the model, to an attribute of one, or to a context variable (by which transformers collects
     hidden states). Such a hook is container code: it runs on every stage.
     """
-    modules = set(model.modules())
+    modules = set(walk.modules(model))
     reached = Reachable([hook]).objects
     if any(isinstance(thing, nn.Module) and thing in modules for thing in reached):
         return True

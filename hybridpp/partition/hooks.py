@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from hybridpp.errors import HybridppError
+from hybridpp.nn import walk
 from hybridpp.nn.contents import attributes_of, is_same, put_items
 from hybridpp.nn.snapshot import Replacements
 from hybridpp.nn.torch_private import (
@@ -233,7 +234,11 @@ def _hook_dicts(model: nn.Module) -> list[dict[int, ModuleHook]]:
     """The dicts of torch's forward hooks: the global ones, and those of each module."""
     return [
         *_GLOBAL,
-        *(hooks for module in model.modules() for hooks in (forward_pre_hooks_of(module), forward_hooks_of(module))),
+        *(
+            hooks
+            for module in walk.modules(model)
+            for hooks in (forward_pre_hooks_of(module), forward_hooks_of(module))
+        ),
     ]
 
 

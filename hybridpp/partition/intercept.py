@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hybridpp.module_adapter import AdapterLayer, CallRouter, Forward, ModuleAdapter
+from hybridpp.nn import walk
 from hybridpp.nn.torch_private import forward_hooks_of, forward_pre_hooks_of
 from hybridpp.partition.hooks import ModelHooks
 
@@ -40,8 +41,8 @@ class Interceptor(CallRouter):
 
     def outside(self, model: nn.Module) -> list[nn.Module]:
         """The modules of a model that are in none of its units: its containers."""
-        inside = {part for unit in self.modules.values() for part in unit.modules()}
-        return [module for module in model.modules() if module not in inside]
+        inside = {part for unit in self.modules.values() for part in walk.modules(unit)}
+        return [module for module in walk.modules(model) if module not in inside]
 
     def _call(self, name: str, call: Forward, /, *args: Any, **kwargs: Any) -> Any:
         handler = self._handler
@@ -70,7 +71,7 @@ class ForwardListener:
     def __init__(self, adapter: ModuleAdapter, names: Iterable[str]):
         self._listener: Callable[[str], None] | None = None
         for name in names:
-            adapter.wrap(adapter.model.get_submodule(name), AdapterLayer.LAYER_RNG, self._call, name)
+            adapter.wrap(walk.submodule(adapter.model, name), AdapterLayer.LAYER_RNG, self._call, name)
 
     def _call(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         if not _is_compiling() and self._listener is not None:

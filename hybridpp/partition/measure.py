@@ -13,6 +13,7 @@ from torch.func import functional_call
 from hybridpp.cluster import preserved_random_state
 from hybridpp.errors import PartitionError
 from hybridpp.module_adapter import Forward
+from hybridpp.nn import walk
 from hybridpp.nn.snapshot import preserved_modules
 from hybridpp.partition.calls import Trace, UnitCall
 from hybridpp.partition.intercept import Interceptor
@@ -40,7 +41,7 @@ def unit_costs(
             return {id(call): value for call, value in zip(trace.calls, seconds(), strict=True)}
 
         return lambda call: measured()[id(call)]
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    sizes = {name: parameter.numel() for name, parameter in walk.named_parameters(model)}
     counts_flops = balance == "flops"
     # Integers: floats would let rounding decide between equally good cuts, and Python's versions sum them differently.
     return lambda call: (call.flops if counts_flops else 0) + sum(sizes[name] for name in call.parameters)
@@ -92,7 +93,7 @@ def measure_seconds(
     Raises:
         PartitionError: the model is on the meta device.
     """
-    named = (*model.named_parameters(), *model.named_buffers())
+    named = (*walk.named_parameters(model), *walk.named_buffers(model))
     if any(tensor.is_meta for _, tensor in named):
         raise PartitionError("a model on the meta device cannot be timed. Use balance='flops' or 'parameters'.")
     args, kwargs = sample
@@ -101,7 +102,7 @@ def measure_seconds(
         stopwatch = _Stopwatch(device)
         # Copies of buffers: a forward may update them (running statistics).
         tensors = {name: leaf.to(device, dtypes.get(id(leaf), leaf.dtype)) for name, leaf in named}
-        tensors |= {name: tensors[name].clone() for name, _ in model.named_buffers()}
+        tensors |= {name: tensors[name].clone() for name, _ in walk.named_buffers(model)}
         with (
             preserved_modules(model),
             preserved_random_state(device),

@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from torch import nn
 
+from hybridpp.nn import walk
 from hybridpp.nn.names import qualified
 
 # These have no forward: container code calls what is in them.
@@ -11,13 +12,13 @@ NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 
 def num_parameters(module: nn.Module, idle: Collection[int]) -> int:
-    return sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in idle)
+    return sum(parameter.numel() for parameter in walk.parameters(module) if id(parameter) not in idle)
 
 
 def is_idle(module: nn.Module, idle: Collection[int]) -> bool:
     if not idle:
         return False
-    held = [id(parameter) in idle for parameter in module.parameters()]
+    held = [id(parameter) in idle for parameter in walk.parameters(module)]
     return bool(held) and all(held)
 
 

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from hybridpp.nn import walk
 from hybridpp.nn.snapshot import MISSING, Replacements
 from hybridpp.nn.torch_private import buffers_of, pytree
 from hybridpp.partition.containers import ContainerSnapshot, tensors_in
@@ -27,7 +28,7 @@ class AttributeSnapshot:
     """
 
     def __init__(self, module: nn.Module):
-        self._parts = dict(module.named_modules())
+        self._parts = dict(walk.named_modules(module))
         self._before = {path: attributes_now(part) for path, part in self._parts.items()}
         self._lists = {
             (path, name): (value, ContainerSnapshot(value))

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybridpp.nn import walk
 from hybridpp.nn.names import qualified
 from hybridpp.nn.torch_private import BUFFERS, PARAMETERS, buffers_of, children_of, parameters_of
 
 
 def parameter_names(model: nn.Module) -> list[str]:
     """Names of all parameters; a tied one has its first name."""
-    return [name for name, _ in model.named_parameters()]
+    return [name for name, _ in walk.named_parameters(model)]
 
 
 class ParameterVisibility:
@@ -74,15 +75,15 @@ def prune_parameters(
         The switch that shows them again.
     """
     visibility = ParameterVisibility()
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    foreign = [parameter for parameter in model.parameters() if not set(stages) & set(owners[names[id(parameter)]])]
+    names = {id(parameter): name for name, parameter in walk.named_parameters(model)}
+    foreign = [parameter for parameter in walk.parameters(model) if not set(stages) & set(owners[names[id(parameter)]])]
     # One per parameter, so that tied parameters stay tied.
     placeholders = {id(p): _placeholder(p, device, dtypes.get(id(p), p.dtype)) for p in foreign}
-    for module in model.modules():
+    for module in walk.modules(model):
         _free_parameters(module, placeholders, visibility)
     own = _outside(model, foreign_units)
     for unit in foreign_units:
-        for module in model.get_submodule(unit).modules():
+        for module in walk.modules(walk.submodule(model, unit)):
             if buffers_of(module) and module not in own:
                 _hide_buffers(module, device, visibility)
     return visibility

@@ -5,6 +5,7 @@ from collections.abc import Collection
 
 from torch import nn
 
+from hybridpp.nn import walk
 from hybridpp.nn.names import qualified
 from hybridpp.partition.compiled import is_compiled
 from hybridpp.partition.module_lists import (
@@ -65,7 +66,7 @@ def _split_largest(
     """
     candidates = []
     for index, name in enumerate(blocks):
-        size = num_parameters(model.get_submodule(name), idle)
+        size = num_parameters(walk.submodule(model, name), idle)
         if total and (2 * size <= total or not _is_apart(model, name)):
             continue
         inner = _opened(model, name, share, idle)
@@ -80,10 +81,10 @@ def _split_largest(
 
 def _opened(model: nn.Module, name: str, share: float, idle: Collection[int]) -> list[str]:
     """The blocks that may replace a block: those in its lists, or its children if it is no member of a list."""
-    if is_compiled(model.get_submodule(name)):
+    if is_compiled(walk.submodule(model, name)):
         return []
     find = _parts if _is_apart(model, name) else lists_of_blocks
-    return find(name, model.get_submodule(name), share, idle)
+    return find(name, walk.submodule(model, name), share, idle)
 
 
 def _is_apart(model: nn.Module, name: str) -> bool:
@@ -92,13 +93,13 @@ def _is_apart(model: nn.Module, name: str) -> bool:
     lists = [
         (found, step)
         for depth, step in enumerate(steps)
-        if is_list(found := model.get_submodule(".".join(steps[:depth])))
+        if is_list(found := walk.submodule(model, ".".join(steps[:depth])))
     ]
     if len(lists) != 1:
         return not lists
     around, step = lists[0]
     kinds = Counter(type(child) for child in around.children())
-    return isinstance(around, nn.Sequential) and kinds[type(around.get_submodule(step))] == 1
+    return isinstance(around, nn.Sequential) and kinds[type(walk.submodule(around, step))] == 1
 
 
 def _parts(prefix: str, module: nn.Module, share: float, idle: Collection[int]) -> list[str]:
@@ -110,7 +111,7 @@ def _parts(prefix: str, module: nn.Module, share: float, idle: Collection[int]) 
     if listed and not _is_mostly_outside_of_lists(module):
         return listed
     children = [(qualified(prefix, n), child) for n, child in module.named_children() if not is_idle(child, idle)]
-    holding = [(name, child) for name, child in children if next(child.parameters(), None) is not None]
+    holding = [(name, child) for name, child in children if walk.parameters(child)]
     inside = _parts(*holding[0], share, idle) if len(holding) == 1 else []
     if inside:
         return inside
@@ -129,10 +130,10 @@ def _parts(prefix: str, module: nn.Module, share: float, idle: Collection[int]) 
 def _is_mostly_outside_of_lists(module: nn.Module) -> bool:
     """Whether other layers than embeddings, and but for the largest one (a head), hold more than all lists do."""
     lists = [found for _, found in outermost_lists("", module)]
-    members = {part for found in lists for part in found.modules()}
+    members = {part for found in lists for part in walk.modules(found)}
     layers = [
         num_parameters(part, ())
-        for part in module.modules()
+        for part in walk.modules(module)
         if part not in members and not isinstance(part, nn.Embedding) and next(part.children(), None) is None
     ]
     return sum(layers) - max(layers, default=0) > sum(num_parameters(found, ()) for found in lists)

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import permutations
+from typing import Any
 
 from torch import nn
 
 from hybridpp.config import PartitionConfig
 from hybridpp.errors import PartitionError
+from hybridpp.nn import walk
 from hybridpp.partition.balance import balance
 from hybridpp.partition.calls import Trace
 from hybridpp.partition.plan import CutPoint, block_ends, cut_after, cut_at_counts
@@ -43,7 +45,7 @@ def is_requested(model: nn.Module, config: PartitionConfig) -> bool:
 
 def split_points_of(model: nn.Module) -> dict[str, str]:
     """Split points set by ``annotate_split_points``: ``"before"`` or ``"after"``, by module name."""
-    return {name: module.split_point for name, module in model.named_modules() if _has(module, "split_point")}
+    return _marks(model, "split_point")
 
 
 def stage_numbers_of(model: nn.Module) -> dict[str, int]:
@@ -52,7 +54,7 @@ def stage_numbers_of(model: nn.Module) -> dict[str, int]:
     Raises:
         PartitionError: a stage is not an integer.
     """
-    marked = {n: module.pipeline_stage for n, module in model.named_modules() if n and _has(module, "pipeline_stage")}
+    marked: dict[str, Any] = {name: stage for name, stage in _marks(model, "pipeline_stage").items() if name}
     for name, stage in marked.items():
         if not isinstance(stage, int):
             raise PartitionError(f"pipeline_stage must be the number of a stage, from 0: got {stage!r} on {name!r}.")
@@ -65,7 +67,7 @@ def _on_one_stage(model: nn.Module, marked: Mapping[str, int]) -> list[str]:
         name
         for name in marked
         if len({marked[inner] for inner in marked if _within(inner, name)}) == 1
-        and not isinstance(model.get_submodule(name), nn.ModuleList | nn.ModuleDict)
+        and not isinstance(walk.submodule(model, name), nn.ModuleList | nn.ModuleDict)
     ]
     return [name for name in on_one_stage if not any(_within(name, outer) for outer in on_one_stage if outer != name)]
 
@@ -74,9 +76,11 @@ def _within(inner: str, outer: str) -> bool:
     return f"{inner}.".startswith(f"{outer}.")
 
 
-def _has(module: nn.Module, attribute: str) -> bool:
-    # Not hasattr: a property of the class with this name is no annotation.
-    return vars(module).get(attribute) is not None
+def _marks(model: nn.Module, attribute: str) -> dict[str, Any]:
+    """The values of an attribute that was set on modules, by name."""
+    # Not getattr: a property of the class with this name is no annotation.
+    found = ((name, vars(module).get(attribute)) for name, module in walk.named_modules(model))
+    return {name: value for name, value in found if value is not None}
 
 
 def check_single_stage(config: PartitionConfig) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from hybridpp.errors import PartitionError
+from hybridpp.nn import walk
 from hybridpp.nn.contents import Contents, is_container, is_same, items_of, put_items
 from hybridpp.nn.snapshot import MISSING, put_entry
 from hybridpp.partition.module_outputs import MODULE_INTERNALS, attributes_now, owning_dict
@@ -90,9 +91,9 @@ class ResetSearch:
 
     def __init__(self, model: nn.Module, units: Iterable[str], cuts: Sequence[UnitCallKey]):
         self._cuts = cuts
-        self._parts = dict(model.named_modules()) if cuts else {}
+        self._parts = dict(walk.named_modules(model)) if cuts else {}
         self._before = {path: _State(part) for path, part in self._parts.items()}
-        self._inside = {part for unit in units for part in model.get_submodule(unit).modules()} if cuts else set()
+        self._inside = {part for unit in units for part in walk.modules(walk.submodule(model, unit))} if cuts else set()
         self._at_cuts: list[dict[tuple[str, str], _AttributeValue]] = []
         self._assigned: dict[int, Any] = {}
         self._read: set[int] = set()

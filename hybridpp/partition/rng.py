@@ -17,6 +17,7 @@ from torch import nn
 
 from hybridpp.cluster import DrawMonitor, default_generators, has_drawn, stream_seed, stream_seeder
 from hybridpp.module_adapter import Forward
+from hybridpp.nn import walk
 from hybridpp.nn.linear import is_matrix_layer
 from hybridpp.partition.compiled import compiled_parts
 from hybridpp.partition.drawing_code import ConditionalDraws
@@ -39,7 +40,7 @@ def inner_linear_layers(model: nn.Module, units: Iterable[str]) -> tuple[str, ..
     """Names of the linear layers inside the units, except those in compiled modules, which have one stream."""
     inside = tuple(f"{unit}." for unit in units)
     compiled = compiled_parts(model)
-    named = [(name, module) for name, module in model.named_modules() if module not in compiled]
+    named = [(name, module) for name, module in walk.named_modules(model) if module not in compiled]
     return tuple(name for name, module in named if name.startswith(inside) and is_matrix_layer(module))
 
 

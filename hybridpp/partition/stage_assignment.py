@@ -11,6 +11,7 @@ from hybridpp.cluster import get_dist_logger
 from hybridpp.config import PartitionConfig
 from hybridpp.errors import PartitionError
 from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
+from hybridpp.nn import walk
 from hybridpp.partition.blocks import find_units
 from hybridpp.partition.calls import CallArguments, Trace
 from hybridpp.partition.cut import CutCriteria, choose_cut
@@ -171,7 +172,7 @@ def _choose_cut(
 
 def _budget(model: nn.Module, num_stages: int, staging: StagingOptions) -> MemoryBudget:
     spec, dtypes = staging.state_spec, staging.dtypes
-    sizes = {name: spec.bytes_of(p, dtypes.get(id(p), p.dtype)) for name, p in model.named_parameters()}
+    sizes = {name: spec.bytes_of(p, dtypes.get(id(p), p.dtype)) for name, p in walk.named_parameters(model)}
     return MemoryBudget(sizes=sizes, ranks=staging.ranks or range(num_stages), limit=staging.partition.limit_bytes)
 
 
@@ -185,7 +186,7 @@ def _callers(found: TracedUnits, stages: tuple[int, ...]) -> dict[str, set[int]]
 
 def _warn_of_imbalance(model: nn.Module, trace: Trace, stages: tuple[int, ...], config: PartitionConfig) -> None:
     """Warn of an uneven number of parameters, unless the user chose the cut."""
-    numbers = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    numbers = {name: parameter.numel() for name, parameter in walk.named_parameters(model)}
     held = names_by_stage(trace, stages, tuple(numbers))
     found = imbalance(held, numbers)
     if found is None or config.balance == "parameters" or is_requested(model, config):

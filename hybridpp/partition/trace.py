@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hybridpp.errors import PartitionError
+from hybridpp.nn import walk
 from hybridpp.nn.force_eager import force_eager
 from hybridpp.nn.snapshot import put_entry
 from hybridpp.nn.torch_private import (
@@ -63,9 +64,9 @@ class Tracer:
         # Initial values of the attributes that units set. A rank's own units have set them since, other ranks' units
         # have not, and the trace must be the same on all ranks.
         self._initial: dict[tuple[int, str], AttributeSlot] = {}
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = {id(parameter): name for name, parameter in walk.named_parameters(model)}
         for unit in interceptor.units:
-            parameters = model.get_submodule(unit).parameters()
+            parameters = walk.parameters(walk.submodule(model, unit))
             self._unit_parameters[unit] = tuple(names[id(parameter)] for parameter in parameters)
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -174,7 +175,9 @@ class Tracer:
         """Members of module lists with parameters that were not called; for other modules container code may use only
         the weights."""
         lists = {
-            name for name, module in self._model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)
+            name
+            for name, module in walk.named_modules(self._model)
+            if isinstance(module, nn.ModuleList | nn.Sequential)
         }
         listed = {
             unit

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from hybridpp.nn import walk
 from hybridpp.nn.torch_private import (
     FakeTensor,
     buffers_of,
@@ -81,7 +82,7 @@ class TraceCache:
     """
 
     def __init__(self, model: nn.Module, names: tuple[str, ...]):
-        self._modules = {name: tuple(model.get_submodule(name).modules()) for name in names}
+        self._modules = {name: tuple(walk.modules(walk.submodule(model, name))) for name in names}
         self._kinds: dict[str, Hashable] = {}
         self._results: dict[_Key, _Result] = {}
 

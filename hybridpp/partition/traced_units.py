@@ -8,6 +8,7 @@ import torch
 
 from hybridpp.errors import HybridppError
 from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
+from hybridpp.nn import walk
 from hybridpp.partition.blocks import ModuleUnits, find_units
 from hybridpp.partition.calls import CallArguments, Trace
 from hybridpp.partition.common_traces import CommonTraces
@@ -76,7 +77,7 @@ def find_traced_units(
         used = newly_used if used is None else used & newly_used
         called = {name for call in trace.calls for name in (call.name, *call.others)}
         uncalled |= {name for name in units.blocks if name not in called}
-        if uncalled or not used.issuperset(name for name, _ in model.named_parameters()):
+        if uncalled or not used.issuperset(name for name, _ in walk.named_parameters(model)):
             refined = find_units(model, num_stages, named, used, uncalled)
         else:
             refined = units

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from hybridpp.errors import PartitionError
+from hybridpp.nn import walk
 from hybridpp.nn.snapshot import Snapshot
 from hybridpp.nn.torch_private import buffers_of, version_or_none
 from hybridpp.partition.module_outputs import MODULE_INTERNALS, AttributeKey, owning_dict
@@ -33,7 +34,7 @@ class UnitStateRecorder:
 
     def begin(self) -> "UnitState":
         """Record the start of a call; :meth:`end` must follow when it is over."""
-        mode = tuple(part.training for part in self.module.modules())
+        mode = tuple(part.training for part in walk.modules(self.module))
         return UnitState(self.module, self._written.get(mode), self._writes_deeply.get(mode, True))
 
     def end(self, state: "UnitState") -> None:
@@ -42,7 +43,7 @@ class UnitStateRecorder:
         Raises:
             PartitionError: it wrote to tensors whose values before are not known.
         """
-        mode = tuple(part.training for part in self.module.modules())
+        mode = tuple(part.training for part in walk.modules(self.module))
         written, known = state.written(), self._written.get(mode)
         if state.wrote_to_uncopied() or (known is not None and not written <= known):
             raise PartitionError(
@@ -65,7 +66,7 @@ class UnitState:
 
     def __init__(self, module: nn.Module, written: Iterable[AttributeKey] | None, deeply: bool):
         self._module = module
-        self._parts = dict(module.named_modules())
+        self._parts = dict(walk.named_modules(module))
         self._attributes = Snapshot.of_modules(module)
         self._tensors = {
             (path, name): value

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
+from hybridpp.nn import walk
 from hybridpp.nn.torch_private import is_any_autocast_enabled, parameters_of
 from hybridpp.pipeline.compiled_wgrad import number_of, separated_linear
 from hybridpp.pipeline.deferred_wgrad import LayerBinding, deferred_wgrad
@@ -47,12 +48,12 @@ class WeightGradients(ScheduledWgrads):
         compiled: Collection[nn.Module] = (),
     ):
         model = adapter.model
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = {id(parameter): name for name, parameter in walk.named_parameters(model)}
         super().__init__()
         self._bindings: list[LayerBinding] = []
         separable: set[str] = set()
         self._others: Counter[str] = Counter()
-        for module in model.modules():
+        for module in walk.modules(model):
             ops = None if module in excluded else (layers or {}).get(module) or split_backward_ops(module)
             is_compiled = module in compiled
             ops = None if is_compiled and type(module).forward is not nn.Linear.forward else ops
@@ -66,7 +67,7 @@ class WeightGradients(ScheduledWgrads):
             run, more = (self._run_compiled, (number_of(binding),)) if is_compiled else (self._run, ())
             adapter.wrap(module, AdapterLayer.WEIGHT_GRADIENTS, run, binding, *more)
         self.is_always_needed = any(binding.ops.overlap_comm for binding in self._bindings)
-        trainable = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+        trainable = {name: p.numel() for name, p in walk.named_parameters(model) if p.requires_grad}
         self._num_separable = sum(size for name, size in trainable.items() if name in separable)
         self._num_trainable = sum(trainable.values())
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from hybridpp.nn import walk
 from hybridpp.nn.linear import linear_shape
 from hybridpp.nn.names import qualified
 from hybridpp.nn.torch_private import parameters_of
@@ -77,7 +78,7 @@ def fused_conv_channels(
     """
     known = {sum(part.widths): part.widths for part in spec.params.values()}
     fused = {}
-    for name, module in block.named_modules():
+    for name, module in walk.named_modules(block):
         channels = _single_channels(module)
         if channels > width and f"{name}.weight" in reads:
             rest = (channels - width) // 2
@@ -98,7 +99,7 @@ def _tables(
     """Shards of everything with a dimension of a wanted size, in pieces of the wanted widths."""
     parts: dict[str, DimShard] = {}
     attributes: dict[tuple[str, str], int] = {}
-    for name, parameter in block.named_parameters():
+    for name, parameter in walk.named_parameters(block):
         owner = name.rpartition(".")[0]
         module = block.get_submodule(owner)
         channels = _single_channels(module)
@@ -156,7 +157,7 @@ def row_heads(block: nn.Module, reads: frozenset[str | int], width: int) -> set[
     """Possible numbers of heads: sizes of parameters' dimensions that divide the width of the row layers' inputs."""
     tables = [
         parameter
-        for name, parameter in block.named_parameters()
+        for name, parameter in walk.named_parameters(block)
         if name in reads and linear_shape(block.get_submodule(name.rpartition(".")[0])) is None
     ]
     return {size for table in tables for size in table.shape if 1 < size < width and width % size == 0}
@@ -173,7 +174,7 @@ def gathered_norms(block: nn.Module, reads: frozenset[str | int], parts: Mapping
         parts: how the last dimension of activations is divided, by its width.
     """
     gather_inputs: dict[str, DimShard] = {}
-    for name, module in block.named_modules():
+    for name, module in walk.named_modules(block):
         held = {qualified(name, key): p for key, p in parameters_of(module).items() if p is not None}
         widths = {
             parameter.numel() if parameter.shape[-1:] == (parameter.numel(),) else 0 for parameter in held.values()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybridpp.nn import walk
 from hybridpp.nn.contents import is_empty
 from hybridpp.nn.torch_private import FakeTensor, pytree
 from hybridpp.plan_search.gradient_sketch import Sketch, close, no_sketch, sketched_on_arrival
@@ -94,7 +95,7 @@ class BlockOutcome:
             weights = torch.randn(result.shape, generator=generator).to(result)
             if result.requires_grad:
                 losses.append((result * weights).sum())
-        parameters = {name: held for name, held in block.named_parameters() if held.requires_grad}
+        parameters = {name: held for name, held in walk.named_parameters(block) if held.requires_grad}
         arguments = {number: leaf for number, leaf in enumerate(leaves) if leaf.requires_grad}
         with sketched_on_arrival(parameters) as arrived:
             torch.autograd.backward(torch.stack(losses).sum(), inputs=[*parameters.values(), *arguments.values()])
@@ -117,7 +118,7 @@ class ReferenceBlock:
 def _left_on(block: nn.Module) -> dict[tuple[str, str], Tensor]:
     return {
         (name, key): value.detach()
-        for name, module in block.named_modules()
+        for name, module in walk.named_modules(block)
         for key, value in vars(module).items()
         if isinstance(value, Tensor) and value.is_floating_point()
     }
@@ -125,9 +126,11 @@ def _left_on(block: nn.Module) -> dict[tuple[str, str], Tensor]:
 
 def copy_block(block: nn.Module) -> nn.Module:
     """A copy whose parameters are new objects that share the block's memory."""
-    copies: dict[int, Any] = {id(held): nn.Parameter(held.detach(), held.requires_grad) for held in block.parameters()}
+    copies: dict[int, Any] = {
+        id(held): nn.Parameter(held.detach(), held.requires_grad) for held in walk.parameters(block)
+    }
     # A search makes hundreds of copies, and half of the time would go into a dozen empty dicts of hooks on each module.
-    empty = (held for module in block.modules() for held in vars(module).values() if is_empty(held))
+    empty = (held for module in walk.modules(block) for held in vars(module).values() if is_empty(held))
     return copy.deepcopy(block, copies | {id(held): held.copy() for held in empty})
 
 
@@ -155,11 +158,11 @@ def _randomized(
 ) -> tuple[nn.Module, BlockCall]:
     generator = torch.Generator().manual_seed(0)
     # Copies made beforehand: weights are not read, so a block may be on the meta device.
-    copies: dict[int, Any] = {id(held): _numbers(held, generator, dtype) for held in block.parameters()}
+    copies: dict[int, Any] = {id(held): _numbers(held, generator, dtype) for held in walk.parameters(block)}
     # State that the block keeps between calls may be part of a graph, which cannot be copied.
-    kept = [value for module in block.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    kept = [value for module in walk.modules(block) for value in vars(module).values() if isinstance(value, Tensor)]
     copies |= {id(value): value.detach().clone() for value in kept}
-    copies |= {id(held): _filled(held) for held in block.buffers() if held.is_meta}
+    copies |= {id(held): _filled(held) for held in walk.buffers(block) if held.is_meta}
     copied = copy.deepcopy(block, copies).to(dtype)
 
     def cast(leaf: Any) -> Any:

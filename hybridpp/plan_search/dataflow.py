@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybridpp.nn import walk
 from hybridpp.nn.linear import LinearShape
 from hybridpp.nn.torch_private import pytree
 
@@ -41,7 +42,7 @@ def layer_dataflow(
 
     Hooks replace the layers' outputs by equal tensors without a graph.
     """
-    origins: dict[int, str | int] = {id(parameter): name for name, parameter in block.named_parameters()}
+    origins: dict[int, str | int] = {id(parameter): name for name, parameter in walk.named_parameters(block)}
     kept: list[Tensor] = []
     flow = LayerDataflow()
     handles = []

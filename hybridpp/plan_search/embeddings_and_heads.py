@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hybridpp.nn import walk
 from hybridpp.nn.embedding import is_lookup
 from hybridpp.nn.torch_private import FakeTensor, TensorBase, parameters_of, pytree
 from hybridpp.plan_search.trial_errors import failure_reason
@@ -93,11 +94,11 @@ class _UseRecorder(TorchFunctionMode):
 def large_tables(model: nn.Module, blocks: Iterable[str]) -> dict[str, LargeTable]:
     """The large matrices outside of ``blocks``, by name."""
     inside = [model.get_submodule(name) for name in blocks]
-    least = _LEAST_SHARE * max((sum(p.numel() for p in block.parameters()) for block in inside), default=torch.inf)
-    others = {id(parameter) for block in inside for parameter in block.parameters()}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    least = _LEAST_SHARE * max((sum(p.numel() for p in walk.parameters(block)) for block in inside), default=torch.inf)
+    others = {id(parameter) for block in inside for parameter in walk.parameters(block)}
+    names = {id(parameter): name for name, parameter in walk.named_parameters(model)}
     tables: dict[str, LargeTable] = {}
-    for name, module in model.named_modules():
+    for name, module in walk.named_modules(model):
         for key, parameter in parameters_of(module).items():
             if parameter is None or parameter.dim() != 2 or id(parameter) in others or parameter.numel() < least:
                 continue

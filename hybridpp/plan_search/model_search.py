@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hybridpp.nn import walk
 from hybridpp.nn.names import qualified
 from hybridpp.nn.torch_private import parameters_of, pytree
 from hybridpp.plan_search.block_search import BlockPlan, PlanSearch, SampleCall
@@ -41,7 +42,7 @@ def infer_plan(
         if name not in sample_calls:
             reasons[name] = "was not called"
             continue
-        block = model.get_submodule(name)
+        block = walk.submodule(model, name)
         own = own_plan.of_block(name)
         kind = (kind_of(block, *sample_calls[name]), tuple(sorted(own.items())))
         if kind not in known:
@@ -66,7 +67,7 @@ def _shared_in_two_ways(model: nn.Module, plans: Mapping[str, BlockPlan]) -> dic
         uses |= {qualified(block, name): (block, "rank0_only") for name in plan.spec.rank0_only}
         uses |= {qualified(block, name): (block, "partial_grad") for name in plan.spec.partial_grad}
     held: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
+    for name, module in walk.named_modules(model):
         for key, parameter in parameters_of(module).items():
             if parameter is not None:
                 held.setdefault(id(parameter), []).append(qualified(name, key))
@@ -88,8 +89,8 @@ def _plan_of(block: nn.Module, call: SampleCall, tp_size: int, own: Mapping[str,
 
 def kind_of(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """What the plan of a block depends on: classes, sizes and settings of its modules, shapes of its arguments."""
-    modules = tuple((name, type(module), _settings(module)) for name, module in block.named_modules())
-    sizes = tuple((name, parameter.shape) for name, parameter in block.named_parameters())
+    modules = tuple((name, type(module), _settings(module)) for name, module in walk.named_modules(block))
+    sizes = tuple((name, parameter.shape) for name, parameter in walk.named_parameters(block))
     leaves, tree = pytree.tree_flatten((args, kwargs))
     shapes = tuple((leaf.shape, leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
     return modules, sizes, shapes, str(tree)

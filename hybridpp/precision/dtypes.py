@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hybridpp.config import Precision
 from hybridpp.module_adapter import ModuleAdapter
+from hybridpp.nn import walk
 from hybridpp.nn.torch_private import BatchNorm, transient_buffers_of
 from hybridpp.precision.module_dtypes import ModuleDtypes
 from hybridpp.text_table import text_table
@@ -29,7 +30,7 @@ def working_dtype(model: nn.Module, precision: Precision) -> torch.dtype | None:
     """
     if precision in _HALF:
         return _HALF[precision]
-    tensors = (*model.parameters(), *model.buffers())
+    tensors = (*walk.parameters(model), *walk.buffers(model))
     return torch.float32 if any(tensor.dtype in _HALF.values() for tensor in tensors) else None
 
 
@@ -46,10 +47,10 @@ def dtype_changes(
     if dtype is None:
         return {}
     if dtype not in _HALF.values():
-        tensors = (*model.parameters(), *model.buffers())
+        tensors = (*walk.parameters(model), *walk.buffers(model))
         return {id(tensor): dtype for tensor in tensors if tensor.dtype in _HALF.values()}
     changed: dict[int, torch.dtype] = {}
-    for module in model.modules():
+    for module in walk.modules(model):
         target = module_dtypes.get(module, torch.float32 if isinstance(module, BatchNorm) else dtype)
         derived = transient_buffers_of(module)
         buffers = [buffer for name, buffer in module.named_buffers(recurse=False) if name not in derived]
@@ -64,7 +65,7 @@ def cast_model(
 ) -> None:
     """Apply :func:`dtype_changes` in place; parameters and buffers stay the same objects."""
     changed = dtype_changes(adapter.model, dtype, module_dtypes)
-    for tensor in (*adapter.model.parameters(), *adapter.model.buffers()):
+    for tensor in (*walk.parameters(adapter.model), *walk.buffers(adapter.model)):
         target = changed.get(id(tensor), tensor.dtype)
         if tensor.dtype is not target:
             adapter.noted(tensor, f"cast to {str(target).removeprefix('torch.')}", partial(_cast, tensor, tensor.dtype))
@@ -80,7 +81,7 @@ def describe_dtypes(
 ) -> str:
     """A table of the compute dtypes by class, of modules that hold weights themselves or have a ``module_dtypes``."""
     rows: dict[tuple[str, str, str], int] = {}
-    for module in model.modules():
+    for module in walk.modules(model):
         held = [tensor for tensor in module.parameters(recurse=False) if tensor.is_floating_point()]
         if held:
             name = type(module).__name__

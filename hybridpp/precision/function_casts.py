@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
+from hybridpp.nn import walk
 from hybridpp.nn.checkpointing import may_run_again
 from hybridpp.nn.deferred_tensor import DeferredTensor
 from hybridpp.nn.torch_private import current_function_mode, pop_function_mode, push_function_mode, pytree
@@ -78,7 +79,7 @@ class FunctionCasts:
         self._with_kernels: set[type] = set()
         model = adapter.model
         for module in {id(module): module for module in map(model.get_submodule, units)}.values():
-            if any(isinstance(part, _WITH_KERNELS) for part in module.modules()):
+            if any(isinstance(part, _WITH_KERNELS) for part in walk.modules(module)):
                 self._with_kernels.add(type(module))
             if module in compiled:
                 self._callers.add(type(module))

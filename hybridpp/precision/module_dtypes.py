@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hybridpp.errors import ConfigError
 from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
+from hybridpp.nn import walk
 from hybridpp.nn.torch_private import pytree
 
 # The dtype of norms, and of each module that a pattern matches, or whose enclosing module one matches.
@@ -92,7 +93,7 @@ def _check_matches(model: nn.Module, patterns: Sequence[str]) -> None:
 
 def _check_ties(model: nn.Module, module_dtypes: ModuleDtypes) -> None:
     holders: dict[int, tuple[str, bool]] = {}
-    for name, module in model.named_modules():
+    for name, module in walk.named_modules(model):
         for parameter in module.parameters(recurse=False):
             is_fp32 = module_dtypes.get(module) is torch.float32
             other, other_is_fp32 = holders.setdefault(id(parameter), (name, is_fp32))
@@ -113,13 +114,13 @@ def wrap_dtype_boundaries(adapter: ModuleAdapter, module_dtypes: ModuleDtypes, h
     if half is None:
         return
     borders: dict[nn.Module, torch.dtype] = {}
-    for around in adapter.model.modules():
+    for around in walk.modules(adapter.model):
         for module in around.children():
             outside = module_dtypes.get(around, half)
             if module_dtypes.get(module, outside) is not outside:
                 borders.setdefault(module, outside)
     for module, outside in borders.items():
-        holds = any(tensor.is_floating_point() for tensor in (*module.parameters(), *module.buffers()))
+        holds = any(tensor.is_floating_point() for tensor in (*walk.parameters(module), *walk.buffers(module)))
         run = _run_in_dtype if holds else _run_if_input_has_dtype
         adapter.wrap(module, AdapterLayer.DTYPE, run, module_dtypes[module], outside)
 

@@ -5,6 +5,7 @@ import re
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from hybridpp.nn import walk
 from hybridpp.nn.torch_private import BatchNorm, ConvNd, InstanceNorm
 
 # LlamaRMSNorm, LayerNorm2d, NemotronLayerNorm1P, Qwen3NextRMSNormGated; not InklingNormedEmbedding, DPTNormalEstimator.
@@ -49,16 +50,19 @@ def norm_modules(model: nn.Module) -> set[nn.Module]:
         [<class 'torch.nn.modules.normalization.LayerNorm'>]
     """
     of_weights = {
-        child for around in model.modules() if isinstance(around, ParametrizationList) for child in around.children()
+        child
+        for around in walk.modules(model)
+        if isinstance(around, ParametrizationList)
+        for child in around.children()
     }
-    found = {module for module in model.modules() if module not in of_weights and _is_norm(module)}
+    found = {module for module in walk.modules(model) if module not in of_weights and _is_norm(module)}
     shared = {
         id(parameter)
-        for module in model.modules()
+        for module in walk.modules(model)
         if module not in found
         for parameter in module.parameters(recurse=False)
     }
-    return {module for module in found if not any(id(parameter) in shared for parameter in module.parameters())}
+    return {module for module in found if not any(id(parameter) in shared for parameter in walk.parameters(module))}
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -66,4 +70,4 @@ def _is_norm(module: nn.Module) -> bool:
         return False
     if not isinstance(module, _OF_TORCH) and not _IS_CALLED.search(type(module).__name__):
         return False
-    return all(next(child.parameters(), None) is None for child in module.children())
+    return not any(walk.parameters(child) for child in module.children())

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from hybridpp.errors import ConfigError
+from hybridpp.nn import walk
 from hybridpp.nn.embedding import is_lookup
 from hybridpp.nn.linear import is_linear, output_dim
 from hybridpp.nn.names import qualified
@@ -30,7 +31,7 @@ def spec_of_styles(model: nn.Module, styles: Mapping[str, str], size: int) -> Sh
     """
     spec = ShardingSpec()
     shards: dict[int, DimShard] = {}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in walk.named_parameters(model)}
     parsed = {name: parse_style(text) for name, text in styles.items()}
     for name, style in parsed.items():
         _check_module(name, style, model.get_submodule(name))
@@ -69,7 +70,7 @@ def _spec_of_layer(name: str, style: LayerStyle, module: nn.Module, size: int) -
     if style.kind is ShardKind.REPLICATED:
         return ShardingSpec()
     if style.kind is ShardKind.PARTIAL_GRAD:
-        return ShardingSpec(partial_grad=frozenset(qualified(name, key) for key, _ in module.named_parameters()))
+        return ShardingSpec(partial_grad=frozenset(qualified(name, key) for key, _ in walk.named_parameters(module)))
     params = {qualified(name, key): shard for key, shard in _shards(name, style, module, size)}
     return ShardingSpec(
         params=params,
@@ -143,7 +144,7 @@ def styles_of_spec(model: nn.Module, spec: ShardingSpec, size: int) -> dict[str,
             styles[name] = _style_of_linear(name, spec, size)
         elif name in spec.reduce_outputs:
             styles[name] = ShardKind.VOCAB.value if isinstance(module, nn.Embedding) else "experts"
-    for name, module in model.named_modules():
+    for name, module in walk.named_modules(model):
         held = [qualified(name, key) for key, parameter in parameters_of(module).items() if parameter is not None]
         if held and spec.partial_grad.issuperset(held) and not any(module.children()):
             styles[name] = ShardKind.PARTIAL_GRAD.value

@@ -9,6 +9,7 @@ from torch import nn
 from hybridpp.cluster import Group
 from hybridpp.errors import ConfigError
 from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
+from hybridpp.nn import walk
 from hybridpp.nn.embedding import is_lookup
 from hybridpp.nn.linear import is_linear, output_dim
 from hybridpp.nn.torch_private import parameters_of
@@ -63,9 +64,9 @@ def shard(adapter: ModuleAdapter, spec: ShardingSpec, group: Group, *, share_mem
     shardings = _parameter_shardings(model, spec.params, group.size)
     spec |= _tied_modules(model, spec, shardings)
     for (name, attribute), value in spec.attributes.items():
-        _set_attribute(adapter, model.get_submodule(name), attribute, value)
+        _set_attribute(adapter, walk.submodule(model, name), attribute, value)
     views = {id(weight) for weight in _linear_weights(model)} if share_memory else set()
-    for parameter in list(model.parameters()):
+    for parameter in walk.parameters(model):
         sharding = shardings.get(id(parameter))
         if sharding is not None:
             # Other kernels than those of linear layers may copy, or refuse, what is not contiguous.
@@ -76,7 +77,7 @@ def shard(adapter: ModuleAdapter, spec: ShardingSpec, group: Group, *, share_mem
     layers: dict[nn.Module, ShardedLayer] = {}
     regions: list[str] = []
     for name in {**spec.holders(), **dict.fromkeys(sorted(spec.reduce_outputs | spec.gather_outputs))}:
-        module = model.get_submodule(name)
+        module = walk.submodule(model, name)
         if module in layers:
             continue
         if is_linear(module) or (isinstance(module, nn.Embedding) and name in spec.reduce_outputs):
@@ -86,13 +87,13 @@ def shard(adapter: ModuleAdapter, spec: ShardingSpec, group: Group, *, share_mem
         else:
             regions.append(name)
     apply_to_regions(adapter, spec, regions, context)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in walk.named_parameters(model)}
     partial = [model.get_parameter(name) for name in spec.partial_grad | spec.rank0_only]
     return ShardedModel(adapter, context, layers, frozenset(names[id(parameter)] for parameter in partial))
 
 
 def _linear_weights(model: nn.Module) -> Iterator[nn.Parameter]:
-    for module in model.modules():
+    for module in walk.modules(model):
         if is_linear(module):
             yield from module.parameters(recurse=False)
 
@@ -114,7 +115,7 @@ def _parameter_shardings(model: nn.Module, params: Mapping[str, DimShard], size:
     Raises:
         ConfigError: a parameter that several modules share would be divided in two ways.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in walk.named_parameters(model)}
     shardings: dict[int, ParameterSharding] = {}
     for name, dim_shard in params.items():
         parameter = model.get_parameter(name)
@@ -140,8 +141,8 @@ def _tied_modules(model: nn.Module, spec: ShardingSpec, shardings: Mapping[int, 
     Embeddings, too: those of an encoder and a decoder may be two modules with one weight.
     """
     reduced, gathered = set[str](), set[str]()
-    named = {id(model.get_submodule(name)) for name in spec.holders()}
-    for name, module in model.named_modules():
+    named = {id(walk.submodule(model, name)) for name in spec.holders()}
+    for name, module in walk.named_modules(model):
         held = [key for key, parameter in parameters_of(module).items() if id(parameter) in shardings]
         if not held or id(module) in named:
             continue

@@ -12,6 +12,7 @@ from hybridpp.cluster import DrawMonitor, Group, gather_numbers, get_dist_logger
 from hybridpp.config import ParallelConfig
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.module_adapter import ModuleAdapter
+from hybridpp.nn import walk
 from hybridpp.nn.checkpointing import recomputes_saved_tensors
 from hybridpp.nn.force_eager import force_eager
 from hybridpp.partition import BoundarySharding, compiled_parts
@@ -109,7 +110,7 @@ def apply_sharding(
     if sharding is None:
         return AppliedTensorParallel(WeightGradients(adapter, excluded=excluded, compiled=compiled), frozenset())
     plan, sequences = sharding
-    kinds = {module: split_backward_ops(module) for module in model.modules()}
+    kinds = {module: split_backward_ops(module) for module in walk.modules(model)}
     sharded = apply_spec(adapter, plan.spec, tp)
     sequence_blocks = {name: run_sequence_parallel(name, block, sharded) for name, block in sequences.blocks.items()}
     # Sharded layers in compiled blocks run uncompiled.
@@ -205,7 +206,7 @@ def _with_communication(kind: SplitBackwardOps, part: ShardedLayer) -> SplitBack
 
 def placements(model: nn.Module) -> dict[str, ParameterSharding]:
     """The sharding of this rank's sharded parameters, by name."""
-    shardings = {name: sharding_of(parameter) for name, parameter in model.named_parameters()}
+    shardings = {name: sharding_of(parameter) for name, parameter in walk.named_parameters(model)}
     return {name: sharding for name, sharding in shardings.items() if sharding is not None}
 
 

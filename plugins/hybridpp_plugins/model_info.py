@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hybridpp.cluster import Group, gather_numbers
 from hybridpp.errors import ConfigError
+from hybridpp.nn import walk
 from hybridpp.nn.peft_model import adapter_names, is_peft_model
 from hybridpp.plugin import Boosted
 from hybridpp_plugins.engine_handle import ENGINE, FailedBoost
@@ -55,15 +56,15 @@ class OriginalModelInfo(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module) -> "OriginalModelInfo":
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = {id(parameter): name for name, parameter in walk.named_parameters(model)}
         all_names = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
         state = {name: leaf for name, leaf in model.state_dict(keep_vars=True).items() if isinstance(leaf, Tensor)}
         return cls(
             names=names,
-            sizes={name: parameter.numel() for name, parameter in model.named_parameters()},
+            sizes={name: parameter.numel() for name, parameter in walk.named_parameters(model)},
             aliases={alias: name for alias, name in all_names.items() if alias != name},
             dtypes={name: tensor.dtype for name, tensor in state.items()},
-            model_dtype=next((p.dtype for p in model.parameters() if p.is_floating_point()), None),
+            model_dtype=next((p.dtype for p in walk.parameters(model) if p.is_floating_point()), None),
             uninitialized=UninitializedWeights(
                 all_names.get(name, name) for name, leaf in state.items() if leaf.is_meta
             ),
@@ -138,7 +139,7 @@ def check_same_weights(model: nn.Module, seed: int, control: Group) -> None:
     """
     digest = zlib.crc32(str((seed, type(model).__qualname__)).encode())
     compared: dict[torch.device, list[Tensor]] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in walk.named_parameters(model):
         digest = zlib.crc32(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode(), digest)
         if not parameter.is_meta:
             flat = parameter.detach().reshape(-1)
@@ -148,7 +149,7 @@ def check_same_weights(model: nn.Module, seed: int, control: Group) -> None:
     # One copy for each device, for which the host waits.
     for values in compared.values():
         digest = zlib.crc32(torch.cat(values).cpu().numpy().tobytes(), digest)
-    for name, buffer in model.named_buffers():
+    for name, buffer in walk.named_buffers(model):
         digest = zlib.crc32(f"{name} {tuple(buffer.shape)} {buffer.dtype} {buffer.is_meta}".encode(), digest)
     rows = gather_numbers(control, "in booster.boost, which compares the weights of the ranks", [digest])
     others = [rank for rank, row in enumerate(rows) if row != rows[0]]

@@ -10,6 +10,7 @@ from hybridpp.checkpoint import allocate
 from hybridpp.cluster import DrawMonitor, gather_objects
 from hybridpp.config import Precision
 from hybridpp.module_adapter import ModuleAdapter
+from hybridpp.nn import walk
 from hybridpp.nn.torch_private import apply_to_tensors
 from hybridpp.partition import (
     CommonTraces,
@@ -108,7 +109,7 @@ def place_model(
     samples = context.find_samples() if len(context.planner.placement) > 1 else NO_SAMPLES
     function_casts = None
     if half:
-        compiled = [module for module in model.modules() if has_compiled_forward(module)]
+        compiled = [module for module in walk.modules(model) if has_compiled_forward(module)]
         function_casts = FunctionCasts(adapter, finest_units(model), settings.precision_config.fp32_losses, compiled)
     working = _Working(working_dtype(model, settings.precision), module_dtypes, function_casts, state_spec)
     staged = _cut(adapter, context, working, samples, applied_tp)
@@ -172,7 +173,7 @@ def _bring(
     # As model.to, except for tensors without values: their memory is allocated last, in the final dtype.
     apply_to_tensors(model, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     # Masters have the values before the cast.
-    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trainable = {name: parameter for name, parameter in walk.named_parameters(model) if parameter.requires_grad}
     values = {} if precision is Precision.FP32 else {name: one.detach() for name, one in trainable.items()}
     cast_model(adapter, working.dtype, working.module_dtypes)
     return trained_weights(staged, values, precision, rules, context.layout, context.planner.placement, device)

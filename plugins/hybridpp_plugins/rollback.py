@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from hybridpp.checkpoint import swap_value, without_flat_weights
 from hybridpp.module_adapter import ModuleAdapter
+from hybridpp.nn import walk
 from hybridpp.nn.contents import is_container
 from hybridpp.nn.snapshot import Holder, Snapshot
 from hybridpp.nn.torch_private import accumulated_hooks_of, drop_accumulated_hooks
@@ -55,9 +56,9 @@ class Rollback:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None):
-        tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        tensors = {id(tensor): tensor for tensor in (*walk.parameters(model), *walk.buffers(model))}
         self._empty = [
-            m for m in model.modules() if isinstance(m, nn.RNNBase) and any(p.is_meta for p in m.parameters())
+            m for m in walk.modules(model) if isinstance(m, nn.RNNBase) and any(p.is_meta for p in walk.parameters(m))
         ]
         held = [] if not isinstance(optimizer, Optimizer) else _of_optimizer(optimizer)
         # With weak references in it, no memory could be allocated for the weights.

@@ -21,6 +21,7 @@ from hybridpp.data_parallel import (
 )
 from hybridpp.errors import ConfigError
 from hybridpp.module_adapter import ModuleAdapter
+from hybridpp.nn import walk
 from hybridpp.partition import StagedModel, UnitGather, finest_units, has_compiled_forward
 from hybridpp.precision import MasterWeights, ReplicatedTarget, ShardedTarget
 from hybridpp.tensor_parallel import sharding_of
@@ -141,7 +142,7 @@ def trained_weights(
         device: where this rank computes.
     """
     model = staged.model
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    parameters = {name: parameter for name, parameter in walk.named_parameters(model) if parameter.requires_grad}
     ranks_of = {name: tuple(sorted({placement[stage] for stage in stages})) for name, stages in staged.owners.items()}
     in_half = precision is not Precision.FP32
     with_masters = {name: p for name, p in parameters.items() if in_half and p.is_floating_point()}
@@ -175,12 +176,12 @@ def trained_weights(
     masters = MasterWeights(with_masters, values, parts, on_host=on_host, are_copies=not in_half)
     if not rules.zero.zero_stage:
         return TrainedWeights(parameters, masters, buckets, None, replicas, rules.zero, ranks_of, in_half)
-    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    recurrent = [module for module in walk.modules(model) if isinstance(module, nn.RNNBase)]
     with torch.no_grad(), without_flat_weights(recurrent):
         if rules.zero.zero_stage < 3:
             flat = FlatWeights(buckets, parameters, replicas, device, _move)
         else:
-            frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad and not p.is_complex()}
+            frozen = {name: p for name, p in walk.named_parameters(model) if not p.requires_grad and not p.is_complex()}
             capacity = rules.config.ddp_bucket_cap_mb
             frozen_buckets = layout_of(frozen, replicas, capacity, stages=stages_of(frozen), units=units)
             group = layout.dp_weights(num_shards)
@@ -193,24 +194,24 @@ def trained_weights(
 
 def gathering_units(model: nn.Module) -> dict[str, int]:
     """The units of a model that are large enough to gather by themselves, by name, with their numbers."""
-    least = _LEAST_SHARE * sum(parameter.numel() for parameter in model.parameters())
-    sizes = {name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in finest_units(model)}
+    least = _LEAST_SHARE * sum(parameter.numel() for parameter in walk.parameters(model))
+    sizes = {name: sum(p.numel() for p in walk.parameters(walk.submodule(model, name))) for name in finest_units(model)}
     return {name: number for number, name in enumerate(name for name, size in sizes.items() if size > least)}
 
 
 def units_of(model: nn.Module, units: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     """The numbers of the units that use each parameter."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in walk.named_parameters(model)}
     found: dict[str, tuple[int, ...]] = {}
     for unit, number in units.items():
-        for parameter in model.get_submodule(unit).parameters():
+        for parameter in walk.parameters(walk.submodule(model, unit)):
             name = names[id(parameter)]
             found[name] = (*found.get(name, ()), number)
     return found
 
 
 def _gather_units(staged: StagedModel, weights: ShardedWeights, units: Mapping[str, int]) -> None:
-    is_compiled = any(has_compiled_forward(module) for module in staged.model.modules())
+    is_compiled = any(has_compiled_forward(module) for module in walk.modules(staged.model))
     gather = UnitGather(weights, units, learns=not is_compiled)
     weights.gather_as_others, weights.after_cancel = gather.gather_as_others, gather.reset
     weights.after_update = gather.release_kept

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from hybridpp.config import Precision
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.module_adapter import ModuleAdapter
+from hybridpp.nn import walk
 from hybridpp.optim import GlobalGradNorm, fuse_by_default
 from hybridpp.precision import PartOf, torch_dtype
 from hybridpp.tensor_parallel import ParameterSharding
@@ -43,7 +44,7 @@ def wrap_optimizer(
         layout: the ranks.
     """
     model, target = adapter.model, weights.target()
-    updated = {name: parameter for name, parameter in model.named_parameters() if name not in weights.parameters}
+    updated = {name: parameter for name, parameter in walk.named_parameters(model) if name not in weights.parameters}
     updated |= target.tensors
     before = [GroupBefore.of(group, names) for group in optimizer.param_groups]
     _repoint(optimizer, names, updated, weights, layout.tp.rank)

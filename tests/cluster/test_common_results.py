@@ -152,3 +152,23 @@ def test_results_that_no_run_took_for_long_are_dropped(kept, monkeypatch):
     monkeypatch.setattr(common_results, "_MAX_RESULTS_OF_ANY_RUN", 2)
     ask([], is_of_run=False)
     assert [value[0] for value in kept.values()] == [1, 2]
+
+
+def test_a_key_is_hashed_once_each_time_it_is_asked_for(kept):
+    hashed = []
+
+    class Key:
+        def __eq__(self, other):
+            return isinstance(other, Key)
+
+        def __hash__(self):
+            hashed.append(self)
+            return 1
+
+    def run():
+        results = current_world().common_results("keys")
+        return [results.get(Key(), list, lambda made: True, is_of_run=False) for _ in range(3)]
+
+    ranks = Loopback(2).run(run)
+    assert len({id(found) for rank in ranks for found in rank}) == 1
+    assert len(hashed) == len(set(map(id, hashed))) == 6

@@ -175,7 +175,7 @@ def test_a_fake_parameter_is_as_one_that_torch_makes_of_a_fake(tensor, requires_
         like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=torch.bfloat16)
         expected = nn.Parameter(like, requires_grad)
     given = nn.Parameter(tensor, requires_grad)
-    made = torch_private.fake_like(mode, given, torch.bfloat16, torch.device("cpu"))
+    made = torch_private.FakeSpec.of(given, torch.bfloat16, torch.device("cpu")).make(mode)
     assert isinstance(made, nn.Parameter)
     assert isinstance(made, torch_private.FakeTensor)
     for name in ("shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "_version"):
@@ -185,8 +185,7 @@ def test_a_fake_parameter_is_as_one_that_torch_makes_of_a_fake(tensor, requires_
 
 
 def test_a_fake_of_a_tensor_is_no_parameter_and_has_no_gradient():
-    made = torch_private.fake_like(
-        torch_private.FakeTensorMode(), torch.ones(2, requires_grad=True), torch.float32, torch.device("cpu")
-    )
+    spec = torch_private.FakeSpec.of(torch.ones(2, requires_grad=True), torch.float32, torch.device("cpu"))
+    made = spec.make(torch_private.FakeTensorMode())
     assert not isinstance(made, nn.Parameter)
     assert not made.requires_grad

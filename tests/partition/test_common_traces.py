@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from hybridpp.cluster import CommonResults, Loopback, ResultStores, current_world
+from hybridpp.nn.torch_private import FakeSpec
 from hybridpp.partition import CommonTraces, Tracer
 from hybridpp.partition.common_traces import CommonTrace
 
@@ -49,6 +50,16 @@ def made(monkeypatch):
 def test_ranks_that_hold_equal_models_make_one_trace_of_equal_inputs(made, layout, num_traces):
     train(tiny_vit, [image_batch(8)], num_microbatches=2, **layout)
     assert len(made) == num_traces
+
+
+def test_a_rank_that_is_given_all_traces_makes_no_fakes(monkeypatch):
+    made = []
+    before = FakeSpec.make
+    monkeypatch.setattr(FakeSpec, "make", lambda spec, mode: (made.append(current_world().rank), before(spec, mode))[1])
+    train(tiny_vit, [image_batch(8)], num_microbatches=2, pp_size=4)
+    # One rank makes the trace at boost, another that of the first step.
+    assert len(set(made)) == 2
+    assert len(made) == 2 * sum(1 for _ in tiny_vit().parameters())
 
 
 def test_a_model_with_other_inputs_is_traced_again_once(made):
