@@ -56,6 +56,8 @@ MAKE_TRACES = {"cluster", "models", "module_adapter", "partition"}
 TAKE_TRACES = {"test_recompute.py"}
 MAKING_TRACES = {"caplog", "capfd", "capsys", "monkeypatch", "recwarn"}
 TRACES: dict[Hashable, Any] = {}
+# Objects that tests make between two searches for garbage among them.
+MANY = 100_000
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -109,8 +111,20 @@ def pytest_sessionfinish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Jobs of in-process ranks take traces that earlier jobs made of equal models: a quarter of the time of the
     plugins' tests."""
+    _set_aside_what_is_there()
     loopback = sys.modules.get("hybridpp.cluster.loopback")
     if loopback is not None:
         is_about_traces = item.path.parts[-2] in MAKE_TRACES and item.path.name not in TAKE_TRACES
         makes_traces = is_about_traces or MAKING_TRACES.intersection(item.fixturenames)
         loopback.Loopback.results_of_any_run = None if makes_traces else TRACES
+
+
+def _set_aside_what_is_there() -> None:
+    """A search for garbage goes through what the last tests have made, not through what all tests have left.
+
+    Through that, it takes up to a second; dozens of tests search, some on each rank.
+    """
+    made, searches, _ = gc.get_count()
+    if made > MANY or searches:
+        gc.collect()
+        gc.freeze()

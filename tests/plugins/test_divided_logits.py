@@ -93,6 +93,7 @@ TWO, FOUR, STAGES = {"tp_size": 2}, {"tp_size": 4}, {"tp_size": 2, "pp_size": 2}
 SPLIT = STAGES | {"schedule": "zb-h1"}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -65,6 +65,7 @@ def sample(make):
 GREEDY, SAMPLED, BEAMS = {}, {"do_sample": True, "top_k": 8}, {"num_beams": 2}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("make", "layout", "settings"),
     [

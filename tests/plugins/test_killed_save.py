@@ -65,6 +65,7 @@ def killed_at(point, path, step, asynchronous=False):
     os._exit(0)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["", "asynchronous"])
 @pytest.mark.parametrize("step", [1, 2], ids=["the same step again", "the next step"])
 def test_a_kill_leaves_the_old_checkpoint_or_the_new_one(tmp_path, step, asynchronous):

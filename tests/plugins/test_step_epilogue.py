@@ -77,6 +77,7 @@ SIZES_AND_FORMATS = [
 ]
 
 
+@pytest.mark.covering("tp_size pp_size dp_size", "tp_size tied", "pp_size tied", "tied precision")
 @pytest.mark.parametrize(
     ("tp_size", "pp_size", "dp_size", "tied", "precision"),
     [*SIZES_AND_FORMATS, *((2, 2, 2, True, precision) for precision in ("fp32", "fp16"))],

@@ -91,6 +91,7 @@ def assert_same_training(actual, expected):
     assert_same(actual["weights"], expected["weights"])
 
 
+@pytest.mark.covering("pp_size precision")
 @pytest.mark.parametrize(
     ("make_model", "pp_size", "precision"),
     [

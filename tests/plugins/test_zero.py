@@ -79,15 +79,17 @@ EXACT_CASES = [(mode, *case) for mode, part in (("1", CASES[::2]), ("2 by step",
 EXACT_CASES += [("3 by step", *case) for case in CASES]
 
 
+# What each rank gets without ZeRO.
+without_zero = cache(on_layout)
+
+
 def both(run, zero=EXACT["1"], **layout):
     """What it gives without and with ZeRO, for each rank."""
-    return list(zip(*(on_layout(run, **one, **layout) for one in ({}, zero)), strict=True))
+    return list(zip(without_zero(run, **layout), on_layout(run, **zero, **layout), strict=True))
 
 
-@cache
 def plainly(layout, precision, make_model=TiedModel):
-    """What each rank gets without ZeRO."""
-    return on_layout(trained, make_model=make_model, **_settings(layout, precision))
+    return without_zero(trained, make_model=make_model, **_settings(layout, precision))
 
 
 _to_rounding = partial(assert_near, tolerance=2e-6)
@@ -153,32 +155,31 @@ def test_so_it_does_where_replicas_tear_parameters(layout, mode):
         assert any(not torch.equal(weights[name], plain[1][name]) for name in weights)
 
 
+MOMENTUM = partial(optim.SGD, lr=0.05, momentum=0.9)
+
+
 @pytest.mark.parametrize("mode", BY_MICROBATCH)
 def test_with_sgd_reduction_by_microbatch_differs_by_single_roundings(mode):
     """AdamW divides a gradient by its own size, and its rounding with it; SGD shows what reductions differ by."""
-    layout = {
-        "dp_size": 2,
-        "tp_size": 2,
-        "make_model": Torn,
-        "make_optimizer": partial(optim.SGD, lr=0.05, momentum=0.9),
-    }
+    layout = {"dp_size": 2, "tp_size": 2, "make_model": Torn, "make_optimizer": MOMENTUM}
     for plain, zero in both(trained, BY_MICROBATCH[mode], **layout):
         assert_near(zero[1], plain[1], 1e-7)
 
 
+def trained_and_frozen(booster, model, optimizer):
+    trained(booster, model, optimizer, 1)
+    for parameter in model.blocks[0].parameters():
+        parameter.requires_grad_(False)
+    with booster.unsharded(model):
+        before = weights_of(model.blocks[0])
+    losses, weights, norm = trained(booster, model, optimizer, 2)
+    assert_same({name: weights[f"blocks.0.{name}"] for name in before}, before)
+    return losses, weights, norm
+
+
 @pytest.mark.parametrize("mode", EXACT)
 def test_parameters_that_are_frozen_between_steps_stay_as_they_are(mode):
-    def run(booster, model, optimizer):
-        trained(booster, model, optimizer, 1)
-        for parameter in model.blocks[0].parameters():
-            parameter.requires_grad_(False)
-        with booster.unsharded(model):
-            before = weights_of(model.blocks[0])
-        losses, weights, norm = trained(booster, model, optimizer, 2)
-        assert_same({name: weights[f"blocks.0.{name}"] for name in before}, before)
-        return losses, weights, norm
-
-    for plain, zero in both(run, EXACT[mode], dp_size=2, make_model=Torn):
+    for plain, zero in both(trained_and_frozen, EXACT[mode], dp_size=2, make_model=Torn):
         assert zero[0] == plain[0]
         assert_same(zero[1], plain[1])
 
@@ -285,16 +286,17 @@ def only_matrices():
     return model
 
 
+def trained_with_shapes(booster, model, optimizer):
+    shapes = {tuple(p.shape) for group in optimizer.param_groups for p in group["params"]}
+    return trained(booster, model, optimizer)[1], shapes
+
+
 @pytest.mark.covering
 @pytest.mark.parametrize("mode", ["1", "3 by step"])
 @pytest.mark.parametrize("name", WHOLE)
 def test_optimizers_that_read_whole_parameters_get_whole_ones(name, mode):
-    def run(booster, model, optimizer):
-        shapes = {tuple(p.shape) for group in optimizer.param_groups for p in group["params"]}
-        return trained(booster, model, optimizer)[1], shapes
-
     make = only_matrices if name == "Muon" else TiedModel
-    results = both(run, EXACT[mode], dp_size=2, make_optimizer=WHOLE[name], make_model=make)
+    results = both(trained_with_shapes, EXACT[mode], dp_size=2, make_optimizer=WHOLE[name], make_model=make)
     for (weights, shapes), (zero_weights, zero_shapes) in results:
         assert_same(zero_weights, weights)
         assert zero_shapes <= shapes
@@ -513,29 +515,30 @@ def test_state_that_the_optimizer_had_before_boost_is_divided():
         assert_same(zero[1], plain[1])
 
 
+def trained_with_an_inf(booster, model, optimizer):
+    step(booster, model, optimizer, batches(1, 8)[0])
+    optimizer.step()
+    replica = booster.plugin.layout.here.dp
+    data = iter([batches(1, 4)[0]])
+    kept = optimizer.loss_scaler.state.scale
+
+    def criterion(logits, tokens):
+        loss = cross_entropy(logits, tokens)
+        return loss * 1e30 if replica else loss
+
+    booster.execute_pipeline(data, model, criterion, optimizer)
+    optimizer.step()
+    report, scale = optimizer.overflow_report, optimizer.loss_scaler.state.scale
+    loss = step(booster, model, optimizer, batches(1, 8)[0])
+    optimizer.step()
+    with booster.unsharded(model):
+        return report, scale < kept, loss, weights_of(model)
+
+
 @pytest.mark.parametrize("mode", [*EXACT, *BY_MICROBATCH])
 def test_the_search_for_an_inf_finds_its_source_and_training_goes_on(mode):
-    def run(booster, model, optimizer):
-        step(booster, model, optimizer, batches(1, 8)[0])
-        optimizer.step()
-        replica = booster.plugin.layout.here.dp
-        data = iter([batches(1, 4)[0]])
-        kept = optimizer.loss_scaler.state.scale
-
-        def criterion(logits, tokens):
-            loss = cross_entropy(logits, tokens)
-            return loss * 1e30 if replica else loss
-
-        booster.execute_pipeline(data, model, criterion, optimizer)
-        optimizer.step()
-        report, scale = optimizer.overflow_report, optimizer.loss_scaler.state.scale
-        loss = step(booster, model, optimizer, batches(1, 8)[0])
-        optimizer.step()
-        with booster.unsharded(model):
-            return report, scale < kept, loss, weights_of(model)
-
     layout = {"dp_size": 2, "pp_size": 2, "precision": "fp16"}
-    for plain, zero in both(run, (EXACT | BY_MICROBATCH)[mode], **layout):
+    for plain, zero in both(trained_with_an_inf, (EXACT | BY_MICROBATCH)[mode], **layout):
         assert "the gradient of" in plain[0]
         assert zero[:2] == plain[:2]
         assert_near(zero[3], plain[3], 1e-2)
