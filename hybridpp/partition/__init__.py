@@ -4,7 +4,7 @@ from hybridpp.partition.annotations import annotate_split_points, set_execution_
 from hybridpp.partition.block_calls import block_calls
 from hybridpp.partition.blocks import ModuleUnits, find_units, finest_units
 from hybridpp.partition.calls import CallArguments, TensorSpec, Trace, UnitCall
-from hybridpp.partition.common_traces import CommonTraces
+from hybridpp.partition.common_traces import CommonTraces, has_global_hooks, surroundings
 from hybridpp.partition.compile_blocks import compile_blocks
 from hybridpp.partition.compiled import compiled_parts, has_compiled_forward
 from hybridpp.partition.concrete_fallback import UntraceableUnitError
@@ -58,6 +58,7 @@ __all__ = [
     "find_units",
     "finest_units",
     "has_compiled_forward",
+    "has_global_hooks",
     "is_cache",
     "make_samples",
     "owners",
@@ -67,5 +68,6 @@ __all__ = [
     "shared_parameters",
     "stage_plan",
     "stages_of",
+    "surroundings",
     "trace_model",
 ]

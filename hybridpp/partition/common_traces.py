@@ -86,8 +86,8 @@ class TracedForward:
         except RecursionError:
             return
         buffers = tuple(map(values_of, fakes.originals.values()))
-        self.key = options, described, _metadata(model, fakes), buffers, _surroundings()
-        self.is_of_run = not structure.is_lasting or bool(GLOBAL_FORWARD_PRE_HOOKS or GLOBAL_FORWARD_HOOKS)
+        self.key = options, described, _metadata(model, fakes), buffers, surroundings()
+        self.is_of_run = not structure.is_lasting or has_global_hooks()
 
     def traced(self, make: Callable[[], Trace], layers: Sequence[LearningLayer]) -> CommonTrace:
         """The trace that ``make`` makes of this forward, and what else that does."""
@@ -143,7 +143,12 @@ def _metadata(model: nn.Module, fakes: Fakes) -> Hashable:
     )
 
 
-def _surroundings() -> Hashable:
+def has_global_hooks() -> bool:
+    """Whether there are hooks on the forwards of all modules."""
+    return bool(GLOBAL_FORWARD_PRE_HOOKS or GLOBAL_FORWARD_HOOKS)
+
+
+def surroundings() -> Hashable:
     """What else the operations of a forward depend on."""
     hooks = (*GLOBAL_FORWARD_PRE_HOOKS.items(), None, *GLOBAL_FORWARD_HOOKS.items())
     autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]

@@ -1,5 +1,6 @@
 """Sequence parallelism: which blocks run on sequence shards, and how shards are sent between stages."""
 
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -13,12 +14,18 @@ from hybridpp.plan_search import SequencePlan, infer_sequence
 from hybridpp.sharded_activations import deferred_sequence_gather, local_sequence_shard, shard_lengths
 from hybridpp.sharding_plan import Plan
 from hybridpp.tensor_parallel import SequenceBlock
+from hybridpp_plugins.common_plans import CommonPlans
 from hybridpp_plugins.find_tp_plan import calls_of_blocks, of_first_rank
 from hybridpp_plugins.sample import Samples
 
 
 def sequence_plan(
-    model: nn.Module, plan: Plan, find_samples: Callable[[], Samples], size: int, control: Group
+    model: nn.Module,
+    plan: Plan,
+    find_samples: Callable[[], Samples],
+    size: int,
+    control: Group,
+    common: CommonPlans | None = None,
 ) -> SequencePlan:
     """How the model's blocks run on sequence shards after the plan has sharded their layers over ``size`` ranks.
 
@@ -32,9 +39,14 @@ def sequence_plan(
     """
 
     def find() -> SequencePlan:
+        samples = find_samples()
+        settings = size, pickle.dumps(plan.spec)
+        return common.get(settings, model, samples, lambda: search(samples)) if common else search(samples)
+
+    def search(samples: Samples) -> SequencePlan:
         blocks = find_units(model, 1).blocks
         with preserved_random_state(torch.device("cpu")):
-            return infer_sequence(model, blocks, calls_of_blocks(model, blocks, find_samples()), plan.spec, size)
+            return infer_sequence(model, blocks, calls_of_blocks(model, blocks, samples), plan.spec, size)
 
     plan_of_blocks = of_first_rank(find, control)
     if not plan_of_blocks.blocks:

@@ -23,6 +23,7 @@ from hybridpp.sharding_plan import Plan, ShardKind, plan_from_patterns
 from hybridpp.tensor_parallel import ParameterSharding, ShardedLayer, ShardedModel, run_sequence_parallel, sharding_of
 from hybridpp.tensor_parallel import shard as apply_spec
 from hybridpp_plugins.apply_sp import ShardsBetweenStages, sequence_plan
+from hybridpp_plugins.common_plans import CommonPlans
 from hybridpp_plugins.find_tp_plan import find_tp_plan
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.sample import Samples
@@ -72,14 +73,15 @@ def apply_tensor_parallel(
     model, tp = adapter.model, layout.tp
     if tp.size == 1:
         return apply_sharding(adapter, None, tp, compiled)
+    common = CommonPlans(layout.world.common_results("plans"))
     if config.tensor_parallel_plan is not None:
         plan = plan_from_patterns(model, config.tensor_parallel_plan, tp.size)
     else:
         with force_eager() if compiled_parts(model) else nullcontext():
-            plan = find_tp_plan(model, find_samples, tp.size, layout.control)
+            plan = find_tp_plan(model, find_samples, tp.size, layout.control, common)
     sequences = SequencePlan()
     if config.enable_sequence_parallelism:
-        sequences = sequence_plan(model, plan, find_samples, tp.size, layout.control)
+        sequences = sequence_plan(model, plan, find_samples, tp.size, layout.control, common)
     if plan.reasons or sequences.reasons or not plan.spec.params:
         get_dist_logger().warning(_replicated_modules(model, plan, sequences), ranks=[0])
     for difference in dict.fromkeys(re.sub(_NUMBER, "*", line) for line in plan.differences):

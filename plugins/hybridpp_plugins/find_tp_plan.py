@@ -16,16 +16,23 @@ from hybridpp.partition import CallArguments, block_calls, find_units, is_cache
 from hybridpp.pipeline import call_arguments
 from hybridpp.plan_search import infer_embeddings_and_heads, infer_plan, large_tables, record_table_uses
 from hybridpp.sharding_plan import Plan, spec_of_styles
+from hybridpp_plugins.common_plans import CommonPlans
 from hybridpp_plugins.sample import Samples
 
 _T = TypeVar("_T")
 
 
-def find_tp_plan(model: nn.Module, find_samples: Callable[[], Samples], size: int, control: Group) -> Plan:
+def find_tp_plan(
+    model: nn.Module,
+    find_samples: Callable[[], Samples],
+    size: int,
+    control: Group,
+    common: CommonPlans | None = None,
+) -> Plan:
     """The layers of the model's blocks that can be sharded, and why others cannot.
 
     Rank 0 searches for all ranks, so that only it needs memory for a block of each kind. It runs the model on a sample,
-    or traces it if it is on the meta device.
+    or traces it if it is on the meta device. It takes the plan that ``common`` has of an equal model.
 
     Collective: all ranks; two all-gathers of host memory.
 
@@ -34,9 +41,13 @@ def find_tp_plan(model: nn.Module, find_samples: Callable[[], Samples], size: in
     """
 
     def find() -> Plan:
+        samples = find_samples()
+        return common.get(size, model, samples, lambda: search(samples)) if common else search(samples)
+
+    def search(samples: Samples) -> Plan:
         blocks = find_units(model, 1).blocks
         with record_table_uses(large_tables(model, blocks)) as uses, _watched_insides(model, blocks) as entered:
-            calls = calls_of_blocks(model, blocks, find_samples())
+            calls = calls_of_blocks(model, blocks, samples)
         with preserved_random_state(torch.device("cpu")):
             found = infer_plan(model, blocks, calls, size)
             outside = _divided_for_others(found, entered)
