@@ -1,6 +1,6 @@
 """Estimates of layouts, as tables."""
 
-from hybridpp.estimate import DeviceProfile, LayoutEstimate, parts_of
+from hybridpp.estimate import DeviceProfile, LayoutEstimate, parts_of, peak_of
 from hybridpp.text_table import TextTable
 
 _GIB = 2**30
@@ -9,15 +9,17 @@ _GIB = 2**30
 def render_estimate(estimate: LayoutEstimate, device: DeviceProfile) -> list[str | TextTable]:
     """A line per place in the pipeline with the GiB of each of its ranks, then the time of a step."""
     unit, size = ("GiB", _GIB) if estimate.worst.total >= _GIB else ("MiB", 2**20)
-    titles = ("rank", "stages", *parts_of(estimate.ranks[0]), "total", "peak at")
+    parts = [parts_of(rank) for rank in estimate.ranks]
+    columns = [name for name in parts[0] if name != "update" or any(one[name] for one in parts)]
+    titles = ("rank", "stages", *columns, "total", "peak at")
     rows = [
         (
             str(rank.position),
             ",".join(map(str, rank.stages)),
-            *(f"{number / size:,.3f}" for number in (*parts_of(rank).values(), rank.total)),
-            str(rank.step.action or ""),
+            *(f"{number / size:,.3f}" for number in (*(own[name] for name in columns), rank.total)),
+            peak_of(rank),
         )
-        for rank in estimate.ranks
+        for rank, own in zip(estimate.ranks, parts, strict=True)
     ]
     sizes = estimate.sizes
     head = (

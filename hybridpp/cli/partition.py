@@ -20,6 +20,7 @@ from hybridpp.config import ParallelConfig, PartitionConfig, Precision, ZeroConf
 from hybridpp.errors import ConfigError, HybridppError
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn.torch_private import pytree
+from hybridpp.optim import adam_update_bytes
 from hybridpp.partition import (
     CallArguments,
     MemoryBudget,
@@ -164,7 +165,7 @@ def _for_a_while(model: nn.Module, casted: Mapping[int, torch.dtype], shapes: Ma
         if parameter.requires_grad
     ]
     gradient = max((n * itemsize for n, itemsize in sizes), default=0)
-    update = 8 * max((n for n, _ in sizes), default=0)
+    update = adam_update_bytes((4 * n for n, _ in sizes), "loop")
     return (
         f"and for a while, beside activations: up to {gradient / 2**20:,.1f} for a gradient before it is added, or "
         f"{update / 2**20:,.1f} in the update by torch's Adam without fused=True"

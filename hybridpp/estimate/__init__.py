@@ -33,7 +33,7 @@ from hybridpp.estimate.step_time import (
 )
 from hybridpp.estimate.unit_marks import UnitMarks, UnitRecorder
 from hybridpp.estimate.unit_times import UnitTimes, median_times
-from hybridpp.estimate.values import parts_of, values_of
+from hybridpp.estimate.values import parts_of, peak_of, values_of
 
 __all__ = [
     "BASES",
@@ -71,6 +71,7 @@ __all__ = [
     "measure_links",
     "median_times",
     "parts_of",
+    "peak_of",
     "plugin_call",
     "plugin_keywords",
     "rank_ends",

@@ -23,7 +23,7 @@ class RankEstimate(NamedTuple):
         position: in the pipeline.
         stages: that they run.
         state: what they hold all through training.
-        step: what they hold of a step's micro-batches at the peak.
+        step: what they hold of a step's micro-batches, when that is most.
     """
 
     position: int
@@ -32,9 +32,14 @@ class RankEstimate(NamedTuple):
     step: StepPeak
 
     @property
+    def update(self) -> int:
+        """How much more the optimizer's update takes than the micro-batches: 0 where they take more."""
+        return max(0, self.state.update - self.step.total)
+
+    @property
     def total(self) -> int:
         """Bytes of a rank at the peak."""
-        return self.state.total + self.step.total
+        return self.state.total + self.step.total + self.update
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,8 @@ class RankState:
         moments: the optimizer's states.
         buffers: the model's, and those in which replicas exchange gradients and weights.
         host: in host memory instead; not part of the total.
+        update: that the optimizer takes beside all this while it updates, when there are no activations; not part of
+            the total.
     """
 
     weights: int
@@ -26,6 +28,7 @@ class RankState:
     moments: int
     buffers: int
     host: int = 0
+    update: int = 0
 
     @property
     def total(self) -> int:

@@ -15,8 +15,14 @@ def parts_of(rank: RankEstimate) -> dict[str, int]:
         "moments": state.moments,
         "activations": step.activations,
         "logits": step.logits,
+        "update": rank.update,
         "buffers": state.buffers + step.messages,
     }
+
+
+def peak_of(rank: RankEstimate) -> str:
+    """What a rank does at the peak: an action, or the optimizer's update; "" where it runs nothing."""
+    return "update" if rank.update else str(rank.step.action or "")
 
 
 def values_of(estimate: LayoutEstimate) -> dict[str, Any]:
@@ -35,7 +41,7 @@ def values_of(estimate: LayoutEstimate) -> dict[str, Any]:
                 "stages": list(rank.stages),
                 "bytes": parts_of(rank) | {"total": rank.total},
                 "host_bytes": rank.state.host,
-                "peak_at": str(rank.step.action) if rank.step.action else None,
+                "peak_at": peak_of(rank) or None,
             }
             for rank in estimate.ranks
         ],

@@ -25,9 +25,11 @@ from hybridpp.optim.torch_schedulers import (
     OneCycleLR,
     StepLR,
 )
+from hybridpp.optim.update_memory import AdamKernels, adam_kernels, adam_update_bytes
 
 __all__ = [
     "FLAT",
+    "AdamKernels",
     "ConstantWarmupLR",
     "CosineAnnealingLR",
     "CosineAnnealingWarmupLR",
@@ -49,6 +51,8 @@ __all__ = [
     "PolynomialLR",
     "PolynomialWarmupLR",
     "StepLR",
+    "adam_kernels",
+    "adam_update_bytes",
     "can_divide",
     "divided_in_kernel",
     "find_localities",

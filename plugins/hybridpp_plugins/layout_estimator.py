@@ -36,7 +36,7 @@ from hybridpp.simulate import PreparedPrograms, PreparedStep
 from hybridpp_plugins.cut_model import CutModel, cut_model
 from hybridpp_plugins.estimate_batch import BatchSource
 from hybridpp_plugins.estimate_runs import EstimateRuns, RunKind
-from hybridpp_plugins.quick_estimator import QuickEstimator
+from hybridpp_plugins.quick_estimator import QuickEstimator, kernels_of
 from hybridpp_plugins.rank_state import StateRules, rank_state
 from hybridpp_plugins.schedule_costs import schedule_costs
 from hybridpp_plugins.schedule_planner import SchedulePlanner
@@ -155,6 +155,7 @@ class PluginLayoutEstimator:
             zero=parsed.zero.among(num_replicas),
             num_replicas=num_replicas,
             bucket_mib=parsed.optimizer.ddp_bucket_cap_mb,
+            kernels=kernels_of(self.given, parsed),
         )
 
     def _kind(self, parsed: PluginSettings, cut: CutModel, microbatch_size: int, splits: bool) -> RunKind:

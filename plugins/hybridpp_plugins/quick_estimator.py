@@ -35,6 +35,7 @@ from hybridpp.estimate import (
     update_ms,
     with_sums,
 )
+from hybridpp.optim import AdamKernels, adam_kernels, adam_update_bytes
 from hybridpp.simulate import Costs, PreparedPrograms, PreparedStep, StepEnds
 from hybridpp_plugins.cut_model import CutModel, cut_model
 from hybridpp_plugins.estimate_runs import EstimateRuns, RunKind
@@ -42,6 +43,8 @@ from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.settings import PluginSettings
 
 _FP32 = 4
+# States per weight.
+_ADAMS = 2
 # Messages of each kind that are received ahead, and sent and not freed yet.
 _MESSAGES = 2
 # Buckets of gradients that are open, and stages or units whose weights are gathered, at a time.
@@ -53,11 +56,21 @@ _BOUND_SHARE = 0.95
 
 
 class _Sums(NamedTuple):
-    """Of a stage's parameters: elements that are trained, bytes of these and of the others."""
+    """Of a stage's parameters: elements that are trained, bytes of these and of the others; fp32 bytes of each."""
 
     elements: int
     trained_bytes: int
     frozen_bytes: int
+    updated: tuple[int, ...]
+
+    def with_stage(self, other: "_Sums") -> "_Sums":
+        """Of two stages."""
+        return _Sums(
+            self.elements + other.elements,
+            self.trained_bytes + other.trained_bytes,
+            self.frozen_bytes + other.frozen_bytes,
+            self.updated + other.updated,
+        )
 
 
 @dataclass(frozen=True)
@@ -89,6 +102,7 @@ class QuickEstimator:
         self._cut = cache(self._make_cut)
         self._sums = cache(self._make_sums)
         self._position_sums = cache(self._make_position_sums)
+        self._updates = cache(self._make_updates)
         self._run = cache(self._make_run)
         self._times = cache(self._make_times)
         self._simple_times = cache(self._make_simple_times)
@@ -195,22 +209,42 @@ class QuickEstimator:
     def _make_sums(self, tp_size: int, num_stages: int) -> tuple[_Sums, ...]:
         cut = self._cut(tp_size, num_stages)
         sums = [[0, 0, 0] for _ in range(num_stages)]
+        updated: list[list[int]] = [[] for _ in range(num_stages)]
         for name, one in cut.traced.parameters.items():
             for stage in cut.owners[name]:
                 if one.is_trained:
                     sums[stage][0] += one.meta.numel()
                     sums[stage][1] += one.meta.nbytes
+                    updated[stage].append(_FP32 * one.meta.numel())
                 else:
                     sums[stage][2] += one.meta.nbytes
-        return tuple(_Sums(*of_stage) for of_stage in sums)
+        return tuple(
+            _Sums(elements, trained, frozen, tuple(sizes))
+            for (elements, trained, frozen), sizes in zip(sums, updated, strict=True)
+        )
 
     def _make_position_sums(self, tp_size: int, pp_size: int, schedule: str | None) -> tuple[_Sums, ...]:
         """Of all stages at each place of the pipeline."""
         placement = self._planner(schedule, pp_size).placement
-        found = [[0, 0, 0] for _ in range(pp_size)]
+        found = [_Sums(0, 0, 0, ()) for _ in range(pp_size)]
         for one, position in zip(self._sums(tp_size, len(placement)), placement, strict=True):
-            found[position] = [before + more for before, more in zip(found[position], one, strict=True)]
-        return tuple(_Sums(*one) for one in found)
+            found[position] = found[position].with_stage(one)
+        return tuple(found)
+
+    def _make_updates(self, tp_size: int, pp_size: int, schedule: str | None, shards: int) -> tuple[int, ...]:
+        """Temporary bytes of the update at each place of the pipeline, at most."""
+        kernels = kernels_of(self._given, self._settings)
+        found = []
+        for one in self._position_sums(tp_size, pp_size, schedule):
+            # Of a bucket, a replica has one segment, in which the loop may meet a whole tensor.
+            segment = min(self._bucket_bytes, sum(one.updated)) // shards if kernels == "loop" else 0
+            pieces = [min(size, max(segment, size // shards)) for size in one.updated]
+            found.append(adam_update_bytes(pieces, kernels))
+        return tuple(found)
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return int(self._settings.optimizer.ddp_bucket_cap_mb * 2**20)
 
     def _kind(self, key: _Key, splits: bool) -> RunKind:
         parsed = self._parallel(key.tp_size)
@@ -284,11 +318,12 @@ class QuickEstimator:
         return tuple(peaks)
 
     def _state(self, key: _Key, position: int, grid: Grid) -> RankState:
-        elements, weights, frozen = self._position_sums(key.tp_size, key.pp_size, key.schedule)[position]
+        elements, weights, frozen, _ = self._position_sums(key.tp_size, key.pp_size, key.schedule)[position]
         zero, shards = grid.zero, grid.zero.num_shards(grid.num_replicas)
+        update = self._updates(key.tp_size, key.pp_size, key.schedule, shards)[position]
         stage = zero.zero_stage if grid.num_replicas > 1 else 0
-        bucket = int(self._settings.optimizer.ddp_bucket_cap_mb * 2**20)
-        buffers = self._cut(key.tp_size, 1).traced.buffer_bytes
+        bucket = self._bucket_bytes
+        buffers = 0
         if stage >= 2:
             buffers += min(_OPEN_BUCKETS * bucket, _FP32 * elements)
         if stage == 3:
@@ -299,7 +334,8 @@ class QuickEstimator:
             gradients=_FP32 * elements // (shards if stage >= 2 else 1),
             masters=0 if self._given.precision is Precision.FP32 else _FP32 * elements // shards,
             moments=_FP32 * self._given.num_moments * elements // shards,
-            buffers=buffers,
+            buffers=buffers + self._cut(key.tp_size, 1).traced.buffer_bytes,
+            update=max(0, update - buffers),
         )
 
     @cached_property
@@ -317,6 +353,13 @@ class QuickEstimator:
         if self._traced_for == 1:
             return 1
         return max(1, len(self._runs.traced(1, False, 1, 2).found.blocks))
+
+
+def kernels_of(given: EstimateInput, settings: PluginSettings) -> AdamKernels:
+    """How the optimizer updates: SGD in place, as fused kernels do."""
+    if given.num_moments < _ADAMS:
+        return "fused"
+    return adam_kernels("cpu" if given.device.is_cpu else "cuda", settings.optimizer.fuses_on)
 
 
 def _key(sizes: JobSizes, settings: Mapping[str, Any]) -> _Key:

@@ -9,6 +9,7 @@ from hybridpp.config import ZeroConfig
 from hybridpp.data_parallel import ShardLayout, layout_of, offloaded_parameters
 from hybridpp.data_parallel.layout import BucketLayout
 from hybridpp.estimate import RankState
+from hybridpp.optim import AdamKernels, adam_update_bytes
 from hybridpp_plugins.estimate_runs import LocalParameter
 from hybridpp_plugins.solo_group import SoloGroup
 
@@ -29,6 +30,7 @@ class StateRules:
         zero: what replicas divide.
         num_replicas: of the model.
         bucket_mib: size of a bucket.
+        kernels: of the update, by Adam; "fused" also for one that takes no temporary memory.
     """
 
     has_masters: bool
@@ -36,6 +38,7 @@ class StateRules:
     zero: ZeroConfig
     num_replicas: int
     bucket_mib: float = 25.0
+    kernels: AdamKernels = "fused"
 
 
 def rank_state(
@@ -76,6 +79,9 @@ def rank_state(
     if zero.zero_stage == 3 and rules.num_replicas > 1:
         buffers += _gathered(layout, trained, rules, stages)
         weights, frozen = in_buckets // shards, frozen // shards
+    # Buffers of replicas are not in use then.
+    updated = [here[name] * size for name, size in wide.items() if name in here]  # in the optimizer's order
+    update = adam_update_bytes(updated, rules.kernels) - buffers
     masters = sum(size * wide[name] for name, size in here.items()) if rules.has_masters else 0
     return RankState(
         weights=weights + frozen,
@@ -83,6 +89,7 @@ def rank_state(
         masters=masters,
         moments=sum(size * wide[name] * rules.num_moments for name, size in here.items()),
         buffers=buffers,
+        update=max(0, update),
         host=sum(own[name] * wide[name] * (2 + rules.num_moments) for name in on_host & own.keys()),
     )
 

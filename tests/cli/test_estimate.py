@@ -128,6 +128,18 @@ def test_a_model_of_ones_own_is_estimated_on_its_sample(printed, own, function):
     assert first["activations"] > 0
 
 
+def test_the_update_has_a_column_where_it_takes_most(printed, own):
+    flags = ("--model", f"{own}:make", "--precision", "fp32")
+    assert "update" not in printed(*flags).split("step on")[0]
+    [rank] = json.loads(printed(*flags, "--device", "cpu", "--json"))["ranks"]
+    # The root and the denominator of a weight, beside the denominator of the bias before it.
+    held = rank["bytes"]
+    assert held["update"] + held["activations"] + held["logits"] == 4 * (64 + 2 * 64 * 64)
+    assert rank["peak_at"] == "update"
+    *_, row = (line for line in printed(*flags, "--device", "cpu").splitlines() if "|" in line)
+    assert row.split("|")[-1].strip() == "update"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -77,7 +77,7 @@ def estimator(make, precision="fp32", device="cpu", **more):
     return HybridParallelPlugin.layout_estimator(on_meta(make), given)
 
 
-def measured(make, batch_of, num_ranks, num_microbatches, **settings):
+def measured(make, batch_of, num_ranks, num_microbatches, make_optimizer=HybridAdam, **settings):
     """Bytes of the tensors of each rank at the peak of a step."""
 
     batch = batch_of(2 * num_microbatches)
@@ -87,7 +87,7 @@ def measured(make, batch_of, num_ranks, num_microbatches, **settings):
             model = on_meta(make)
             plugin = HybridParallelPlugin(num_microbatches=num_microbatches, **settings)
             booster = Booster(plugin=plugin, device="cpu")
-            optimizer = HybridAdam(model.parameters(), lr=1e-4)
+            optimizer = make_optimizer(model.parameters(), lr=1e-4)
             parts = booster.boost(model, optimizer, lambda outputs, inputs: outputs.loss, sample=batch_of(2))
             booster.init_model(parts.model)
             # A step of ZeRO leaves buffers for the next.
@@ -121,6 +121,48 @@ def test_estimated_bytes_are_those_of_a_run(make, batch_of, num_ranks, num_micro
     for rank in found.ranks:
         peak = peaks[rank.position * settings.get("tp_size", 1)]
         assert abs(rank.total / peak - 1) < 0.05, (rank, peak)
+
+
+def wide_ends(num_layers=2):
+    """Of two ends that are large beside the activations of a micro-batch."""
+    config = ViTConfig(
+        hidden_size=64,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        intermediate_size=2000,
+        image_size=32,
+        patch_size=16,
+        num_labels=4000,
+    )
+    return ViTForImageClassification(config).train()
+
+
+@pytest.mark.parametrize(
+    ("kernels", "device", "num_ranks", "settings"),
+    [
+        ("loop", "cpu", 1, {}),
+        ("loop", "cpu", 2, {"pp_size": 2, "precision": "bf16"}),
+        ("loop", "cpu", 2, {"zero_stage": 1}),
+        ("fused", "cpu", 1, {"fused_optimizer": True}),
+        # On a GPU torch's choice; here it is asked for.
+        ("foreach", "h100", 1, {"fused_optimizer": False}),
+        ("foreach", "h100", 2, {"fused_optimizer": False, "zero_stage": 1, "precision": "bf16"}),
+    ],
+)
+def test_the_update_counts_where_it_takes_more_than_activations(kernels, device, num_ranks, settings):
+    layout = {name: value for name, value in settings.items() if name != "precision"}
+    sizes = JobSizes(world_size=num_ranks, microbatch_size=2, num_microbatches=2)
+    own = estimator(wide_ends, settings.get("precision", "fp32"), device)
+    found = own.estimate(sizes, layout)
+    adam = functools.partial(torch.optim.AdamW, foreach=kernels == "foreach" or None)
+    peaks = measured(wide_ends, images, num_ranks, 2, make_optimizer=adam, **settings)
+    for rank in found.ranks:
+        peak = peaks[rank.position]
+        assert abs(rank.total / peak - 1) < 0.05, (rank, peak)
+    assert bool(found.worst.update) == (kernels != "fused")
+    if set(layout) <= {"pp_size", "zero_stage"}:
+        quick = own.quick_estimate(sizes, {"tp_size": 1, "pp_size": 1, **layout}, 2**40)
+        assert quick.worst.total == pytest.approx(found.worst.total, rel=0.05)
 
 
 def test_more_recomputation_holds_less_and_computes_longer():
