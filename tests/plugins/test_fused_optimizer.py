@@ -59,7 +59,7 @@ def test_a_fused_optimizer_makes_no_pass_over_the_gradients(precision):
 
 @pytest.mark.parametrize("settings", [{}, {"pp_size": 2}, {"tp_size": 2}, {"precision": "fp16"}], ids=str)
 def test_the_weights_are_those_of_a_pass_to_rounding(settings):
-    batches = [image_batch(4, seed) for seed in range(3)]
+    batches = [image_batch(4, seed) for seed in range(2)]
     options = {"num_microbatches": 2, "max_norm": 0.1, "make_optimizer": fused, **settings}
     expected = train(tiny_vit, batches, fused_optimizer=False, **options)
     actual = train(tiny_vit, batches, **options)
@@ -70,7 +70,7 @@ def test_the_weights_are_those_of_a_pass_to_rounding(settings):
 
 def test_the_layout_changes_no_bit():
     options = {"num_microbatches": 2, "max_norm": 0.1, "make_optimizer": fused}
-    batches = [image_batch(4, seed) for seed in range(3)]
+    batches = [image_batch(4, seed) for seed in range(2)]
     one, two = (train(tiny_vit, batches, pp_size=size, **options)["weights"] for size in (1, 2))
     assert all(torch.equal(two[name], weight) for name, weight in one.items())
 

@@ -30,8 +30,8 @@ def printed(mistake, monkeypatch, tmp_path, num_ranks=8):
     ("mistake", "num_ranks", "last"),
     [
         ("backend", 2, "ConfigError: backend is one of nccl, gloo: got 'glow'."),
-        ("setting", 8, "ConfigError: world size must be a multiple of tp_size * pp_size: got world_size=8, "),
-        ("data", 8, "StopIteration: the data ended, and the script did not catch it. "),
+        ("setting", 4, "ConfigError: world size must be a multiple of tp_size * pp_size: got world_size=4, "),
+        ("data", 4, "StopIteration: the data ended, and the script did not catch it. "),
         ("path", 4, "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/part-"),
     ],
 )
