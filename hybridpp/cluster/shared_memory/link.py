@@ -21,12 +21,10 @@ from hybridpp.cluster.exit_reports import timeout_error
 from hybridpp.cluster.progress import Awaited, Progress
 from hybridpp.cluster.shared_memory.message_log import Channel, Inbox, Outbox
 from hybridpp.cluster.shared_memory.peer_process import PeerProcess, no_descriptors
+from hybridpp.cluster.shared_memory.spinning import Spinning
 from hybridpp.cluster.world import check_real
 from hybridpp.errors import PeerError
 
-# How long a rank that waits stays awake. A processor that goes to sleep is late to wake, in a virtual machine by up to
-# milliseconds.
-_SPIN_S = 1e-3
 # How often a rank that waits for longer looks at what wakes nobody: what the peer has asked for.
 _LOOK_S = 2e-4
 # How often one that sleeps looks, although nobody woke it: the system may have had no memory to wake it.
@@ -62,6 +60,7 @@ class Link:
         self._why_closed: str | None = None
         self._num_sent = [0 for _ in Channel]
         self._expected: tuple[deque[ReceiveWork], ...] = tuple(deque() for _ in Channel)
+        self._spinning = Spinning()
         self._inbox: Inbox | None = None
         with ExitStack() as resources:
             resources.callback(connection.close)
@@ -126,7 +125,7 @@ class Link:
         """Wait for the next message, and copy it to the tensor of the oldest request."""
         self._check_open()
         inbox = self.meet()
-        if not self._comes_soon(inbox, channel):
+        if not self._spinning.until(lambda: inbox.has_message(channel)):
             self._wait(lambda: inbox.has_message(channel), self._process.sleep)
         message = inbox.take(channel)
         receive_work = self._expected[channel].popleft()
@@ -179,17 +178,6 @@ class Link:
         finally:
             os.close(descriptor)
         self._resources.callback(self._inbox.close)
-        return True
-
-    def _comes_soon(self, inbox: Inbox, channel: Channel) -> bool:
-        """Whether there is a message, or one arrives while this rank spins."""
-        if inbox.has_message(channel):
-            return True
-        until = time.perf_counter() + _SPIN_S
-        while not inbox.has_message(channel):
-            if time.perf_counter() > until:
-                return False
-            os.sched_yield()
         return True
 
     def _wait(

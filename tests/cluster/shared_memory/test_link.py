@@ -183,7 +183,7 @@ def test_a_message_that_comes_together_with_the_end_of_its_sender_arrives(ends, 
     peer.close()
     while not link._process.has_ended:
         link._process.sleep(0.1)
-    monkeypatch.setattr(link, "_comes_soon", lambda inbox, channel: False)
+    monkeypatch.setattr(link._spinning, "until", lambda is_ready: False)
     received = torch.zeros(1)
     link.receive(received).wait()
     assert received.item() == 1.0
