@@ -86,15 +86,19 @@ def may_draw(module: nn.Module) -> bool:
     kind = type(module)
     if _is_torchs(kind.__module__):
         return False
+    names = _drawing_names_called_by(kind)
+    if not names:  # most
+        return False
     holders = [module, *module.children()]
-    holds_rate = any(is_rate(*held) for holder in holders for held in vars(holder).items())
-    names = (_DRAWS if holds_rate else _DRAWS | _DROPS) & _names_called_by(kind)
+    if any(is_rate(*held) for holder in holders for held in vars(holder).items()):
+        names &= _DRAWS
     return any(not (name in children_of(module) or name in vars(module) or hasattr(kind, name)) for name in names)
 
 
-def _names_called_by(kind: type[nn.Module]) -> frozenset[str]:
+def _drawing_names_called_by(kind: type[nn.Module]) -> frozenset[str]:
     if kind not in _NAMES:
-        _NAMES[kind] = frozenset().union(*(names_in(function.__code__) for function in _functions_of(kind)))
+        called = frozenset().union(*(names_in(function.__code__) for function in _functions_of(kind)))
+        _NAMES[kind] = called & (_DRAWS | _DROPS)
     return _NAMES[kind]
 
 

@@ -24,7 +24,12 @@ class DrawingParts:
 
     def __init__(self, model: nn.Module):
         self._held = [vars(module) for module in walk.modules(model)]
-        self._rates = [(held, name) for held in self._held for name, value in held.items() if is_rate(name, value)]
+        self._rates = [
+            (held, name)
+            for held in self._held
+            for name, value in held.items()
+            if type(value) in (int, float) and is_rate(name, value)  # most are neither
+        ]
         self._by_mode: dict[Any, dict[int, bool]] = {}
 
     def now(self, stage: int, is_grad_enabled: bool) -> dict[int, bool]:

@@ -75,8 +75,8 @@ def prune_parameters(
         The switch that shows them again.
     """
     visibility = ParameterVisibility()
-    names = {id(parameter): name for name, parameter in walk.named_parameters(model)}
-    foreign = [parameter for parameter in walk.parameters(model) if not set(stages) & set(owners[names[id(parameter)]])]
+    own_stages = set(stages)
+    foreign = [parameter for name, parameter in walk.named_parameters(model) if own_stages.isdisjoint(owners[name])]
     # One per parameter, so that tied parameters stay tied.
     placeholders = {id(p): _placeholder(p, device, dtypes.get(id(p), p.dtype)) for p in foreign}
     for module in walk.modules(model):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import permutations
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -24,8 +24,8 @@ def requested_cut(
     """
     if config.layers_per_stage is not None:
         return _by_counts(trace, blocks, num_stages, config.layers_per_stage)
-    points = config.split_points or split_points_of(model)
-    stages = stage_numbers_of(model)
+    on_modules = _marks_of(model)
+    points, stages = config.split_points or on_modules.split_points, on_modules.stages()
     if points and stages:
         raise PartitionError(
             "give either split points or stage numbers: got split points at "
@@ -40,25 +40,47 @@ def requested_cut(
 
 def is_requested(model: nn.Module, config: PartitionConfig) -> bool:
     """Whether the user requests a cut."""
-    return bool(config.layers_per_stage or config.split_points or split_points_of(model) or stage_numbers_of(model))
+    if config.layers_per_stage or config.split_points:
+        return True
+    on_modules = _marks_of(model)
+    return bool(on_modules.split_points or on_modules.stages())
 
 
-def split_points_of(model: nn.Module) -> dict[str, str]:
-    """Split points set by ``annotate_split_points``: ``"before"`` or ``"after"``, by module name."""
-    return _marks(model, "split_point")
+class _Marks(NamedTuple):
+    """What is set on modules, by their names.
 
-
-def stage_numbers_of(model: nn.Module) -> dict[str, int]:
-    """The stages set by the attribute ``pipeline_stage``, by module name; they apply to the modules inside, too.
-
-    Raises:
-        PartitionError: a stage is not an integer.
+    Attributes:
+        split_points: set by ``annotate_split_points``: ``"before"`` or ``"after"``.
+        pipeline_stages: the attributes ``pipeline_stage``; they apply to the modules inside, too.
     """
-    marked: dict[str, Any] = {name: stage for name, stage in _marks(model, "pipeline_stage").items() if name}
-    for name, stage in marked.items():
-        if not isinstance(stage, int):
-            raise PartitionError(f"pipeline_stage must be the number of a stage, from 0: got {stage!r} on {name!r}.")
-    return marked
+
+    split_points: dict[str, str]
+    pipeline_stages: dict[str, Any]
+
+    def stages(self) -> dict[str, int]:
+        """The stages.
+
+        Raises:
+            PartitionError: a stage is not an integer.
+        """
+        for name, stage in self.pipeline_stages.items():
+            if not isinstance(stage, int):
+                raise PartitionError(
+                    f"pipeline_stage must be the number of a stage, from 0: got {stage!r} on {name!r}."
+                )
+        return self.pipeline_stages
+
+
+def _marks_of(model: nn.Module) -> _Marks:
+    found = _Marks({}, {})
+    for name, module in walk.named_modules(model):
+        # Not getattr: a property of the class with this name is no annotation.
+        attributes = vars(module)
+        if attributes.get("split_point") is not None:
+            found.split_points[name] = attributes["split_point"]
+        if name and attributes.get("pipeline_stage") is not None:
+            found.pipeline_stages[name] = attributes["pipeline_stage"]
+    return found
 
 
 def _on_one_stage(model: nn.Module, marked: Mapping[str, int]) -> list[str]:
@@ -74,13 +96,6 @@ def _on_one_stage(model: nn.Module, marked: Mapping[str, int]) -> list[str]:
 
 def _within(inner: str, outer: str) -> bool:
     return f"{inner}.".startswith(f"{outer}.")
-
-
-def _marks(model: nn.Module, attribute: str) -> dict[str, Any]:
-    """The values of an attribute that was set on modules, by name."""
-    # Not getattr: a property of the class with this name is no annotation.
-    found = ((name, vars(module).get(attribute)) for name, module in walk.named_modules(model))
-    return {name: value for name, value in found if value is not None}
 
 
 def check_single_stage(config: PartitionConfig) -> None:
@@ -103,7 +118,10 @@ def named_blocks(model: nn.Module, config: PartitionConfig) -> tuple[str, ...]:
     """Modules that the user names, which must be units of their own."""
     if config.layers_per_stage is not None:
         return ()
-    return tuple(config.split_points or split_points_of(model) or _on_one_stage(model, stage_numbers_of(model)))
+    if config.split_points:
+        return tuple(config.split_points)
+    on_modules = _marks_of(model)
+    return tuple(on_modules.split_points or _on_one_stage(model, on_modules.stages()))
 
 
 def _by_counts(trace: Trace, blocks: Sequence[str], num_stages: int, counts: Sequence[int]) -> tuple[CutPoint, ...]:

@@ -62,7 +62,7 @@ class StageAssignment:
         """Take from the model what no stage of this rank owns: see :func:`prune_parameters`."""
         for name, stages in self.owners.items():
             if not set(stages).intersection(own_stages):
-                holder = adapter.model.get_submodule(name.rpartition(".")[0])
+                holder = walk.submodule(adapter.model, name.rpartition(".")[0])
                 adapter.noted(holder, "parameters pruned for other stages", undo=None)
         # A unit that is never called belongs to stage 0, like its parameters.
         foreign = {unit for unit, stages in self.callers.items() if not (stages or {0}) & set(own_stages)}

@@ -48,7 +48,8 @@ class WeightGradients(ScheduledWgrads):
         compiled: Collection[nn.Module] = (),
     ):
         model = adapter.model
-        names = {id(parameter): name for name, parameter in walk.named_parameters(model)}
+        parameters_of_model = walk.named_parameters(model)
+        names = {id(parameter): name for name, parameter in parameters_of_model}
         super().__init__()
         self._bindings: list[LayerBinding] = []
         separable: set[str] = set()
@@ -58,7 +59,9 @@ class WeightGradients(ScheduledWgrads):
             is_compiled = module in compiled
             ops = None if is_compiled and type(module).forward is not nn.Linear.forward else ops
             if ops is None:
-                self._others[type(module).__name__] += any(p.requires_grad for p in module.parameters(recurse=False))
+                self._others[type(module).__name__] += any(
+                    p.requires_grad for p in parameters_of(module).values() if p is not None
+                )
                 continue
             parameters = (parameters_of(module)["weight"], parameters_of(module).get("bias"))
             binding = LayerBinding(ops, module, tuple(names[id(p)] for p in parameters if p is not None), self)
@@ -67,7 +70,7 @@ class WeightGradients(ScheduledWgrads):
             run, more = (self._run_compiled, (number_of(binding),)) if is_compiled else (self._run, ())
             adapter.wrap(module, AdapterLayer.WEIGHT_GRADIENTS, run, binding, *more)
         self.is_always_needed = any(binding.ops.overlap_comm for binding in self._bindings)
-        trainable = {name: p.numel() for name, p in walk.named_parameters(model) if p.requires_grad}
+        trainable = {name: p.numel() for name, p in parameters_of_model if p.requires_grad}
         self._num_separable = sum(size for name, size in trainable.items() if name in separable)
         self._num_trainable = sum(trainable.values())
 

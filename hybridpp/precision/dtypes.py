@@ -65,7 +65,7 @@ def cast_model(
 ) -> None:
     """Apply :func:`dtype_changes` in place; parameters and buffers stay the same objects."""
     changed = dtype_changes(adapter.model, dtype, module_dtypes)
-    for tensor in (*walk.parameters(adapter.model), *walk.buffers(adapter.model)):
+    for tensor in (*walk.parameters(adapter.model), *walk.buffers(adapter.model)) if changed else ():
         target = changed.get(id(tensor), tensor.dtype)
         if tensor.dtype is not target:
             adapter.noted(tensor, f"cast to {str(target).removeprefix('torch.')}", partial(_cast, tensor, tensor.dtype))

@@ -56,15 +56,16 @@ class OriginalModelInfo(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module) -> "OriginalModelInfo":
-        names = {id(parameter): name for name, parameter in walk.named_parameters(model)}
+        parameters = walk.named_parameters(model)
+        names = {id(parameter): name for name, parameter in parameters}
         all_names = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
         state = {name: leaf for name, leaf in model.state_dict(keep_vars=True).items() if isinstance(leaf, Tensor)}
         return cls(
             names=names,
-            sizes={name: parameter.numel() for name, parameter in walk.named_parameters(model)},
+            sizes={name: parameter.numel() for name, parameter in parameters},
             aliases={alias: name for alias, name in all_names.items() if alias != name},
             dtypes={name: tensor.dtype for name, tensor in state.items()},
-            model_dtype=next((p.dtype for p in walk.parameters(model) if p.is_floating_point()), None),
+            model_dtype=next((p.dtype for _, p in parameters if p.is_floating_point()), None),
             uninitialized=UninitializedWeights(
                 all_names.get(name, name) for name, leaf in state.items() if leaf.is_meta
             ),
@@ -137,20 +138,22 @@ def check_same_weights(model: nn.Module, seed: int, control: Group) -> None:
     Raises:
         ConfigError: a rank's weights or seed differ from those of rank 0.
     """
-    digest = zlib.crc32(str((seed, type(model).__qualname__)).encode())
-    compared: dict[torch.device, list[Tensor]] = {}
+    described = [str((seed, type(model).__qualname__))]
+    compared: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for name, parameter in walk.named_parameters(model):
-        digest = zlib.crc32(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode(), digest)
+        described.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
         if not parameter.is_meta:
-            flat = parameter.detach().reshape(-1)
-            some = flat[:: max(1, flat.numel() // _NUM_COMPARED)][:_NUM_COMPARED]
-            some = torch.view_as_real(some).reshape(-1) if some.is_complex() else some
-            compared.setdefault(parameter.device, []).append(some.double())
-    # One copy for each device, for which the host waits.
+            some = parameter.detach().reshape(-1)
+            if (step := some.numel() // _NUM_COMPARED) > 1:
+                some = some[::step]
+            compared.setdefault((some.device, some.dtype), []).append(some[:_NUM_COMPARED])
+    described += [f"{name} {tuple(held.shape)} {held.dtype} {held.is_meta}" for name, held in walk.named_buffers(model)]
+    digest = zlib.crc32("\n".join(described).encode())
+    # One copy for each device and dtype, for which the host waits.
     for values in compared.values():
-        digest = zlib.crc32(torch.cat(values).cpu().numpy().tobytes(), digest)
-    for name, buffer in walk.named_buffers(model):
-        digest = zlib.crc32(f"{name} {tuple(buffer.shape)} {buffer.dtype} {buffer.is_meta}".encode(), digest)
+        together = torch.cat(values)
+        together = torch.view_as_real(together) if together.is_complex() else together
+        digest = zlib.crc32(together.double().cpu().numpy().tobytes(), digest)
     rows = gather_numbers(control, "in booster.boost, which compares the weights of the ranks", [digest])
     others = [rank for rank, row in enumerate(rows) if row != rows[0]]
     if others:
