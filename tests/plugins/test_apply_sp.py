@@ -19,6 +19,7 @@ from support import (
     sgd,
     tiny_vit,
     train,
+    trained_alone,
     whole_over_tp,
 )
 from torch import nn
@@ -264,6 +265,10 @@ def test_any_length_after_the_sample(tp_size, num_places):
     assert_equal(train(make, batches, **DROPPING, **SHARDS | {"tp_size": tp_size}), expected)
 
 
+def dropping_net():
+    return Net(lambda: Block(0.3, 0.3))
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -276,11 +281,8 @@ def test_any_length_after_the_sample(tp_size, num_places):
     ids=str,
 )
 def test_masks_of_shards_are_drawn_again_whatever_the_stages_and_schedule(layout):
-    def make():
-        return Net(lambda: Block(0.3, 0.3))
-
-    expected = train(make, SEQUENCES, **DROPPING, **SHARDS)
-    run = train(make, SEQUENCES, **DROPPING, **SHARDS, **layout)
+    expected = trained_alone(dropping_net, SEQUENCES, **DROPPING, **SHARDS)
+    run = train(dropping_net, SEQUENCES, **DROPPING, **SHARDS, **layout)
     assert run["losses"][0] == expected["losses"][0]
     assert_same(run["gradients"], expected["gradients"])
 
@@ -534,16 +536,18 @@ def checkpointing(model, settings=None):
     return model
 
 
+deep_vit = functools.partial(vit, num_layers=4, dropout=0.2)
+
+
 @pytest.mark.parametrize(
     ("layout", "use_reentrant"), [({}, True), ({"pp_size": 2, "schedule": "zb-v"}, False)], ids=str
 )
 def test_what_transformers_checkpoints_in_blocks_is_run_again_on_shards(layout, use_reentrant):
     def make():
-        return checkpointing(plain(), {"use_reentrant": use_reentrant})
+        return checkpointing(deep_vit(), {"use_reentrant": use_reentrant})
 
-    plain = functools.partial(vit, num_layers=4, dropout=0.2)
     options = {"num_microbatches": 2, "tensor_parallel_plan": VIT, **SHARDS}
-    expected = train(plain, BATCHES, **options)
+    expected = trained_alone(deep_vit, BATCHES, **options)
     run = train(make, BATCHES, **options, **layout)
     assert run["losses"][0] == expected["losses"][0]
     assert_same(run["gradients"], expected["gradients"])
@@ -595,13 +599,17 @@ def test_recomputed_parts_of_sequence_blocks_are_refused_at_boost():
     )
 
 
+def three_blocks():
+    return Net(Block, 3)
+
+
 @pytest.mark.parametrize(("point", "counts"), [("blocks.0.up", [0, 1]), ("blocks.0.norm", [1, 1])])
 def test_recomputation_beside_a_cut_inside_a_sequence_block(point, counts):
     """Only units that need nothing of the block around them are recomputed."""
     layout = {"split_points": {point: "after"}, "gradient_checkpoint_config": {"num_ckpt_layers_per_stage": counts}}
     layout |= {"pp_size": 2}
-    expected = train(lambda: Net(Block, 3), SEQUENCES, criterion=squares, num_microbatches=2)
-    assert_equal(train(lambda: Net(Block, 3), SEQUENCES, **DROPPING, **SHARDS, **layout), expected)
+    expected = trained_alone(three_blocks, SEQUENCES, criterion=squares, num_microbatches=2)
+    assert_equal(train(three_blocks, SEQUENCES, **DROPPING, **SHARDS, **layout), expected)
 
 
 def test_another_call_than_on_the_sample_says_so():

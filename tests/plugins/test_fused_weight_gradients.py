@@ -1,5 +1,7 @@
 """Weight gradients of linear layers that a kernel adds to the fp32 sums, with a kernel for the CPU in its place."""
 
+import functools
+
 import pytest
 import torch
 from compiled_blocks import ROWS, Blocks, mean_square, run_compiled
@@ -69,6 +71,11 @@ def test_a_gradient_is_rounded_once_less(kernel):
         torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-6)
 
 
+@functools.cache
+def unfused():
+    return run(num_microbatches=4, fused_weight_gradients=False)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -84,7 +91,7 @@ def test_a_gradient_is_rounded_once_less(kernel):
 def test_every_layout_sums_what_one_process_sums(settings, kernel):
     # As many micro-batches over all replicas.
     count = 4 // settings.get("dp_size", 1)
-    expected = run(num_microbatches=4, fused_weight_gradients=False)
+    expected = unfused()
     actual = run(num_microbatches=count, **settings)
     assert kernel
     for kind in ("gradients", "weights"):

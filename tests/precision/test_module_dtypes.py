@@ -7,13 +7,14 @@ import re
 import pytest
 import torch
 from divided_models import LLAMA, llama, token_batch
-from support import assert_near, assert_same, boosted, image_batch, model_loss, sgd, tiny_vit, train
+from support import assert_near, assert_same, boosted, image_batch, model_loss, sgd, tiny_vit, train, trained_alone
 
 from hybridpp.cluster import Loopback
 from hybridpp.errors import ConfigError
 
 BATCHES = [token_batch(seed=seed) for seed in range(2)]
 NORMS = {"precision": "bf16", "num_microbatches": 2, "fp32_modules": ["*norm*"]}
+untied = functools.partial(llama, tied=False)
 
 
 def run_one(make_model, sample, **settings):
@@ -77,8 +78,8 @@ def test_a_norm_in_fp32_gives_what_torch_gives():
     ids=str,
 )
 def test_stages_give_the_bits_of_one_process(layout):
-    whole = train(functools.partial(llama, tied=False), BATCHES, **NORMS)
-    cut = train(functools.partial(llama, tied=False), BATCHES, **NORMS, **layout)
+    whole = trained_alone(untied, BATCHES, **NORMS)
+    cut = train(untied, BATCHES, **NORMS, **layout)
     assert_same(cut["weights"], whole["weights"])
     assert_same(cut["gradients"], whole["gradients"])
 
