@@ -31,7 +31,7 @@ def digits():
 
     PIL.Image.init()
     few = sklearn.datasets.load_digits()
-    few.images, few.target = few.images[:300], few.target[:300]
+    few.images, few.target = few.images[:150], few.target[:150]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sklearn.datasets, "load_digits", lambda: few)
         yield few
