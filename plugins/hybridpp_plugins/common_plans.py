@@ -2,17 +2,24 @@
 
 from collections.abc import Callable, Hashable
 from contextvars import copy_context
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from hybridpp.cluster import CommonResults
-from hybridpp.nn.structure import ObjectChanges, Structure
+from hybridpp.nn.structure import ObjectChanges, PlainChange, Structure, repeat_changes
 from hybridpp.partition import compiled_parts, has_global_hooks, surroundings
 from hybridpp_plugins.sample import Samples
 
 _T = TypeVar("_T")
+
+
+class _CommonPlan(NamedTuple):
+    """A plan, and what the model's forward changed in objects that it refers to; None: that cannot be repeated."""
+
+    plan: Any
+    changes: list[PlainChange] | None
 
 
 class CommonPlans:
@@ -46,19 +53,21 @@ class CommonPlans:
         except RecursionError:
             return search()
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_float32_matmul_precision()
-        has_left_changes = True
+        own: list[_CommonPlan] = []
 
-        def searched() -> _T:
-            nonlocal has_left_changes
+        def searched() -> _CommonPlan:
             changes = ObjectChanges(structure.changeable)
             found = search()
-            has_left_changes = changes.plain() != []
-            return found
+            own.append(_CommonPlan(found, changes.plain()))
+            return own[0]
 
-        return self._results.get(
+        common = self._results.get(
             (settings, samples.are_made, described, modes, surroundings()),
             searched,
-            # Who is given the plan does not run the model, which has changed objects that it refers to.
-            lambda _: not has_left_changes,
+            lambda made: made.changes is not None,
             is_of_run=not structure.is_lasting or has_global_hooks(),
         )
+        if not own:
+            repeat_changes(structure.changeable, common.changes or ())
+        plan: _T = common.plan
+        return plan

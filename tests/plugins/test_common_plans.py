@@ -19,6 +19,14 @@ class Counts:
         self.calls = 0
 
 
+class Keeps(Counts):
+    """It keeps inputs, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: list[torch.Tensor] = []
+
+
 class Net(nn.Module):
     """Two blocks, of equal weights in any case, which may be tied; the forward may count its calls."""
 
@@ -34,6 +42,8 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.counts is not None:
             self.counts.calls += 1
+        if isinstance(self.counts, Keeps):
+            self.counts.inputs.append(x)
         for block in self.blocks:
             x = x + block(x)
         return x
@@ -113,12 +123,20 @@ def test_a_plan_that_the_user_gave_makes_another_search_for_sequences(searches):
     assert searches == ["infer_plan", "infer_sequence", "infer_sequence"]
 
 
-def test_a_forward_that_changes_an_object_is_run_by_each_job(searches):
+def test_what_a_forward_sets_in_an_object_is_set_where_the_plan_is_given(searches):
     counted = [Counts(), Counts()]
     for counts in counted:
         shapes(lambda counts=counts: Net(counts=counts), torch.ones(2, 3, 8))
-    assert searches == ["infer_plan"] * 2
+    assert searches == ["infer_plan"]
     assert [counts.calls for counts in counted] == [1, 1]
+
+
+def test_a_forward_that_puts_tensors_into_an_object_is_run_by_each_job(searches):
+    kept = [Keeps(), Keeps()]
+    for counts in kept:
+        shapes(lambda counts=counts: Net(counts=counts), torch.ones(2, 3, 8))
+    assert searches == ["infer_plan"] * 2
+    assert all(len(counts.inputs) == 1 for counts in kept)
 
 
 def test_models_of_a_class_of_one_test_are_searched_in_each_job(searches):
