@@ -30,7 +30,7 @@ class PeerError(HybridppError, RuntimeError):
 
 
 class RefusedByPeerError(PeerError):
-    """Another rank refused or left a step that is over: it can still answer."""
+    """Another rank refused or left a step, or failed in a save or load, that is over: it can still answer."""
 
 
 class PeerTimeoutError(PeerError):

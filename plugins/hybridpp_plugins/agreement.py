@@ -1,7 +1,7 @@
 """One failure is a failure on all ranks, so that none waits for another."""
 
 from hybridpp.cluster import Group, gather_objects
-from hybridpp.errors import CheckpointError, ConfigError, PeerError
+from hybridpp.errors import CheckpointError, ConfigError, RefusedByPeerError
 
 _KNOWN = {"CheckpointError": CheckpointError, "ConfigError": ConfigError}
 
@@ -18,7 +18,7 @@ def agree(control: Group, call: str, failure: Exception | None, what: str) -> No
     Raises:
         Exception: ``failure``, if it is one; else of the same class if the failure of the first rank that failed is a
             :class:`~hybridpp.errors.CheckpointError` or :class:`~hybridpp.errors.ConfigError`, else a
-            :class:`~hybridpp.errors.PeerError`.
+            :class:`~hybridpp.errors.RefusedByPeerError`.
     """
     own = None if failure is None else [type(failure).__name__, str(failure)]
     rows = enumerate(gather_objects(control, call, own))
@@ -29,4 +29,4 @@ def agree(control: Group, call: str, failure: Exception | None, what: str) -> No
         rank, (kind, text) = failed[0]
         if kind in _KNOWN:
             raise _KNOWN[kind](f"{what} failed on rank {rank}: {text}")
-        raise PeerError(f"{what} failed on rank {rank}: {text}. See the error printed there.")
+        raise RefusedByPeerError(f"{what} failed on rank {rank}: {text}. See the error printed there.")

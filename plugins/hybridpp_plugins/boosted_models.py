@@ -1,7 +1,7 @@
 """What a plugin does with the models that it boosted: run, save and load them, and take everything off again."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from hybridpp.checkpoint.commit import step_folder
 from hybridpp.checkpoint.remote_path import AnyPath
 from hybridpp.cluster import Section
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, DeadlockError, PeerError
 from hybridpp.nn.peft_model import is_peft_model
 from hybridpp.plugin import (
     Boosted,
@@ -48,15 +48,16 @@ from hybridpp_plugins.weights import load_weights, save_weights, start_save_of_w
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_NOTHING = nullcontext()
 
 
 def _in_section(section: Section, call: str) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[..., R]]:
-    """A decorator of methods: what a watchdog calls the section of code, and the call."""
+    """A decorator of methods: what a watchdog calls the section of code, and the call. Nothing follows a lost peer."""
 
     def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[..., R]:
         @wraps(method)
         def run(self: "BoostedModels", *args: P.args, **kwargs: P.kwargs) -> R:
-            with self.layout.world.progress.inside(section, lambda: call):
+            with self._noting(call), self.layout.world.progress.inside(section, lambda: call):
                 return method(self, *args, **kwargs)
 
         return run
@@ -95,12 +96,18 @@ class BoostedModels(
         or loaded by the booster, so save them before; their parameters stay. Calling it again does nothing. Without it,
         groups are given back when a later plugin is made, or ``DistCoordinator().destroy()`` is called.
 
+        After an error that ended a call in the middle on this rank, nothing is given back: other ranks cannot agree.
+
         Collective: every rank of the world.
         """
-        if not self._closed:
-            self._saves.wait()
+        if self._closed:
+            return
+        if self._interruption.cause is not None:
             self._closed = True
-            self.layout.close()
+            return
+        self._saves.wait()
+        self._closed = True
+        self.layout.close()
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """See :meth:`hybridpp.Booster.backward`."""
@@ -123,7 +130,17 @@ class BoostedModels(
 
     def unsharded(self, model: nn.Module) -> AbstractContextManager[None]:
         """See :meth:`hybridpp.Booster.unsharded`."""
-        return self._engine(model).weights.unsharded()
+        return self._noting("booster.unsharded", self._engine(model).weights.unsharded())
+
+    @contextmanager
+    def _noting(self, call: str, inside: AbstractContextManager[None] = _NOTHING) -> Iterator[None]:
+        """A context for what ranks do together, with another one inside: notes that a peer was lost."""
+        try:
+            with inside:
+                yield
+        except (PeerError, DeadlockError) as error:
+            self._interruption.lost_peer(error, call)
+            raise
 
     def record_timeline(self, model: nn.Module) -> AbstractContextManager[TimelineRecording]:
         """See :meth:`hybridpp.Booster.record_timeline`."""
@@ -175,8 +192,9 @@ class BoostedModels(
     def load_model(self, model: nn.Module, path: Path, *, strict: bool) -> None:
         """See :meth:`hybridpp.Booster.load_model`."""
         copy = copied_weights(model)
+        engine = self._engine(model if copy is None else original_of(copy))
         self._saves.wait()
-        load_weights(self._engine(model if copy is None else original_of(copy)), path, strict, copy)
+        load_weights(engine, path, strict, copy)
         if isinstance(model, AveragedModel):
             # Else its first update would replace what was loaded.
             model.n_averaged.clamp_(min=1)
@@ -214,8 +232,9 @@ class BoostedModels(
         asynchronous: bool,
     ) -> None:
         """See :meth:`hybridpp.Booster.save`."""
+        run_parts = self._run_parts(parts)
         self._saves.wait()
-        contents = RunContents(self._run_parts(parts), path, step, extras, keep_last, self._saves.reported)
+        contents = RunContents(run_parts, path, step, extras, keep_last, self._saves.reported)
         self._saves.run(FolderSave(self.layout, step_folder(path, step), contents), asynchronous=asynchronous)
 
     @_in_section("save", "booster.wait_for_save")
@@ -227,8 +246,9 @@ class BoostedModels(
     @_in_section("save", "booster.resume")
     def resume_run(self, parts: Sequence[Boosted], path: AnyPath, *, start_fresh: bool) -> Resumed:
         """See :meth:`hybridpp.Booster.resume`."""
+        run_parts = self._run_parts(parts)
         self._saves.wait()
-        return resume_run(self._run_parts(parts), path, start_fresh=start_fresh)
+        return resume_run(run_parts, path, start_fresh=start_fresh)
 
     def _engine_and_optimizer(self, part: Boosted) -> tuple[Engine, HybridOptimizer]:
         engine = self._engine(part.model)
@@ -245,8 +265,9 @@ class BoostedModels(
     @_in_section("save", "booster.load_optimizer")
     def load_optimizer(self, part: Boosted, path: Path) -> None:
         """See :meth:`hybridpp.Booster.load_optimizer`."""
+        engine, optimizer = self._engine_and_optimizer(part)
         self._saves.wait()
-        load_optimizer(*self._engine_and_optimizer(part), path)
+        load_optimizer(engine, optimizer, path)
 
     @_in_section("save", "booster.save_lr_scheduler")
     def save_lr_scheduler(self, lr_scheduler: Any, path: Path) -> None:

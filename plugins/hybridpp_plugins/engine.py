@@ -64,16 +64,14 @@ class PipelineRunner(RunsPipeline):
     ) -> dict[str, Any]:
         """See :meth:`hybridpp.Booster.execute_pipeline`."""
         engine = self._engine(model)
-        _check_call(engine, criterion, optimizer, options)
-        if self._saves.status.is_decided:  # all ranks learned it in the last step
-            self._saves.wait()
         try:
+            _check_call(engine, criterion, optimizer, options)
+            if self._saves.status.is_decided:  # all ranks learned it in the last step
+                self._saves.wait()
             with self.layout.world.progress.inside(engine.section, engine.location):
                 return engine.step(data_iter, criterion, options)
-        except RefusedByPeerError:
-            raise  # the other ranks live, and so does a save: the script may go on
-        except (PeerError, DeadlockError):
-            self._saves.give_up()
+        except (PeerError, DeadlockError) as error:
+            self._interruption.lost_peer(error)
             raise
         finally:
             self._unfinished, engine.unfinished = engine.unfinished, None

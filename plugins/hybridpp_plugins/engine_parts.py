@@ -142,6 +142,8 @@ class EngineParts:
         self.epilogue.saves, self.interruption = saves, interruption
         if self.optimizer is not None:
             self.optimizer.interruption = interruption
+            if self.optimizer.failed_pass is not None:
+                self.optimizer.failed_pass.interruption = interruption
 
     def location(self) -> str:
         """Where a step is, in words; called by a watchdog's thread."""

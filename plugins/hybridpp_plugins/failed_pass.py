@@ -6,6 +6,7 @@ from typing import Any
 
 from hybridpp.cluster import gather_numbers, name_ranks
 from hybridpp.errors import DeadlockError, PeerError, UnlikeCallsError
+from hybridpp_plugins.interruption import Interruption, in_words
 from hybridpp_plugins.layout import Layout
 
 
@@ -17,9 +18,13 @@ class FailedPass:
 
     Args:
         layout: the ranks.
+
+    Attributes:
+        interruption: notes a peer that was lost, after which other calls are refused, too.
     """
 
     def __init__(self, layout: Layout):
+        self.interruption = Interruption()
         self._layout = layout
         # The call, and how many collectives it had begun; None: there is none that ranks have not agreed on.
         self._failed: tuple[str, int] | None = None
@@ -37,7 +42,8 @@ class FailedPass:
         try:
             yield
         except (PeerError, DeadlockError) as error:
-            self._why = f"{type(error).__name__}: {error}"
+            self._why = in_words(error)
+            self.interruption.lost_peer(error, "a pass")
             raise
         except BaseException:
             begun = self._layout.num_collectives - before
@@ -56,7 +62,9 @@ class FailedPass:
             try:
                 rows = gather_numbers(self._layout.control, f"after an error in {call}", [float(begun)])
             except (PeerError, DeadlockError, UnlikeCallsError) as error:
-                self._why = f"{type(error).__name__}: {error}"
+                self._why = in_words(error)
+                if not isinstance(error, UnlikeCallsError):
+                    self.interruption.lost_peer(error, "a pass")
                 raise
             if unlike := [rank for rank, row in enumerate(rows) if row != rows[0]]:
                 self._why = f"an error in {call}, which came elsewhere on {name_ranks(unlike)} than on rank 0"

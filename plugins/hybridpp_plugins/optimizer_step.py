@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -330,6 +331,11 @@ class SteppingOptimizer(WrappedOptimizer):
         except (PeerError, DeadlockError) as error:
             self.interruption.lost_peer(error)
             raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See :meth:`WrappedOptimizer.load_state_dict`."""
+        with self._communicating():
+            super().load_state_dict(state_dict)
 
     def _update(self) -> None:
         """Update the weights, or skip the step; the gradients are consumed. Collective: all ranks."""

@@ -1,17 +1,19 @@
-"""An optimizer's collective that ends for want of a peer, where the script catches the error: nothing follows it."""
+"""A call of the optimizer or the booster that ends for want of a peer, and whose error the script catches."""
 
 import re
 import time
 
 import pytest
+import torch
+from hybridpp_plugins import folder_save
 from plugins.zero_models import batches, cross_entropy, on_layout, step
 from processes import run_ranks
 from support import boosted, image_batch, model_loss, sgd, tiny_vit
 
 from hybridpp.cluster import current_world
-from hybridpp.errors import DeadlockError, PeerTimeoutError, UnlikeCallsError
+from hybridpp.errors import DeadlockError, PeerTimeoutError, RefusedByPeerError, UnlikeCallsError
 
-REFUSED = "^a step ended in the middle on this rank, by {}: .* Other ranks may still be in that step, and its messages"
+REFUSED = r"^{} ended in the middle on this rank, by {}: .*[^.]\. Other ranks may still be in that {}, and its messages"
 
 # Each meets other ranks: the update's weights, the norm, sums of gradients that no_sync left.
 CALLS = {
@@ -44,10 +46,118 @@ def test_nothing_follows_what_an_optimizer_did_not_get_through(call, tmp_path):
             lambda: booster.backward(cross_entropy(model(batch), batch), optimizer),
             lambda: booster.save_model(model, tmp_path),
         ):
-            with pytest.raises(UnlikeCallsError, match=REFUSED.format("DeadlockError")):
+            with pytest.raises(UnlikeCallsError, match=REFUSED.format("a step", "DeadlockError", "step")):
                 following()
 
     on_layout(run, dp_size=2, zero_stage=1, max_norm=0.0)
+
+
+def wait_in(layout, group):
+    """Be in a call of this group until all ranks wait."""
+    with pytest.raises(DeadlockError):
+        getattr(layout, group).all_gather(torch.zeros(1))
+
+
+def unsharded(booster, model):
+    with booster.unsharded(model):
+        pass
+
+
+# Each meets other ranks; and what it is called afterwards.
+OTHER_CALLS = {
+    "save": ("booster.save", lambda booster, model, optimizer, path: booster.save(path, step=1)),
+    "save_model": ("booster.save_model", lambda booster, model, optimizer, path: booster.save_model(model, path)),
+    "resume": ("booster.resume", lambda booster, model, optimizer, path: booster.resume(path, missing="fresh")),
+    "init_model": ("booster.init_model", lambda booster, model, optimizer, path: booster.init_model(model)),
+    "unsharded": ("booster.unsharded", lambda booster, model, optimizer, path: unsharded(booster, model)),
+    "load_state_dict": (
+        "a step",
+        lambda booster, model, optimizer, path: optimizer.load_state_dict(optimizer.state_dict()),
+    ),
+    "backward": (
+        "a pass",
+        lambda booster, model, optimizer, path: booster.backward(model(batches(1, 8)[0]).sum(), optimizer),
+    ),
+}
+
+
+@pytest.mark.parametrize("call", OTHER_CALLS)
+def test_nothing_follows_what_the_booster_did_not_get_through(call, tmp_path):
+    name, waiting = OTHER_CALLS[call]
+
+    def run(booster, model, optimizer):
+        [batch] = batches(1, 8)
+        if current_world().rank == 1:
+            wait_in(booster.plugin.layout, "control" if call in ("unsharded", "backward") else "dp")
+            return
+        with pytest.raises(DeadlockError):
+            waiting(booster, model, optimizer, tmp_path)
+        refused = REFUSED.format(name, "DeadlockError", "step" if name == "a step" else "call")
+        for following in (
+            lambda: step(booster, model, optimizer, batch),
+            lambda: optimizer.step(),
+            lambda: optimizer.get_grad_norm(),
+            lambda: optimizer.load_state_dict(optimizer.state_dict()),
+            lambda: booster.save(tmp_path, step=2),
+        ):
+            with pytest.raises(UnlikeCallsError, match=refused):
+                following()
+        booster.plugin.close()  # nobody else does
+
+    on_layout(run, dp_size=2, zero_stage=3 if call == "unsharded" else 1)
+
+
+def test_a_save_in_the_background_is_not_waited_for_after_it(tmp_path):
+    def run(booster, model, optimizer):
+        [batch] = batches(1, 8)
+        step(booster, model, optimizer, batch)
+        optimizer.step()
+        booster.save(tmp_path, step=1, asynchronous=True)
+        if current_world().rank == 1:
+            wait_in(booster.plugin.layout, "dp")
+            return
+        with pytest.raises(DeadlockError):
+            step(booster, model, optimizer, batch)
+        for following in (
+            lambda: booster.save(tmp_path, step=2),
+            lambda: booster.load_model(model, tmp_path),
+            lambda: booster.resume(tmp_path),
+            lambda: booster.load_optimizer(optimizer, tmp_path),
+        ):
+            with pytest.raises(UnlikeCallsError, match=REFUSED.format("a step", "DeadlockError", "step")):
+                following()
+        booster.plugin.close()
+
+    on_layout(run, dp_size=2)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_that_failed_on_one_rank_is_over_on_all(asynchronous, tmp_path, monkeypatch):
+    fails = [True]
+    name = "file_images" if asynchronous else "write_holdings"
+    write = getattr(folder_save, name)
+
+    def writing(*arguments):
+        if fails and current_world().rank == 1:
+            fails.clear()
+            raise LookupError("no such thing")
+        return write(*arguments)
+
+    monkeypatch.setattr(folder_save, name, writing)
+
+    def run(booster, model, optimizer):
+        [batch] = batches(1, 8)
+        step(booster, model, optimizer, batch)
+        optimizer.step()
+        error = LookupError if current_world().rank == 1 else RefusedByPeerError
+        with pytest.raises(error, match="no such thing"):
+            booster.save(tmp_path, step=1, asynchronous=asynchronous)
+        step(booster, model, optimizer, batch)
+        optimizer.step()
+        booster.save(tmp_path, step=2)
+        return booster.resume(tmp_path).step
+
+    assert on_layout(run, dp_size=2) == [2, 2]
 
 
 WAIT_S = 5
@@ -85,4 +195,4 @@ def wait_for(path):
 def test_nothing_follows_an_update_in_which_a_peer_was_stuck(tmp_path):
     texts, _ = run_ranks(lambda: _peer_is_stuck(tmp_path / "gone"), 2, wait_s=WAIT_S)
     assert len(texts) == 2
-    assert all(re.match(REFUSED.format("PeerTimeoutError"), text) for text in texts)
+    assert all(re.match(REFUSED.format("a step", "PeerTimeoutError", "step"), text) for text in texts)
