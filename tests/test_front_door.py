@@ -40,6 +40,7 @@ booster.load_model(model, sys.argv[1])
 assert "transformers" not in sys.modules
 import hybridpp
 [getattr(hybridpp, name) for name in hybridpp.__all__]
+assert not hasattr(torch.ops.hybridpp, "separated_linear"), "operators are for compiled blocks"
 """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", code, f"{folder}/weights"]

@@ -9,6 +9,7 @@ adds the weights' gradients to their sums (``nn/fp32_products.py``) before it re
 """
 
 from collections.abc import Mapping
+from functools import cache
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -57,7 +58,11 @@ def makes_cuda_graphs(keywords: Mapping[str, Any]) -> bool:
 
 
 def number_of(binding: LayerBinding) -> Tensor:
-    """A tensor by which the operators know a layer, as long as somebody holds the binding."""
+    """A tensor by which the operators know a layer, as long as somebody holds the binding.
+
+    The operators are there from then on.
+    """
+    _operators()
     number = next(_numbers)
     _BINDINGS[number] = binding
     return torch.tensor(number)
@@ -99,14 +104,21 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
     return torch.ops.hybridpp.separated_input_gradient(dy, x, weight, number), None, None, None
 
 
-_LIBRARY: Any = torch.library.Library("hybridpp", "DEF")  # type: ignore[no-untyped-call]  # torch
-_LIBRARY.define("separated_linear(Tensor x, Tensor weight, Tensor? bias, Tensor number) -> Tensor")
-_LIBRARY.define("separated_input_gradient(Tensor dy, Tensor x, Tensor weight, Tensor number) -> Tensor")
-for _kind in ("CPU", "CUDA"):
-    _LIBRARY.impl("separated_linear", _forward, _kind)
-    _LIBRARY.impl("separated_input_gradient", _input_gradient, _kind)
-torch.library.register_fake("hybridpp::separated_linear", _forward, lib=_LIBRARY)
-torch.library.register_fake(
-    "hybridpp::separated_input_gradient", lambda dy, x, weight, number: x.new_empty(x.shape), lib=_LIBRARY
-)
-torch.library.register_autograd("hybridpp::separated_linear", _backward, setup_context=_save, lib=_LIBRARY)
+@cache
+def _operators() -> Any:
+    """Registers the operators, once; they stay as long as what this returns.
+
+    Not on import: it takes a tenth of the time to import all of the library, and few jobs compile blocks.
+    """
+    library: Any = torch.library.Library("hybridpp", "DEF")  # type: ignore[no-untyped-call]  # torch
+    library.define("separated_linear(Tensor x, Tensor weight, Tensor? bias, Tensor number) -> Tensor")
+    library.define("separated_input_gradient(Tensor dy, Tensor x, Tensor weight, Tensor number) -> Tensor")
+    for kind in ("CPU", "CUDA"):
+        library.impl("separated_linear", _forward, kind)
+        library.impl("separated_input_gradient", _input_gradient, kind)
+    torch.library.register_fake("hybridpp::separated_linear", _forward, lib=library)
+    torch.library.register_fake(
+        "hybridpp::separated_input_gradient", lambda dy, x, weight, number: x.new_empty(x.shape), lib=library
+    )
+    torch.library.register_autograd("hybridpp::separated_linear", _backward, setup_context=_save, lib=library)
+    return library
