@@ -109,13 +109,15 @@ def test_dropout_of_inductor_does_not_depend_on_the_layout(monkeypatch):
     """Its generated code draws by a seed that it takes from torch's generator."""
     # Else it starts an interpreter for each core.
     monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
+    # For three kernels, neither headers need be compiled first nor programs that try vector instructions.
+    monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)
+    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", False)
     expected = run(dropped_blocks, compile_blocks=True)
     assert expected["losses"] != run(dropped_blocks)["losses"], "with other masks than uncompiled"
     # The compiled code of the first run is found on disk.
-    for settings in ({"pp_size": 2}, {"gradient_checkpoint_config": {}}):
-        actual = run(dropped_blocks, compile_blocks=True, **settings)
-        assert actual["losses"][0] == expected["losses"][0], settings
-        assert_same(actual["gradients"], expected["gradients"])
+    actual = run(dropped_blocks, compile_blocks=True, pp_size=2, gradient_checkpoint_config={})
+    assert actual["losses"][0] == expected["losses"][0]
+    assert_same(actual["gradients"], expected["gradients"])
 
 
 def test_replicas_and_evaluation():
@@ -244,10 +246,10 @@ def test_between_sharded_layers_blocks_are_compiled(settings, backend):
 
 def test_dropout_between_sharded_layers_does_not_depend_on_stages():
     expected, _ = run_compiled(lambda: Blocks(2, 0.5), **PLAN)
-    for settings in ({"pp_size": 2, "schedule": "zb-h1"}, {"gradient_checkpoint_config": {}}):
-        actual, _ = run_compiled(lambda: Blocks(2, 0.5), **PLAN, **settings)
-        assert actual["losses"][0] == expected["losses"][0], settings
-        assert_near(actual["gradients"], expected["gradients"], 1e-6)
+    settings = {"pp_size": 2, "schedule": "zb-h1", "gradient_checkpoint_config": {}}
+    actual, _ = run_compiled(lambda: Blocks(2, 0.5), **PLAN, **settings)
+    assert actual["losses"][0] == expected["losses"][0]
+    assert_near(actual["gradients"], expected["gradients"], 1e-6)
 
 
 def test_a_search_for_a_plan_compiles_nothing():
