@@ -276,9 +276,11 @@ class GradientHook:
 
     def enable(self) -> None:
         """Call the hook again, before the hooks that others have registered."""
-        others = dict(self._hooks)
+        others = dict(self._hooks) if self._hooks else None  # most parameters have no other
         self._hooks.clear()
-        self._hooks |= {self._id: self._hook, **others}
+        self._hooks[self._id] = self._hook
+        if others:
+            self._hooks.update(others)
 
     def disable(self) -> None:
         """Do not call the hook until :meth:`enable`."""
