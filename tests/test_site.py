@@ -4,7 +4,7 @@ import ast
 import importlib
 import re
 
-import pytest
+from covering import one_test_for
 from support import ROOT
 
 import hybridpp
@@ -23,7 +23,7 @@ def test_every_page_is_in_the_navigation():
     assert sorted(re.findall(r"(\S+\.md)$", NAV, re.M)) == sorted(pages | set(outside))
 
 
-@pytest.mark.parametrize("name", API)
+@one_test_for("name", API)
 def test_the_reference_names_what_exists(name):
     module, _, last = name.rpartition(".")
     assert hasattr(importlib.import_module(module), last)

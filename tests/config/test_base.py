@@ -1,9 +1,11 @@
 """What all settings have in common: types of numbers and switches, and no change after construction."""
 
+import math
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 
 import numpy
 import pytest
+from covering import one_test_for
 from refusals import refused
 
 from hybridpp import config as settings_module
@@ -47,8 +49,7 @@ def test_settings_at_the_edge_are_taken_and_then_frozen(config):
         setattr(config, name, 2)
 
 
-@pytest.mark.parametrize("value", ["1.0", None, True, float("nan"), [1]])
-@pytest.mark.parametrize(("cls", "name"), NUMBERS)
+@one_test_for("cls, name, value", [(*one, value) for one in NUMBERS for value in ("1.0", None, True, math.nan, [1])])
 def test_a_number_is_no_text_bool_or_nan(cls, name, value):
     what = "an integer" if (cls, name) in WHOLE_NUMBERS else "a number"
     with refused(f"{name} must be {what}: got {name}={value!r}. Pass {what}, or leave it out."):
@@ -82,8 +83,9 @@ def test_there_are_switches():
     assert {name for _, name in SWITCHES} >= {"enable_sequence_parallelism", "fp32_losses"}
 
 
-@pytest.mark.parametrize("value", ["yes", "False", "", 1, 0, None, [True]])
-@pytest.mark.parametrize(("cls", "name"), SWITCHES)
+@one_test_for(
+    "cls, name, value", [(*one, value) for one in SWITCHES for value in ("yes", "False", "", 1, 0, None, [True])]
+)
 def test_a_switch_is_true_or_false(cls, name, value):
     with refused(f"{name} must be True or False: got {name}={value!r}. Pass a bool."):
         cls(**NEEDED.get(cls, {}), **{name: value})

@@ -2,10 +2,12 @@
 
 import pickle
 import random
+from itertools import product
 
 import numpy
 import pytest
 import torch
+from covering import one_test_for
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hybridpp.data_parallel import SeededCollate, SeededDataset, ShardedBatchSampler, ShardedIterableDataset
@@ -32,9 +34,7 @@ def parts(size, batch_size, num_replicas, **options):
     ]
 
 
-@pytest.mark.parametrize("size", range(1, 14))
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@one_test_for("size, drop_last, num_replicas", product(range(1, 14), [False, True], [1, 2, 3]))
 def test_a_stream_is_shared_out_like_a_dataset_with_indices(size, drop_last, num_replicas):
     if drop_last and size < 2 * num_replicas:
         assert parts(size, 2, num_replicas, drop_last=True) == [[]] * num_replicas
