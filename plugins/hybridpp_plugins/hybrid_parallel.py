@@ -359,7 +359,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, Choose
 
         name = type(parts.model).__name__
         boosting = self.layout.world.progress.inside("setup", lambda: f"booster.boost of {name}")
-        with boosting, undone_on_failure(parts.model, parts.optimizer) as rollback:
+        with self._noting("booster.boost"), boosting, undone_on_failure(parts.model, parts.optimizer) as rollback:
             context = BoostContext(self.settings, self.layout, self._planner, device, samples, rollback)
             with preserved_random_state(device):
                 engine = boost(parts, context, self._num_boosted)

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from hybridpp_plugins import folder_save
-from plugins.zero_models import batches, cross_entropy, on_layout, step
+from plugins.zero_models import SAMPLE, batches, cross_entropy, on_layout, step, without_dropout
 from processes import run_ranks
 from support import boosted, image_batch, model_loss, sgd, tiny_vit
 
@@ -70,6 +70,7 @@ OTHER_CALLS = {
     "resume": ("booster.resume", lambda booster, model, optimizer, path: booster.resume(path, missing="fresh")),
     "init_model": ("booster.init_model", lambda booster, model, optimizer, path: booster.init_model(model)),
     "unsharded": ("booster.unsharded", lambda booster, model, optimizer, path: unsharded(booster, model)),
+    "boost": ("booster.boost", lambda booster, model, optimizer, path: booster.boost(without_dropout(), sample=SAMPLE)),
     "load_state_dict": (
         "a step",
         lambda booster, model, optimizer, path: optimizer.load_state_dict(optimizer.state_dict()),
