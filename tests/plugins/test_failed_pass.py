@@ -71,7 +71,7 @@ def _in_the_scripts_own_loop(settings, place):
 
 
 # A rank waits for another one that long, and starts within it on a host that is busy.
-WAIT_S = 6
+WAIT_S = 9
 
 
 @pytest.mark.parametrize(
