@@ -53,7 +53,7 @@ FIRST = {
 # What a trace does is tested here, but in some files: each test makes its own. So does each with fixtures that replace
 # code, or look at what is logged.
 MAKE_TRACES = {"cluster", "models", "module_adapter", "partition"}
-TAKE_TRACES = {"test_recompute.py"}
+TAKE_TRACES = {"test_order.py", "test_recompute.py"}
 MAKING_TRACES = {"caplog", "capfd", "capsys", "monkeypatch", "recwarn"}
 TRACES: dict[Hashable, Any] = {}
 # Objects that tests make between two searches for garbage among them.

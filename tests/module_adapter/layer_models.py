@@ -79,12 +79,12 @@ class Block(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Two such blocks."""
+    """One such block: layers meet on modules inside of it."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(WIDTH, 3)
+        self.blocks, self.head = nn.ModuleList([Block()]), nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -102,7 +102,7 @@ def mlp() -> nn.Module:
 def olmo2() -> nn.Module:
     """With norms over all heads, and a large head and embedding, which are units and are sharded."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
     return Olmo2ForCausalLM(Olmo2Config(vocab_size=512, max_position_embeddings=16, pad_token_id=None, **sizes))
 
 
@@ -110,5 +110,5 @@ def olmo2() -> nn.Module:
 def bloom() -> nn.Module:
     """Whose blocks get a bias for each head."""
     torch.manual_seed(0)
-    config = BloomConfig(vocab_size=32, hidden_size=WIDTH, n_layer=2, n_head=4, hidden_dropout=0, attention_dropout=0)
+    config = BloomConfig(vocab_size=32, hidden_size=WIDTH, n_layer=1, n_head=4, hidden_dropout=0, attention_dropout=0)
     return BloomForCausalLM(config)

@@ -119,7 +119,7 @@ STUDIES = {
 
 def study(name):
     make, batch, criterion, settings = STUDIES[name]
-    settings = {"num_microbatches": 2} | settings
+    settings = {"num_microbatches": 1} | settings
     return train(make, [batch], criterion=criterion, **settings)["gradients"]
 
 
