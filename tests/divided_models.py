@@ -57,7 +57,7 @@ GPT2 = {
     "*.mlp.c_proj": "row",
     "*.wte": "vocab",
 }
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 37}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 37}
 
 
 def token_batch(num_samples=4, seed=0):
@@ -66,10 +66,10 @@ def token_batch(num_samples=4, seed=0):
 
 
 @copied
-def llama(num_kv_heads=2, tied=True):
+def llama(num_kv_heads=2, tied=True, num_layers=2):
     torch.manual_seed(0)
-    sizes = SIZES | {"num_key_value_heads": num_kv_heads, "tie_word_embeddings": tied, "use_cache": False}
-    return LlamaForCausalLM(LlamaConfig(**sizes)).train()
+    sizes = SIZES | {"num_hidden_layers": num_layers, "num_key_value_heads": num_kv_heads}
+    return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tied, use_cache=False)).train()
 
 
 @copied
@@ -87,7 +87,7 @@ def qwen3():
 def gpt2():
     torch.manual_seed(0)
     dropout = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
-    config = GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=37, n_positions=8, use_cache=False, **dropout)
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=37, n_positions=8, use_cache=False, **dropout)
     model = GPT2LMHeadModel(config).train()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -99,7 +99,7 @@ def gpt2():
 def bloom():
     """Its blocks are given a bias for every head, and return attention probabilities."""
     torch.manual_seed(0)
-    config = BloomConfig(hidden_size=32, n_layer=4, n_head=4, vocab_size=37, use_cache=False)
+    config = BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=37, use_cache=False)
     model = BloomForCausalLM(config).train()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -135,19 +135,20 @@ def t5():
 
 
 @copied
-def falcon():
+def falcon(num_layers=2):
     """All heads of queries share one of keys and values, in one fused layer."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 37}
+    sizes = {"hidden_size": 32, "num_hidden_layers": num_layers, "num_attention_heads": 4, "vocab_size": 37}
     return FalconForCausalLM(FalconConfig(**sizes, multi_query=True, bias=True, use_cache=False)).train()
 
 
 @copied
-def mpnet(dropout=0.0):
+def mpnet(dropout=0.0, num_layers=2):
     """A table of biases by head beside the blocks, which are all given what is made of it."""
     torch.manual_seed(0)
     dropouts = dict.fromkeys(["hidden_dropout_prob", "attention_probs_dropout_prob"], dropout)
-    return MPNetForMaskedLM(MPNetConfig(**SIZES, **dropouts, max_position_embeddings=16)).train()
+    sizes = SIZES | {"num_hidden_layers": num_layers, "max_position_embeddings": 16}
+    return MPNetForMaskedLM(MPNetConfig(**sizes, **dropouts)).train()
 
 
 @copied
@@ -156,7 +157,7 @@ def deepseek():
     torch.manual_seed(0)
     heads = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
     experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
-    sizes = SIZES | {"num_hidden_layers": 2, "num_key_value_heads": 4, "moe_intermediate_size": 16}
+    sizes = SIZES | {"num_key_value_heads": 4, "moe_intermediate_size": 16}
     config = DeepseekV3Config(**sizes, **heads, **experts, first_k_dense_replace=0, use_cache=False)
     return DeepseekV3ForCausalLM(config).train()
 
@@ -165,7 +166,7 @@ def deepseek():
 def llama4():
     """A router that returns two tensors, and experts whose outputs are the last dimension of their tensors."""
     torch.manual_seed(0)
-    sizes = SIZES | {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size_mlp": 48}
+    sizes = SIZES | {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size_mlp": 48}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1}
     model = Llama4ForCausalLM(Llama4TextConfig(**sizes, **experts, pad_token_id=0, use_cache=False)).train()
     for name, parameter in model.named_parameters():
@@ -178,7 +179,7 @@ def llama4():
 def olmo2():
     """Queries and keys are normalised over the width of all heads; two heads of keys and values."""
     torch.manual_seed(0)
-    sizes = SIZES | {"num_hidden_layers": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+    sizes = SIZES | {"num_key_value_heads": 2, "pad_token_id": 0}
     model = Olmo2ForCausalLM(Olmo2Config(**sizes, use_cache=False)).train()
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -190,7 +191,7 @@ def olmo2():
 def gpt_oss():
     """Experts with biases, and a sink for each head."""
     torch.manual_seed(0)
-    sizes = SIZES | {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8, "use_cache": False}
+    sizes = SIZES | {"num_key_value_heads": 2, "head_dim": 8, "use_cache": False}
     model = GptOssForCausalLM(GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)).train()
     for name, parameter in model.named_parameters():
         if "bias" in name or "sinks" in name:

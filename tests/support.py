@@ -122,12 +122,13 @@ def train(
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
     criterion: Any = model_loss,
     in_order: bool = False,
+    after: Callable[[Booster, Any, Any], Any] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train on in-process ranks, one step per batch; ``in_order`` as in Loopback.
 
     Returns ``losses`` by rank and step; ``weights`` after the last step and ``gradients`` of the first one, whole, by
-    name; ``names`` of what each rank owns.
+    name; ``names`` of what each rank owns; ``after``: what ``after(booster, model, optimizer)`` returns on each rank.
     """
     pp_size, tp_size = settings.get("pp_size", 1), settings.get("tp_size", 1)
 
@@ -144,11 +145,13 @@ def train(
             optimizer.step()
         weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         weights, gradients = (whole_over_tp(booster, model, tensors) for tensors in (weights, gradients))
-        return {"losses": losses, "weights": weights, "gradients": gradients}
+        found = after(booster, model, optimizer) if after else None
+        return {"losses": losses, "weights": weights, "gradients": gradients, "after": found}
 
     ranks = Loopback(pp_size * dp_size * tp_size, in_order=in_order).run(run)
     whole: dict[str, Any] = {"losses": [rank["losses"] for rank in ranks], "weights": {}, "gradients": {}}
     whole["names"] = [set(rank["weights"]) for rank in ranks]
+    whole["after"] = [rank["after"] for rank in ranks]
     for rank in ranks:
         whole["weights"].update(rank["weights"])
         whole["gradients"].update(rank["gradients"])

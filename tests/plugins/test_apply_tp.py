@@ -6,10 +6,10 @@ from typing import ClassVar
 
 import pytest
 import torch
-from divided_models import MODELS, VIT, qwen3, token_batch
+from divided_models import LLAMA, MODELS, VIT, llama, qwen3, token_batch
 from partition.tracing import compare_traces
 from processes import run_ranks
-from support import assert_near, boosted, image_batch, model_loss, sgd, tiny_vit, train, whole_over_tp
+from support import assert_near, boosted, image_batch, model_loss, sgd, small_vit, tiny_vit, train, whole_over_tp
 from torch import nn
 
 from hybridpp.cluster import Loopback, current_world
@@ -18,9 +18,9 @@ from hybridpp.tensor_parallel import sharding_of
 BATCHES = [image_batch(6, seed) for seed in range(2)]
 
 
-@pytest.fixture(scope="module")
-def one_process():
-    return train(tiny_vit, BATCHES, num_microbatches=2)
+@functools.cache
+def one_process(make_model=small_vit):
+    return train(make_model, BATCHES, num_microbatches=2)
 
 
 def assert_equal(run, expected, tolerance=1e-6):
@@ -35,9 +35,9 @@ def assert_equal(run, expected, tolerance=1e-6):
     [
         {"tp_size": 2},
         {"tp_size": 2, "pp_size": 2},
-        {"tp_size": 2, "pp_size": 2, "schedule": "zb-v"},
-        # Split backward passes: zb-v; chunks: FULL, below.
+        # Split backward passes and chunks: FULL, and where nothing is said, below.
         pytest.param({"tp_size": 2, "pp_size": 2, "schedule": "zb-h1"}, marks=pytest.mark.matrix),
+        pytest.param({"tp_size": 2, "pp_size": 2, "schedule": "zb-v"}, marks=pytest.mark.matrix),
         pytest.param(
             {"tp_size": 2, "pp_size": 2, "schedule": "interleaved", "num_model_chunks": 2}, marks=pytest.mark.matrix
         ),
@@ -45,15 +45,18 @@ def assert_equal(run, expected, tolerance=1e-6):
     ],
     ids=str,
 )
-def test_divided_layers_train_as_in_one_process(layout, one_process):
-    assert_equal(train(tiny_vit, BATCHES, num_microbatches=2, tensor_parallel_plan=VIT, **layout), one_process)
+def test_divided_layers_train_as_in_one_process(layout):
+    # A rank with two chunks needs two blocks of each.
+    make_model = tiny_vit if layout.get("schedule") in {"zb-v", "interleaved"} else small_vit
+    run = train(make_model, BATCHES, num_microbatches=2, tensor_parallel_plan=VIT, **layout)
+    assert_equal(run, one_process(make_model))
 
 
-@pytest.mark.parametrize("pp_size", [1, 2])
+@pytest.mark.parametrize("pp_size", [pytest.param(1, marks=pytest.mark.matrix), 2])
 def test_replicas_of_divided_layers_train_as_in_one_process(pp_size):
     batches = [image_batch(8, seed) for seed in range(2)]
-    expected = train(tiny_vit, batches, num_microbatches=2)
-    run = train(tiny_vit, batches, dp_size=2, tp_size=2, pp_size=pp_size, num_microbatches=2, tensor_parallel_plan=VIT)
+    expected = train(small_vit, batches, num_microbatches=2)
+    run = train(small_vit, batches, dp_size=2, tp_size=2, pp_size=pp_size, num_microbatches=2, tensor_parallel_plan=VIT)
     assert_near(run["gradients"], expected["gradients"])
     assert_near(run["weights"], expected["weights"], 1e-5)
 
@@ -102,7 +105,7 @@ def test_the_norm_counts_every_parameter_once():
         return Loopback(layout.get("tp_size", 1) * layout.get("pp_size", 1)).run(rank)
 
     (expected,) = run()
-    for layout in ({"tp_size": 2}, {"tp_size": 4}, {"tp_size": 2, "pp_size": 2}):
+    for layout in ({"tp_size": 4}, {"tp_size": 2, "pp_size": 2}):
         norms = run(tensor_parallel_plan=MODELS["qwen3"][1], **layout)
         assert len(set(norms)) == 1
         assert norms[0] == pytest.approx(expected, rel=1e-6)
@@ -111,8 +114,8 @@ def test_the_norm_counts_every_parameter_once():
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_keeps_the_masters_of_its_part(precision):
     batches, options = [image_batch(4, seed) for seed in range(2)], {"num_microbatches": 2, "precision": precision}
-    expected = train(tiny_vit, batches, **options)
-    run = train(tiny_vit, batches, tp_size=2, pp_size=2, tensor_parallel_plan=VIT, **options)
+    expected = train(small_vit, batches, **options)
+    run = train(small_vit, batches, tp_size=2, pp_size=2, tensor_parallel_plan=VIT, **options)
     assert_near(run["weights"], expected["weights"], 2e-2)
 
 
@@ -123,17 +126,18 @@ def one_process_in(name, precision):
 
 
 SWEPT = {
-    "vit": (tiny_vit, VIT, image_batch(8)),
+    "vit": (small_vit, VIT, image_batch(8)),
+    "vit of four blocks": (tiny_vit, VIT, image_batch(8)),
     "llama-tied": (*MODELS["llama-tied"], token_batch(8)),
+    "llama of four blocks": (functools.partial(llama, num_layers=4), LLAMA, token_batch(8)),
 }
-# The ViT in fp32 trains under every kind of schedule above.
 FULL = [
     ("vit", "fp16", {"schedule": "1f1b", "dp_size": 2}),
-    pytest.param("vit", "fp16", {"schedule": "zb-v"}, marks=pytest.mark.matrix),
-    ("llama-tied", "fp32", {"schedule": "interleaved", "num_model_chunks": 2}),
-    ("llama-tied", "fp32", {"schedule": "zb-v", "dp_size": 2}),
+    pytest.param("vit of four blocks", "fp16", {"schedule": "zb-v"}, marks=pytest.mark.matrix),
+    ("llama of four blocks", "fp32", {"schedule": "interleaved", "num_model_chunks": 2}),
+    ("llama of four blocks", "fp32", {"schedule": "zb-v", "dp_size": 2}),
     pytest.param("llama-tied", "fp16", {"schedule": "1f1b"}, marks=pytest.mark.matrix),
-    ("llama-tied", "fp16", {"schedule": "zb-v"}),
+    ("llama of four blocks", "fp16", {"schedule": "zb-v"}),
 ]
 
 
@@ -156,7 +160,7 @@ def test_gradients_under_every_kind_of_schedule_and_precision(name, layout, prec
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
     def rank():
         booster, model, optimizer = boosted(
-            tiny_vit(),
+            small_vit(),
             sgd,
             image_batch(2),
             tp_size=2,
@@ -185,22 +189,22 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all():
 def test_each_rank_holds_its_part_of_the_optimizer_state_too():
     def rank():
         adam = functools.partial(torch.optim.Adam, lr=0.1)
-        booster, model, optimizer = boosted(tiny_vit(), adam, image_batch(2), tp_size=2, tensor_parallel_plan=VIT)
+        booster, model, optimizer = boosted(small_vit(), adam, image_batch(2), tp_size=2, tensor_parallel_plan=VIT)
         booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
         optimizer.step()
         divided = [p for p in model.parameters() if sharding_of(p) is not None]
         assert all(optimizer.state[p]["exp_avg"].shape == sharding_of(p).local_shape for p in divided)
         return sum(p.numel() for p in divided), sum(2 * p.numel() for p in divided)
 
-    # Weights of 4 layers: 4 of 16 x 16, 2 of 16 x 32, biases of q, k, v and fc1.
-    parameters = 4 * (4 * 256 + 2 * 512 + 3 * 16 + 32)
+    # Weights of 2 layers: 4 of 16 x 16, 2 of 16 x 32, biases of q, k, v and fc1.
+    parameters = 2 * (4 * 256 + 2 * 512 + 3 * 16 + 32)
     assert Loopback(2).run(rank) == [(parameters // 2, parameters)] * 2
 
 
 def test_state_from_before_boost_is_divided_like_its_parameter():
     def weights(**layout):
         def rank():
-            model = tiny_vit()
+            model = small_vit()
             momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             model_loss(model(**BATCHES[0]), None).backward()
             momentum.step()
@@ -215,12 +219,12 @@ def test_state_from_before_boost_is_divided_like_its_parameter():
 
 
 def test_a_loss_computed_by_the_script_goes_back_through_divided_layers():
-    model = tiny_vit()
+    model = small_vit()
     model_loss(model(**BATCHES[0]), None).backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
 
     def rank():
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), tp_size=2, tensor_parallel_plan=VIT)
+        booster, model, optimizer = boosted(small_vit(), sgd, image_batch(2), tp_size=2, tensor_parallel_plan=VIT)
         booster.backward(model_loss(model(**BATCHES[0]), None), optimizer)
         return {name: (p.grad, sharding_of(p)) for name, p in model.named_parameters()}
 
@@ -234,7 +238,7 @@ def test_a_loss_computed_by_the_script_goes_back_through_divided_layers():
 
 def test_a_copy_of_a_divided_model_computes_the_same():
     def rank():
-        _, model, _ = boosted(tiny_vit(), sgd, image_batch(2), tp_size=2, tensor_parallel_plan=VIT)
+        _, model, _ = boosted(small_vit(), sgd, image_batch(2), tp_size=2, tensor_parallel_plan=VIT)
         average = copy.deepcopy(model)
         with torch.no_grad():
             return torch.equal(average(**BATCHES[0]).logits, model(**BATCHES[0]).logits)
@@ -244,7 +248,7 @@ def test_a_copy_of_a_divided_model_computes_the_same():
 
 def on_processes():
     booster, model, optimizer = boosted(
-        tiny_vit(), sgd, image_batch(2), tp_size=2, pp_size=2, num_microbatches=3, tensor_parallel_plan=VIT
+        small_vit(), sgd, image_batch(2), tp_size=2, pp_size=2, num_microbatches=3, tensor_parallel_plan=VIT
     )
     losses = []
     for batch in BATCHES:
@@ -254,35 +258,35 @@ def on_processes():
 
 
 def test_processes_that_share_layers():
-    expected = train(tiny_vit, BATCHES, num_microbatches=3)["losses"][0]
+    expected = train(small_vit, BATCHES, num_microbatches=3)["losses"][0]
     for losses in run_ranks(on_processes, 4):
         assert losses == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_vit_is_divided_without_being_described(one_process):
-    for layout in ({"tp_size": 2}, {"tp_size": 2, "pp_size": 2, "schedule": "zb-v"}):
-        assert_equal(train(tiny_vit, BATCHES, num_microbatches=2, **layout), one_process)
+def size_of_blocks(model):
+    return sum(p.numel() for name, p in model.named_parameters() if ".layers." in name or ".h." in name)
+
+
+def own_blocks(booster, model, optimizer):
+    return size_of_blocks(model)
+
+
+def assert_halved(run, make_model):
+    assert sum(run["after"]) / 2 / size_of_blocks(make_model()) < 0.54
+
+
+def test_a_vit_is_divided_without_being_described():
+    run = train(tiny_vit, BATCHES, num_microbatches=2, tp_size=2, pp_size=2, schedule="zb-v", after=own_blocks)
+    assert_equal(run, one_process(tiny_vit))
+    assert_halved(run, tiny_vit)
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "llama-one-kv-head", "qwen3", "gpt2", "bloom"])
 def test_models_are_divided_without_being_described(name):
     batches = [token_batch(seed=seed) for seed in range(2)]
-    run = train(MODELS[name][0], batches, tp_size=2, num_microbatches=2)
+    run = train(MODELS[name][0], batches, tp_size=2, num_microbatches=2, after=own_blocks)
     assert_equal(run, one_process_of(name), 2e-6)
-
-
-@pytest.mark.parametrize("name", ["vit", "llama-tied", "qwen3", "gpt2", "bloom"])
-def test_blocks_are_halved_where_nothing_is_said(name):
-    make_model, batch = (tiny_vit, BATCHES[0]) if name == "vit" else (MODELS[name][0], token_batch())
-
-    def rank():
-        _, model, _ = boosted(make_model(), sgd, batch, tp_size=2)
-        blocks = [p for n, p in model.named_parameters() if ".layers." in n or ".h." in n]
-        return sum(p.numel() for p in blocks)
-
-    whole = sum(p.numel() for n, p in make_model().named_parameters() if ".layers." in n or ".h." in n)
-    for size in Loopback(2).run(rank):
-        assert size / whole < 0.54
+    assert_halved(run, MODELS[name][0])
 
 
 class Mixing(nn.Module):

@@ -1,6 +1,8 @@
 """What styles of layers cannot say is divided too, where it is found: tables by head, experts, shared heads."""
 
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from copies import copied
 from divided_models import SIZES, deepseek, falcon, gpt_oss, llama4, mixtral, mpnet, olmo2, t5, token_batch
 from hybridpp_plugins.find_tp_plan import find_tp_plan
 from hybridpp_plugins.sample import Samples
-from support import assert_near, assert_same, boosted, model_loss, sgd, train, whole_over_tp
+from support import assert_near, assert_same, boosted, sgd, train, whole_over_tp
 from torch import nn
 from transformers import (
     BertConfig,
@@ -22,13 +24,20 @@ from transformers import (
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.tensor_parallel import sharding_of
 
-MODELS = {f.__name__: f for f in (t5, falcon, mpnet, mixtral, deepseek, gpt_oss, llama4, olmo2)}
 BATCHES = [token_batch(seed=seed) for seed in range(2)]
 
 
+# A rank with two chunks needs two blocks of each.
+DEEP = {"falcon": functools.partial(falcon, num_layers=4), "mpnet": functools.partial(mpnet, num_layers=4)}
+
+
+def norm_of(booster, model, optimizer):
+    return optimizer.get_grad_norm()
+
+
 @functools.cache
-def one_process_of(name):
-    return train(MODELS[name], BATCHES, num_microbatches=2)
+def one_process_of(make_model):
+    return train(make_model, BATCHES, num_microbatches=2, after=norm_of)
 
 
 def assert_equal(run, expected):
@@ -42,49 +51,75 @@ def assert_equal(run, expected):
     assert_near(run["weights"], expected["weights"], 1e-5)
 
 
-# The others do in stages, below.
-@pytest.mark.parametrize("name", ["deepseek", "gpt_oss", "llama4"])
-def test_models_train_as_in_one_process(name):
-    assert_equal(train(MODELS[name], BATCHES, num_microbatches=2, tp_size=2), one_process_of(name))
+class Case(NamedTuple):
+    """How a model is trained, and what a rank has at most of the blocks' weights."""
+
+    make_model: Callable[[], nn.Module]
+    share: float
+    layout: dict[str, Any]
+
+
+RECOMPUTED = {"gradient_checkpoint_config": {"gradient_checkpointing_ratio": 1.0}}
+# Norms and routers are whole, and of deepseek the narrow layers; four ranks have olmo2's two heads of keys and values.
+CASES = {
+    "t5": Case(t5, 0.53, {"pp_size": 2, "schedule": "zb-h1"}),
+    "falcon": Case(DEEP["falcon"], 0.55, {"pp_size": 2, "schedule": "interleaved", "num_model_chunks": 2}),
+    "mpnet": Case(DEEP["mpnet"], 0.54, {"pp_size": 2, "schedule": "zb-v"}),
+    "mixtral": Case(mixtral, 0.52, {"pp_size": 2, **RECOMPUTED}),
+    "deepseek": Case(deepseek, 0.63, {}),
+    "gpt_oss": Case(gpt_oss, 0.55, {}),
+    "llama4": Case(llama4, 0.52, {}),
+    "olmo2": Case(olmo2, 0.3, {"tp_size": 4}),
+    "olmo2 in stages": Case(olmo2, 0.52, {"pp_size": 2, **RECOMPUTED}),
+}
+
+
+def is_in_block(key):
+    return any(part in key for part in (".layers.", ".layer.", ".h.", ".block."))
+
+
+def size_of_blocks(model):
+    return sum(parameter.numel() for key, parameter in model.named_parameters() if is_in_block(key))
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("t5", {"schedule": "zb-h1"}),
-        ("falcon", {"schedule": "interleaved", "num_model_chunks": 2}),
-        ("mpnet", {"schedule": "zb-v"}),
-        pytest.param(
-            "olmo2", {"gradient_checkpoint_config": {"gradient_checkpointing_ratio": 1.0}}, marks=pytest.mark.matrix
-        ),
-        ("mixtral", {"gradient_checkpoint_config": {"gradient_checkpointing_ratio": 1.0}}),
-    ],
+    "name", [pytest.param(name, marks=pytest.mark.matrix if "stages" in name else ()) for name in CASES]
 )
-def test_so_they_do_in_stages(name, options):
-    run = train(MODELS[name], BATCHES, num_microbatches=2, tp_size=2, pp_size=2, **options)
-    assert_equal(run, one_process_of(name))
+def test_models_train_as_in_one_process_and_write_whole_folders(name, tmp_path, caplog):
+    """Their blocks are divided, the norm counts every weight once, and a folder holds what was trained."""
+    make_model, share, layout = CASES[name]
+    layout = {"tp_size": 2, **layout}
 
+    def look(booster, model, optimizer):
+        norm = optimizer.get_grad_norm()
+        booster.save_model(model, tmp_path)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        booster.load_model(model, tmp_path)
+        weights = whole_over_tp(booster, model, {key: p.detach() for key, p in model.named_parameters()})
+        return norm, size_of_blocks(model), weights
 
-@pytest.mark.parametrize("name", ["falcon", "olmo2"])
-def test_four_ranks_share_heads_of_keys_and_values(name):
-    assert_equal(train(MODELS[name], BATCHES, num_microbatches=2, tp_size=4), one_process_of(name))
-
-
-@pytest.mark.parametrize("name", ["falcon", "gpt_oss"])
-def test_the_norm_counts_every_weight_once(name):
-    def run(**layout):
-        def rank():
-            booster, model, optimizer = boosted(MODELS[name](), sgd, token_batch(), num_microbatches=2, **layout)
-            booster.execute_pipeline(iter([token_batch()]), model, model_loss, optimizer)
-            booster.execute_pipeline(iter([token_batch(seed=1)]), model, model_loss, optimizer)
-            return optimizer.get_grad_norm()
-
-        return Loopback(layout.get("tp_size", 1)).run(rank)
-
-    (expected,) = run()
-    norms = run(tp_size=2)
+    with caplog.at_level("WARNING", logger="hybridpp"):
+        run = train(make_model, BATCHES, num_microbatches=2, after=look, **layout)
+    expected = one_process_of(make_model)
+    assert_equal(run, expected)
+    norms, sizes, loaded = zip(*run["after"], strict=True)
     assert len(set(norms)) == 1
-    assert norms[0] == pytest.approx(expected, rel=1e-6)
+    assert norms[0] == pytest.approx(expected["after"][0], rel=1e-5)
+    assert sum(sizes) / layout["tp_size"] / size_of_blocks(make_model()) < share
+    assert_same({key: weight for weights in loaded for key, weight in weights.items()}, run["weights"])
+    folder, info = type(make_model()).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_same(dict(folder.named_parameters()), run["weights"])
+    listed = " ".join(record.getMessage() for record in caplog.records)
+    assert "experts" not in listed
+    assert "relative_attention_bias" not in listed
+    assert ("stay replicated on all tensor-parallel ranks" in listed) == (name in {"deepseek", "llama4"})
+
+
+def test_four_ranks_share_a_head_of_keys_and_values():
+    assert_equal(train(falcon, BATCHES, num_microbatches=2, tp_size=4), one_process_of(falcon))
 
 
 def test_clipping_and_half_precision():
@@ -100,50 +135,6 @@ def test_dropout_does_not_depend_on_stages_and_schedule():
     run = train(make_model, BATCHES, num_microbatches=2, tp_size=2, pp_size=2, schedule="zb-h1")
     assert run["losses"][0] == expected["losses"][0]
     assert_near(run["gradients"], expected["gradients"])
-
-
-# What one rank of two has of the blocks' weights. Norms and routers are whole, and of deepseek the narrow layers.
-SHARES = {
-    "t5": 0.53,
-    "falcon": 0.55,
-    "mpnet": 0.54,
-    "mixtral": 0.52,
-    "deepseek": 0.63,
-    "gpt_oss": 0.55,
-    "llama4": 0.52,
-    "olmo2": 0.52,
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_blocks_are_halved_and_folders_are_whole(name, tmp_path, caplog):
-    def is_in_block(key):
-        return any(part in key for part in (".layers.", ".layer.", ".h.", ".block."))
-
-    def rank():
-        booster, model, _ = boosted(MODELS[name](), sgd, token_batch(), tp_size=2)
-        sizes = [p.numel() for key, p in model.named_parameters() if is_in_block(key)]
-        booster.save_model(model, tmp_path)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        booster.load_model(model, tmp_path)
-        return sum(sizes), whole_over_tp(booster, model, dict(model.named_parameters()))
-
-    with caplog.at_level("WARNING", logger="hybridpp"):
-        ranks = Loopback(2).run(rank)
-    expected = dict(MODELS[name]().named_parameters())
-    whole = sum(p.numel() for key, p in expected.items() if is_in_block(key))
-    for size, weights in ranks:
-        assert size / whole < SHARES[name]
-        assert_same(weights, expected)
-    loaded, info = type(MODELS[name]()).from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert_same(dict(loaded.named_parameters()), expected)
-    listed = " ".join(record.getMessage() for record in caplog.records)
-    assert "experts" not in listed
-    assert "relative_attention_bias" not in listed
-    assert ("stay replicated on all tensor-parallel ranks" in listed) == (name in {"deepseek", "llama4"})
 
 
 def test_copied_parts_of_a_fused_layer_say_so():

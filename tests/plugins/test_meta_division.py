@@ -6,7 +6,7 @@ from divided_models import SIZES, bloom, gpt2, mixtral, token_batch
 from hybridpp_plugins.find_tp_plan import find_tp_plan
 from hybridpp_plugins.sample import find_samples
 from processes import run_ranks
-from support import assert_near, boosted, image_batch, model_loss, sgd, tiny_vit, whole_over_tp
+from support import assert_near, boosted, image_batch, model_loss, sgd, small_vit, whole_over_tp
 from torch import nn
 from transformers import (
     BertConfig,
@@ -62,7 +62,7 @@ def plan_of(model, sample=None, size=2):
 
 @pytest.mark.parametrize(
     ("make_model", "size"),
-    [(tiny_vit, 2), (llama, 4), (gpt2, 2), (bert, 2), (opt, 2), (bloom, 4), (mixtral, 2), (mixtral, 4)],
+    [(small_vit, 2), (llama, 4), (gpt2, 2), (bert, 2), (opt, 2), (bloom, 4), (mixtral, 2), (mixtral, 4)],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_the_plan_is_that_of_the_model_with_weights(make_model, size):
@@ -79,9 +79,9 @@ def test_buffers_without_numbers_will_do():
     assert plan_of(empty(Normed), sample) == plan_of(Normed(), sample)
 
 
-@pytest.mark.parametrize(("make_model", "pp_size"), [(tiny_vit, 1), (llama, 2), (gpt2, 1)])
+@pytest.mark.parametrize(("make_model", "pp_size"), [(small_vit, 1), (llama, 2), (gpt2, 1)])
 def test_it_trains_from_a_folder_as_the_model_with_weights(tmp_path, make_model, pp_size):
-    batch = image_batch(4) if make_model is tiny_vit else token_batch()
+    batch = image_batch(4) if make_model is small_vit else token_batch()
     make_model().save_pretrained(tmp_path)
 
     def run(on_meta):
