@@ -6,7 +6,7 @@ import pytest
 import torch
 from divided_models import VIT
 from sequence_models import SHARDS, Block, Net, assert_equal, images, sequences, squares, vit
-from support import assert_same, boosted, model_loss, sgd, train, trained_alone
+from support import assert_same, boosted, gradients_of, model_loss, sgd, train, trained_alone, whole_over_tp
 from torch.utils.checkpoint import checkpoint
 
 from hybridpp.cluster import Loopback, current_world
@@ -18,11 +18,16 @@ OPTIONS = {"num_microbatches": 2, "tensor_parallel_plan": PLAN, **SHARDS}
 
 def calls_of_step(monkeypatch, num_layers, **layout):
     """How often activations go through collectives in a step of one micro-batch; and the shapes of messages."""
+    return step_on_shards(monkeypatch, num_layers, **layout)[:2]
+
+
+def step_on_shards(monkeypatch, num_layers, **layout):
+    """The same, and the losses of the ranks and the gradients of that step."""
     counts, messages = dict.fromkeys(["start_all_gather", "start_reduce_scatter", "all_reduce"], 0), []
 
     def counted(name, own):
         def call(group, tensor, *others):
-            counts[name] += tensor.dim() == 3
+            counts[name] += tensor.dim() == 3 and len(tensor) == 2  # no parameter has two rows
             return own(group, tensor, *others)
 
         return call
@@ -41,11 +46,14 @@ def calls_of_step(monkeypatch, num_layers, **layout):
         booster, model, optimizer = boosted(vit(num_layers=num_layers), sgd, images(2), **SHARDS, **layout)
         for name in counts:
             counts[name] = 0
-        booster.execute_pipeline(iter([images(2)]), model, model_loss, optimizer)
+        step = booster.execute_pipeline(iter([images(2)]), model, model_loss, optimizer)
+        return step["loss"].item(), whole_over_tp(booster, model, gradients_of(booster, model))
 
-    Loopback(2 * layout.get("pp_size", 1)).run(rank)
+    found = Loopback(2 * layout.get("pp_size", 1)).run(rank)
     assert not any(count % 2 for count in counts.values())
-    return {name.removeprefix("start_"): count // 2 for name, count in counts.items()}, messages
+    calls = {name.removeprefix("start_"): count // 2 for name, count in counts.items()}
+    gradients = {name: gradient for _, owned in found for name, gradient in owned.items()}
+    return calls, messages, [loss for loss, _ in found], gradients
 
 
 def calls_of_blocks(num_blocks):
@@ -85,39 +93,41 @@ def test_gradients_of_norms_are_summed_in_one_message(monkeypatch):
 
 
 def test_stages_hand_on_shards(monkeypatch):
-    calls, messages = calls_of_step(monkeypatch, 4, tensor_parallel_plan=VIT, pp_size=2)
-    assert calls == calls_of_blocks(4)
+    calls, messages = calls_of_step(monkeypatch, 3, tensor_parallel_plan=VIT, pp_size=2)
+    assert calls == calls_of_blocks(3)
     assert sorted(messages) == [(2, 32, 16)] * 2 + [(2, 33, 16)] * 2
 
 
 MIXED = [["*norm*"], ["vit.layers.1", "!vit.layers.1.mlp.fc1"], ["*.o_proj", "*.fc1", "vit.layers.2"]]
 
 
-@pytest.mark.parametrize("fp32_modules", MIXED, ids=str)
-def test_formats_that_change_between_and_in_blocks_keep_shards(fp32_modules, monkeypatch):
-    layout = {"tensor_parallel_plan": VIT, "precision": "bf16", "fp32_modules": fp32_modules}
+def test_norms_in_fp32_keep_shards(monkeypatch):
+    layout = {"tensor_parallel_plan": VIT, "precision": "bf16", "fp32_modules": MIXED[0]}
     calls, messages = calls_of_step(monkeypatch, 3, pp_size=2, **layout)
     assert calls == calls_of_blocks(3)
     assert sorted(messages) == [(2, 32, 16)] * 2 + [(2, 33, 16)] * 2
 
 
-# Norms alone: test_fp32_norms.py.
+# What is computed with norms alone: test_fp32_norms.py.
 @pytest.mark.parametrize(
     ("fp32_modules", "precision"),
     [pytest.param(MIXED[0], "bf16", marks=pytest.mark.matrix), (MIXED[1], "fp16"), (MIXED[2], "bf16")],
     ids=str,
 )
-def test_modules_in_fp32_beside_shards(precision, fp32_modules):
-    options = {"num_microbatches": 2, "precision": precision, "fp32_modules": fp32_modules}
+def test_formats_that_change_between_and_in_blocks_keep_shards(precision, fp32_modules, monkeypatch):
+    options = {"precision": precision, "fp32_modules": fp32_modules}
     make = functools.partial(vit, num_layers=3)
     expected = train(make, [images(2)], **options)
     run = train(make, [images(2)], tensor_parallel_plan=VIT, **options, **SHARDS)
     # As near as the same layers divided without sequence parallelism.
     divided = train(make, [images(2)], tensor_parallel_plan=VIT, tp_size=2, **options)
     assert off(run, expected) < 1.5 * off(divided, expected) + 1e-4
-    stages = train(make, [images(2)], tensor_parallel_plan=VIT, **options, **SHARDS, pp_size=2)
-    assert stages["losses"][0] == run["losses"][0]
-    assert_same(stages["gradients"], run["gradients"])
+    layout = {"tensor_parallel_plan": VIT, "pp_size": 2, **options}
+    calls, messages, losses, gradients = step_on_shards(monkeypatch, 3, **layout)
+    assert calls == calls_of_blocks(3)
+    assert sorted(messages) == [(2, 32, 16)] * 2 + [(2, 33, 16)] * 2
+    assert losses == 4 * run["losses"][0]
+    assert_same(gradients, run["gradients"])
 
 
 def off(run, expected):
@@ -132,7 +142,8 @@ LENGTHS = {num_places: [sequences(num_places)] for num_places in (64, 65, 197)}
 
 
 def net():
-    return Net(Block)
+    """Of the fewest blocks of which one of two stages has two."""
+    return Net(Block, num_blocks=3)
 
 
 @pytest.mark.parametrize(
@@ -154,14 +165,15 @@ def test_gradients_are_those_of_one_process(num_places, layout):
     assert_equal(train(net, batches, criterion=squares, **OPTIONS | layout), expected)
 
 
-@pytest.mark.parametrize("num_places", [1, 3])
-def test_stages_hand_on_sequences_shorter_than_the_ranks_are_many(num_places):
-    def make():
-        return Net(Block)
+def test_stages_hand_on_sequences_shorter_than_the_ranks_are_many():
+    batches = [sequences(5), sequences(1), sequences(3)]
+    expected = train(net, batches, criterion=squares, num_microbatches=2)
+    assert_equal(train(net, batches, criterion=squares, **OPTIONS | {"tp_size": 4, "pp_size": 2}), expected)
 
-    batches = [sequences(5), sequences(num_places)]
-    expected = train(make, batches, criterion=squares, num_microbatches=2)
-    assert_equal(train(make, batches, criterion=squares, **OPTIONS | {"tp_size": 4, "pp_size": 2}), expected)
+
+@pytest.fixture(scope="module")
+def dropped_on_one_stage():
+    return dropping()
 
 
 def dropping(**layout):
@@ -170,8 +182,8 @@ def dropping(**layout):
 
 
 @pytest.mark.parametrize("layout", [{"pp_size": 2}, {"pp_size": 2, "gradient_checkpoint_config": {}}], ids=str)
-def test_dropped_numbers_do_not_depend_on_stages(layout):
-    expected, run = dropping(), dropping(**layout)
+def test_dropped_numbers_do_not_depend_on_stages(layout, dropped_on_one_stage):
+    expected, run = dropped_on_one_stage, dropping(**layout)
     assert run["losses"][0] == expected["losses"][0]
     assert_same(run["gradients"], expected["gradients"])
 
