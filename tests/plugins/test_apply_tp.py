@@ -98,7 +98,7 @@ def test_clipping_sees_the_norm_of_the_whole_model(name):
 def test_the_norm_counts_every_parameter_once():
     def run(**layout):
         def rank():
-            booster, model, optimizer = boosted(qwen3(), sgd, token_batch(), num_microbatches=2, **layout)
+            booster, model, optimizer = boosted(qwen3(), sgd, token_batch(2), num_microbatches=2, **layout)
             booster.execute_pipeline(iter([token_batch()]), model, model_loss, optimizer)
             return optimizer.get_grad_norm()
 

@@ -169,7 +169,7 @@ def test_a_criterion_may_do_anything_with_logits(criterion, num_gathers, pp_size
 
 def returned(name, training, **layout):
     def rank():
-        booster, model, optimizer = boosted(MODELS[name][0](), sgd, token_batch(), num_microbatches=2, **layout)
+        booster, model, optimizer = boosted(MODELS[name][0](), sgd, token_batch(2), num_microbatches=2, **layout)
         with torch.set_grad_enabled(training):
             result = booster.execute_pipeline(
                 iter([token_batch()]), model, model_loss, optimizer if training else None, return_outputs=True
@@ -260,7 +260,7 @@ def test_what_is_read_in_other_stages_travels_whole(schedule):
 def on_processes():
     make_model, plan = MODELS["llama-tied"]
     layout = {"tp_size": 2, "pp_size": 2, "num_microbatches": 2, "tensor_parallel_plan": plan}
-    booster, model, optimizer = boosted(make_model(), sgd, token_batch(), **layout)
+    booster, model, optimizer = boosted(make_model(), sgd, token_batch(2), **layout)
     losses = []
     for batch in BATCHES:
         losses.append(booster.execute_pipeline(iter([batch]), model, model_loss, optimizer)["loss"].item())
@@ -281,7 +281,7 @@ def test_a_search_for_inf_looks_at_logits_and_their_gradients():
         return output.index_fill(0, torch.tensor([0]), float("inf"))
 
     def activations():
-        booster, model, optimizer = boosted(make_model(), sgd, token_batch(), precision="fp16", **layout)
+        booster, model, optimizer = boosted(make_model(), sgd, token_batch(2), precision="fp16", **layout)
         if booster.plugin.layout.here.pp == 1:
             model.lm_head.register_forward_hook(spoil)
         with pytest.raises(NonFiniteLossError, match=r"the output of 'lm_head' holds inf .stage 1, micro-batch 0. on"):
@@ -289,7 +289,7 @@ def test_a_search_for_inf_looks_at_logits_and_their_gradients():
 
     def gradients():
         settings = {"precision": "fp16", "initial_scale": 2.0**30, **layout}
-        booster, model, optimizer = boosted(make_model(), sgd, token_batch(), **settings)
+        booster, model, optimizer = boosted(make_model(), sgd, token_batch(2), **settings)
         booster.execute_pipeline(iter([token_batch()]), model, model_loss, optimizer)
         optimizer.step()
         return optimizer.overflow_report
