@@ -129,7 +129,8 @@ MODELS = {
 def t5():
     """A table of biases by head, in the first block of each kind; the others are given what it makes of it."""
     torch.manual_seed(0)
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2, "vocab_size": 37}
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "vocab_size": 37}
+    sizes |= {"num_layers": 2, "num_decoder_layers": 1}
     ids = {"decoder_start_token_id": 0, "pad_token_id": 0}
     return T5ForConditionalGeneration(T5Config(**sizes, **ids, dropout_rate=0.0, use_cache=False)).train()
 

@@ -140,28 +140,6 @@ def test_half_precision(precision):
     assert_near(run["weights"], expected["weights"], 2e-2)
 
 
-def on_processes():
-    booster, model, optimizer = boosted(
-        vit(), sgd, images(2), num_microbatches=2, pp_size=2, tensor_parallel_plan=VIT, **SHARDS
-    )
-    losses = []
-    for batch in BATCHES:
-        losses.append(booster.execute_pipeline(iter([batch]), model, model_loss, optimizer)["loss"].item())
-        optimizer.step()
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return losses, whole_over_tp(booster, model, weights)
-
-
-def test_processes_that_share_sequences():
-    expected = one_process()
-    ranks = run_ranks(on_processes, 4)
-    weights = {}
-    for losses, own in ranks:
-        assert losses == pytest.approx(expected["losses"][0], abs=1e-6)
-        weights |= own
-    assert_near(weights, expected["weights"])
-
-
 class Looking(Block):
     """Looks at values, so that fakes cannot run it and made-up numbers have to."""
 
@@ -175,22 +153,38 @@ LOOKING = {
 }
 
 
-def looking_on_processes():
-    losses = {}
-    for name, (make_model, batch, criterion) in LOOKING.items():
-        settings = {"num_microbatches": 2, "pp_size": 2, **SHARDS}
-        booster, model, optimizer = boosted(make_model(), sgd, first_microbatch(batch, settings), **settings)
-        losses[name] = booster.execute_pipeline(iter([batch]), model, criterion, optimizer)["loss"].item()
-    return losses
+def loss_of_looking(name):
+    make_model, batch, criterion = LOOKING[name]
+    settings = {"num_microbatches": 2, "pp_size": 2, **SHARDS}
+    booster, model, optimizer = boosted(make_model(), sgd, first_microbatch(batch, settings), **settings)
+    return booster.execute_pipeline(iter([batch]), model, criterion, optimizer)["loss"].item()
 
 
-def test_processes_that_share_sequences_of_blocks_that_fakes_cannot_run():
-    expected = {
+def on_processes():
+    booster, model, optimizer = boosted(
+        vit(), sgd, images(2), num_microbatches=2, pp_size=2, tensor_parallel_plan=VIT, **SHARDS
+    )
+    losses = []
+    for batch in BATCHES:
+        losses.append(booster.execute_pipeline(iter([batch]), model, model_loss, optimizer)["loss"].item())
+        optimizer.step()
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return losses, whole_over_tp(booster, model, weights), {name: loss_of_looking(name) for name in LOOKING}
+
+
+def test_processes_that_share_sequences():
+    """Of a ViT, and of blocks that fakes cannot run: start and warm-up of processes take longer than a model."""
+    expected = one_process()
+    looking = {
         name: train(make_model, [batch], num_microbatches=2, criterion=criterion)["losses"][0][0]
         for name, (make_model, batch, criterion) in LOOKING.items()
     }
-    for losses in run_ranks(looking_on_processes, 4):
-        assert losses == pytest.approx(expected, abs=1e-6)
+    weights = {}
+    for losses, own, of_looking in run_ranks(on_processes, 4):
+        assert losses == pytest.approx(expected["losses"][0], abs=1e-6)
+        assert of_looking == pytest.approx(looking, abs=1e-6)
+        weights |= own
+    assert_near(weights, expected["weights"])
 
 
 def test_cutting_such_blocks_gathers_nothing_that_they_return(monkeypatch):
