@@ -33,6 +33,7 @@ class Recipe:
         image: side of the images.
         num_heads: of an attention.
         head_width: of one of them.
+        num_layers: of a stack.
     """
 
     proportional: bool = False
@@ -40,6 +41,7 @@ class Recipe:
     image: int = IMAGE
     num_heads: int = HEADS
     head_width: int = HEAD_WIDTH
+    num_layers: int = LAYERS
 
     @property
     def width(self) -> int:
@@ -118,7 +120,7 @@ class _Shrinker:
             elif declared is None and (value is None or (plain is not None and getattr(plain, name, None) == value)):
                 continue  # derived from others
             else:
-                changed[name] = self._value(meanings.get(name, name), value, LAYERS, old_layers)
+                changed[name] = self._value(meanings.get(name, name), value, self._recipe.num_layers, old_layers)
         self._match_expansion(default, changed)
         hidden = self._hidden
         for name, value in changed.items():

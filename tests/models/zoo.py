@@ -3,15 +3,15 @@
 import copy
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 import transformers
 from models.batches import Batch, batches
-from models.tiny import RECIPES, tiny
+from models.tiny import RECIPES, Recipe, tiny
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers.models.auto import modeling_auto
@@ -117,15 +117,16 @@ def _plain(tree: Any) -> Any:
     return {key: _plain(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
 
 
-def build(architecture: Architecture) -> Specimen:
-    """The first class, recipe and batch with which the architecture trains.
+def build(architecture: Architecture, **changes: Any) -> Specimen:
+    """The first class, recipe and batch with which the architecture trains; ``changes`` of every recipe.
 
     Raises:
         DoesNotBuild: with the reason that the first try gave.
     """
     reasons: list[str] = []
+    recipes = [replace(recipe, **changes) for recipe in RECIPES]
     for task, kind in _distinct(architecture.classes):
-        for attempt in _attempts(architecture.name, task, kind, reasons):
+        for attempt in _attempts(architecture.name, task, kind, recipes, reasons):
             return attempt
     raise DoesNotBuild(reasons[0] if reasons else "no class")
 
@@ -137,9 +138,9 @@ def _distinct(classes: tuple[tuple[str, str], ...]) -> Iterator[tuple[str, str]]
         yield classes[-1]
 
 
-def _attempts(name: str, task: str, kind: str, reasons: list[str]) -> Iterator[Specimen]:
+def _attempts(name: str, task: str, kind: str, recipes: Sequence[Recipe], reasons: list[str]) -> Iterator[Specimen]:
     start = time.process_time()
-    for recipe in RECIPES:
+    for recipe in recipes:
         if time.process_time() - start > MAX_SECONDS:
             return
         try:
