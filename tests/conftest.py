@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 from collections.abc import Hashable
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,11 +73,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests come first; the others keep their order. Of some, only cases that cover their parameters are run."""
-    items.sort(key=lambda item: item.path.parts[-2:] not in FIRST)
+    """Long tests come first, then those that fork, while there is little memory to fork; the others keep their order.
+
+    Of some, only cases that cover their parameters are run.
+    """
+    items.sort(key=lambda item: (item.path.parts[-2:] not in FIRST, not _forks(item.getparent(pytest.Module))))
     if not config.getoption("--matrix") and (left := set(left_to_the_matrix(items))):
         config.hook.pytest_deselected(items=[*left])
         items[:] = [item for item in items if item not in left]
+
+
+@cache
+def _forks(module: pytest.Module | None) -> bool:
+    """Whether tests of a module may fork this process: what they import of helpers says so."""
+    names = vars(module.obj).values() if module is not None else ()
+    return any(getattr(one, "__module__", None) in {"processes", "forked_jobs", "two_hosts"} for one in names)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
