@@ -260,14 +260,12 @@ class GradientHook:
     """
 
     def __init__(self, parameter: nn.Parameter, hook: Callable[[Tensor], None]):
-        self._parameter = parameter
-        self._was_first = accumulated_hooks_of(parameter) is None
+        self._parameter, self._was_first = parameter, accumulated_hooks_of(parameter) is None
         self._id = parameter.register_post_accumulate_grad_hook(hook).id  # type: ignore[no-untyped-call]  # torch
         # Autograd reads this dictionary at every accumulation, and iterates over a copy of it.
         hooks = accumulated_hooks_of(parameter)
         assert hooks is not None, "a hook was registered"
-        self._hooks = hooks
-        self._hook = hook
+        self._hooks, self._hook = hooks, hook
 
     @property
     def is_alone(self) -> bool:
