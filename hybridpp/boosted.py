@@ -14,7 +14,9 @@ class Criterion(Protocol):
     Three forms are understood: ``criterion(outputs, inputs)``, where ``outputs`` is what the model returned and
     ``inputs`` the micro-batch as the dataloader gave it; ``criterion(outputs)``; and torch's losses
     (``nn.CrossEntropyLoss()``, ``F.mse_loss``), whose target is the last entry of a tuple, or the one entry of a dict
-    that the model's forward does not take.
+    that the model's forward does not take. A module of two arguments, or a function whose second one is called
+    ``target``, ``labels`` or the like, is called as those are, unless the second argument is called ``inputs``,
+    ``batch`` or the like.
 
     The loss is a mean over the samples of the micro-batch. Two attributes change that:
 

@@ -171,7 +171,9 @@ class Booster(BoosterAdapters):
             model: the boosted model.
             criterion: ``criterion(outputs, inputs)`` returns the mean loss of a micro-batch as a scalar tensor.
                 ``criterion(outputs)`` works too, and so does a loss of torch's, whose target is the last entry of a
-                tuple, or the one entry of a dict that is no argument of the forward. A method ``num_items(inputs)``
+                tuple, or the one entry of a dict that is no argument of the forward; a module of two arguments, or a
+                function whose second one is called ``target``, ``labels`` or the like, is called as those are. A
+                method ``num_items(inputs)``
                 returns the number of items that the mean is over (for example tokens that are not padding); without
                 it, items are samples. An attribute ``reduction = "sum"`` declares a sum over samples instead of a
                 mean. May be None only if ``return_loss`` is False and gradients are disabled.

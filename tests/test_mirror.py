@@ -109,6 +109,7 @@ TESTED_THROUGH = {
     "hybridpp/pipeline/deferred_wgrad.py": "tests/pipeline/test_weight_gradients.py",
     "hybridpp/pipeline/loss_reduction.py": "tests/pipeline/test_criterion.py",
     "hybridpp/pipeline/rank_program.py": "tests/pipeline/test_executor.py",
+    "hybridpp/pipeline/read_entries.py": "tests/pipeline/test_criterion.py",
     "hybridpp/pipeline/scheduled_wgrads.py": "tests/pipeline/test_weight_gradients.py",
     "hybridpp/pipeline/split_backward_ops.py": "tests/pipeline/test_weight_gradients.py",
     "hybridpp/pipeline/stage.py": "tests/pipeline/test_executor.py",

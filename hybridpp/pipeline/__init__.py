@@ -22,7 +22,7 @@ from hybridpp.pipeline.batch_reader import (
 from hybridpp.pipeline.boundary import Transport
 from hybridpp.pipeline.compiled_wgrad import compile_keywords, makes_cuda_graphs
 from hybridpp.pipeline.criterion import CriterionAdapter, SignatureCache
-from hybridpp.pipeline.criterion_form import check_reduction, takes_targets, without_target
+from hybridpp.pipeline.criterion_form import check_reduction, form_of, takes_targets
 from hybridpp.pipeline.device_marks import DeviceMarks
 from hybridpp.pipeline.executor import Executor
 from hybridpp.pipeline.forward_signature import ForwardSignature
@@ -81,6 +81,7 @@ __all__ = [
     "confirm_sum",
     "detect_reduction",
     "duplicate_samples",
+    "form_of",
     "leaf_dims",
     "makes_cuda_graphs",
     "memory_reader",
@@ -96,5 +97,4 @@ __all__ = [
     "to_plain_containers",
     "watch_sequence_axes",
     "with_selection",
-    "without_target",
 ]

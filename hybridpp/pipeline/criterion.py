@@ -1,6 +1,7 @@
 """The user's criteria: adapters to the call ``criterion(outputs, inputs)``, and the losses of a step."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -13,14 +14,16 @@ from hybridpp.nn.torch_private import pytree
 from hybridpp.pipeline.class_weights import ClassWeights
 from hybridpp.pipeline.criterion_form import (
     REDUCTIONS,
+    CriterionForm,
     check_reduction,
+    form_of,
+    is_batch_name,
+    is_target_name,
     name_of,
-    names_target,
-    num_arguments,
-    takes_targets,
-    without_target,
+    second_argument,
 )
 from hybridpp.pipeline.forward_signature import ForwardSignature, describe_arguments
+from hybridpp.pipeline.read_entries import ReadEntries
 from hybridpp.pipeline.selected_inputs import InputSelection, with_selection
 from hybridpp.pipeline.step import PipelineStep, StepResult
 
@@ -30,8 +33,8 @@ class CriterionAdapter:
 
     Three forms are supported: ``criterion(outputs, inputs)``; ``criterion(outputs)``; and torch's losses
     (``nn.CrossEntropyLoss()``, ``F.mse_loss``), whose target is the last entry of a tuple, or the one entry of a dict
-    that is no argument of the model's forward. ``criterion(outputs, target)`` is called as those are, if one entry of
-    the batch is no argument of the forward.
+    that is no argument of the model's forward. ``criterion(outputs, target)`` is called as those are, if the model is
+    called without one entry of the batch (:class:`~hybridpp.pipeline.criterion_form.CriterionForm`).
 
     Args:
         criterion: callable.
@@ -52,11 +55,14 @@ class CriterionAdapter:
     def __init__(self, criterion: Callable[..., Any], signature: ForwardSignature, loss_reduction: str | None = None):
         self.criterion = criterion
         self.identity: Any = getattr(criterion, "__code__", criterion)
-        self._signature = signature
+        self._form = form_of(criterion)
+        self._signature = replace(signature, form=self._form)
         self._reduction = getattr(criterion, "reduction", None)
-        self._is_torchs = takes_targets(criterion)
-        self._names_target = not self._is_torchs and names_target(criterion)
-        self._num_arguments = 2 if self._is_torchs else num_arguments(criterion)
+        self._is_torchs = self._form is CriterionForm.TORCHS_TARGET
+        self._second_argument = second_argument(criterion)
+        # Numbers of entries of tuples: those that were divided, and those of which it is known that this was right.
+        self._divided: dict[int, int] = {}
+        self._settled: set[int] = set()
         # Batches that the forward accepts completely: looked up for every micro-batch, checked once.
         self._taken_names: set[tuple[Any, ...]] = set()
         reduction = check_reduction(criterion, loss_reduction)
@@ -78,38 +84,88 @@ class CriterionAdapter:
             ConfigError: a loss of torch's needs a target, and the batch has none.
             DataError: the forward cannot be called with it.
         """
+        is_tuple = isinstance(batch, tuple | list) and not self._signature.selects
         if not self._is_torchs:
             if type(batch) is dict and tuple(batch) in self._taken_names:
                 return batch
             taken = self._signature.model_inputs(batch)
             if taken is batch and type(batch) is dict:
                 self._taken_names.add(tuple(batch))
+            if is_tuple:
+                self._divided[len(batch)] = len(taken)
             return taken
         self._target(batch)
-        if isinstance(batch, tuple | list) and not self._signature.selects:
-            rest = without_target(batch)
-            if self._signature.extra_entries(rest):
-                raise self._unclear(
-                    f"{len(batch)} entries, and a forward with {self._signature.num_positional} arguments"
-                )
-            return self._signature.model_inputs(rest)
-        return self._signature.model_inputs(batch)
+        if is_tuple and self._signature.not_accepted(batch[:-1]):
+            raise self._unclear(f"{len(batch)} entries, and a forward with {self._signature.num_positional} arguments")
+        taken = self._signature.model_inputs(batch)
+        if is_tuple:
+            self._divided[len(batch)] = len(taken)
+        return taken
+
+    def without_loss(self) -> ForwardSignature:
+        """How the model is called on such batches where no loss is computed: as with this criterion."""
+        return replace(self._signature, form=None, divided=tuple(self._divided.items()))
 
     def __call__(self, outputs: Any, inputs: Any) -> Any:
         """The criterion's result for a micro-batch."""
         if self._is_torchs and not isinstance(outputs, Tensor):
             raise self._unclear(f"a model that returns {type(outputs).__name__} instead of a tensor")
         if self._is_torchs:
-            given = outputs, self._target(inputs)
-        elif self._names_target and len(extra_entries := self._signature.extra_entries(inputs)) == 1:
-            given = outputs, inputs[extra_entries[0]]
+            given: Any = outputs, self._target(inputs)
+        elif self._form is CriterionForm.TARGET:
+            given = outputs, self._own_target(inputs)
+        elif self._form is CriterionForm.OUTPUTS:
+            given = (outputs,)
         else:
-            given = (outputs, inputs)[: self._num_arguments]
+            return self._of_batch(outputs, inputs)
+        return self._called(given)
+
+    def _of_batch(self, outputs: Any, inputs: Any) -> Any:
+        """The result of a criterion that gets the batch; of the first tuple, what it reads is compared."""
+        count = len(inputs) if isinstance(inputs, tuple | list) else 0
+        if not count or count in self._settled:
+            return self._called((outputs, inputs))
+        without, taken = self._signature.doubtful(count)
+        watched = ReadEntries(inputs, (*without, *taken))
+        loss = self._called((outputs, watched.entries))
+        for index in without:
+            if index not in watched.read:
+                raise self._doubtful(count, index, "neither the model nor the criterion reads")
+        for index in taken:
+            if index in watched.read and index in watched.watched:
+                raise self._doubtful(count, index, "both the model and the criterion read")
+        self._settled.add(count)
+        return loss
+
+    def _called(self, given: Any) -> Any:
         try:
             return self.criterion(*given)
         except Exception as error:
             error.add_note(f"hybridpp: in {name_of(self.criterion)}({', '.join(map(describe_arguments, given))})")
+            name = self._second_argument
+            if name and not is_batch_name(name) and isinstance(given[-1], dict | tuple | list):
+                error.add_note(
+                    f"hybridpp: {name!r} is the whole batch. Call it target, to get the one entry that the model does "
+                    "not take; or select that: criterion=lambda outputs, inputs: loss(outputs, inputs[1])."
+                )
             raise
+
+    def _own_target(self, batch: Any) -> Any:
+        """The entry of the batch that a criterion of the script's own takes; if that is not clear, the batch."""
+        extra_entries = self._signature.extra_entries(batch)
+        if len(extra_entries) == 1:
+            return batch[extra_entries[0]]
+        name = self._second_argument
+        return batch[name] if isinstance(batch, dict) and name in batch and is_target_name(name) else batch
+
+    def _doubtful(self, count: int, index: int, who: str) -> ConfigError:
+        names, owner = self._signature.positional, self._signature.owner
+        argument = f"its optional argument {names[index]!r}" if index < len(names) else "its further arguments"
+        return ConfigError(
+            f"{who} entry {index} of a batch of {count}: {owner}.forward could take it as {argument}, and "
+            f"{name_of(self.criterion)} as what the outputs are compared with. "
+            f"{self._signature.say_which(index)}"
+        )
 
     def _target(self, batch: Any) -> Any:
         extra_entries = self._signature.extra_entries(batch)
@@ -169,7 +225,7 @@ class SignatureCache:
             signature = ForwardSignature.of(forward, type(self._model).__name__)
             self._signature = with_selection(signature, self._model_inputs)
         if criterion is None:
-            return self._signature
+            return self._signature if self._criterion is None else self._criterion.without_loss()
         if self._criterion is None or not self._criterion.is_of(criterion):
             self._criterion = CriterionAdapter(criterion, self._signature, self._loss_reduction)
         return self._criterion

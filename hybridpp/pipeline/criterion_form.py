@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import re
+from enum import StrEnum
 from typing import Any
 
 from torch import nn
@@ -14,6 +16,27 @@ _HOMES = ("torch.nn.functional", "torch.nn.modules.loss")
 REDUCTIONS = {"mean": False, "batchmean": False, "elementwise_mean": False, "sum": True}
 """Whether each reduction adds up over samples, by the names that torch's losses use."""
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+_TARGETS = re.compile(
+    r"\w*(target|label|truth)\w*|ys?|y_?(true|gt|batch)|gts?|tgts?|true|actuals?|expected|references?"
+)
+_BATCHES = re.compile(r"_*|\w*(input|batch|data|sample|example|item|row|kwargs)\w*|xs?|i|b|d|m?mb|micro|args|features?")
+
+
+class CriterionForm(StrEnum):
+    """What a criterion is called with, besides the outputs of the model.
+
+    Attributes:
+        TORCHS_TARGET: the target; one of torch's losses.
+        TARGET: the target, where a batch has one entry that the model does not take; else the batch.
+        BATCH: the batch.
+        OUTPUTS: nothing.
+    """
+
+    TORCHS_TARGET = "torchs_target"
+    TARGET = "target"
+    BATCH = "batch"
+    OUTPUTS = "outputs"
 
 
 def reduction_of(criterion: Any) -> str | None:
@@ -51,11 +74,6 @@ def check_reduction(criterion: Any, loss_reduction: str | None) -> str | None:
     return reduction or loss_reduction
 
 
-def without_target(batch: Any) -> Any:
-    """A tuple or list without its last entry, the target of a torch loss. A dict is unchanged: names select from it."""
-    return batch[:-1] if isinstance(batch, tuple | list) and len(batch) > 1 else batch
-
-
 def takes_targets(criterion: Any) -> bool:
     """Whether it is one of torch's losses that are called with a tensor and its target, not with a batch."""
     function = criterion
@@ -69,15 +87,43 @@ def takes_targets(criterion: Any) -> bool:
     return len(needed) == 2
 
 
-def names_target(criterion: Any) -> bool:
-    """Whether a script's own criterion calls its second argument ``target`` or ``targets``, as torch's losses do."""
+def is_target_name(name: str) -> bool:
+    """Whether an argument of this name is a target: ``target``, ``labels``, ``y_true``, ``gt`` and the like."""
+    return _TARGETS.fullmatch(name.lower()) is not None
+
+
+def is_batch_name(name: str) -> bool:
+    """Whether an argument of this name is a whole batch: ``inputs``, ``batch``, ``i`` and the like."""
+    return _BATCHES.fullmatch(name.lower()) is not None
+
+
+def second_argument(criterion: Any) -> str:
+    """The name of a criterion's second positional argument; empty if it has none."""
     if isinstance(criterion, nn.Module):
         criterion = criterion.forward
     try:
         names = [p.name for p in inspect.signature(criterion).parameters.values() if p.kind in _POSITIONAL]
     except (TypeError, ValueError):
-        return False
-    return names[1:2] in (["target"], ["targets"])
+        return ""
+    return names[1] if len(names) > 1 else ""
+
+
+def form_of(criterion: Any) -> CriterionForm:
+    """What a criterion is called with.
+
+    A module of two arguments is a loss that takes a target, as torch's are, unless the second one's name says that it
+    is the batch. A function takes the batch, unless the name says that it is a target.
+
+    Raises:
+        ConfigError: it takes neither two arguments nor one.
+    """
+    if takes_targets(criterion):
+        return CriterionForm.TORCHS_TARGET
+    if num_arguments(criterion) == 1:
+        return CriterionForm.OUTPUTS
+    name = second_argument(criterion)
+    is_loss = isinstance(criterion, nn.Module) and name != "" and not is_batch_name(name)
+    return CriterionForm.TARGET if is_loss or is_target_name(name) else CriterionForm.BATCH
 
 
 def num_arguments(criterion: Any) -> int:

@@ -2,13 +2,14 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from hybridpp.errors import DataError
+from hybridpp.pipeline.criterion_form import CriterionForm, is_target_name
 
 # Descriptions list at most this many entries.
 _MAX_ENTRIES = 8
@@ -27,6 +28,9 @@ class ForwardSignature:
         num_positional: the maximum number of positional arguments; None: any number.
         num_required: the minimum number of positional arguments.
         required_by_name: names of the required keyword-only arguments.
+        positional: names of the positional arguments, in order.
+        form: of the criterion that gets the rest of a batch; None: there is none, or it is not known.
+        divided: for numbers of entries of a tuple, how many of them the model got in steps with a criterion.
         selects: whether the script says what the model gets of a batch.
     """
 
@@ -36,6 +40,9 @@ class ForwardSignature:
     num_positional: int | None = None
     num_required: int = 0
     required_by_name: frozenset[str] = frozenset()
+    positional: tuple[str, ...] = ()
+    form: CriterionForm | None = None
+    divided: tuple[tuple[int, int], ...] = ()
     selects: ClassVar[bool] = False
 
     @classmethod
@@ -60,9 +67,10 @@ class ForwardSignature:
             else sum(parameter.kind in _POSITIONAL for parameter in parameters),
             sum(parameter.kind in _POSITIONAL for parameter in needed),
             frozenset(parameter.name for parameter in needed if parameter.kind is inspect.Parameter.KEYWORD_ONLY),
+            tuple(parameter.name for parameter in parameters if parameter.kind in _POSITIONAL),
         )
 
-    def extra_entries(self, batch: Any) -> list[Any]:
+    def not_accepted(self, batch: Any) -> list[Any]:
         """The keys of a dict, or the indices of a tuple or list, that the forward does not accept."""
         if isinstance(batch, dict):
             return [] if self.names is None else [name for name in batch if name not in self.names]
@@ -70,23 +78,105 @@ class ForwardSignature:
             return list(range(self.num_positional, len(batch)))
         return []
 
+    def extra_entries(self, batch: Any) -> list[Any]:
+        """The keys of a dict, or the indices of a tuple or list, that the model is not called with.
+
+        Raises:
+            DataError: it is not clear which these are.
+        """
+        if isinstance(batch, tuple | list):
+            return list(range(self.num_taken(len(batch)), len(batch)))
+        return self.not_accepted(batch)
+
+    def num_taken(self, count: int) -> int:
+        """How many entries of a tuple of ``count`` the model is called with: the first ones.
+
+        Required arguments are filled first. The last entry of a tuple is the target, and goes into an optional argument
+        only if that is one by its name. The entries before it go into optional arguments; :meth:`doubtful` says which.
+
+        Raises:
+            DataError: the criterion does not tell whether an entry is for an optional argument.
+        """
+        for known, taken in self.divided:
+            if known == count:
+                return taken
+        most = count if self.num_positional is None else min(count, self.num_positional)
+        least = max(self.num_required, 1)
+        if most <= least and not (most == count and self.form is CriterionForm.TORCHS_TARGET):
+            return most
+        if self.form in (CriterionForm.TORCHS_TARGET, CriterionForm.TARGET):
+            return max(count - 1, 1) if most == count else most
+        if self.num_positional is None:
+            return most
+        takes_target = is_target_name(self.positional[most - 1])
+        if self.form is CriterionForm.BATCH:
+            return most if count > most or takes_target else most - 1
+        if not (takes_target and most == least + 1):
+            raise self._ambiguous(count, least)
+        return most
+
+    def doubtful(self, count: int) -> tuple[list[int], list[int]]:
+        """Of a tuple of ``count`` entries that the criterion gets as well, those that may be meant otherwise.
+
+        Returns:
+            The indices that the model is called without, though an optional argument could take them; and those that
+            optional arguments get, though they may be the criterion's.
+        """
+        if self.form is not CriterionForm.BATCH or self.selects:
+            return [], []
+        taken, least = self.num_taken(count), max(self.num_required, 1)
+        could = count if self.num_positional is None else min(count, self.num_positional)
+        is_last_named = taken == could == count and self.num_positional is not None
+        last = taken - 1 if is_last_named and is_target_name(self.positional[taken - 1]) else taken
+        return list(range(taken, could)), list(range(least, last))
+
+    def _ambiguous(self, count: int, index: int) -> DataError:
+        return DataError(
+            f"a tuple or list is passed to the model by position (model(*batch)), and entry {index} of {count} may be "
+            f"{self.owner}.forward's optional argument {self.positional[index]!r}, or for the criterion only. "
+            f"{self.say_which(index)}"
+        )
+
+    def say_which(self, index: int) -> str:
+        """The way out where it is not clear whether the model gets the entry ``index`` of a tuple."""
+        without, with_it = [*range(index)], [*range(index + 1)]
+        return (
+            f"Say which entries the model gets, with booster.boost(..., model_inputs={without}) or {with_it}; or "
+            "return a dict with the forward's names from the collate_fn."
+        )
+
     def model_inputs(self, batch: Any) -> Any:
         """The part of a batch that the model is called with: the accepted keys of a dict, or the first entries.
 
         Raises:
-            DataError: the forward cannot be called with it.
+            DataError: the forward cannot be called with it, or it is not clear with what of it.
         """
-        extra_entries = self.extra_entries(batch)
         if isinstance(batch, dict):
+            extra_entries = self.not_accepted(batch)
             self._check_names(batch, extra_entries)
             return (
                 {name: value for name, value in batch.items() if name not in extra_entries} if extra_entries else batch
             )
         if isinstance(batch, tuple | list):
-            self._check_count(len(batch) - len(extra_entries), len(batch))
-            return batch[: len(batch) - len(extra_entries)] if extra_entries else batch
+            taken = self.num_taken(len(batch))
+            self._check_count(taken, len(batch))
+            return batch[:taken] if taken < len(batch) else batch
         self._check_count(1, 1)
         return batch
+
+    def possible_inputs(self, batch: Any) -> list[Any]:
+        """What the model may be called with, before the criterion is known: at most two parts of the batch.
+
+        Raises:
+            DataError: the forward cannot be called with it.
+        """
+        if self.form is not None or self.selects or not isinstance(batch, tuple | list):
+            return [self.model_inputs(batch)]
+        count = len(batch)
+        most = count if self.num_positional is None else min(count, self.num_positional)
+        least = replace(self, form=CriterionForm.TARGET).num_taken(count)
+        self._check_count(most, count)
+        return [batch[:taken] for taken in sorted({most, least}, reverse=True)]
 
     def _check_names(self, batch: dict[str, Any], extra_entries: list[str]) -> None:
         missing = sorted(self.required - batch.keys())

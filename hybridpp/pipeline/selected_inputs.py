@@ -48,7 +48,7 @@ class SelectedInputs(ForwardSignature):
             raise self._lacking(got) from None
         names = self.keywords if self.keywords is not None else self.entries if isinstance(batch, dict) else None
         inputs: Any = tuple(values) if names is None else dict(zip(names, values, strict=True))
-        refused = super().extra_entries(inputs)
+        refused = self.not_accepted(inputs)
         if refused:
             what = (
                 f"no argument {refused[0]!r}" if isinstance(inputs, dict) else f"at most {self.num_positional} entries"

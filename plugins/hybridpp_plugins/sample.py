@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hybridpp.cluster import preserved_random_state
 from hybridpp.errors import ConfigError, HybridppError
 from hybridpp.partition import UntraceableUnitError, make_samples
-from hybridpp.pipeline import ForwardSignature, takes_targets, to_plain_containers, without_target
+from hybridpp.pipeline import ForwardSignature, form_of, to_plain_containers
 
 # Two samples, because layers that normalise over the batch need more than one.
 _NUM_SAMPLES = 2
@@ -40,9 +40,8 @@ class Samples:
         """
         if self.are_made:
             return self
-        is_pair = takes_targets(criterion) and not signature.selects
-        batches = map(without_target, self.batches) if is_pair else self.batches
-        return replace(self, batches=tuple(map(signature.model_inputs, batches)))
+        called = replace(signature, form=None if criterion is None else form_of(criterion))
+        return replace(self, batches=tuple(part for batch in self.batches for part in called.possible_inputs(batch)))
 
     @contextmanager
     def explained(self, model: nn.Module) -> Iterator[None]:

@@ -41,6 +41,13 @@ class Weighted(nn.Module):
         return F.cross_entropy(logits, target)
 
 
+class Unnamed(nn.Module):
+    """The same, whose second argument has a name of its own."""
+
+    def forward(self, logit, cls):
+        return F.cross_entropy(logit, cls)
+
+
 @pytest.mark.parametrize("batch", [(X, Y), [X, Y], {"x": X, "labels": Y}])
 @pytest.mark.parametrize(
     "criterion",
@@ -50,7 +57,11 @@ class Weighted(nn.Module):
         F.cross_entropy,
         functools.partial(F.cross_entropy, ignore_index=-100),
         lambda outputs, targets: F.cross_entropy(outputs, targets),
+        lambda logits, y_true: F.cross_entropy(logits, y_true),
+        lambda p, gt: F.cross_entropy(p, gt),
+        lambda p, label: F.cross_entropy(p, label),
         Weighted(),
+        Unnamed(),
         lambda outputs, inputs: F.cross_entropy(
             outputs, (list(inputs.values()) if type(inputs) is dict else inputs)[1]
         ),
@@ -83,6 +94,75 @@ def test_an_error_in_a_criterion_says_what_it_was_given():
     with pytest.raises(IndexError) as raised:
         CriterionAdapter(picky, TAKES_X)(X, {"x": X, "more": (1, [Y])})
     assert raised.value.__notes__ == ["hybridpp: in picky(Tensor[4, 5], {x: Tensor[4, 5], more: (int, [Tensor[4]])})"]
+
+
+def test_a_function_that_got_the_batch_for_a_target_is_told_how_to_get_it():
+    with pytest.raises(TypeError) as raised:
+        CriterionAdapter(lambda logits, z: F.cross_entropy(logits, z), TAKES_X)(X, (X, Y))
+    assert raised.value.__notes__[1].startswith("hybridpp: 'z' is the whole batch. Call it target, to get the one")
+
+
+def test_a_dicts_entry_of_the_targets_name_is_the_target():
+    takes_labels = ForwardSignature.of(lambda x, labels=None: x, "Net")
+    loss = CriterionAdapter(lambda outputs, labels: F.cross_entropy(outputs, labels), takes_labels)
+    assert torch.equal(loss(X, {"x": X, "labels": Y}), F.cross_entropy(X, Y))
+
+
+TAKES_MASK = ForwardSignature.of(lambda x, mask=None: x, "Net")
+
+
+def unpacked(outputs, inputs):
+    _, mask, y = inputs
+    return F.cross_entropy(outputs, y) + 0 * len(mask)
+
+
+@pytest.mark.parametrize(
+    ("batch", "criterion", "taken"),
+    [
+        ((X, Y), lambda outputs, inputs: F.cross_entropy(outputs, inputs[1]), 1),
+        ([X, Y], lambda outputs, inputs: F.cross_entropy(outputs, inputs[-1]), 1),
+        ((X, X, Y), unpacked, 2),
+        ((X, X, Y), nn.CrossEntropyLoss(), 2),
+        ((X, X, Y), Weighted(), 2),
+        ((X, [Y, 3]), lambda outputs, inputs: F.cross_entropy(outputs, inputs[1][0]), 1),
+    ],
+)
+def test_a_target_is_no_optional_argument_of_the_forward(batch, criterion, taken):
+    loss = CriterionAdapter(criterion, TAKES_MASK)
+    assert loss.model_inputs(batch) == batch[:taken]
+    assert torch.equal(loss(X, batch), F.cross_entropy(X, Y))
+    assert loss.without_loss().model_inputs(batch) == batch[:taken]
+
+
+@pytest.mark.parametrize(
+    ("batch", "criterion", "text"),
+    [
+        (
+            (X, Y),
+            lambda outputs, inputs: F.mse_loss(outputs, inputs[0]),
+            "neither the model nor the criterion reads entry 1 of a batch of 2: Net.forward could take it as its "
+            "optional argument 'mask', and <lambda> as what the outputs are compared with. Say which entries the model "
+            "gets, with booster.boost(..., model_inputs=[0]) or [0, 1];",
+        ),
+        (
+            (X, Y, X),
+            lambda outputs, inputs: F.cross_entropy(outputs, inputs[1]) * inputs[2].mean(),
+            "both the model and the criterion read entry 1 of a batch of 3: Net.forward could",
+        ),
+    ],
+)
+def test_an_entry_that_both_or_neither_read_is_asked_for(batch, criterion, text):
+    loss = CriterionAdapter(criterion, TAKES_MASK)
+    loss.model_inputs(batch)
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        loss(X, batch)
+
+
+def test_entries_that_further_arguments_take_are_asked_for():
+    loss = CriterionAdapter(lambda o, i: F.cross_entropy(o, i[1]), ForwardSignature.of(lambda *args: args[0], "Net"))
+    assert loss.model_inputs((X, Y)) == (X, Y)
+    with pytest.raises(ConfigError, match=r"both the model and the criterion read entry 1 of a batch of 2: .* further"):
+        loss(X, (X, Y))
 
 
 def test_the_target_of_several_inputs_is_the_last_entry():

@@ -261,13 +261,13 @@ def test_a_criterion_that_gives_no_loss(criterion, text):
 
 
 class Masked(nn.Module):
-    """Its second argument may be left out."""
+    """Its second argument may be None."""
 
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(2, 2)
 
-    def forward(self, x, mask=None):
+    def forward(self, x, mask):
         return self.layer(x) if mask is None else self.layer(x)[mask["rows"]]
 
 

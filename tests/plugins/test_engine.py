@@ -140,6 +140,51 @@ def test_without_loss_only_the_outputs_are_made():
     assert last["outputs"].logits.shape == (3, NUM_LABELS)
 
 
+class MaybeMasked(nn.Module):
+    """Called like many: with an argument that most scripts leave out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x, mask=None):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x if mask is None else x * mask)
+
+
+class Huber(nn.Module):
+    def forward(self, predicted, depth):
+        return nn.functional.huber_loss(predicted, depth)
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+@pytest.mark.parametrize(
+    "criterion",
+    [lambda o, i: nn.functional.huber_loss(o, i[1]), lambda o, y_true: nn.functional.huber_loss(o, y_true), Huber()],
+)
+def test_the_label_of_a_pair_never_becomes_an_optional_argument(pp_size, criterion):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(4, 4, generator=generator), torch.randn(4, 1, generator=generator)
+    plain = MaybeMasked()
+    loss = nn.functional.huber_loss(plain(x), y)
+    loss.backward()
+
+    def evaluated(booster, model, optimizer):
+        with torch.no_grad():
+            return booster.execute_pipeline(iter([(x, y)]), model, return_loss=False, return_outputs=True)["outputs"]
+
+    result = train(MaybeMasked, [(x, y)], criterion=criterion, pp_size=pp_size, num_microbatches=2, after=evaluated)
+    assert result["losses"] == [[pytest.approx(loss.item(), abs=1e-6)]] * pp_size
+    assert_near(result["gradients"], {name: p.grad for name, p in plain.named_parameters()})
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter -= 0.1 * parameter.grad
+    assert_near({"outputs": result["after"][-1]}, {"outputs": plain(x)})
+
+
 def mlp():
     torch.manual_seed(0)
     widths = [6, 8, 8, 8, 2]
