@@ -117,6 +117,9 @@ class GradientAccumulator:
                 self.add_collected()
             self._small.waiting[name] = gradient
             return
+        if name in self._exposed:
+            # What autograd has left there while the hook was disabled would be replaced.
+            self.move_to_view(name)
         self._ready(self.bucket_of[name])
         if name not in self._stale:
             self.views[name].add_(gradient)
@@ -295,7 +298,8 @@ class GradientHooks:
     """Moves what autograd adds to parameters' gradients into an accumulator, with as few calls of hooks as possible.
 
     A hook costs more than adding to a small gradient. So it is off while autograd adds to the sum in place, and where
-    :meth:`end_backward` takes the gradients of small parameters together.
+    :meth:`end_backward` looks for what a pass has left: gradients of small parameters, which it takes together, and
+    those of parameters to which something outside of autograd adds, to which another pass may add by autograd.
 
     Args:
         accumulator: the sums.
@@ -328,12 +332,13 @@ class GradientHooks:
         # Small parameters whose hooks the running pass has called; whether no pass has called one twice.
         self._arrived: set[str] = set()
         self._settled: dict[str, bool] = {}
-        # Those of them whose hooks are disabled: end_backward takes the gradients, and adds them together.
+        # Parameters whose hooks are disabled, and whose gradients end_backward takes.
         self._collected: list[str] = []
 
     def release(self, name: str) -> None:
         """Let a parameter go."""
         self._disabled.discard(name)
+        self._collected = [one for one in self._collected if one != name]
         self._settled[name] = False
         self._hooks[name].remove()
 
@@ -358,13 +363,14 @@ class GradientHooks:
         """Disable the hooks of small parameters whose gradients :meth:`end_backward` can take."""
         for name, settled in self._settled.items():
             if settled and name not in self._disabled and self._hooks[name].is_alone:
-                self._disable(name)
-                self._collected.append(name)
+                self._collect(name)
 
     def end_backward(self) -> None:
-        """After a backward pass, before the next: add the gradients that it left in small parameters."""
+        """After a backward pass, before the next: add the gradients that it left in parameters."""
+        views = self._accumulator.views
         for name in self._collected:
-            if self._parameters[name].grad is not None:
+            gradient = self._parameters[name].grad
+            if gradient is not None and gradient is not views[name]:
                 self._accumulator.move_to_view(name)
                 self.reached.add(name)
         self._accumulator.add_collected()
@@ -386,9 +392,17 @@ class GradientHooks:
                 self._settled[name] = False
             self._arrived.add(name)
             return
-        # Further additions need no hook, unless another hook has replaced the gradient; nor does what is added outside.
-        if (is_empty and name in self._outside) or self._parameters[name].grad is self._accumulator.views[name]:
+        # Further additions need no hook, unless another hook has replaced the gradient.
+        if self._parameters[name].grad is self._accumulator.views[name]:
             self._disable(name)
+        elif is_empty and name in self._outside:
+            # What is added outside needs none. But a later pass may reach other uses of the parameter.
+            self._collect(name)
+
+    def _collect(self, name: str) -> None:
+        """Disable the hook of a parameter whose gradients :meth:`end_backward` takes."""
+        self._disable(name)
+        self._collected.append(name)
 
     def _disable(self, name: str) -> None:
         self._disabled.add(name)
