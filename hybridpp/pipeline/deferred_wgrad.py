@@ -1,5 +1,6 @@
 """A layer whose backward pass computes only the input's gradient, and offers the weights' gradients to a queue."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -41,22 +42,39 @@ class LayerBinding:
     """A layer of the model with its operations and its queue.
 
     Attributes:
+        weight: the layer's own, whose sum has its name; None: it is not on this rank, or :meth:`take_parameters` was not
+            called.
+        bias: the layer's own; None: it has none.
         names: the parameter names: the weight's, then the bias's if there is one.
         is_deferrable: whether its weight gradients may be deferred in the current step.
         adds_products: whether its weight's gradients are added to their sum in the kernel that computes them.
     """
 
-    __slots__ = ("__weakref__", "adds_products", "is_deferrable", "module", "names", "ops", "queue")
+    __slots__ = ("__weakref__", "adds_products", "bias", "is_deferrable", "module", "names", "ops", "queue", "weight")
 
     def __init__(self, ops: SplitBackwardOps, module: nn.Module, names: tuple[str, ...], queue: WgradQueue):
         self.ops, self.module, self.names, self.queue = ops, module, names, queue
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
         self.is_deferrable = self.adds_products = False
+
+    def take_parameters(self) -> None:
+        """Note which tensors are the layer's own, when the model has been cut: until then, others must be freed."""
+        self.weight, self.bias = parameters_of(self.module).get("weight"), parameters_of(self.module).get("bias")
 
     def is_plain(self) -> bool:
         """Whether its parameters are on this rank, require gradients and have no gradient hooks of the user's."""
-        parameters = parameters_of(self.module)
-        weight, bias = parameters.get("weight"), parameters.get("bias")
-        return weight is not None and _is_plain(weight) and (bias is None or _is_plain(bias))
+        weight, bias = self.weight, self.bias
+        is_here = self.holds(parameters_of(self.module))
+        return is_here and weight is not None and _is_plain(weight) and (bias is None or _is_plain(bias))
+
+    def holds(self, parameters: Mapping[str, Tensor | None]) -> bool:
+        """Whether a call runs with the layer's own tensors.
+
+        It may put others in their place, of which autograd must compute the gradients: ``functional_call``, a hook that
+        adds noise or a mask, a network that makes the weights.
+        """
+        return parameters.get("weight") is self.weight and parameters.get("bias") is self.bias
 
 
 class WgradTask(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hybridpp.nn.torch_private import current_graph_task_id, parameters_of
+from hybridpp.nn.torch_private import current_graph_task_id
 from hybridpp.pipeline.deferred_wgrad import WgradTask
 from hybridpp.pipeline.split_backward_ops import SavedInput, SplitBackwardOps
 
@@ -196,8 +196,8 @@ class ScheduledWgrads:
             self._add_product(task, self._sink)
             return
         binding, ops, module = task.binding, task.binding.ops, task.binding.module
-        weight: Any = parameters_of(module)["weight"]
-        gradients = ops.weight_gradients(module, task.dy, task.input(), weight, len(binding.names) > 1)
+        assert binding.weight is not None, "the module of a binding has a weight"
+        gradients = ops.weight_gradients(module, task.dy, task.input(), binding.weight, len(binding.names) > 1)
         for name, gradient in zip(binding.names, gradients, strict=False):
             assert gradient is not None
             self._add(name, gradient, sums, is_last=not left[name] or ops.overlap_comm)

@@ -88,9 +88,10 @@ class WeightGradients(ScheduledWgrads):
         return WeightGradients(ModuleAdapter(nn.Module()))
 
     def attach_sink(self, sink: GradientSink) -> None:
-        """Set where gradients accumulate; without a sink, nothing is deferred."""
+        """Set where gradients accumulate, once the model is cut; without a sink, nothing is deferred."""
         self._sink = sink
         for binding in self._bindings:
+            binding.take_parameters()
             binding.adds_products = binding.ops.factors is not None and sink.takes_products(binding.names[0])
         self.is_always_needed |= any(binding.adds_products for binding in self._bindings)
 
@@ -113,10 +114,10 @@ class WeightGradients(ScheduledWgrads):
             and wanted
             and len(args) == 1
             and not kwargs
+            and binding.holds(parameters_of(binding.module))
             and _is_plain_input(args[0], binding)
         ):
-            x, ops, parameters = args[0], binding.ops, parameters_of(binding.module)
-            weight, bias = parameters["weight"], parameters.get("bias")
+            x, ops, weight, bias = args[0], binding.ops, binding.weight, binding.bias
             x = x if ops.pre_forward is None else ops.pre_forward(x)
             if ops.input_dims == x.dim() or not x.is_contiguous():
                 y = deferred_wgrad(binding, x, weight, bias)
@@ -138,7 +139,9 @@ class WeightGradients(ScheduledWgrads):
             return forward(*args, **kwargs)
         module: Any = binding.module
         x, weight, bias = args[0], module.weight, module.bias
-        is_separable = x.dim() > 1 and x.requires_grad and x.dtype is weight.dtype and torch.is_grad_enabled()
+        is_own = weight is binding.weight and bias is binding.bias
+        is_separable = is_own and x.dim() > 1 and x.requires_grad and x.dtype is weight.dtype
+        is_separable = is_separable and torch.is_grad_enabled()
         if not is_separable or torch.is_autocast_enabled(x.device.type):
             return forward(x)
         y = separated_linear(x.flatten(0, -2), weight, bias, number)
@@ -146,7 +149,7 @@ class WeightGradients(ScheduledWgrads):
 
 
 def _is_plain_input(x: Any, binding: LayerBinding) -> bool:
-    ops, weight = binding.ops, parameters_of(binding.module)["weight"]
+    ops, weight = binding.ops, binding.weight
     return (
         type(x) is Tensor
         # Mixed dtypes are left to torch's own rules.

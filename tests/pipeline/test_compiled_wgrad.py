@@ -6,6 +6,7 @@ from compiled_blocks import Blocks, run, run_compiled
 from refusals import refused
 from support import assert_near
 from torch import nn
+from torch.func import functional_call
 
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.pipeline import WeightGradients, compile_keywords, makes_cuda_graphs
@@ -68,6 +69,38 @@ def test_compiled_code_leaves_weight_gradients_to_w(bias, shape, backend):
     torch.testing.assert_close(x.grad, expected[0])
     for (name, _), gradient in zip(model.named_parameters(), expected[1:], strict=True):
         torch.testing.assert_close(sums.added[name], gradient)
+
+
+class Substituted(nn.Module):
+    """Runs its layer with a computed tensor, or with another parameter, in the weight's place."""
+
+    def __init__(self, computes):
+        super().__init__()
+        self.first, self.layer = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.change, self.computes = nn.Parameter(torch.ones(3, 3)), computes
+
+    def forward(self, x):
+        weight = self.layer.weight * self.change if self.computes else self.change
+        return functional_call(self.layer, {"weight": weight}, (self.first(x),))
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_weight_that_a_call_puts_in_anothers_place_gets_its_gradient(computes):
+    torch._dynamo.reset()
+    model, x = Substituted(computes), torch.randn(5, 3, requires_grad=True)
+    names = [name for name, _ in model.named_parameters()]
+    expected = torch.autograd.grad(model(x).square().sum(), [*model.parameters()], materialize_grads=True)
+    weights = separable(model, sums := Sums())
+    compiled = torch.compile(lambda x: model(x), backend="eager", fullgraph=True)
+    with weights.recording_forward(splits=True):
+        loss = compiled(x).square().sum()
+    with weights.input_backward(splits=True) as tasks:
+        loss.backward()
+    weights.add(tasks, final=True)
+    assert sorted(sums.added) == ["first.bias", "first.weight"]
+    for name, gradient in zip(names, expected, strict=True):
+        own = model.get_parameter(name).grad
+        torch.testing.assert_close(sums.added.get(name, torch.zeros_like(gradient) if own is None else own), gradient)
 
 
 def test_an_input_without_a_gradient_leaves_its_layer_to_autograd():
