@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from hybridpp.boosted import check_kinds
 from hybridpp.boosted_runs import BoostedRuns
 from hybridpp.booster_adapters import BoosterAdapters
 from hybridpp.errors import ConfigError
@@ -139,9 +140,10 @@ class Booster(BoosterAdapters):
         """
         options = {"model_inputs": model_inputs, "loss_reduction": loss_reduction}
         given = {name: value for name, value in options.items() if value is not None}
+        parts = Boosted(model, optimizer, criterion, dataloader, lr_scheduler)  # type: ignore[arg-type]  # a list: see below
+        check_kinds(parts)
         if isinstance(optimizer, list | tuple):
-            optimizer = JoinedOptimizer(optimizer)
-        parts = Boosted(model, optimizer, criterion, dataloader, lr_scheduler)
+            parts = parts._replace(optimizer=JoinedOptimizer(optimizer))
         parts = configure_with(self.plugin, parts, device=self._device, sample=sample, **given)
         self._runs.add(parts)
         return parts

@@ -11,7 +11,6 @@ PACKAGES = {"hybridpp": "tests", "plugins/hybridpp_plugins": "tests/plugins"}
 # Give a new module a test file instead of a line here.
 TYPES_ONLY = "types only"
 TESTED_THROUGH = {
-    "hybridpp/boosted.py": TYPES_ONLY,
     "hybridpp/boosted_runs.py": "tests/plugins/test_run_saves.py",
     "hybridpp/booster.py": "tests/test_registry.py",
     "hybridpp/booster_adapters.py": "tests/plugins/test_adapters.py",

@@ -3,6 +3,7 @@
 from hybridpp.data_parallel.bucket import GradientSharding, layout_of
 from hybridpp.data_parallel.buckets import GradientBuckets
 from hybridpp.data_parallel.buffer_broadcast import BufferBroadcast, buffers_to_send
+from hybridpp.data_parallel.collate import stack_samples
 from hybridpp.data_parallel.flat_weights import FlatWeights, parts_of
 from hybridpp.data_parallel.iterable_dataset import RepeatedSamples, ShardedIterableDataset
 from hybridpp.data_parallel.layout import ShardLayout
@@ -38,4 +39,5 @@ __all__ = [
     "layout_of",
     "offloaded_parameters",
     "parts_of",
+    "stack_samples",
 ]

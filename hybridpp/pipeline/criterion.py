@@ -168,6 +168,16 @@ class CriterionAdapter:
         )
 
     def _target(self, batch: Any) -> Any:
+        target = self._target_entry(batch)
+        if not isinstance(target, Tensor):
+            raise ConfigError(
+                f"the target of {name_of(self.criterion)} is a tensor, with a row for each sample of the batch: got "
+                f"{describe_arguments(target)}. If what is iterated over yields samples, pass "
+                "plugin.prepare_dataloader(dataset, batch_size=...), which makes batches of them."
+            )
+        return target
+
+    def _target_entry(self, batch: Any) -> Any:
         extra_entries = self._signature.extra_entries(batch)
         if (isinstance(batch, dict) or self._signature.selects) and len(extra_entries) == 1:
             return batch[extra_entries[0]]

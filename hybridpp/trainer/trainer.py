@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from hybridpp.boosted import check_batches
 from hybridpp.booster import Booster
 from hybridpp.cluster import get_dist_logger
 from hybridpp.errors import ConfigError, DataError
@@ -81,6 +82,8 @@ class Trainer(TrainerState):
         """
         loader = self._dataloader if train_dataloader is None else train_dataloader
         self._check(loader, epochs, test_interval, max_steps, hooks)
+        if test_dataloader is not None:
+            check_batches("fit", "test_dataloader", test_dataloader)
         self.hooks = self._with_defaults(hooks, display_progress)
         self.num_epochs, self.should_stop = epochs, False
         self.epoch_to_end = None
@@ -135,6 +138,7 @@ class Trainer(TrainerState):
 
         Collective: every rank of the world; the result is the same on all of them.
         """
+        check_batches("evaluate", "dataloader", dataloader)
         self._check_hooks(hooks)
         before, self.hooks = self.hooks, self._with_defaults(hooks, display_progress=False)
         # Those of other hooks are of another evaluation.
@@ -282,3 +286,4 @@ class Trainer(TrainerState):
                 f"fit needs {', '.join(missing)}: got None. Pass them to booster.boost"
                 f"{', or train_dataloader to fit' if loader is None else ''}."
             )
+        check_batches("fit", "train_dataloader", loader)

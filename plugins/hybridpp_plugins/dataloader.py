@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
 from hybridpp.cluster import EndWithRank, current_world
 from hybridpp.config import require_bools
@@ -14,6 +14,7 @@ from hybridpp.data_parallel import (
     SeededDataset,
     ShardedBatchSampler,
     ShardedIterableDataset,
+    stack_samples,
 )
 from hybridpp.errors import ConfigError, DataError
 from hybridpp_plugins.replica_loader import MarkingCollate, ReplicaDataLoader
@@ -35,7 +36,7 @@ class DataLoaderConfig:
         drop_last: whether to skip an incomplete last global batch.
         seed_samples: whether random numbers drawn for a sample depend only on the sample; None: where samples have
             indices.
-        collate_fn: makes a batch from samples; None stacks them.
+        collate_fn: makes a batch from samples; None stacks them, lists of numbers too.
         num_workers: processes that load data.
         options: further arguments of ``DataLoader``.
 
@@ -95,7 +96,7 @@ class DataLoaderConfig:
         if self.seed_samples is not False:
             dataset = SeededDataset(dataset, self.seed)
             collate = collate and SeededCollate(collate)
-        return self._made(dataset, batch_sampler=sampler, collate_fn=collate)
+        return self._made(dataset, batch_sampler=sampler, collate_fn=collate or stack_samples)
 
     def _over_stream(self, dataset: Any) -> DataLoader[Any]:
         if self.shuffle:
@@ -121,7 +122,7 @@ class DataLoaderConfig:
             replica=self.replica,
             drop_last=self.drop_last,
         )
-        return self._made(stream, batch_size=None, collate_fn=MarkingCollate(self.collate_fn or default_collate))
+        return self._made(stream, batch_size=None, collate_fn=MarkingCollate(self.collate_fn or stack_samples))
 
     def _made(self, dataset: Any, **more: Any) -> DataLoader[Any]:
         # Seeds the workers: equal on all ranks of a replica, different between replicas.

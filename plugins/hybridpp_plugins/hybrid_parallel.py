@@ -295,7 +295,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, Choose
             shuffle: whether to draw a new order for each epoch.
             seed: of that order, and of random numbers.
             drop_last: whether to skip an incomplete last global batch.
-            collate_fn: makes a batch from samples; None stacks them.
+            collate_fn: makes a batch from samples; None stacks them, and lists of numbers in them to rows of a tensor.
             num_workers: processes that load data.
             pin_memory: whether to put batches in page-locked memory, from which a device copies without the host; None:
                 if this rank computes on a CUDA device.

@@ -76,14 +76,14 @@ def find_samples(model: nn.Module, dataloader: DataLoader[Any] | None, sample: A
     """
     if sample is not None:
         return Samples((to_plain_containers(sample),))
-    dataset = None if dataloader is None else dataloader.dataset
-    if dataloader is not None and dataset is not None and not isinstance(dataset, IterableDataset):
-        count = min(_NUM_SAMPLES, len(dataset))  # type: ignore[arg-type]  # Dataset declares no length
+    # The script may iterate over something of its own.
+    dataset, collate = getattr(dataloader, "dataset", None), getattr(dataloader, "collate_fn", None)
+    is_indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if collate is not None and dataset is not None and is_indexed and not isinstance(dataset, IterableDataset):
+        count = min(_NUM_SAMPLES, len(dataset))
         if count:
             with _untouched_generators(device):
-                return Samples(
-                    (to_plain_containers(dataloader.collate_fn([dataset[index] for index in range(count)])),)
-                )
+                return Samples((to_plain_containers(collate([dataset[index] for index in range(count)])),))
     made = _made(model)
     if not made:
         raise ConfigError(f"cutting {type(model).__name__} into stages needs a sample of its inputs. {_ADVICE}")

