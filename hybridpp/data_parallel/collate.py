@@ -33,16 +33,20 @@ def stack_samples(samples: list[Any]) -> Any:
         stacked = default_collate(others) if others[0] else {}
         return {name: made[name] if name in made else stacked[name] for name in first}
     if isinstance(first, tuple | list):
-        made = {place: column for place in range(len(first)) if (column := _column(samples, place)) is not None}
+        made = {
+            position: column for position in range(len(first)) if (column := _column(samples, position)) is not None
+        }
         if made:
-            rows = [[_row(made, place, at, entry) for place, entry in enumerate(s)] for at, s in enumerate(samples)]
+            rows = [
+                [_row(made, position, at, entry) for position, entry in enumerate(s)] for at, s in enumerate(samples)
+            ]
             make = type(first)
             return default_collate([make(*row) if hasattr(first, "_fields") else make(row) for row in rows])
     return default_collate(samples)
 
 
-def _row(made: Mapping[int, Tensor], place: int, index: int, entry: Any) -> Any:
-    return made[place][index] if place in made else entry
+def _row(made: Mapping[int, Tensor], position: int, index: int, entry: Any) -> Any:
+    return made[position][index] if position in made else entry
 
 
 def _column(samples: list[Any], key: Any) -> Tensor | None:
