@@ -17,6 +17,7 @@ from hybridpp.partition.describe import (
     stages_of,
     trace_model,
 )
+from hybridpp.partition.drawing_code import asks_for_mode
 from hybridpp.partition.flops import FlopCounter
 from hybridpp.partition.memory import MemoryBudget, StateBytes, TrainingStateSpec
 from hybridpp.partition.plan import BoundarySharding, CutPoint, StagePlan, owners, stage_plan
@@ -50,6 +51,7 @@ __all__ = [
     "UnitGather",
     "UntraceableUnitError",
     "annotate_split_points",
+    "asks_for_mode",
     "block_calls",
     "blocks_by_stage",
     "compile_blocks",

@@ -95,6 +95,15 @@ def may_draw(module: nn.Module) -> bool:
     return any(not (name in children_of(module) or name in vars(module) or hasattr(kind, name)) for name in names)
 
 
+def asks_for_mode(module: nn.Module) -> bool:
+    """Whether a module's forward may do something else in training than in evaluation, by the names in its code.
+
+    Its children count by themselves, and torch's own modules are known not to.
+    """
+    kind = type(module)
+    return not _is_torchs(kind.__module__) and any("training" in names_in(one.__code__) for one in _functions_of(kind))
+
+
 def _drawing_names_called_by(kind: type[nn.Module]) -> frozenset[str]:
     if kind not in _NAMES:
         called = frozenset().union(*(names_in(function.__code__) for function in _functions_of(kind)))

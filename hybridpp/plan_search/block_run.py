@@ -1,8 +1,10 @@
 """Run a block, or one rank's shard of it, on random numbers, and keep its results and gradients."""
 
 import copy
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,11 @@ from hybridpp.nn import walk
 from hybridpp.nn.contents import is_empty
 from hybridpp.nn.torch_private import FakeTensor, pytree
 from hybridpp.plan_search.gradient_sketch import Sketch, close, no_sketch, sketched_on_arrival
+from hybridpp.plan_search.training_mode import Operations, constant_draws
 from hybridpp.plan_search.trial_errors import is_machine_failure
+
+SampleCall: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a block's forward."""
 
 
 class BlockCall:
@@ -64,6 +70,7 @@ class BlockOutcome:
         block: to run: the reference block, or one rank's shard of it.
         call: its arguments.
         reference: the outcome of the reference block, if this is a shard.
+        watch: a context for the forward.
 
     Attributes:
         results: the floating-point tensors that the block returns, by their number among the leaves.
@@ -76,9 +83,23 @@ class BlockOutcome:
         ResultsDiffer: a result has the reference's shape and other numbers.
     """
 
-    def __init__(self, block: nn.Module, call: BlockCall, reference: "BlockOutcome | None" = None):
+    def __init__(
+        self,
+        block: nn.Module,
+        call: BlockCall,
+        reference: "BlockOutcome | None" = None,
+        watch: AbstractContextManager[Any] | None = None,
+    ):
+        with constant_draws() if block.training else nullcontext():
+            self._run(block, call, reference, watch or nullcontext())
+
+    def _run(
+        self, block: nn.Module, call: BlockCall, reference: "BlockOutcome | None", watch: AbstractContextManager[Any]
+    ) -> None:
         leaves = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in call.tensors]
-        output = pytree.tree_leaves(call.run(block, [leaf.clone() for leaf in leaves]))
+        copies = [leaf.clone() for leaf in leaves]
+        with watch:
+            output = pytree.tree_leaves(call.run(block, copies))
         results = {n: x for n, x in enumerate(output) if isinstance(x, Tensor) and x.is_floating_point()}
         self.results: dict[int, Tensor] = {number: result.detach() for number, result in results.items()}
         self.left = _left_on(block)
@@ -97,8 +118,10 @@ class BlockOutcome:
                 losses.append((result * weights).sum())
         parameters = {name: held for name, held in walk.named_parameters(block) if held.requires_grad}
         arguments = {number: leaf for number, leaf in enumerate(leaves) if leaf.requires_grad}
+        # Reentrant checkpointing, which may be on in training, computes all gradients or none.
+        inputs = None if block.training else [*parameters.values(), *arguments.values()]
         with sketched_on_arrival(parameters) as arrived:
-            torch.autograd.backward(torch.stack(losses).sum(), inputs=[*parameters.values(), *arguments.values()])
+            torch.autograd.backward(torch.stack(losses).sum(), inputs=inputs)
         self.gradients |= {name: arrived.get(name) or no_sketch(held) for name, held in parameters.items()}
         self.gradients |= {
             number: (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad,) for number, leaf in arguments.items()
@@ -106,13 +129,58 @@ class BlockOutcome:
 
 
 class ReferenceBlock:
-    """A complete block with its arguments and its outcome: what every candidate is compared with."""
+    """A complete block with its arguments and its outcome: what every candidate is compared with.
 
-    def __init__(self, block: nn.Module, call: BlockCall):
+    Args:
+        block: in evaluation, or in training.
+        call: its arguments.
+        written: the parameters that its forward writes to, by name.
+        training_call: arguments that it gets in training; None: the same.
+
+    Attributes:
+        outcome: of the block.
+        in_training: the same block in training, where it does something else there than in evaluation.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        call: BlockCall,
+        written: Collection[str] = (),
+        training_call: BlockCall | None = None,
+    ):
         self.block = block
         self.call = call
+        self._written = written
+        self.in_training: ReferenceBlock | None = None
         # Run on a copy: state that a run leaves on the block is part of a graph.
-        self.outcome = BlockOutcome(copy_block(block), call)
+        tried = self.copy()
+        operations = Operations(tried)
+        self.outcome = BlockOutcome(tried, call, watch=operations)
+        if not block.training:
+            self.in_training = self._otherwise_in_training(operations, training_call or call)
+
+    def copy(self) -> nn.Module:
+        """A copy that shares the memory of the parameters that the forward does not write to."""
+        return copy_block(self.block, self._written)
+
+    def _otherwise_in_training(self, evaluated: Operations, call: BlockCall) -> "ReferenceBlock | None":
+        """The block in training, if it runs other operations there; one run of its forward shows that."""
+        block = self.copy().train()
+        trained = Operations(block)
+        leaves = [leaf.detach().requires_grad_(leaf.requires_grad).clone() for leaf in call.tensors]
+        try:
+            with constant_draws(), trained:
+                call.run(block, leaves)
+        except Exception as error:  # a block may raise anything
+            if is_machine_failure(error):
+                raise
+            return None
+        finally:
+            trained.put_back()
+        if trained.run == evaluated.run:
+            return None
+        return ReferenceBlock(self.copy().train(), call, frozenset(trained.written))
 
 
 def _left_on(block: nn.Module) -> dict[tuple[str, str], Tensor]:
@@ -124,17 +192,18 @@ def _left_on(block: nn.Module) -> dict[tuple[str, str], Tensor]:
     }
 
 
-def copy_block(block: nn.Module) -> nn.Module:
-    """A copy whose parameters are new objects that share the block's memory."""
+def copy_block(block: nn.Module, apart: Collection[str] = ()) -> nn.Module:
+    """A copy whose parameters are new objects that share the block's memory, except for those named in ``apart``."""
     copies: dict[int, Any] = {
-        id(held): nn.Parameter(held.detach(), held.requires_grad) for held in walk.parameters(block)
+        id(held): nn.Parameter(held.detach().clone() if name in apart else held.detach(), held.requires_grad)
+        for name, held in walk.named_parameters(block)
     }
     # A search makes hundreds of copies, and half of the time would go into a dozen empty dicts of hooks on each module.
     empty = (held for module in walk.modules(block) for held in vars(module).values() if is_empty(held))
     return copy.deepcopy(block, copies | {id(held): held.copy() for held in empty})
 
 
-def randomized_copy(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReferenceBlock:
+def randomized_copy(block: nn.Module, call: SampleCall, training_call: SampleCall | None = None) -> ReferenceBlock:
     """A copy of a block with random weights, in double precision where its kernels support it.
 
     Random, because the weights of a new model hide mistakes: biases are zero, gates may be closed.
@@ -143,8 +212,9 @@ def randomized_copy(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     # Some kernels lack double precision, and some forwards run in training only.
     for training, dtype in product((False, True), (torch.float64, torch.float32)):
         try:
-            copied, call = _randomized(block, args, kwargs, dtype)
-            return ReferenceBlock(copied.train(training), call)
+            copied = _randomized(block, dtype).train(training)
+            other = None if training_call is None else _call_in(dtype, training_call)
+            return ReferenceBlock(copied, _call_in(dtype, call), training_call=other)
         except Exception as error:  # a block may raise anything
             if is_machine_failure(error):
                 raise
@@ -153,9 +223,7 @@ def randomized_copy(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     raise failure
 
 
-def _randomized(
-    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
-) -> tuple[nn.Module, BlockCall]:
+def _randomized(block: nn.Module, dtype: torch.dtype) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     # Copies made beforehand: weights are not read, so a block may be on the meta device.
     copies: dict[int, Any] = {id(held): _numbers(held, generator, dtype) for held in walk.parameters(block)}
@@ -163,20 +231,22 @@ def _randomized(
     kept = [value for module in walk.modules(block) for value in vars(module).values() if isinstance(value, Tensor)]
     copies |= {id(value): value.detach().clone() for value in kept}
     copies |= {id(held): _filled(held) for held in walk.buffers(block) if held.is_meta}
-    copied = copy.deepcopy(block, copies).to(dtype)
+    return copy.deepcopy(block, copies).to(dtype)
 
+
+def _call_in(dtype: torch.dtype, arguments: SampleCall) -> BlockCall:
     def cast(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         cast_leaf = leaf.detach().to(dtype) if leaf.is_floating_point() else leaf.detach()
         return cast_leaf.clone().requires_grad_(leaf.requires_grad)
 
-    args, kwargs = pytree.tree_map(cast, (args, kwargs))
+    args, kwargs = pytree.tree_map(cast, arguments)
     call = BlockCall(args, kwargs)
     first = next((tensor for tensor in call.tensors if tensor.is_floating_point()), None)
     if first is not None:
         first.requires_grad_()
-    return copied, call
+    return call
 
 
 def _numbers(held: nn.Parameter, generator: torch.Generator, dtype: torch.dtype) -> nn.Parameter:

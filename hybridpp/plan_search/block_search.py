@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import islice
 from operator import or_
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from torch import nn
 
 from hybridpp.nn.linear import linear_shapes
-from hybridpp.plan_search.block_run import copy_block, randomized_copy
+from hybridpp.plan_search.block_run import SampleCall, copy_block, randomized_copy
 from hybridpp.plan_search.candidates import CandidateGenerator
 from hybridpp.plan_search.dataflow import layer_dataflow
 from hybridpp.plan_search.layer_groups import LayerGroup, common_module, groups_of
@@ -24,9 +24,6 @@ from hybridpp.sharding_plan.sharding_spec import ShardingSpec
 _MAX_CANDIDATES = 160
 # Where tp_size does not divide a group's number of heads, nearly every candidate is rejected.
 _MAX_INDIVISIBLE = 2 * LIKELY
-
-SampleCall: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of a block's forward."""
 
 
 @dataclass
@@ -54,20 +51,23 @@ class PlanSearch:
 
     Args:
         block: of the model.
-        call: arguments of its forward.
+        calls: arguments of its forward; a second one are those in training.
         tp_size: number of ranks.
         own_plan: kinds of the layers that the model's own plan names, by their names in the block; they are tried
             first.
     """
 
     def __init__(
-        self, block: nn.Module, call: SampleCall, tp_size: int, own_plan: Mapping[str, ShardKind] | None = None
+        self,
+        block: nn.Module,
+        calls: Sequence[SampleCall],
+        tp_size: int,
+        own_plan: Mapping[str, ShardKind] | None = None,
     ):
         self._own_plan = own_plan or {}
-        args, kwargs = call
         self._tp_size = tp_size
         self._layers = linear_shapes(block)
-        self._reference = randomized_copy(block, args, kwargs)
+        self._reference = randomized_copy(block, *calls)
         self._block, self._call = self._reference.block, self._reference.call
         tensors = [x.detach().requires_grad_(x.requires_grad) for x in self._call.tensors]
         self._flow = layer_dataflow(copy_block(self._block), self._layers, *self._call.arguments(tensors))
@@ -196,13 +196,23 @@ class PlanSearch:
         return verify(self._reference, reduce(or_, specs), self._tp_size)
 
     def _add_idle(self, plan: BlockPlan) -> None:
-        """Shard layers that did not run (experts without tokens) like layers whose names differ only in a number."""
+        """Shard layers that did not run (experts without tokens) like layers whose names differ only in a number.
+
+        Those that run in training only are tried there.
+        """
+        before, reasons = plan.spec, dict(plan.reasons)
         examples = {(_pattern(name), self._layers[name]): name for name in plan.spec.holders() if name in self._layers}
         for name in set(self._layers) - self._flow.reads.keys():
             example = examples.get((_pattern(name), self._layers[name]))
             if example is not None:
                 plan.reasons.pop(name, None)
                 plan.spec |= replace(plan.spec.of_block(example).inside(name), partial_grad=frozenset())
+        if plan.spec != before and self._reference.in_training is not None:
+            verified = verify(self._reference, plan.spec, self._tp_size)
+            if isinstance(verified, Rejected):
+                plan.spec, plan.reasons = before, reasons
+            else:
+                plan.spec = verified
 
     def _likelihood(self, group: LayerGroup) -> tuple[bool, bool, int]:
         """First the groups of the model's own plan, then those whose rows read nothing else, then by size."""

@@ -40,7 +40,9 @@ def sketched_on_arrival(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict
 
     def keep(name: str, parameter: Tensor) -> None:
         assert parameter.grad is not None, "it has just arrived"
-        arrived[name] = sketch(parameter.grad)
+        found = sketch(parameter.grad)
+        # Reentrant checkpointing computes the gradient in parts.
+        arrived[name] = tuple(map(torch.add, arrived[name], found)) if name in arrived else found
         parameter.grad = None
 
     hooks = [

@@ -1,6 +1,6 @@
 """Search for a way to shard the blocks of a model, verified by trials."""
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from hybridpp.nn import walk
 from hybridpp.nn.names import qualified
 from hybridpp.nn.torch_private import parameters_of, pytree
-from hybridpp.plan_search.block_search import BlockPlan, PlanSearch, SampleCall
+from hybridpp.plan_search.block_run import SampleCall
+from hybridpp.plan_search.block_search import BlockPlan, PlanSearch
 from hybridpp.plan_search.hf_tp_plan import differences, hf_tp_plan
 from hybridpp.plan_search.trial_errors import failure_reason
 from hybridpp.sharding_plan.plan import Plan, ShardKind
@@ -21,6 +22,7 @@ def infer_plan(
     blocks: Iterable[str],
     sample_calls: Mapping[str, SampleCall],
     tp_size: int,
+    training_calls: Mapping[str, SampleCall] | None = None,
 ) -> Plan:
     """How the blocks of a model can be sharded over ``tp_size`` ranks without a change of results.
 
@@ -33,6 +35,7 @@ def infer_plan(
         blocks: names of the modules to shard.
         sample_calls: arguments of one call of each block; blocks without one stay replicated.
         tp_size: number of ranks.
+        training_calls: arguments in training, of the blocks that get others there.
     """
     known: dict[Hashable, BlockPlan] = {}
     own_plan = hf_tp_plan(model)
@@ -44,9 +47,10 @@ def infer_plan(
             continue
         block = walk.submodule(model, name)
         own = own_plan.of_block(name)
-        kind = (kind_of(block, *sample_calls[name]), tuple(sorted(own.items())))
+        calls = calls_of(name, sample_calls, training_calls)
+        kind = (*(kind_of(block, *call) for call in calls), tuple(sorted(own.items())))
         if kind not in known:
-            known[kind] = _plan_of(block, sample_calls[name], tp_size, own)
+            known[kind] = _plan_of(block, calls, tp_size, own)
         plans[name] = known[kind]
     for name, parameter in _shared_in_two_ways(model, plans).items():
         del plans[name]
@@ -79,9 +83,16 @@ def _shared_in_two_ways(model: nn.Module, plans: Mapping[str, BlockPlan]) -> dic
     return in_two_ways
 
 
-def _plan_of(block: nn.Module, call: SampleCall, tp_size: int, own: Mapping[str, ShardKind]) -> BlockPlan:
+def calls_of(
+    name: str, calls: Mapping[str, SampleCall], training_calls: Mapping[str, SampleCall] | None
+) -> list[SampleCall]:
+    """The call of a block in evaluation, and that in training where it gets other arguments."""
+    return [calls[name], *([training_calls[name]] if training_calls and name in training_calls else [])]
+
+
+def _plan_of(block: nn.Module, calls: Sequence[SampleCall], tp_size: int, own: Mapping[str, ShardKind]) -> BlockPlan:
     try:
-        search = PlanSearch(block, call, tp_size, own)
+        search = PlanSearch(block, calls, tp_size, own)
     except Exception as error:  # random numbers may make the block raise anything
         return BlockPlan(reasons={"": f"cannot run alone ({failure_reason(error)})"})
     return search.run()

@@ -1,6 +1,6 @@
 """Search for a way to run one sharded block on sequence shards."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from typing import NamedTuple
 
@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from hybridpp.nn.linear import is_linear, linear_shapes
 from hybridpp.nn.torch_private import NormWithStatistics, pytree
-from hybridpp.plan_search.block_run import ReferenceBlock, randomized_copy
-from hybridpp.plan_search.block_search import SampleCall
+from hybridpp.plan_search.block_run import ReferenceBlock, SampleCall, randomized_copy
 from hybridpp.plan_search.sequence_dataflow import SequenceDataflow, sequence_dataflow
 from hybridpp.plan_search.sequence_verify import training_obstacle, verify_sequence
 from hybridpp.plan_search.trial_errors import failure_reason
@@ -35,17 +34,19 @@ class SequenceBlockPlan(NamedTuple):
     reason: str = ""
 
 
-def search_sequence_block(block: nn.Module, call: SampleCall, spec: ShardingSpec, tp_size: int) -> SequenceBlockPlan:
+def search_sequence_block(
+    block: nn.Module, calls: Sequence[SampleCall], spec: ShardingSpec, tp_size: int
+) -> SequenceBlockPlan:
     """The first way to run a block on sequence shards that reproduces its results and gradients.
 
     Args:
         block: with full parameters; it is not changed.
-        call: arguments of its forward.
+        calls: arguments of its forward; a second one are those in training.
         spec: how it will be sharded.
         tp_size: number of ranks.
     """
     try:
-        return _Search(randomized_copy(block, *_with_distinct_positions(call)), spec, tp_size).run()
+        return _Search(randomized_copy(block, *map(_with_distinct_positions, calls)), spec, tp_size).run()
     except Exception as error:  # random numbers may make the block raise anything
         return SequenceBlockPlan(reason=f"cannot run alone ({failure_reason(error)})")
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from hybridpp.plan_search.block_search import SampleCall
-from hybridpp.plan_search.model_search import kind_of
+from hybridpp.plan_search.block_run import SampleCall
+from hybridpp.plan_search.model_search import calls_of, kind_of
 from hybridpp.plan_search.sequence_block_search import SequenceBlockPlan, search_sequence_block
 from hybridpp.sharding_plan.sharding_spec import ShardingSpec
 from hybridpp.tensor_parallel.sequence_block import SequenceBlock
@@ -27,7 +27,12 @@ class SequencePlan(NamedTuple):
 
 
 def infer_sequence(
-    model: nn.Module, blocks: Iterable[str], sample_calls: Mapping[str, SampleCall], spec: ShardingSpec, tp_size: int
+    model: nn.Module,
+    blocks: Iterable[str],
+    sample_calls: Mapping[str, SampleCall],
+    spec: ShardingSpec,
+    tp_size: int,
+    training_calls: Mapping[str, SampleCall] | None = None,
 ) -> SequencePlan:
     """Which blocks can run on sequence shards without a change of results.
 
@@ -40,6 +45,7 @@ def infer_sequence(
         sample_calls: arguments of one call of each block; blocks without one are left out.
         spec: how the model will be sharded.
         tp_size: number of ranks.
+        training_calls: arguments in training, of the blocks that get others there.
     """
     known: dict[Hashable, SequenceBlockPlan] = {}
     results: dict[str, SequenceBlockPlan] = {}
@@ -48,9 +54,10 @@ def infer_sequence(
             results[name] = SequenceBlockPlan(reason="was not called")
             continue
         inner = spec.of_block(name)
-        kind = (kind_of(model.get_submodule(name), *sample_calls[name]), str(inner))
+        block, calls = model.get_submodule(name), calls_of(name, sample_calls, training_calls)
+        kind = (*(kind_of(block, *call) for call in calls), str(inner))
         if kind not in known:
-            known[kind] = search_sequence_block(model.get_submodule(name), sample_calls[name], inner, tp_size)
+            known[kind] = search_sequence_block(block, calls, inner, tp_size)
         results[name] = known[kind]
     _leave_out_shared(model, results)
     return SequencePlan(

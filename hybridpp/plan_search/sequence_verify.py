@@ -12,7 +12,7 @@ from hybridpp.nn.torch_private import TorchDispatchMode, pytree
 from hybridpp.plan_search.block_run import BlockOutcome, ReferenceBlock, ResultsDiffer, copy_block
 from hybridpp.plan_search.gradient_sketch import close
 from hybridpp.plan_search.trial_errors import failure_reason
-from hybridpp.plan_search.verify import Rejected, partial_gradients
+from hybridpp.plan_search.verify import Rejected, partial_gradients, summed_in_both
 from hybridpp.sharding_plan.sharding_spec import ShardingSpec
 from hybridpp.tensor_parallel.parameter_sharding import ParameterSharding, sharding_of
 from hybridpp.tensor_parallel.sequence_block import CHECKPOINTING, SequenceBlock, run_sequence_parallel
@@ -24,17 +24,31 @@ def verify_sequence(
 ) -> frozenset[str] | Rejected:
     """The replicated parameters whose gradients are sums over ranks, if a block runs on sequence shards.
 
+    In training, too, where the block does something else there than in evaluation.
+
     Args:
         reference: the block with its outcome.
         spec: how it is sharded.
         sequence: how it runs on sequence shards.
         tp_size: number of ranks.
     """
+    found = _verify(reference, spec, sequence, tp_size)
+    if reference.in_training is None or isinstance(found, Rejected):
+        return found
+    trained = _verify(reference.in_training, spec, sequence, tp_size)
+    if isinstance(trained, Rejected):
+        return trained
+    summed = summed_in_both(reference, found, trained)
+    return Rejected() if summed is None else summed
 
+
+def _verify(
+    reference: ReferenceBlock, spec: ShardingSpec, sequence: SequenceBlock, tp_size: int
+) -> frozenset[str] | Rejected:
     def run() -> tuple[BlockOutcome, dict[str, ParameterSharding | None]]:
         group = current_world().split([range(tp_size)])
         assert group is not None
-        block = copy_block(reference.block)
+        block = reference.copy()
         run_sequence_parallel("", sequence, shard(ModuleAdapter(block), spec, group, share_memory=True))
         outcome = BlockOutcome(block, reference.call, reference.outcome)
         return outcome, {name: sharding_of(held) for name, held in block.named_parameters()}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.module_adapter import ModuleAdapter
-from hybridpp.plan_search.block_run import BlockOutcome, ReferenceBlock, ResultsDiffer, copy_block
+from hybridpp.plan_search.block_run import BlockOutcome, ReferenceBlock, ResultsDiffer
 from hybridpp.plan_search.gradient_sketch import Sketch, close, largest
 from hybridpp.plan_search.trial_errors import failure_reason
 from hybridpp.sharding_plan.sharding_spec import DimShard, ShardingSpec
@@ -34,7 +34,8 @@ def common_error(rejections: Sequence[Rejected]) -> str | None:
 def verify(reference: ReferenceBlock, spec: ShardingSpec, tp_size: int) -> ShardingSpec | Rejected:
     """Whether a spec reproduces the reference block's results and gradients.
 
-    The runtime's own :func:`~hybridpp.tensor_parallel.shard` applies it. Collective: none outside of this process.
+    In training, too, where the block does something else there than in evaluation. The runtime's own
+    :func:`~hybridpp.tensor_parallel.shard` applies the spec. Collective: none outside of this process.
 
     Args:
         reference: the block with its outcome.
@@ -48,7 +49,10 @@ def verify(reference: ReferenceBlock, spec: ShardingSpec, tp_size: int) -> Shard
         Exception: memory ran out, or a device failed.
     """
     try:
-        return _verify(reference, spec, tp_size)
+        found = _verify(reference, spec, tp_size)
+        if reference.in_training is None or isinstance(found, Rejected):
+            return found
+        return _verified_in_training(reference, reference.in_training, found, tp_size)
     except Exception as error:  # a wrong candidate may make the block raise anything
         return _rejected(error)
 
@@ -79,11 +83,46 @@ def _verify(reference: ReferenceBlock, spec: ShardingSpec, tp_size: int) -> Shar
     return rejected
 
 
+def _verified_in_training(
+    reference: ReferenceBlock, training: ReferenceBlock, spec: ShardingSpec, tp_size: int
+) -> ShardingSpec | Rejected:
+    """A spec that was verified in evaluation, if it holds in training, too."""
+    ranks = _run(training, spec, tp_size)
+    found = _verified(training, spec, ranks) if ranks[0].gradients else None
+    if found is None:
+        return Rejected()
+    partial = summed_in_both(reference, spec.partial_grad, found.partial_grad)
+    return Rejected() if partial is None else replace(spec, partial_grad=partial)
+
+
+def summed_in_both(
+    reference: ReferenceBlock, evaluated: frozenset[str], trained: frozenset[str]
+) -> frozenset[str] | None:
+    """The parameters whose gradients are sums over ranks, in evaluation and in training.
+
+    None: one of them is a sum in one mode and complete in the other, and not zero there.
+
+    Args:
+        reference: the block in evaluation, with that in training.
+        evaluated: those found in evaluation.
+        trained: those found in training.
+    """
+    training = reference.in_training
+    assert training is not None, "the modes differ"
+    is_zero = all(_is_zero(training.outcome.gradients[name]) for name in evaluated - trained)
+    is_zero = is_zero and all(_is_zero(reference.outcome.gradients[name]) for name in trained - evaluated)
+    return evaluated | trained if is_zero else None
+
+
+def _is_zero(sketches: Sketch) -> bool:
+    return not any(bool(numbers.any()) for numbers in sketches)
+
+
 def _run(reference: ReferenceBlock, spec: ShardingSpec, tp_size: int) -> list[BlockOutcome]:
     def run() -> BlockOutcome:
         group = current_world().split([range(tp_size)])
         assert group is not None
-        block = copy_block(reference.block)
+        block = reference.copy()
         shard(ModuleAdapter(block), spec, group, share_memory=True)
         return BlockOutcome(block, reference.call, reference.outcome)
 

@@ -46,7 +46,8 @@ def sequence_plan(
     def search(samples: Samples) -> SequencePlan:
         blocks = find_units(model, 1).blocks
         with preserved_random_state(torch.device("cpu")):
-            return infer_sequence(model, blocks, calls_of_blocks(model, blocks, samples), plan.spec, size)
+            calls, in_training = calls_of_blocks(model, blocks, samples)
+            return infer_sequence(model, blocks, calls, plan.spec, size, in_training)
 
     plan_of_blocks = of_first_rank(find, control)
     if not plan_of_blocks.blocks:

@@ -2,17 +2,19 @@
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hybridpp.cluster import Group, gather_objects, preserved_random_state
 from hybridpp.errors import ConfigError
+from hybridpp.nn import walk
 from hybridpp.nn.snapshot import preserved_buffer_values, preserved_modules
 from hybridpp.nn.torch_private import pytree
-from hybridpp.partition import CallArguments, block_calls, find_units, is_cache
+from hybridpp.partition import CallArguments, asks_for_mode, block_calls, find_units, is_cache
 from hybridpp.pipeline import call_arguments
 from hybridpp.plan_search import infer_embeddings_and_heads, infer_plan, large_tables, record_table_uses
 from hybridpp.sharding_plan import Plan, spec_of_styles
@@ -47,12 +49,12 @@ def find_tp_plan(
     def search(samples: Samples) -> Plan:
         blocks = find_units(model, 1).blocks
         with record_table_uses(large_tables(model, blocks)) as uses, _watched_insides(model, blocks) as entered:
-            calls = calls_of_blocks(model, blocks, samples)
+            calls, in_training = calls_of_blocks(model, blocks, samples)
         with preserved_random_state(torch.device("cpu")):
-            found = infer_plan(model, blocks, calls, size)
+            found = infer_plan(model, blocks, calls, size, in_training)
             outside = _divided_for_others(found, entered)
             if outside:
-                found = infer_plan(model, [name for name in blocks if name not in outside], calls, size)
+                found = infer_plan(model, [name for name in blocks if name not in outside], calls, size, in_training)
             ends = infer_embeddings_and_heads(uses)
         return found._replace(
             spec=found.spec | spec_of_styles(model, ends.styles, size),
@@ -89,25 +91,59 @@ def _pickled(error: Exception) -> bytes:
     return message
 
 
-def calls_of_blocks(model: nn.Module, blocks: Sequence[str], samples: Samples) -> dict[str, CallArguments]:
+class BlockCalls(NamedTuple):
+    """The arguments of each block's first call, by name.
+
+    Attributes:
+        calls: in evaluation mode, without dropout; in training mode, if the forward runs only in that.
+        in_training: those in training mode that are of another kind; empty if the container code asks for no mode.
+    """
+
+    calls: dict[str, CallArguments]
+    in_training: dict[str, CallArguments]
+
+
+def calls_of_blocks(model: nn.Module, blocks: Sequence[str], samples: Samples) -> BlockCalls:
     """The arguments of each block's call, for the first sample that the model runs on."""
     *others, last = samples.batches
     with samples.explained(model):
         for batch in others:
             with suppress(Exception):  # whatever a model's forward raises
-                return _without_caches(_calls_on(model, blocks, batch))
-        return _without_caches(_calls_on(model, blocks, last))
+                return _calls_on(model, blocks, batch)
+        return _calls_on(model, blocks, last)
 
 
-def _calls_on(model: nn.Module, blocks: Sequence[str], batch: Any) -> dict[str, CallArguments]:
-    """The calls in evaluation mode, without dropout; in training mode, if the forward runs only in that."""
-    calls_on = _traced if any(parameter.is_meta for parameter in model.parameters()) else _run
+def _calls_on(model: nn.Module, blocks: Sequence[str], batch: Any) -> BlockCalls:
+    is_traced = any(parameter.is_meta for parameter in model.parameters())
+    calls_on = _traced if is_traced else _run
+    # By block: what it returned, where the container code is run once more.
+    results: dict[str, list[Any]] | None = {} if _asks_for_mode(model, blocks) else None
     try:
-        return calls_on(model, blocks, batch, training=False)
+        calls = calls_on(model, blocks, batch, training=False, results=results)
     except Exception:  # whatever a model's forward raises
         with suppress(Exception):
-            return calls_on(model, blocks, batch, training=True)
+            return BlockCalls(_without_caches(calls_on(model, blocks, batch, training=True)), {})
         raise
+    calls, in_training = _without_caches(calls), {}
+    if results is not None:
+        # It need not run in training: it may want other inputs there. What it did until then is known.
+        with suppress(Exception), nullcontext() if is_traced else _answering(model, results):
+            for name, call in _without_caches(calls_on(model, blocks, batch, training=True)).items():
+                if name in calls and _kind(call) != _kind(calls[name]):
+                    in_training[name] = call
+    return BlockCalls(calls, in_training)
+
+
+def _asks_for_mode(model: nn.Module, blocks: Sequence[str]) -> bool:
+    """Whether code around the blocks may do something else in training than in evaluation."""
+    inside = {part for name in blocks for part in walk.modules(walk.submodule(model, name))}
+    return any(asks_for_mode(module) for module in walk.modules(model) if module not in inside)
+
+
+def _kind(call: CallArguments) -> Any:
+    """Equal for calls of one kind: with the same structure, tensors of the same shapes, and the same other values."""
+    leaves, tree = pytree.tree_flatten(call)
+    return tree, [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf)) for leaf in leaves]
 
 
 def _without_caches(calls: dict[str, CallArguments]) -> dict[str, CallArguments]:
@@ -116,31 +152,58 @@ def _without_caches(calls: dict[str, CallArguments]) -> dict[str, CallArguments]
     return without
 
 
-def _run(model: nn.Module, blocks: Sequence[str], batch: Any, training: bool) -> dict[str, CallArguments]:
+def _run(
+    model: nn.Module,
+    blocks: Sequence[str],
+    batch: Any,
+    training: bool,
+    results: dict[str, list[Any]] | None = None,
+) -> dict[str, CallArguments]:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     batch = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device, copy=True), batch)
     args, kwargs = call_arguments(batch)
     with (
         preserved_buffer_values(model),
         preserved_random_state(device),
-        _watched(model, blocks, training) as calls,
+        _watched(model, blocks, training, results) as calls,
         torch.enable_grad(),
     ):
         model(*args, **kwargs)
     return calls
 
 
-def _traced(model: nn.Module, blocks: Sequence[str], batch: Any, training: bool) -> dict[str, CallArguments]:
+def _traced(
+    model: nn.Module,
+    blocks: Sequence[str],
+    batch: Any,
+    training: bool,
+    results: dict[str, list[Any]] | None = None,
+) -> dict[str, CallArguments]:
     """The calls by a trace, without weights; values that depend on weights are random."""
     return block_calls(model, blocks, call_arguments(batch), training)
 
 
 @contextmanager
-def _watched(model: nn.Module, blocks: Sequence[str], training: bool) -> Iterator[dict[str, CallArguments]]:
-    """A context that records the first call of each block. Afterwards all modules are as before.
+def _answering(model: nn.Module, results: Mapping[str, list[Any]]) -> Iterator[None]:
+    """Inside, blocks do not run: they return what they returned before."""
+
+    def answer(left: list[Any], *_: Any, **__: Any) -> Any:
+        return left.pop(0)
+
+    with preserved_modules(model):
+        for name, left in results.items():
+            vars(model.get_submodule(name))["forward"] = partial(answer, left)
+        yield
+
+
+@contextmanager
+def _watched(
+    model: nn.Module, blocks: Sequence[str], training: bool, results: dict[str, list[Any]] | None
+) -> Iterator[dict[str, CallArguments]]:
+    """A context that records the first call of each block, and what blocks return in ``results`` if there are such.
 
     Container code keeps its autograd graph, which shows which arguments require gradients; blocks, whose graphs would
-    be large, do not.
+    be large, do not. Afterwards all modules are as before.
     """
     calls: dict[str, CallArguments] = {}
 
@@ -151,16 +214,21 @@ def _watched(model: nn.Module, blocks: Sequence[str], training: bool) -> Iterato
 
         return note
 
-    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        torch.set_grad_enabled(True)
-        # Copies, because container code may write to them.
-        return pytree.tree_map_only(Tensor, lambda leaf: _wanting(leaf, leaf.is_floating_point()).clone(), output)
+    def leaving(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
+        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            torch.set_grad_enabled(True)
+            if results is not None:
+                results.setdefault(name, []).append(pytree.tree_map_only(Tensor, torch.Tensor.detach, output))
+            # Copies, because container code may write to them.
+            return pytree.tree_map_only(Tensor, lambda leaf: _wanting(leaf, leaf.is_floating_point()).clone(), output)
+
+        return leave
 
     with preserved_modules(model):
         for name in blocks:
             block = model.get_submodule(name)
             block.register_forward_pre_hook(noting(name), with_kwargs=True)
-            block.register_forward_hook(leave)
+            block.register_forward_hook(leaving(name))
         model.train(training)
         yield calls
 

@@ -223,7 +223,7 @@ def test_equal_layers_of_a_block_are_rejected_together(monkeypatch):
     tried = {}
     for number in (1, 3):
         block = nn.Sequential(*[Sorted() for _ in range(number)])
-        plan = block_search.PlanSearch(block, ((torch.randn(2, 3, 8),), {}), 2).run()
+        plan = block_search.PlanSearch(block, [((torch.randn(2, 3, 8),), {})], 2).run()
         assert not plan.spec.params
         assert set(plan.reasons) == {f"{index}.{name}" for index in range(number) for name in ("up", "down")}
         assert len(set(plan.reasons.values())) == 2 * number
