@@ -41,6 +41,12 @@ resume: $(READY)
 kills: $(READY)
 	HF_HUB_OFFLINE=1 PYTHONPATH=.:plugins:tests $(BIN)/python tests/plugins/kill_matrix.py $(ARGS)
 
+# 200 random training scripts, as people write them, each against plain torch (10 minutes on 2 cores). ARGS="--only 17" runs
+# one; ARGS="--seed 200" draws others.
+.PHONY: scripts
+scripts: $(READY)
+	HF_HUB_OFFLINE=1 PYTHONPATH=.:plugins:tests $(BIN)/python tests/plugins/random_scripts.py $(ARGS)
+
 # Examines every architecture that transformers registers and writes docs/models.md: models-pp cuts them into stages (40
 # minutes on 2 cores), models-tp lets ranks share their layers, models-sp their sequences, too. What is in the folder
 # MODELS is not examined again, so ARGS="--seconds 120" does it in pieces.

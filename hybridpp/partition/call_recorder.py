@@ -14,7 +14,7 @@ from hybridpp.nn.snapshot import Snapshot
 from hybridpp.nn.torch_private import pytree, version_of
 from hybridpp.partition.calls import Same, TensorSpec, Trace, UnitCall
 from hybridpp.partition.concrete_fallback import UntraceableUnitError, run_on_concrete_values
-from hybridpp.partition.containers import ContainerRef, ContainerSnapshot, flatten, tensors_in
+from hybridpp.partition.containers import ContainerRef, ContainerSnapshot, flatten
 from hybridpp.partition.fakes import Fakes
 from hybridpp.partition.flops import FlopCounter
 from hybridpp.partition.hooks import HookEffects
@@ -85,18 +85,20 @@ class CallRecorder:
             self.calls[-1].others += (name,)
             return forward(*args, **kwargs)
         call = self._begin(name, args, kwargs)
-        arguments = tensors_in((args, kwargs))
-        self.taints.refuse_strays(arguments)
+        arguments, given_tree = flatten((args, kwargs))
+        tensors = {index: leaf for index, leaf in enumerate(arguments) if isinstance(leaf, Tensor)}
+        self.taints.refuse_strays(list(tensors.values()))
         if self._watch is not None:
             with self.taints.paused(name):
                 self._watch(name, args, kwargs)
-        versions = [version_of(argument) for argument in arguments]
+        versions = {index: version_of(tensor) for index, tensor in tensors.items()}
         given = ContainerSnapshot((args, kwargs))
         output, assigned, appended = self._cached_or_run(call, forward, args, kwargs, given)
         call.changed, call.assigned, call.appended = given.changed(), tuple(assigned), tuple(appended)
         leaves, call.tree = flatten((given.to_refs(output), given.changes(call.changed), assigned, appended))
         call.uses_refs = any(isinstance(leaf, ContainerRef) for leaf in leaves)
-        self._record_leaves(call, leaves, arguments, versions)
+        self._record_leaves(call, leaves, tensors, versions)
+        call.given = given_tree if call.arguments else None
         self.resets.note_call((name, call.occurrence), assigned)
         return output
 
@@ -119,12 +121,14 @@ class CallRecorder:
         self.calls.append(call)
         return call
 
-    def _record_leaves(self, call: UnitCall, leaves: list[Any], arguments: list[Tensor], versions: list[int]) -> None:
+    def _record_leaves(
+        self, call: UnitCall, leaves: list[Any], arguments: Mapping[int, Tensor], versions: Mapping[int, int]
+    ) -> None:
         """Record the leaves of a call's result, then the arguments that it wrote to without returning them.
 
-        ``versions`` are those of the arguments before the call.
+        ``arguments`` are tensors by their index among all leaves, ``versions`` theirs before the call.
         """
-        indices = {id(argument): index for index, argument in enumerate(arguments)}
+        indices = {id(argument): index for index, argument in arguments.items()}
         written = {index for index in indices.values() if version_of(arguments[index]) != versions[index]}
         call.arguments = {number: indices[id(leaf)] for number, leaf in enumerate(leaves) if id(leaf) in indices}
         for index in indices.values():

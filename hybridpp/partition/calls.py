@@ -48,7 +48,9 @@ class UnitCall:
         tree: structure of its result, of the changes to containers, and of the attributes it set on its modules.
         leaves: for each leaf of ``tree`` a :class:`TensorSpec`, :class:`Same`, or the leaf itself if it is no tensor;
             after them, the arguments that it wrote to in place without returning them.
-        arguments: leaves that are an argument itself (returned or written to): the argument's index, by leaf.
+        arguments: leaves that are an argument itself (returned or written to): its index among the leaves of all
+            arguments, by leaf.
+        given: structure of all arguments; None: no leaf is one.
         written: leaves that are written to in place after they were returned.
         changed: indices of the containers (lists, dicts, objects) among its arguments whose contents it changed.
         uses_refs: whether containers among its arguments are part of its result, or were put into others.
@@ -68,6 +70,7 @@ class UnitCall:
     tree: pytree.TreeSpec = field(repr=False)
     leaves: tuple[Any, ...] = ()
     arguments: dict[int, int] = field(default_factory=dict)
+    given: pytree.TreeSpec | None = None
     written: frozenset[int] = frozenset()
     changed: tuple[int, ...] = ()
     uses_refs: bool = False

@@ -106,7 +106,7 @@ class StageRun:
     def _run_with_outgoing(self, call: UnitCall, index: int, forward: Forward, inputs: CallArguments) -> Any:
         """Run an own unit whose result contains outgoing values."""
         # Before the unit runs, because it may write to its arguments' containers.
-        arguments = [] if call.is_simple else tensors_in(inputs)
+        arguments = _arguments(call, inputs)
         given = ContainerSnapshot(inputs if call.changed or call.uses_refs else ())
         deltas = self._delta_of(call)
         output = self._local(forward, *inputs)
@@ -157,8 +157,8 @@ class StageRun:
         """The result of a unit of another stage, which is not run."""
         call = self._plan.calls[index]
         if call.is_simple:
-            return self._received_or_placeholder(call, Value(index, 0), [])
-        arguments = tensors_in(inputs)
+            return self._received_or_placeholder(call, Value(index, 0), {})
+        arguments = _arguments(call, inputs)
         leaves: list[Any] = []
         for number, spec in enumerate(call.leaves):
             same = isinstance(spec, Same)
@@ -188,27 +188,27 @@ class StageRun:
         now = deltas.now()[0]
         return {key: v for key, v in assigned.items() if now[key] is None or here.issuperset(map(id, tensors_in(v)))}
 
-    def _received_or_placeholder(self, call: UnitCall, at: Value, arguments: list[Tensor]) -> Any:
+    def _received_or_placeholder(self, call: UnitCall, at: Value, arguments: Mapping[int, Any]) -> Any:
         spec = call.leaves[at.leaf]
         if not isinstance(spec, TensorSpec):
             return spec
         value = self._values.get(at)
         if at.leaf in call.arguments:
             # The unit returned its argument, or wrote to it, which all holders of that tensor must see.
-            argument = arguments[call.arguments[at.leaf]]
+            argument = arguments[at.leaf]
             return argument if value is None else argument.copy_(value)
         if value is None:
             value = self._placeholders.get(spec)
         return value.clone() if at.leaf in call.written else value
 
-    def _keep(self, call: UnitCall, index: int, output: Any, arguments: list[Tensor]) -> None:
+    def _keep(self, call: UnitCall, index: int, output: Any, arguments: Mapping[int, Any]) -> None:
         """Store outgoing values."""
         leaves, tree = flatten(output)
         if tree != call.tree:
             # Then only the result has the traced structure, not the attributes set on modules.
             leaves = flatten(output[:1])[0]
         leaves = [*leaves, *[None] * call.tree.num_leaves][: call.tree.num_leaves]
-        leaves += [arguments[call.arguments[number]] for number in range(call.tree.num_leaves, len(call.leaves))]
+        leaves += [arguments[number] for number in range(call.tree.num_leaves, len(call.leaves))]
         for number in range(len(call.leaves)):
             value = Value(index, number)
             if value in self._plan.outgoing_set:
@@ -244,6 +244,20 @@ class StageRun:
             self._values[value] = sharding.unshard(shard, self._plan.calls[value.call].leaves[value.leaf])
             if value in self._plan.outgoing_set:
                 self._outgoing_shards[value] = shard.clone()
+
+
+def _arguments(call: UnitCall, inputs: CallArguments) -> dict[int, Any]:
+    """The arguments that a call returns or writes to, by the leaf of its result."""
+    if call.given is None:
+        return {}
+    leaves, tree = flatten(inputs)
+    found = {leaf: leaves[index] for leaf, index in call.arguments.items() if tree == call.given}
+    if all(isinstance(found.get(leaf), Tensor) for leaf in call.arguments):
+        return found
+    raise PartitionError(
+        f"unit {call.name!r} returned or wrote to an argument in its trace that it was not given now: the model's code "
+        "gives it other arguments, depending on values. Move that branch into a block, or use pp_size=1."
+    )
 
 
 def _plain(argument: Any) -> Any:

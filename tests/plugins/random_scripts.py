@@ -1,6 +1,6 @@
 """Random training scripts, as people write them, each against the same script in plain torch.
 
-PYTHONPATH=.:plugins:tests python tests/plugins/random_scripts.py [--count 200] [--seed 0] [--only 17,42] [--processes]
+make scripts ARGS="[--count 200] [--seed 0] [--only 17,42] [--match REGEX] [--processes] [--here]"
 
 A script is drawn from its number: a model with its batches and loss (``script_models.py``), an optimizer, a layout with
 a schedule, a precision, and what the loop does between steps. It trains the same weights in plain torch on the batches

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.cluster import Loopback, current_world
 from hybridpp.errors import ConfigError, NonFiniteLossError, PartitionError
+from hybridpp.nn.torch_private import FakeTensor
 
 DATA = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
@@ -576,3 +577,42 @@ def test_dropout_inside_a_cut_block_is_the_same_after_a_linear_layer(name, is_sa
     assert one["gradients"].keys() == cut["gradients"].keys()
     same = [torch.equal(cut["gradients"][key], value) for key, value in one["gradients"].items()]
     assert all(same) is is_same
+
+
+class BiasedBlock(nn.Module):
+    """Returns an argument that stands after one that may be None."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, mask, bias):
+        x = x if mask is None else x * mask
+        return x + self.linear(x) * bias, bias
+
+
+class MasksWhatIsMasked(nn.Module):
+    """Leaves out a mask of ones, as transformers does, which keeps it while a model is traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(BiasedBlock() for _ in range(2))
+
+    def forward(self, x, mask):
+        if not isinstance(mask, FakeTensor) and bool(mask.all()):
+            mask = None
+        bias = x.mean(-1, keepdim=True)
+        for block in self.blocks:
+            x, bias = block(x, mask, bias)
+        return x
+
+
+def test_a_unit_returns_its_argument_after_one_that_is_not_given():
+    mask = torch.ones(8, 1)
+    mask[2] = 0
+    batch = {"x": DATA, "mask": mask}
+    make_model = seeded(MasksWhatIsMasked)
+    losses, gradients = losses_and_gradients(make_model, 2, [batch], num_microbatches=4)
+    expected_losses, expected_gradients = losses_and_gradients(make_model, 1, [batch], num_microbatches=4)
+    assert losses == expected_losses
+    assert_same(gradients, expected_gradients)
