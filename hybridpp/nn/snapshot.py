@@ -144,13 +144,22 @@ def preserved_modules(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def preserved_buffer_values(model: nn.Module) -> Iterator[None]:
     """Give the buffers, afterwards, the values that they had; they are copied."""
-    before = [(buffer, buffer.clone()) for buffer in walk.buffers(model)]
+    before = [(buffer, buffer.clone()) for buffer in map(_unexpanded, walk.buffers(model))]
     try:
         yield
     finally:
         with torch.no_grad():
             for buffer, values in before:
                 buffer.copy_(values)
+
+
+def _unexpanded(tensor: Tensor) -> Tensor:
+    """A view without the dimensions along which a tensor is expanded, whose elements are one in memory."""
+    if tensor.layout is torch.strided:
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0 and tensor.shape[dim] > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def reachable(objects: Iterable[Any], num_levels: int | None = None) -> tuple[list[tuple[Holder, Contents]], bool]:

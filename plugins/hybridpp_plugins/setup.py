@@ -35,6 +35,7 @@ from hybridpp_plugins.place_model import BoostContext, PlacedModel, place_model
 from hybridpp_plugins.replica_buffers import replica_buffers
 from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.settings import PluginSettings
+from hybridpp_plugins.shared_memory import refuse_shared_memory, separate_expanded
 from hybridpp_plugins.stop_exchange import StopExchange
 from hybridpp_plugins.trained_weights import UpdateRules, refuse_reading
 from hybridpp_plugins.wrap_optimizer import wrap_optimizer
@@ -48,6 +49,8 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
     module_dtypes = _module_dtypes(model, settings, device)
     if optimizer is not None:
         check_optimizer(optimizer, original.names)
+    refuse_shared_memory(model, settings, layout)
+    separate_expanded(model, is_trained=optimizer is not None)
     check_same_weights(model, seed, layout.control)
     derive_buffers(model)
     adapter = ModuleAdapter(model, before_irreversible=rollback.forget)
