@@ -45,7 +45,10 @@ class BoosterSaves:
         gather_dtensor: bool = True,
         use_async: bool = False,
     ) -> None:
-        """Write the complete model to a folder that Hugging Face's ``from_pretrained`` reads, or to one file.
+        """Write the complete model to a folder that its own ``from_pretrained`` reads, or to one file.
+
+        That is the one of transformers, diffusers, ``PyTorchModelHubMixin`` or timm; of other models, a folder of
+        safetensors files.
 
         Weights are written in the dtype that they had before ``boost``: trained weights from their fp32 masters,
         frozen weights as the precision rounded them. Collective: every rank of the world; rank 0 writes.
@@ -58,7 +61,7 @@ class BoosterSaves:
             model: the boosted model; or every rank's copy of it, or its ``torch.optim.swa_utils.AveragedModel``.
             path: a folder, created if it does not exist. A path that ends in ``.safetensors``, ``.pt``, ``.pth`` or
                 ``.bin`` and is not a folder becomes one file with the complete model's ``state_dict()``.
-            shard: whether to split the weights in a folder into several files.
+            shard: whether to split the weights in a folder into several files, where the model's library reads several.
             size_per_shard: the maximum size of such a file, in MB (10**6 bytes).
             use_safetensors: None derives the format from the path; a folder holds safetensors files.
             prefix: the name of a folder in ``path`` to write to, so that several models can be saved under one path.

@@ -1,6 +1,6 @@
 """Find the tensors of a folder of weights, and decide which of its files are current."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hybridpp.checkpoint.index import INDEX, SINGLE_FILE, digest_of, listed, pointed_to
+from hybridpp.checkpoint.index import DIFFUSION, MODEL, WeightNames, digest_of, listed, names_in, pointed_to
 from hybridpp.checkpoint.staging_folder import unfinished
 from hybridpp.errors import CheckpointError
 
@@ -22,13 +22,16 @@ class TensorLocation(NamedTuple):
     key: str
 
 
-def find_tensors(path: Path, from_pretrained: bool = False) -> dict[str, TensorLocation]:
+def find_tensors(
+    path: Path, from_pretrained: bool = False, accepted: Sequence[WeightNames] = (MODEL, DIFFUSION)
+) -> dict[str, TensorLocation]:
     """Locate each tensor of a folder: in ``model.safetensors``, else in the files that the index names, else in any
     file.
 
     Args:
         path: the folder; or a single file.
         from_pretrained: whether the folder's config is read first, as in transformers.
+        accepted: names of the weights; the first that are there count.
 
     Raises:
         CheckpointError: a file is broken, or the folder holds two models.
@@ -37,7 +40,8 @@ def find_tensors(path: Path, from_pretrained: bool = False) -> dict[str, TensorL
         return _in_files([path])
     if from_pretrained and (pointer := pointed_to(path)):
         return _indexed(path / pointer) if pointer.endswith(".json") else _in_files([path / pointer])
-    single, index = path / SINGLE_FILE, path / INDEX
+    names = names_in(path, accepted)
+    single, index = path / names.single, path / names.index
     if single.is_file():
         if index.is_file() and digest_of(index) not in unfinished(path).stale:
             _check_one_model(single, index)
@@ -59,8 +63,8 @@ def _in_files(files: Iterable[Path]) -> dict[str, TensorLocation]:
             for key in handle.keys():  # noqa: SIM118  # no mapping
                 if key in locations:
                     raise CheckpointError(
-                        f"{file.parent} holds {key!r} in {locations[key].file.name} and in {file.name}, and no {INDEX} "
-                        "that says which one is current. Remove the outdated files."
+                        f"{file.parent} holds {key!r} in {locations[key].file.name} and in {file.name}, and no "
+                        f"{MODEL.index} that says which one is current. Remove the outdated files."
                     )
                 locations[key] = TensorLocation(file, key)
     return locations
@@ -90,8 +94,8 @@ def _check_one_model(single: Path, index: Path) -> None:
         return
     dates = [datetime.fromtimestamp(file.stat().st_mtime).isoformat(" ", "seconds") for file in (single, index)]
     raise CheckpointError(
-        f"{single.parent} holds two models: {SINGLE_FILE}, written {dates[0]}, which from_pretrained reads, and what "
-        f"{INDEX}, written {dates[1]}, names. Remove the outdated one."
+        f"{single.parent} holds two models: {single.name}, written {dates[0]}, which from_pretrained reads, and what "
+        f"{index.name}, written {dates[1]}, names. Remove the outdated one."
     )
 
 

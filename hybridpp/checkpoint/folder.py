@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hybridpp.checkpoint.atomic_replace import replace_weights
 from hybridpp.checkpoint.folder_kind import has_weights, other_kind
+from hybridpp.checkpoint.hub_format import format_of
 from hybridpp.checkpoint.hub_tensors import hub_groups, plain_groups
 from hybridpp.checkpoint.index import CONFIG
 from hybridpp.checkpoint.older_config import add_older_names
@@ -46,6 +47,7 @@ class SaveTarget:
     def __init__(self, path: Path, model: nn.Module):
         self._path = path
         self._model = model
+        self._format = format_of(model)
         self._writer: StreamedFolder | StreamedFile | None = None
         self._num_written = 0
         with self._errors_explained():
@@ -72,13 +74,13 @@ class SaveTarget:
         dtype: torch.dtype | None,
         max_shard_size: str,
     ) -> list[tuple[str, ...]]:
-        """Decide what the files hold; of a Hugging Face model, write its config.
+        """Decide what the files hold; write the config of a model that has one, as its library does.
 
         Args:
             specs: of every parameter and persistent buffer that the state dict has, by name.
             aliases: other names of tied ones, each with the name in ``specs``.
             dtype: of the floating-point tensors, for the config.
-            max_shard_size: size of a file in a folder, like ``"1024MB"``.
+            max_shard_size: size of a file in a folder, like ``"1024MB"``; unless the model's library reads one only.
 
         Returns:
             For each file, the names of the tensors that :meth:`write_next` takes, in order.
@@ -96,7 +98,9 @@ class SaveTarget:
                     shell.save_pretrained(self._staged, state_dict={})  # the config, and what belongs to it
                 add_older_names(self._staged / CONFIG)
                 groups = hub_groups(shell, specs, aliases)
-            self._writer = StreamedFolder(groups, max_shard_size)
+            self._format.write_config(self._staged)
+            one_file = self._format.is_one_file
+            self._writer = StreamedFolder(groups, None if one_file else max_shard_size, self._format.names)
             return [file.reads for file in self._writer.files]
 
     def write_next(self, tensors: Iterable[Tensor], written: Callable[[int], Any] | None = None) -> None:
@@ -127,7 +131,7 @@ class SaveTarget:
         with self._errors_explained():
             if isinstance(self._writer, StreamedFolder):
                 self._writer.write_index(self._staged)
-                replace_weights(self._staged, self._path)
+                replace_weights(self._staged, self._path, self._format.names)
             else:
                 replace_file(self._staged, self._path)
 
@@ -200,7 +204,7 @@ def open_folder(model: nn.Module, path: Path, strict: bool) -> CheckpointContent
                 f"{path} holds no weights of a model alone. {kind}Pass the folder that save_model wrote."
             )
         if not is_pretrained_model(model):
-            return open_plain(path)
+            return open_plain(path, from_pretrained=True, accepted=format_of(model).accepted)
         # transformers' loading takes 3 s to import, which jobs without its models do not need.
         from hybridpp.checkpoint.pretrained import open_pretrained  # noqa: PLC0415
 

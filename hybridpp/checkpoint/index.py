@@ -3,20 +3,63 @@
 import hashlib
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from hybridpp.errors import CheckpointError
 
-SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+@dataclass(frozen=True)
+class WeightNames:
+    """The names of the files that hold the weights of a model.
+
+    Attributes:
+        base: what they begin with.
+    """
+
+    base: str
+
+    @property
+    def single(self) -> str:
+        """The one file, if there is one."""
+        return f"{self.base}.safetensors"
+
+    @property
+    def index(self) -> str:
+        """The index of several files."""
+        return f"{self.base}.safetensors.index.json"
+
+    def unique(self, name: str, identity: str) -> str:
+        """The name of a file, made one that no other save gives."""
+        return f"{self.base}-{identity}{name.removeprefix(self.base)}"
+
+
+MODEL, DIFFUSION = WeightNames("model"), WeightNames("diffusion_pytorch_model")
+"""As transformers and most others call them, and as diffusers does."""
+
 CONFIG = "config.json"
 # Key of config.json: the file, or the index, that `from_pretrained` reads instead of the default ones.
 POINTER = "transformers_weights"
 
-_OF_A_MODEL = re.compile(
-    r"model(-[0-9a-f]{8})?(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
-    r"|pytorch_model(-\d{5}-of-\d{5})?\.bin(\.index\.json)?"
+_SAVED = r"(model|diffusion_pytorch_model)(-[0-9a-f]{8})?(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
+_OF_A_MODEL = re.compile(rf"{_SAVED}|(diffusion_)?pytorch_model(-\d{{5}}-of-\d{{5}})?\.bin(\.index\.json)?", re.ASCII)
+# What a save names otherwise than a save before it, until all of it is there.
+_UNFINISHED = re.compile(
+    r"(model|diffusion_pytorch_model)(-[0-9a-f]{8}(-\d{5}-of-\d{5})?|-\d{5}-of-\d{5})\.safetensors(\.index\.json)?",
+    re.ASCII,
 )
+
+
+def names_in(folder: Path, accepted: Sequence[WeightNames] = (MODEL, DIFFUSION)) -> WeightNames:
+    """The names of the weights of a folder: the first of ``accepted`` that are there, else the first."""
+    found = (names for names in accepted if (folder / names.single).is_file() or (folder / names.index).is_file())
+    return next(found, accepted[0])
+
+
+def may_be_unfinished(name: str) -> bool:
+    """Whether a file of this name in a folder may be one that a save has moved there before it counts."""
+    return _UNFINISHED.fullmatch(name) is not None
 
 
 def listed(index: Path) -> dict[str, str]:
@@ -71,8 +114,10 @@ def pointed_to(folder: Path) -> str | None:
 
 
 def files_of_a_model(folder: Path) -> set[str]:
-    """The folder's files that are weights of its model, or an index of them, current or outdated."""
-    named = {name for name in (p.name for p in folder.iterdir()) if _OF_A_MODEL.fullmatch(name)}
-    for index in (INDEX, PICKLED_INDEX, pointed_to(folder) or INDEX):
-        named |= {name for name in files_of(folder / index) if name.endswith((".safetensors", ".bin"))}
-    return {name for name in named if (folder / name).is_file() or (folder / name).is_symlink()}
+    """The folder's files that are weights of its model, or an index of them, current or outdated.
+
+    These are removed when others take their place, so their names decide, and nothing that is read from the folder: an
+    index may name any file.
+    """
+    names = {path.name for path in folder.iterdir() if _OF_A_MODEL.fullmatch(path.name)}
+    return {name for name in names if (folder / name).is_file() or (folder / name).is_symlink()}

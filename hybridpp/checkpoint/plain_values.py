@@ -13,6 +13,8 @@ from torch import Tensor
 from hybridpp.errors import CheckpointError, ConfigError
 
 _TAG = "$"
+# Containers in containers. A reader is deeper in calls than a writer may be, and needs several for each.
+_MAX_DEPTH = 64
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -31,32 +33,31 @@ def encode(value: Any, name: str) -> Any:
         name: of the value, in errors.
 
     Raises:
-        ConfigError: something in it is of another type, or it holds itself.
+        ConfigError: something in it is of another type, it is nested more than 64 deep, or it holds itself.
     """
-    try:
-        return _encode(value, name)
-    except RecursionError:
-        raise ConfigError(
-            f"{name.partition('[')[0]} is nested too deeply, or holds itself: a checkpoint cannot hold it. Use flat "
-            "lists and dicts."
-        ) from None
+    return _encode(value, name, 0)
 
 
-def _encode(value: Any, name: str) -> Any:
+def _encode(value: Any, name: str, depth: int) -> Any:
     kind = type(value)
+    if depth > _MAX_DEPTH:
+        raise ConfigError(
+            f"{name.partition('[')[0]} is nested more than {_MAX_DEPTH} deep, or holds itself: a checkpoint cannot "
+            "hold it. Use flat lists and dicts."
+        )
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:
         return value if math.isfinite(value) else {"$float": str(value)}
     if kind is list:
-        return [_encode(item, f"{name}[{n}]") for n, item in enumerate(value)]
+        return [_encode(item, f"{name}[{n}]", depth + 1) for n, item in enumerate(value)]
     if kind in (dict, OrderedDict, Counter):
-        return _encode_dict(value, name)
+        return _encode_dict(value, name, depth)
     if kind in (tuple, set, frozenset):
         items = value if kind is tuple else sorted(value, key=repr)
-        return {f"{_TAG}{kind.__name__}": [_encode(item, f"{name}[{n}]") for n, item in enumerate(items)]}
+        return {f"{_TAG}{kind.__name__}": [_encode(item, f"{name}[{n}]", depth + 1) for n, item in enumerate(items)]}
     if kind is complex:
-        return {"$complex": [_encode(value.real, name), _encode(value.imag, name)]}
+        return {"$complex": [_encode(value.real, name, depth), _encode(value.imag, name, depth)]}
     if kind is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, Tensor) and value.layout is torch.strided and _name_of(value.dtype) in _DTYPES:
@@ -73,10 +74,13 @@ def _encode(value: Any, name: str) -> Any:
     )
 
 
-def _encode_dict(value: dict[Any, Any], name: str) -> Any:
+def _encode_dict(value: dict[Any, Any], name: str, depth: int) -> Any:
     if type(value) is dict and all(type(key) is str and not key.startswith(_TAG) for key in value):
-        return {key: _encode(item, f"{name}[{key!r}]") for key, item in value.items()}
-    pairs = [[_encode(key, f"a key of {name}"), _encode(item, f"{name}[{key!r}]")] for key, item in value.items()]
+        return {key: _encode(item, f"{name}[{key!r}]", depth + 1) for key, item in value.items()}
+    pairs = [
+        [_encode(key, f"a key of {name}", depth + 1), _encode(item, f"{name}[{key!r}]", depth + 1)]
+        for key, item in value.items()
+    ]
     return {f"{_TAG}{type(value).__name__}": pairs}
 
 

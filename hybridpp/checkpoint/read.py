@@ -2,7 +2,7 @@
 
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from hybridpp.checkpoint.find_tensors import TensorLocation, find_tensors, opened
+from hybridpp.checkpoint.index import DIFFUSION, MODEL, WeightNames
 from hybridpp.errors import CheckpointError
 
 # Before more are read, a file is mapped anew.
@@ -120,13 +121,19 @@ def _by_file(locations: Mapping[str, TensorLocation]) -> dict[Path, list[str]]:
     return files
 
 
-def open_plain(path: Path) -> CheckpointContents:
+def open_plain(
+    path: Path, from_pretrained: bool = False, accepted: Sequence[WeightNames] = (MODEL, DIFFUSION)
+) -> CheckpointContents:
     """Open a folder or a safetensors file whose names are the model's.
+
+    Args:
+        path: of the folder or file.
+        from_pretrained, accepted: see :func:`~hybridpp.checkpoint.find_tensors.find_tensors`.
 
     Raises:
         CheckpointError: there are no weights, or a file is broken.
     """
-    locations = find_tensors(path)
+    locations = find_tensors(path, from_pretrained, accepted)
     if not locations:
         raise CheckpointError(f"{path} holds no *.safetensors file. Pass the folder that save_model wrote, or a file.")
 

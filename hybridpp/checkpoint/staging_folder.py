@@ -7,14 +7,16 @@ the note exists.
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hybridpp.checkpoint.index import INDEX, SINGLE_FILE, digest_of, files_of, pointed_to
+from hybridpp.checkpoint.index import DIFFUSION, MODEL, digest_of, files_of, may_be_unfinished, pointed_to
 
 _PREFIX, NOTE = ".hybridpp-save-", "unfinished.json"
+_STAGING = re.compile(re.escape(_PREFIX) + "[0-9a-f]{8}", re.ASCII)
 # Errors of file systems that cannot sync a folder.
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 
@@ -54,35 +56,51 @@ def write_unfinished(staging: Path, note: UnfinishedSave) -> None:
 
 
 def unfinished(folder: Path) -> UnfinishedSave:
-    """The files of a folder to be ignored."""
+    """The files of a folder to be ignored.
+
+    A folder may come from anyone, so of a note only names count that a save gives, in the folder itself.
+    """
     notes = []
-    for staging in folder.glob(f"{_PREFIX}*"):
+    for staging in _leftovers(folder):
+        if staging.is_symlink():
+            continue
         try:
             found = json.loads((staging / NOTE).read_text())
-            notes.append(UnfinishedSave(tuple(map(str, found["stale"])), tuple(map(str, found["files"]))))
-        except (OSError, ValueError, KeyError, TypeError):
+            files = tuple(name for name in map(str, found["files"]) if may_be_unfinished(name))
+            notes.append(UnfinishedSave(tuple(map(str, found["stale"])), files))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue  # killed before it wrote its note, and so before it changed anything else
     return UnfinishedSave(
         tuple(digest for note in notes for digest in note.stale), tuple(name for note in notes for name in note.files)
     )
 
 
+def _leftovers(folder: Path) -> list[Path]:
+    return [path for path in folder.glob(f"{_PREFIX}*") if _STAGING.fullmatch(path.name)]
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove what killed saves left, without changing what a reader of the folder finds at any time."""
-    leftovers = list(folder.glob(f"{_PREFIX}*"))
+    leftovers = _leftovers(folder)
     if not leftovers:
         return
     note = unfinished(folder)
-    if (folder / SINGLE_FILE).is_file() and digest_of(folder / INDEX) in note.stale:
-        os.unlink(folder / INDEX)
-    counting = files_of(folder / INDEX)
+    counting = set[str]()
+    for names in (MODEL, DIFFUSION):
+        if (folder / names.single).is_file() and digest_of(folder / names.index) in note.stale:
+            os.unlink(folder / names.index)
+        counting |= files_of(folder / names.index)
     if pointer := pointed_to(folder):
         counting |= {pointer, *files_of(folder / pointer)}
     for name in {*note.files} - counting:
-        (folder / name).unlink(missing_ok=True)
+        if not (folder / name).is_dir() or (folder / name).is_symlink():
+            (folder / name).unlink(missing_ok=True)
     sync(folder)
     for staging in leftovers:
-        shutil.rmtree(staging)
+        if staging.is_dir() and not staging.is_symlink():
+            shutil.rmtree(staging)
+        else:
+            staging.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

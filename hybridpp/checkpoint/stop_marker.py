@@ -32,7 +32,9 @@ def write_marker(path: AnyPath, step: int, signal_number: int) -> None:
         marker.write_bytes(data)
         return
     temporary = marker.with_suffix(".tmp")
-    temporary.write_bytes(data)
+    temporary.unlink(missing_ok=True)  # of a killed process, or a link, through which nothing is written
+    with temporary.open("xb") as file:
+        file.write(data)
     temporary.replace(marker)
 
 

@@ -10,8 +10,11 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
 from hybridpp.checkpoint.hub_tensors import OutputGroup
-from hybridpp.checkpoint.index import INDEX
+from hybridpp.checkpoint.index import MODEL, WeightNames
 from hybridpp.checkpoint.safetensors_file import StoredSpec, write_safetensors
+
+# More bytes than any model has.
+_ALL = 2**62
 
 
 class PlannedFile(NamedTuple):
@@ -33,20 +36,24 @@ class StreamedFolder:
 
     Args:
         groups: of what it will hold.
-        max_shard_size: of a file, like ``"1024MB"``; a larger tensor has one for itself.
+        max_shard_size: of a file, like ``"1024MB"``; a larger tensor has one for itself. None: one file has all.
+        names: of the files.
 
     Attributes:
         files: what is written, in this order.
     """
 
-    def __init__(self, groups: Sequence[OutputGroup], max_shard_size: str):
+    def __init__(self, groups: Sequence[OutputGroup], max_shard_size: str | None, names: WeightNames = MODEL):
         specs = {name: spec for group in groups for name, spec in group.outputs.items()}
         self._group_of = {name: group for group in groups for name in group.outputs}
         self._made: dict[str, Tensor] = {}
         empty = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
         split = split_torch_state_dict_into_shards(
-            empty, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+            empty,
+            filename_pattern=f"{names.base}{{suffix}}.safetensors",
+            max_shard_size=_ALL if max_shard_size is None else max_shard_size,
         )
+        self._names = names
         self._index: dict[str, Any] | None = None
         if split.is_sharded:
             self._index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -93,4 +100,4 @@ class StreamedFolder:
     def write_index(self, folder: Path) -> None:
         """Write the index, if there are several files."""
         if self._index is not None:
-            (folder / INDEX).write_text(json.dumps(self._index, indent=2, sort_keys=True) + "\n")
+            (folder / self._names.index).write_text(json.dumps(self._index, indent=2, sort_keys=True) + "\n")

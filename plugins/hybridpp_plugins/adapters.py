@@ -62,13 +62,18 @@ def _write(engine: Engine, path: Path, state: dict[str, Tensor]) -> None:
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"adapters are saved to a folder: {path} is a file. Pass another path.")
     model: Any = engine.model
+    folders = {name: Path() if name == "default" else Path(name) for name in model.peft_config}
+    for folder in folders.values():
+        if folder != Path() and (path / folder).is_symlink():
+            raise CheckpointError(
+                f"{path / folder} is a link, through which a save does not write. Remove it, or pass another path."
+            )
     staging = stage(path)
     try:
         with warnings.catch_warnings():
             # Of tensors that this rank's model lacks: they are written below.
             warnings.simplefilter("ignore")
             model.save_pretrained(str(staging), state_dict=state)
-        folders = {name: Path() if name == "default" else Path(name) for name in model.peft_config}
         for adapter, folder in folders.items():
             stored = engine.original.adapters[adapter].items()
             tensors = {key: state[engine.original.first_name(name)].clone() for key, name in stored}

@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from saved import NEW, OLD, SIZES, VIT_SIZES, by_transformers, by_us, filled, leave_pickled, plain_model, save, vit
 from transformers.utils import logging as transformers_logging
 
+from hybridpp.checkpoint.hub_format import HubFormat
+from hybridpp.checkpoint.index import DIFFUSION
 from hybridpp.errors import CheckpointError
 
 
@@ -119,6 +121,26 @@ def test_a_killed_save_of_a_module_leaves_the_old_or_the_new_weights(tmp_path, s
         return by_us(model, folder)
 
     kill_everywhere(switch, tmp_path, before, lambda folder: save(model, folder, NEW, SIZES[new]), value_of)
+
+
+@pytest.mark.parametrize(("old", "new"), [("one", "two"), ("two", "one"), ("before", "one"), ("before", "two")])
+def test_a_killed_save_under_another_librarys_names_leaves_one_model(tmp_path, switch, monkeypatch, old, new):
+    model, before, configs = plain_model(), tmp_path / "before", iter(range(1000))
+    if old == "before":  # under the names of all models, without a config
+        save(model, before, OLD)
+
+    def write_config(folder):
+        (folder / "config.json").write_text(f'{{"changed": {next(configs)}}}')
+
+    monkeypatch.setattr("hybridpp.checkpoint.folder.format_of", lambda model: HubFormat(DIFFUSION, write_config))
+    if old != "before":
+        save(model, before, OLD, SIZES[old])
+    switch.counts = {"replace", "unlink"}  # all that changes what is there
+
+    def run(folder):
+        save(model, folder, NEW, SIZES[new])
+
+    kill_everywhere(switch, tmp_path, before, run, lambda folder: by_us(model, folder))
 
 
 @pytest.mark.parametrize(

@@ -216,3 +216,53 @@ def test_passes_without_weights_show_no_progress(tmp_path, capfd):
     assert by_us(vit(), tmp_path) == NEW
     assert capfd.readouterr() == ("", "")
     assert logging.is_progress_bar_enabled()
+
+
+def unfinished_note(folder, **content):
+    note = folder / ".hybridpp-save-00000000" / "unfinished.json"
+    note.parent.mkdir()
+    note.write_text(json.dumps(content))
+
+
+def index_through_a_link(folder):
+    other = folder.parent / "elsewhere"
+    (folder / "sub").symlink_to(other)
+    shutil.copy(folder / "model.safetensors", other / "model.safetensors")
+    names = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    found = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "sub/model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        lambda folder: unfinished_note(folder, stale=[], files=["../elsewhere/kept", "sub/kept", "notes.txt"]),
+        lambda folder: unfinished_note(folder, stale=[], files=[str(folder.parent / "elsewhere/kept")]),
+        lambda folder: unfinished_note(folder, stale=[], files=["model.safetensors", "config.json", "."]),
+        lambda folder: unfinished_note(folder, stale=[], files=["model-00000000.safetensors/../../elsewhere/kept"]),
+        lambda folder: (folder / ".hybridpp-save-00000000").write_text("x"),
+        lambda folder: (folder / ".hybridpp-save-00000000").symlink_to(folder.parent / "elsewhere"),
+        lambda folder: (folder / "model-00000000.safetensors").symlink_to(folder.parent / "elsewhere" / "kept"),
+        lambda folder: (
+            unfinished_note(folder, stale=[], files=[]),
+            (folder / ".hybridpp-save-00000000" / "unfinished.json").write_text("[" * 100000),
+        ),
+        index_through_a_link,
+    ],
+)
+def test_what_a_folder_holds_decides_nothing_outside_of_it(tmp_path, plant):
+    folder, elsewhere, model = tmp_path / "folder", tmp_path / "elsewhere", nn.Linear(2, 2)
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("mine")
+    save(model, folder, OLD)
+    for name in ("config.json", "notes.txt"):
+        (folder / name).write_text("{}")
+    plant(folder)
+    open_folder(model, folder, strict=True)
+    before = {path.name for path in elsewhere.iterdir()}
+    save(model, folder, NEW)
+    assert {path.name for path in elsewhere.iterdir()} == before
+    assert (elsewhere / "kept").read_text() == "mine"
+    assert by_us(model, folder) == NEW
+    assert {path.name for path in folder.iterdir()} - {"sub"} == {"config.json", "notes.txt", "model.safetensors"}

@@ -92,3 +92,23 @@ def test_an_object_is_refused_by_name(value, name):
 def test_what_was_not_encoded_is_refused(stored):
     with pytest.raises(CheckpointError, match="the checkpoint holds a value that this version cannot read"):
         decode(stored)
+
+
+def wrapped(kind, depth):
+    value = 1
+    for _ in range(depth):
+        value = {"list": [value], "tuple": (value,), "dict": {"a": value}, "numbered": {1: value}}[kind]
+    return value
+
+
+def deeper(calls, run):
+    return run() if calls == 0 else deeper(calls - 1, run)
+
+
+@pytest.mark.parametrize("kind", ["list", "tuple", "dict", "numbered"])
+def test_what_is_nested_too_deeply_to_be_read_is_refused_when_it_is_written(kind):
+    value = wrapped(kind, 64)
+    text = json.dumps(encode(value, "extras"))
+    assert deeper(300, lambda: decode(json.loads(text))) == value
+    with pytest.raises(ConfigError, match="extras is nested more than 64 deep, or holds itself"):
+        encode(wrapped(kind, 65), "extras")

@@ -26,3 +26,13 @@ def test_removing_it_twice_is_no_error(folder):
     write_marker(folder, 1, signal.SIGTERM)
     remove_marker(folder), remove_marker(folder)
     assert not marker_path(folder).exists()
+
+
+def test_it_is_written_through_no_link(tmp_path):
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.write_text("mine")
+    (folder / "interrupted.tmp").symlink_to(elsewhere)
+    write_marker(folder, 1, signal.SIGTERM)
+    assert elsewhere.read_text() == "mine"
+    assert not marker_path(folder).is_symlink()

@@ -212,7 +212,7 @@ def test_extras_that_cannot_be_kept_are_named(tmp_path):
         (torch.eye(2).to_sparse(), "extras['x'] is a Tensor of torch.sparse_coo, which a checkpoint cannot hold"),
         (numpy.array(["a"]), "extras['x'] is a ndarray of <U1, which a checkpoint cannot hold"),
         (range(3), "extras['x'] is a range, which a checkpoint cannot hold"),
-        (endless, "extras is nested too deeply, or holds itself: a checkpoint cannot hold it."),
+        (endless, "extras is nested more than 64 deep, or holds itself: a checkpoint cannot hold it."),
     ):
         with pytest.raises(ConfigError, match=re.escape(text)):
             job.booster.save(tmp_path / "run", step=1, extras={"x": value})
