@@ -106,7 +106,7 @@ def deeper(calls, run):
 
 
 @pytest.mark.parametrize("kind", ["list", "tuple", "dict", "numbered"])
-def test_what_is_nested_too_deeply_to_be_read_is_refused_when_it_is_written(kind):
+def test_what_is_too_deep_to_be_read_is_refused_when_it_is_written(kind):
     value = wrapped(kind, 64)
     text = json.dumps(encode(value, "extras"))
     assert deeper(300, lambda: decode(json.loads(text))) == value
