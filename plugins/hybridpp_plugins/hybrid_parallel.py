@@ -38,6 +38,7 @@ from hybridpp_plugins.preview_tp import preview_tensor_parallel
 from hybridpp_plugins.rollback import undone_on_failure
 from hybridpp_plugins.sample import Samples, find_samples
 from hybridpp_plugins.schedule_planner import SchedulePlanner
+from hybridpp_plugins.set_alike import ALIKE, ComparedFacts, check_alike, setting_facts
 from hybridpp_plugins.settings import parse_settings
 from hybridpp_plugins.setup import boost
 from hybridpp_plugins.signature import line_by_line
@@ -214,11 +215,15 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, Choose
             compile_keywords(self.settings.compile.keywords())
         grid = RankGrid(dp_size=self.dp_size, pp_size=pp_size, tp_size=tp_size)
         with world.progress.inside("setup", lambda: f"making {type(self).__name__}"):
+            check_alike(world.control(), f"making {type(self).__name__}", [self._compared_settings()])
             self.layout = Layout.create(world, grid)
         self.stage_manager: StageManager = self.layout.stage_manager(self._planner.placement)
         self._num_boosted = 0
         if enable_all_optimization:
             torch.set_float32_matmul_precision("high")
+
+    def _compared_settings(self) -> ComparedFacts:
+        return ComparedFacts(setting_facts(self._given[0], self.settings), f"Give {type(self).__name__} {ALIKE}")
 
     def control_precision(self) -> bool:
         return self._given[0]["precision"] is not None
@@ -362,7 +367,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, Choose
         with self._noting("booster.boost"), boosting, undone_on_failure(parts.model, parts.optimizer) as rollback:
             context = BoostContext(self.settings, self.layout, self._planner, device, samples, rollback)
             with preserved_random_state(device):
-                engine = boost(parts, context, self._num_boosted)
+                engine = boost(parts, context, self._num_boosted, self._compared_settings())
             engine.signatures = SignatureCache(parts.model, signature, model_inputs, loss_reduction)
             attach_engine(engine.adapter, engine)
             engine.share(self._saves.status, self._interruption)

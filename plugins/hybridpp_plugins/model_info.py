@@ -2,14 +2,13 @@
 
 import inspect
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hybridpp.cluster import Group, gather_numbers
 from hybridpp.errors import ConfigError
 from hybridpp.nn import walk
 from hybridpp.nn.peft_model import adapter_names, is_peft_model
@@ -17,10 +16,14 @@ from hybridpp.plugin import Boosted
 from hybridpp_plugins.engine_handle import ENGINE, FailedBoost
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.rollback import UNUSABLE
+from hybridpp_plugins.set_alike import Facts
 from hybridpp_plugins.uninitialized import UninitializedWeights
 
 # Elements of each parameter that are compared between ranks: enough to detect different initialisations.
 _NUM_COMPARED = 16
+
+SAME_MODEL = "all ranks must boost the same model with the same weights and seed"
+SAME_WEIGHTS = "Call launch_from_torch(seed=...) before building the model, or load the same weights everywhere."
 
 _IN_ORDER = (
     "Pass the model, the optimizer, the criterion, the dataloader and the LR scheduler in this order, or by name."
@@ -132,32 +135,30 @@ def _needs_closure(optimizer: Optimizer) -> bool:
     return False
 
 
-def check_same_weights(model: nn.Module, seed: int, control: Group) -> None:
-    """Refuse weights (a few elements of each are compared) or seeds that differ. Collective: all ranks of ``control``.
+def weight_facts(model: nn.Module, seed: int, buffer_names: Collection[str]) -> Facts:
+    """The seed and, by name, what a few elements of each parameter and persistent buffer are; shapes of all others.
 
-    Raises:
-        ConfigError: a rank's weights or seed differ from those of rank 0.
+    Args:
+        model: before boost.
+        seed: of random numbers in its forward.
+        buffer_names: of persistent buffers. Others are computed by each host, which may round in another way.
     """
-    described = [str((seed, type(model).__qualname__))]
-    compared: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for name, parameter in walk.named_parameters(model):
-        described.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
-        if not parameter.is_meta:
-            some = parameter.detach().reshape(-1)
+    facts: Facts = {"": {"the seed": str(seed)}}
+    compared: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
+    named = [*walk.named_parameters(model), *walk.named_buffers(model)]
+    for name, tensor in named:
+        facts[name] = {"value": f"{tuple(tensor.shape)} {tensor.dtype}{' without values' if tensor.is_meta else ''}"}
+        if not tensor.is_meta and (isinstance(tensor, nn.Parameter) or name in buffer_names):
+            some = tensor.detach().reshape(-1)
             if (step := some.numel() // _NUM_COMPARED) > 1:
                 some = some[::step]
-            compared.setdefault((some.device, some.dtype), []).append(some[:_NUM_COMPARED])
-    described += [f"{name} {tuple(held.shape)} {held.dtype} {held.is_meta}" for name, held in walk.named_buffers(model)]
-    digest = zlib.crc32("\n".join(described).encode())
+            compared.setdefault((some.device, some.dtype), []).append((name, some[:_NUM_COMPARED]))
     # One copy for each device and dtype, for which the host waits.
     for values in compared.values():
-        together = torch.cat(values)
-        together = torch.view_as_real(together) if together.is_complex() else together
-        digest = zlib.crc32(together.double().cpu().numpy().tobytes(), digest)
-    rows = gather_numbers(control, "in booster.boost, which compares the weights of the ranks", [digest])
-    others = [rank for rank, row in enumerate(rows) if row != rows[0]]
-    if others:
-        raise ConfigError(
-            f"all ranks must boost the same model with the same weights and seed: rank {others[0]} differs from rank "
-            "0. Call launch_from_torch(seed=...) before building the model, or load the same weights everywhere."
-        )
+        together = torch.cat([some for _, some in values])
+        together = torch.view_as_real(together).flatten(1) if together.is_complex() else together
+        on_host = torch.split(together.double().cpu(), [len(some) for _, some in values])
+        for (name, _), some in zip(values, on_host, strict=True):
+            first = f", first {some.flatten()[0].item():g}" if some.numel() else ""
+            facts[name]["value"] += f"{first}, CRC-32 {zlib.crc32(some.numpy().tobytes()):08x}"
+    return facts

@@ -16,6 +16,7 @@ from hybridpp.errors import ConfigError, DeadlockError, PeerError
 from hybridpp.optim import GlobalGradNorm, can_divide, divided_in_kernel
 from hybridpp.precision import LossScaler, MasterWeights
 from hybridpp_plugins.grad_access_warning import GradAccessWarning
+from hybridpp_plugins.group_settings import GroupSettings
 from hybridpp_plugins.interruption import Interruption
 from hybridpp_plugins.manual_clipping import ManualClippingDetector, ManualScaling
 from hybridpp_plugins.manual_forward import ManualCallRecorder
@@ -217,6 +218,7 @@ class SteppingOptimizer(WrappedOptimizer):
         grad_access_warning: warns if the script looks for gradients that half precision does not expose.
         manual_calls: the script's calls of the model, if they are recorded.
         replica_buffers: buffers that the first replica sends to the others; None: there are none.
+        group_settings: what ranks compare of its groups; None: nothing.
         while_updating: a context to run :meth:`step` in.
         interruption: notes an error that ends its communication in the middle.
     """
@@ -244,6 +246,7 @@ class SteppingOptimizer(WrappedOptimizer):
         self.grad_access_warning = GradAccessWarning(reducer)
         self.manual_calls: ManualCallRecorder | None = None
         self.replica_buffers: ReplicaBuffers | None = None
+        self.group_settings: GroupSettings | None = None
         self.while_updating: Callable[[], AbstractContextManager[None]] = nullcontext
         self.interruption = Interruption()
 

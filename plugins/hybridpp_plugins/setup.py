@@ -22,9 +22,10 @@ from hybridpp_plugins.apply_tp import AppliedTensorParallel, apply_tensor_parall
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.failed_pass import FailedPass
 from hybridpp_plugins.grad_access_warning import GradAccessWarning
+from hybridpp_plugins.group_settings import GroupSettings
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.manual_forward import ManualCallRecorder
-from hybridpp_plugins.model_info import OriginalModelInfo, check_optimizer, check_same_weights
+from hybridpp_plugins.model_info import SAME_MODEL, SAME_WEIGHTS, OriginalModelInfo, check_optimizer, weight_facts
 from hybridpp_plugins.model_zero_grad import let_model_clear
 from hybridpp_plugins.nonfinite_report import NonFiniteDiagnosis
 from hybridpp_plugins.optimizer import HybridOptimizer
@@ -34,6 +35,7 @@ from hybridpp_plugins.optimizer_state import RunProgress
 from hybridpp_plugins.place_model import BoostContext, PlacedModel, place_model
 from hybridpp_plugins.replica_buffers import replica_buffers
 from hybridpp_plugins.schedule_planner import SchedulePlanner
+from hybridpp_plugins.set_alike import ComparedFacts, check_alike, sections_of
 from hybridpp_plugins.settings import PluginSettings
 from hybridpp_plugins.shared_memory import refuse_shared_memory, separate_expanded
 from hybridpp_plugins.stop_exchange import StopExchange
@@ -41,8 +43,15 @@ from hybridpp_plugins.trained_weights import UpdateRules, refuse_reading
 from hybridpp_plugins.wrap_optimizer import wrap_optimizer
 
 
-def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
-    """Bring the parts into the layout, in place; ``index`` numbers a job's models. Collective: all ranks."""
+def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedFacts) -> Engine:
+    """Bring the parts into the layout, in place. Collective: all ranks.
+
+    Args:
+        parts: of the script.
+        context: what the plugin knows.
+        index: numbers a job's models.
+        compared: the settings, which all ranks must have alike.
+    """
     (model, optimizer), (settings, layout, planner, device, find_samples, rollback) = parts[:2], context
     seed = torch.initial_seed() + index
     original = OriginalModelInfo.of(model)
@@ -51,7 +60,9 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
         check_optimizer(optimizer, original.names)
     refuse_shared_memory(model, settings, layout)
     separate_expanded(model, is_trained=optimizer is not None)
-    check_same_weights(model, seed, layout.control)
+    weights = ComparedFacts(weight_facts(model, seed, original.buffer_names), SAME_WEIGHTS, SAME_MODEL)
+    compared_here = [compared, *sections_of(parts, original.names), weights]
+    check_alike(layout.control, "in booster.boost, which compares what the ranks boost", compared_here)
     derive_buffers(model)
     adapter = ModuleAdapter(model, before_irreversible=rollback.forget)
     compiled = _compile_blocks(adapter, settings, planner, device)
@@ -76,7 +87,8 @@ def boost(parts: Boosted, context: BoostContext, index: int) -> Engine:
         _watch_manual_calls(boosted, staged, diagnosis, context)
     statistics = RunningStatistics(model, layout.dp)
     if boosted is not None:
-        boosted.statistics, boosted.stop_exchange = statistics, StopExchange(layout)
+        boosted.group_settings = GroupSettings(boosted.unwrap(), model, layout.control)
+        boosted.statistics, boosted.stop_exchange = statistics, StopExchange(layout, boosted.group_settings)
         if layout.world.size > 1 and layout.pp.size == 1:
             boosted.failed_pass = FailedPass(layout)
             staged.around_call = boosted.failed_pass.around(staged.around_call)

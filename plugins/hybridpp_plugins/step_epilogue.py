@@ -64,6 +64,8 @@ class RankReport(NamedTuple):
         stop: number of the signal that told this rank to stop; 0: none.
         weights: hashes of what other ranks have copies of, see :class:`~hybridpp_plugins.weight_check.WeightCheck`;
             negative: the step is not checked.
+        settings: digest of the optimizer's settings, see :class:`~hybridpp_plugins.group_settings.GroupSettings`; -1:
+            in evaluation.
     """
 
     failed: float = 0.0
@@ -75,19 +77,20 @@ class RankReport(NamedTuple):
     save: float = 0.0
     stop: float = 0.0
     weights: tuple[float, ...] = (-1.0, -1.0, -1.0)
+    settings: float = -1.0
 
     def numbers(self) -> list[float]:
         """All of it as numbers."""
-        rest = self.digest, self.wrote_buffer, self.save, self.stop, *self.weights
+        rest = self.digest, self.wrote_buffer, self.save, self.stop, *self.weights, self.settings
         return [self.failed, self.reduction, *self.scaled, *self.calls, *rest]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "RankReport":
         """The report, from its numbers."""
         failed, reduction, factor, norm, num_passes, applied_steps, *rest = numbers
-        digest, wrote_buffer, save, stop, *weights = rest
+        digest, wrote_buffer, save, stop, *weights, settings = rest
         scaled, calls = ManualScaling(factor, norm), OptimizerCalls(num_passes, applied_steps)
-        return cls(failed, reduction, scaled, calls, digest, wrote_buffer, save, stop, tuple(weights))
+        return cls(failed, reduction, scaled, calls, digest, wrote_buffer, save, stop, tuple(weights), settings)
 
 
 class RankLoss(NamedTuple):
@@ -124,12 +127,13 @@ class StepSummary(NamedTuple):
     @property
     def is_clean(self) -> bool:
         """Whether no rank reports a problem; digests are not looked at."""
-        first = self.reports[0].calls
+        first = self.reports[0]
         return (
             self.bad_loss is None
             and not self.unequal
             and self.reduction is LossReduction.MEAN
-            and not any(one.failed or one.scaled.factor > 0 or one.calls != first for one in self.reports)
+            and not any(one.failed or one.scaled.factor > 0 for one in self.reports)
+            and not any(one.calls != first.calls or one.settings != first.settings for one in self.reports)
         )
 
     @property
@@ -273,15 +277,22 @@ class StepEpilogue:
 
         losses = result.losses.double() if any(result.has_loss) else _NO_NUMBERS
         num_losses = losses.numel()
+        settings = None if optimizer is None else optimizer.group_settings
+        # In the copy of the losses, so that the host does not wait for the device once more.
+        hashes = _NO_NUMBERS
+        if optimizer is not None and self.weight_check is not None and self.weight_check.is_due:
+            hashes = self.weight_check.hashes(self._device)
+        own_settings = [] if settings is None else settings.on_device()
+        if parts := [part for part in (hashes, *own_settings) if part.numel()]:
+            losses = torch.cat([losses, *parts] if num_losses else parts)
 
         def message(numbers: list[float], digest: float) -> list[float]:
-            losses, hashes = numbers[:num_losses], tuple(numbers[num_losses:])
-            return message_of(batch, result, losses, report._replace(digest=digest, weights=hashes or report.weights))
+            after = num_losses + hashes.numel()
+            own = report._replace(digest=digest, weights=tuple(numbers[num_losses:after]) or report.weights)
+            if settings is not None:
+                own = own._replace(settings=settings.digest(numbers[after:]))
+            return message_of(batch, result, numbers[:num_losses], own)
 
-        if optimizer is not None and self.weight_check is not None and self.weight_check.is_due:
-            # In the copy of the losses, so that the host does not wait for the device once more.
-            hashes = self.weight_check.hashes(self._device)
-            losses = torch.cat([losses, hashes]) if num_losses else hashes
         call = self._calls[task.training]
         if optimizer and optimizer.sends_norm_with_loss:
             return _WithNorm(self._control, call, losses, batch.unchecked, message, optimizer)
@@ -339,7 +350,8 @@ class StepEpilogue:
             DataError: ranks of a pipeline hold other values of the batch on their devices.
             ConfigError: the criterion returns a sum, or the script clipped gradients by each rank's own norm.
             NonFiniteLossError: in training, a loss is inf or NaN.
-            UnequalRanksError: tensor-parallel ranks computed different losses.
+            UnequalRanksError: tensor-parallel ranks computed different losses, or ranks have other settings of the
+                optimizer; raised on all ranks.
             PeerError: other ranks refuse the step.
             UnequalWeightsError: copies of a weight differ; raised on all ranks.
             UnlikeCallsError: ranks are in different calls, or called the optimizer differently; raised on all of them.

@@ -16,6 +16,8 @@ from hybridpp_plugins.tp_loss_check import TensorParallelLossCheck
 Diagnose: TypeAlias = Callable[[RankProgram, PipelineStep, BadLoss | None], str]
 """Finds the first inf or NaN of a step by running it again; collective."""
 
+_NOT_USED = "The step was refused, and no weight was changed with them."
+
 
 class StepProblems:
     """Handles the problems of the steps of one boosted model, on every rank in the same way.
@@ -68,6 +70,10 @@ class StepProblems:
                 f"the step was refused on {name_ranks(summary.failed)}. See the error printed there."
             )
         check_optimizer_calls([report.calls for report in summary.reports])
+        settings = self._optimizer.group_settings if self._optimizer and step.training else None
+        if settings:
+            own = [report.settings for report in summary.reports]
+            settings.check(own, "at the end of a step, with other settings of the optimizer", _NOT_USED)
         check_equal(summary.digests, self._pipelines)
         if summary.reduction is not LossReduction.MEAN:
             self._criterion_check.raise_or_warn(summary.reduction, type(self._staged.model).__name__)

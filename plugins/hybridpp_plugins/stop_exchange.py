@@ -1,19 +1,25 @@
-"""Requests to stop, told in loops that call ``booster.backward`` themselves: these exchange no message of a step."""
+"""What ranks tell each other in loops that call ``booster.backward``: these exchange no message of a step."""
 
 from hybridpp.cluster import PendingNumbers, StopRequest, start_gather_numbers
+from hybridpp_plugins.group_settings import GroupSettings
 from hybridpp_plugins.layout import Layout
 
 _CALL = "at the end of booster.backward, which tells of signals"
+_MAY_BE_USED = "Steps since the last backward pass may have used them: load a checkpoint on all ranks."
 
 
 class StopExchange:
-    """Tells all ranks of a signal, without a wait: what one backward pass sends is read at the end of the next one.
+    """Tells all ranks of a signal, and of other settings, without a wait.
+
+    What one backward pass sends is read at the end of the next one.
 
     Args:
         layout: the ranks.
+        settings: of the optimizer.
     """
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: Layout, settings: GroupSettings):
+        self._settings = settings
         self._control = layout.control
         self._stop: StopRequest = layout.world.stop
         self._pending: PendingNumbers | None = None
@@ -27,8 +33,12 @@ class StopExchange:
 
         Raises:
             UnlikeCallsError: ranks were in different calls at the end of the backward pass before.
+            UnequalRanksError: ranks had other settings of the optimizer then, and still have.
         """
         if self._pending is not None:
-            self._stop.heard(number for (number,) in self._pending.wait())
-        self._pending = start_gather_numbers(self._control, _CALL, [float(self._stop.own)])
+            signals, digests = zip(*self._pending.wait(), strict=True)
+            self._stop.heard(signals)
+            self._settings.check(digests, f"{_CALL} and other settings", _MAY_BE_USED)
+        # Settings on a device are not looked at: the host would wait for it.
+        self._pending = start_gather_numbers(self._control, _CALL, [float(self._stop.own), self._settings.digest()])
         self._stop.step_done()
