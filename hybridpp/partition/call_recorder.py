@@ -12,12 +12,12 @@ from hybridpp.module_adapter import Forward
 from hybridpp.nn.checkpointing import in_checkpoint, in_reentrant_checkpoint
 from hybridpp.nn.snapshot import Snapshot
 from hybridpp.nn.torch_private import pytree, version_of
-from hybridpp.partition.calls import Same, TensorSpec, Trace, UnitCall
+from hybridpp.partition.calls import CallArguments, Same, TensorSpec, Trace, UnitCall
 from hybridpp.partition.concrete_fallback import UntraceableUnitError, run_on_concrete_values
 from hybridpp.partition.containers import ContainerRef, ContainerSnapshot, flatten
 from hybridpp.partition.fakes import Fakes
 from hybridpp.partition.flops import FlopCounter
-from hybridpp.partition.hooks import HookEffects
+from hybridpp.partition.hooks import HookEffects, ModelHooks
 from hybridpp.partition.module_outputs import AttributeKey, AttributeSlot, AttributeSnapshot
 from hybridpp.partition.object_state import RemoteObject, holds_tensors, may_hide_tensors
 from hybridpp.partition.resets import AttributeReset, ResetSearch, UnitCallKey
@@ -35,6 +35,7 @@ class CallRecorder:
         fakes: those fake tensors.
         unit_parameters: names of the parameters that each unit holds.
         cache: results of units from earlier calls and traces.
+        hooks: of the model.
         count_flops: whether the FLOPs of each call are counted.
         watch: called with each unit's name and arguments before it runs.
 
@@ -51,11 +52,12 @@ class CallRecorder:
         fakes: Fakes,
         unit_parameters: dict[str, tuple[str, ...]],
         cache: TraceCache,
+        hooks: ModelHooks,
         count_flops: bool,
         watch: UnitObserver | None,
     ):
         self._model = model
-        self._cache = cache
+        self._cache, self._hooks = cache, hooks
         self._originals = {id(fake): original for fake, original in fakes.buffers}
         self.calls: list[UnitCall] = []
         self.taints = TaintMode()
@@ -93,8 +95,12 @@ class CallRecorder:
                 self._watch(name, args, kwargs)
         versions = {index: version_of(tensor) for index, tensor in tensors.items()}
         given = ContainerSnapshot((args, kwargs))
-        output, assigned, appended = self._cached_or_run(call, forward, args, kwargs, given)
+        reached = self._hooks.reached_from(self._model.get_submodule(name))
+        if reached:
+            given = ContainerSnapshot((args, kwargs), reached)
+        output, assigned, appended = self._cached_or_run(call, forward, (args, kwargs), given, reached)
         call.changed, call.assigned, call.appended = given.changed(), tuple(assigned), tuple(appended)
+        call.reaches = any(index >= given.num_given for index in call.changed)
         leaves, call.tree = flatten((given.to_refs(output), given.changes(call.changed), assigned, appended))
         call.uses_refs = any(isinstance(leaf, ContainerRef) for leaf in leaves)
         self._record_leaves(call, leaves, tensors, versions)
@@ -156,23 +162,33 @@ class CallRecorder:
         return forward(*args, **kwargs)
 
     def _cached_or_run(
-        self, call: UnitCall, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: ContainerSnapshot
+        self,
+        call: UnitCall,
+        forward: Forward,
+        inputs: CallArguments,
+        given: ContainerSnapshot,
+        reached: tuple[Any, ...],
     ) -> tuple[Any, Mapping[AttributeKey, Any], Mapping[AttributeKey, Any]]:
         """The unit's result, from the cache if an equal unit was run on arguments of the same kind.
 
         Also returns the attributes of its modules that it assigned or appended to.
         """
-        leaves, _ = flatten((args, kwargs))
+        leaves, _ = flatten(inputs)
         arguments = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         hides = any(map(may_hide_tensors, leaves))
-        key = self._cache.key(call.name, args, kwargs)
+        key = self._cache.key(call.name, *inputs, given.kinds())
         known = None if hides else self._cache.lookup(key, call.name, arguments)
         if known is not None:
             output, call.flops, call.inner = known
             return output, {}, {}
         attributes = AttributeSnapshot(self._model.get_submodule(call.name))
         versions = [version_of(argument) for argument in arguments]
-        output, used = self._run(call, forward, args, kwargs, given)
+
+        def undo() -> None:
+            given.restore()
+            attributes.restore_lists()
+
+        output, used = self._run(call, forward, inputs, reached, undo)
         self.resets.note_read(used)
         shown = {id(argument) for argument in arguments}
         hidden = {s for at, sources in used.items() if at not in shown for s in sources if s not in call.parameters}
@@ -185,21 +201,26 @@ class CallRecorder:
         return output, assigned, appended
 
     def _run(
-        self, call: UnitCall, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: ContainerSnapshot
+        self,
+        call: UnitCall,
+        forward: Forward,
+        inputs: CallArguments,
+        reached: tuple[Any, ...],
+        undo: Callable[[], None],
     ) -> tuple[Any, Mapping[int, frozenset[Source]]]:
-        """The unit's result, and the sources of the tensors that it used, by ``id``."""
+        """The unit's result, and the sources of the tensors that it used, by ``id``; ``undo`` is for what it wrote."""
         self._depth += 1
-        objects = Snapshot.reachable_from((args, kwargs))
+        objects = Snapshot.reachable_from(inputs)
         counter = FlopCounter() if self._count_flops else None
         try:
             with self.taints.paused(call.name) as used, counter or nullcontext():
                 try:
-                    output = forward(*args, **kwargs)
+                    output = forward(*inputs[0], **inputs[1])
                 except RuntimeError as error:  # operations that fakes do not support, and kernels without a fake
                     call.inner = ()
                     objects.restore()
-                    given.restore()
-                    output = self._run_on_concrete_values(call.name, (forward, args, kwargs), error)
+                    undo()
+                    output = self._run_on_concrete_values(call.name, (forward, *inputs), reached, error)
             if counter is not None:
                 call.flops = counter.get_total_flops()
             return output, used
@@ -207,12 +228,16 @@ class CallRecorder:
             self._depth -= 1
 
     def _run_on_concrete_values(
-        self, name: str, call: tuple[Forward, tuple[Any, ...], dict[str, Any]], error: RuntimeError
+        self,
+        name: str,
+        call: tuple[Forward, tuple[Any, ...], dict[str, Any]],
+        reached: tuple[Any, ...],
+        error: RuntimeError,
     ) -> Any:
         """The result of a unit that fails with ``error`` on fakes."""
         module = self._model.get_submodule(name)
         try:
-            return run_on_concrete_values(module, call, self._originals)
+            return run_on_concrete_values(module, call, self._originals, reached)
         except (HybridppError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as real:

@@ -52,7 +52,9 @@ class UnitCall:
             arguments, by leaf.
         given: structure of all arguments; None: no leaf is one.
         written: leaves that are written to in place after they were returned.
-        changed: indices of the containers (lists, dicts, objects) among its arguments whose contents it changed.
+        reaches: whether it changed containers that hooks inside of it refer to, which then count after its arguments.
+        changed: indices of the containers (lists, dicts, objects) among its arguments, and among what hooks inside of
+            it refer to, whose contents it changed.
         uses_refs: whether containers among its arguments are part of its result, or were put into others.
         assigned: the attributes of its modules that it set to tensors.
         appended: the lists and dicts among the attributes of its modules to which it added tensors.
@@ -72,6 +74,7 @@ class UnitCall:
     arguments: dict[int, int] = field(default_factory=dict)
     given: pytree.TreeSpec | None = None
     written: frozenset[int] = frozenset()
+    reaches: bool = False
     changed: tuple[int, ...] = ()
     uses_refs: bool = False
     assigned: tuple[AttributeKey, ...] = ()

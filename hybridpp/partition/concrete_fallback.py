@@ -1,7 +1,7 @@
 """Run a unit on real placeholder values, if it cannot run on fake tensors (it reads values, or a kernel has no
 fake)."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -55,7 +55,9 @@ _NUMBER = 0.01
 ForwardCall: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-def run_on_concrete_values(module: nn.Module, call: ForwardCall, buffers: Mapping[int, Tensor]) -> Any:
+def run_on_concrete_values(
+    module: nn.Module, call: ForwardCall, buffers: Mapping[int, Tensor], reached: Sequence[Any] = ()
+) -> Any:
     """Fakes of what a module's forward returns, given fakes as its arguments and tensors.
 
     Shapes that depend on values are those of the placeholder values. Parameters share one element as memory, unless a
@@ -65,18 +67,19 @@ def run_on_concrete_values(module: nn.Module, call: ForwardCall, buffers: Mappin
         module: a module that holds fakes instead of its tensors.
         call: its forward, positional and keyword arguments.
         buffers: real buffers by ``id`` of their fakes; they are copied.
+        reached: other things that the forward may write to (see :meth:`ModelHooks.reached_from`).
     """
     try:
-        return _ConcreteRun(buffers, dense=False).run(module, *call)
+        return _ConcreteRun(buffers, False, reached).run(module, *call)
     except RuntimeError:  # kernels for grouped matrix products require dense tensors
-        return _ConcreteRun(buffers, dense=True).run(module, *call)
+        return _ConcreteRun(buffers, True, reached).run(module, *call)
 
 
 class _ConcreteRun:
     """Fakes, and the concrete tensors that replace them."""
 
-    def __init__(self, buffers: Mapping[int, Tensor], dense: bool):
-        self._buffers = buffers
+    def __init__(self, buffers: Mapping[int, Tensor], dense: bool, reached: Sequence[Any]):
+        self._buffers, self._reached = buffers, reached
         self._dense = dense
         self._real: dict[int, Tensor] = {}
         self._fake: dict[int, Any] = {}
@@ -85,7 +88,8 @@ class _ConcreteRun:
         inputs = pytree.tree_map(self.real, (args, kwargs))
         own, copies = ContainerSnapshot((args, kwargs)), ContainerSnapshot(inputs)
         objects = pytree.tree_leaves(inputs)
-        before = Snapshot.reachable_from(objects)
+        before, reached = Snapshot.reachable_from(objects), ContainerSnapshot(tuple(self._reached))
+        left: AttributeSnapshot | None = None
         try:
             replace_tensors(objects, self.real)
             with _in_place(module, self.real):
@@ -95,7 +99,11 @@ class _ConcreteRun:
                 left.change(self.fake)
         except BaseException:
             before.restore()
+            reached.restore()
+            if left is not None:
+                left.restore_lists()
             raise
+        reached.repeat(reached.changed(), pytree.tree_map(self.fake, reached.changes(reached.changed())))
         replace_tensors(objects, self.fake)
         # Lists and dicts were copied with the inputs; objects were not, and need no change.
         changed = [index for index in copies.changed() if not own.shares(index, copies)]

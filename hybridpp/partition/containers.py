@@ -2,7 +2,7 @@
 that units write to."""
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import fields, is_dataclass
 from types import FunctionType, MethodType, ModuleType, NoneType, SimpleNamespace
 from typing import Any
@@ -76,11 +76,27 @@ class ContainerSnapshot(Snapshot):
 
     Args:
         tree: the arguments.
+        reached: other things that the call may write to; what they hold is counted after that of the arguments.
+
+    Attributes:
+        num_given: number of the containers among the arguments.
     """
 
-    def __init__(self, tree: Any):
-        super().__init__(_containers(tree))
+    def __init__(self, tree: Any, reached: tuple[Any, ...] = ()):
+        found = _containers(tree)
+        self.num_given = len(found)
+        if reached:
+            known = {id(holder.thing) for holder, _ in found}
+            found += [other for other in _containers(reached) if id(other[0].thing) not in known]
+        super().__init__(found)
         self._containers = [holder.thing for holder, _ in self._before]
+
+    def kinds(self) -> Hashable:
+        """Describes what was reached beside the arguments: kinds, sizes and plain values; equal for what is alike."""
+        return tuple(
+            (type(holder.thing), tuple((repr(key), _kind(value)) for key, value in _items(held)))
+            for holder, held in self._before[self.num_given :]
+        )
 
     def changed(self) -> tuple[int, ...]:
         """Indices of the containers whose contents have changed."""
@@ -150,6 +166,10 @@ def _holder(container: Any) -> Holder:
     if is_container(container):
         return Holder.of_items(container)
     return Holder(container, lambda _: [], lambda *_: None) if is_cache(container) else Holder.of_attributes(container)
+
+
+def _kind(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str | None) else type(value)
 
 
 def _items(held: Contents) -> Iterable[tuple[Any, Any]]:

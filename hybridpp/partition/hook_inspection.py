@@ -46,21 +46,22 @@ def only_observes(hook: ModuleHook) -> bool:
     return True
 
 
-def feeds_container_code(hook: ModuleHook, model: nn.Module) -> bool:
-    """Whether values that a hook sees may enter the model's forward other than as the module's result.
+def shared_with_model(hook: ModuleHook, model: nn.Module) -> list[Any]:
+    """What a hook refers to by which values may enter the model's forward other than as the module's result.
 
-    It refers to a module of the model, to an attribute of one, or to a context variable (by which transformers collects
-    hidden states). Such a hook is container code: it runs on every stage.
+    Modules of the model, attributes of them, and context variables (by which transformers collects hidden states); in
+    the same order in every process.
     """
     modules = set(walk.modules(model))
-    reached = Reachable([hook]).objects
-    if any(isinstance(thing, nn.Module) and thing in modules for thing in reached):
-        return True
-    objects = [thing for thing in reached if _keeps(thing)]
-    if any(isinstance(held, ContextVar) for thing in objects for held in (thing, *attributes_of(thing).values())):
-        return True
     shared = {id(held) for module in modules for held in vars(module).values()}
-    return any(id(thing) in shared for thing in objects)
+    found: list[Any] = []
+    for thing in Reachable([hook]).objects:
+        if isinstance(thing, nn.Module) and thing in modules:
+            found.append(thing)
+        elif _keeps(thing):
+            found += [held for held in (thing, *attributes_of(thing).values()) if isinstance(held, ContextVar)]
+            found += [thing] if id(thing) in shared else []
+    return found
 
 
 def _keeps(thing: Any) -> bool:
@@ -98,7 +99,7 @@ class Reachable:
 
     def _held_by(self, function: FunctionType) -> list[Any]:
         cells = [(cell, cell.cell_contents) for cell in function.__closure__ or () if cell != _EMPTY]
-        names = [name for name in names_in(function.__code__) if name in function.__globals__]
+        names = [name for name in sorted(names_in(function.__code__)) if name in function.__globals__]
         self._cells += cells
         self._globals += [(function.__globals__, name, function.__globals__[name]) for name in names]
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())

@@ -1,7 +1,9 @@
 """Module hooks: observers are left out of traces, and on containers, which all stages run, they run once."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -21,7 +23,8 @@ from hybridpp.nn.torch_private import (
 )
 from hybridpp.partition.concrete_fallback import run_on_concrete_values
 from hybridpp.partition.containers import tensors_in
-from hybridpp.partition.hook_inspection import ModuleHook, Reachable, feeds_container_code, is_users, only_observes
+from hybridpp.partition.hook_inspection import ModuleHook, Reachable, is_users, only_observes, shared_with_model
+from hybridpp.partition.module_outputs import MODULE_INTERNALS
 
 _GLOBAL: tuple[dict[int, ModuleHook], ...] = (GLOBAL_FORWARD_PRE_HOOKS, GLOBAL_FORWARD_HOOKS)
 # Number of known hooks above which removed ones are dropped.
@@ -42,7 +45,7 @@ class ModelHooks:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         # By id; the hooks are kept alive, so that ids stay unique.
-        self._container_code: dict[int, tuple[ModuleHook, bool]] = {}
+        self._shared: dict[int, tuple[ModuleHook, list[Any]]] = {}
         self._run: dict[int, ModuleHook] = {}
         self._changing: set[int] = set()
 
@@ -93,17 +96,48 @@ class ModelHooks:
         return is_observer and not self.is_container_code(hook)
 
     def is_container_code(self, hook: ModuleHook) -> bool:
-        """See :func:`feeds_container_code`."""
-        if id(hook) not in self._container_code:
-            if len(self._container_code) >= _MAX_KNOWN:
+        """Whether values that a hook sees may enter the model's forward other than as the module's result.
+
+        Such a hook is container code: it runs on every stage. But for hooks of modules inside of units, which run where
+        the unit runs: what they leave is sent (see :meth:`reached_from`).
+        """
+        return bool(self._shared_by(hook))
+
+    def _shared_by(self, hook: ModuleHook) -> list[Any]:
+        if id(hook) not in self._shared:
+            if len(self._shared) >= _MAX_KNOWN:
                 self._forget_gone()
-            self._container_code[id(hook)] = hook, is_users(hook) and feeds_container_code(hook, self._model)
-        return self._container_code[id(hook)][1]
+            self._shared[id(hook)] = hook, shared_with_model(hook, self._model) if is_users(hook) else []
+        return self._shared[id(hook)][1]
+
+    def reached_from(self, unit: nn.Module) -> tuple[Any, ...]:
+        """What hooks of modules inside of a unit may write to, and the model's forward may read, as it is now.
+
+        Values of context variables, attributes of the model's modules, and the lists and dicts among the attributes of
+        modules outside of the unit.
+        """
+        inside = list(walk.modules(unit))
+        found: dict[int, Any] = {}
+        for module in inside:
+            if module is unit:
+                continue  # its own hooks run around it
+            for hook in (*forward_pre_hooks_of(module).values(), *forward_hooks_of(module).values()):
+                found |= {id(thing): thing for thing in self._shared_by(hook)}
+        reached: list[Any] = []
+        for thing in found.values():
+            if isinstance(thing, ContextVar):
+                reached.append(thing.get(None))
+            elif not isinstance(thing, nn.Module):
+                reached.append(thing)
+            elif thing not in inside:
+                held = (value for name, value in vars(thing).items() if name not in MODULE_INTERNALS)
+                reached += [value for value in held if isinstance(value, list | dict | deque)]
+        return tuple(reached)
 
     def _forget_gone(self) -> None:
         """Drop entries of removed hooks: a script may register new ones in every step."""
         there = {id(hook) for held in _hook_dicts(self._model) for hook in held.values()}
-        self._container_code = {key: known for key, known in self._container_code.items() if key in there}
+        self._shared = {key: known for key, known in self._shared.items() if key in there}
         self._run = {key: hook for key, hook in self._run.items() if key in there}
         self._changing &= there
 

@@ -69,6 +69,11 @@ class AttributeSnapshot:
         appended = {key: given.changes([0])[0] for key, (_, given) in self._lists.items() if given.changed()}
         return {key: change for key, change in appended.items() if tensors_in(change)}
 
+    def restore_lists(self) -> None:
+        """Take out again what was added to lists and dicts since."""
+        for _, given in self._lists.values():
+            given.restore()
+
     def change(self, function: Callable[[Any], Any]) -> None:
         """Replace each tensor that was assigned or added since by ``function(tensor)``."""
         for (path, name), value in self.assigned().items():

@@ -44,6 +44,7 @@ class StageRun:
         rng: of the forward.
         modules: the units, by name.
         sharding: of ``plan.sharded``.
+        reached_from: gives what hooks inside of a unit refer to.
 
     Attributes:
         checkpointed_calls: the calls that activation checkpointing may repeat, by unit and random seed.
@@ -59,8 +60,9 @@ class StageRun:
         rng: UnitRng,
         modules: Mapping[str, nn.Module],
         sharding: BoundarySharding | None = None,
+        reached_from: Callable[[nn.Module], tuple[Any, ...]] = lambda _: (),
     ):
-        self._plan = plan
+        self._plan, self._reached_from = plan, reached_from
         self._values: dict[Value, Tensor] = dict(zip(plan.incoming, received, strict=True))
         self._sharding = sharding
         self._outgoing_shards: dict[Value, Tensor] = {}
@@ -107,7 +109,7 @@ class StageRun:
         """Run an own unit whose result contains outgoing values."""
         # Before the unit runs, because it may write to its arguments' containers.
         arguments = _arguments(call, inputs)
-        given = ContainerSnapshot(inputs if call.changed or call.uses_refs else ())
+        given = self._given(call, inputs) if call.changed or call.uses_refs else ContainerSnapshot(())
         deltas = self._delta_of(call)
         output = self._local(forward, *inputs)
         if call.is_simple and isinstance(output, Tensor):
@@ -117,6 +119,10 @@ class StageRun:
         assigned = deltas.now() if deltas else ({}, {})
         self._keep(call, index, (returned, given.changes(call.changed), *assigned), arguments)
         return output
+
+    def _given(self, call: UnitCall, inputs: CallArguments) -> ContainerSnapshot:
+        """The containers that a call may write to."""
+        return ContainerSnapshot(inputs, self._reached_from(self._modules[call.name]) if call.reaches else ())
 
     def _delta_of(self, call: UnitCall) -> AttributeDelta | None:
         if not call.assigned and not call.appended:
@@ -173,7 +179,7 @@ class StageRun:
             )
             self.deltas.append(deltas)
         if call.changed or call.uses_refs:
-            given = ContainerSnapshot(inputs)
+            given = self._given(call, inputs)
             given.repeat(call.changed, changes)
             output = given.from_refs(output)
         return output

@@ -200,7 +200,8 @@ class StagedModel:
 
     def _stage_run(self, plan: StagePlan, received: Sequence[Tensor], rng: UnitRng) -> StageRun:
         modules = self._interceptor.modules
-        run = StageRun(plan, received, self._placeholders, rng, modules, self._staging.boundary_sharding)
+        sharding, reached = self._staging.boundary_sharding, self._interceptor.hooks.reached_from
+        run = StageRun(plan, received, self._placeholders, rng, modules, sharding, reached)
         run.watch = self._watch
         return run
 

@@ -120,7 +120,8 @@ class Tracer:
         watch: UnitObserver | None,
         cuts: Sequence[UnitCallKey],
     ) -> Trace:
-        recorder = CallRecorder(self._model, self._fakes, self._unit_parameters, self._cache, count_flops, watch)
+        hooks = self._interceptor.hooks
+        recorder = CallRecorder(self._model, self._fakes, self._unit_parameters, self._cache, hooks, count_flops, watch)
         with self._recording(recorder) as hook_effects:
             for slot in self._initial.values():
                 put_entry(*slot)

@@ -67,6 +67,7 @@ class _Key(NamedTuple):
     has_grad: bool
     tree: pytree.TreeSpec
     arguments: tuple[Hashable, ...]
+    reached: Hashable
 
 
 class TraceCache:
@@ -95,8 +96,8 @@ class TraceCache:
         """Take over the :attr:`results` of a cache for an equal model."""
         self._results.update(results)
 
-    def key(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Key:
-        """The key of a unit's call."""
+    def key(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], reached: Hashable = ()) -> _Key:
+        """The key of a unit's call; ``reached`` describes what else it may write to."""
         leaves, tree = flatten((args, kwargs))
         kinds: list[Hashable] = []
         for leaf in leaves:
@@ -110,7 +111,9 @@ class TraceCache:
             self._kinds[name] = tuple(_kind(module) for module in modules)
         training = tuple(module.training for module in modules)
         hooks = [hook for module in modules for hook in _hooks(module)]
-        return _Key(self._kinds[name], training, tuple(map(_ById, hooks)), torch.is_grad_enabled(), tree, tuple(kinds))
+        return _Key(
+            self._kinds[name], training, tuple(map(_ById, hooks)), torch.is_grad_enabled(), tree, tuple(kinds), reached
+        )
 
     def lookup(self, key: _Key, name: str, arguments: list[Tensor]) -> tuple[Any, int, tuple[str, ...]] | None:
         """New fakes of the result, its FLOPs and the names of the finest units inside; None if it is not cached."""
