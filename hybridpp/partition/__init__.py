@@ -9,6 +9,7 @@ from hybridpp.partition.compile_blocks import compile_blocks
 from hybridpp.partition.compiled import compiled_parts, has_compiled_forward
 from hybridpp.partition.concrete_fallback import UntraceableUnitError
 from hybridpp.partition.containers import is_cache
+from hybridpp.partition.derivatives import MadeUpDerivatives
 from hybridpp.partition.describe import (
     StageSummary,
     TracedModel,
@@ -35,6 +36,7 @@ __all__ = [
     "CommonTraces",
     "CutPoint",
     "FlopCounter",
+    "MadeUpDerivatives",
     "MemoryBudget",
     "ModuleUnits",
     "StagePlan",

@@ -11,17 +11,18 @@ from hybridpp.errors import HybridppError, PartitionError
 from hybridpp.module_adapter import Forward
 from hybridpp.nn.checkpointing import in_checkpoint, in_reentrant_checkpoint
 from hybridpp.nn.snapshot import Snapshot
-from hybridpp.nn.torch_private import pytree, version_of
+from hybridpp.nn.torch_private import is_functorch_active, pytree, version_of
 from hybridpp.partition.calls import CallArguments, Same, TensorSpec, Trace, UnitCall
 from hybridpp.partition.concrete_fallback import UntraceableUnitError, run_on_concrete_values
 from hybridpp.partition.containers import ContainerRef, ContainerSnapshot, flatten
+from hybridpp.partition.derivatives import Derivative
 from hybridpp.partition.fakes import Fakes
 from hybridpp.partition.flops import FlopCounter
 from hybridpp.partition.hooks import HookEffects, ModelHooks
 from hybridpp.partition.module_outputs import AttributeKey, AttributeSlot, AttributeSnapshot
 from hybridpp.partition.object_state import RemoteObject, holds_tensors, may_hide_tensors
 from hybridpp.partition.resets import AttributeReset, ResetSearch, UnitCallKey
-from hybridpp.partition.taint import Source, TaintMode, Value
+from hybridpp.partition.taint import SeenDerivative, Source, TaintMode, Value
 from hybridpp.partition.trace_cache import TraceCache
 
 UnitObserver: TypeAlias = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
@@ -60,7 +61,8 @@ class CallRecorder:
         self._cache, self._hooks = cache, hooks
         self._originals = {id(fake): original for fake, original in fakes.buffers}
         self.calls: list[UnitCall] = []
-        self.taints = TaintMode()
+        self.taints = TaintMode(self._note_derivative)
+        self._derivatives: list[Derivative] = []
         self._unit_parameters = unit_parameters
         self._count_flops = count_flops
         self._watch = watch
@@ -110,6 +112,11 @@ class CallRecorder:
 
     def _begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitCall:
         """The record of a call that begins."""
+        if is_functorch_active():
+            raise PartitionError(
+                f"unit {name!r} is called inside a transform of torch.func (grad, vjp, vmap), whose tensors cannot be "
+                "sent to another stage. Transform inside one block, or use torch.autograd.grad with pp_size=1."
+            )
         if in_reentrant_checkpoint():
             raise PartitionError(
                 f"unit {name!r} runs inside reentrant activation checkpointing, which hides its gradient from a cut. "
@@ -149,6 +156,30 @@ class CallRecorder:
             else self._record(call, number, leaf, number in changed)
             for number, leaf in enumerate(leaves)
         )
+
+    def _note_derivative(self, seen: SeenDerivative) -> bool:
+        """Record a derivative; whether it goes back through calls of units, which were perhaps not run."""
+        call = len(self.calls) - 1 if seen.unit else None
+        outputs = seen.outputs if call is None else self.calls[call].sources
+        # With respect to what a call returned, it goes back to that call. What no call returned may be used by all.
+        starts = [max((_calls_in(sources)), default=-1) for sources in seen.inputs]
+        path = {one for one in self._all_before(_calls_in(outputs)) if one > min(starts, default=-1)}
+        if call is not None:
+            own = set(self._unit_parameters[seen.unit])
+            is_own = all(sources and own.issuperset(sources) for sources in seen.inputs)
+            path = {call} if is_own else path | {call}
+        derivative = Derivative(len(self.calls), call, frozenset(path))
+        self._derivatives.append(derivative)
+        return bool(path - {call})
+
+    def _all_before(self, calls: set[int]) -> set[int]:
+        """These calls and all whose results they depend on."""
+        found: set[int] = set()
+        left = set(calls)
+        while left:
+            found.add(call := left.pop())
+            left |= _calls_in(self.calls[call].sources) - found
+        return found
 
     def note_inner(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handler of the finest units: records which of them a unit calls."""
@@ -265,4 +296,8 @@ class CallRecorder:
         for call, number, leaf, version in self._outputs:
             if version_of(leaf) != version:
                 call.written |= {number}
-        return Trace(tuple(self.calls), self.taints.sources(result), resets, hook_effects)
+        return Trace(tuple(self.calls), self.taints.sources(result), resets, hook_effects, tuple(self._derivatives))
+
+
+def _calls_in(sources: frozenset[Source]) -> set[int]:
+    return {source.call for source in sources if isinstance(source, Value)}

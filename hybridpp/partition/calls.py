@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import torch
 
 from hybridpp.nn.torch_private import pytree
+from hybridpp.partition.derivatives import Derivative
 from hybridpp.partition.hooks import HookEffects
 from hybridpp.partition.module_outputs import AttributeKey
 from hybridpp.partition.resets import AttributeReset
@@ -100,9 +101,11 @@ class Trace:
         result_sources: the sources of what it returns.
         resets: the attributes that are reset after each cut.
         hook_effects: what the hooks did that ran.
+        derivatives: those that the forward computes.
     """
 
     calls: tuple[UnitCall, ...]
     result_sources: frozenset[Source]
     resets: tuple[tuple[AttributeReset, ...], ...] = ()
     hook_effects: HookEffects = field(default_factory=dict)
+    derivatives: tuple[Derivative, ...] = ()

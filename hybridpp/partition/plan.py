@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridpp.errors import PartitionError
 from hybridpp.partition.calls import TensorSpec, Trace, UnitCall
+from hybridpp.partition.derivatives import refuse_divided_derivatives
 from hybridpp.partition.resets import AttributeReset
 from hybridpp.partition.taint import Value
 
@@ -39,7 +40,8 @@ def assign_stages(trace: Trace, cut: tuple[CutPoint, ...]) -> tuple[int, ...]:
     """The stage of each call: the number of cut points before it.
 
     Raises:
-        PartitionError: the forward does not call a block that ends a stage, or calls them in another order.
+        PartitionError: the forward does not call a block that ends a stage, or calls them in another order, or a stage
+            computes a derivative that goes back through another.
     """
     stages: list[int] = []
     stage = 0
@@ -52,6 +54,7 @@ def assign_stages(trace: Trace, cut: tuple[CutPoint, ...]) -> tuple[int, ...]:
             f"the forward does not call block {cut[stage].block!r}, which ends stage {stage}, for this input. "
             "Use inputs that run every block, or pp_size=1."
         )
+    refuse_divided_derivatives(trace.derivatives, [call.name for call in trace.calls], stages)
     return tuple(stages)
 
 

@@ -1,6 +1,6 @@
 """Follow values through the container code between units: the unit outputs and parameters that a tensor depends on."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hybridpp.errors import PartitionError
 from hybridpp.nn.torch_private import FakeTensor, storage_id, unwrapped
 from hybridpp.partition.containers import tensors_in
+from hybridpp.partition.derivatives import GRAD, stand_ins
 
 
 class Value(NamedTuple):
@@ -27,15 +28,35 @@ Source: TypeAlias = Value | str
 _NOTHING: frozenset[Source] = frozenset()
 
 
+class SeenDerivative(NamedTuple):
+    """A backward pass that code of the forward ran.
+
+    Attributes:
+        outputs: the sources of what was differentiated.
+        inputs: the sources of each tensor with respect to which it was; empty: all leaves.
+        unit: the unit whose code it is; empty: container code.
+    """
+
+    outputs: frozenset[Source]
+    inputs: tuple[frozenset[Source], ...]
+    unit: str
+
+
 class TaintMode(TorchFunctionMode):
     """While active, every torch function passes the sources of its arguments on to its results.
 
     A fake tensor of unknown origin (created in a function that torch function modes do not see) counts as computed from
     every value so far: more is sent than necessary, but nothing is missing.
+
+    Args:
+        on_derivative: called with each derivative that code of the forward computes, but not with those of a unit with
+            respect to tensors of its own; returns whether it goes through calls of units. Then its results are made up:
+            the fakes of a trace have no complete graph.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_derivative: Callable[[SeenDerivative], bool] | None = None) -> None:
         super().__init__()
+        self._on_derivative = on_derivative
         self._sources: dict[int, frozenset[Source]] = {}
         # Sources of in-place writes, by the memory that was written to: views of that memory see them too.
         self._written: dict[int, frozenset[Source]] = {}
@@ -110,7 +131,7 @@ class TaintMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = self._result(func, args, kwargs)
         if self._paused:
             self._note(tensors_in((args, kwargs)), tensors_in(result))
             return result
@@ -127,6 +148,23 @@ class TaintMode(TorchFunctionMode):
         for output in (*outputs, *targets):
             self.mark(output, sources | self._sources.get(id(output), _NOTHING))
         return result
+
+    def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_grad = func is torch.autograd.grad
+        if self._on_derivative is None or not (is_grad or func is Tensor.backward):
+            return func(*args, **kwargs)
+        options = GRAD.bind(*args, **kwargs).arguments if is_grad else kwargs
+        outputs, inputs = tensors_in(options["outputs"] if is_grad else args[0]), tensors_in(options.get("inputs"))
+        if self._paused:
+            inner = {id(one) for one in inputs if one in self._made_in and id(one) not in self._sources}
+            if not is_grad or len(inner) == len(inputs):
+                return func(*args, **kwargs)
+        of_inputs = tuple(self.sources(one) for one in inputs)
+        if not self._on_derivative(
+            SeenDerivative(self.sources(outputs), of_inputs, self._unit if self._paused else "")
+        ):
+            return func(*args, **kwargs)
+        return stand_ins(outputs, inputs, options) if is_grad else None
 
     def _note(self, arguments: list[Tensor], results: list[Tensor]) -> None:
         ids = set(map(id, arguments))

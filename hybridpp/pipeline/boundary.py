@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridpp.cluster import Group, Work, resolved
-from hybridpp.errors import ScheduleError
+from hybridpp.errors import PartitionError, ScheduleError
 from hybridpp.nn.deferred_tensor import deferred
 from hybridpp.nn.torch_private import pytree
 from hybridpp.pipeline.batch import Microbatch
@@ -38,6 +38,14 @@ _PEER = {
 }
 
 
+class _Gradients:
+    """The gradients of received values, once the stage's backward pass is expected to bring them."""
+
+    def __init__(self) -> None:
+        self.is_expected = False
+        self.found: list[Tensor | None] = []
+
+
 class _StageInputFunction(torch.autograd.Function):
     """Makes received tensors the results of an operation, so that the model may write to them in place.
 
@@ -46,14 +54,19 @@ class _StageInputFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensors: list[Tensor], gradients: list[Tensor | None]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, tensors: list[Tensor], gradients: "_Gradients") -> tuple[Tensor, ...]:
         ctx.gradients = gradients
         ctx.set_materialize_grads(False)
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        ctx.gradients.extend(gradients)
+        if not ctx.gradients.is_expected:
+            raise PartitionError(
+                "a backward pass inside the forward goes back to what this stage received: autograd has the graph of "
+                "one stage only. Use pp_size=1, or run such a pass inside one block, on detached inputs."
+            )
+        ctx.gradients.found.extend(gradients)
         return None, None, None
 
 
@@ -63,7 +76,7 @@ class StageInput:
     def __init__(self, tensors: list[Tensor], specs: Sequence[TensorMeta], training: bool):
         self._specs = [spec for spec in specs if training and spec.requires_grad]
         self._device = tensors[0].device if tensors else torch.device("cpu")
-        self._gradients: list[Tensor | None] = []
+        self._gradients = _Gradients()
         tracked = [tensor for tensor, spec in zip(tensors, specs, strict=True) if training and spec.requires_grad]
         if tracked:
             anchor = torch.zeros((), requires_grad=True)
@@ -79,9 +92,13 @@ class StageInput:
         values, self._values = self._values, []
         return values
 
+    def expect_gradients(self) -> None:
+        """Announce the stage's backward pass: no other may reach the received values."""
+        self._gradients.is_expected = True
+
     def gradients(self) -> list[Tensor]:
         """The gradients of the differentiable values, after the backward pass; zeros for values without an effect."""
-        found = self._gradients or [None] * len(self._specs)
+        found = self._gradients.found or [None] * len(self._specs)
         return [
             torch.zeros(spec.shape, dtype=spec.dtype, device=self._device) if gradient is None else gradient
             for gradient, spec in zip(found, self._specs, strict=True)

@@ -42,8 +42,7 @@ class LayerBinding:
     """A layer of the model with its operations and its queue.
 
     Attributes:
-        weight: the layer's own, whose sum has its name; None: it is not on this rank, or :meth:`take_parameters` was not
-            called.
+        weight: the layer's own, whose sum has its name; None: it is not on this rank, or was not taken yet.
         bias: the layer's own; None: it has none.
         names: the parameter names: the weight's, then the bias's if there is one.
         is_deferrable: whether its weight gradients may be deferred in the current step.
@@ -120,6 +119,8 @@ class DeferredWgradFunction(torch.autograd.Function):
         binding: LayerBinding = ctx.binding
         ops, module = binding.ops, binding.module
         x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return None, *DeferredWgradFunction._recorded_backward(ctx, dy, x, weight)
         task = WgradTask(binding, dy if ops.pre_grad is None else ops.pre_grad(dy, x), x, ctx.saved)
         binding.queue.before(task)
         dx = ops.input_gradient(module, task.dy, x, weight) if ctx.needs_input_grad[1] else None
@@ -129,6 +130,17 @@ class DeferredWgradFunction(torch.autograd.Function):
         if binding.adds_products and binding.queue.try_add(task):
             return None, dx, None, None
         return None, dx, *ops.weight_gradients(module, task.dy, task.input(), weight, ctx.needs_input_grad[3])
+
+    @staticmethod
+    def _recorded_backward(
+        ctx: Any, dy: Tensor, x: Tensor, weight: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """All gradients at once, of which autograd records how they were computed (``create_graph=True``)."""
+        ops, module = ctx.binding.ops, ctx.binding.module
+        dy = dy if ops.pre_grad is None else ops.pre_grad(dy, x)
+        dx = ops.input_gradient(module, dy, x, weight) if ctx.needs_input_grad[1] else None
+        x = x if ctx.saved is None else ctx.saved.with_gradient(x)
+        return dx, *ops.weight_gradients(module, dy, x, weight, ctx.needs_input_grad[3])
 
 
 def deferred_wgrad(binding: LayerBinding, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -344,6 +344,7 @@ class _Handlers:
             self._step.weights.wait(stage)
         if self._recorder is not None:
             self._recorder.start()
+        stage_input.expect_gradients()
         with self._stages.recomputing(context):
             if stage_output is not None:
                 stage_output.backward(received)

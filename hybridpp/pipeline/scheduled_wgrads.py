@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor

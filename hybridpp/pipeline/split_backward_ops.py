@@ -29,6 +29,9 @@ class SavedInput(Protocol):
     def take(self) -> Tensor:
         """The input; :meth:`start` must have been called before."""
 
+    def with_gradient(self, part: Tensor, /) -> Tensor:
+        """The input, restored from the part that was saved, to which its gradients flow."""
+
 
 class SplitBackwardOps(NamedTuple):
     """The operations of one kind of module.

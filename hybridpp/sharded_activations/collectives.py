@@ -2,6 +2,9 @@
 
 A *replicated* activation has the same values on every rank of the group; of a *sharded* one each rank holds a shard.
 While a model is traced its tensors are fake: shapes are computed and nothing is communicated.
+
+All of them are linear, and the gradient of each is another of them: a sum's is a copy, a gather's a shard, and the
+other way round. So gradients of gradients (``create_graph=True``) communicate as well.
 """
 
 from collections.abc import Callable
@@ -21,43 +24,34 @@ def _nothing() -> None:
     return
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, overlap_fn: Callable[[], None]) -> Tensor:
-        ctx.group, ctx.overlap_fn = group, overlap_fn
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        # A copy: autograd may have given the same tensor to others.
-        total = dy.clone(memory_format=torch.contiguous_format)
-        work = ctx.group.all_reduce(total)
-        ctx.overlap_fn()
-        work.wait()
-        return total, None, None
-
-
 class _LinearMap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, function: _Map, backward: _Map) -> Tensor:
-        ctx.map = backward
+    def forward(ctx: Any, x: Tensor, function: _Map, backward: _Map, again: _Map) -> Tensor:
+        ctx.backward, ctx.again = backward, again
         return function(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.map(dy), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return mapped(dy, ctx.backward, ctx.again), None, None, None
 
 
-def linear_map(x: Tensor, function: _Map, backward: _Map) -> Tensor:
-    """A linear function of a tensor, whose gradient goes through another function.
+def linear_map(x: Tensor, function: _Map, backward: _Map, again: _Map | None = None) -> Tensor:
+    """A linear function of a tensor, whose gradient goes through another function, and that one's through it.
 
     Args:
         x: its argument.
         function: gives the result.
         backward: gives the gradient of ``x`` from the gradient of the result.
+        again: does what ``function`` does for any argument, if that knows the result beforehand; it is used for
+            gradients of gradients. None: ``function``.
     """
-    result: Tensor = _LinearMap.apply(x, function, backward)  # type: ignore[no-untyped-call]  # torch
+    result: Tensor = _LinearMap.apply(x, function, backward, again or function)  # type: ignore[no-untyped-call]  # torch
     return result
+
+
+def mapped(x: Tensor, function: _Map, backward: _Map) -> Tensor:
+    """:func:`linear_map`, where autograd records it: in backward passes with ``create_graph=True``."""
+    return linear_map(x, function, backward) if x.requires_grad and torch.is_grad_enabled() else function(x)
 
 
 def unchanged(dy: Tensor) -> Tensor:
@@ -77,8 +71,16 @@ def copy_to_ranks(x: Tensor, group: Group, overlap_fn: Callable[[], None] = _not
     """
     if not x.requires_grad or not torch.is_grad_enabled():
         return x
-    copied: Tensor = _Copy.apply(x, group, overlap_fn)  # type: ignore[no-untyped-call]  # torch
-    return copied
+
+    def summed(dy: Tensor) -> Tensor:
+        # A copy: autograd may have given the same tensor to others.
+        total = dy.clone(memory_format=torch.contiguous_format)
+        work = group.all_reduce(total)
+        overlap_fn()
+        work.wait()
+        return total
+
+    return linear_map(x, unchanged, summed)
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
@@ -130,5 +132,5 @@ def scatter_to_ranks(full: Tensor, group: Group, width: int) -> Tensor:
 
     Collective: one all-gather over ``group`` in the backward pass; every member must run it.
     """
-    gather = partial(gather_from_ranks, group=group, width=full.shape[-1])
+    gather = partial(_gathered, group=group, width=full.shape[-1])
     return linear_map(full, partial(local_part, group=group, width=width), gather)

@@ -4,11 +4,12 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from hybridpp.cluster import Group
 from hybridpp.errors import ConfigError
 from hybridpp.nn.torch_private import assert_async
+from hybridpp.sharded_activations.collectives import copy_to_ranks, sum_over_ranks
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -100,13 +101,14 @@ class _Losses(torch.autograd.Function):
         if smoothing:
             losses -= smoothing / vocab_size * all_shares[:, 2].sum(0)
         ctx.save_for_backward(x, total, target_index, is_local)
-        ctx.vocab_size, ctx.width, ctx.smoothing = vocab_size, width, smoothing
+        ctx.vocab_size, ctx.width, ctx.smoothing, ctx.group = vocab_size, width, smoothing, group
         return losses
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         x, total, target_index, is_local = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _Losses._recorded_backward(ctx, dy, x, total), None, None, None, None
         # Computed again from the logits, which are held anyway: nothing of their size is saved.
         dx = (x - total.unsqueeze(1)).exp_()
         if ctx.smoothing:
@@ -115,3 +117,16 @@ class _Losses(torch.autograd.Function):
         dx *= dy.unsqueeze(1)
         dx[:, ctx.width :] = 0.0
         return dx.to(x.dtype), None, None, None, None
+
+    @staticmethod
+    def _recorded_backward(ctx: Any, dy: Tensor, x: Tensor, total: Tensor) -> Tensor:
+        """The gradient, of which autograd records how it was computed (``create_graph=True``)."""
+        _, _, target_index, is_local = ctx.saved_tensors
+        local = x[:, : ctx.width].to(total.dtype)
+        # As the numbers know it, the sum over the ranks is 1; its gradient is that of the total.
+        share = sum_over_ranks((local.logsumexp(1) - total).exp(), ctx.group)
+        total = copy_to_ranks(total + share.log(), ctx.group).unsqueeze(1)
+        ones = torch.zeros_like(x, dtype=total.dtype).scatter(1, target_index, is_local.to(total.dtype).unsqueeze(1))
+        dx = (local - total).exp() - ctx.smoothing / ctx.vocab_size - (1 - ctx.smoothing) * ones[:, : ctx.width]
+        dx = dx * copy_to_ranks(dy, ctx.group).unsqueeze(1)
+        return functional.pad(dx, (0, x.shape[1] - ctx.width)).to(x.dtype)

@@ -1,6 +1,7 @@
 """Activations with the full shape of which a rank holds a shard: gathered only where the full tensor is read."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from hybridpp.nn.torch_private import (
     unsafe_view,
     version_or_none,
 )
-from hybridpp.sharded_activations.collectives import gather_from_ranks, linear_map, local_part, unchanged
+from hybridpp.sharded_activations.collectives import gather_from_ranks, linear_map, local_part, mapped, unchanged
 
 _Replay = Callable[[Tensor], Tensor]
 
@@ -87,12 +88,17 @@ class DeferredGatherTensor(MadeWhenRead):
 
     def gather_with_gradient(self) -> Tensor:
         """The full activation with its gradient. Collective: one all-gather."""
-        return linear_map(self, lambda _: self.gathered_values(), unchanged)
+        # For autograd this is the full tensor already.
+        return linear_map(self, lambda _: self.gathered_values(), unchanged, unchanged)
 
     def gathered_values(self) -> Tensor:
         """The values of the full activation, in memory of its own. Collective: one all-gather."""
-        rows = self.local.detach().movedim(self.divided, -1)
-        full = gather_from_ranks(rows, self.group, self.width).movedim(-1, self.divided).contiguous()
+        return self.joined(self.local.detach(), self.group, self.divided, self.width)
+
+    @classmethod
+    def joined(cls, shard: Tensor, group: Group, dim: int, width: int) -> Tensor:
+        """The full tensor of the ranks' shards, ``width`` wide along ``dim``. Collective: one all-gather."""
+        full = gather_from_ranks(shard.movedim(dim, -1), group, width).movedim(-1, dim).contiguous()
         # A function's result that is a view cannot be written to in place.
         return unsafe_view(full, full.shape) if is_view(full) else full
 
@@ -134,14 +140,15 @@ class _Present(torch.autograd.Function):
     def forward(
         ctx: Any, local: Tensor, kind: type[DeferredGatherTensor], group: Group, dim: int, width: int
     ) -> Tensor:
-        ctx.kind, ctx.group, ctx.dim, ctx.part = kind, group, dim, local.shape[dim]
+        ctx.own = partial(kind.own, group=group, dim=dim, width=local.shape[dim])
+        ctx.join = partial(kind.joined, group=group, dim=dim, width=width)
         shape = (*local.shape[:dim], width, *local.shape[dim + 1 :])
         lazy: Tensor = make_wrapper_subclass(kind, shape, dtype=local.dtype, device=local.device)
         return lazy
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.kind.own(dy, ctx.group, ctx.dim, ctx.part), None, None, None, None
+        return mapped(dy, ctx.own, ctx.join), None, None, None, None
 
 
 def deferred_gather(

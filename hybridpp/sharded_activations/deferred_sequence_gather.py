@@ -24,8 +24,9 @@ class DeferredSequenceTensor(DeferredGatherTensor):
         # The shard's current values: a block may have written to it, as it would to the full activation.
         return gather_sequence(self.local, self.width, self.group)
 
-    def gathered_values(self) -> Tensor:
-        return gather_shards(self.local.detach(), self.width, self.group)
+    @classmethod
+    def joined(cls, shard: Tensor, group: Group, dim: int, width: int) -> Tensor:
+        return gather_shards(shard, width, group)
 
     @classmethod
     def own(cls, full: Tensor, group: Group, dim: int, width: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hybridpp.cluster import Group, Pending
 from hybridpp.nn.torch_private import storage_id, version_of
-from hybridpp.sharded_activations.sequence_collectives import start_gather_shards
+from hybridpp.sharded_activations.sequence_collectives import regather_sequence, start_gather_shards
 
 
 class RegatherHandle:
@@ -31,6 +31,10 @@ class RegatherHandle:
         """One more layer will read it."""
         self._num_readers += 1
         self._num_left += 1
+
+    def with_gradient(self, shard: Tensor) -> Tensor:
+        """The full activation, gathered so that gradients flow to the shard. Collective: one all-gather."""
+        return regather_sequence(shard, self._length, self._group)
 
     def start(self, shard: Tensor) -> None:
         """Start the gather, unless it was started. Collective: one all-gather, if so."""
@@ -72,6 +76,10 @@ class SavedShard(NamedTuple):
     def take(self) -> Tensor:
         """The layer's input."""
         return self.regather.take().view(self.shape)
+
+    def with_gradient(self, shard: Tensor) -> Tensor:
+        """The layer's input, gathered so that gradients flow to the shard. Collective: one all-gather."""
+        return self.regather.with_gradient(shard).view(self.shape)
 
 
 class _PackedShard(NamedTuple):

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from hybridpp.cluster import Group, Mapped, Pending
 from hybridpp.nn.torch_private import has_no_data
-from hybridpp.sharded_activations.collectives import linear_map
+from hybridpp.sharded_activations.collectives import linear_map, mapped, unchanged
 
 
 def shard_lengths(length: int, size: int) -> list[int]:
@@ -80,17 +80,6 @@ def _padded(shard: Tensor, length: int) -> Tensor:
     return functional.pad(shard, padding).contiguous() if missing else shard.contiguous()
 
 
-class _CopySequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, full: Tensor, group: Group, overlap_fn: Callable[[], None]) -> Tensor:
-        ctx.group, ctx.overlap_fn = group, overlap_fn
-        return full.view_as(full)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return reduce_scatter_shards(dy, ctx.group, ctx.overlap_fn), None, None, None
-
-
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, summand: Tensor, bias: Tensor | None, group: Group) -> Tensor:
@@ -100,9 +89,28 @@ class _ReduceScatterSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        full = gather_shards(dy, ctx.length, ctx.group)
-        bias_gradient = full.reshape(-1, full.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+        full = full_gradient(dy, ctx.length, ctx.group)
+        bias_gradient = None
+        if ctx.needs_input_grad[1]:
+            bias_gradient = replicated_sum(full.reshape(-1, full.shape[-1]).sum(0), ctx.group)
         return full, bias_gradient, None
+
+
+def full_gradient(dy: Tensor, length: int, group: Group) -> Tensor:
+    """The gradient of a sum from that of this rank's shard of it, for ranks that each go on differently.
+
+    Collective: one all-gather over ``group``; every member must call it.
+    """
+    reduce_scatter = partial(reduce_scatter_shards, group=group)
+    return mapped(dy, partial(gather_shards, length=length, group=group), reduce_scatter)
+
+
+def replicated_sum(total: Tensor, group: Group) -> Tensor:
+    """``total``, which each rank has computed completely from a :func:`full_gradient`.
+
+    The gradient of that is summed over the ranks, so each takes its part of what all get.
+    """
+    return mapped(total, unchanged, lambda dy: dy / group.size)
 
 
 def shard_sequence(full: Tensor, group: Group) -> Tensor:
@@ -134,8 +142,19 @@ def copy_sequence(shard: Tensor, full: Tensor, group: Group, overlap_fn: Callabl
 
     Collective: one reduce-scatter over ``group`` in the backward pass; every member must run it.
     """
-    copied: Tensor = _CopySequence.apply(shard, full.detach(), group, overlap_fn)  # type: ignore[no-untyped-call]  # torch
-    return copied
+    known = full.detach()
+    gather = partial(gather_shards, length=full.shape[1], group=group)
+    reduce_scatter = partial(reduce_scatter_shards, group=group, overlap_fn=overlap_fn)
+    return linear_map(shard, lambda _: known.view_as(known), reduce_scatter, gather)
+
+
+def regather_sequence(shard: Tensor, length: int, group: Group) -> Tensor:
+    """What :func:`copy_sequence` gives, gathered once more.
+
+    Collective: one all-gather over ``group``, and one reduce-scatter in the backward pass; every member must call it.
+    """
+    gather = partial(gather_shards, length=length, group=group)
+    return linear_map(shard, gather, partial(reduce_scatter_shards, group=group))
 
 
 def reduce_scatter_sequence(summand: Tensor, bias: Tensor | None, group: Group) -> Tensor:

@@ -17,7 +17,11 @@ from hybridpp.sharded_activations.collectives import gather_from_ranks, scatter_
 from hybridpp.sharded_activations.deferred_gather import deferred_gather
 from hybridpp.sharded_activations.deferred_logits_gather import DeferredLogitsTensor
 from hybridpp.sharded_activations.saved_shard import SavedShard, save_as_shard
-from hybridpp.sharded_activations.sequence_collectives import gather_shards, reduce_scatter_sequence
+from hybridpp.sharded_activations.sequence_collectives import (
+    full_gradient,
+    reduce_scatter_sequence,
+    replicated_sum,
+)
 from hybridpp.sharding_plan.plan import ShardKind
 from hybridpp.tensor_parallel.tp_context import TensorParallelContext
 
@@ -174,7 +178,7 @@ class GatheredColumnParallel(ShardedLayer):
         return deferred_gather(y, self.context.group, y.dim() - 1, self._width, kind=DeferredLogitsTensor)
 
     def bias_grad(self, local: Tensor) -> Tensor:
-        return self.context.group.all_gather_along(local, 0)[: self._width]
+        return gather_from_ranks(local, self.context.group, self._width)
 
 
 class RowParallel(ShardedLayer):
@@ -205,7 +209,10 @@ class RowParallel(ShardedLayer):
         return full if bias is None else full + bias
 
     def pre_grad(self, dy: Tensor, x: Tensor) -> Tensor:
-        return gather_shards(dy, x.shape[1], self.context.group) if self.scatters_output else dy
+        return full_gradient(dy, x.shape[1], self.context.group) if self.scatters_output else dy
+
+    def bias_grad(self, local: Tensor) -> Tensor:
+        return replicated_sum(local, self.context.group) if self.scatters_output else local
 
 
 class VocabParallel(ShardedLayer):

@@ -14,7 +14,14 @@ from hybridpp.errors import ConfigError
 from hybridpp.nn import walk
 from hybridpp.nn.snapshot import preserved_buffer_values, preserved_modules
 from hybridpp.nn.torch_private import pytree
-from hybridpp.partition import CallArguments, asks_for_mode, block_calls, find_units, is_cache
+from hybridpp.partition import (
+    CallArguments,
+    MadeUpDerivatives,
+    asks_for_mode,
+    block_calls,
+    find_units,
+    is_cache,
+)
 from hybridpp.pipeline import call_arguments
 from hybridpp.plan_search import infer_embeddings_and_heads, infer_plan, large_tables, record_table_uses
 from hybridpp.sharding_plan import Plan, spec_of_styles
@@ -167,6 +174,7 @@ def _run(
         preserved_random_state(device),
         _watched(model, blocks, training, results) as calls,
         torch.enable_grad(),
+        MadeUpDerivatives(),
     ):
         model(*args, **kwargs)
     return calls

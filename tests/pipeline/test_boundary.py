@@ -28,7 +28,10 @@ class Spec(NamedTuple):
 
 
 def arrive(*tensors, specs=None, training=True):
-    return StageInput(list(tensors), specs or [Spec(tuple(tensor.shape), tensor.dtype) for tensor in tensors], training)
+    specs = specs or [Spec(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    stage_input = StageInput(list(tensors), specs, training)
+    stage_input.expect_gradients()
+    return stage_input
 
 
 def test_gradients_of_what_arrived():

@@ -5,7 +5,7 @@ from support import on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.sharded_activations.collectives import copy_to_ranks, gather_from_ranks, sum_over_ranks
+from hybridpp.sharded_activations.collectives import copy_to_ranks, gather_from_ranks, scatter_to_ranks, sum_over_ranks
 
 
 def test_gradients_of_a_copied_activation_are_summed():
@@ -17,6 +17,28 @@ def test_gradients_of_a_copied_activation_are_summed():
         return y.tolist(), x.grad.tolist(), said
 
     assert on_ranks(3, run) == [([1, 1], [6, 6], [rank]) for rank in range(3)]
+
+
+def test_gradients_of_gradients_are_those_of_one_process():
+    weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    start = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
+
+    def penalty(x, y, z):
+        (slope,) = torch.autograd.grad(y.tanh().sum() + z.square().sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    def run(group):
+        x, own = start.clone().requires_grad_(), weight.chunk(2)[group.rank]
+        columns = (copy_to_ranks(x, group) @ own.t()).sin()
+        y, z = sum_over_ranks(columns @ own, group), gather_from_ranks(columns.exp(), group, 4)
+        again = gather_from_ranks(scatter_to_ranks(z, group, 2).cos(), group, 4)
+        return torch.autograd.grad(penalty(x, y, again), x)
+
+    x = start.clone().requires_grad_()
+    columns = (x @ weight.t()).sin()
+    expected = torch.autograd.grad(penalty(x, columns @ weight, columns.exp().cos()), x)
+    for found in on_ranks(2, run):
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_copied_activation_without_gradient_is_itself():

@@ -52,6 +52,27 @@ def numbers(*shape, dtype=torch.float32):
     return (3 * torch.randn(*shape, generator=torch.Generator().manual_seed(0))).to(dtype)
 
 
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_gradients_of_gradients_are_torchs(label_smoothing):
+    logits, target, size = numbers(3, 5, dtype=torch.float64), torch.tensor([4, -100, 1]), 4
+
+    def penalty(x, loss):
+        (slope,) = torch.autograd.grad(loss.exp(), x, create_graph=True)
+        return slope.square()
+
+    def run():
+        group = current_world().split([list(range(size))])
+        own = part_of(logits, 1, group.rank, size).requires_grad_()
+        loss = vocab_parallel_cross_entropy(own, target, group, 5, label_smoothing=label_smoothing)
+        (gradient,) = torch.autograd.grad(penalty(own, loss).sum(), own)
+        return gradient
+
+    whole = logits.clone().requires_grad_()
+    loss = functional.cross_entropy(whole, target, label_smoothing=label_smoothing)
+    (expected,) = torch.autograd.grad(penalty(whole, loss).sum(), whole)
+    torch.testing.assert_close(torch.cat(Loopback(size).run(run), 1)[:, :5], expected)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("size", [1, 2, 4])

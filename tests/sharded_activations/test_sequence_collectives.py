@@ -46,6 +46,30 @@ def test_shards_joined_are_the_whole_and_so_is_the_gradient(length, size):
     assert on_ranks(size, run) == [(2, own, 3) for own in shard_lengths(length, size)]
 
 
+def test_gradients_of_gradients_are_those_of_one_process():
+    length, size = 5, 2
+    weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def penalty(x, y):
+        (slope,) = torch.autograd.grad(y.tanh().sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    def run(group):
+        x, own = whole(length, requires_grad=True), weight.chunk(size)[group.rank]
+        shard = shard_sequence(x, group).exp()
+        full = copy_sequence(shard, gather_sequence(shard, length, group), group, lambda: None)
+        bias = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        # Columns and rows of two layers.
+        y = reduce_scatter_sequence((full @ own.t()).sin() @ own, bias, group)
+        return torch.autograd.grad(penalty(x, gather_sequence(y + shard, length, group)), [x, bias])
+
+    x, bias = whole(length, requires_grad=True), torch.ones(3, dtype=torch.float64, requires_grad=True)
+    y = x.exp()
+    expected = torch.autograd.grad(penalty(x, (y @ weight.t()).sin() @ weight + bias + y), [x, bias])
+    for found in on_ranks(size, run):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize(("length", "size"), CASES)
 def test_gradients_of_a_copied_sequence_are_summed(length, size):
     def run(group):
