@@ -3,8 +3,8 @@
 from hybridpp.optim.fused import can_divide, divided_in_kernel, fuse_by_default
 from hybridpp.optim.gradient_norm import GlobalGradNorm, gradient_norms, total_norm
 from hybridpp.optim.hybrid_adam import HybridAdam
-from hybridpp.optim.joined import JoinedOptimizer, optimizer_name
-from hybridpp.optim.locality import FLAT, Locality, LocalityUnknown, find_localities
+from hybridpp.optim.joined import JoinedOptimizer, optimizer_name, single_optimizers
+from hybridpp.optim.locality import FLAT, Cut, Locality, LocalityUnknown, find_localities
 from hybridpp.optim.lr_schedulers import (
     ConstantWarmupLR,
     CosineAnnealingWarmupLR,
@@ -33,6 +33,7 @@ __all__ = [
     "ConstantWarmupLR",
     "CosineAnnealingLR",
     "CosineAnnealingWarmupLR",
+    "Cut",
     "ExponentialLR",
     "ExponentialWarmupLR",
     "FlatAnnealingLR",
@@ -59,5 +60,6 @@ __all__ = [
     "fuse_by_default",
     "gradient_norms",
     "optimizer_name",
+    "single_optimizers",
     "total_norm",
 ]

@@ -75,6 +75,13 @@ def optimizer_name(optimizer: Optimizer) -> str:
     return type(optimizer).__name__
 
 
+def single_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that were joined, in the order of their groups; one that was not joined is the only one."""
+    if not isinstance(optimizer, JoinedOptimizer):
+        return [optimizer]
+    return [single for one in optimizer.optimizers for single in single_optimizers(one)]
+
+
 def _check(optimizers: Sequence[Any]) -> None:
     wrong = [type(one).__name__ for one in optimizers if not isinstance(one, Optimizer)]
     if wrong or not optimizers:

@@ -4,12 +4,12 @@ import functools
 
 import pytest
 import torch
+from sized_rules import FactoredFrom, FindsItsStepSize, FromTo, InBlocksOf256, MatricesOnly
 from torch import nn, optim
 
-from hybridpp.optim import HybridAdam, Locality, LocalityUnknown, find_localities
+from hybridpp.optim import FLAT, Cut, HybridAdam, Locality, LocalityUnknown, find_localities
 
 CPU = torch.device("cpu")
-VECTORS, MATRICES = {(1, 0)}, {(2, 0), (2, 1)}
 
 
 def parameters():
@@ -30,10 +30,23 @@ def matrices():
     return [nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(3, 9))]
 
 
+def halves(parameter, dim):
+    shape = tuple(parameter.shape)
+    return Cut(shape, dim, -(-shape[dim] // 2)) if parameter.dim() > max(dim, 0) else Cut(shape)
+
+
+def flat(parameter):
+    return Cut(tuple(parameter.shape), FLAT if parameter.numel() > 1 else None)
+
+
 def found(optimizer, *cuts):
-    return find_localities(
-        optimizer, cuts or [VECTORS | MATRICES | {(3, 0), (4, 1)}] * len(optimizer.param_groups), CPU
-    )
+    """What updates of each group depend on, if parameters are cut in each of some ways: along a dimension, or flat."""
+    ways = cuts or [functools.partial(halves, dim=0), functools.partial(halves, dim=1), flat]
+    tried = [
+        find_localities(optimizer, [list(map(way, group["params"])) for group in optimizer.param_groups], CPU)
+        for way in ways
+    ]
+    return [max((kind for of_way in tried for kind in of_way[n]), default=None) for n in range(len(tried[0]))]
 
 
 ELEMENTS = {
@@ -115,13 +128,13 @@ TABLE = {
 @pytest.mark.parametrize("name", TABLE)
 def test_optimizers_have_the_locality_that_the_page_on_memory_says(name):
     make = {**ELEMENTS, **PARAMETERS, "one with a shared norm": WithSharedNorm}[name]
-    given, where = (matrices(), {(2, 0)}) if name == "Muon" else (parameters(), None)
-    assert found(make(given), *([where] if where else [])) == [TABLE[name]]
+    given = matrices() if name == "Muon" else parameters()
+    assert found(make(given)) == [TABLE[name]]
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_an_optimizer_that_takes_matrices_only_is_given_matrices(dim):
-    assert found(optim.Muon(matrices()), {(2, dim)}) == [Locality.PARAMETERS]
+    assert found(optim.Muon(matrices()), functools.partial(halves, dim=dim)) == [Locality.PARAMETERS]
 
 
 def test_an_optimizer_that_looks_at_everything():
@@ -146,7 +159,7 @@ def test_each_group_is_tried_with_its_own_settings():
         {"params": []},
     )
     found_of = found(ByGroup([plain, other, empty | {"plain": False}]))
-    assert found_of == [Locality.ELEMENTS, Locality.PARAMETERS, Locality.ELEMENTS]
+    assert found_of == [Locality.ELEMENTS, Locality.PARAMETERS, None]
 
 
 def test_of_many_groups_that_differ_in_numbers_one_is_tried():
@@ -159,7 +172,93 @@ def test_of_many_groups_that_differ_in_numbers_one_is_tried():
 
     groups = [{"params": matrices(), "lr": 0.1 * 0.5**n, "weight_decay": 0.1} for n in range(50)]
     assert found(Counting(groups)) == [Locality.ELEMENTS] * 50
-    assert set(calls) == {1}
+    assert max(calls) == 4  # two parts of two matrices
+
+
+def of_shapes(make, *shapes, way=flat):
+    """The locality of parameters of some shapes, which have no values."""
+    parameters = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    return [*find_localities(make(parameters), [list(map(way, parameters))], CPU)[0]]
+
+
+E, P = Locality.ELEMENTS, Locality.PARAMETERS
+LARGE = [(128256, 4096), (4096, 4096), (14336, 4096), (8, 4096, 14336), (4096,)]
+
+
+@pytest.mark.parametrize(
+    ("make", "shapes", "expected"),
+    [
+        (FactoredFrom, [(127, 300), (160, 144), (160,), (4, 128, 128)], [E, P, E, E]),
+        (InBlocksOf256, [(160, 144), (4097,), (4351,), (64, 8), (8192,)], [P, P, P, E, P]),
+        (MatricesOnly, [(7, 5), (160, 144)], [P, P]),
+        (FactoredFrom, LARGE, [P, P, P, E, E]),
+        # A threshold that no stand-in reaches: the operations on the parameter's own shape show it.
+        (functools.partial(FactoredFrom, least=4000), LARGE, [P, P, P, E, E]),
+        (functools.partial(FromTo, least=10**8), LARGE, [P, E, E, P, E]),
+        (functools.partial(FromTo, least=2**19, most=2**21), LARGE, [P, P, P, P, E]),
+        (optim.AdamW, LARGE, [E] * 5),
+        (optim.ASGD, LARGE, [E] * 5),
+        (functools.partial(optim.AdamW, fused=True), LARGE, [E] * 5),
+    ],
+)
+def test_rules_that_depend_on_sizes_are_tried_at_those_sizes(make, shapes, expected):
+    assert of_shapes(make, *shapes) == expected
+
+
+def test_shards_are_tried_as_they_will_be_cut():
+    in_four = lambda parameter: Cut(tuple(parameter.shape), 0, parameter.shape[0] // 4)  # noqa: E731
+    assert of_shapes(functools.partial(FactoredFrom, least=1024), (1024, 2048), (1024, 512), way=in_four) == [P, E]
+    # Quarters of the first are in the bounds, and halves would not be.
+    in_bounds = functools.partial(FromTo, least=1000, most=1024)
+    assert of_shapes(in_bounds, (16, 256), (16, 128), way=in_four) == [P, E]
+
+
+def test_what_is_noted_about_all_parameters_counts_before_it_acts():
+    assert found(FindsItsStepSize(parameters())) == [Locality.EVERYTHING]
+
+
+class Projecting(optim.SGD):
+    """As AdamP: does nothing more, unless a gradient is at a right angle to its parameter."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if (parameter * parameter.grad).sum().abs() < 1e-9:
+                parameter.grad -= parameter.grad.mean()
+        return super().step(closure)
+
+
+def test_what_is_computed_of_several_elements_counts_before_it_acts():
+    assert found(Projecting(parameters(), lr=0.1)) == [Locality.PARAMETERS]
+
+
+class InItsMode(optim.SGD):
+    """As schedule-free optimizers: its step needs a call of train before."""
+
+    is_training = False
+
+    def train(self):
+        self.is_training = True
+
+    def step(self, closure=None):
+        assert self.is_training, "call train() before"
+        return super().step(closure)
+
+
+def test_an_optimizer_with_modes_is_tried_in_the_one_that_trains():
+    optimizer = InItsMode(parameters(), lr=0.1)
+    assert (found(optimizer), optimizer.is_training) == ([Locality.ELEMENTS], False)
+
+
+def test_an_optimizer_that_compiles_its_update_is_tried_as_it_is_written():
+    compiled = []
+
+    class Compiling(optim.SGD):
+        def step(self, closure=None):
+            run = torch.compile(super().step, backend=lambda graph, inputs: compiled.append(graph) or graph)
+            return run()
+
+    assert (found(Compiling(parameters(), lr=0.1)), compiled) == ([Locality.ELEMENTS], [])
 
 
 def test_the_script_notices_nothing():

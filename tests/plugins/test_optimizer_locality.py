@@ -9,8 +9,9 @@ import torch
 from divided_models import VIT
 from hybridpp_plugins import optimizer_locality
 from plugins.normed_together import NormedTogether
+from sized_rules import FactoredFrom, InBlocksOf256
 from support import assert_near, assert_same, boosted, image_batch, small_vit, train
-from torch import optim
+from torch import nn, optim
 from transformers.optimization import Adafactor as HuggingFaceAdafactor
 
 from hybridpp import HybridAdam
@@ -46,6 +47,61 @@ def test_shards_of_parameters_are_refused_by_name(make, name, precision):
         f"{parameter!r} and of {count} more: got tp_size=2, pp_size=1. Use tp_size=1, with a larger pp_size if needed, "
         f"or {INSTEAD}."
     )
+
+
+def mlp():
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(144, 160), nn.GELU(), nn.Linear(160, 144))
+    return nn.Sequential(nn.Linear(16, 144), block, nn.Linear(144, 8))
+
+
+def muon_and_adamw(params):
+    params = list(params)
+    inner = [p for p in params if p.dim() == 2 and min(p.shape) > 16]
+    return [optim.Muon(inner, lr=0.02), optim.AdamW([p for p in params if all(p is not one for one in inner)], lr=0.01)]
+
+
+SIZED = [torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+INNER = {"1.0.weight", "1.2.weight"}
+train_mlp = functools.partial(train, mlp, SIZED, criterion=lambda output, _: output.square().mean())
+
+
+def given_whole(booster, model, optimizer):
+    """The matrices of the model that this rank updates whole."""
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return {name for name, p in optimizer.target.tensors.items() if id(p) in updated and p.dim() == 2}
+
+
+@pytest.mark.parametrize("make", [FactoredFrom, InBlocksOf256, muon_and_adamw])
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_replicas_divide_no_parameter_of_a_size_that_is_read_whole(make, zero_stage, caplog):
+    # The oracle updates every parameter on every replica: Muon rounds to bf16 what other sums round otherwise.
+    expected = train_mlp(make_optimizer=make, dp_size=2)
+    with caplog.at_level(logging.WARNING, logger="hybridpp"):
+        zero = {"zero_stage": zero_stage, "ddp_bucket_cap_mb": 0.05}
+        found = train_mlp(make_optimizer=make, dp_size=2, after=given_whole, **zero)
+    assert_near(found["weights"], expected["weights"])
+    assert found["after"][0] | found["after"][1] >= INNER
+    assert not [record for record in caplog.records if "could not check" in record.getMessage()]
+
+
+@pytest.mark.parametrize("make", [FactoredFrom, InBlocksOf256])
+def test_shards_are_refused_to_rules_that_depend_on_sizes(make):
+    with pytest.raises(ConfigError, match=r"a rank holds only a shard of '1\.0\.weight'"):
+        train_mlp(make_optimizer=make, tp_size=2)
+
+
+def test_of_several_optimizers_the_one_that_cannot_be_tried_is_named(caplog):
+    def make(params):
+        params = list(params)
+        return [Drawing(params[:2], lr=0.1), optim.AdamW(params[2:], lr=0.01)]
+
+    with caplog.at_level(logging.WARNING, logger="hybridpp"):
+        found = train_mlp(make_optimizer=make, dp_size=2, zero_stage=1, ddp_bucket_cap_mb=0.05, after=given_whole)
+    (message,) = [text for record in caplog.records if "could not check" in (text := record.getMessage())]
+    assert message.startswith("[rank 0] could not check what an update of Drawing depends on (it draws random numbers)")
+    # Those of AdamW are cut where the segments of the replicas are.
+    assert not found["after"][0] | found["after"][1] >= INNER
 
 
 def test_unsharded_parameters_give_the_same_bits_for_every_pp_size():
