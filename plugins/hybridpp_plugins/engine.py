@@ -123,6 +123,8 @@ def _check_call(
             "execute_pipeline needs criterion(outputs, inputs) to compute a loss. Pass it, or return_loss=False "
             "under torch.no_grad()."
         )
+    if training and criterion is not engine.criteria.known:
+        engine.criteria.check(criterion)
 
 
 class Engine(EngineParts):

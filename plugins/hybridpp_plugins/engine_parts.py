@@ -26,6 +26,7 @@ from hybridpp.pipeline import (
 from hybridpp.precision import MasterWeights, ModuleDtypes
 from hybridpp_plugins.background_save import SaveStatus
 from hybridpp_plugins.criterion_check import CriterionCheck
+from hybridpp_plugins.criterion_weights import CriterionWeights
 from hybridpp_plugins.engine_handle import CopiedModel
 from hybridpp_plugins.first_step_checks import FirstStepChecks
 from hybridpp_plugins.interruption import Interruption
@@ -63,6 +64,7 @@ class EngineParts:
         module_dtypes: modules that compute in another dtype than the rest.
         criterion_check: checks whether criteria return sums.
         statistics: running statistics of the model.
+        criteria: checks whether criteria have weights that train.
         signatures: how the model and criteria are called.
         first_step: checks the first training step; None after it.
         recording: records when actions run; None: no recording is active.
@@ -92,6 +94,7 @@ class EngineParts:
     statistics: RunningStatistics
     criterion_check: CriterionCheck = field(default_factory=CriterionCheck)
     signatures: SignatureCache = field(init=False)
+    criteria: CriterionWeights = field(init=False)
     recording: ActiveRecording | None = None
     is_running: bool = False
     interruption: Interruption = field(default_factory=Interruption)

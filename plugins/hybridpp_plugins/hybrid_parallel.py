@@ -27,6 +27,7 @@ from hybridpp.pipeline import (
 from hybridpp.plugin import Boosted, Plugin, PreviewsTensorParallel, TensorParallelPreview
 from hybridpp_plugins.auto_layout import ChoosesLayout
 from hybridpp_plugins.boosted_models import BoostedModels
+from hybridpp_plugins.criterion_weights import CriterionWeights
 from hybridpp_plugins.dataloader import DataLoaderConfig
 from hybridpp_plugins.engine_handle import attach_engine
 from hybridpp_plugins.layout import Layout
@@ -362,12 +363,16 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, Choose
         def samples() -> Samples:
             return find_samples(parts.model, parts.dataloader, sample, device).called_by(called, parts.criterion)
 
+        criteria = CriterionWeights(parts.model, self.layout, self.settings.precision)
+        if parts.optimizer is not None:
+            criteria.check(parts.criterion)
         name = type(parts.model).__name__
         boosting = self.layout.world.progress.inside("setup", lambda: f"booster.boost of {name}")
         with self._noting("booster.boost"), boosting, undone_on_failure(parts.model, parts.optimizer) as rollback:
             context = BoostContext(self.settings, self.layout, self._planner, device, samples, rollback)
             with preserved_random_state(device):
                 engine = boost(parts, context, self._num_boosted, self._compared_settings())
+            engine.criteria = criteria
             engine.signatures = SignatureCache(parts.model, signature, model_inputs, loss_reduction)
             attach_engine(engine.adapter, engine)
             engine.share(self._saves.status, self._interruption)
