@@ -37,7 +37,7 @@ from hybridpp.cluster.seeds import (
 )
 from hybridpp.cluster.stop_request import StopRequest
 from hybridpp.cluster.wire_format import as_carried, resolved
-from hybridpp.cluster.world import Group, Pending, Work, World
+from hybridpp.cluster.world import Group, Patience, Pending, Work, World
 
 __all__ = [
     "Awaited",
@@ -52,6 +52,7 @@ __all__ = [
     "HostCopy",
     "Loopback",
     "Mapped",
+    "Patience",
     "Pending",
     "PendingNumbers",
     "Progress",

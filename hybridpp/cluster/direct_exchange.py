@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridpp.cluster.wire_format import as_carried
-from hybridpp.cluster.world import Work
+from hybridpp.cluster.world import Patience, PolledWork
 
 # Other messages between these ranks have tag 0.
 _TAG = 1
@@ -30,7 +30,7 @@ class DirectExchange:
     """
 
     def __init__(
-        self, start: Callable[..., Work], rank: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
+        self, start: Callable[..., PolledWork], rank: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
     ) -> None:
         others = [peer for peer in range(len(outgoing)) if peer != rank]
         self._works = [start(dist.irecv, as_carried(incoming[peer]), group_src=peer, tag=_TAG) for peer in others]
@@ -42,6 +42,10 @@ class DirectExchange:
         """Wait until all has arrived here, and left."""
         for work in self._works:
             work.wait()
+
+    def ends_within(self, patience: Patience) -> bool:
+        """Whether all has, while there is patience."""
+        return all(work.ends_within(patience) for work in self._works)
 
 
 def received_beside(own: Tensor, rank: int, size: int) -> list[Tensor]:

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from hybridpp.cluster.world import Group
+from hybridpp.cluster.world import Group, Patience
 from hybridpp.errors import UnlikeCallsError
 
 MAX_STARTED = 27
@@ -59,6 +59,18 @@ class PendingNumbers:
         if any(row[0] != self._call for row in rows):
             raise UnlikeCallsError(_unlike_calls(self._ranks, [row[0] for row in rows]))
         return [row[1:] for row in rows]
+
+    def check_arrived(self, patience: Patience) -> None:
+        """Raise if the ranks are in different calls, where all of them have said in which they are.
+
+        A rank that ends because of it got the rows of all, so they are here, or on their way. Another one may never
+        send its row, while it waits for this rank: so it is waited for as long as there is patience.
+
+        Raises:
+            UnlikeCallsError: see :meth:`counts_and_numbers`.
+        """
+        if self._received is not None or self._exchange.ends_within(patience):
+            self.counts_and_numbers()
 
     def wait(self) -> list[tuple[float, ...]]:
         """Every rank's numbers, in the group's order. May be called again.

@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridpp.cluster.loopback_messages import MessageEnd, Messages
 from hybridpp.cluster.progress import Progress
 from hybridpp.cluster.turn_taking import TurnTaking
-from hybridpp.cluster.world import Pending, Work, check_real
+from hybridpp.cluster.world import Patience, Pending, Work, check_real
 
 T = TypeVar("T")
 
@@ -25,16 +25,22 @@ class _Pending:
     def wait(self) -> None:
         self._turns.wait_until(*self._arguments)
 
+    def ends_within(self, patience: Patience) -> bool:
+        return self._arguments[1]()  # where it is not so, no other rank has a turn
+
 
 class _Result(Generic[T]):
     """The result of a pending communication."""
 
-    def __init__(self, work: Work, finish: Callable[[], T]):
+    def __init__(self, work: _Pending, finish: Callable[[], T]):
         self._work, self._finish = work, finish
 
     def wait(self) -> T:
         self._work.wait()
         return self._finish()
+
+    def ends_within(self, patience: Patience) -> bool:
+        return self._work.ends_within(patience)
 
 
 def _sum(parts: list[Tensor]) -> None:

@@ -5,7 +5,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from hybridpp.cluster.world import Pending, Work
+from hybridpp.cluster.world import Patience, Pending, PolledWork, Work
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -26,12 +26,15 @@ class StagedCopy:
 class WithResult(Generic[T]):
     """A communication and the tensors that it fills."""
 
-    def __init__(self, work: Work, result: T):
+    def __init__(self, work: PolledWork, result: T):
         self._work, self._result = work, result
 
     def wait(self) -> T:
         self._work.wait()
         return self._result
+
+    def ends_within(self, patience: Patience) -> bool:
+        return self._work.ends_within(patience)
 
 
 class Mapped(Generic[T, R]):
@@ -42,6 +45,9 @@ class Mapped(Generic[T, R]):
 
     def wait(self) -> R:
         return self._function(self._pending.wait())
+
+    def ends_within(self, patience: Patience) -> bool:
+        return self._pending.ends_within(patience)
 
 
 class FilledFrom(Generic[T]):

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from hybridpp.cluster.pending import FilledFrom, Mapped, StagedCopy, WithResult
 from hybridpp.cluster.progress import Awaited, Progress
 from hybridpp.cluster.shared_memory import PendingSum, SharedMemoryGroup, connect, sum_in_order
 from hybridpp.cluster.wire_format import as_carried, resolved
-from hybridpp.cluster.world import Pending, Work, check_real
+from hybridpp.cluster.world import Patience, Pending, PolledWork, Work, check_real
 from hybridpp.errors import PeerError
 from hybridpp.nn.torch_private import timeout_of
 
@@ -26,6 +27,8 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 _MAX_EXCHANGED_BYTES = 2**21
 # Sums of large segments under way: each holds memory for what the other ranks send.
 _MAX_SUMS = 4
+# Gloo waits without a limit for 0.
+_LEAST_S = 0.001
 # Bytes of small collectives under way, for the same reason.
 _MAX_SMALL_BYTES = _MAX_SUMS * _MAX_EXCHANGED_BYTES
 
@@ -118,7 +121,7 @@ class TorchGroup:
         deadlocks."""
         return self._shared_memory_group if num_bytes * (self.size - 1) <= _MAX_EXCHANGED_BYTES else None
 
-    def _start(self, start: Callable[..., dist.Work | None], *args: Any, **options: Any) -> Work:
+    def _start(self, start: Callable[..., dist.Work | None], *args: Any, **options: Any) -> PolledWork:
         """Start a communication of ``torch.distributed``; its errors name the waiting and the missing ranks."""
         if self.process_group is None:
             raise PeerError(
@@ -303,6 +306,9 @@ class _TorchWork:
     def wait(self) -> None:
         self._work.wait()
 
+    def ends_within(self, patience: Patience) -> bool:
+        return patience.until(self._work.is_completed)
+
 
 class _GlooWork:
     """A communication of gloo, whose errors become ones that name the ranks; ``peer`` is None for a collective."""
@@ -310,6 +316,7 @@ class _GlooWork:
     def __init__(self, work: dist.Work, group: TorchGroup, peer: int | None):
         self._work, self._group, self._peer = work, group, peer
         self._number = group.started[0] if peer is None else None
+        self._has_ended = False
 
     def awaited(self) -> Awaited:
         """What its wait is for."""
@@ -320,6 +327,8 @@ class _GlooWork:
         return Awaited("a collective", others, group.name, self._number)
 
     def wait(self) -> None:
+        if self._has_ended:
+            return
         progress = self._group.progress
         progress.begin_wait(self.awaited)
         try:
@@ -330,6 +339,17 @@ class _GlooWork:
             raise self._group.lost(error, self._peer) from error
         finally:
             progress.end_wait()
+
+    def ends_within(self, patience: Patience) -> bool:
+        if self._peer is None:
+            return patience.until(self._work.is_completed)
+        # Gloo does not say of a message whether it is there. Where the time is over, it closes its connections.
+        try:
+            self._has_ended = self._work.wait(timedelta(seconds=max(patience.left_s, _LEAST_S)))
+        except RuntimeError as error:
+            if not _is_gloo_error(error):
+                raise
+        return self._has_ended
 
 
 def _by_member(tensor: Tensor, size: int, dim: int) -> Tensor:

@@ -4,7 +4,8 @@ All other code uses a ``World`` and its ``Group``s. One implementation is ``torc
 the other is ranks that take turns inside one process (``loopback.py``).
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Protocol, TypeVar
 
@@ -19,6 +20,7 @@ from hybridpp.errors import PartitionError
 from hybridpp.nn.torch_private import has_no_data
 
 T_co = TypeVar("T_co", covariant=True)
+_POLL_S = 0.005
 
 
 def check_real(tensor: Tensor) -> None:
@@ -42,11 +44,45 @@ class Work(Protocol):
         """Wait until the tensor that it was started with may be read and written again."""
 
 
+class Patience:
+    """How long a rank looks for messages before it ends, in all: it may be that a peer waits for this rank.
+
+    Args:
+        seconds: at most.
+    """
+
+    def __init__(self, seconds: float):
+        self._until = time.monotonic() + seconds
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left; at least 0."""
+        return max(0.0, self._until - time.monotonic())
+
+    def until(self, is_ready: Callable[[], bool]) -> bool:
+        """Whether something is there, at once or while there is patience."""
+        while not is_ready():
+            if not self.left_s:
+                return False
+            time.sleep(min(_POLL_S, self.left_s))
+        return True
+
+
+class PolledWork(Work, Protocol):
+    """A pending communication that need not be waited for until it ends."""
+
+    def ends_within(self, patience: Patience) -> bool:
+        """Whether it ends while there is patience. Where it does not, its group may not be used any more."""
+
+
 class Pending(Protocol[T_co]):
     """A pending communication with a result."""
 
     def wait(self) -> T_co:
         """Wait for the result; call it once. The inputs may be written again afterwards."""
+
+    def ends_within(self, patience: Patience) -> bool:
+        """Whether it ends while there is patience. Where it does not, its group may not be used any more."""
 
 
 class Group(Protocol):

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import astuple, replace
 from typing import Any, NamedTuple, TypeAlias
 
-from hybridpp.cluster import Group, PendingNumbers, Progress, StopRequest, start_gather_numbers
+from hybridpp.cluster import Group, Patience, PendingNumbers, Progress, StopRequest, start_gather_numbers
 from hybridpp.config import PipelineConfig
 from hybridpp.errors import DataError, DeadlockError, PeerError, UnlikeCallsError
 from hybridpp.pipeline.batch import SplitBatch, Summary, split_batch, to_plain_containers
@@ -127,6 +127,10 @@ class PendingBatch:
             UnlikeCallsError: other ranks are in another call.
         """
         self._exchange.wait()
+
+    def check_calls(self, patience: Patience) -> None:
+        """See :meth:`~hybridpp.cluster.PendingNumbers.check_arrived`."""
+        self._exchange.check_arrived(patience)
 
 
 def start_batch_check(
@@ -302,17 +306,20 @@ class BatchReader:
         pending.drop()
         return None
 
-    def check_calls(self) -> None:
+    def check_calls(self, patience: Patience) -> None:
         """Raise if a batch that was read ahead shows that ranks are in different calls.
 
         Call it when another rank is gone: its error may be that, and this rank has not waited for the exchange yet.
+
+        Args:
+            patience: with messages that are not here yet.
 
         Raises:
             UnlikeCallsError: they are.
         """
         for pending in self._ahead.values():
             with suppress(PeerError, DeadlockError):
-                pending.drop()
+                pending.check_calls(patience)
 
     def _start(
         self,

@@ -1,7 +1,7 @@
 """One failure is a failure on all ranks, so that none waits for another."""
 
 from hybridpp.cluster import Group, gather_objects
-from hybridpp.errors import CheckpointError, ConfigError, RefusedByPeerError
+from hybridpp.errors import CheckpointError, ConfigError, DeadlockError, PeerError, RefusedByPeerError
 
 _KNOWN = {"CheckpointError": CheckpointError, "ConfigError": ConfigError}
 
@@ -12,7 +12,7 @@ def agree(control: Group, call: str, failure: Exception | None, what: str) -> No
     Args:
         control: all ranks.
         call: that this rank is in, see :mod:`hybridpp.cluster.gather_numbers`.
-        failure: of this rank.
+        failure: of this rank. A lost peer is not agreed on: a rank that another one waits for may not wait itself.
         what: failed, as the subject of a sentence.
 
     Raises:
@@ -20,6 +20,8 @@ def agree(control: Group, call: str, failure: Exception | None, what: str) -> No
             :class:`~hybridpp.errors.CheckpointError` or :class:`~hybridpp.errors.ConfigError`, else a
             :class:`~hybridpp.errors.RefusedByPeerError`.
     """
+    if isinstance(failure, PeerError | DeadlockError) and not isinstance(failure, RefusedByPeerError):
+        raise failure  # who still waits for this rank in what it has left would not come here
     own = None if failure is None else [type(failure).__name__, str(failure)]
     rows = enumerate(gather_objects(control, call, own))
     failed = [(rank, row) for rank, row in rows if row is not None]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hybridpp.cluster import Patience
 from hybridpp.config import PipelineConfig
 from hybridpp.data_parallel import GradientReducer, RunningStatistics
 from hybridpp.errors import DeadlockError, PeerError, PeerTimeoutError
@@ -41,6 +42,9 @@ from hybridpp_plugins.step_problems import StepProblems
 from hybridpp_plugins.step_results import StepResults
 from hybridpp_plugins.trained_weights import TrainedWeights
 from hybridpp_plugins.unfinished_step import UnfinishedStep
+
+# How long a rank that has lost a peer looks for what says why; then it ends, as others may wait for it.
+_PATIENCE_S = 1.0
 
 
 @dataclass
@@ -191,7 +195,8 @@ class EngineParts:
         """Note the error that ended a step in the middle; where it came of calls that differ, raise that instead."""
         # Of this step, messages may come that the next one would take for its own.
         self.interruption.note(error)
-        # After a timeout, the other rank may still not say anything.
+        # After a timeout, the other rank may still not say anything. Where all ranks wait, nothing is on its way.
         if not isinstance(error, PeerTimeoutError):
-            self._reader.check_calls()
-            self.epilogue.check_calls()
+            patience = Patience(0.0 if isinstance(error, DeadlockError) else _PATIENCE_S)
+            self._reader.check_calls(patience)
+            self.epilogue.check_calls(patience)

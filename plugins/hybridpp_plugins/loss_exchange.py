@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hybridpp.cluster import Group, HostCopy, PendingNumbers, start_gather_numbers
+from hybridpp.cluster import Group, HostCopy, Patience, PendingNumbers, start_gather_numbers
 from hybridpp.nn.deferred_tensor import DeferredTensor, deferred
 
 MessageOf: TypeAlias = Callable[[list[float], float], list[float]]
@@ -43,14 +43,14 @@ class LossExchange:
             self._exchange = self._begin()
         return self._exchange.wait()
 
-    def check_calls(self) -> None:
-        """Wait for the exchange if it has begun.
+    def check_calls(self, patience: Patience) -> None:
+        """Look at the exchange if it has begun; see :meth:`~hybridpp.cluster.PendingNumbers.check_arrived`.
 
         Raises:
             UnlikeCallsError: ranks are in different calls.
         """
         if self._exchange is not None:
-            self._exchange.wait()
+            self._exchange.check_arrived(patience)
 
 
 class EvaluationLosses:
@@ -63,18 +63,19 @@ class EvaluationLosses:
         device: of the losses.
 
     Attributes:
-        pending: losses whose exchange may still run.
+        pending: losses whose exchange may still run, each with that.
     """
 
     def __init__(self, device: torch.device):
-        self.pending: deque[DeferredTensor] = deque()
+        self.pending: deque[tuple[DeferredTensor, LossExchange]] = deque()
         self._device = device
         self._evaluated: Any = None
 
-    def loss(self, close: Callable[[], Tensor], identity: Any) -> Tensor:
+    def loss(self, exchange: LossExchange, close: Callable[[], Tensor], identity: Any) -> Tensor:
         """The loss of a batch, a scalar. Collective: all ranks; the first with a criterion waits for ``close``.
 
         Args:
+            exchange: of the loss.
             close: waits for the loss, and checks what ranks report with it.
             identity: of the criterion.
 
@@ -100,10 +101,15 @@ class EvaluationLosses:
                 raise
 
         lazy = deferred(_SCALAR, close_once, dtype=torch.float32, device=self._device)
-        self.pending.append(lazy)
+        self.pending.append((lazy, exchange))
         return lazy
 
     def wait(self, num_left: int = 0) -> None:
         """Wait for all losses, except the last ``num_left``. Call it before the next step."""
         while len(self.pending) > num_left:
-            self.pending.popleft().values_now()
+            self.pending.popleft()[0].values_now()
+
+    def check_calls(self, patience: Patience) -> None:
+        """See :meth:`LossExchange.check_calls`."""
+        for _, exchange in self.pending:
+            exchange.check_calls(patience)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from hybridpp.cluster import Group, HostCopy, gather_numbers
+from hybridpp.cluster import Group, HostCopy, Patience, gather_numbers
 from hybridpp.errors import DeadlockError, PeerError
 from hybridpp.pipeline import LossReduction, PipelineStep, RankProgram, SplitBatch, StepResult, check_equal, step_call
 from hybridpp.pipeline.rest_of_step import EndedInsideError
@@ -318,20 +318,26 @@ class StepEpilogue:
             Exception: see :meth:`close`; in evaluation, see :meth:`EvaluationLosses.loss`.
         """
         close = partial(self.close, pending, program, task, failure)
-        return close() if task.training else self.evaluations.loss(close, identity)
+        if task.training:
+            return close()
+        assert isinstance(pending, LossExchange), "there is no norm"
+        return self.evaluations.loss(pending, close, identity)
 
-    def check_calls(self) -> None:
+    def check_calls(self, patience: Patience) -> None:
         """Raise if the end of an earlier step shows that ranks are in different calls.
 
         Call it when another rank is gone: its error may be that, and this rank has not waited for the exchange yet.
+
+        Args:
+            patience: with messages that are not here yet.
 
         Raises:
             UnlikeCallsError: they are.
         """
         with suppress(PeerError, DeadlockError):
             if self._latest is not None:
-                self._latest.check_calls()
-            self.evaluations.wait()
+                self._latest.check_calls(patience)
+            self.evaluations.check_calls(patience)
 
     def close(
         self, pending: "PendingEnd", program: RankProgram, task: PipelineStep, failure: Exception | None

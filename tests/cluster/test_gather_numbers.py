@@ -1,10 +1,20 @@
+import contextlib
 import math
+import time
 
 import pytest
 import torch
 from processes import run_ranks
 
-from hybridpp.cluster import Loopback, current_world, gather_numbers, gather_objects, name_ranks, start_gather_numbers
+from hybridpp.cluster import (
+    Loopback,
+    Patience,
+    current_world,
+    gather_numbers,
+    gather_objects,
+    name_ranks,
+    start_gather_numbers,
+)
 from hybridpp.cluster.gather_numbers import MAX_STARTED
 from hybridpp.errors import UnlikeCallsError
 
@@ -98,3 +108,30 @@ def test_processes_exchange_rows_of_one_size(monkeypatch, shared_memory):
 
 def test_names_of_ranks():
     assert [name_ranks(ranks) for ranks in ([1], [0, 2], (3, 4, 5))] == ["rank 1", "ranks 0, 2", "ranks 3, 4, 5"]
+
+
+def looked_at(call_of, comes, patience):
+    """What rank 0 finds in an exchange, which rank 1 takes part in where it ``comes``, without waiting for that."""
+    control = current_world().control()
+    if control.rank == 1:
+        if comes:
+            with contextlib.suppress(UnlikeCallsError):
+                start_gather_numbers(control, call_of(1), []).wait()
+        return None
+    pending, began = start_gather_numbers(control, call_of(0), []), time.monotonic()
+    try:
+        pending.check_arrived(Patience(patience))
+    except UnlikeCallsError as error:
+        return str(error)
+    return time.monotonic() - began
+
+
+def test_a_rank_looks_at_an_exchange_and_waits_for_no_other():
+    assert Loopback(2).run(lambda: looked_at(str, False, 0.05))[0] < 2
+
+
+@pytest.mark.parametrize("shared_memory", ["1", "0"])
+def test_calls_that_differ_are_found_by_a_look(monkeypatch, shared_memory):
+    monkeypatch.setenv("HYBRIDPP_SHARED_MEMORY", shared_memory)
+    found, _ = run_ranks(lambda: looked_at("in call {}".format, True, 20.0), 2)
+    assert "rank 0 is in call 0 while rank 1 is in call 1" in found

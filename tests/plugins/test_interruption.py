@@ -1,15 +1,19 @@
 """A call of the optimizer or the booster that ends for want of a peer, and whose error the script catches."""
 
+import os
 import re
+import signal
 import time
 
 import pytest
 import torch
 from hybridpp_plugins import folder_save
 from plugins.zero_models import SAMPLE, batches, cross_entropy, on_layout, step, without_dropout
-from processes import run_ranks
+from processes import RankFailed, run_ranks
 from support import boosted, image_batch, model_loss, sgd, tiny_vit
+from torch import nn
 
+from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.cluster import current_world
 from hybridpp.errors import DeadlockError, PeerTimeoutError, RefusedByPeerError, UnlikeCallsError
 
@@ -197,3 +201,42 @@ def test_nothing_follows_an_update_in_which_a_peer_was_stuck(tmp_path):
     texts, _ = run_ranks(lambda: _peer_is_stuck(tmp_path / "gone"), 2, wait_s=WAIT_S)
     assert len(texts) == 2
     assert all(re.match(REFUSED.format("a step", "PeerTimeoutError", "step"), text) for text in texts)
+
+
+class DiesInside(nn.Module):
+    """A layer in which a rank is killed, in its third step."""
+
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        DiesInside.calls += 1
+        if current_world().rank == 1 and DiesInside.calls > 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def test_ranks_that_need_each_other_end_at_once_when_a_peer_is_killed(tmp_path):
+    def run():
+        rank, plan = current_world().rank, {"*.up": "column", "*.down": "row"}
+        plugin = HybridParallelPlugin(tp_size=2, pp_size=2, num_microbatches=4, tensor_parallel_plan=plan)
+        torch.manual_seed(0)
+        booster, model = Booster(plugin=plugin, device="cpu"), nn.Sequential(*(DiesInside() for _ in range(4)))
+        batch = torch.randn(8, 8), torch.randn(8, 8)
+        model, optimizer, loss, *_ = booster.boost(model, sgd(model.parameters()), nn.MSELoss(), sample=batch)
+        DiesInside.calls = 0
+        try:
+            for _ in range(20):
+                began = time.monotonic()
+                booster.execute_pipeline(iter([batch]), model, loss, optimizer)
+                optimizer.step()
+        finally:
+            (tmp_path / f"{rank}").write_text(str(time.monotonic() - began))
+
+    with pytest.raises(RankFailed):
+        run_ranks(run, 4, wait_s=40.0)
+    # Rank 2 waits for what rank 0 has no more.
+    assert float((tmp_path / "0").read_text()) < 20

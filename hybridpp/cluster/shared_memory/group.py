@@ -8,6 +8,7 @@ from torch import Tensor
 from hybridpp.cluster.progress import Awaited, Progress
 from hybridpp.cluster.shared_memory.link import Link, ReceiveWork
 from hybridpp.cluster.shared_memory.message_log import Channel
+from hybridpp.cluster.world import Patience
 
 
 class SharedMemoryGroup:
@@ -70,6 +71,10 @@ class PendingExchange:
         for work in self._works:
             work.wait()
         return self._parts
+
+    def ends_within(self, patience: Patience) -> bool:
+        """Whether all tensors come while there is patience; it takes what has arrived."""
+        return all(patience.until(work.is_ready) for work in self._works)
 
 
 class PendingSum:

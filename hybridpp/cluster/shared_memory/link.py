@@ -140,6 +140,10 @@ class Link:
         self._outbox.take(message)
         receive_work.is_done = True
 
+    def has_arrived(self, channel: Channel) -> bool:
+        """Whether :meth:`take` would not wait."""
+        return self._why_closed is None and self._has_met() and self.meet().has_message(channel)
+
     def meet(self, timeout_s: float | None = None) -> Inbox:
         """Wait until the peer has opened its end; its messages can be read from then on."""
         if self._inbox is None:
@@ -268,3 +272,9 @@ class ReceiveWork:
         """Wait until the tensor is filled, and earlier requests of its channel are."""
         while not self.is_done:
             self._link.take(self._channel)
+
+    def is_ready(self) -> bool:
+        """Whether the tensor is filled; it takes what has arrived."""
+        while not self.is_done and self._link.has_arrived(self._channel):
+            self._link.take(self._channel)
+        return self.is_done
