@@ -92,6 +92,28 @@ class Booster(BoosterAdapters):
         """
         return self.plugin.interrupted
 
+    @property
+    def gradient_scale(self) -> float:
+        """The factor by which the loss of the running pass counts in the gradients that backward passes add up.
+
+        It is the share of the micro-batch in the mean over the batches of all replicas, times the loss scale of fp16.
+        Code that adds a gradient of its own in a backward pass, such as that of an auxiliary loss, multiplies it by
+        this; then it is independent of the layout. In ``execute_pipeline`` it is known on every rank, in the forward
+        and in the backward pass of each micro-batch; in :meth:`backward`, in the backward pass. Elsewhere, and in
+        evaluation, it is 1.0. Nothing is communicated.
+
+        Example:
+            class AddLoss(torch.autograd.Function):
+                @staticmethod
+                def forward(ctx, x, loss):
+                    return x.clone()
+
+                @staticmethod
+                def backward(ctx, gradient):
+                    return gradient, torch.tensor(booster.gradient_scale, device=gradient.device)
+        """
+        return self.plugin.gradient_scale
+
     def boost(
         self,
         model: nn.Module,

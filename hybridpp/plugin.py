@@ -197,6 +197,11 @@ class Plugin:
         """Whether the job was told to stop, the same on every rank after the same step. By default it never is."""
         return False
 
+    @property
+    def gradient_scale(self) -> float:
+        """The factor on the loss of the pass that runs, in its gradient. By default there is none."""
+        return 1.0
+
     def count_samples(self, batch: Any) -> int:
         """The number of samples of a batch. By default they are in dimension 0."""
         return num_samples(to_plain_containers(batch))

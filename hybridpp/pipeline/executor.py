@@ -76,12 +76,20 @@ class Executor:
         self.marks: DeviceMarks | None = None
         self.rest: RestOfStep | None = None
         self._position, self._has_passed = 0, False
+        self._step: PipelineStep | None = None
         self._stages = stages
         self._transport = transport
         self._device = device
         self._weight_gradients = weight_gradients or WeightGradients(ModuleAdapter(nn.Module()))
         self._around = around
         self._inputs = InputCopies(device)
+
+    @property
+    def gradient_scale(self) -> float:
+        """The factor on the loss of the micro-batch whose pass runs, in its gradient; 1.0 where none runs."""
+        if self._step is None or self.where is None or not self._step.training:
+            return 1.0
+        return self._step.loss_weights[self.where.microbatch or 0]
 
     def run(
         self,
@@ -106,6 +114,7 @@ class Executor:
         """
         self.where, self.rest = None, None
         self._position, self._has_passed = 0, False
+        self._step = step
         try:
             return self._run_all(program, step, recorder, losses_known)
         except Exception:
@@ -117,6 +126,8 @@ class Executor:
                 has_passed=self._has_passed,
             )
             raise
+        finally:
+            self._step = None
 
     def _run_all(
         self,

@@ -122,7 +122,8 @@ class BoostedModels(
                 f"backward needs all stages on one rank: got pp_size={self.layout.pp.size}. "
                 "Call booster.execute_pipeline, which also runs backward."
             )
-        optimizer.backward(loss)
+        with self._scaling(lambda: optimizer.gradient_scale):
+            optimizer.backward(loss)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """See :meth:`hybridpp.Booster.no_sync`."""

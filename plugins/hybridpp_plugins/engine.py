@@ -53,6 +53,22 @@ class PipelineRunner(RunsPipeline):
         self._interruption = Interruption(self._saves.give_up)
         # The rest of a step that an error ended here, which other replicas are in.
         self._unfinished: UnfinishedStep | None = None
+        # Of the passes that run.
+        self._gradient_scale: Callable[[], float] | None = None
+
+    @property
+    def gradient_scale(self) -> float:
+        """See :attr:`hybridpp.Booster.gradient_scale`."""
+        return 1.0 if self._gradient_scale is None else self._gradient_scale()
+
+    @contextmanager
+    def _scaling(self, gradient_scale: Callable[[], float]) -> Iterator[None]:
+        """Inside, passes run whose losses have this factor."""
+        before, self._gradient_scale = self._gradient_scale, gradient_scale
+        try:
+            yield
+        finally:
+            self._gradient_scale = before
 
     def execute_pipeline(
         self,
@@ -68,7 +84,10 @@ class PipelineRunner(RunsPipeline):
             _check_call(engine, criterion, optimizer, options)
             if self._saves.status.is_decided:  # all ranks learned it in the last step
                 self._saves.wait()
-            with self.layout.world.progress.inside(engine.section, engine.location):
+            with (
+                self.layout.world.progress.inside(engine.section, engine.location),
+                self._scaling(lambda: engine.executor.gradient_scale),
+            ):
                 return engine.step(data_iter, criterion, options)
         except (PeerError, DeadlockError) as error:
             self._interruption.lost_peer(error)

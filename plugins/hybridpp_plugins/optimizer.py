@@ -85,6 +85,11 @@ class HybridOptimizer(SteppingOptimizer):
         """Whether ``parameter.grad`` shows the gradients between backward and ``step``."""
         return self._reducer.exposes_grad
 
+    @property
+    def gradient_scale(self) -> float:
+        """The factor on a loss in :meth:`backward`: the loss scale, over the replicas whose mean is taken."""
+        return self.loss_scale / self.norm.num_replicas
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss, times the loss scale."""
         return loss * self.loss_scale
