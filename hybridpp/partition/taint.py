@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -49,14 +50,15 @@ class TaintMode(TorchFunctionMode):
     every value so far: more is sent than necessary, but nothing is missing.
 
     Args:
-        on_derivative: called with each derivative that code of the forward computes, but not with those of a unit with
-            respect to tensors of its own; returns whether it goes through calls of units. Then its results are made up:
-            the fakes of a trace have no complete graph.
+        on_derivative: a method, called with each derivative that code of the forward computes, but not with those of a
+            unit with respect to tensors of its own; returns whether it goes through calls of units. Then its results
+            are made up: the fakes of a trace have no complete graph.
     """
 
     def __init__(self, on_derivative: Callable[[SeenDerivative], bool] | None = None) -> None:
         super().__init__()
-        self._on_derivative = on_derivative
+        # Weak: its owner holds this, and the fakes of a trace should go with the last reference to it.
+        self._on_derivative = None if on_derivative is None else WeakMethod(on_derivative)
         self._sources: dict[int, frozenset[Source]] = {}
         # Sources of in-place writes, by the memory that was written to: views of that memory see them too.
         self._written: dict[int, frozenset[Source]] = {}
@@ -160,9 +162,9 @@ class TaintMode(TorchFunctionMode):
             if not is_grad or len(inner) == len(inputs):
                 return func(*args, **kwargs)
         of_inputs = tuple(self.sources(one) for one in inputs)
-        if not self._on_derivative(
-            SeenDerivative(self.sources(outputs), of_inputs, self._unit if self._paused else "")
-        ):
+        note = self._on_derivative()
+        seen = SeenDerivative(self.sources(outputs), of_inputs, self._unit if self._paused else "")
+        if note is None or not note(seen):
             return func(*args, **kwargs)
         return stand_ins(outputs, inputs, options) if is_grad else None
 
