@@ -26,7 +26,10 @@ from hybridpp.pipeline.criterion_form import check_reduction, form_of, takes_tar
 from hybridpp.pipeline.device_marks import DeviceMarks
 from hybridpp.pipeline.executor import Executor
 from hybridpp.pipeline.forward_signature import ForwardSignature
-from hybridpp.pipeline.loss_reduction import LossReduction, SumTracer, confirm_sum, detect_reduction, duplicate_samples
+from hybridpp.pipeline.loss_form import combined, loss_form_of, observed
+from hybridpp.pipeline.loss_items import LossForm, Measured, NotCountedError, ReplicaCounts, add_up, no_items
+from hybridpp.pipeline.loss_reduction import LossReduction, confirm_sum, duplicate_samples, select_samples
+from hybridpp.pipeline.loss_trace import LossTrace
 from hybridpp.pipeline.memory_in_use import memory_reader
 from hybridpp.pipeline.merge import merge_outputs
 from hybridpp.pipeline.rank_program import RankProgram, rank_programs
@@ -53,15 +56,20 @@ __all__ = [
     "Gradients",
     "HostRecorder",
     "InputSelection",
+    "LossForm",
     "LossReduction",
+    "LossTrace",
+    "Measured",
     "Microbatch",
     "MicrobatchLoss",
+    "NotCountedError",
     "PipelineStage",
     "PipelineStep",
     "RankBatchInfo",
     "RankProgram",
     "ReadAheadIterator",
     "Recorder",
+    "ReplicaCounts",
     "RestOfStep",
     "SignatureCache",
     "SplitBackwardOps",
@@ -69,26 +77,30 @@ __all__ = [
     "StageIO",
     "StageManager",
     "StepResult",
-    "SumTracer",
     "TensorMeta",
     "Transport",
     "WeightGradients",
+    "add_up",
     "call_arguments",
     "check_batch_dims",
     "check_equal",
     "check_reduction",
+    "combined",
     "compile_keywords",
     "confirm_sum",
-    "detect_reduction",
     "duplicate_samples",
     "form_of",
     "leaf_dims",
+    "loss_form_of",
     "makes_cuda_graphs",
     "memory_reader",
     "merge_outputs",
+    "no_items",
     "num_samples",
+    "observed",
     "rank_programs",
     "read_batch",
+    "select_samples",
     "split_backward_ops",
     "split_batch",
     "start_batch_check",

@@ -1,8 +1,9 @@
 """Batches and micro-batches."""
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from hybridpp.errors import DataError
 from hybridpp.nn.torch_private import pytree
 from hybridpp.pipeline.batch_dims import Dims, PerSample, leaf_dims, mark_sample_lists
+from hybridpp.pipeline.loss_items import LossForm, Measured, NotCountedError, ReplicaCounts, add_up
 
 # Of larger tensors, this many evenly spaced elements are compared: enough to distinguish two batches.
 _MAX_COMPARED = 4096
@@ -29,11 +31,13 @@ class Microbatch:
         inputs: with the batch's structure, on the batch's device.
         num_samples: number of samples.
         share: weight of its loss in the batch's loss; 0 if it holds no item.
+        counts: of what its loss is divided by, where that was found.
     """
 
     inputs: Any
     num_samples: int
     share: float
+    counts: Measured | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class SplitBatch:
         full_batch: the batch before the split.
         sums: whether the batch's loss is the sum, not the mean, over its items.
         unchecked: some bytes of tensors on a device, which ranks that must hold the same batch have not compared yet.
+        form: what its loss is a mean over, where that was found.
+        has_total: whether it holds ``num_items_in_batch``.
     """
 
     microbatches: tuple[Microbatch, ...] = ()
@@ -53,6 +59,33 @@ class SplitBatch:
     full_batch: Any = None
     sums: bool = False
     unchecked: Sequence[Tensor] = ()
+    form: LossForm | None = None
+    has_total: bool = False
+
+    @property
+    def counts(self) -> tuple[float, ...]:
+        """Of all micro-batches together, where the form of the loss was found."""
+        return add_up([one.counts for one in self.microbatches if one.counts is not None]) if self.form else ()
+
+    def weights(self, replicas: ReplicaCounts, scale: float) -> list[float]:
+        """The factors on the micro-batches' losses in the gradient, times a loss scale."""
+        if self.form is not None and replicas.are_known and not self.form.divides_by_total:
+            measured = [part.counts for part in self.microbatches if part.counts is not None]
+            return [scale * weight for weight in self.form.weights(measured, replicas.total)]
+        # Sums add up over the replicas, as over micro-batches.
+        if not self.sums and not (self.has_total and replicas.has_global_total):
+            scale *= self.num_items / math.fsum(replicas.num_items)
+        return [scale * part.share for part in self.microbatches]
+
+    def weighted(self, form: LossForm, measured: Sequence[Measured]) -> "SplitBatch":
+        """The same batch, with the shares that a form of the loss gives its micro-batches."""
+        ones = [1.0] * len(measured)
+        shares = ones if form.divides_by_total else form.weights(measured, add_up(measured))
+        parts = [
+            replace(part, share=share, counts=one)
+            for part, share, one in zip(self.microbatches, shares, measured, strict=True)
+        ]
+        return replace(self, microbatches=tuple(parts), form=form)
 
 
 def to_plain_containers(batch: Any) -> Any:
@@ -153,6 +186,7 @@ def split_batch(
     num_items: Callable[[Any], Any] | None = None,
     sums: bool = False,
     dims: Dims = 0,
+    form_of: Callable[[bool], LossForm | None] | None = None,
 ) -> SplitBatch:
     """Split a batch along the dimension of its samples, in order.
 
@@ -168,9 +202,10 @@ def split_batch(
             losses of its micro-batches are then parts of a sum.
         sums: whether the criterion returns a sum over samples: then every loss has weight 1.
         dims: where the samples are, see :mod:`hybridpp.pipeline.batch_dims`.
+        form_of: what the loss is known to be a mean over, of batches with or without ``num_items_in_batch``.
 
     Raises:
-        DataError: see :func:`num_samples`.
+        DataError: see :func:`num_samples`; or what the loss is a mean over cannot be counted in this batch.
     """
     full_batch, batch = batch, batch if isinstance(dims, int) and _is_flat(batch) else mark_sample_lists(batch, dims)
     samples = num_samples(batch, dims)
@@ -190,7 +225,18 @@ def split_batch(
         items = _numbers([num_items(part) for part in inputs]) if num_items else [float(size) for size in sizes]
         total = sum(items)
         shares = [count / total if total else 0.0 for count in items]
-    return SplitBatch(tuple(map(Microbatch, inputs, sizes, shares)), total, full_batch, sums)
+    has_total = isinstance(batch, dict) and batch.get(TOTAL_KEY) is not None
+    split = SplitBatch(tuple(map(Microbatch, inputs, sizes, shares)), total, full_batch, sums, has_total=has_total)
+    form = None if form_of is None else form_of(has_total)
+    if form is None:
+        return split
+    try:
+        return split.weighted(form, form.measure(inputs, sizes))
+    except NotCountedError as error:
+        raise DataError(
+            f"what the loss is a mean over cannot be counted in this batch as in those before ({error}). Give the "
+            "criterion a method num_items(inputs), which counts it."
+        ) from error
 
 
 def _microbatch_sizes(samples: int, num_microbatches: int | None, microbatch_size: int | None) -> list[int]:

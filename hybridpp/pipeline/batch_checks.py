@@ -26,6 +26,8 @@ class RankBatchInfo:
         digest: of the batch, equal on ranks that hold the same batch; 0 if digests are not compared.
         deferred: 1 if the digest leaves out the values of tensors on a device, which are compared with the losses.
         stop: number of the signal that told this rank to stop; 0: none.
+        form: a number for what the loss is a mean over, where that was found and this rank computes losses; else 0.
+        counts: of what the batch's loss is divided by, in that case.
     """
 
     status: float
@@ -34,6 +36,8 @@ class RankBatchInfo:
     digest: float = 0.0
     deferred: float = 0.0
     stop: float = 0.0
+    form: float = 0.0
+    counts: tuple[float, ...] = ()
 
 
 class FirstBatchChecks(Protocol):

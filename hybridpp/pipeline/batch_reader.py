@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 from hybridpp.cluster import Group, Patience, PendingNumbers, Progress, StopRequest, start_gather_numbers
@@ -22,6 +22,7 @@ from hybridpp.pipeline.batch_checks import (
 from hybridpp.pipeline.criterion import CriterionAdapter
 from hybridpp.pipeline.forward_signature import ForwardSignature
 from hybridpp.pipeline.loader_name import loader_name
+from hybridpp.pipeline.loss_items import LossForm
 from hybridpp.pipeline.read_ahead import PreparedItems, ReadAheadIterator
 
 Called: TypeAlias = CriterionAdapter | ForwardSignature
@@ -34,16 +35,19 @@ class BatchUse(NamedTuple):
         called: how the model and the criterion are called.
         training: whether gradients are enabled.
         num_microbatches: of the batch; None: as the plugin is set.
+        form_of: what the loss is known to be a mean over, by whether a batch has ``num_items_in_batch``.
     """
 
     called: Called
     training: bool
     num_microbatches: int | None = None
+    form_of: Callable[[bool], LossForm | None] | None = None
 
     def key(self) -> Any:
         """What the preparation depends on; equal for criteria that a script defines again at every step."""
         if isinstance(self.called, CriterionAdapter):
-            called: Any = self.called.identity, self.called.num_items, self.called.sums
+            forms = [id(self.form_of(has_total)) for has_total in (False, True)] if self.form_of else None
+            called: Any = self.called.identity, self.called.num_items, self.called.sums, forms
         else:
             called = self.called
         return called, self.training, self.num_microbatches
@@ -103,7 +107,7 @@ class PendingBatch:
             Exception: what reading raised, on the rank that raised it.
         """
         try:
-            batch_infos = [RankBatchInfo(*numbers) for numbers in self._exchange.wait()]
+            batch_infos = [_info_of(numbers) for numbers in self._exchange.wait()]
         except UnlikeCallsError as error:
             raise error from self._failure
         if self._failure is not None and not isinstance(self._failure, StopIteration):
@@ -171,13 +175,27 @@ def start_batch_check(
             num_microbatches=float(len(batch.microbatches)),
             digest=summary.digest() if summary is not None else 0.0,
             deferred=float(bool(batch.unchecked)),
+            form=batch.form.kind if batch.form is not None else 0.0,
+            counts=batch.counts,
         )
     except StopIteration as error:
         failure, own_info = error, RankBatchInfo(EXHAUSTED)
     except Exception as error:
         failure, own_info = error, RankBatchInfo(FAILED)
     own_info = replace(own_info, stop=stop)
-    return PendingBatch(batch, failure, start_gather_numbers(control, call, astuple(own_info)), pipelines)
+    return PendingBatch(batch, failure, start_gather_numbers(control, call, _numbers_of(own_info)), pipelines)
+
+
+def _numbers_of(info: RankBatchInfo) -> list[float]:
+    return [
+        *(info.status, info.num_items, info.num_microbatches, info.digest, info.deferred, info.stop, info.form),
+        *info.counts,
+    ]
+
+
+def _info_of(numbers: Sequence[float]) -> RankBatchInfo:
+    status, num_items, num_microbatches, digest, deferred, stop, form, *counts = numbers
+    return RankBatchInfo(status, num_items, num_microbatches, digest, deferred, stop, form, tuple(counts))
 
 
 def check_equal(digests: Sequence[float | None], pipelines: tuple[tuple[int, ...], ...]) -> None:
@@ -343,6 +361,7 @@ class BatchReader:
             num_items=loss_of.num_items if loss_of else None,
             sums=loss_of is not None and loss_of.sums,
             dims=self._config.batch_dims or 0,
+            form_of=use.form_of,
         )
         use.called.model_inputs(split.microbatches[0].inputs)
         return split

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,21 @@ from hybridpp.pipeline.criterion_form import (
     form_of,
     is_batch_name,
     is_target_name,
+    key_of,
     name_of,
     second_argument,
 )
 from hybridpp.pipeline.forward_signature import ForwardSignature, describe_arguments
+from hybridpp.pipeline.loss_items import LossForm
 from hybridpp.pipeline.read_entries import ReadEntries
 from hybridpp.pipeline.selected_inputs import InputSelection, with_selection
 from hybridpp.pipeline.step import PipelineStep, StepResult
+
+FoundForms: TypeAlias = dict[Any, tuple[Any, LossForm]]
+"""By criterion, by training or evaluation, and by what a batch has: the criterion, and the form of its loss."""
+
+# Criteria that a script makes anew at every step would fill the memory.
+_MAX_FORMS = 64
 
 
 class CriterionAdapter:
@@ -40,10 +48,12 @@ class CriterionAdapter:
         criterion: callable.
         signature: of the model's forward.
         loss_reduction: what criteria return that do not say it themselves; None: unknown.
+        forms: what the losses of criteria were found to be means over, of all criteria of a model.
 
     Attributes:
         criterion: as given.
         identity: equal for functions that a script defines again at every step.
+        key: the same, but unlike for functions that were defined around other values.
         sums: whether it returns a sum over samples instead of a mean, by its attribute ``reduction``.
         declares_reduction: whether that is known.
         num_items: counts the items of a micro-batch's inputs that the mean is over; None: items are samples.
@@ -52,11 +62,19 @@ class CriterionAdapter:
         ConfigError: it has none of these forms, does not reduce, or otherwise than ``loss_reduction``.
     """
 
-    def __init__(self, criterion: Callable[..., Any], signature: ForwardSignature, loss_reduction: str | None = None):
+    def __init__(
+        self,
+        criterion: Callable[..., Any],
+        signature: ForwardSignature,
+        loss_reduction: str | None = None,
+        forms: "FoundForms | None" = None,
+    ):
+        self._forms = {} if forms is None else forms
         self.criterion = criterion
         self.identity: Any = getattr(criterion, "__code__", criterion)
         self._form = form_of(criterion)
         self._signature = replace(signature, form=self._form)
+        self.key = key_of(criterion)
         self._reduction = getattr(criterion, "reduction", None)
         self._is_torchs = self._form is CriterionForm.TORCHS_TARGET
         self._second_argument = second_argument(criterion)
@@ -72,6 +90,27 @@ class CriterionAdapter:
         classes = ClassWeights.of(criterion) if self._is_torchs and self.num_items is None else None
         if classes is not None:
             self.num_items = lambda inputs: classes.num_items(self._target(inputs))
+
+    def form(self, training: bool, has_total: bool) -> LossForm | None:
+        """What its loss is a mean over; None: that is not known on this rank.
+
+        Args:
+            training: whether gradients are enabled.
+            has_total: whether the batch has ``num_items_in_batch``.
+        """
+        held = self._forms.get((self.key, training, has_total))
+        return None if held is None else held[1]
+
+    def found(self, training: bool, has_total: bool, form: LossForm) -> None:
+        """Note what its loss is a mean over."""
+        # With the criterion, whose key may be its id.
+        self._forms[self.key, training, has_total] = self.criterion, form
+        while len(self._forms) > _MAX_FORMS:
+            del self._forms[next(iter(self._forms))]
+
+    def forget_forms(self) -> None:
+        """What the losses of all criteria of the model are means over is found anew."""
+        self._forms.clear()
 
     def is_of(self, criterion: Any) -> bool:
         """Whether this adapter was made for ``criterion``, whose reduction is unchanged."""
@@ -222,6 +261,7 @@ class SignatureCache:
         self._forward = model.forward
         self._signature = with_selection(signature, model_inputs)
         self._criterion: CriterionAdapter | None = None
+        self._forms: FoundForms = {}
 
     def of(self, criterion: Callable[..., Any] | None) -> "CriterionAdapter | ForwardSignature":
         """The criterion's adapter, or without a criterion the model's signature.
@@ -237,7 +277,7 @@ class SignatureCache:
         if criterion is None:
             return self._signature if self._criterion is None else self._criterion.without_loss()
         if self._criterion is None or not self._criterion.is_of(criterion):
-            self._criterion = CriterionAdapter(criterion, self._signature, self._loss_reduction)
+            self._criterion = CriterionAdapter(criterion, self._signature, self._loss_reduction, self._forms)
         return self._criterion
 
 
@@ -257,6 +297,7 @@ class MicrobatchLosses:
         losses = torch.zeros(num_microbatches, dtype=torch.float64, device=device)
         self.result = StepResult(losses, [False] * num_microbatches, {})
         self._step = step
+        self._part: Tensor | None = None
 
     def of(self, microbatch: int, outputs: Any, inputs: Any) -> Tensor | None:
         """Keep the loss and the outputs of a micro-batch; returns the loss that its backward pass starts from."""
@@ -267,14 +308,16 @@ class MicrobatchLosses:
         if self._step.criterion is not None:
             loss = self._loss(microbatch, outputs, inputs)
             if loss is not None:
-                self.result.losses[microbatch] = loss.detach()
+                self.result.losses[microbatch] = (loss if self._part is None else self._part).detach()
                 self.result.has_loss[microbatch] = True
         if self._step.keep_outputs:
             self.result.outputs[microbatch] = pytree.tree_map_only(Tensor, Tensor.detach, outputs)
         return loss
 
     def _loss(self, microbatch: int, outputs: Any, inputs: Any) -> Tensor | None:
-        if self._step.microbatches[microbatch].share == 0:
+        step = self._step
+        self._part = None
+        if (step.microbatches[microbatch].share if step.shares is None else step.shares[microbatch]) == 0:
             return None
         assert self._step.criterion is not None
         loss = self._step.criterion(outputs, inputs)
@@ -284,8 +327,11 @@ class MicrobatchLosses:
                 f"criterion(outputs, inputs) must return a scalar tensor: got {got}. Return the mean loss of the "
                 "micro-batch."
             )
-        if self._step.inspect_loss is not None:
-            self._step.inspect_loss(microbatch, loss, outputs, inputs)
+        if step.inspect_loss is not None:
+            start, self._part = step.inspect_loss(microbatch, loss, outputs, inputs)
+            if start is None or (step.shares is not None and step.shares[microbatch] == 0):
+                return None
+            loss = start
         if self._step.training and not loss.requires_grad:
             raise ConfigError(
                 "the loss does not depend on any trainable parameter, so there is nothing to train. "

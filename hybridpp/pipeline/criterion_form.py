@@ -144,6 +144,28 @@ def num_arguments(criterion: Any) -> int:
     )
 
 
+def key_of(criterion: Any) -> Any:
+    """Equal for functions of one source around the same values; of other criteria their ``id``."""
+    code = getattr(criterion, "__code__", None)
+    if code is None:
+        return id(criterion)
+    held = [cell.cell_contents for cell in criterion.__closure__ or () if not _is_empty(cell)]
+    held += [*(criterion.__defaults__ or ()), *(criterion.__kwdefaults__ or {}).values()]
+    return code, id(getattr(criterion, "__self__", None)), tuple(map(_key_of_value, held))
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  # raises for a variable that has no value yet
+    except ValueError:
+        return True
+    return False
+
+
+def _key_of_value(value: Any) -> Any:
+    return value if isinstance(value, int | float | str | None) else id(value)
+
+
 def name_of(criterion: Any) -> str:
     """Its name in errors."""
     return getattr(criterion, "__name__", None) or type(criterion).__name__

@@ -299,16 +299,19 @@ class _Handlers:
         recompute = step.training and num_stored >= step.max_stored_microbatches
         defers = self._defers and step.training
         splits = (stage, action.microbatch) in self._split
-        with self._weight_gradients.recording_forward(splits) if defers else nullcontext():
-            key = step.keys[microbatch]
-            try:
-                found = self._stages.forward(plan, args, kwargs, stage_input.take_values(), key, recompute)
-            except Exception as error:
-                error.add_note(f"hybridpp: in model(*{describe_arguments(args)}, **{describe_arguments(kwargs)})")
-                raise
-        self.passed = action
-        tensors, outputs, context = found
-        loss = self.losses.of(microbatch, outputs, inputs) if plan.is_last else None
+        values = stage_input.take_values()
+        is_watched = plan.is_last and step.watched is not None
+        with step.watched(microbatch, inputs, values) if is_watched and step.watched else nullcontext():
+            with self._weight_gradients.recording_forward(splits) if defers else nullcontext():
+                key = step.keys[microbatch]
+                try:
+                    found = self._stages.forward(plan, args, kwargs, values, key, recompute)
+                except Exception as error:
+                    error.add_note(f"hybridpp: in model(*{describe_arguments(args)}, **{describe_arguments(kwargs)})")
+                    raise
+            self.passed = action
+            tensors, outputs, context = found
+            loss = self.losses.of(microbatch, outputs, inputs) if plan.is_last else None
         if step.training:
             stage_output = None if plan.is_last else StageOutput(tensors, plan.outgoing_specs)
             self._graphs[stage, microbatch] = _Graph(stage_input, stage_output, loss, recompute, context)

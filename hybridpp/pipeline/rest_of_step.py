@@ -52,6 +52,8 @@ class RestOfStep:
         """Take part in it. Collective: all replicas."""
         for position in range(self._position, len(self._program)):
             self._run(self._program[position], is_first=position == self._position)
+            if self._program[position].kind is ActionKind.FORWARD:
+                self._step.settle()
 
     def _run(self, action: Action, *, is_first: bool) -> None:
         step = self._step

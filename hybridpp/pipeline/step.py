@@ -1,6 +1,7 @@
 """The executor's input and result for one batch."""
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,7 +35,8 @@ class PipelineStep:
 
     Attributes:
         microbatches: the batch's parts, the same on every rank of the pipeline.
-        loss_weights: factor on each micro-batch's loss in the gradient, including the loss scale.
+        loss_weights: factor on each micro-batch's loss in the gradient, including the loss scale. The first loss of a
+            criterion may change them, before the first backward pass.
         keys: each micro-batch's key for random numbers.
         criterion: ``criterion(outputs, inputs)`` returns a scalar; None: no loss is computed.
         training: whether to run backward.
@@ -47,7 +49,14 @@ class PipelineStep:
         max_stored_microbatches: number of micro-batches whose activations the rank stores completely, counted per
             stage; further ones may be recomputed.
         model_inputs: selects the part of a micro-batch's inputs that the model is called with.
-        inspect_loss: called with each micro-batch's index, loss, model outputs and inputs; None: not called.
+        inspect_loss: called with each micro-batch's index, loss, model outputs and inputs; returns the loss that the
+            backward pass begins from, None if it has no items, and what is reported of it, None for the same. None: not
+            called.
+        watched: a context for the last stage's forward of a micro-batch and its loss, of the micro-batch's index,
+            inputs, and what was received of other stages.
+        shares: of the micro-batches, where the first loss of a criterion may change them.
+        settle: called where an error ended the step: takes part in what the first loss of a criterion exchanges between
+            replicas, unless that is done.
     """
 
     microbatches: Sequence[Microbatch]
@@ -62,7 +71,10 @@ class PipelineStep:
     weights: StageWeights | None = None
     max_stored_microbatches: int = 0
     model_inputs: Callable[[Any], Any] = lambda inputs: inputs
-    inspect_loss: Callable[[int, Tensor, Any, Any], None] | None = None
+    inspect_loss: Callable[[int, Tensor, Any, Any], tuple[Tensor | None, Tensor | None]] | None = None
+    watched: Callable[[int, Any, Sequence[Tensor]], AbstractContextManager[None]] | None = None
+    shares: Sequence[float] | None = None
+    settle: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from hybridpp.pipeline import (
     PipelineStep,
     RankBatchInfo,
     RankProgram,
+    ReplicaCounts,
     SplitBatch,
     StepResult,
 )
@@ -27,6 +29,7 @@ from hybridpp_plugins.folder_save import Saves
 from hybridpp_plugins.interruption import Interruption
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.step_epilogue import PendingEnd
+from hybridpp_plugins.step_losses import StepLosses
 from hybridpp_plugins.unfinished_step import UnfinishedStep
 
 _FIRST_EVALUATION = 2**62
@@ -146,6 +149,10 @@ def _check_call(
         engine.criteria.check(criterion)
 
 
+def _counts_of(infos: list[RankBatchInfo]) -> ReplicaCounts:
+    return ReplicaCounts([one.num_items for one in infos], [one.form for one in infos], [one.counts for one in infos])
+
+
 class Engine(EngineParts):
     """Runs the steps of one boosted model on this rank."""
 
@@ -160,7 +167,9 @@ class Engine(EngineParts):
         self._stop.begin_step()
         self.is_training = training = torch.is_grad_enabled()
         has_losses = training or options.return_loss or options.return_losses
-        use = BatchUse(self.signatures.of(criterion if has_losses else None), training, options.num_microbatches)
+        called = self.signatures.of(criterion if has_losses else None)
+        form_of = partial(called.form, training) if isinstance(called, CriterionAdapter) else None
+        use = BatchUse(called, training, options.num_microbatches, form_of)
         if self.epilogue.evaluations.pending:
             self.epilogue.evaluations.wait(0 if training else 1)
         self.is_running = True
@@ -169,14 +178,21 @@ class Engine(EngineParts):
             batch, infos, failure = self._reader.read(
                 data_iter, use, self._check_trained if training else _nothing, self.first_step
             )
-            self._reader.read_ahead(data_iter, use)
+            is_new = self._is_new(called, batch, infos, training)
+            if not is_new:  # else it is not known yet what the next batch's items are
+                self._reader.read_ahead(data_iter, use)
             if self.buckets is not None:
                 self.buckets.are_in_step = len(self._counts(infos)) == 1
-            task = self._task(batch, infos, use.called, training, options.return_outputs)
+            losses = self._step_losses(batch, infos, called, training, is_new)
+            task = self._task(batch, infos, called, losses, options.return_outputs)
             self._mark("actions")
             result, loss = self._run(
-                batch, task, self._program(infos, training), failure, getattr(use.called, "identity", None)
+                batch, task, self._program(infos, training), failure, getattr(called, "identity", None), losses
             )
+            if is_new:
+                self._reader.read_ahead(data_iter, use)
+            if losses is not None:
+                batch = losses.weighted(batch)
             found: dict[str, Any] = {"outputs": None}
             if options.return_losses or options.return_outputs:
                 if self._results.meets(options):
@@ -225,32 +241,24 @@ class Engine(EngineParts):
         batch: SplitBatch,
         infos: list[RankBatchInfo],
         called: CriterionAdapter | ForwardSignature,
-        training: bool,
+        losses: StepLosses | None,
         keep_outputs: bool,
     ) -> PipelineStep:
-        replica_infos = [infos[ranks[0]] for ranks in self.layout.pipelines]
-        # Sums add up over the replicas, as over micro-batches.
-        weight = 1.0 if batch.sums else batch.num_items / sum(info.num_items for info in replica_infos)
-        if self.optimizer is not None:
-            weight *= self.optimizer.loss_scale
+        training = self.is_training
+        replica_infos = self._replica_infos(infos)
+        weights = losses.weights if losses is not None else batch.weights(_counts_of(replica_infos), self._loss_scale)
         # Micro-batches are numbered over all replicas, so that replicas draw different random numbers.
         first_microbatch = sum(int(info.num_microbatches) for info in replica_infos[: self.layout.here.dp])
         # Evaluations have separate keys: each draws new random numbers, and training draws the same without them.
         run = self.progress.num_steps if training else _FIRST_EVALUATION + self.progress.num_evaluations
         loss_of = called if isinstance(called, CriterionAdapter) else None
-        # In training, the loss is a mean over all replicas.
-        num_averaged = (
-            sum(int(info.num_microbatches) for info in replica_infos) if training else len(batch.microbatches)
-        )
-        unknown = loss_of if loss_of and num_averaged > 1 and self._is_unknown(loss_of, training) else None
-        observed = unknown and self.criterion_check.begin(unknown, training, self.pipeline, batch.microbatches)
         return PipelineStep(
             microbatches=batch.microbatches,
-            loss_weights=[weight * microbatch.share for microbatch in batch.microbatches],
+            loss_weights=weights,
             keys=[
                 microbatch_key(self.progress.seed, run, first_microbatch + n) for n in range(len(batch.microbatches))
             ],
-            criterion=observed or loss_of,
+            criterion=losses or loss_of,
             training=training,
             keep_outputs=keep_outputs,
             begin_last_backward=self.buckets.begin_last_backward if self.buckets else lambda stage, pending: False,
@@ -259,13 +267,62 @@ class Engine(EngineParts):
             weights=self._sharded,
             max_stored_microbatches=self._max_stored,
             model_inputs=called.model_inputs,
-            inspect_loss=self.criterion_check.inspect if unknown else None,
+            inspect_loss=losses.inspect if losses is not None else None,
+            watched=losses.watched if losses is not None else None,
+            shares=losses.shares if losses is not None else None,
+            settle=losses.settle if losses is not None else _nothing,
         )
 
-    def _is_unknown(self, criterion: CriterionAdapter, training: bool) -> bool:
-        """Whether this rank must still check if a criterion returns a sum."""
-        is_known = criterion.declares_reduction or criterion.identity is self.criterion_check.known.get(training)
-        return self._has_losses and not is_known
+    def _replica_infos(self, infos: list[RankBatchInfo]) -> list[RankBatchInfo]:
+        """Of a rank of each replica that computes losses."""
+        return [infos[ranks[0]] for ranks in self._loss_ranks]
+
+    def _is_new(
+        self,
+        called: CriterionAdapter | ForwardSignature,
+        batch: SplitBatch,
+        infos: list[RankBatchInfo],
+        training: bool,
+    ) -> bool:
+        """Whether it must still be found what the loss is a mean over. The same on all ranks."""
+        if not isinstance(called, CriterionAdapter) or called.sums or (called.num_items and not batch.has_total):
+            return False
+        # In training, the loss is a mean over all replicas.
+        num_averaged = (
+            sum(int(info.num_microbatches) for info in self._replica_infos(infos))
+            if training
+            else max(self._counts(infos))
+        )
+        return num_averaged > 1 and not _counts_of(self._replica_infos(infos)).are_known
+
+    def _step_losses(
+        self,
+        batch: SplitBatch,
+        infos: list[RankBatchInfo],
+        called: CriterionAdapter | ForwardSignature,
+        training: bool,
+        is_new: bool,
+    ) -> StepLosses | None:
+        """What finds the form of the step's loss, or weighs its terms; None: this rank needs neither."""
+        replicas = _counts_of(self._replica_infos(infos))
+        replicas.check()
+        needs_terms = batch.form is not None and batch.form.needs_terms
+        if not self._has_losses or not isinstance(called, CriterionAdapter) or not (is_new or needs_terms):
+            return None
+        return StepLosses(
+            called,
+            batch,
+            replicas,
+            check=self.criterion_check,
+            pipeline=self.pipeline,
+            group=self.layout.dp if training and self.layout.dp.size > 1 else None,
+            scale=self._loss_scale,
+            device=self.device,
+        )
+
+    @property
+    def _loss_scale(self) -> float:
+        return 1.0 if self.optimizer is None else self.optimizer.loss_scale
 
     def _run(
         self,
@@ -274,6 +331,7 @@ class Engine(EngineParts):
         program: RankProgram,
         failure: Exception | None,
         identity: Any,
+        losses: StepLosses | None,
     ) -> tuple[StepResult, Tensor | None]:
         """Run all micro-batches, then the end of the step. Collective: all ranks."""
         optimizer = self.optimizer if task.training else None
@@ -284,7 +342,8 @@ class Engine(EngineParts):
 
         def losses_known(result: StepResult) -> None:
             nonlocal end
-            end = self.epilogue.begin(batch, result, task, failure)
+            weighted = batch if losses is None else losses.weighted(batch)
+            end = self.epilogue.begin(weighted, result, task, failure)
 
         try:
             with preserved_random_state(self.device):

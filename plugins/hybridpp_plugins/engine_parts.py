@@ -66,7 +66,7 @@ class EngineParts:
         weights: those that it trains, and their fp32 masters.
         original: the model's names and dtypes before boost.
         module_dtypes: modules that compute in another dtype than the rest.
-        criterion_check: checks whether criteria return sums.
+        criterion_check: knows what the losses of criteria are means over.
         statistics: running statistics of the model.
         criteria: checks whether criteria have weights that train.
         signatures: how the model and criteria are called.
@@ -119,6 +119,8 @@ class EngineParts:
         self._reader = BatchReader(self.layout.control, pipelines, self.pipeline, name, self._stop, world.progress)
         self._results = StepResults(self.layout, placement, self.pipeline.dims_of_outputs, self.device, name)
         self._sharded = self.weights.sharded
+        # By replica, the ranks that compute losses.
+        self._loss_ranks = [self.layout.ranks_at(replica, placement[-1]) for replica in range(len(pipelines))]
         self._has_losses = self.layout.here.pp == self.planner.placement[-1]
         recomputation = self.pipeline.recomputation
         self._max_stored = (recomputation.max_stored_microbatches or 0) if recomputation else 0

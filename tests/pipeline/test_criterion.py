@@ -9,15 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hybridpp.errors import ConfigError
-from hybridpp.pipeline import (
-    CriterionAdapter,
-    ForwardSignature,
-    LossReduction,
-    SumTracer,
-    detect_reduction,
-    duplicate_samples,
-    leaf_dims,
-)
+from hybridpp.pipeline import CriterionAdapter, ForwardSignature
 
 TAKES_X = ForwardSignature.of(lambda x: x, "Net")
 X, Y = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 3, 1, 1])
@@ -265,89 +257,3 @@ def test_torch_class_losses_count_the_targets_they_average_over(criterion, targe
 
 def test_torchs_other_losses_count_samples():
     assert CriterionAdapter(nn.MSELoss(), TAKES_X).num_items is None
-
-
-def verdict(criterion, outputs=None):
-    """Of a criterion on outputs with a graph, one row per sample."""
-    target = torch.zeros(4, 5)
-    if outputs is None:
-        outputs = {"logits": X.clone().requires_grad_() * 1.5}
-    along = functools.partial(leaf_dims, dims=0)
-    loss = criterion(outputs, target)
-    return detect_reduction(
-        loss, outputs, lambda: criterion(duplicate_samples(outputs, 4, along), duplicate_samples(target, 4, along))
-    )
-
-
-@pytest.mark.parametrize(
-    ("criterion", "expected"),
-    [
-        (lambda o, t: F.mse_loss(o["logits"], t), LossReduction.MEAN),
-        (lambda o, t: F.mse_loss(o["logits"], t, reduction="sum"), LossReduction.SUM),
-        (lambda o, t: F.mse_loss(o["logits"], t, reduction="sum") * 0.1, LossReduction.SUM),
-        (lambda o, t: F.mse_loss(o["logits"], t, reduction="sum") / o["logits"].shape[0], LossReduction.MEAN),
-        (lambda o, t: (o["logits"] - t).abs().sum().float(), LossReduction.SUM),
-        (
-            lambda o, t: 0.5 * F.l1_loss(o["logits"], t, reduction="sum") + F.mse_loss(o["logits"], t, reduction="sum"),
-            2,
-        ),
-        (lambda o, t: (o["logits"].abs().mean(1) * torch.full_like(t[:, 0], 1 / len(t))).sum(), LossReduction.MEAN),
-        (lambda o, t: torch.stack([o["logits"].mean(), o["logits"].abs().mean()]).sum(), LossReduction.MEAN),
-        (lambda o, t: 0 * o["logits"].sum(), LossReduction.MEAN),
-        (lambda o, t: (o["logits"] - torch.zeros(4, 5)).abs().sum(), LossReduction.MEAN),
-    ],
-)
-def test_a_sum_is_told_from_a_mean_by_number(criterion, expected):
-    assert verdict(criterion) == expected
-
-
-def test_rows_of_all_places_are_taken_twice_too():
-    outputs = X.reshape(-1, 1).clone().requires_grad_() * 1.5
-    assert verdict(lambda o, t: ((o - t.reshape(-1, 1)) ** 2).sum(), outputs) == LossReduction.SUM
-
-
-def test_only_a_loss_that_ends_with_a_sum_is_computed_again():
-    calls = []
-
-    def criterion(outputs, target):
-        calls.append(len(target))
-        return F.mse_loss(outputs["logits"], target)
-
-    verdict(criterion)
-    assert calls == [4]
-
-
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (lambda x: F.mse_loss(x, x + 1, reduction="sum"), True),
-        (lambda x: nn.CrossEntropyLoss(reduction="sum")(x, Y), True),
-        (lambda x: 0.5 * (x**2).sum().float() + x.abs().sum(), True),
-        (lambda x: torch.sum(x).reshape(()), True),
-        (lambda x: torch.sum(input=x), True),
-        (lambda x: x.sum() / 4, False),
-        (lambda x: x.sum(0).mean(), False),
-        (lambda x: x.mean(), False),
-        (lambda x: x.mean().sum(), False),
-    ],
-)
-def test_without_a_graph_the_calls_tell_a_sum(make, expected):
-    with torch.no_grad(), SumTracer() as calls:
-        loss = make(X)
-    assert calls.is_sum(loss) == expected
-
-
-@pytest.mark.parametrize(
-    ("inside", "expected"),
-    [
-        (lambda x: (x**2).sum(), LossReduction.SUM_IN_MODEL),
-        (lambda x: 0.1 * (x**2).sum(), LossReduction.SUM_IN_MODEL),
-        (lambda x: (x**2).sum() / 4, LossReduction.MEAN),
-        (lambda x: (x**2).mean(), LossReduction.MEAN),
-        (lambda x: (x**2).mean() + 0.1 * x.sum(), LossReduction.MEAN),
-    ],
-)
-def test_a_loss_of_the_models_own_is_judged_by_how_it_ends(inside, expected):
-    x = X.clone().requires_grad_()
-    assert verdict(lambda o, t: o["loss"], {"loss": inside(x), "logits": x * 2}) == expected
-    assert verdict(lambda o, t: 2 * o["loss"], {"loss": inside(x), "logits": x * 2}) == expected

@@ -20,7 +20,7 @@ class Calls:
         return lambda *args, **options: self.made.append(" ".join([name, *map(str, (*args, *options.values()))]))
 
 
-def rest(schedule, position, *, has_passed=False, by_unit=True, own=2, **options):
+def rest(schedule, position, *, has_passed=False, by_unit=True, own=2, settles=False, **options):
     """The calls of the rest of a program of two micro-batches, from a position on."""
     [program] = rank_programs(make_schedule(schedule, 1, 2), num_microbatches=own, **options)
     calls = Calls()
@@ -29,12 +29,19 @@ def rest(schedule, position, *, has_passed=False, by_unit=True, own=2, **options
         weights=calls if by_unit else None,
         begin_last_backward=calls.begin_last_backward,
         reduce_gradients=calls.reduce_gradients,
+        settle=calls.settle if settles else lambda: None,
     )
     found = RestOfStep(
         program.actions, position, step, reduced_after=reduced_after(program.actions), has_passed=has_passed
     )
     found.run()
     return calls.made
+
+
+def test_what_the_first_loss_exchanges_comes_where_that_loss_is_made():
+    gathers, reduces = "gather_as_others False", ["begin_last_backward 0 ()", "reduce_gradients 0"]
+    assert rest("gpipe", 0, settles=True)[:4] == [gathers, "settle", gathers, "settle"]
+    assert rest("1f1b", 0, by_unit=False, settles=True) == ["settle", "settle", *reduces]
 
 
 def test_gradients_are_reduced_after_the_last_action_or_after_each():

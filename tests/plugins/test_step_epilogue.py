@@ -211,7 +211,7 @@ def test_ranks_that_share_layers_must_have_one_loss():
 def test_the_most_severe_finding_and_all_refusals_are_known():
     messages = [
         message(failed=1.0),
-        message([1.0, 1.0], reduction=2.0),
+        message([1.0, 1.0], reduction=float(max(LossReduction))),
         message([1.0, 1.0], scaled=ManualScaling(0.5, 3.0)),
     ]
     summary = summary_of(messages, [[1], [2]], 1)

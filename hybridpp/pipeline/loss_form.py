@@ -1,0 +1,117 @@
+"""Find what a loss is a mean over from the terms of the first one, and put losses together from weighted terms."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpp.pipeline.loss_items import (
+    MAX_COUNTS,
+    Count,
+    LossForm,
+    NotCountedError,
+    Product,
+    numbers,
+    without_floor,
+)
+from hybridpp.pipeline.loss_trace import Term, TermFactor
+
+
+def loss_form_of(
+    terms: Sequence[Term],
+    inputs: Sequence[Any],
+    twice: Callable[[Any, int], Any],
+    sizes: Sequence[int],
+    rows: Count | None = None,
+) -> LossForm:
+    """The form of a loss whose terms are known.
+
+    Args:
+        terms: of the loss of one micro-batch.
+        inputs: of all micro-batches.
+        twice: the inputs of a micro-batch of some size, with its samples duplicated.
+        sizes: samples of each micro-batch.
+        rows: the number of samples, for terms that add up over samples, where the script says that they are means.
+
+    Raises:
+        NotCountedError: what it is divided by cannot be told from a batch.
+    """
+    kinds: dict[int, bool] = {}
+    counts: list[Count] = []
+
+    def adds_up(count: Count) -> bool:
+        if id(count) not in kinds:
+            kinds[id(count)] = _adds_up(count, inputs, twice, sizes)
+        return kinds[id(count)]
+
+    products: list[Product | None] = []
+    for term in terms:
+        powers: dict[int, int] = {}
+        factors = [factor for factor in term.factors or () if adds_up(factor.count)]
+        if not factors and rows is not None:
+            factors = [TermFactor(rows, -1)]
+        for factor in factors:
+            if factor.count not in counts:
+                counts.append(factor.count)
+            index = counts.index(factor.count)
+            powers[index] = powers.get(index, 0) + factor.power
+        product = tuple(sorted((index, power) for index, power in powers.items() if power))
+        products.append(None if term.factors is None else product)
+    if len(counts) > MAX_COUNTS:
+        raise NotCountedError(f"its terms are divided by {len(counts)} different numbers")
+    return LossForm(
+        counts=tuple(counts),
+        products=tuple(dict.fromkeys(one for one in products if one is not None)) or ((),),
+        of_terms=tuple(products),
+        in_model=all(term.in_model for term in terms if term.factors is not None),
+    )
+
+
+def _adds_up(count: Count, inputs: Sequence[Any], twice: Callable[[Any, int], Any], sizes: Sequence[int]) -> bool:
+    """Whether a number is a count of items; False: it stays the same for more samples."""
+    plain = without_floor(count)
+    try:
+        for part, num_samples in zip(inputs, sizes, strict=True):
+            ((once, doubled),) = numbers(
+                [[plain.of(part, num_samples), plain.of(twice(part, num_samples), 2 * num_samples)]]
+            )
+            if once:
+                break
+        else:
+            return True
+    except Exception as error:  # any operation of the script's, on inputs of another form
+        raise NotCountedError(f"{type(error).__name__}: {error}") from error
+    if math.isclose(doubled, 2 * once, rel_tol=1e-3):
+        return True
+    if math.isclose(doubled, once, rel_tol=1e-3):
+        return False
+    raise NotCountedError(f"a number that it is divided by is {once:g}, and for twice the samples {doubled:g}")
+
+
+def combined(form: LossForm, terms: Sequence[Term], shares: Callable[[Product], float]) -> Tensor | None:
+    """A loss with each of its terms times the share of its product; None: no term has items.
+
+    Args:
+        form: of the loss.
+        terms: of it.
+        shares: of a product.
+
+    Raises:
+        NotCountedError: the loss has other terms than the one whose form it is.
+    """
+    if len(terms) != len(form.of_terms):
+        raise NotCountedError(f"it has {len(terms)} terms, and had {len(form.of_terms)} before")
+    total: Tensor | None = None
+    for term, product in zip(terms, form.of_terms, strict=True):
+        share = shares(next(filter(None, form.products), ()) if product is None else product)
+        if share:
+            value = torch.as_tensor(term.make()) * share
+            total = value if total is None else total + value
+    return total
+
+
+def observed(terms: Iterable[Term]) -> list[TermFactor]:
+    """The factors whose numbers depend on what the model computed."""
+    return [factor for term in terms for factor in term.factors or () if factor.is_observed]

@@ -1,0 +1,456 @@
+"""What a loss is a mean over: counted in every micro-batch, and the weights of micro-batches and replicas that follow.
+
+With these weights, the losses and gradients of parts of a batch add up to those of the whole batch.
+"""
+
+import math
+import operator
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridpp.errors import ConfigError, DataError
+
+Path = tuple[Any, ...]
+Product = tuple[tuple[int, int], ...]
+"""Numbers that a sum is divided by (power -1) or multiplied with: indices of counts, with powers."""
+
+MAX_COUNTS = 6
+"""Different numbers that the terms of one loss may be divided by."""
+
+_FLOORS = frozenset(["clamp", "clamp_min", "clamp_", "clamp_min_", "maximum", "max"])
+_CASTS = frozenset(["to", "float", "double", "int", "long", "number", "type", "half", "bfloat16"])
+
+
+class Count:
+    """A value that depends on nothing but the inputs of a micro-batch: a function, applied to other such values.
+
+    Args:
+        function: of ``args`` and ``kwargs``.
+        args: values, and instances of this class in their place, in any lists, tuples, dicts and slices.
+        kwargs: the same.
+
+    Attributes:
+        is_of_sizes: whether it depends only on the shapes of inputs.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ):
+        self.function, self.args, self.kwargs = function, args, dict(kwargs or {})
+        self.is_of_sizes: bool
+        inner: list[Count] = []
+        for value in (*args, *self.kwargs.values()):
+            _each(value, inner)
+        self.is_of_sizes = function in _OF_SIZES or (bool(inner) and all(one.is_of_sizes for one in inner))
+
+    def of(self, inputs: Any, num_samples: int) -> Any:
+        """Its value for the inputs of a micro-batch with as many samples, on the device of the inputs."""
+        return _Values(inputs, num_samples).of(self)
+
+
+class Constant:
+    """A tensor that is no input, such as the weights of classes. It may change its values."""
+
+    def __init__(self, tensor: Tensor):
+        self._tensor = tensor.detach()
+        self._copies: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """The tensor, there."""
+        if self._tensor.device == device:
+            return self._tensor
+        if device not in self._copies:
+            self._copies[device] = self._tensor.to(device)
+        return self._copies[device]
+
+
+class _Device:
+    """Stands for the device of the inputs."""
+
+
+SAME_DEVICE = _Device()
+
+
+def entry(path: Path) -> Count:
+    """The tensor at a path of the inputs."""
+    return Count(_entry, (path,))
+
+
+def entry_path(count: Count) -> Path | None:
+    """Where the inputs hold what a count is, converted or not; None: it is something else."""
+    while count.function is not _entry:
+        if _name_of(count) not in _SAME or not isinstance(count.args[0], Count):
+            return None
+        count = count.args[0]
+    path: Path = count.args[0]
+    return path
+
+
+def _entry(path: Path) -> None:
+    raise AssertionError("read from the inputs")
+
+
+def num_rows() -> Count:
+    """The number of samples."""
+    return Count(_rows)
+
+
+def _rows() -> None:
+    raise AssertionError("known with the inputs")
+
+
+def size(tensor: Any, dim: int) -> Any:
+    """The size of a dimension."""
+    return tensor.shape[dim]
+
+
+def numel(tensor: Any) -> Any:
+    """The number of elements."""
+    return tensor.numel()
+
+
+def single() -> int:
+    """1, of what belongs to one sample."""
+    return 1
+
+
+def number(tensor: Any) -> Any:
+    """A tensor's one element, still as a tensor."""
+    return tensor
+
+
+def written(function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """What a function that writes to its first argument makes of it."""
+    copy = tensor.clone()
+    function(copy, *args, **kwargs)
+    return copy
+
+
+def counted_targets(target: Tensor, ignore_index: int, weight: Tensor | None) -> Tensor:
+    """The weight of the targets that classification losses do not ignore."""
+    counts = target != ignore_index
+    if weight is None:
+        return counts.sum()
+    return (weight[target.where(counts, 0)] * counts).sum()
+
+
+_SAME = frozenset(["to", "float", "double", "int", "long", "number", "item", "type", "clone", "detach", "cpu", "cuda"])
+
+
+def _name_of(count: Count) -> str:
+    return getattr(count.function, "__name__", "")
+
+
+_OF_SIZES = frozenset([size, numel, _rows])
+
+
+def _each(value: Any, found: list[Count]) -> None:
+    if isinstance(value, Count):
+        found.append(value)
+    elif isinstance(value, slice):
+        _each((value.start, value.stop, value.step), found)
+    elif isinstance(value, Mapping):
+        _each(tuple(value.values()), found)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _each(one, found)
+
+
+class _Values:
+    """The values of counts for one micro-batch; each is made once."""
+
+    def __init__(self, inputs: Any, num_samples: int):
+        self._inputs, self._num_samples = inputs, num_samples
+        self._made: dict[int, Any] = {}
+        self._device = torch.device("cpu")
+
+    def of(self, count: Count) -> Any:
+        key = id(count)
+        if key not in self._made:
+            self._made[key] = self._make(count)
+        return self._made[key]
+
+    def _make(self, count: Count) -> Any:
+        if count.function is _rows:
+            return self._num_samples
+        if count.function is _entry:
+            found = self._inputs
+            for key in count.args[0]:
+                found = found[key]
+            self._device = found.device
+            return found.detach()
+        # Counts first: they tell the device that the rest is on.
+        inner: list[Count] = []
+        _each((count.args, count.kwargs), inner)
+        for one in inner:
+            self.of(one)
+        args, kwargs = self._filled(count.args), self._filled(count.kwargs)
+        return count.function(*args, **kwargs)
+
+    def _filled(self, value: Any) -> Any:
+        if isinstance(value, Count):
+            return self.of(value)
+        if isinstance(value, Constant):
+            return value.on(self._device)
+        if isinstance(value, _Device):
+            return self._device
+        if isinstance(value, slice):
+            return slice(*self._filled((value.start, value.stop, value.step)))
+        if isinstance(value, dict):
+            return {name: self._filled(one) for name, one in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self._filled(one) for one in value)
+        return value
+
+
+class TracedInt(int):
+    """An integer that a function of the inputs gave, such as a size; arithmetic on it keeps where it came from."""
+
+    count: Count
+
+    @classmethod
+    def of(cls, value: int, count: Count) -> "TracedInt":
+        """``value``, which ``count`` gave."""
+        made = cls(value)
+        made.count = count
+        return made
+
+
+class TracedFloat(float):
+    """The same for a float."""
+
+    count: Count
+
+    @classmethod
+    def of(cls, value: float, count: Count) -> "TracedFloat":
+        """``value``, which ``count`` gave."""
+        made = cls(value)
+        made.count = count
+        return made
+
+
+def traced(value: Any, count: Count) -> Any:
+    """A number with where it came from; any other value as it is."""
+    if type(value) in (int, TracedInt):
+        return TracedInt.of(value, count)
+    if type(value) in (float, TracedFloat):
+        return TracedFloat.of(value, count)
+    return value
+
+
+def count_of(value: Any) -> Any:
+    """The count of a traced number; any other value as it is."""
+    return value.count if isinstance(value, TracedInt | TracedFloat) else value
+
+
+def _arithmetic(kind: type, base: type, name: str) -> None:
+    plain = getattr(base, name)
+    bare = name.strip("_")
+    reflected = bare.startswith("r") and bare not in ("round", "rshift")
+    function = getattr(operator, bare[1:] if reflected else bare)
+
+    def method(self: Any, *others: Any) -> Any:
+        result = plain(self, *others)
+        if result is NotImplemented and isinstance(others[0], float):
+            result = getattr(float, name)(float(self), *others)
+        if result is NotImplemented:
+            return result
+        terms: Sequence[Any] = (self, *others)
+        return traced(result, Count(function, tuple(map(count_of, terms[::-1] if reflected else terms))))
+
+    setattr(kind, name, method)
+
+
+for _kind, _base in ((TracedInt, int), (TracedFloat, float)):
+    for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "neg"):
+        _arithmetic(_kind, _base, f"__{_name}__")
+        if _name != "neg":
+            _arithmetic(_kind, _base, f"__r{_name}__")
+
+
+class NotCountedError(Exception):
+    """A number that a loss is divided by cannot be told from a batch; the text says why."""
+
+
+class Measured(NamedTuple):
+    """The counts of a micro-batch.
+
+    Attributes:
+        used: what the loss of the micro-batch is divided by.
+        added: what it adds to the count of the whole batch: 0 where ``used`` is a lower limit.
+    """
+
+    used: tuple[float, ...]
+    added: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossForm:
+    """A loss as a sum of terms, each of which is a sum over items, divided by numbers of items.
+
+    Attributes:
+        counts: the numbers, of a micro-batch.
+        products: what the terms are divided by; each different one once.
+        of_terms: the product of each term, in the order of the terms; None: the term does not depend on the batch.
+        in_model: whether the model computed the loss.
+        divides_by_total: whether it is divided by the ``num_items_in_batch`` that the script put in the batch;
+            ``counts`` then has what the sum counts, if that is known.
+    """
+
+    counts: tuple[Count, ...]
+    products: tuple[Product, ...]
+    of_terms: tuple[Product | None, ...] = ()
+    in_model: bool = False
+    divides_by_total: bool = False
+
+    @property
+    def has_constant(self) -> bool:
+        """Whether a term does not depend on the batch."""
+        return None in self.of_terms
+
+    @cached_property
+    def kind(self) -> float:
+        """A number that is equal for losses of one form, on all replicas; not 0."""
+        return 1.0 + zlib.crc32(repr((self.of_terms, self.divides_by_total)).encode())
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is a sum over samples."""
+        return self.products == ((),)
+
+    @classmethod
+    def of_rows(cls) -> "LossForm":
+        """A mean over samples."""
+        return cls(counts=(num_rows(),), products=(((0, -1),),))
+
+    @property
+    def needs_terms(self) -> bool:
+        """Whether its terms have different weights, so that they are needed one by one."""
+        return len(self.products) > 1 or (self.is_sum and self.has_constant and not self.divides_by_total)
+
+    def divided_by_total(self, natural: Count | None) -> "LossForm":
+        """The form of a sum that the model divides by a number of the batch's; ``natural``: what the sum counts."""
+        counts = () if natural is None else (natural,)
+        return LossForm(counts=counts, products=((),), in_model=self.in_model, divides_by_total=True)
+
+    def measure(self, inputs: Sequence[Any], sizes: Sequence[int]) -> list[Measured]:
+        """The counts of micro-batches with as many samples. Waits for devices that hold inputs.
+
+        Raises:
+            NotCountedError: they cannot be counted.
+        """
+        rows: list[list[Any]] = []
+        for part, num_samples in zip(inputs, sizes, strict=True):
+            try:
+                rows.append([one.of(part, num_samples) for one in (*self.counts, *map(without_floor, self.counts))])
+            except Exception as error:  # any operation of the script's, on inputs of another form
+                raise NotCountedError(f"{type(error).__name__}: {error}") from error
+        read = numbers(rows)
+        half = len(self.counts)
+        return [Measured(tuple(row[:half]), tuple(row[half:])) for row in read]
+
+    def share(self, product: Product, own: Measured, total: Sequence[float]) -> float:
+        """The weight of a term of a micro-batch in that of the batch whose counts are ``total``; 0: it has no items."""
+        share = 1.0
+        for index, power in product:
+            if not own.added[index] or not total[index]:
+                return 0.0
+            share *= (own.used[index] / total[index]) ** -power
+        return share
+
+    def weights(self, own: Sequence[Measured], total: Sequence[float]) -> list[float]:
+        """The weight of each micro-batch's loss in that of the batch whose counts are ``total``; of terms: 1 or 0."""
+        if not self.needs_terms:
+            return [self.share(self.products[0], one, total) for one in own] if self.products else []
+        return [float(any(self.share(product, one, total) for product in self.products)) for one in own]
+
+
+def add_up(measured: Iterable[Measured]) -> tuple[float, ...]:
+    """The counts of the whole."""
+    return tuple(math.fsum(column) for column in zip(*(one.added for one in measured), strict=True))
+
+
+def without_floor(count: Count) -> Count:
+    """A count without a lower limit, such as ``clamp(min=1)``: limits do not add up."""
+    name = getattr(count.function, "__name__", "")
+    inner = count.args[0] if count.args else None
+    if not isinstance(inner, Count):
+        return count
+    if name in _FLOORS and len([one for one in (*count.args, *count.kwargs.values()) if isinstance(one, Count)]) == 1:
+        return without_floor(inner)
+    if name in _CASTS:
+        found = without_floor(inner)
+        return count if found is inner else Count(count.function, (found, *count.args[1:]), count.kwargs)
+    return count
+
+
+def numbers(rows: Sequence[Sequence[Any]]) -> list[list[float]]:
+    """The values as floats. Tensors are read together, so that the host waits for their device once."""
+    flat = [value for row in rows for value in row]
+    tensors = [value.detach().double().reshape(()) for value in flat if isinstance(value, Tensor)]
+    read = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [[next(read) if isinstance(value, Tensor) else float(value) for value in row] for row in rows]
+
+
+class ReplicaCounts(NamedTuple):
+    """What the losses of the replicas' batches are means over.
+
+    Attributes:
+        num_items: of each replica: samples, or what the script counts.
+        forms: a number for the form of each replica's loss, where it is known; else 0.
+        counts: of each replica, where the forms are known; else empty.
+    """
+
+    num_items: Sequence[float]
+    forms: Sequence[float]
+    counts: Sequence[tuple[float, ...]]
+
+    @property
+    def total(self) -> list[float]:
+        """The counts of all replicas together."""
+        return [math.fsum(column) for column in zip(*self.counts, strict=True)] if self.are_known else []
+
+    @property
+    def are_known(self) -> bool:
+        """Whether all replicas know the form of their loss."""
+        return all(self.forms)
+
+    def check(self) -> None:
+        """Refuse batches that do not go together. On every rank alike.
+
+        Raises:
+            ConfigError: the replicas' losses are divided by different numbers.
+            DataError: no batch has an item.
+        """
+        if not self.are_known:
+            return
+        if len(set(self.forms)) > 1:
+            raise ConfigError(
+                "the replicas' losses must be divided by the same numbers of items: the losses of some replicas are "
+                "divided by others. Give the criterion a method num_items(inputs), which counts what the mean is over."
+            )
+        if self.counts[0] and not any(self.total):
+            raise no_items()
+
+    @property
+    def has_global_total(self) -> bool:
+        """Whether ``num_items_in_batch`` is that of all replicas, as transformers' Trainer passes it."""
+        counted = self.total
+        if len(self.num_items) == 1 or len(set(self.num_items)) > 1:
+            return False
+        # One replica's batch has 1 / num_replicas of the items; labels may count a few that the loss does not.
+        return not counted or self.num_items[0] > math.sqrt(1 / len(self.num_items)) * counted[0]
+
+
+def no_items() -> DataError:
+    """The error of a step without any item."""
+    return DataError(
+        "the loss is a mean over no items: no replica's batch has any, such as a label that is not ignored. Check the "
+        "labels, or leave out such batches, on all ranks alike."
+    )

@@ -1,0 +1,747 @@
+"""Follow the calls that make a loss: which numbers it is divided by, and whether it is linear in its items."""
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hybridpp.nn.deferred_tensor import MadeWhenRead
+from hybridpp.pipeline.loss_items import (
+    SAME_DEVICE,
+    Constant,
+    Count,
+    Path,
+    TracedFloat,
+    TracedInt,
+    count_of,
+    counted_targets,
+    entry,
+    num_rows,
+    number,
+    numel,
+    single,
+    size,
+    traced,
+    written,
+)
+
+# Functions whose result is no function of their arguments.
+_RANDOM = ("rand", "normal", "bernoulli", "multinomial", "dropout", "poisson", "exponential", "uniform")
+# Linear in a tensor that holds sums over samples.
+_KEEPING = frozenset(
+    [
+        "neg",
+        "negative",
+        "positive",
+        "view",
+        "reshape",
+        "squeeze",
+        "unsqueeze",
+        "float",
+        "double",
+        "to",
+        "half",
+        "bfloat16",
+        "type",
+        "type_as",
+        "clone",
+        "contiguous",
+        "flatten",
+        "ravel",
+        "getitem",
+        "nan_to_num",
+        "sum",
+        "mean",
+        "expand",
+        "alias",
+        "permute",
+        "transpose",
+        "t",
+        "T",
+        "mT",
+        "cuda",
+        "cpu",
+        "detach",
+        "requires_grad",
+        "view_as",
+        "select",
+        "narrow",
+        "unflatten",
+        "data",
+    ]
+)
+_ADDING = frozenset(["add", "radd", "iadd", "sub", "rsub", "isub", "subtract"])
+_MULTIPLYING = frozenset(["mul", "rmul", "imul", "multiply"])
+_DIVIDING = frozenset(["div", "truediv", "idiv", "itruediv", "divide", "true_divide"])
+_JOINING = frozenset(["stack", "cat", "concat", "hstack", "vstack"])
+_REDUCING = frozenset(["sum", "mean", "nansum"])
+_PRODUCTS = frozenset(["matmul", "mm", "rmatmul", "linear"])
+_TO_SCALAR = frozenset(["dot", "vdot", "inner", "matmul"])
+_PLAIN_NUMBERS = frozenset(["int", "float", "len", "index", "bool", "item"])
+_SIZES = frozenset(["size", "numel", "nelement", "shape"])
+# Larger tensors that are no inputs are not kept as constants of a count.
+_MAX_CONSTANT = 2**20
+_CLASS_LOSSES = frozenset(["cross_entropy", "nll_loss"])
+
+
+@dataclass(frozen=True, eq=False)
+class TermFactor:
+    """A number that a term of a loss was divided by (power -1) or multiplied with (1).
+
+    Attributes:
+        count: of the micro-batch's inputs.
+        power: 1 or -1.
+        is_observed: the number itself depends on what the model computed; ``count`` is what it is taken for.
+        observed: the number in the traced micro-batch, if ``is_observed``.
+    """
+
+    count: Count
+    power: int
+    is_observed: bool = False
+    observed: Any = None
+
+
+class Term(NamedTuple):
+    """A part of a loss: a sum over samples, times factors.
+
+    Attributes:
+        factors: of the sum; None: the part does not depend on the batch.
+        make: makes its value.
+        why: why it is no such sum; "": it is one.
+        natural: what the sum counts, where that is known.
+        in_model: whether the model's forward made it.
+    """
+
+    factors: tuple[TermFactor, ...] | None
+    make: Callable[[], Any]
+    why: str = ""
+    natural: Count | None = None
+    in_model: bool = False
+
+
+class _OfModel(NamedTuple):
+    """What is known of a tensor that the model computed.
+
+    Attributes:
+        numel: a count that is proportional to its number of elements; None: proportional to the samples.
+        is_observed: whether its number of elements depends on what the model computed.
+        terms: of a tensor without samples; None: it has samples.
+        is_stack: whether dimension 0 was made by stacking.
+        why: why its samples are coupled; "": they are not, as far as known.
+    """
+
+    numel: Count | None = None
+    is_observed: bool = False
+    terms: tuple[Term, ...] | None = None
+    is_stack: bool = False
+    why: str = ""
+
+
+_ITEMS = _OfModel()
+
+
+class LossTrace(TorchFunctionMode):
+    """A function mode around what makes a micro-batch's loss.
+
+    Every tensor counts as one of three: made from the inputs alone, made with parameters or activations, or constant.
+
+    Args:
+        trees: of the micro-batch's inputs: as they were given, and as the model gets them.
+        num_samples: of the micro-batch.
+
+    Attributes:
+        in_criterion: whether the model's forward is over.
+    """
+
+    def __init__(self, trees: Sequence[Any], num_samples: int):
+        super().__init__()
+        self.in_criterion = False
+        self._num_samples = num_samples
+        self._known: dict[int, tuple[Any, Any]] = {}
+        self._counts: dict[Any, Count] = {}
+        self._numbers: dict[float, Count] = {}
+        self._rows = self._count(num_rows().function)
+        self._entries: list[tuple[Tensor, Count]] = []
+        for tree in trees:
+            for path, leaf in _leaves(tree):
+                self._note(leaf, self._count(entry(path).function, path))
+                self._entries.append((leaf, self._known[id(leaf)][1]))
+
+    def received(self, tensors: Sequence[Tensor]) -> None:
+        """Tensors that the model computed, as far as they are not known."""
+        for tensor in tensors:
+            if self._of(tensor) is None:
+                self._note(tensor, _ITEMS)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context inside of it, whose calls are not followed."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch
+        try:
+            yield
+        finally:
+            self.__enter__()  # type: ignore[no-untyped-call]  # torch
+
+    @property
+    def rows(self) -> Count:
+        """The number of samples."""
+        return self._rows
+
+    def terms(self, loss: Any) -> tuple[Term, ...] | None:
+        """The terms of a loss; None: it was not made by functions of torch's, or is no sum over samples."""
+        known = self._of(loss)
+        return known.terms or None if isinstance(known, _OfModel) else None
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        name = _name(function)
+        found = self._follow(function, name, args, kwargs, result)
+        return result if found is None else found
+
+    # What is known of tensors.
+
+    def _note(self, tensor: Any, what: Any) -> None:
+        if isinstance(tensor, Tensor):
+            self._known[id(tensor)] = weakref.ref(tensor), what
+        elif isinstance(tensor, list | tuple):
+            for one in tensor:
+                self._note(one, what)
+
+    def _of(self, tensor: Any) -> Any:
+        """A :class:`Count`, an :class:`_OfModel`, ``nn.Parameter`` for what only depends on parameters, or None."""
+        reference, what = self._known.get(id(tensor), (None, None))
+        if reference is not None and reference() is tensor:
+            return what
+        if isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
+            return nn.Parameter
+        if isinstance(tensor, MadeWhenRead) and isinstance(values := vars(tensor).get("_made"), Tensor):
+            return self._of(values)
+        for leaf, count in self._entries:
+            # The values of an input that is copied when it is read.
+            if isinstance(leaf, MadeWhenRead) and vars(leaf).get("_made") is tensor:
+                return count
+        if tensor.requires_grad and not tensor.is_leaf:
+            return _ITEMS  # made by what is no function of torch's
+        return None
+
+    def _count(self, function: Any, *args: Any, **kwargs: Any) -> Count:
+        """One object for equal counts."""
+        try:
+            key = function, _key(args), _key(kwargs)
+            return self._counts.setdefault(key, Count(function, args, kwargs))
+        except TypeError:  # an argument that cannot be hashed
+            return Count(function, args, kwargs)
+
+    # Calls.
+
+    def _follow(self, function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Any:
+        given = list(_tensors((args, kwargs)))
+        known = [self._of(tensor) for tensor in given]
+        models = [(tensor, what) for tensor, what in zip(given, known, strict=True) if isinstance(what, _OfModel)]
+        if name in _SIZES or (name == "len" and models):
+            return self._sizes(name, args, kwargs, result, known[0] if known else None)
+        if name == "iter":
+            return iter(self._rows_of(args[0], list(result), known[0]))
+        if models:
+            self._of_model(function, name, args, kwargs, result, models)
+            return None
+        counts = [what for what in known if isinstance(what, Count)]
+        if any(what is nn.Parameter for what in known):
+            self._note(result, _ITEMS if counts else nn.Parameter)
+            return None
+        if not counts and not _has_traced((args, kwargs)):
+            return None
+        big = any(tensor.numel() > _MAX_CONSTANT for tensor, what in zip(given, known, strict=True) if what is None)
+        if big or name.startswith(_RANDOM):
+            self._note(args[0] if name.endswith("_") and args else result, _ITEMS)
+            return None
+        return self._of_inputs(function, name, args, kwargs, result)
+
+    def _rows_of(self, tensor: Tensor, rows: list[Tensor], known: Any) -> list[Tensor]:
+        """The rows of a tensor that is iterated over."""
+        for index, row in enumerate(rows):
+            if isinstance(known, Count):
+                self._note(row, self._count(_entry_of, known, index))
+            elif isinstance(known, _OfModel):
+                self._note(row, self._row_of(tensor, known))
+        return rows
+
+    def _row_of(self, tensor: Tensor, what: _OfModel) -> _OfModel:
+        """One row of a tensor: of one sample, if its rows are the samples."""
+        if what.terms is not None or what.is_stack or tensor.shape[0] != self._num_samples:
+            return what
+        return _OfModel(self._count(single), why=what.why)
+
+    def _sizes(self, name: str, args: Any, kwargs: Any, result: Any, known: Any) -> Any:
+        tensor = args[0]
+        if isinstance(known, Count):
+            if name in ("numel", "nelement"):
+                return traced(result, self._count(numel, known))
+            if isinstance(result, int):
+                dim = args[1] if len(args) > 1 else kwargs["dim"]
+                return traced(result, self._count(size, known, int(dim)))
+            return torch.Size([traced(one, self._count(size, known, dim)) for dim, one in enumerate(result)])
+        if isinstance(known, _OfModel) and self.in_criterion and tensor.dim() and len(tensor) == self._num_samples:
+            if name == "len":
+                self._numbers[float(result)] = self._rows
+                return None
+            if isinstance(result, int) and name == "size" and (args[1:] or (kwargs["dim"],))[0] == 0:
+                return traced(result, self._rows)
+            if isinstance(result, torch.Size):
+                return torch.Size([traced(result[0], self._rows), *result[1:]])
+            if name in ("numel", "nelement"):
+                return traced(result, (known.numel and self._count(numel, known.numel)) or self._rows)
+        return None
+
+    def _of_inputs(self, function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Any:
+        spec = self._spec(args), self._spec(kwargs)
+        writes = name == "setitem" or (name.endswith("_") and not name.endswith("__")) or name in _WRITING
+        if writes and isinstance(args[0], Tensor):
+            self._note(args[0], self._count(written, function, *spec[0], **spec[1]))
+            return None
+        if name == "to" and any(isinstance(one, Tensor) for one in args[1:]):
+            spec = (spec[0][0], args[1].dtype), {}
+        count = self._count(function, *spec[0], **spec[1])
+        if name in _PLAIN_NUMBERS and isinstance(result, int | float):
+            what = self._count(number, spec[0][0]) if name != "len" else self._count(size, spec[0][0], 0)
+            if not isinstance(result, bool):
+                self._numbers[float(result)] = what
+            return traced(result, what) if name == "item" else None
+        if isinstance(result, Tensor):
+            self._note(result, count)
+        elif isinstance(result, list | tuple):
+            for index, one in enumerate(result):
+                if isinstance(one, Tensor):
+                    self._note(one, self._count(_entry_of, count, index))
+        else:
+            return traced(result, count)
+        return None
+
+    def _spec(self, value: Any) -> Any:
+        """``value`` with counts in the place of what depends on the inputs."""
+        if isinstance(value, Tensor):
+            known = self._of(value)
+            return known if isinstance(known, Count) else Constant(value)
+        if isinstance(value, torch.device):
+            return SAME_DEVICE
+        if isinstance(value, slice):
+            return slice(*self._spec((value.start, value.stop, value.step)))
+        if isinstance(value, dict):
+            return {name: self._spec(one) for name, one in value.items()}
+        if isinstance(value, list | tuple):
+            return (tuple if isinstance(value, tuple) else list)(self._spec(one) for one in value)
+        return count_of(value)
+
+    # Calls on what the model computed.
+
+    def _of_model(
+        self, function: Any, name: str, args: Any, kwargs: Any, result: Any, models: list[tuple[Tensor, _OfModel]]
+    ) -> None:
+        if not isinstance(result, Tensor):
+            if isinstance(result, list | tuple):
+                tensor, what = models[0]
+                if name == "unbind" and (args[1:] or (kwargs.get("dim", 0),))[0] == 0:
+                    self._rows_of(tensor, list(result), what)
+                elif what.terms is None:
+                    self._note(result, what)
+                else:
+                    for one in result:
+                        self._note(one, self._unlinear(name, models, one))
+            return
+        if writes_to := (name == "setitem" or name in _WRITING or (name.endswith("_") and not name.endswith("__"))):
+            name = name.strip("_")
+        reductions = _reduction_of(function, args, kwargs)
+        with_samples = [(tensor, what) for tensor, what in models if what.terms is None]
+        if reductions is not None:
+            found = self._loss(name, reductions, result, models)
+        elif not with_samples:
+            found = self._without_samples(function, name, args, kwargs, result, models)
+        elif len(with_samples) < len(models):
+            mixed = not all(what.terms == () or what.terms is None for _, what in models)
+            why = f"{name} of samples and of a sum over them" if mixed else ""
+            found = self._items(name, args, result, with_samples)._replace(why=why)
+        elif name in _REDUCING:
+            found = self._reduced(name, args, kwargs, result, *models[0])
+        elif result.dim() == 0 and name in _TO_SCALAR:
+            found = _OfModel(terms=(self._term((), result, _why(models)),))
+        else:
+            found = self._items(name, args, result, with_samples)
+        self._note(args[0] if writes_to and name == "setitem" else result, found)
+
+    def _items(self, name: str, args: Any, result: Tensor, models: list[tuple[Tensor, _OfModel]]) -> _OfModel:
+        """A tensor that still has samples."""
+        why = _why(models)
+        rows = self._num_samples
+        if name in _PRODUCTS and len(models) == 2 and result.shape == (rows, rows):
+            why = why or f"{name} of each sample with each other"
+        if name == "getitem":
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if isinstance(index[0], int) and models[0][0] is args[0]:
+                return self._row_of(args[0], models[0][1]._replace(why=why))
+            for one in index:
+                if isinstance(one, Tensor) and one.dim():
+                    known = self._of(one)
+                    if not isinstance(known, Count):
+                        return _OfModel(is_observed=True, why=why)
+                    chosen = self._count(_chosen, known) if one.dtype in (torch.bool, torch.uint8) else known
+                    return _OfModel(chosen, why=why)
+        if name == "masked_select":
+            known = self._of(args[1])
+            if isinstance(known, Count):
+                return _OfModel(self._count(_chosen, known), why=why)
+            return _OfModel(is_observed=True, why=why)
+        numels = [what.numel for tensor, what in models if what.numel and tensor.numel() == result.numel()]
+        for tensor in _tensors(args):
+            known = self._of(tensor)
+            if isinstance(known, Count) and tensor.numel() == result.numel() and tensor.dim():
+                numels.insert(0, known)
+        is_observed = any(what.is_observed for _, what in models) and not numels
+        return _OfModel(numels[0] if numels else None, is_observed, is_stack=name in _JOINING, why=why)
+
+    def _term(self, factors: tuple[TermFactor, ...], value: Tensor, why: str, natural: Count | None = None) -> Term:
+        return Term(factors, lambda: value, why, natural, in_model=not self.in_criterion)
+
+    def _num_items(self, tensor: Tensor, what: _OfModel) -> TermFactor:
+        """The number of a tensor's elements, as what a mean divides by."""
+        if what.is_observed:
+            return TermFactor(self._rows, -1, True, tensor.numel())
+        if what.numel is not None and what.numel.function is single:
+            return TermFactor(what.numel, -1)
+        return TermFactor(self._rows if what.numel is None else self._count(numel, what.numel), -1)
+
+    def _reduced(self, name: str, args: Any, kwargs: Any, result: Tensor, tensor: Tensor, what: _OfModel) -> _OfModel:
+        dims = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
+        if isinstance(dims, torch.dtype):
+            dims = None
+        listed = range(tensor.dim()) if dims is None or dims == () else [dims] if isinstance(dims, int) else dims
+        over = {dim % tensor.dim() for dim in listed} if tensor.dim() else {0}
+        if len(over) < max(tensor.dim(), 1):
+            rows = tensor.shape[0]
+            if 0 not in over or what.is_stack or rows % self._num_samples:
+                return _OfModel(why=what.why)
+        factors = (self._num_items(tensor, what),) if name == "mean" else ()
+        return _OfModel(terms=(self._term(factors, result, what.why),))
+
+    def _loss(self, name: str, call: "_LossCall", result: Tensor, models: list[tuple[Tensor, _OfModel]]) -> _OfModel:
+        """Of one of torch's losses."""
+        why = _why(models)
+        if any(what.terms is not None for _, what in models):
+            why = why or f"{name} of a sum over samples"
+        target, of_input = call.target, next((what for tensor, what in models if tensor is call.input), models[0][1])
+        known = self._of(target) if isinstance(target, Tensor) else None
+        factor = None
+        is_classes = name in _CLASS_LOSSES and isinstance(target, Tensor) and not target.is_floating_point()
+        if is_classes and isinstance(known, Count):
+            weight = None if call.weight is None else self._spec(call.weight)
+            factor = TermFactor(self._count(counted_targets, known, call.ignore_index, weight), -1)
+        elif is_classes and isinstance(known, _OfModel):
+            seen = counted_targets(target, call.ignore_index, call.weight)
+            factor = TermFactor(self._rows, -1, True, seen)
+        if is_classes and target.dim() == 1 and len(target) > 1 and call.input.shape[1:] == target.shape:
+            from_batch = isinstance(known, Count) and not known.is_of_sizes
+            if not from_batch and torch.equal(target, torch.arange(len(target), device=target.device)):
+                why = why or "classes that are the samples themselves"
+        if call.reduction == "none":
+            return self._items(name, (call.input, target), result, [(call.input, of_input._replace(why=why))])
+        if factor is None:
+            elementwise = isinstance(known, Count) and (not is_classes and name not in _OF_ROWS)
+            if elementwise and target.numel() >= call.input.numel():
+                factor = TermFactor(self._count(numel, known), -1)
+            else:
+                factor = self._num_items(call.input, of_input)
+        if call.reduction == "sum":
+            natural = factor.count if is_classes and not factor.is_observed else None
+            return _OfModel(terms=(self._term((), result, why, natural),))
+        return _OfModel(terms=(self._term((factor,), result, why),))
+
+    def _unlinear(self, name: str, models: list[tuple[Tensor, _OfModel]], result: Any) -> _OfModel:
+        why = _why(models) or f"{name} of a sum over samples"
+        in_model = any(term.in_model for _, what in models for term in what.terms or ())
+        return _OfModel(terms=(Term((TermFactor(self._rows, -1),), lambda: result, why, in_model=in_model),))
+
+    def _without_samples(
+        self, function: Any, name: str, args: Any, kwargs: Any, result: Tensor, models: list[tuple[Tensor, _OfModel]]
+    ) -> _OfModel:
+        """Of tensors that are sums over samples."""
+        tensor, what = models[0]
+        terms = what.terms or ()
+
+        def keeps(of: Sequence[Term], factors: tuple[TermFactor, ...] = ()) -> _OfModel:
+            """The function is linear in the tensor."""
+
+            def term(one: Term) -> Term:
+                made = _once(lambda: function(*_with(args, tensor, one.make()), **_with(kwargs, tensor, one.make())))
+                all_factors = None if one.factors is None else _product(one.factors, factors)
+                return one._replace(factors=all_factors, make=made)
+
+            return _OfModel(terms=tuple(map(term, of)))
+
+        if name in _KEEPING and len(models) == 1:
+            return keeps(terms)
+        if name in _JOINING:
+            return self._joined(function, args, kwargs, models)
+        operands = [*args[:2], *(kwargs[key] for key in ("other",) if key in kwargs)]
+        if len(operands) != 2 or any(key not in ("other", "alpha") for key in kwargs):
+            return self._unlinear(name, models, result)
+        others = [one for one in operands if one is not tensor]
+        if name in _ADDING:
+            return self._added(function, name, operands, kwargs, result, models)
+        if len(models) == 1 and len(others) == 1:
+            other = others[0]
+            is_divisor = name in _DIVIDING
+            if (name in _MULTIPLYING or (is_divisor and operands[0] is tensor)) and self._is_constant(other):
+                is_mean = is_divisor and self._may_be_rows(other) and not any(term.factors for term in terms)
+                return keeps(terms, (TermFactor(self._rows, -1),) if is_mean else ())
+            factor = self._factor(other, -1 if is_divisor else 1)
+            if factor is not None and (name in _MULTIPLYING or (is_divisor and operands[0] is tensor)):
+                return keeps(terms, (factor,))
+        if name in _DIVIDING and len(models) == 2:
+            divisor = models[1][0]
+            if divisor is operands[1] and divisor.numel() == 1 and not divisor.requires_grad:
+                return keeps(terms, (TermFactor(self._rows, -1, True, divisor.detach()),))
+        return self._unlinear(name, models, result)
+
+    def _is_constant(self, value: Any) -> bool:
+        """Whether it does not depend on the batch."""
+        if isinstance(value, Tensor):
+            return not isinstance(self._of(value), Count | _OfModel)
+        return not isinstance(value, TracedInt | TracedFloat) and not (
+            isinstance(value, int | float) and float(value) in self._numbers and value != 1
+        )
+
+    def _may_be_rows(self, value: Any) -> bool:
+        """Whether a model may have made a number from the number of samples: its own sizes are not followed."""
+        if self.in_criterion or not isinstance(value, int):
+            return False
+        return value == self._num_samples or (self._num_samples > 1 and value % self._num_samples == 0)
+
+    def _factor(self, value: Any, power: int) -> TermFactor | None:
+        if isinstance(value, TracedInt | TracedFloat):
+            return TermFactor(value.count, power)
+        if isinstance(value, Tensor) and value.numel() == 1 and isinstance(known := self._of(value), Count):
+            return TermFactor(known, power)
+        if isinstance(value, int | float) and float(value) in self._numbers:
+            return TermFactor(self._numbers[float(value)], power)
+        return None
+
+    def _added(
+        self,
+        function: Any,
+        name: str,
+        operands: Sequence[Any],
+        kwargs: Any,
+        result: Tensor,
+        models: list[tuple[Tensor, _OfModel]],
+    ) -> _OfModel:
+        terms: list[Term] = []
+        known = {id(tensor): what for tensor, what in models}
+        for index, operand in enumerate(operands):
+
+            def alone(value: Any, index: int = index) -> Any:
+                pair = [torch.zeros((), dtype=result.dtype, device=result.device)] * 2
+                pair[index] = value
+                return function(*pair, **{key: one for key, one in kwargs.items() if key == "alpha"})
+
+            if id(operand) in known:
+                for term in known[id(operand)].terms or ():
+                    terms.append(term._replace(make=_once(partial(_apply, alone, term.make))))
+            elif not self._is_constant(operand):
+                return self._unlinear(name, models, result)
+            elif isinstance(operand, Tensor) or operand != 0:
+                terms.append(Term(None, _once(partial(alone, operand))))
+        return _OfModel(terms=tuple(terms))
+
+    def _joined(self, function: Any, args: Any, kwargs: Any, models: list[tuple[Tensor, _OfModel]]) -> _OfModel:
+        terms: list[Term] = []
+        parts = args[0] if args else kwargs["tensors"]
+        known = {id(tensor): what for tensor, what in models}
+        for index, part in enumerate(parts):
+
+            def alone(value: Any, index: int = index) -> Any:
+                row = [torch.zeros_like(one) for one in parts]
+                row[index] = value
+                return function(row, *args[1:], **{key: one for key, one in kwargs.items() if key != "tensors"})
+
+            what = known.get(id(part))
+            inner = what.terms or () if what is not None else (Term(None, partial(_same, part)),)
+            for term in inner:
+                terms.append(term._replace(make=_once(partial(_apply, alone, term.make))))
+        return _OfModel(terms=tuple(terms))
+
+
+class _LossCall(NamedTuple):
+    input: Any
+    target: Any
+    weight: Any
+    ignore_index: int
+    reduction: str
+
+
+_WRITING = frozenset(["iadd", "isub", "imul", "idiv", "itruediv", "ior", "iand"])
+# Losses whose mean is over rows, not over elements.
+_OF_ROWS = frozenset(
+    [
+        "cosine_embedding_loss",
+        "margin_ranking_loss",
+        "multi_margin_loss",
+        "multilabel_margin_loss",
+        "multilabel_soft_margin_loss",
+        "triplet_margin_loss",
+        "triplet_margin_with_distance_loss",
+        "ctc_loss",
+        "cross_entropy",
+        "nll_loss",
+    ]
+)
+
+
+@cache
+def _parameters_of(function: Any) -> inspect.Signature | None:
+    """The signature of one of torch's losses; None of any other function."""
+    if getattr(function, "__module__", None) != "torch.nn.functional" and function is not torch.ctc_loss:
+        return None
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    return signature if "reduction" in signature.parameters else None
+
+
+def _reduction_of(function: Any, args: Any, kwargs: Any) -> _LossCall | None:
+    """The call of one of torch's losses; None: it is another function."""
+    try:
+        signature = _parameters_of(function)
+    except TypeError:
+        return None
+    if signature is None:
+        return None
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    named = next((given[name] for name in ("input", "input1", "log_probs", "anchor") if name in given), None)
+    reduction = given["reduction"]
+    if name_is_mean := (reduction in ("batchmean", "elementwise_mean")):
+        reduction = "mean"
+    target = None if name_is_mean and given["reduction"] == "batchmean" else given.get("target")
+    return _LossCall(named, target, given.get("weight"), given.get("ignore_index", -100), reduction)
+
+
+def _name(function: Any) -> str:
+    name = getattr(function, "__name__", "")
+    if name == "__get__":
+        name = getattr(function.__self__, "__name__", name)
+    return name.strip("_") if name.startswith("__") else name
+
+
+def _once(make: Callable[[], Any]) -> Callable[[], Any]:
+    made: list[Any] = []
+
+    def value() -> Any:
+        if not made:
+            made.append(make())
+        return made[0]
+
+    return value
+
+
+def _apply(function: Callable[[Any], Any], make: Callable[[], Any]) -> Any:
+    return function(make())
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _why(models: Sequence[tuple[Tensor, _OfModel]]) -> str:
+    for _, what in models:
+        if what.why:
+            return what.why
+        for term in what.terms or ():
+            if term.why:
+                return term.why
+    return ""
+
+
+def _product(factors: tuple[TermFactor, ...], more: tuple[TermFactor, ...]) -> tuple[TermFactor, ...]:
+    """All factors, without those that cancel."""
+    left = list(factors)
+    for one in more:
+        inverse = next((f for f in left if f.count is one.count and f.power == -one.power and not f.is_observed), None)
+        if inverse is not None and not one.is_observed:
+            left.remove(inverse)
+        else:
+            left.append(one)
+    return tuple(left)
+
+
+def _with(value: Any, old: Tensor, new: Any) -> Any:
+    """``value`` with another tensor in the place of one."""
+    if value is old:
+        return new
+    if isinstance(value, dict):
+        return {name: _with(one, old, new) for name, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with(one, old, new) for one in value)
+    return value
+
+
+def _entry_of(values: Any, index: int) -> Any:
+    return values[index]
+
+
+def _chosen(mask: Tensor) -> Tensor:
+    """As many elements as a mask selects."""
+    return mask[mask.bool()]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _tensors(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _has_traced(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, list | tuple):
+        return any(map(_has_traced, value))
+    return isinstance(value, TracedInt | TracedFloat)
+
+
+def _key(value: Any) -> Any:
+    """Equal for equal arguments; hashable."""
+    if isinstance(value, Count):
+        return id(value)
+    if isinstance(value, dict):
+        return tuple((name, _key(one)) for name, one in value.items())
+    if isinstance(value, slice):
+        return "slice", _key((value.start, value.stop, value.step))
+    if isinstance(value, list | tuple):
+        return type(value).__name__, *map(_key, value)
+    hash(value)
+    return type(value).__name__, value
+
+
+def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """The tensors of a batch in plain containers, with their paths."""
+    if isinstance(tree, Tensor):
+        yield path, tree
+    elif type(tree) is dict:
+        for name, value in tree.items():
+            yield from _leaves(value, (*path, name))
+    elif isinstance(tree, list | tuple):
+        for index, value in enumerate(tree):
+            yield from _leaves(value, (*path, index))

@@ -1,0 +1,318 @@
+"""The losses of one step: what they are means over, found at the first one, and the weights that follow from it."""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpp.cluster import Group, preserved_random_state
+from hybridpp.config import PipelineConfig
+from hybridpp.nn.torch_private import pytree
+from hybridpp.pipeline import (
+    CriterionAdapter,
+    LossForm,
+    LossReduction,
+    LossTrace,
+    Measured,
+    NotCountedError,
+    ReplicaCounts,
+    SplitBatch,
+    add_up,
+    combined,
+    confirm_sum,
+    duplicate_samples,
+    leaf_dims,
+    loss_form_of,
+    observed,
+    select_samples,
+)
+from hybridpp.pipeline.batch import TOTAL_KEY
+from hybridpp.pipeline.loss_items import MAX_COUNTS, Product, entry_path
+from hybridpp.pipeline.loss_trace import Term
+from hybridpp_plugins.criterion_check import CriterionCheck
+
+# The relative difference that rounding may make between a loss and the same loss by halves.
+_TOLERANCE = 1e-3
+
+
+class StepLosses:
+    """The losses of one step on a rank of the last stage, whose form is not known, or whose terms have own weights.
+
+    Collective in training: the first loss of a form that is not known; one small all-gather over the replicas.
+
+    Args:
+        criterion: of the step.
+        batch: of this replica.
+        replicas: what all replicas' batches have.
+        check: gets the form, and what is wrong.
+        pipeline: how batches are split.
+        group: the replicas; None: there is one, or the step is an evaluation.
+        scale: the loss scale.
+        device: where the rank computes.
+
+    Attributes:
+        weights: of the micro-batches in the gradient, with the loss scale; right from the first loss on.
+        shares: of the micro-batches in this replica's loss; the same.
+    """
+
+    def __init__(
+        self,
+        criterion: CriterionAdapter,
+        batch: SplitBatch,
+        replicas: ReplicaCounts,
+        *,
+        check: CriterionCheck,
+        pipeline: PipelineConfig,
+        group: Group | None,
+        scale: float,
+        device: torch.device,
+    ):
+        self._criterion, self._replicas = criterion, replicas
+        self._batch, self._microbatches = batch, batch.microbatches
+        self._report, self._pipeline, self._group = check.report, pipeline, group
+        check.begin(criterion)
+        self._scale, self._device = scale, device
+        self._trace: LossTrace | None = None
+        self._ratio: float | None = None
+        self._observes = False
+        self._form = batch.form if replicas.are_known else None
+        self._measured = [one.counts for one in batch.microbatches if one.counts is not None]
+        self._total: Sequence[float] = replicas.total
+        self.weights = batch.weights(replicas, scale)
+        self.shares = [one.share for one in batch.microbatches]
+
+    @property
+    def _is_watched(self) -> bool:
+        return self._form is None or self._form.needs_terms or self._observes
+
+    @contextmanager
+    def watched(self, microbatch: int, inputs: Any, received: Sequence[Tensor]) -> Iterator[None]:
+        """A context for the last stage's forward of a micro-batch and its loss."""
+        if not self._is_watched:
+            yield
+            return
+        given = self._microbatches[microbatch]
+        self._trace = LossTrace([given.inputs, inputs], given.num_samples)
+        self._trace.received(received)
+        try:
+            with self._trace:
+                yield
+        finally:
+            self._trace = None
+
+    def __call__(self, outputs: Any, inputs: Any) -> Any:
+        """The criterion."""
+        if self._trace is not None:
+            self._trace.in_criterion = True
+            self._trace.received([leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)])
+        return self._criterion(outputs, inputs)
+
+    def inspect(self, microbatch: int, loss: Tensor, outputs: Any, inputs: Any) -> tuple[Tensor | None, Tensor | None]:
+        """The loss that the backward pass begins from, None if it has no items; and the part of the batch's loss."""
+        trace, self._trace = self._trace, None
+        if trace is None:
+            return loss, None
+        with trace.paused():
+            return self._inspect(trace, microbatch, loss, outputs, inputs)
+
+    def _inspect(
+        self, trace: LossTrace, microbatch: int, loss: Tensor, outputs: Any, inputs: Any
+    ) -> tuple[Tensor | None, Tensor | None]:
+        terms = trace.terms(loss)
+        if self._form is None:
+            self._form = self._find(trace, terms, microbatch, loss, outputs, inputs)
+            self._observes = bool(terms and observed(terms))
+        if self._observes and terms:
+            self._check_observed(terms, microbatch)
+        if not self._form.needs_terms or terms is None:
+            return loss, None
+        try:
+            weighted = combined(self._form, terms, functools.partial(self._weight, microbatch))
+            part = combined(self._form, terms, functools.partial(self._share, microbatch))
+        except NotCountedError as error:
+            self._report(LossReduction.UNCOUNTED, str(error))
+            return loss, None
+        return weighted, part
+
+    def _check_observed(self, terms: Sequence[Term], microbatch: int) -> None:
+        """Numbers that the model computed must be proportional to the samples that they are taken for."""
+        for factor in observed(terms):
+            ratio = float(factor.observed) / self._microbatches[microbatch].num_samples
+            self._ratio = ratio if self._ratio is None else self._ratio
+            if abs(ratio - self._ratio) > 1e-3 * abs(self._ratio):
+                self._report(LossReduction.UNCOUNTED, "the model computes a number that it is divided by")
+
+    def _find(
+        self,
+        trace: LossTrace,
+        terms: Sequence[Term] | None,
+        microbatch: int,
+        loss: Tensor,
+        outputs: Any,
+        inputs: Any,
+    ) -> LossForm:
+        """The form of the first loss; its weights are known from here on."""
+        parts = [one.inputs for one in self._microbatches]
+        sizes = [one.num_samples for one in self._microbatches]
+        form = LossForm.of_rows()
+        try:
+            if terms is not None:
+                has_total = any(self._is_total(factor.count) for term in terms for factor in term.factors or ())
+                is_mean = self._criterion.declares_reduction and not has_total
+                form = loss_form_of(terms, parts, self._twice_inputs, sizes, trace.rows if is_mean else None)
+                if has_total:
+                    form = form.divided_by_total(next((term.natural for term in terms if term.natural), None))
+            measured = form.measure(parts, sizes)
+        except NotCountedError as error:
+            self._report(LossReduction.UNCOUNTED, str(error))
+            form = LossForm.of_rows()
+            measured = form.measure(parts, sizes)
+        if not self._criterion.declares_reduction and not form.divides_by_total:
+            form = self._checked(form, terms, microbatch, loss, outputs, inputs)
+        if len(form.counts) != len(measured[0].used):
+            measured = form.measure(parts, sizes)
+        self._found(form, measured)
+        return form
+
+    def _found(self, form: LossForm, measured: list[Measured]) -> None:
+        """The form is known: so are the weights."""
+        self._criterion.found(torch.is_grad_enabled(), self._batch.has_total, form)
+        self._form, self._measured = form, measured
+        self.shares[:] = [one.share for one in self.weighted(self._batch).microbatches]
+        counts = self._exchanged(form, add_up(measured))
+        self._total = [math.fsum(column) for column in zip(*counts, strict=True)]
+        is_all = len(counts) == len(self._replicas.num_items)
+        if is_all and form.counts and not form.divides_by_total and not any(self._total):
+            self._report(LossReduction.EMPTY, "")
+            self.weights[:] = [0.0] * len(self.weights)
+            return
+        replicas = self._replicas._replace(forms=[form.kind] * len(counts), counts=counts)
+        self.weights[:] = self.weighted(self._batch).weights(replicas, self._scale)
+
+    def _exchanged(self, form: LossForm, counts: Sequence[float]) -> list[tuple[float, ...]]:
+        """The counts of all replicas. Collective: the replicas."""
+        if self._group is None:
+            return [tuple(counts)]
+        group, self._group = self._group, None
+        # Of one size, and with a number that tells forms apart.
+        kind = form.kind
+        row = [kind, *counts, *[0.0] * (MAX_COUNTS - len(counts))]
+        rows = [one.tolist() for one in group.all_gather(torch.tensor(row, dtype=torch.float64, device=self._device))]
+        if any(one[0] != kind for one in rows):
+            self._report(LossReduction.UNCOUNTED, "the replicas' losses are made in different ways")
+        return [tuple(one[1 : 1 + len(counts)]) for one in rows]
+
+    def settle(self) -> None:
+        """After an error before the first loss was made: take part in the exchange that it begins."""
+        if self._form is None:
+            self._exchanged(LossForm.of_rows(), [0.0])
+
+    def weighted(self, batch: SplitBatch) -> SplitBatch:
+        """The batch, with the shares of its micro-batches as they were found."""
+        if self._form is None:
+            return batch
+        return batch.weighted(self._form, self._measured)
+
+    def _weight(self, microbatch: int, product: Product) -> float:
+        return self._form.share(product, self._measured[microbatch], self._total) if self._form else 0.0
+
+    def _share(self, microbatch: int, product: Product) -> float:
+        total = add_up(self._measured)
+        return self._form.share(product, self._measured[microbatch], total) if self._form else 0.0
+
+    @staticmethod
+    def _is_total(count: Any) -> bool:
+        return entry_path(count) == (TOTAL_KEY,)
+
+    def _twice_inputs(self, inputs: Any, num_samples: int) -> Any:
+        dims = functools.partial(leaf_dims, dims=self._pipeline.batch_dims or 0)
+        return duplicate_samples(inputs, num_samples, dims)
+
+    def _checked(
+        self,
+        form: LossForm,
+        terms: Sequence[Term] | None,
+        microbatch: int,
+        loss: Tensor,
+        outputs: Any,
+        inputs: Any,
+    ) -> LossForm:
+        """The form, if the loss is a mean or a sum as it says; else what is wrong is reported."""
+        count = self._microbatches[microbatch].num_samples
+        in_dims = functools.partial(leaf_dims, dims=self._pipeline.batch_dims or 0)
+        out_dims = functools.partial(leaf_dims, dims=self._pipeline.dims_of_outputs)
+        in_criterion = not terms or not any(term.in_model for term in terms)
+        why = next((term.why for term in terms or () if term.why), "")
+        if form.is_sum:
+            if not in_criterion:
+                self._report(LossReduction.COUPLED if why else LossReduction.SUM_IN_MODEL, why)
+                return LossForm.of_rows()
+
+            def on_twice() -> Any:
+                return self._criterion(
+                    duplicate_samples(outputs, count, out_dims), duplicate_samples(inputs, count, in_dims)
+                )
+
+            form = LossForm.of_rows()
+            if not why and confirm_sum(loss, on_twice) is LossReduction.SUM:
+                self._report(LossReduction.SUM, "")
+                return form
+        if why:
+            self._report(LossReduction.COUPLED, why)
+            return form
+        if len(form.products) > 1 and () in form.products and not in_criterion:
+            self._report(LossReduction.COUPLED, "one of its terms is a sum, another a mean")
+            return form
+        if in_criterion and count > 1:
+            halves = [slice(0, count // 2), slice(count // 2, count)]
+            parts = [
+                (select_samples(outputs, count, out_dims, half), select_samples(inputs, count, in_dims, half), half)
+                for half in (slice(0, count), *halves)
+            ]
+            with torch.no_grad(), preserved_random_state(self._device):
+                if self._differs(form, loss, parts):
+                    self._report(LossReduction.COUPLED, "of the samples together it is another than of their halves")
+        return form
+
+    def _differs(self, form: LossForm, loss: Tensor, parts: Sequence[tuple[Any, Any, slice]]) -> bool:
+        """Whether the loss of all samples is not the mean of the losses of its halves. A random one tells nothing."""
+        try:
+            values = [self._alone(form, *part) for part in parts]
+            full, own_full = values[0]
+            total = add_up([one for _, one in values[1:]])
+            if form.needs_terms:
+                shares = [lambda product, one=one: form.share(product, one, total) for _, one in values]
+                expected = [
+                    combined(form, terms, share) for (terms, _), share in zip(values[1:], shares[1:], strict=True)
+                ]
+                again = combined(form, full, lambda product: form.share(product, own_full, total))
+            else:
+                product = form.products[0]
+                expected = [one * share for one, own in values[1:] if (share := form.share(product, own, total))]
+                again = full
+            numbers = [float(one) for one in expected if one is not None]
+            now, before = float(again if again is not None else 0.0), float(loss)
+        except Exception:  # a criterion may raise anything for a number of samples that it was not made for
+            return False
+        if not form.needs_terms and abs(now - before) > 1e-5 * abs(before):
+            return False
+        scale = max(abs(now), *map(abs, numbers), 1e-30)
+        limit = _TOLERANCE if loss.dtype in (torch.float32, torch.float64) else 0.05
+        return abs(sum(numbers) - now) > limit * scale
+
+    def _alone(self, form: LossForm, outputs: Any, inputs: Any, samples: slice) -> tuple[Any, Measured]:
+        """The loss of some samples, or its terms; and their counts."""
+        num_samples = samples.stop - samples.start
+        (measured,) = form.measure([inputs], [num_samples])
+        if not form.needs_terms:
+            return self._criterion(outputs, inputs), measured
+        trace = LossTrace([inputs], num_samples)
+        trace.in_criterion = True
+        trace.received([leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)])
+        with trace:
+            loss = self._criterion(outputs, inputs)
+        return trace.terms(loss) or (), measured

@@ -1,0 +1,52 @@
+"""What a loss is a mean over, from its terms."""
+
+import pytest
+import torch
+
+from hybridpp.pipeline.loss_form import combined, loss_form_of, observed
+from hybridpp.pipeline.loss_items import Count, NotCountedError, entry, num_rows, size
+from hybridpp.pipeline.loss_trace import Term, TermFactor
+
+PARTS = [{"mask": torch.zeros(2, 3)}, {"mask": torch.ones(2, 3)}]
+TOTAL = Count(torch.Tensor.sum, (entry(("mask",)),))
+
+
+def found(*terms, rows=None):
+    def twice(inputs, num_samples):
+        return {"mask": torch.cat([inputs["mask"]] * 2)}
+
+    return loss_form_of(terms, PARTS, twice, [2, 2], rows)
+
+
+def term(*counts, value=1.0, **about):
+    return Term(tuple(TermFactor(count, -1) for count in counts), lambda: torch.tensor(value), **about)
+
+
+def test_numbers_that_stay_the_same_for_more_samples_are_no_counts():
+    form = found(term(Count(size, (entry(("mask",)), 1)), TOTAL), Term(None, lambda: 2.0))
+    assert (form.counts, form.products, form.of_terms) == ((TOTAL,), (((0, -1),),), (((0, -1),), None))
+    assert found(term()).is_sum
+    rows = num_rows()
+    assert found(term(), rows=rows).counts == (rows,)
+
+
+def test_a_number_that_is_neither_a_count_nor_a_constant_is_refused():
+    power = Count(torch.square, (TOTAL,))
+    with pytest.raises(NotCountedError, match="a number that it is divided by is 36, and for twice the samples 144"):
+        found(term(power))
+
+
+def test_a_loss_is_put_together_from_terms_that_have_items():
+    terms = [term(num_rows(), value=2.0), term(TOTAL, value=float("nan")), Term(None, lambda: 1.0)]
+    form = found(*terms)
+    own = form.measure(PARTS, [2, 2])
+    (rows, masked), total = form.products, (4, 6)
+    assert [form.share(product, own[0], total) for product in (rows, masked)] == [0.5, 0.0]
+    assert combined(form, terms, lambda product: form.share(product, own[0], total)) == 1.5
+    with pytest.raises(NotCountedError, match="it has 1 terms, and had 3 before"):
+        combined(form, terms[:1], lambda product: 1.0)
+
+
+def test_numbers_that_the_model_computed_are_told_apart():
+    factor = TermFactor(num_rows(), -1, True, 3)
+    assert observed([term(TOTAL), Term((factor,), lambda: 1.0)]) == [factor]

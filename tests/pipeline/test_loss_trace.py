@@ -1,0 +1,97 @@
+"""The terms of a loss, as the calls that made it show them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hybridpp.pipeline.loss_trace import LossTrace
+
+ROWS, LENGTH, CLASSES = 4, 6, 5
+MASK = torch.arange(LENGTH) < torch.tensor([2, 6, 3, 1])[:, None]
+IDS = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % CLASSES
+INPUTS = {"ids": IDS, "labels": IDS.masked_fill(~MASK, -100), "mask": MASK.float()}
+
+
+def traced(make, training=True):
+    """What the terms of a loss are divided by: numbers, None for a constant, text for what is no sum."""
+    torch.manual_seed(0)
+    embedding = nn.Embedding(CLASSES, CLASSES)
+    trace = LossTrace([INPUTS], ROWS)
+    with torch.set_grad_enabled(training), trace:
+        outputs = embedding(INPUTS["ids"])
+        trace.in_criterion = True
+        loss = make(outputs, INPUTS)
+    terms = trace.terms(loss)
+    if terms is None:
+        return None
+    if not any(term.why for term in terms):
+        assert torch.isclose(sum(torch.as_tensor(term.make()) for term in terms), loss)
+    return [
+        term.why
+        or (None if term.factors is None else [float(one.count.of(INPUTS, ROWS)) ** -one.power for one in term.factors])
+        for term in terms
+    ]
+
+
+def tokens(o, i):
+    return F.cross_entropy(o.transpose(1, 2), i["labels"], reduction="none")
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda o, i: F.cross_entropy(o.view(-1, CLASSES), i["labels"].view(-1)), [[12]]),
+        (lambda o, i: F.cross_entropy(o[:, :-1].flatten(0, 1), i["labels"][:, 1:].flatten()), [[8]]),
+        (lambda o, i: F.nll_loss(o.transpose(1, 2), i["labels"], ignore_index=-100), [[12]]),
+        (lambda o, i: (tokens(o, i) * i["mask"]).sum() / i["mask"].sum(), [[12]]),
+        (lambda o, i: tokens(o, i)[i["mask"].bool()].mean(), [[12]]),
+        (lambda o, i: tokens(o, i).masked_select(i["mask"] > 0).mean(), [[12]]),
+        (lambda o, i: tokens(o, i).sum() / max(int(i["mask"].sum()), 1), [[12]]),
+        (lambda o, i: tokens(o, i).sum() / (2 * i["labels"].shape[0] * i["labels"].size(1) - 1), [[47]]),
+        (lambda o, i: tokens(o, i).sum(1).mean(), [[4]]),
+        (lambda o, i: tokens(o, i).sum() / len(o), [[4]]),
+        (lambda o, i: tokens(o, i).mean() * len(o) / 2, [[24, 0.25]]),
+        (lambda o, i: tokens(o, i).sum() * 0.5, [[]]),
+        (lambda o, i: F.mse_loss(o, F.one_hot(i["ids"], CLASSES).float()), [[120]]),
+        (lambda o, i: tokens(o, i).mean() + 3.0 - o.square().mean(), [[24], None, [4]]),
+        (lambda o, i: torch.stack([tokens(o, i).mean(), torch.tensor(1.0)]).mean(), [[24], None]),
+        (lambda o, i: tokens(o, i).mean().exp(), ["exp of a sum over samples"]),
+        (lambda o, i: tokens(o, i).mean() * o.mean(), ["mul of a sum over samples"]),
+        (lambda o, i: (o - o.mean(0)).square().mean(), ["sub of samples and of a sum over them"]),
+        (lambda o, i: (o[:, 0] @ o[:, 0].T).square().mean(), ["matmul of each sample with each other"]),
+        (
+            lambda o, i: F.cross_entropy(o[:, 0, :4], torch.arange(ROWS)),
+            ["classes that are the samples themselves"],
+        ),
+        (lambda o, i: o.abs().max(), None),
+    ],
+)
+def test_a_term_is_a_sum_divided_by_counts_of_the_inputs(make, expected, training):
+    assert traced(make, training) == expected
+
+
+def test_counts_of_one_batch_are_those_of_another():
+    trace = LossTrace([INPUTS], ROWS)
+    with trace:
+        labels = INPUTS["labels"].clone()
+        labels[labels == 1] = -100
+        logits = nn.Embedding(CLASSES, CLASSES)(INPUTS["ids"])
+        loss = F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1))
+    (term,) = trace.terms(loss)
+    count = term.factors[0].count
+    more = {"labels": torch.tensor([[1, 2, 3], [-100, 1, 0]])}
+    assert int(count.of(more, 2)) == 3
+    assert torch.equal(more["labels"], torch.tensor([[1, 2, 3], [-100, 1, 0]]))
+
+
+def test_what_is_drawn_is_no_count():
+    trace = LossTrace([INPUTS], ROWS)
+    with trace:
+        kept = (torch.rand_like(INPUTS["mask"]) > 0.5).float()
+        logits = nn.Embedding(CLASSES, 1)(INPUTS["ids"])[..., 0]
+        loss = (logits * kept).sum() / kept.sum()
+    (term,) = trace.terms(loss)
+    (factor,) = term.factors
+    assert (factor.is_observed, factor.observed) == (True, kept.sum())

@@ -1,0 +1,371 @@
+"""Losses and gradients are those of one process with the whole batch, whatever the loss is a mean over."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hybridpp_plugins.criterion_check import CriterionCheck
+from hybridpp_plugins.step_losses import StepLosses
+from support import assert_near, boosted, gradients_of, replica_part, sgd
+from torch import nn
+from torch.nn import functional as F
+
+from hybridpp.cluster import Loopback
+from hybridpp.config import PipelineConfig
+from hybridpp.errors import ConfigError, DataError
+from hybridpp.pipeline import CriterionAdapter, ForwardSignature, LossReduction, ReplicaCounts, split_batch
+
+ROWS, LENGTH, VOCABULARY = 8, 6, 11
+LENGTHS = [2, 1, 6, 3, 4, 6, 6, 5]
+
+
+class Head(nn.Module):
+    """Blocks over token embeddings, and the losses that models compute: by the name of the head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.head = nn.Linear(8, VOCABULARY)
+        self.second = nn.Linear(8, 3)
+
+    def forward(self, ids, labels=None, kinds=None, starts=None, ends=None, num_items_in_batch=None):
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        logits = self.head(hidden)
+        found = SimpleNamespace(logits=logits, pooled=self.second(hidden.mean(1)), hidden=hidden)
+        losses = {}
+        if labels is not None:
+            shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+            flat, wanted = logits.view(-1, VOCABULARY).float(), shifted.view(-1)
+            reduction = "mean" if num_items_in_batch is None else "sum"
+            causal = F.cross_entropy(flat, wanted, ignore_index=-100, reduction=reduction)
+            losses["causal"] = causal if num_items_in_batch is None else causal / num_items_in_batch
+            losses["cut"] = nn.CrossEntropyLoss()(
+                logits[..., :-1, :].reshape(-1, VOCABULARY), labels[..., 1:].flatten()
+            )
+            losses["masked"] = F.cross_entropy(logits.transpose(1, 2), labels)
+            losses["two"] = losses["masked"] + F.cross_entropy(found.pooled, kinds)
+            start, end = logits[..., 0], logits[..., 1]
+            losses["span"] = (
+                F.cross_entropy(start, starts.clamp(0, LENGTH), ignore_index=LENGTH)
+                + F.cross_entropy(end, ends.clamp(0, LENGTH), ignore_index=LENGTH)
+            ) / 2
+        return {"logits": found.logits, "pooled": found.pooled, "hidden": found.hidden, "losses": losses}
+
+
+def batch(lengths=LENGTHS):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (len(lengths), LENGTH), generator=generator)
+    mask = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
+    return {
+        "ids": ids,
+        "labels": ids.masked_fill(~mask, -100),
+        "kinds": ids[:, 0] % 3,
+        "starts": torch.tensor([0, 9, 2, 3, 9, 9, 1, 0])[: len(lengths)],
+        "ends": torch.tensor([1, 9, 2, 3, 5, 9, 1, 0])[: len(lengths)],
+        "mask": mask.float(),
+        "weights": torch.linspace(0.1, 1.0, len(lengths)),
+    }
+
+
+def per_token(o, i):
+    return F.cross_entropy(o["logits"].transpose(1, 2), i["labels"].clamp(min=0), reduction="none")
+
+
+def rows_in_turn(o, i):
+    return sum(F.cross_entropy(one, wanted) for one, wanted in zip(o["logits"], i["labels"], strict=True)) / len(
+        o["logits"]
+    )
+
+
+CLASS_WEIGHTS = torch.linspace(0.5, 2, VOCABULARY)
+
+HEADS = {
+    "causal": lambda o: o["losses"]["causal"],
+    "causal, cut": lambda o: o["losses"]["cut"],
+    "token classes": lambda o: o["losses"]["masked"],
+    "tokens and rows": lambda o: o["losses"]["two"],
+    "span": lambda o: o["losses"]["span"],
+    "function": lambda o, i: F.cross_entropy(o["logits"].flatten(0, 1), i["labels"].flatten()),
+    "class weights": lambda o, i: F.cross_entropy(
+        o["logits"].flatten(0, 1), i["labels"].flatten(), weight=CLASS_WEIGHTS, label_smoothing=0.1
+    ),
+    "masked mean": lambda o, i: (per_token(o, i) * i["mask"]).sum() / i["mask"].sum(),
+    "masked mean, limited": lambda o, i: (per_token(o, i) * i["mask"]).sum() / i["mask"].sum().clamp(min=1),
+    "chosen": lambda o, i: F.cross_entropy(o["logits"][i["labels"] != -100], i["labels"][i["labels"] != -100]),
+    "chosen mean": lambda o, i: per_token(o, i)[i["mask"] > 0].mean(),
+    "item": lambda o, i: (per_token(o, i) * i["mask"]).sum() / i["mask"].sum().item(),
+    "means of rows": lambda o, i: ((per_token(o, i) * i["mask"]).sum(1) / i["mask"].sum(1)).mean(),
+    "rows in turn": rows_in_turn,
+    "weighted rows": lambda o, i: (per_token(o, i).mean(1) * i["weights"]).sum() / i["weights"].sum(),
+    "elements": lambda o, i: F.mse_loss(o["hidden"], F.one_hot(i["ids"] % 8, 8).float()) / 3,
+    "numel": lambda o, i: per_token(o, i).sum() / i["labels"].numel(),
+    "size": lambda o, i: per_token(o, i).sum() / (o["logits"].shape[0] * LENGTH),
+    "binary": lambda o, i: F.binary_cross_entropy_with_logits(o["logits"][..., 0], i["mask"]),
+    "two terms": lambda o, i: o["losses"]["causal"] + 0.1 * o["pooled"].square().mean(),
+    "terms and a constant": lambda o, i: (
+        F.cross_entropy(o["logits"].flatten(0, 1), i["labels"].flatten())
+        + 0.3 * F.cross_entropy(o["pooled"], i["kinds"])
+        + 2.0
+    ),
+    "stacked": lambda o, i: torch.stack([o["pooled"].abs().mean(), o["losses"]["causal"]]).sum(),
+}
+
+LAYOUTS = [
+    {"num_microbatches": 1},
+    {"num_microbatches": 8},
+    {"num_microbatches": 3, "pp_size": 2},
+    {"num_microbatches": 2, "dp_size": 2},
+    {"num_microbatches": 2, "dp_size": 4},
+    {"num_microbatches": 2, "dp_size": 2, "pp_size": 2},
+]
+
+
+def alone(criterion, whole):
+    """The loss and the gradients of one process."""
+    model = Head()
+    outputs = model(**{name: whole[name] for name in ("ids", "labels", "kinds", "starts", "ends")})
+    loss = criterion(outputs, whole) if criterion.__code__.co_argcount == 2 else criterion(outputs)
+    loss.backward()
+    zeros = torch.zeros(())
+    return loss.item(), {name: zeros.expand_as(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+
+
+def everywhere(heads, settings, whole):
+    """By head: each rank's losses of two evaluations and steps, in turn; and the gradients of the steps."""
+    size = settings.get("dp_size", 1)
+    given = {name: value for name, value in settings.items() if name != "dp_size"}
+
+    def run():
+        part = replica_part(whole, 0, size)
+        booster, model, optimizer = boosted(Head(), sgd, {name: value[:1] for name, value in part.items()}, **given)
+        part = replica_part(whole, booster.plugin.layout.here.dp, size)
+        found = {}
+        for name, criterion in heads.items():
+            losses = []
+            for _ in range(2):
+                with torch.no_grad():
+                    losses.append(booster.execute_pipeline(iter([part]), model, criterion)["loss"].item())
+                optimizer.zero_grad()
+                losses.append(booster.execute_pipeline(iter([part]), model, criterion, optimizer)["loss"].item())
+                if len(losses) == 2:
+                    first = gradients_of(booster, model)
+            found[name] = losses, first, gradients_of(booster, model)
+        return found
+
+    return Loopback(size * settings.get("pp_size", 1)).run(run)
+
+
+@pytest.mark.parametrize("settings", LAYOUTS, ids=str)
+def test_losses_and_gradients_are_those_of_the_whole_batch(settings):
+    whole = batch()
+    ranks = everywhere(HEADS, settings, whole)
+    for name, criterion in HEADS.items():
+        loss, gradients = alone(criterion, whole)
+        for which in (1, 2):
+            merged = {}
+            for rank in ranks:
+                merged.update(rank[name][which])
+            assert merged.keys() == gradients.keys()
+            for parameter, gradient in gradients.items():
+                assert (merged[parameter] - gradient).abs().max() <= 1e-6, (name, parameter, which)
+        for replica, rank in enumerate(ranks[:: settings.get("pp_size", 1)]):
+            size = settings.get("dp_size", 1)
+            own = loss if size == 1 else alone(criterion, replica_part(whole, replica, size))[0]
+            if own == own:  # a replica without items of a term reports the other terms
+                assert rank[name][0] == pytest.approx([own] * 4, rel=1e-6), name
+
+
+X, Y = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 3, 1, 1])
+
+
+def verdict(criterion, inside=None, target=None):
+    """Of a criterion, on outputs with one row per sample; ``inside``: makes the model's own loss."""
+    inputs = {"x": X, "target": torch.zeros(4, 5) if target is None else target}
+    batch = split_batch(inputs, num_microbatches=1, microbatch_size=None)
+    check = CriterionCheck()
+    losses = StepLosses(
+        CriterionAdapter(criterion, ForwardSignature.of(lambda x: x, "Net")),
+        batch,
+        ReplicaCounts([4.0], [0.0], [()]),
+        check=check,
+        pipeline=PipelineConfig(num_microbatches=1),
+        group=None,
+        scale=1.0,
+        device=torch.device("cpu"),
+    )
+    weight = torch.full((5,), 1.5, requires_grad=True)
+    with losses.watched(0, inputs, []):
+        x = inputs["x"] * weight
+        outputs = {"logits": x} if inside is None else {"logits": x, "loss": inside(x)}
+        loss = losses(outputs, inputs)
+        losses.inspect(0, loss, outputs, inputs)
+    return check.reduction
+
+
+def contrastive(o, _):
+    return F.cross_entropy(o["logits"] @ o["logits"].T, torch.arange(len(o["logits"])))
+
+
+def standardised(o, i):
+    return ((o["logits"] - o["logits"].mean(0)) / o["logits"].std(0) - i["target"] - 1).abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("criterion", "expected"),
+    [
+        (lambda o, i: F.mse_loss(o["logits"], i["target"]), LossReduction.MEAN),
+        (lambda o, i: F.mse_loss(o["logits"], i["target"], reduction="sum"), LossReduction.SUM),
+        (lambda o, i: F.mse_loss(o["logits"], i["target"], reduction="sum") * 0.1, LossReduction.SUM),
+        (lambda o, i: F.mse_loss(o["logits"], i["target"], reduction="sum") / len(o["logits"]), LossReduction.MEAN),
+        (lambda o, i: (o["logits"] - i["target"]).abs().sum().float(), LossReduction.SUM),
+        (lambda o, i: 0.5 * o["logits"].abs().sum() + o["logits"].square().sum(), LossReduction.SUM),
+        (
+            lambda o, i: (o["logits"].abs().mean(1) * torch.full((len(i["x"]),), 1 / len(i["x"]))).sum(),
+            LossReduction.MEAN,
+        ),
+        (lambda o, i: torch.stack([o["logits"].mean(), o["logits"].abs().mean()]).sum(), LossReduction.MEAN),
+        (lambda o, i: 0 * o["logits"].sum(), LossReduction.MEAN),
+        (lambda o, i: (o["logits"] - torch.zeros(4, 5)).abs().mean(), LossReduction.MEAN),
+        (lambda o, i: o["logits"].abs().mean() + 0.1 * o["logits"].square().sum(), LossReduction.MEAN),
+        (lambda o, i: torch.rand(()) + o["logits"].mean(), LossReduction.MEAN),
+        (lambda o, i: sum(one.abs().mean() for one in o["logits"]) / len(o["logits"]), LossReduction.MEAN),
+        (contrastive, LossReduction.COUPLED),
+        (standardised, LossReduction.COUPLED),
+        (lambda o, i: F.mse_loss(o["logits"], i["target"]).sqrt(), LossReduction.COUPLED),
+        (lambda o, i: -o["logits"].softmax(0)[:, 0].log().mean(), LossReduction.COUPLED),
+        (lambda o, i: o["logits"].abs().max(), LossReduction.COUPLED),
+        (lambda o, i: torch.cdist(o["logits"], o["logits"]).mean(), LossReduction.COUPLED),
+        (lambda o, i: 1 - 2 * (o["logits"].sigmoid() * 0.3).sum() / o["logits"].sigmoid().sum(), LossReduction.COUPLED),
+        (lambda o, i: o["logits"].abs().sum() / i["x"].abs().max(), LossReduction.COUPLED),
+    ],
+)
+def test_a_loss_that_is_no_mean_over_items_is_told_by_number(criterion, expected):
+    assert verdict(criterion) == expected
+
+
+@pytest.mark.parametrize(
+    ("inside", "expected"),
+    [
+        (lambda x: (x**2).sum(), LossReduction.SUM_IN_MODEL),
+        (lambda x: 0.1 * (x**2).sum(), LossReduction.SUM_IN_MODEL),
+        (lambda x: (x**2).sum() / 4, LossReduction.MEAN),
+        (lambda x: (x**2).mean(), LossReduction.MEAN),
+        (lambda x: (x**2).mean() + 0.1 * x.sum(), LossReduction.COUPLED),
+        (lambda x: contrastive({"logits": x}, None), LossReduction.COUPLED),
+        (lambda x: standardised({"logits": x}, {"target": 0}), LossReduction.COUPLED),
+        (lambda x: x.abs().mean() + 0.1 * (x.softmax(1).mean(0) * x.mean(0)).sum(), LossReduction.COUPLED),
+    ],
+)
+def test_a_loss_of_the_models_own_is_judged_by_how_it_is_made(inside, expected):
+    assert verdict(lambda o, i: o["loss"], inside) == expected
+    assert verdict(lambda o, i: 2 * o["loss"], inside) == expected
+
+
+def test_a_criterion_that_says_what_it_is_is_not_tried():
+    calls = []
+
+    def criterion(o, i):
+        calls.append(len(i["x"]))
+        return o["logits"].abs().max()
+
+    criterion.reduction = "mean"
+    assert verdict(criterion) == LossReduction.MEAN
+    assert calls == [4]
+
+
+def refused(error, text, criterion, whole, model=Head, num_steps=1, **settings):
+    """Every rank raises, and no weight changes; ``num_steps``: in which step."""
+
+    def run():
+        booster, net, optimizer = boosted(model(), sgd, {"ids": whole["ids"][:1]}, **settings)
+        before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+        with pytest.raises(error, match=re.escape(text)):
+            booster.execute_pipeline(iter([whole]), net, criterion, optimizer)
+        with torch.no_grad(), pytest.raises(error, match=re.escape(text)):
+            booster.execute_pipeline(iter([whole]), net, criterion)
+        optimizer.step()
+        assert_near({name: parameter.detach() for name, parameter in net.named_parameters()}, before, 0)
+        return True
+
+    assert all(Loopback(settings.get("pp_size", 1) * 2).run(run))
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_a_loss_that_couples_samples_is_refused_on_every_rank(pp_size):
+    def criterion(o):
+        pooled = o["hidden"].mean(1)
+        return F.cross_entropy(pooled @ pooled.T, torch.arange(len(pooled)))
+
+    said = " (matmul of each sample with each other)" if pp_size == 1 else ""  # a rank of the first stage cannot tell
+    text = f"the loss is neither a mean nor a sum over items{said}"
+    whole = {"ids": batch()["ids"]}
+    refused(ConfigError, text, criterion, whole, pp_size=pp_size, num_microbatches=2)
+    criterion.reduction = "mean"
+    found = everywhere({"pairs": criterion}, {"pp_size": pp_size, "num_microbatches": 2}, whole)
+    halves = [alone(lambda o: criterion(o), replica_part(whole | batch(), n, 2))[0] for n in range(2)]
+    assert found[0]["pairs"][0] == pytest.approx([sum(halves) / 2] * 4, rel=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"num_microbatches": 4}, {"num_microbatches": 2, "dp_size": 2}], ids=str)
+@pytest.mark.parametrize("empty", [0, 1])
+def test_micro_batches_and_replicas_without_items_add_nothing(empty, settings):
+    whole = batch()
+    rows = slice(0, 2 if empty == 0 else 4)
+    whole["labels"][rows] = -100
+    heads = {name: HEADS[name] for name in ("causal", "tokens and rows", "function")}
+    ranks = everywhere(heads, settings, whole)
+    for name, criterion in heads.items():
+        loss, gradients = alone(criterion, whole)
+        for which in (1, 2):
+            assert_near(ranks[0][name][which], gradients, 1e-6)
+        if "dp_size" not in settings:
+            assert ranks[0][name][0] == pytest.approx([loss] * 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_batch_without_any_item_is_refused_by_name(known):
+    whole = batch()
+    whole["labels"][:] = -100
+
+    def run():
+        booster, model, optimizer = boosted(Head(), sgd, {"ids": whole["ids"][:1]}, num_microbatches=2)
+        if known:
+            booster.execute_pipeline(iter([batch()]), model, HEADS["causal"], optimizer)
+            optimizer.step()
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        with pytest.raises(DataError, match="the loss is a mean over no items: no replica's batch has any"):
+            booster.execute_pipeline(iter([whole]), model, HEADS["causal"], optimizer)
+        assert_near({name: parameter.detach() for name, parameter in model.named_parameters()}, before, 0)
+        return True
+
+    assert all(Loopback(2).run(run))
+
+
+@pytest.mark.parametrize("is_global", [True, False])
+@pytest.mark.parametrize("settings", [{"num_microbatches": 4}, {"num_microbatches": 2, "dp_size": 2}], ids=str)
+def test_num_items_in_batch_is_of_all_replicas_or_of_one(settings, is_global):
+    whole = batch([6, 1, 5, 3, 6, 1, 5, 3])  # replicas with equally many
+    _, expected = alone(HEADS["causal"], whole)
+    counts = int((whole["labels"][:, 1:] != -100).sum())
+    size = settings.get("dp_size", 1)
+    total = counts if is_global else counts // size
+    given = {name: value for name, value in settings.items() if name != "dp_size"}
+
+    def run():
+        booster, model, optimizer = boosted(Head(), sgd, {"ids": whole["ids"][:1]}, **given)
+        part = {**replica_part(whole, booster.plugin.layout.here.dp, size), "num_items_in_batch": total}
+        found = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            booster.execute_pipeline(iter([part]), model, HEADS["causal"], optimizer)
+            found.append(gradients_of(booster, model))
+        return found
+
+    for rank in Loopback(size).run(run):
+        for gradients in rank:
+            assert_near(gradients, expected, 1e-6)
