@@ -1,6 +1,6 @@
 """The part of the booster that saves and loads: models, runs, optimizers and LR schedules."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from hybridpp.saving import (
     check_size_per_shard,
     file_bytes_of,
     require_path,
+    run_parts_of,
     with_prefix,
 )
 
@@ -287,7 +288,13 @@ class BoosterSaves:
         """
         self._run_saver().wait_for_save()
 
-    def resume(self, path: str | Path, *, missing: Literal["error", "fresh"] = "error") -> Resumed:
+    def resume(
+        self,
+        path: str | Path,
+        *,
+        missing: Literal["error", "fresh"] = "error",
+        parts: Collection[str] | None = None,
+    ) -> Resumed:
         """Go on from the newest checkpoint in a folder that is intact. Call it after :meth:`boost`.
 
         The layout, the schedule, the precision, the batch size and the number of workers may differ from those that
@@ -299,6 +306,9 @@ class BoosterSaves:
         Args:
             path: the folder that :meth:`save` was given.
             missing: what a folder without checkpoints is: ``"error"``, or ``"fresh"``: the start of a new run.
+            parts: what is resumed: some of ``"model"``, ``"optimizer"``, ``"lr_scheduler"``, ``"dataloader"``,
+                ``"generators"`` and ``"extras"``; None: all. What is left out begins anew, and need not fit: for
+                another schedule, other parameter groups, or weights only. The same on every rank.
 
         Returns:
             Where the run goes on: step, epoch, batches of the epoch that are done, and extras.
@@ -310,7 +320,9 @@ class BoosterSaves:
         """
         if missing not in ("error", "fresh"):
             raise ConfigError(f'missing must be "error" or "fresh": got {missing!r}.')
-        return self._run_saver().resume_run(self._runs.parts(), as_path(path), start_fresh=missing == "fresh")
+        return self._run_saver().resume_run(
+            self._runs.parts(), as_path(path), start_fresh=missing == "fresh", resumed=run_parts_of(parts)
+        )
 
     def _run_saver(self) -> SavesRuns:
         if not isinstance(self.plugin, SavesRuns):

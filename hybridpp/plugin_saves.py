@@ -1,7 +1,7 @@
 """What plugins can save and load: models, runs, and parts of a run."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -119,13 +119,16 @@ class SavesRuns(ABC):
         """
 
     @abstractmethod
-    def resume_run(self, parts: Sequence[Boosted], path: AnyPath, *, start_fresh: bool) -> Resumed:
+    def resume_run(
+        self, parts: Sequence[Boosted], path: AnyPath, *, start_fresh: bool, resumed: Collection[str]
+    ) -> Resumed:
         """Go on from the newest checkpoint that is intact. Collective: every rank of the world.
 
         Args:
             parts: as in :meth:`save_run`.
             path: the folder of checkpoints.
             start_fresh: whether a folder without checkpoints is no error.
+            resumed: which of :data:`hybridpp.saving.RUN_PARTS`; the others stay as they are.
 
         Raises:
             CheckpointError: there is none, or it does not fit; on every rank.

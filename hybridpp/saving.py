@@ -1,7 +1,7 @@
 """Checks of the arguments of saves, and the file suffixes that ``save_model`` writes."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,8 @@ from typing import Any
 from hybridpp.config import require_bools
 from hybridpp.errors import ConfigError
 
+RUN_PARTS = ("model", "optimizer", "lr_scheduler", "dataloader", "generators", "extras")
+"""What a checkpoint of a run has, by the names that ``booster.resume(parts=)`` takes."""
 SAFE_SUFFIXES, PICKLED_SUFFIXES = (".safetensors",), (".pt", ".pth", ".bin")
 
 
@@ -20,6 +22,24 @@ def require_path(path: Any) -> None:
     """
     if not isinstance(path, str | Path) or not str(path).strip():
         raise ConfigError(f'a path is a text or a pathlib.Path: got {path!r}. Pass one, for example "outputs/run".')
+
+
+def run_parts_of(parts: Any) -> frozenset[str]:
+    """The parts of a run that are resumed; None: all of :data:`RUN_PARTS`.
+
+    Raises:
+        ConfigError: they are no collection of such names, or none is.
+    """
+    if parts is None:
+        return frozenset(RUN_PARTS)
+    is_text = isinstance(parts, str)
+    names = [parts] if is_text or not isinstance(parts, Collection) else list(parts)
+    if is_text or not names or any(name not in RUN_PARTS for name in names):
+        raise ConfigError(
+            f"parts names what is resumed of a checkpoint, as in parts={{'model', 'optimizer'}}: got parts={parts!r}. "
+            f"There are {', '.join(RUN_PARTS)}."
+        )
+    return frozenset(names)
 
 
 def is_file_name(path: Path) -> bool:

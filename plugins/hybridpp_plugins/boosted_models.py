@@ -1,6 +1,6 @@
 """What a plugin does with the models that it boosted: run, save and load them, and take everything off again."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
@@ -245,11 +245,13 @@ class BoostedModels(
         self._saves.wait()
 
     @_in_section("save", "booster.resume")
-    def resume_run(self, parts: Sequence[Boosted], path: AnyPath, *, start_fresh: bool) -> Resumed:
+    def resume_run(
+        self, parts: Sequence[Boosted], path: AnyPath, *, start_fresh: bool, resumed: Collection[str]
+    ) -> Resumed:
         """See :meth:`hybridpp.Booster.resume`."""
         run_parts = self._run_parts(parts)
         self._saves.wait()
-        return resume_run(run_parts, path, start_fresh=start_fresh)
+        return resume_run(run_parts, path, start_fresh=start_fresh, resumed=resumed)
 
     def _engine_and_optimizer(self, part: Boosted) -> tuple[Engine, HybridOptimizer]:
         engine = self._engine(part.model)

@@ -16,6 +16,9 @@ from hybridpp_plugins.optimizer_by_name import OptimizerByName, merged_groups
 from hybridpp_plugins.optimizer_state import StepCounts
 from hybridpp_plugins.rank_shares import RankShares
 
+# What a schedule sets of a group.
+_RATES = ("lr", "initial_lr")
+
 
 class OptimizerPart:
     """The optimizer of a boosted model in a checkpoint.
@@ -91,11 +94,23 @@ class OptimizerPart:
         self._by_name.check(saved, merged_groups(names_of_all_ranks))
         return self._by_name.planned_state(saved["state"], tensors)
 
-    def load(self, saved: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on from a state whose tensors, and the weights, were read. Collective: all replicas."""
+    def load(
+        self, saved: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]], *, keeps_rates: bool = False
+    ) -> None:
+        """Go on from a state whose tensors, and the weights, were read. Collective: all replicas.
+
+        Args:
+            saved: what :func:`merged_optimizer` returned.
+            state: by name.
+            keeps_rates: keep the learning rates of the groups, which another schedule has set.
+        """
         boosted = self._boosted
         boosted.zero_grad()
+        rates = [{key: group[key] for key in _RATES if key in group} for group in boosted.param_groups]
         self._by_name.load(saved["settings"], state)
+        if keeps_rates:
+            for group, kept in zip(boosted.param_groups, rates, strict=True):
+                group.update(kept)
         boosted.set_counts(StepCounts(**saved["counts"]))
         if saved["loss_scale"] is not None and boosted.loss_scaler.is_active:
             boosted.loss_scaler.state = LossScale(**saved["loss_scale"])

@@ -1,6 +1,6 @@
 """Resume a run from the newest checkpoint that is intact."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from hybridpp.checkpoint.stop_marker import remove_marker
 from hybridpp.cluster import Group, gather_objects, get_dist_logger, set_generator_states
 from hybridpp.errors import CheckpointError, ConfigError
 from hybridpp.plugin import Resumed
+from hybridpp.saving import RUN_PARTS
 from hybridpp_plugins.agreement import agree
 from hybridpp_plugins.training_state import RunParts, TrainingState
 from hybridpp_plugins.verified_folder import verified
@@ -26,14 +27,15 @@ from hybridpp_plugins.verified_folder import verified
 _RESUME = "in booster.resume"
 
 
-def resume_run(parts: Sequence[RunParts], path: AnyPath, *, start_fresh: bool) -> Resumed:
-    """See :meth:`hybridpp.Booster.resume`. Collective: all ranks."""
+def resume_run(parts: Sequence[RunParts], path: AnyPath, *, start_fresh: bool, resumed: Collection[str]) -> Resumed:
+    """See :meth:`hybridpp.Booster.resume`; ``resumed``: its ``parts``. Collective: all ranks."""
     engine = parts[0].engine
     control = engine.layout.control
+    _refuse_unlike(gather_objects(control, _RESUME, sorted(resumed)))
     manifest = _newest_intact(engine.layout.world.rank, control, path, start_fresh)
     if manifest is None:
         return Resumed()
-    states = [TrainingState(part, index, _RESUME, compares=False) for index, part in enumerate(parts)]
+    states = [TrainingState(part, index, _RESUME, compares=False, resumed=resumed) for index, part in enumerate(parts)]
     names = gather_objects(control, _RESUME, [state.group_names for state in states])
     folder = step_folder(path, manifest.step)
     failure: Exception | None = None
@@ -49,8 +51,9 @@ def resume_run(parts: Sequence[RunParts], path: AnyPath, *, start_fresh: bool) -
         planned = [
             state.plan(manifest, stored[index], [row[index] for row in names]) for index, state in enumerate(states)
         ]
-        generators = decode(_own_generators(manifest, parts[0])) if manifest.state["generators"] else None
-        extras = decode(manifest.state["extras"])
+        has_generators = manifest.state["generators"] and "generators" in resumed
+        generators = decode(_own_generators(manifest, parts[0])) if has_generators else None
+        extras = decode(manifest.state["extras"]) if "extras" in resumed else {}
     except (CheckpointError, ConfigError) as error:
         reason = str(error).removesuffix(".")
         failure = CheckpointError(f"{folder} does not fit this run: {reason}. Nothing was changed.")
@@ -75,7 +78,34 @@ def resume_run(parts: Sequence[RunParts], path: AnyPath, *, start_fresh: bool) -
         failure = error
     _agree(control, failure)
     position = planned[0].position
+    _say_what_is_fresh(parts, resumed)
     return Resumed(manifest.step, 0 if position is None else position.epoch, batches, extras)
+
+
+def _refuse_unlike(rows: Sequence[Sequence[str]]) -> None:
+    """Refuse ranks that resume other parts.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    for rank, row in enumerate(rows):
+        if row != rows[0]:
+            raise ConfigError(
+                f"all ranks must resume the same parts: rank 0 has parts={list(rows[0])}, rank {rank} "
+                f"parts={list(row)}. Pass the same on every rank."
+            )
+
+
+def _say_what_is_fresh(parts: Sequence[RunParts], resumed: Collection[str]) -> None:
+    """Tell which parts of the run, of those that it has, begin anew."""
+    there = {
+        "optimizer": any(part.engine.optimizer is not None for part in parts),
+        "lr_scheduler": any(part.lr_scheduler is not None for part in parts),
+        "dataloader": any(part.dataloader is not None for part in parts),
+    }
+    fresh = [name for name in RUN_PARTS if name not in resumed and there.get(name, True)]
+    if fresh:
+        get_dist_logger().info(f"not resumed, as parts= says: {', '.join(fresh)}.", ranks=[0])
 
 
 def _newest_intact(rank: int, control: Group, path: AnyPath, start_fresh: bool) -> Manifest | None:

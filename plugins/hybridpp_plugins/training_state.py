@@ -1,6 +1,6 @@
 """One model's training as a checkpoint has it: tensors as boxes, everything else by name as JSON."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from hybridpp.checkpoint.reader import PlannedRead, plan_reads
 from hybridpp.checkpoint.writer import Holding
 from hybridpp.cluster import get_dist_logger
 from hybridpp.errors import CheckpointError
+from hybridpp.saving import RUN_PARTS
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.optimizer_part import OptimizerPart, merged_optimizer
 from hybridpp_plugins.optimizer_state import RunProgress
@@ -49,11 +50,12 @@ class TrainingState:
         index: of the model among those of the job.
         call: that this rank is in.
         compares: whether to find out which replicas have buffers of their own, to write them.
+        resumed: the parts that a load takes of a checkpoint: of :data:`hybridpp.saving.RUN_PARTS`.
     """
 
-    def __init__(self, parts: RunParts, index: int, call: str, *, compares: bool):
+    def __init__(self, parts: RunParts, index: int, call: str, *, compares: bool, resumed: Collection[str] = RUN_PARTS):
         self._engine, self._scheduler, self._loader, self._has_other_loader = parts
-        self._prefix = f"model{index}/"
+        self._prefix, self._resumed = f"model{index}/", resumed
         self._compares = compares and self._engine.layout.dp.size > 1
         self._owners = find_buffer_owners(self._engine, call, tensor_digest if self._compares else None)
         self._shares = RankShares(self._engine, self._owners.first_position, divides_writing=True)
@@ -150,18 +152,17 @@ class TrainingState:
         Raises:
             CheckpointError: it does not fit.
         """
-        keys = self._weight_keys(manifest, stored)
         is_import = "imported_from" in stored
-        extra = {name for name in state_of(self._engine) if is_extra_state(name)}
-        missing = extra - set(stored["extra_state"])
-        if missing and not is_import:
-            raise CheckpointError(f"the checkpoint does not fit this model: missing {_some(missing)}")
-        holdings = [self._weight_holding(keys[name], name, tensor) for name, tensor, _ in held_weights(self._engine)]
-        if not is_import and (self._scheduler is None) != (stored["lr_scheduler"] is None):
+        holdings, missing = self._plan_model(manifest, stored) if "model" in self._resumed else ([], set[str]())
+        takes_schedule = "lr_scheduler" in self._resumed and not is_import
+        if takes_schedule and (self._scheduler is None) != (stored["lr_scheduler"] is None):
             one, other = ("has", "was saved without") if self._scheduler is not None else ("lacks", "was saved with")
             raise CheckpointError(f"the run {one} an LR scheduler, and the checkpoint {other} one. Pass it to boost")
-        position = None if stored["data"] is None else DataPosition(*stored["data"])
-        if self._loader is not None:
+        takes_data = "dataloader" in self._resumed
+        position = None if stored["data"] is None or not takes_data else DataPosition(*stored["data"])
+        if not takes_data:
+            pass
+        elif self._loader is not None:
             if position is None and not is_import:
                 get_dist_logger().warning(
                     "the checkpoint has no position in the data, because its run passed no dataloader of "
@@ -179,7 +180,7 @@ class TrainingState:
         if is_import:
             self._say_what_is_fresh(stored, missing)
         state: dict[str, dict[str, Any]] = {}
-        if self._optimizer is not None:
+        if self._optimizer is not None and "optimizer" in self._resumed:
             saved = stored["optimizer"]
             if saved is None and not is_import:
                 raise CheckpointError("the checkpoint was saved without an optimizer, and the run has one")
@@ -187,6 +188,16 @@ class TrainingState:
                 state, more = self._optimizer.plan(saved, manifest.tensors, all_names)
                 holdings += more
         return PlannedState(plan_reads(manifest.tensors, holdings), state, position)
+
+    def _plan_model(self, manifest: Manifest, stored: Mapping[str, Any]) -> tuple[list[Holding], set[str]]:
+        """What is read into the model, and the names of extra state that the checkpoint lacks."""
+        keys = self._weight_keys(manifest, stored)
+        extra = {name for name in state_of(self._engine) if is_extra_state(name)}
+        missing = extra - set(stored["extra_state"])
+        if missing and "imported_from" not in stored:
+            raise CheckpointError(f"the checkpoint does not fit this model: missing {_some(missing)}")
+        holdings = [self._weight_holding(keys[name], name, tensor) for name, tensor, _ in held_weights(self._engine)]
+        return holdings, missing
 
     @property
     def group_names(self) -> list[list[str]]:
@@ -247,23 +258,33 @@ class TrainingState:
         Returns:
             How many steps of the epoch are done, by the dataloader.
         """
-        engine = self._engine
-        for name in set(filter(is_extra_state, state_of(engine))) & set(stored["extra_state"]):
-            module = engine.model.get_submodule(name.rpartition(".")[0])
-            module.set_extra_state(decode(stored["extra_state"][name]))
-        vars(engine.progress).update(vars(RunProgress(**stored["progress"])))
-        if self._optimizer is None:
-            engine.masters.copy_to_model()
-        elif stored["optimizer"] is None:
-            self._optimizer.start_anew()
-        else:
-            self._optimizer.load(stored["optimizer"], planned.state)
-        engine.original.uninitialized.fill({*engine.staged.owners, *engine.original.buffer_names})
-        if self._scheduler is not None and stored["lr_scheduler"] is not None:
+        engine, resumed = self._engine, self._resumed
+        if "model" in resumed:
+            for name in set(filter(is_extra_state, state_of(engine))) & set(stored["extra_state"]):
+                module = engine.model.get_submodule(name.rpartition(".")[0])
+                module.set_extra_state(decode(stored["extra_state"][name]))
+        if "generators" in resumed:
+            vars(engine.progress).update(vars(RunProgress(**stored["progress"])))
+        self._load_optimizer(planned, stored)
+        if "model" in resumed:
+            engine.original.uninitialized.fill({*engine.staged.owners, *engine.original.buffer_names})
+        if self._scheduler is not None and stored["lr_scheduler"] is not None and "lr_scheduler" in resumed:
             self._scheduler.load_state_dict(decode(stored["lr_scheduler"]))
         if self._loader is None or planned.position is None:
             return 0
         return self._loader.go_on(planned.position)
+
+    def _load_optimizer(self, planned: "PlannedState", stored: Mapping[str, Any]) -> None:
+        """Bring what was read into the optimizer and, of the weights, from the masters into the model."""
+        if self._optimizer is None:
+            if "model" in self._resumed:
+                self._engine.masters.copy_to_model()
+        elif stored["optimizer"] is None or "optimizer" not in self._resumed:
+            if "model" in self._resumed:
+                self._optimizer.start_anew()
+        else:
+            keeps_rates = self._scheduler is not None and "lr_scheduler" not in self._resumed
+            self._optimizer.load(stored["optimizer"], planned.state, keeps_rates=keeps_rates)
 
 
 class PlannedState(NamedTuple):

@@ -1,14 +1,17 @@
 """Folders that a run does not mean: of another run, of a newer version, of something else."""
 
+import functools
 import re
 
 import pytest
-from run_checkpoints import on_layout
+import torch
+from run_checkpoints import on_layout, resumed, tensors_in
 
 from hybridpp.checkpoint import manifest as manifests
 from hybridpp.checkpoint.commit import committed_steps, open_step, step_folder
 from hybridpp.checkpoint.manifest import MANIFEST
-from hybridpp.errors import CheckpointError
+from hybridpp.errors import CheckpointError, ConfigError
+from hybridpp.saving import RUN_PARTS
 
 
 def test_later_steps_of_another_run_stay_and_are_named_once(tmp_path, caplog):
@@ -92,3 +95,95 @@ def test_a_file_in_place_of_the_folder_is_no_new_run(tmp_path):
 
     on_layout(rank, pp_size=2)
     assert path.read_text() == "notes"
+
+
+def one_group(params):
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+LAYOUTS = [{"pp_size": 2}, {"dp_size": 2, "zero_stage": 1, "precision": "bf16"}]
+
+
+@pytest.fixture(params=LAYOUTS, ids=str)
+def layout_of_run(request, tmp_path):
+    """A layout that takes up a run of three steps."""
+
+    def saves(make):
+        run = make()
+        run.steps(range(3))
+        run.booster.save(tmp_path, step=3, extras={"best": 7})
+
+    precision = {key: value for key, value in request.param.items() if key == "precision"}
+    on_layout(saves, **precision)
+    return request.param
+
+
+def test_weights_alone_are_resumed_under_another_optimizer_and_schedule(layout_of_run, tmp_path):
+    saved = tensors_in(tmp_path, 3)
+
+    def run(make):
+        run = make(make_optimizer=one_group)
+        seed = run.optimizer.progress.seed
+        found = run.booster.resume(tmp_path, parts={"model"})
+        with run.booster.unsharded(run.model):
+            weights = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+        state, counts = dict(run.optimizer.state), run.optimizer.counts
+        rates = [group["lr"] for group in run.optimizer.param_groups]
+        run.steps([3])  # it trains
+        return found, weights, state, counts, rates, run.scheduler.last_epoch, run.optimizer.progress.seed == seed
+
+    for found, weights, state, counts, rates, last_epoch, seed_is_own in on_layout(run, **layout_of_run):
+        assert found == (3, 0, 0, {})
+        assert (state, counts.applied, rates, last_epoch, seed_is_own) == ({}, 0, [0.01], 1, True)
+        for name, weight in weights.items():
+            stored = saved[f"model0/weights/{name}"]
+            assert torch.equal(weight, stored.to(weight.dtype)), name
+
+
+def test_an_optimizer_goes_on_under_another_schedule_at_its_rates(layout_of_run, tmp_path):
+    def run(make):
+        run = make()
+        before = [group["lr"] for group in run.optimizer.param_groups]
+        run.booster.resume(tmp_path, parts=("model", "optimizer", "extras"))
+        after = [group["lr"] for group in run.optimizer.param_groups]
+        return before, after, run.scheduler.last_epoch, run.optimizer.counts.applied, len(run.optimizer.state)
+
+    for before, after, last_epoch, applied, num_states in on_layout(run, **layout_of_run):
+        assert (before, last_epoch, applied) == (after, 0, 3)
+        assert num_states > 0
+
+
+def test_all_parts_by_name_are_the_whole_run(layout_of_run, tmp_path):
+    def run(parts, make):
+        run = make()
+        found = run.booster.resume(tmp_path, parts=parts)
+        return found, run.steps([3]), run.everything()[1]
+
+    assert on_layout(functools.partial(run, RUN_PARTS), **layout_of_run) == on_layout(
+        functools.partial(run, None), **layout_of_run
+    )
+
+
+@pytest.mark.parametrize("parts", ["model", {"weights"}, (), ["model", "scheduler"], 3])
+def test_unknown_parts_list_those_that_there_are(parts, tmp_path):
+    message = (
+        f"parts names what is resumed of a checkpoint, as in parts={{'model', 'optimizer'}}: got parts={parts!r}. "
+        "There are model, optimizer, lr_scheduler, dataloader, generators, extras."
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        on_layout(lambda make: resumed(make, tmp_path, missing="fresh", parts=parts))
+
+
+def test_ranks_that_resume_other_parts_are_refused_alike(tmp_path):
+    def run(make):
+        run = make()
+        parts = {"model"} if run.replica else {"model", "optimizer"}
+        with pytest.raises(ConfigError) as refused:
+            run.booster.resume(tmp_path, missing="fresh", parts=parts)
+        return str(refused.value)
+
+    message = (
+        "all ranks must resume the same parts: rank 0 has parts=['model', 'optimizer'], rank 1 parts=['model']. Pass "
+        "the same on every rank."
+    )
+    assert on_layout(run, dp_size=2) == [message] * 2
