@@ -129,9 +129,14 @@ class BucketLayout:
             end = start + size
 
     def pieces(self, index: int) -> Iterator[Piece]:
-        """What lies in a segment, in order; parameters without elements lie in none."""
+        """What lies in a segment, in order. A parameter without elements lies in one, too: saves write it there."""
         low, high = index * self.segment_size, (index + 1) * self.segment_size
         for name, start, size, shape, strides in self.slots:
+            if not size:
+                # At the end of the last segment, where nothing follows it.
+                if index == min(start // max(self.segment_size, 1), self.num_segments - 1):
+                    yield Piece(name, 0, 0, start, True, strides, shape)
+                continue
             first, last = max(start, low), min(start + size, high)
             if first < last:
                 is_whole = last - first == size

@@ -7,12 +7,13 @@ import re
 import numpy
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, CosineAnnealingLR, CyclicLR, LambdaLR, SequentialLR
 from torch.utils.data import DataLoader, IterableDataset
 
 from hybridpp import Booster, HybridParallelPlugin
-from hybridpp.checkpoint.commit import committed_steps, step_folder, steps
+from hybridpp.checkpoint.commit import committed_steps, open_step, step_folder, steps
 from hybridpp.cluster import Loopback
 from hybridpp.errors import CheckpointError, ConfigError
 
@@ -110,6 +111,42 @@ class OddNames(Net):
 @pytest.mark.parametrize("make_model", [OddTensors, OddNames])
 def test_odd_tensors_and_names_are_kept(tmp_path, make_model):
     assert goes_on(tmp_path, make_model)
+
+
+class WithoutElements(Net):
+    """Parameters and buffers without elements, trained and frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.prompt = nn.Parameter(torch.empty(0, 4))
+        self.frozen = nn.Parameter(torch.empty(3, 0), requires_grad=False)
+        self.register_buffer("nothing", torch.empty(2, 0, dtype=torch.long))
+
+    def forward(self, x):
+        return super().forward(torch.cat([x, self.prompt]))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_has_no_elements_is_in_every_save_and_load(tmp_path, zero_stage, precision):
+    def rank():
+        model = WithoutElements()
+        booster = Booster(plugin=HybridParallelPlugin(zero_stage=zero_stage, precision=precision))
+        parts = booster.boost(model, torch.optim.AdamW(model.parameters()), sample=torch.randn(2, 4))
+        model, optimizer = parts[:2]
+        booster.save(tmp_path / "run", step=1)
+        booster.resume(tmp_path / "run")
+        booster.save_optimizer(optimizer, tmp_path / "optimizer")
+        booster.load_optimizer(optimizer, tmp_path / "optimizer")
+        for path in ("folder", "one.safetensors", "one.pt"):
+            booster.save_model(model, tmp_path / path)
+            booster.load_model(model, tmp_path / path)
+
+    Loopback(2).run(rank)
+    names = set(WithoutElements().state_dict())
+    in_run = open_step(tmp_path / "run", 1).tensors
+    assert names <= {key.removeprefix("model0/weights/") for key in in_run}
+    assert set(load_file(tmp_path / "one.safetensors")) == names
 
 
 @pytest.mark.parametrize(
