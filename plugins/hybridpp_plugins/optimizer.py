@@ -147,13 +147,18 @@ class HybridOptimizer(SteppingOptimizer):
     def get_grad_norm(self) -> float:
         """The 2-norm of the complete model's gradient, unscaled and before clipping, of the last backward or step.
 
+        After ``zero_grad`` it is that of the last step, until the next backward pass.
+
         Collective: all ranks, unless the norm is known: after a step that needed it (fp16, or ``max_norm`` > 0), and in
         half precision also before such a step. In fp32, the script may have changed gradients before the step.
 
         Raises:
-            ConfigError: it is called inside ``no_sync``.
+            ConfigError: it is called inside ``no_sync``; or after ``zero_grad(set_to_none=False)``, if the step did not
+                need it.
         """
         with self._communicating():
+            if (last := self.accumulated.norm_of_last_step()) is not None:
+                return last
             self.accumulated.finalize_for("get_grad_norm")
             return self.accumulated.norm()
 

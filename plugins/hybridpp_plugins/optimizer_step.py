@@ -1,7 +1,7 @@
 """What a step does with gradients: passes are counted, the loss is scaled, gradients are clipped, weights updated."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,6 +13,7 @@ from hybridpp.cluster import Group, gather_numbers
 from hybridpp.config import OptimizerConfig, Precision
 from hybridpp.data_parallel import GradientReducer, UpdateTarget
 from hybridpp.errors import ConfigError, DeadlockError, PeerError
+from hybridpp.nn.torch_private import version_of
 from hybridpp.optim import GlobalGradNorm, can_divide, divided_in_kernel
 from hybridpp.precision import LossScaler, MasterWeights
 from hybridpp_plugins.grad_access_warning import GradAccessWarning
@@ -26,6 +27,27 @@ from hybridpp_plugins.replica_buffers import ReplicaBuffers
 from hybridpp_plugins.wrapped_optimizer import WrappedOptimizer
 
 _IN_OPTIMIZER = "in the optimizer's step, get_grad_norm or clip_grad_by_norm"
+
+
+class _UsedGradients:
+    """What a step used, once it is cleared: the memory keeps it until the next backward pass.
+
+    Args:
+        norm: of the gradients; None: it is not known.
+        gradients: by name.
+    """
+
+    def __init__(self, norm: float | None, gradients: Mapping[str, Tensor]):
+        self.norm, self.gradients = norm, dict(gradients)
+        self._versions = self._version()
+
+    def _version(self) -> list[int]:
+        return [version_of(gradient) for gradient in self.gradients.values()]
+
+    @property
+    def are_lost(self) -> bool:
+        """Whether something was written over the gradients."""
+        return self._version() != self._versions
 
 
 class AccumulatedGradients:
@@ -58,6 +80,7 @@ class AccumulatedGradients:
         self._is_unscaled = False
         # The version of the gradients that the cached norm belongs to.
         self._version: tuple[int, ...] = ()
+        self._used: _UsedGradients | None = None
 
     def begin(self, loss_scale: float, manual: bool) -> None:
         """Prepare for backward passes of a loss times ``loss_scale``; ``manual``: the script runs them."""
@@ -70,6 +93,7 @@ class AccumulatedGradients:
                 self._reducer.scale(loss_scale)
         self.num_passes += 1
         self.num_manual_passes += manual
+        self._used = None
         self.scale, self.cached_norm, self._is_unscaled = loss_scale, None, False
         self._reducer.begin()
 
@@ -90,6 +114,10 @@ class AccumulatedGradients:
 
     def clear(self, set_to_none: bool) -> None:
         """Drop the gradients; exposed ``parameter.grad`` become None, or zeros unless ``set_to_none``."""
+        if self._reducer.is_consumed:
+            self._used = _UsedGradients(self.cached_norm, self._reducer.gradients if self.cached_norm is None else {})
+        elif self.num_passes:
+            self._used = None
         self._reducer.zero(set_to_none)
         self.start_round()
         self.cached_norm, self._is_unscaled = None, False
@@ -128,6 +156,27 @@ class AccumulatedGradients:
         if self.cached_norm is None or self._changed_anywhere():
             return self.set_norm(self._norm.gather(f"{_IN_OPTIMIZER} (norm of the gradients)", self._reducer.gradients))
         return self.cached_norm
+
+    def norm_of_last_step(self) -> float | None:
+        """The norm that the last step used, after :meth:`clear`; None: gradients were not cleared since.
+
+        Collective: all ranks, where the step needed no norm.
+
+        Raises:
+            ConfigError: it was not known, and the gradients were overwritten.
+        """
+        used = self._used
+        if used is None or used.norm is not None:
+            return None if used is None else used.norm
+        call = f"{_IN_OPTIMIZER} (norm of the last step)"
+        if any(lost for (lost,) in gather_numbers(self.control, call, [float(used.are_lost)])):
+            raise ConfigError(
+                "the gradient norm of the last step is not known: the step did not need it, and its gradients are "
+                "overwritten. Call get_grad_norm() before zero_grad(set_to_none=False) and gradients(), or set "
+                "max_norm."
+            )
+        used.norm = self._norm.total(self._norm.gather(call, used.gradients)) / self.scale
+        return used.norm
 
     def set_norm(self, messages: Sequence[Sequence[float]]) -> float:
         """Compute the norm from every rank's message, by rank."""
@@ -184,7 +233,7 @@ class AccumulatedGradients:
             optimizer: if it is fused, its kernels divide while they read, which saves a pass over all gradients.
             target: what it updates, which holds its gradients.
         """
-        scale, self.scale, self._is_unscaled = self.scale, 1.0, False
+        scale, self.scale, self._is_unscaled, self._used = self.scale, 1.0, False, None
         is_fused = all(group.get("fused") for group in optimizer.param_groups)
         in_kernel = self._in_kernel and is_fused and not target.copies_gradients
         if in_kernel and factor != scale and can_divide(optimizer, target.tensors.values()):

@@ -1,8 +1,11 @@
 import pytest
+import torch
 from hybridpp_plugins.optimizer_step import AccumulatedGradients
 from support import on_ranks
 from torch import nn
 
+from hybridpp import Booster, HybridParallelPlugin
+from hybridpp.cluster import Loopback
 from hybridpp.data_parallel import GradientBuckets, layout_of
 from hybridpp.errors import ConfigError
 from hybridpp.optim import GlobalGradNorm
@@ -77,3 +80,62 @@ def test_sums_over_replicas_are_refused_inside_no_sync():
                 accumulated.finalize_for("get_grad_norm")
 
     on_one_rank(run)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_norm": 0.01},
+        {"precision": "bf16"},
+        {"precision": "fp16", "initial_scale": 8.0},
+        {"zero_stage": 1},
+        {"zero_stage": 2},
+        {"zero_stage": 3},
+    ],
+    ids=str,
+)
+def test_the_norm_of_a_step_is_there_until_the_next_backward_pass(settings):
+    batches = [torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+
+    def run():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 3))
+        booster = Booster(plugin=HybridParallelPlugin(ddp_bucket_cap_mb=0.001, **settings))
+        parts = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), sample=batches[0])
+        parts.optimizer.zero_grad()
+        found = [(0.0, parts.optimizer.get_grad_norm())]
+        for batch in batches:
+            booster.execute_pipeline(iter([batch]), parts.model, lambda y, _: y.square().mean(), parts.optimizer)
+            before = parts.optimizer.get_grad_norm()
+            parts.optimizer.step()
+            parts.optimizer.zero_grad()
+            found.append((before, parts.optimizer.get_grad_norm()))
+            parts.optimizer.zero_grad()
+            found.append((before, parts.optimizer.get_grad_norm()))
+        return found
+
+    for of_rank in Loopback(2).run(run):
+        assert all(after == pytest.approx(before, rel=1e-6) for before, after in of_rank)
+        assert of_rank[1][0] > 0.1
+        assert of_rank[1] != of_rank[-1]
+
+
+def test_a_norm_that_no_step_needed_is_kept_without_asking_before():
+    def run(zeros):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        booster = Booster(plugin=HybridParallelPlugin())
+        parts = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), sample=torch.randn(2, 6))
+        data = iter([torch.ones(2, 6)])
+        booster.execute_pipeline(data, parts.model, lambda y, _: y.sum(), parts.optimizer, num_microbatches=1)
+        gradients = [gradient for _, gradient in parts.optimizer.gradients()]
+        parts.optimizer.step()
+        parts.optimizer.zero_grad(set_to_none=not zeros)
+        return parts.optimizer.get_grad_norm(), torch.nn.utils.get_total_norm(gradients).item()
+
+    ((norm, expected),) = Loopback(1).run(lambda: run(False))
+    assert norm == pytest.approx(expected)
+    message = "the gradient norm of the last step is not known: the step did not need it, and its gradients are"
+    with pytest.raises(ConfigError, match=message):
+        Loopback(1).run(lambda: run(True))
