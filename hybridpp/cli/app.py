@@ -5,9 +5,12 @@ was asked, for the reason in two lines on stderr. 130: interrupted. ``hybridpp r
 ``hybridpp/cluster/exit_codes.py``.
 """
 
+import errno
+import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -70,9 +73,15 @@ class _Root(_Named):
         except HybridppError as error:
             message = str(error)
         except OSError as error:
-            if error.filename is None:  # a pipe that closed, which typer handles
+            if error.errno == errno.EPIPE:  # a pipe that closed, which typer handles
                 raise
-            message = f"{error.filename}: {(error.strerror or str(error)).lower()}. Check the path and its permissions."
+            where, way_out = error.filename, "Check the path and its permissions."
+            if where is None:
+                where, way_out = "the output cannot be written", "Free space, or send it to another file."
+                # What is left would be written when the interpreter ends.
+                with suppress(OSError, ValueError):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            message = f"{where}: {(error.strerror or str(error)).lower()}. {way_out}"
         else:
             return returned
         _tell(message, f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip())

@@ -105,6 +105,8 @@ def _check_others(parsed: Namespace) -> None:
         parse_rendezvous_endpoint(parsed.rdzv_endpoint, default_port=0)
     except (ValueError, AssertionError) as error:
         _refuse(str(error).rstrip("."))
+    if parsed.monitor_interval <= 0:
+        _refuse(f"--monitor-interval must be above 0 seconds: got {parsed.monitor_interval:g}")
 
 
 class _Awaited(NamedTuple):
@@ -183,6 +185,8 @@ def _run(parsed: Namespace, notes: Path, awaited: _Awaited | None) -> int:
     except RendezvousError as error:
         _say(f"the hosts of the job did not meet: {type(error).__name__}: {error}")
         return FAILED
+    except (ValueError, KeyError, AssertionError) as error:  # of names that torchrun looks up when it starts
+        _refuse(f"torchrun takes no such option: {type(error).__name__}: {str(error).rstrip('.')}")
     except SignalException as received:
         return _stopped(notes, torchrun.determine_local_world_size(parsed.nproc_per_node), received.sigval)
     return _say_stopped("the job") if _has_saved(notes) else 0

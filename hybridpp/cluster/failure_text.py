@@ -5,6 +5,7 @@ Frames of hybridpp and torch are left out, unless the error is one that hybridpp
 
 import contextlib
 import functools
+import re
 import runpy
 import traceback
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,8 @@ _TORCH = f"{Path(torch.__file__).parent}/"
 _GLUE = {str(module.__file__) for module in (contextlib, functools, runpy)}
 _USER, _HYBRIDPP, _OTHER = "", "hybridpp", "torch"
 _NUM_FRAMES = 3
+_OF_WORKER = "Original Traceback (most recent call last):\n"
+_FRAME = re.compile(r'  File "([^"]+)", line \d+')
 
 
 def failure_text(error: BaseException, rank: int, size: int, *, full: bool = False) -> str:
@@ -39,6 +42,8 @@ def failure_text(error: BaseException, rank: int, size: int, *, full: bool = Fal
         return head + "".join(found.format())
     if isinstance(error, HybridppError | StopIteration):
         return head + "".join(_of_message(error, found))
+    if worker := _in_worker(error):
+        return head + "".join(_of_worker(found, *worker))
     if _is_internal(found.stack):
         return head + "".join(found.format())
     return head + "".join(_of_user(found))
@@ -91,6 +96,28 @@ def _of_user(found: traceback.TracebackException) -> Iterator[str]:
             names = " and ".join(sorted({_kind(frame) for frame in frames}))
             yield f"  [{len(frames)} frame{'s' if len(frames) > 1 else ''} of {names}: {FULL_TRACEBACK}=1 shows them]\n"
     yield from found.format_exception_only()
+
+
+def _in_worker(error: BaseException) -> tuple[str, str] | None:
+    """Of an error in a worker of a dataloader, where it was caught, and its traceback; torch puts both in the text."""
+    caught, found, trace = str(error).partition(_OF_WORKER)
+    return (caught, trace) if found and "DataLoader worker" in caught else None
+
+
+def _of_worker(found: traceback.TracebackException, caught: str, trace: str) -> Iterator[str]:
+    """The user's frames, on the rank and in its worker, and the error."""
+    yield "Traceback (most recent call last):\n"
+    yield from traceback.StackSummary.from_list([one for one in found.stack if _kind(one) == _USER]).format()
+    yield f"{' '.join(caught.split())}\n"
+    is_shown = True
+    for line in trace.splitlines():
+        frame = _FRAME.match(line)
+        if frame:
+            is_shown = _kind(traceback.FrameSummary(frame[1], None, "")) == _USER
+        elif not line.startswith("    "):
+            is_shown = True
+        if is_shown:
+            yield f"{line}\n"
 
 
 def _is_internal(stack: Sequence[traceback.FrameSummary]) -> bool:

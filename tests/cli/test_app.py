@@ -180,6 +180,15 @@ def test_shells_complete_commands_and_options(words, found):
     assert done.stdout.split() == [found]
 
 
+def test_output_that_cannot_be_written_is_two_lines():
+    command = [sys.executable, "-c", "import sys; from hybridpp.cli import main; sys.exit(main())", "schedule", "1f1b"]
+    with open("/dev/full", "w") as full:
+        job = subprocess.run([*command, "--stages", "2", "--microbatches", "2"], stdout=full, stderr=subprocess.PIPE)
+    assert job.returncode == 2
+    assert job.stderr.decode().splitlines()[0] == "hybridpp: the output cannot be written: no space left on device."
+    assert job.stderr.decode().splitlines()[1:] == ["Free space, or send it to another file."]
+
+
 def test_a_reader_that_stops_early_is_no_error():
     command = f"{sys.executable} -m hybridpp schedule gpipe --stages 16 --microbatches 256 | head -c 10"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)

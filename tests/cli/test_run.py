@@ -186,6 +186,18 @@ def test_a_failure_is_one_line_and_a_code(torch_runs, capsys, codes, code, text)
     assert line.startswith(f"hybridpp run: {text}")
 
 
+def test_names_that_torchrun_does_not_know_are_two_lines(torch_runs, capsys):
+    def function(notes):
+        raise ValueError("The rendezvous backend 'foo' is not registered.")
+
+    assert torch_runs(function)[0] == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == (
+        "hybridpp: torchrun takes no such option: ValueError: The rendezvous backend 'foo' is not registered."
+    )
+    assert second == "See hybridpp run -h."
+
+
 def test_hosts_that_do_not_meet_are_one_line(torch_runs, capsys):
     def function(notes):
         raise RendezvousTimeoutError("nobody came")

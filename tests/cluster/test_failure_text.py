@@ -117,3 +117,22 @@ def test_the_interpreters_own_format_is_kept_for_what_is_the_users_alone():
     assert text.startswith("Traceback (most recent call last):\n")
     assert text.endswith("ZeroDivisionError: division by zero\n")
     assert "~~^~~" in text
+
+
+class Broken(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        raise KeyError("image 1 is broken")
+
+
+def test_of_a_dataloaders_worker_the_users_frames_are_shown():
+    loader = torch.utils.data.DataLoader(Broken(), num_workers=1)
+    text = failure_text(through_hybridpp(lambda: next(iter(loader))), 0, 2)
+    assert "loader))), 0, 2)" in text
+    assert "Caught KeyError in DataLoader worker process 0." in text
+    assert 'raise KeyError("image 1 is broken")' in text
+    assert text.endswith("KeyError: 'image 1 is broken'\n")
+    assert "_worker_loop" not in text
+    assert len(text.splitlines()) < 20
