@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from hybridpp.cluster import Group, Work, resolved
 from hybridpp.errors import PartitionError, ScheduleError
@@ -115,6 +115,11 @@ class StageOutput:
             for tensor, spec in zip(tensors, specs, strict=True)
             if spec.requires_grad
         ]
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Where the stage's backward pass begins."""
+        return [edge.node for edge in self._edges if edge is not None]
 
     def backward(self, gradients: list[Tensor]) -> None:
         """Run the stage's backward pass, given a gradient for each value that was traced as differentiable."""

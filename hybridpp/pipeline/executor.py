@@ -359,13 +359,16 @@ class _Handlers:
         if self._recorder is not None:
             self._recorder.start()
         stage_input.expect_gradients()
+        edge = None if loss is None else get_gradient_edge(loss)
+        if self._defers:
+            self._weight_gradients.begin_at(stage_output.nodes if stage_output else [edge.node] if edge else [])
         with self._stages.recomputing(context):
             if stage_output is not None:
                 stage_output.backward(received)
-            elif loss is not None:
+            elif edge is not None and loss is not None:
                 # From the edge: backward of a tensor disables torch's function modes, which recomputation may need.
                 weight = torch.full_like(loss, self._step.loss_weights[microbatch])
-                torch.autograd.backward(get_gradient_edge(loss), weight)
+                torch.autograd.backward(edge, weight)
         self.passed = action
         if stage:
             self.messages.pass_gradients(action, stage_input.gradients())

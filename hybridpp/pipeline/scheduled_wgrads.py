@@ -4,13 +4,15 @@ Tasks run with autograd's kernels and in autograd's order, so the result is the 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from hybridpp.nn.torch_private import current_graph_task_id
 from hybridpp.pipeline.deferred_wgrad import WgradTask
@@ -60,6 +62,7 @@ class ScheduledWgrads:
         self._wgrad_tasks: list[WgradTask] = []
         self._overlapped: list[WgradTask] = []
         self._pass_id: int | None = None
+        self._prehooks: list[RemovableHandle] = []
 
     @contextmanager
     def recording_forward(self, splits: bool) -> Iterator[None]:
@@ -102,6 +105,16 @@ class ScheduledWgrads:
             self.run_overlapped()
         finally:
             self._mode, self._wgrad_tasks, self._overlapped = _DISABLED, [], []
+            while self._prehooks:
+                self._prehooks.pop().remove()
+
+    def begin_at(self, nodes: Iterable[Node]) -> None:
+        """Tell the pass that begins at these nodes from passes inside of it, which recomputed code may run first."""
+        self._prehooks += [node.register_prehook(self._note_pass) for node in nodes]
+
+    def _note_pass(self, gradients: Sequence[Tensor | None]) -> None:
+        if self._pass_id is None:
+            self._pass_id = current_graph_task_id()
 
     def run_overlapped(self) -> None:
         """Compute the weight gradients that are to overlap communication; called while communication runs."""

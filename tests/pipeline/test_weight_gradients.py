@@ -51,6 +51,7 @@ def separated(model, x, how, loss=lambda y: y.square().sum(), passes=2):
     for _ in range(passes):
         with weights.recording_forward(splits=how == "later"):
             value = loss(model(x))
+        weights.begin_at([value.grad_fn])
         if how == "at once":
             with weights.full_backward():
                 value.backward()
@@ -144,6 +145,22 @@ class Checkpointed(nn.Module):
         return checkpoint(lambda h: self.layer(h).tanh(), self.first(x), use_reentrant=self.use_reentrant)
 
 
+class InnerDerivative(nn.Module):
+    """A layer that is run again in the backward pass, and whose code runs a backward pass itself before."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return checkpoint(self._run, self.layer(x), use_reentrant=False)
+
+    def _run(self, x):
+        probe = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.layer(probe).square().sum(), probe)
+        return self.layer(x).tanh() * slope
+
+
 IDS = torch.tensor([[1, 2, 2], [3, 1, 10]])
 MODELS = {
     "linear": (nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3, bias=False)), torch.randn(2, 4, 6)),
@@ -167,6 +184,7 @@ MODELS = {
     "substituted": (Substituted(), torch.randn(2, 6)),
     "checkpointed": (Checkpointed(use_reentrant=False), torch.randn(2, 6)),
     "checkpointed, reentrant": (Checkpointed(use_reentrant=True), torch.randn(2, 6)),
+    "inner derivative": (InnerDerivative(), torch.randn(2, 6)),
     "parametrized": (parametrizations.weight_norm(nn.Linear(6, 5)), torch.randn(2, 6)),
     "attention": (nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True), torch.randn(2, 4, 6)),
 }
