@@ -322,9 +322,6 @@ class _Trial:
             together = self._stepped([one.complete for one in self._standins])
             if not all(bool(updated.weights.isfinite().all()) for updated in together):
                 raise LocalityUnknown("it produces inf or NaN")
-            for number, of_parts in enumerate(self._of_parts(self._standins)):
-                if not _same(self._standins[number].cut, of_parts, together[number].weights):
-                    found[number] = Locality.PARAMETERS
             for number, one in enumerate(self._standins):
                 with _Operations() as operations:
                     (alone,) = self._stepped([one.complete])
@@ -335,6 +332,11 @@ class _Trial:
                 # What it notes about all parameters may act later only (a step size that is still found).
                 if not torch.equal(alone.weights, with_others.weights) or alone.settings != with_others.settings:
                     found[number] = Locality.EVERYTHING
+            # Of others the answer is known, and parts may cost much: Kron and Shampoo square their lengths.
+            asked = [number for number, locality in enumerate(found) if locality is Locality.ELEMENTS]
+            for number, of_parts in zip(asked, self._of_parts([self._standins[n] for n in asked]), strict=True):
+                if not _same(self._standins[number].cut, of_parts, together[number].weights):
+                    found[number] = Locality.PARAMETERS
         of_cuts: dict[tuple[int, Cut] | None, Locality] = {None: Locality.ELEMENTS}
         for number, cut in dict.fromkeys(item for of_group in self._of_parameters for item in of_group if item):
             # One that mixes elements of a small parameter is not asked about a large one.

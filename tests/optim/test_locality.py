@@ -232,6 +232,20 @@ def test_what_is_computed_of_several_elements_counts_before_it_acts():
     assert found(Projecting(parameters(), lr=0.1)) == [Locality.PARAMETERS]
 
 
+def test_parts_of_what_is_read_whole_are_not_tried():
+    sizes = []
+
+    class Normed(optim.SGD):
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                sizes.append(parameter.numel())
+                parameter.grad /= parameter.grad.norm()
+            return super().step(closure)
+
+    assert found(Normed(matrices(), lr=0.1), flat) == [Locality.PARAMETERS]
+    assert set(sizes) == {15, 27}
+
+
 class InItsMode(optim.SGD):
     """As schedule-free optimizers: its step needs a call of train before."""
 
