@@ -19,6 +19,7 @@ from hybridpp.partition.derivatives import Derivative
 from hybridpp.partition.fakes import Fakes
 from hybridpp.partition.flops import FlopCounter
 from hybridpp.partition.hooks import HookEffects, ModelHooks
+from hybridpp.partition.left_state import LeftByContainers, LeftKey, LeftState
 from hybridpp.partition.module_outputs import AttributeKey, AttributeSlot, AttributeSnapshot
 from hybridpp.partition.object_state import RemoteObject, holds_tensors, may_hide_tensors
 from hybridpp.partition.resets import AttributeReset, ResetSearch, UnitCallKey
@@ -45,6 +46,7 @@ class CallRecorder:
         taints: what each tensor depends on; active during the forward.
         resets: finds the attributes that are reset after cuts.
         attributes_before: the attributes that units set, as they were before.
+        left: follows what the forward leaves for the next one; None: nothing is left, or nobody asks.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class CallRecorder:
         self._watch = watch
         self.attributes_before: list[AttributeSlot] = []
         self.resets = ResetSearch(model, (), ())
+        self.left: LeftState | None = None
         self._depth = 0
         self._occurrences: dict[str, int] = {}
         self._outputs: list[tuple[UnitCall, int, Tensor, int]] = []
@@ -82,12 +85,18 @@ class CallRecorder:
         for tensor in self.resets.tensors():
             self.taints.mark(tensor, [])
 
+    def current_call(self) -> tuple[int, bool]:
+        """The index of the call that runs, or else of the next one; and whether one runs."""
+        return (len(self.calls) - 1, True) if self._depth else (len(self.calls), False)
+
     def __call__(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._depth:
             # A unit that calls another one also holds that unit's parameters and buffers.
             self.calls[-1].parameters += self._unit_parameters[name]
             self.calls[-1].others += (name,)
             return forward(*args, **kwargs)
+        if self.left is not None:
+            self.left.begin_call()
         call = self._begin(name, args, kwargs)
         arguments, given_tree = flatten((args, kwargs))
         tensors = {index: leaf for index, leaf in enumerate(arguments) if isinstance(leaf, Tensor)}
@@ -108,6 +117,8 @@ class CallRecorder:
         self._record_leaves(call, leaves, tensors, versions)
         call.given = given_tree if call.arguments else None
         self.resets.note_call((name, call.occurrence), assigned)
+        if self.left is not None:
+            self.left.end_call((name, call.occurrence), len(self.calls) - 1)
         return output
 
     def _begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitCall:
@@ -208,7 +219,8 @@ class CallRecorder:
         arguments = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         hides = any(map(may_hide_tensors, leaves))
         key = self._cache.key(call.name, *inputs, given.kinds())
-        known = None if hides else self._cache.lookup(key, call.name, arguments)
+        # A unit that is not run reads and sets no state.
+        known = None if hides or self.left is not None else self._cache.lookup(key, call.name, arguments)
         if known is not None:
             output, call.flops, call.inner = known
             return output, {}, {}
@@ -291,12 +303,28 @@ class CallRecorder:
         self._outputs.append((call, number, leaf, version_of(leaf)))
         return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
 
-    def finish(self, result: Any, resets: tuple[tuple[AttributeReset, ...], ...], hook_effects: HookEffects) -> Trace:
-        """The trace of a forward that returned ``result``."""
+    def finish(
+        self,
+        result: Any,
+        resets: tuple[tuple[AttributeReset, ...], ...],
+        hook_effects: HookEffects,
+        left: tuple[LeftKey, ...],
+    ) -> Trace:
+        """The trace of a forward that returned ``result``.
+
+        Raises:
+            PartitionError: a stage would read state that the forward before has left on another one.
+        """
+        kept = LeftByContainers()
+        if self.left is not None:
+            is_reset = [{(reset.module, reset.name) for reset in of_cut} for of_cut in resets]
+            kept = self.left.check([call.name for call in self.calls], is_reset)
         for call, number, leaf, version in self._outputs:
             if version_of(leaf) != version:
                 call.written |= {number}
-        return Trace(tuple(self.calls), self.taints.sources(result), resets, hook_effects, tuple(self._derivatives))
+        sources = self.taints.sources(result) | self.taints.sources(list(kept.tensors))
+        derivatives = tuple(self._derivatives)
+        return Trace(tuple(self.calls), sources, resets, hook_effects, derivatives, left, kept.read)
 
 
 def _calls_in(sources: frozenset[Source]) -> set[int]:

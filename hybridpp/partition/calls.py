@@ -9,6 +9,7 @@ import torch
 from hybridpp.nn.torch_private import pytree
 from hybridpp.partition.derivatives import Derivative
 from hybridpp.partition.hooks import HookEffects
+from hybridpp.partition.left_state import LeftKey
 from hybridpp.partition.module_outputs import AttributeKey
 from hybridpp.partition.resets import AttributeReset
 from hybridpp.partition.taint import Source
@@ -102,6 +103,9 @@ class Trace:
         resets: the attributes that are reset after each cut.
         hook_effects: what the hooks did that ran.
         derivatives: those that the forward computes.
+        left: the attributes that it leaves changed for the next forward.
+        left_by_containers: those of them that container code sets and that the next forward reads first; empty if the
+            cuts were not known.
     """
 
     calls: tuple[UnitCall, ...]
@@ -109,3 +113,5 @@ class Trace:
     resets: tuple[tuple[AttributeReset, ...], ...] = ()
     hook_effects: HookEffects = field(default_factory=dict)
     derivatives: tuple[Derivative, ...] = ()
+    left: tuple[LeftKey, ...] = ()
+    left_by_containers: tuple[LeftKey, ...] = ()

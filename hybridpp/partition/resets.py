@@ -61,6 +61,11 @@ class _AttributeValue(NamedTuple):
             or self.contents in ([], {})
         )
 
+    @property
+    def is_cleared(self) -> bool:
+        """Whether there is nothing."""
+        return self.value is MISSING or self.value is None or self.contents in ([], {})
+
 
 class _State:
     """The attributes of a module, and what the containers among them hold."""
@@ -123,15 +128,26 @@ class ResetSearch:
         """
         if not self._cuts:
             return ()
-        now = {path: _State(self._parts[path]) for changed in self._at_cuts for path, _ in changed}
+        now = {path: _State(part) for path, part in self._parts.items()}
+        cleared = self._cleared(now)
         return tuple(
             tuple(
                 AttributeReset(*key, value)
-                for key, held in changed.items()
+                for key, held in (cleared | changed).items()
                 if (value := self._value_after(cut, key, held, now[key[0]][key[1]])) is not held
             )
             for cut, changed in zip(self._cuts, self._at_cuts, strict=False)
         )
+
+    def _cleared(self, now: Mapping[str, _State]) -> dict[tuple[str, str], _AttributeValue]:
+        """What was there before the forward and is not at its end (a script set it for one call), as it was before."""
+        return {
+            (path, name): before[name]
+            for path, before in self._before.items()
+            if not now[path].equals(before)
+            for name in before.attributes
+            if now[path][name].is_cleared and not now[path][name].equals(before[name])
+        }
 
     def _value_after(self, cut: UnitCallKey, key: tuple[str, str], held: _AttributeValue, end: _AttributeValue) -> Any:
         """The value to replace ``held`` by; ``held`` itself if there is no reset."""
@@ -177,7 +193,8 @@ class AttributeResetter:
         self._held: list[tuple[nn.Module, str, Contents | None, Any]] = []
         for reset in resets:
             part = model.get_submodule(reset.module)
-            value = attributes_now(part).get(reset.name, MISSING) if reset.as_before else copy.copy(reset.value)
+            value = reset.value if reset.value is MISSING else copy.copy(reset.value)
+            value = attributes_now(part).get(reset.name, MISSING) if reset.as_before else value
             self._held.append((part, reset.name, items_of(value) if is_container(value) else None, value))
 
     def put(self) -> None:

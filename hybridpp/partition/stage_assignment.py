@@ -76,6 +76,7 @@ class StageAssignment:
         """
         assert self.tracer is not None, "a model of one stage is not traced"
         trace = self.tracer.trace(*arguments, cuts=self.cut)
+        _refuse_state(trace, len(own_stages))
         stages = assign_stages(trace, self.cut)
         for name, needed in uses(trace, stages).items():
             missing = needed - set(self.owners[name])
@@ -142,6 +143,9 @@ def cut_into_stages(
     trace, blocks = found.trace, found.units.blocks
     cut = _choose_cut(model, found, sample, num_stages, device, staging)
     stages = assign_stages(trace, cut)
+    if trace.left:
+        ranks = staging.ranks or range(num_stages)
+        _refuse_state(found.tracer.trace(*sample, cuts=cut), num_stages // len(set(ranks)))
     _warn_of_imbalance(model, trace, stages, config)
     return StageAssignment(
         interceptor=found.interceptor,
@@ -174,6 +178,22 @@ def _budget(model: nn.Module, num_stages: int, staging: StagingOptions) -> Memor
     spec, dtypes = staging.state_spec, staging.dtypes
     sizes = {name: spec.bytes_of(p, dtypes.get(id(p), p.dtype)) for name, p in walk.named_parameters(model)}
     return MemoryBudget(sizes=sizes, ranks=staging.ranks or range(num_stages), limit=staging.partition.limit_bytes)
+
+
+def _refuse_state(trace: Trace, stages_per_rank: int) -> None:
+    """Refuse state between forwards where a rank runs container code several times for one micro-batch.
+
+    Raises:
+        PartitionError: there is such state.
+    """
+    if stages_per_rank > 1 and trace.left_by_containers:
+        module, name = trace.left_by_containers[0]
+        holder = repr(module) if module else "the model"
+        raise PartitionError(
+            f"the forward reads the attribute {name!r} of {holder} that the forward before has left, and each rank "
+            f"runs {stages_per_rank} stages: the code that sets it would run as often for one micro-batch. Keep it in "
+            "the block that reads it, or use a schedule with one stage for each rank."
+        )
 
 
 def _callers(found: TracedUnits, stages: tuple[int, ...]) -> dict[str, set[int]]:

@@ -24,6 +24,7 @@ from hybridpp.partition.concrete_fallback import UntraceableUnitError
 from hybridpp.partition.fakes import Fakes, bound_cache, quiet
 from hybridpp.partition.hooks import HookEffects
 from hybridpp.partition.intercept import Interceptor
+from hybridpp.partition.left_state import AttributesBefore, LeftKey, LeftState
 from hybridpp.partition.module_outputs import AttributeSlot
 from hybridpp.partition.resets import UnitCallKey
 from hybridpp.partition.taint import TaintMode
@@ -92,15 +93,17 @@ class Tracer:
             cuts: the calls after which stages leave the forward, if known.
 
         Raises:
-            PartitionError: the forward branches on a value that a unit computes, or container code replaces after a cut
-                what units keep before it.
+            PartitionError: the forward branches on a value that a unit computes, container code replaces after a cut
+                what units keep before it, or a stage would read what the forward before has left on another one.
         """
         bound_cache()
         self._fakes.renew()
         hooks = self._interceptor.hooks.registered()
 
         def make() -> Trace:
-            return self._trace(args, kwargs, count_flops, watch, cuts)
+            made = self._trace(args, kwargs, count_flops, watch, cuts)
+            # Few forwards leave something: then it is seen in another one where that is set, and who reads it.
+            return self._trace(args, kwargs, count_flops, watch, cuts, made.left) if made.left and cuts else made
 
         # A watch sees the units run, and what they have set before is this rank's.
         if self._common is None or watch is not None or self._initial:
@@ -119,6 +122,7 @@ class Tracer:
         count_flops: bool,
         watch: UnitObserver | None,
         cuts: Sequence[UnitCallKey],
+        follow: Sequence[LeftKey] = (),
     ) -> Trace:
         hooks = self._interceptor.hooks
         recorder = CallRecorder(self._model, self._fakes, self._unit_parameters, self._cache, hooks, count_flops, watch)
@@ -126,21 +130,35 @@ class Tracer:
             for slot in self._initial.values():
                 put_entry(*slot)
             recorder.search_resets(cuts)
+            before = AttributesBefore(self._model)
             try:
                 # A new context, as for a stage's run.
-                result = copy_context().run(self._model, *args, **kwargs)
+                with self._following(recorder, follow, cuts):
+                    result = copy_context().run(self._model, *args, **kwargs)
             except (*_CANNOT_RUN_ON_FAKES, UntraceableUnitError) as error:
                 if self._only_container_code_follows(error, recorder):
                     # The last stage runs it with real values, and it may use what local variables hold.
-                    return recorder.finish(_locals(error), recorder.resets.found(), hook_effects)
+                    return recorder.finish(_locals(error), recorder.resets.found(), hook_effects, before.left())
                 if isinstance(error, UntraceableUnitError):
                     raise
                 raise self._branches_on_a_value(error, recorder) from error
             recorder.taints.refuse_strays(result)
-            resets = recorder.resets.found()
+            trace = recorder.finish(result, recorder.resets.found(), hook_effects, before.left())
         for slot in recorder.attributes_before:
             self._initial.setdefault((id(slot[0]), slot[1]), slot)
-        return recorder.finish(result, resets, hook_effects)
+        return trace
+
+    @contextmanager
+    def _following(
+        self, recorder: CallRecorder, keys: Sequence[LeftKey], cuts: Sequence[UnitCallKey]
+    ) -> Iterator[None]:
+        """Inside, the recorder sees who sets and reads these attributes."""
+        if not keys:
+            yield
+            return
+        recorder.left = LeftState(self._model, keys, cuts)
+        with recorder.left.watching(recorder.current_call):
+            yield
 
     @contextmanager
     def _recording(self, recorder: CallRecorder) -> Iterator[HookEffects]:

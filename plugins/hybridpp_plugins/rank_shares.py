@@ -32,7 +32,7 @@ class RankShares:
 
     Args:
         engine: of the model.
-        first_position: the first pipeline position that has each buffer.
+        buffer_position: the pipeline position that writes each buffer.
         divided: whether the tensors are what this replica updates; False: all replicas have all of them.
         divides_writing: whether each replica writes some of the parameters that all have; False: the first writes all.
     """
@@ -40,7 +40,7 @@ class RankShares:
     def __init__(
         self,
         engine: Engine,
-        first_position: Mapping[str, int],
+        buffer_position: Mapping[str, int],
         *,
         divided: bool = True,
         divides_writing: bool = False,
@@ -48,9 +48,7 @@ class RankShares:
         self._layout = engine.layout
         self._parameters = dict(engine.model.named_parameters())
         self._sharded = placements(engine.model)
-        self._first_position = {name: ranks[0] for name, ranks in engine.weights.ranks_of.items()} | dict(
-            first_position
-        )
+        self._position = {name: ranks[0] for name, ranks in engine.weights.ranks_of.items()} | dict(buffer_position)
         # Only where replicas divide the parameters: else every replica updates all of them.
         layout = engine.weights.layout if engine.zero_stage and divided else None
         pieces = {} if layout is None else layout.pieces
@@ -65,7 +63,7 @@ class RankShares:
         sizes = {
             name: parameter.numel() * (3 if parameter.requires_grad else 1)
             for name, parameter in self._parameters.items()
-            if self._first_position[name] == engine.layout.here.pp
+            if self._position[name] == engine.layout.here.pp
         }
         self._writers = _evenly(sizes, num_writers) if num_writers > 1 else {}
 
@@ -85,7 +83,7 @@ class RankShares:
         is_first_replica = self._counts if name in self._divided else layout.here.dp == self._writers.get(name, 0)
         return (
             is_first_replica
-            and self._first_position[name] == layout.here.pp
+            and self._position[name] == layout.here.pp
             and (layout.here.tp == 0 or name in self._sharded)
         )
 
@@ -189,11 +187,12 @@ class BufferOwners(NamedTuple):
     """Who writes buffers.
 
     Attributes:
-        first_position: the first pipeline position that has each of the complete model's buffers.
+        position: the pipeline position that writes each of the complete model's buffers: that of the last stage, which
+            runs all container code, if it has it, else the first.
         differing: this rank's buffers that are not those of the first replica.
     """
 
-    first_position: dict[str, int]
+    position: dict[str, int]
     differing: frozenset[str]
 
 
@@ -210,6 +209,8 @@ def find_buffer_owners(engine: Engine, call: str, digest_of: Callable[[Tensor], 
     compared = {name for name, tensor in buffers.items() if tensor.layout is torch.strided}  # others are refused
     own = {name: digest_of(buffers[name]) if digest_of and name in compared else "" for name in buffers}
     rows = gather_objects(engine.layout.control, call, [here.dp, here.pp, here.tp, own])
-    first = {name: pp for dp, pp, tp, names in reversed(rows) if dp == tp == 0 for name in names}
+    last = engine.planner.placement[-1]
+    by_precedence = sorted(rows, key=lambda row: (row[1] == last, -row[1]))
+    position = {name: pp for dp, pp, tp, names in by_precedence if dp == tp == 0 for name in names}
     (of_first_replica,) = (names for dp, pp, tp, names in rows if (dp, pp, tp) == (0, here.pp, here.tp))
-    return BufferOwners(first, frozenset(name for name in own if own[name] != of_first_replica[name]))
+    return BufferOwners(position, frozenset(name for name in own if own[name] != of_first_replica[name]))

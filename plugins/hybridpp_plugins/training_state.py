@@ -58,7 +58,7 @@ class TrainingState:
         self._prefix, self._resumed = f"model{index}/", resumed
         self._compares = compares and self._engine.layout.dp.size > 1
         self._owners = find_buffer_owners(self._engine, call, tensor_digest if self._compares else None)
-        self._shares = RankShares(self._engine, self._owners.first_position, divides_writing=True)
+        self._shares = RankShares(self._engine, self._owners.position, divides_writing=True)
         boosted = self._engine.optimizer
         self._optimizer = boosted and OptimizerPart(self._engine, boosted, self._shares, self._prefix)
 
@@ -100,7 +100,7 @@ class TrainingState:
 
     def _writes_for_replica(self, name: str) -> bool:
         here = self._engine.layout.here
-        return here.tp == 0 and self._owners.first_position[name] == here.pp
+        return here.tp == 0 and self._owners.position[name] == here.pp
 
     def _replica_key(self, name: str, replica: int) -> str:
         return f"{self._prefix}replica{replica}/{name}"

@@ -38,9 +38,9 @@ class WeightStream:
         self._control = engine.layout.control
         self._dtypes = engine.original.dtypes
         self._attempt(lambda: _pull(engine, copy))
-        first_position = find_buffer_owners(engine, SAVE_CALL, None).first_position
+        position = find_buffer_owners(engine, SAVE_CALL, None).position
         self._parts: dict[str, tuple[Tensor, tuple[int, ...], _Parts]] = {}
-        shares = RankShares(engine, first_position, divided=copy is None)
+        shares = RankShares(engine, position, divided=copy is None)
         self._attempt(lambda: self._parts.update(_parts(engine, copy, shares)))
         own = {
             name: [str(self._dtype(name, tensor)).removeprefix("torch."), list(shape), [list(box) for box, _ in parts]]
