@@ -242,7 +242,8 @@ class Booster(BoosterAdapters):
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """Backward pass of a loss that the script computed by calling the model; requires ``pp_size=1``.
 
-        The gradient is the mean over the replicas' losses. Collective: every rank of the world, unless inside
+        The gradient is the mean over the replicas' losses. The loss may go through other models of this booster,
+        too: it adds to their gradients, which their optimizers use. Collective: every rank of the world, unless inside
         :meth:`no_sync`.
         """
         self.plugin.backward(loss, optimizer)

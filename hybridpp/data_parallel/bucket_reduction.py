@@ -114,8 +114,10 @@ class BucketReduction:
             if self._is_launched(bucket):
                 raise ConfigError(
                     f"one backward pass added to the gradient of {name!r} again after its reduction had started. "
-                    "Reentrant activation checkpointing does that for a module that is called twice: checkpoint "
-                    "with use_reentrant=False."
+                    "A pass inside of it did so before (reentrant activation checkpointing of a module that is called "
+                    "twice, or a backward in Python that runs one), or it goes through calls of the model that an "
+                    "earlier pass went through. Checkpoint with use_reentrant=False, run one pass for all calls "
+                    "together, or use zero_stage=1."
                 )
             self.complete(name)
         return True
@@ -143,6 +145,10 @@ class BucketReduction:
             if bucket.pending is not None and self._is_done(bucket):
                 bucket.pending.clear()
         self._launch_complete()
+
+    def has_arrived(self, unit: int) -> bool:
+        """Whether the running pass has reached all parameters that a unit has for itself."""
+        return not any(bucket.pending for bucket in self._buckets if unit in (bucket.layout.units or ()))
 
     def _is_done(self, bucket: Bucket) -> bool:
         """Whether the running pass is done with all units that use a bucket."""

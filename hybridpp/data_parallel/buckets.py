@@ -22,7 +22,9 @@ from hybridpp.errors import ConfigError
 
 _UNKNOWN_BACKWARD = (
     "a backward pass outside of hybridpp reached a boosted model's parameters: its gradients would not be scaled or "
-    "reduced. Call booster.backward(loss, optimizer) or booster.execute_pipeline."
+    "reduced. Call booster.backward(loss, optimizer) or booster.execute_pipeline. A loss that goes through several "
+    "models needs booster.backward, with one booster for all of them and pp_size=1; freeze (requires_grad_(False)) "
+    "those that it does not train, or make them one module."
 )
 
 
@@ -302,6 +304,10 @@ class GradientBuckets:
         """Start to reduce what a unit has for itself, when a backward pass is done with it. Collective: replicas."""
         if self._reduction is not None and not self._is_stashed:
             self._reduction.launch_unit(unit)
+
+    def has_arrived(self, unit: int) -> bool:
+        """Whether the running pass has reached all parameters that a unit has for itself."""
+        return self._reduction is None or self._reduction.has_arrived(unit)
 
     def unread_flags(self) -> Tensor | None:
         """What :meth:`unused_parameters` will read of the device, for the caller to read with other numbers."""

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 
 import torch
@@ -62,13 +63,22 @@ class WeightBucket:
         """Whether somebody uses the weights."""
         return bool(self._users)
 
-    def start(self, user: Hashable, group: Replicas, *, apart: bool = False) -> None:
+    def start(
+        self,
+        user: Hashable,
+        group: Replicas,
+        *,
+        apart: bool = False,
+        overdue: AbstractSet[Hashable] = frozenset(),
+    ) -> None:
         """Start to gather the weights for a user, unless they are there. Collective: the group, if nobody uses them.
 
         Args:
             user: ends the use with :meth:`release`.
             group: the replicas.
             apart: whether in memory of their own, which tensors that lie there keep alive.
+            overdue: users that have ended on other replicas; where there are only such, those gather again, so that
+                this one takes part, and gets what it has.
 
         Raises:
             ConfigError: the script has given a parameter other memory.
@@ -83,6 +93,9 @@ class WeightBucket:
             else:
                 allocate_flat(self._flat)
             self._current[self.layout.segment(self._index)] = self.own
+            self._work = group.all_gather_segments(self._current)
+        elif overdue and self._users <= overdue:
+            self.wait()
             self._work = group.all_gather_segments(self._current)
         self._users.add(user)
 
@@ -228,10 +241,13 @@ class ShardedWeights(FlatWeights):
     def _of(self, stage: int) -> Iterable[WeightBucket]:
         return (bucket for bucket in self._of_unit[_REST] if stage in bucket.layout.stages)
 
-    def start_unit(self, unit: int, user: Hashable) -> None:
-        """Start to gather the weights of a unit for a user; -1: of all that no unit has. Collective: all replicas."""
+    def start_unit(self, unit: int, user: Hashable, overdue: AbstractSet[Hashable] = frozenset()) -> None:
+        """Start to gather the weights of a unit for a user; -1: of all that no unit has.
+
+        Collective: all replicas, unless others than ``overdue`` use them.
+        """
         for bucket in self._of_unit[unit]:
-            bucket.start(user, self._group)
+            bucket.start(user, self._group, overdue=overdue)
 
     def wait_unit(self, unit: int) -> None:
         """Wait until they are there."""

@@ -30,6 +30,7 @@ from torch._C import (
     _current_graph_task_id,
     _functorch,
     _is_any_autocast_enabled,
+    _will_engine_execute_node,
 )
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
@@ -41,6 +42,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormWithStatistics
 from torch.nn.modules.conv import _ConvNd as ConvNd
@@ -114,6 +116,7 @@ __all__ = [
     "is_any_autocast_enabled",
     "is_composite",
     "is_functorch_active",
+    "is_in_running_backward",
     "is_view",
     "make_wrapper_subclass",
     "nccl_options",
@@ -220,6 +223,11 @@ current_graph_task_id = _current_graph_task_id
 
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """The tensor that a tensor is a view of; None: it is none."""
+
+
+def is_in_running_backward(parameter: nn.Parameter) -> bool:
+    """Whether the backward pass that runs on this thread will add to a parameter's gradient."""
+    return parameter.requires_grad and bool(_will_engine_execute_node(get_gradient_edge(parameter).node))
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

@@ -1,11 +1,13 @@
 """Gather the weights of each unit around its forward and its backward pass, and free them in between (ZeRO 3)."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
+from enum import Enum, IntEnum, auto
 from functools import partial
-from itertools import count, pairwise
-from typing import Any, NamedTuple, Protocol
+from itertools import count, islice
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +28,11 @@ _KEY, _KEYS = "hybridpp.unit_gather", count()
 class UnitWeights(Protocol):
     """Weights that are gathered by unit. Units are numbered; :data:`REST` is for what no unit has for itself."""
 
-    def start_unit(self, unit: int, user: object) -> None:
-        """Start to gather the weights of a unit for a user. Collective: all replicas."""
+    def start_unit(self, unit: int, user: object, overdue: AbstractSet[object] = frozenset()) -> None:
+        """Start to gather the weights of a unit for a user, again if only ``overdue`` users have them.
+
+        Collective: all replicas, on which users that are not overdue correspond.
+        """
 
     def wait_unit(self, unit: int) -> None:
         """Wait until they are there."""
@@ -49,29 +54,70 @@ class UnitWeights(Protocol):
         """Gather a unit's weights with the rest from now on; returns the names of its parameters."""
 
 
+class _Kind(IntEnum):
+    """What happens to a unit in a pass."""
+
+    # It is called: its weights are gathered, and freed right after the call.
+    CALL = 0
+    # A backward pass begins to use it, ends to, and ends to where the graph that it made still reads the weights.
+    BEGIN = 1
+    END = 2
+    KEEP = 3
+    # A backward pass is done with all of its calls: its gradients can be reduced.
+    DONE = 4
+
+
+class _Outcome(Enum):
+    """What replicas did when they agreed on the next event: that of this one, another, or none, as all have ended."""
+
+    OWN = auto()
+    OTHER = auto()
+    ENDED = auto()
+
+
+_Event: TypeAlias = tuple[int, _Kind]
+_NO_EVENT = -1.0
+Exchange: TypeAlias = Callable[[float], Sequence[float]]
+"""Every replica's number, from this one's; collective."""
+
+
 class _PassOrder:
-    """The order in which the passes of one kind use units.
+    """What the passes of one kind do with units, in an order that all replicas have in common.
 
     Attributes:
-        events: of the running pass, so far: units, each with whether a call of it was begun (True), ended (False), or
-            was the last one that ended (None).
-        last: those of the last pass.
+        events: of the running pass, so far.
+        last: those of the last pass, which are expected again.
+        needs_end: whether the end of a pass must be agreed on: a replica may call a unit that is not expected.
     """
 
     def __init__(self) -> None:
-        self.events: list[tuple[int, bool | None]] = []
-        self.last: list[tuple[int, bool | None]] = []
-        self._next: dict[int, int] = {}
+        self.events: list[_Event] = []
+        self.last: list[_Event] = []
+        self.needs_end = True
 
-    def following(self, unit: int) -> int | None:
-        """The unit that followed this one in the last pass."""
-        return self._next.get(unit)
+    @property
+    def expected(self) -> _Event | None:
+        """What comes next; None: nothing that is known."""
+        return self.last[len(self.events)] if len(self.events) < len(self.last) else None
 
-    def end(self) -> None:
-        """End the pass."""
-        begun = [unit for unit, is_begun in self.events if is_begun]
-        self._next = dict(pairwise(begun))
+    def expects(self, event: _Event) -> bool:
+        """Whether an event is still to come."""
+        return event in self.last[len(self.events) :]
+
+    def following(self) -> int | None:
+        """The unit that is expected to be gathered next."""
+        rest = self.last[len(self.events) :]
+        return next((unit for unit, kind in rest if kind <= _Kind.BEGIN), None)
+
+    def gathered(self) -> set[int]:
+        """The units of the last pass."""
+        return {unit for unit, kind in self.last if kind <= _Kind.BEGIN}
+
+    def end(self, units: Collection[int]) -> None:
+        """End the pass; ``units`` are all that there are."""
         self.last, self.events = self.events, []
+        num_gathered = sum(kind <= _Kind.BEGIN for _, kind in self.last)
+        self.needs_end = num_gathered > len(self.gathered()) or not self.gathered().issuperset(units)
 
 
 class _BackwardUse(NamedTuple):
@@ -82,12 +128,16 @@ class _BackwardUse(NamedTuple):
         model_call: that its forward ran in.
         left: keys of the nodes of its inputs that the pass has not reached.
         task: of autograd's engine.
+        order: that the pass follows.
+        is_read_later: whether the pass makes a graph of itself, which reads the weights again.
     """
 
     unit: int
     model_call: "_ModelCall"
     left: set[int]
     task: int
+    order: "_PassOrder"
+    is_read_later: bool
 
 
 class _ModelCall:
@@ -117,25 +167,53 @@ class UnitGather:
 
     A unit's weights are gathered before its forward and freed after it; gathered again when the backward pass reaches
     one of its outputs, and freed when that has reached all of its inputs. Meanwhile those of the unit that followed in
-    the last such pass are on their way. All replicas must call units in the same order.
+    the last such pass are on their way.
+
+    Replicas may call other units than each other. All of them do what the last pass of the kind did, in its order: a
+    replica that leaves out a unit takes part in its gather and its reduction all the same. What is not expected, at
+    first everything, is agreed on: each replica says what comes next for it, and one such event happens on all of them.
+    A pass ends on all replicas together, without a message where every unit was called once in the last one.
 
     Args:
         weights: gathers them.
         units: the number of each unit that gathers, by name.
         learns: whether parameters of units that code outside of them reads are found in the first call, and gathered
             with the rest.
+        exchange: tells replicas' next events; None: there is one replica, or all do alike.
 
     Attributes:
         after_backward: called with the number of a unit when a backward pass is done with it: with all of its calls in
             one call of the model; None: nothing is.
         after_move: called with the names of parameters that are gathered with the rest from now on; None: nothing is.
+        has_arrived: whether the gradients of a unit's parameters are complete; None: they are.
     """
 
-    def __init__(self, weights: UnitWeights, units: Mapping[str, int], *, learns: bool = True):
+    def __init__(
+        self,
+        weights: UnitWeights,
+        units: Mapping[str, int],
+        *,
+        learns: bool = True,
+        exchange: Exchange | None = None,
+    ):
         self._weights = weights
         self._units = units
-        self._forward, self._backward = _PassOrder(), _PassOrder()
+        self._exchange = exchange
+        # Backward passes of one call of the model, and of several together.
+        self._forward, self._backward, self._joint = _PassOrder(), _PassOrder(), _PassOrder()
+        # Calls of the model that the script's own backward passes may reach.
+        self._num_calls = 0
+        self._is_joint = False
+        # Units that a backward pass has gone through.
+        self._with_backward: set[int] = set()
+        # Whether a forward since the last update was not as expected, so that its backward pass will not be either.
+        self._is_unplanned = False
         self._held: dict[object, _BackwardUse] = {}
+        # Uses of this replica's that have ended on the others; whether autograd has no more of the running pass to do.
+        self._overdue: set[object] = set()
+        self._is_pass_over = False
+        # By unit, what stands for the uses of other replicas, in the running passes.
+        self._served: dict[int, list[object]] = defaultdict(list)
         # The unit whose weights are on their way.
         self._ahead: int | None = None
         self._learns = learns
@@ -143,6 +221,7 @@ class UnitGather:
         self._kept: list[object] = []
         self.after_backward: Callable[[int], None] | None = None
         self.after_move: Callable[[Collection[str]], None] | None = None
+        self.has_arrived: Callable[[int], bool] | None = None
         # The running call of the model.
         self._model_call = _ModelCall()
         self._is_in_model = self._is_copy = False
@@ -164,7 +243,9 @@ class UnitGather:
             return forward(*args, **kwargs)
         self._drop_interrupted()
         if self._forward.events:  # an error ended the last call
-            self._end(self._forward)
+            self._drop_ahead()
+            self._forward.events.clear()
+        self._num_calls += torch.is_grad_enabled()
         self._is_in_model, self._model_call = True, _ModelCall()
         try:
             result = self._run(REST, forward, args, kwargs)
@@ -176,7 +257,12 @@ class UnitGather:
     def _run(self, unit: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = object()
         # Recomputation runs units within a backward pass, which has gathered them already.
-        self._start(unit, call, None if _is_in_backward() else self._forward)
+        if _is_in_backward() or not self._is_in_model:
+            self._weights.start_unit(unit, call)
+            self._weights.wait_unit(unit)
+        else:
+            self._reach((unit, _Kind.CALL), self._forward)
+            self._gather(unit, call, self._forward)
         is_kept = False
         # Before the forward, which may write to its inputs in place.
         inputs = _nodes(tensors_in((args, kwargs)))
@@ -188,17 +274,14 @@ class UnitGather:
             if torch.is_grad_enabled():
                 self._watch(unit, outputs, inputs)
         finally:
-            if is_kept:
-                # Whoever has that result may read it at any time.
-                self._moved(self._weights.move_unit_to_rest(unit))
-                self._kept.append(call)
-            else:
-                self._weights.release_unit(unit, call)
+            # Whoever has that result may read it at any time.
+            self._freed(unit, call, is_read_later=is_kept)
         return result
 
     def release_kept(self) -> None:
         """Free weights that lay in what units returned, or that an error in a backward pass left, after an update."""
         self._drop_interrupted()
+        self._is_unplanned = False
         while self._kept:
             self._weights.release_unit(REST, self._kept.pop())
 
@@ -212,15 +295,93 @@ class UnitGather:
             yield
         self._learns = False
 
-    def _start(self, unit: int, user: object, order: _PassOrder | None) -> None:
-        self._weights.start_unit(unit, user)
-        if order is not None:
-            self._drop_ahead()
-            order.events.append((unit, True))
-            self._ahead = order.following(unit)
-            if self._ahead is not None:
-                self._weights.start_unit(self._ahead, self)
+    def _reach(self, event: _Event, order: _PassOrder) -> bool:
+        """Do what other replicas do before an event of this one; returns whether it happens. Collective: all replicas.
+
+        All happen, but for reductions that not all replicas come to: these wait for the end of the pass.
+        """
+        is_reduction = event[1] is _Kind.DONE
+        while True:
+            expected = self._expected(order)
+            is_known = expected is not None or not (order.needs_end or self._is_unplanned)
+            if is_known and is_reduction and not order.expects(event):
+                return False
+            outcome = _Outcome.OWN if expected == event else _Outcome.OTHER
+            if expected is None:
+                outcome = self._agree(event, order)
+            elif expected != event:
+                self._serve(expected, order)
+            if outcome is _Outcome.OWN:
+                order.events.append(event)
+                return True
+            if expected is None and is_reduction:
+                return False
+
+    def _expected(self, order: _PassOrder) -> _Event | None:
+        """What comes next; None: nothing that is known. After a forward that was not expected, no backward pass is."""
+        return None if self._is_unplanned and order is not self._forward else order.expected
+
+    def _agree(self, event: _Event | None, order: _PassOrder) -> _Outcome:
+        """Let one of the replicas' next events happen; None: there is none here. Collective: all replicas."""
+        if self._exchange is None:
+            return _Outcome.ENDED if event is None else _Outcome.OWN
+        own = _NO_EVENT if event is None else float((event[0] + 1) * len(_Kind) + event[1])
+        numbers = set(self._exchange(own))
+        if numbers == {_NO_EVENT}:
+            return _Outcome.ENDED
+        self._is_unplanned |= order is self._forward
+        if numbers == {own}:
+            return _Outcome.OWN
+        found = [(int(number) // len(_Kind) - 1, _Kind(int(number) % len(_Kind))) for number in numbers if number >= 0]
+        # What frees weights first; forwards from the first unit on, backwards from the last one.
+        sign = 1 if order is self._forward else -1
+        candidates = [one for one in found if one[1] is not _Kind.DONE]
+        chosen = min(candidates, key=lambda one: (one[1] <= _Kind.BEGIN, sign * one[0], one[1]), default=None)
+        if chosen is not None and chosen == event:
+            return _Outcome.OWN
+        if chosen is not None:
+            self._serve(chosen, order)
+        return _Outcome.OTHER
+
+    def _gather(self, unit: int, user: object, order: _PassOrder) -> None:
+        self._weights.start_unit(unit, user, self._overdue)
+        self._drop_ahead()
+        self._ahead = None if self._expected(order) is None else order.following()
+        if self._ahead is not None:
+            self._weights.start_unit(self._ahead, self, self._overdue)
         self._weights.wait_unit(unit)
+
+    def _serve(self, event: _Event, order: _PassOrder) -> None:
+        """Take part in what other replicas do. Collective: all replicas."""
+        unit, kind = event
+        order.events.append(event)
+        if kind <= _Kind.BEGIN:
+            self._served[unit].append(user := object())
+            self._gather(unit, user, order)
+        if kind is _Kind.DONE:
+            if not self._is_pass_over and any(use.unit == unit for use in self._held.values()):
+                raise UnlikeCallsError(
+                    f"replicas call {self._name(unit)} unlike numbers of times in one step, which zero_stage=3 cannot "
+                    "follow. Use zero_stage=2, or call it equally often on all replicas."
+                )
+            self._ended(unit)
+        elif kind is not _Kind.BEGIN and self._served[unit]:
+            self._freed(unit, self._served[unit].pop(), is_read_later=kind is _Kind.KEEP)
+        elif kind is not _Kind.BEGIN:
+            # Others end here what lasts longer on this replica.
+            own = (call for call, use in self._held.items() if use.unit == unit and call not in self._overdue)
+            self._overdue.update(islice(own, 1))
+
+    def _freed(self, unit: int, user: object, *, is_read_later: bool) -> None:
+        """End a use of a unit's weights, unless a graph reads them later."""
+        if is_read_later:
+            self._moved(self._weights.move_unit_to_rest(unit))
+            self._kept.append(user)
+        else:
+            self._weights.release_unit(unit, user)
+
+    def _name(self, unit: int) -> str:
+        return next((name for name, number in self._units.items() if number == unit), "what no unit has for itself")
 
     def _drop_ahead(self) -> None:
         if self._ahead is not None:
@@ -228,8 +389,26 @@ class UnitGather:
             self._ahead = None
 
     def _end(self, order: _PassOrder) -> None:
+        """End a pass. Collective: all replicas, where one may do what is not expected."""
+        is_unplanned = self._is_unplanned and order is not self._forward
+        while (expected := self._expected(order)) is not None:
+            self._serve(expected, order)
+        if order.needs_end or is_unplanned:
+            while self._agree(None, order) is not _Outcome.ENDED:
+                pass
         self._drop_ahead()
-        order.end()
+        # Uses that replicas ended at once count as one.
+        for unit, users in self._served.items():
+            while users:
+                self._weights.release_unit(unit, users.pop())
+        order.end(self._units.values())
+        gathered = order.gathered()
+        if order is self._forward:
+            # A unit of which there have been backward passes, and in the last one was none.
+            backwards = [one.gathered() for one in (self._backward, self._joint) if one.last]
+            self._is_unplanned |= any(not self._with_backward.intersection(gathered) <= one for one in backwards)
+        else:
+            self._with_backward |= gathered
 
     def _drop_interrupted(self) -> None:
         """Free what backward passes used that an error has ended: it would be old after the next update."""
@@ -238,7 +417,9 @@ class UnitGather:
             for call, use in self._held.items():
                 self._weights.release_unit(use.unit, call)
             self._held.clear()
+            self._overdue.clear()
             self._backward.events.clear()
+            self._joint.events.clear()
 
     def _watch(self, unit: int, outputs: list[Tensor], inputs: set[Any]) -> None:
         """Gather the weights again when a backward pass reaches an output, until it has reached all inputs.
@@ -270,8 +451,12 @@ class UnitGather:
             task = current_graph_task_id()
             if all(use.task != task for use in self._held.values()):
                 call_after_backward(partial(self._end_backward, task))
-            self._held[call] = _BackwardUse(unit, model_call, set(exit_keys), task)
-            self._start(unit, call, self._backward)
+            # A pass within the forward, for a gradient that the loss depends on, is a part of it.
+            order = self._forward if self._is_in_model else self._joint if self._is_joint else self._backward
+            use = _BackwardUse(unit, model_call, set(exit_keys), task, order, torch.is_grad_enabled())
+            self._held[call] = use
+            self._reach((unit, _Kind.BEGIN), order)
+            self._gather(unit, call, order)
 
     def _on_exit(self, node_key: int, _: Any) -> None:
         for call, use in list(self._held.items()):
@@ -282,11 +467,17 @@ class UnitGather:
 
     def _leave(self, call: object) -> None:
         use = self._held.pop(call)
-        self._weights.release_unit(use.unit, call)
-        self._backward.events.append((use.unit, False))
-        if use.model_call.leave(use.unit):
-            self._backward.events.append((use.unit, None))
-            self._ended(use.unit)
+        unit, order = use.unit, use.order
+        if call not in self._overdue:
+            self._reach((unit, _Kind.KEEP if use.is_read_later else _Kind.END), order)
+        self._overdue.discard(call)
+        self._freed(unit, call, is_read_later=use.is_read_later)
+        is_done = use.model_call.leave(unit) and order is self._backward
+        # A pass within this one, of a checkpoint or of a backward in Python, may not bring all gradients.
+        if is_done and any(other.task != use.task for other in self._held.values()):
+            is_done = unit == REST or self.has_arrived is None or self.has_arrived(unit)
+        if is_done and self._reach((unit, _Kind.DONE), order):
+            self._ended(unit)
 
     def _ended(self, unit: int) -> None:
         """A backward pass is done with a unit."""
@@ -294,50 +485,51 @@ class UnitGather:
             self.after_backward(unit)
 
     def _end_backward(self, task: int) -> None:
-        for call in [call for call, use in self._held.items() if use.task == task]:
-            self._leave(call)
+        ended = [call for call, use in self._held.items() if use.task == task]
+        self._is_pass_over = True
+        try:
+            for call in ended:
+                self._leave(call)
+        finally:
+            self._is_pass_over = False
         if not self._held:
-            self._end(self._backward)
+            order = self._joint if self._is_joint else self._backward
+            if not self._is_in_model:
+                self._end(order)
+
+    @contextmanager
+    def own_backward(self) -> Iterator[None]:
+        """A context for a backward pass that the script runs, of the calls of the model since the last one."""
+        self._is_joint = self._num_calls > 1
+        try:
+            yield
+        finally:
+            self._num_calls, self._is_joint = 0, False
 
     def gather_as_others(self, *, backward: bool) -> None:
-        """Take part in the gathers of a pass that only other replicas run, or that an error has ended here.
+        """Take part in what a pass does that only other replicas run, or that an error has ended here.
 
         Collective: all replicas.
-
-        Raises:
-            UnlikeCallsError: this rank has not run such a pass.
         """
         order = self._backward if backward else self._forward
-        done = order.events
-        if not order.last or order.last[: len(done)] != done:
-            raise UnlikeCallsError(
-                "an error ended the first pass of its kind on this rank, which so does not know what other replicas "
-                "gather in it (zero_stage=3). Let the error end the process, and start again."
-            )
-        # The calls that use each unit: of the pass that was ended, then ours.
-        users: dict[int, list[object]] = defaultdict(list)
+        # What the pass used that was ended, in its order.
         for call, use in self._held.items() if backward else ():
-            users[use.unit].append(call)
-        for unit, is_begun in order.last[len(done) :]:
-            if is_begun:
-                users[unit].append(object())
-                self._start(unit, users[unit][-1], order)
+            if call in self._overdue:
+                self._weights.release_unit(use.unit, call)
             else:
-                order.events.append((unit, is_begun))
-            if is_begun is None:
-                self._ended(unit)
-            elif not (is_begun and backward):  # a forward uses no unit longer than its call
-                self._weights.release_unit(unit, users[unit].pop())
-        if backward:
-            self._held.clear()
+                self._served[use.unit].append(call)
+        self._held.clear()
+        self._overdue.clear()
         self._end(order)
 
     def reset(self) -> None:
         """After an error in a step: forget what was used."""
         self._held.clear()
+        self._served.clear()
+        self._overdue.clear()
         self._kept.clear()
-        self._ahead, self._is_in_model = None, False
-        self._forward.events, self._backward.events = [], []
+        self._ahead, self._is_in_model, self._num_calls = None, False, 0
+        self._forward.events, self._backward.events, self._joint.events = [], [], []
 
 
 class _ReadsParameters(TorchFunctionMode):

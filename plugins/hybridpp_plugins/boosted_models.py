@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -82,6 +83,19 @@ class BoostedModels(
     """
 
     settings: PluginSettings
+
+    # Of the models that this plugin boosted, which the plugin does not keep alive.
+    _optimizers: "list[ref[HybridOptimizer]]"
+
+    def _join(self, optimizer: HybridOptimizer) -> None:
+        """Let the script's backward passes go through all models of this plugin."""
+
+        def partners() -> list[HybridOptimizer]:
+            alive = (one() for one in self._optimizers)
+            return [one for one in alive if one is not None and one is not optimizer and not one.is_released]
+
+        self._optimizers = [*getattr(self, "_optimizers", ()), ref(optimizer)]
+        optimizer.partners = partners
 
     @property
     def interrupted(self) -> bool:

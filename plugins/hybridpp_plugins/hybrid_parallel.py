@@ -384,6 +384,8 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, Choose
             if scheduler is not None and engine.optimizer is not None:
                 scheduler = SkipAwareScheduler(scheduler, engine.optimizer)
         self._num_boosted += 1
+        if engine.optimizer is not None:
+            self._join(engine.optimizer)
         return parts._replace(optimizer=engine.optimizer, lr_scheduler=scheduler)
 
     @classmethod

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from hybridpp.config import OptimizerConfig, Precision
 from hybridpp.data_parallel import GradientReducer, RunningStatistics, UpdateTarget
 from hybridpp.errors import ConfigError
+from hybridpp.nn.torch_private import is_in_running_backward
 from hybridpp.optim import GlobalGradNorm
 from hybridpp.precision import MasterWeights
 from hybridpp_plugins.failed_pass import FailedPass
@@ -50,6 +51,8 @@ class HybridOptimizer(SteppingOptimizer):
     Attributes:
         uninitialized: weights of the model that have no values yet.
         recompute_context: a context for the backward pass, in which activation checkpointing may run the forward again.
+        partners: gives the other optimizers that the plugin boosted, whose models a loss may go through, too.
+        own_backward: a context for a backward pass of the script's own, which may be of several calls of the model.
         groups_before: what its groups had before boost.
         statistics: running statistics of the model; None: it has none.
         stop_exchange: tells all ranks of signals in the script's own backward passes.
@@ -70,6 +73,8 @@ class HybridOptimizer(SteppingOptimizer):
         super().__init__(optimizer, reducer, target, masters, norm, config, precision, owner)
         self.uninitialized = UninitializedWeights(())
         self.recompute_context: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.own_backward: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.partners: Callable[[], Sequence[HybridOptimizer]] = tuple
         self.groups_before: Sequence[GroupBefore] = ()
         self.statistics: RunningStatistics | None = None
         self.stop_exchange: StopExchange | None = None
@@ -112,25 +117,57 @@ class HybridOptimizer(SteppingOptimizer):
     def _run_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if self.stop_exchange is not None:
             self.stop_exchange.begin()
-        self.begin_accumulation(manual=True)
-        self._reducer.begin_last_backward()
+        self._begin_own(self.loss_scale)
         num_replicas = self.norm.num_replicas
         scaled = self.scale_loss(loss.to(torch.promote_types(loss.dtype, torch.float32))) / num_replicas
-        try:
-            with self.recompute_context(), self.grad_access_warning.quiet():
+        joined: list[HybridOptimizer] = []
+        with ExitStack() as stack:
+
+            def join(_: Any) -> None:
+                # At the beginning of the pass, which only then is known to reach them.
+                for one in (other for other in self.partners() if other.is_reached()):
+                    one._begin_own(self.loss_scale)
+                    stack.enter_context(one.own_backward())
+                    joined.append(one)
+
+            partners = self.partners()
+            if partners and scaled.grad_fn is not None:
+                scaled.grad_fn.register_prehook(join)
+            try:
+                for one in (self, *partners):
+                    stack.enter_context(one.recompute_context())
+                    stack.enter_context(one.grad_access_warning.quiet())
+                stack.enter_context(self.own_backward())
                 # From the edge: backward of a tensor disables torch's function modes, which recomputation may need.
                 torch.autograd.backward(get_gradient_edge(scaled), *args, **kwargs)
-        except BaseException:
-            # As after an error in execute_pipeline: some buckets are reduced already, and others are not.
-            self._reducer.abort()
-            raise
+            except BaseException:
+                # As after an error in execute_pipeline: some buckets are reduced already, and others are not.
+                for one in (self, *joined):
+                    one._reducer.abort()
+                raise
+            for one in (self, *joined):
+                one._end_own()
+        if self.stop_exchange is not None and self._reducer.is_syncing:
+            self.stop_exchange.end()
+
+    def is_reached(self) -> bool:
+        """Whether the backward pass that runs will reach a parameter of this optimizer."""
+        return any(is_in_running_backward(parameter) for parameter in self._reducer.parameters.values())
+
+    def _begin_own(self, loss_scale: float) -> None:
+        """Prepare for a backward pass that the script runs, of a loss times ``loss_scale``."""
+        if self._is_released:
+            self._refuse_released()
+        self.accumulated.begin(loss_scale, manual=True)
+        self._reducer.begin_last_backward()
+
+    def _end_own(self) -> None:
+        """Reduce after such a pass. Collective: all replicas, unless inside ``no_sync``."""
         self.end_accumulation()
         if self.statistics is not None and self._reducer.is_syncing:
             self.statistics.average()
         if self.replica_buffers is not None and self._reducer.is_syncing:
             self.replica_buffers.after_backward()
-        if self.stop_exchange is not None and self._reducer.is_syncing:
-            self.stop_exchange.end()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The gradients of this rank's parameters, by name: copies, unscaled and in fp32.

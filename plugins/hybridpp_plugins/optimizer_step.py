@@ -89,8 +89,9 @@ class AccumulatedGradients:
         else:
             if self.clip_detector is not None:
                 self.clip_detector.detect()
-            if self._is_unscaled:
-                self._reducer.scale(loss_scale)
+            # The script has divided by the scale, or an earlier pass was of another model's loss, with its scale.
+            before = 1.0 if self._is_unscaled else self.scale
+            self._reducer.scale(loss_scale / before)
         self.num_passes += 1
         self.num_manual_passes += manual
         self._used = None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.checkpoint import swap_value, without_flat_weights
+from hybridpp.cluster import Group, gather_numbers
 from hybridpp.config import OptimizerConfig, Precision, ZeroConfig
 from hybridpp.data_parallel import (
     FlatWeights,
@@ -30,6 +31,7 @@ from hybridpp_plugins.optimizer_state import Segment
 
 # Of the model's elements. Smaller units (norms beside blocks) are gathered with what no unit has.
 _LEAST_SHARE = 1 / 256
+_IN_PASS = "in a pass through a model with zero_stage=3, of which replicas agree on the order of units"
 
 
 class UpdateRules(NamedTuple):
@@ -188,7 +190,7 @@ def trained_weights(
             flat = ShardedWeights(buckets, parameters, group, device, _copy, frozen_buckets, frozen)
             masters.update_pieces(flat.pieces)
             if staged.num_stages == 1:
-                _gather_units(staged, flat, unit_names)
+                _gather_units(staged, flat, unit_names, layout.control)
     return TrainedWeights(parameters, masters, buckets, flat, replicas, rules.zero, ranks_of, in_half)
 
 
@@ -210,9 +212,12 @@ def units_of(model: nn.Module, units: Mapping[str, int]) -> dict[str, tuple[int,
     return found
 
 
-def _gather_units(staged: StagedModel, weights: ShardedWeights, units: Mapping[str, int]) -> None:
+def _gather_units(staged: StagedModel, weights: ShardedWeights, units: Mapping[str, int], control: Group) -> None:
+    def exchange(number: float) -> list[float]:
+        return [row[0] for row in gather_numbers(control, _IN_PASS, [number])]
+
     is_compiled = any(has_compiled_forward(module) for module in walk.modules(staged.model))
-    gather = UnitGather(weights, units, learns=not is_compiled)
+    gather = UnitGather(weights, units, learns=not is_compiled, exchange=exchange)
     weights.gather_as_others, weights.after_cancel = gather.gather_as_others, gather.reset
     weights.after_update = gather.release_kept
     staged.gather_units(gather)

@@ -73,6 +73,11 @@ class WrappedOptimizer(Optimizer):
         """The optimizer that was given to ``boost``."""
         return self._optimizer
 
+    @property
+    def is_released(self) -> bool:
+        """Whether the model is unboosted."""
+        return self._is_released
+
     def release(self) -> None:
         """Refuse to be used from now on: the model is unboosted, and the wrapped optimizer updates it."""
         self._is_released = True

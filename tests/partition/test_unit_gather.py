@@ -24,7 +24,7 @@ class Recorder:
     def there(self):
         return {unit for unit, users in self.users.items() if users}
 
-    def start_unit(self, unit, user):
+    def start_unit(self, unit, user, overdue=frozenset()):
         if not self.users.get(unit):
             self.events.append(f"+{unit}")
         self.users.setdefault(unit, set()).add(user)

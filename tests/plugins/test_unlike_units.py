@@ -1,0 +1,171 @@
+"""ZeRO 3 where replicas call other units, where passes are within others, or go through several calls of the model."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hybridpp import Booster, HybridParallelPlugin
+from hybridpp.cluster import Loopback, current_world
+
+
+class Layers(nn.Module):
+    """A stack of layers, of which those in ``left_out`` are not called, and one of two heads, of unlike sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.heads = nn.ModuleDict({"a": nn.Linear(6, 6), "b": nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 6))})
+
+    def forward(self, x, left_out="", head="a"):
+        for index, layer in enumerate(self.layers):
+            if str(index) not in left_out:
+                x = layer(x).tanh()
+        return self.heads[head](x)
+
+
+class Forces(nn.Module):
+    """A layer after the gradient of what others computed, which the loss depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1))
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        return self.last(torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0])
+
+
+class Recomputed(torch.autograd.Function):
+    """Calls a function without a graph, and takes its gradients in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, function, *parameters):
+        ctx.function, ctx.parameters = function, parameters
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        of_x, *others = torch.autograd.grad(y, (x, *ctx.parameters), gradient)
+        return of_x, None, *others
+
+
+class TakesGradients(nn.Sequential):
+    def __init__(self):
+        super().__init__(*(nn.Linear(6, 6) for _ in range(3)))
+
+    def forward(self, x):
+        x = Recomputed.apply(self[0](x), lambda x: self[1](x).tanh(), *self[1].parameters())
+        return self[2](x)
+
+
+def mean_square(outputs, inputs):
+    return outputs.square().mean()
+
+
+mean_square.reduction = "mean"  # the gradient of a sum in the forward is of each sample alone
+
+
+def once(model, x, inputs):
+    return model(x, **inputs).square().mean()
+
+
+def twice(model, x, inputs):
+    return model(x, **inputs).square().mean() - 0.5 * model(x + 1, **inputs).mean()
+
+
+def step_difference(make_model, loss_of, steps, *, pipeline=False, **settings):
+    """The largest difference of weights after steps of two replicas to those of one process.
+
+    Args:
+        make_model: makes the model.
+        loss_of: of the model, a replica's samples and its further inputs.
+        steps: by step, the further inputs of both replicas.
+        pipeline: whether ``execute_pipeline`` runs the steps, in two micro-batches.
+        settings: of the plugin.
+    """
+    batches = torch.randn(len(steps), 2, 4, 6, generator=torch.Generator().manual_seed(1))
+
+    def made():
+        torch.manual_seed(0)
+        model = make_model()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run():
+        rank = current_world().rank
+        plugin = HybridParallelPlugin(zero_stage=3, num_microbatches=2 if pipeline else 1, **settings)
+        booster = Booster(plugin=plugin, device="cpu")
+        model, optimizer, *_ = booster.boost(*made())
+        for batch, inputs in zip(batches, steps, strict=True):
+            x = batch[rank]
+            if pipeline:
+                data = iter([{"x": x, **inputs[rank]}])
+                booster.execute_pipeline(data, model, mean_square, optimizer)
+            else:
+                booster.backward(loss_of(model, x, inputs[rank]), optimizer)
+            optimizer.step()
+        with booster.unsharded(model):
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+    found = Loopback(2).run(run)
+    model, optimizer = made()
+    for batch, inputs in zip(batches, steps, strict=True):
+        optimizer.zero_grad()
+        for x, own in zip(batch, inputs, strict=True):
+            (loss_of(model, x, own) / 2).backward()
+        optimizer.step()
+    return max(F.l1_loss(a, b).item() for rank in found for a, b in zip(rank, model.parameters(), strict=True))
+
+
+A, B = {"head": "a"}, {"head": "b"}
+FIRST, LAST, ALL, NONE = ({"left_out": which} for which in ("0", "2", "012", ""))
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"zero_reduce": "step"}], ids=["microbatch", "step"])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [(A, B), (B, A), (A, B)],
+        [(A, A), (B, A), (B, B), (A, B)],
+        [(FIRST, LAST), (NONE, FIRST), (ALL, NONE), (ALL, NONE)],
+        [(FIRST, FIRST), (LAST, LAST), (FIRST, FIRST), (NONE, ALL)],
+    ],
+    ids=["heads", "new heads", "layers", "the same layers"],
+)
+def test_replicas_that_call_other_units_train_as_one_process(steps, settings, pipeline):
+    assert step_difference(Layers, once, steps, pipeline=pipeline, **settings) < 1e-7
+
+
+@pytest.mark.parametrize("make_model", [Forces, TakesGradients])
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_gradients_taken_within_a_pass_are_those_of_one_process(make_model, pipeline):
+    assert step_difference(make_model, once, [({}, {})] * 2, pipeline=pipeline) < 1e-7
+
+
+@pytest.mark.parametrize("settings", [{}, {"zero_reduce": "step"}], ids=["microbatch", "step"])
+def test_one_backward_pass_may_go_through_two_calls_of_the_model(settings):
+    steps = [({}, {}), (FIRST, LAST)]
+    assert step_difference(Layers, twice, steps, **settings) < 1e-7
+
+
+def test_steps_alike_exchange_no_message_about_units(monkeypatch):
+    asked = []
+    exchanged = "hybridpp_plugins.trained_weights.gather_numbers"
+
+    def counted(control, call, numbers):
+        asked.append(call)
+        return [tuple(numbers)] * control.size
+
+    monkeypatch.setattr(exchanged, counted)
+    step_difference(TakesGradients, once, [({}, {})])
+    in_one_step = len(asked)
+    step_difference(TakesGradients, once, [({}, {})] * 3)
+    assert in_one_step > 0
+    assert len(asked) == 2 * in_one_step
