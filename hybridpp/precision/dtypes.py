@@ -10,6 +10,7 @@ from hybridpp.config import Precision
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn import walk
 from hybridpp.nn.torch_private import BatchNorm, transient_buffers_of
+from hybridpp.precision.declared_fp32 import DeclaredFp32
 from hybridpp.precision.module_dtypes import ModuleDtypes
 from hybridpp.text_table import text_table
 
@@ -42,7 +43,9 @@ def dtype_changes(
     Half precision does not change complex tensors, nor non-persistent buffers, which are derived constants (rotary
     frequencies) that models use in their original precision. Batch normalisation is in fp32: in half precision its
     running statistics would stop changing, and its kernels accept half-precision inputs with fp32 weights.
-    ``module_dtypes`` override both. Tensors of an fp32 module become fp32 whatever their dtype was.
+    ``module_dtypes`` override both. Tensors of an fp32 module become fp32 whatever their dtype was, and so do those
+    that the model declares (:class:`DeclaredFp32`). Where parameters were in that half precision before, buffers in
+    fp32 are there on purpose, and stay.
     """
     if dtype is None:
         return {}
@@ -50,13 +53,20 @@ def dtype_changes(
         tensors = (*walk.parameters(model), *walk.buffers(model))
         return {id(tensor): dtype for tensor in tensors if tensor.dtype in _HALF.values()}
     changed: dict[int, torch.dtype] = {}
+    declared = DeclaredFp32.of(model, dtype).tensors
+    was_half = any(parameter.dtype is dtype for parameter in walk.parameters(model))
     for module in walk.modules(model):
         target = module_dtypes.get(module, torch.float32 if isinstance(module, BatchNorm) else dtype)
         derived = transient_buffers_of(module)
-        buffers = [buffer for name, buffer in module.named_buffers(recurse=False) if name not in derived]
+        buffers = [
+            buffer
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in derived and not (was_half and buffer.dtype is torch.float32)
+        ]
         for tensor in (*module.parameters(recurse=False), *buffers):
-            if tensor.is_floating_point() and tensor.dtype is not target:
-                changed[id(tensor)] = target
+            after = torch.float32 if id(tensor) in declared else target
+            if tensor.is_floating_point() and tensor.dtype is not after:
+                changed[id(tensor)] = after
     return changed
 
 

@@ -1,8 +1,11 @@
-"""Torch functions that refuse half-precision and fp32 arguments in one call, and how to cast their arguments.
+"""Torch functions that refuse the arguments of a half-precision model, and how to cast these.
 
 A half-precision model computes with fp32 where it uses constants that are not part of its state (rotary tables, ALiBi
 slopes): these keep their dtype, and torch promotes the results of additions and multiplications with them. Matrix
 products, attention and convolutions do not promote. There autocast rounds to half precision, and so do these rules.
+
+Fourier transforms, decompositions, solvers, distances and quantiles have no kernels for half precision. Autocast
+computes them in fp32, and so do these rules; the result stays in fp32.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hybridpp.nn.half import HALF_DTYPES
+from hybridpp.nn.half import HALF_DTYPES, widened
+from hybridpp.nn.torch_private import pytree
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 CastRule: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Arguments | None]
@@ -88,6 +92,15 @@ def _cast_assigned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments |
     return _cast_to_target(args, kwargs) if any(True for _ in _leaves(args[1:2])) else None
 
 
+def _widen_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """Cast half precision to fp32, where there is no kernel for it."""
+    values = {key: value for key, value in kwargs.items() if key != "out"}
+    if not any(leaf.dtype in HALF_DTYPES for leaf in (*_leaves(args), *_leaves(values.values()))):
+        return None
+    wide_args, wide_values = pytree.tree_map_only(Tensor, widened, (args, values))
+    return wide_args, kwargs | wide_values
+
+
 _PRODUCTS = (
     *("addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "inner", "matmul", "mm", "mv", "prelu", "vdot"),
     *("__matmul__", "__rmatmul__"),
@@ -100,10 +113,23 @@ _WRITES = (
     *("index_put", "index_put_", "masked_scatter", "masked_scatter_", "scatter", "scatter_", "scatter_add"),
     "scatter_add_",
 )
+# Of torch.fft without what only moves elements, and what torch 2.13 has no kernel for on CPUs or on CUDA.
+_FOURIER = tuple(
+    f"{inverse}{kind}fft{dims}" for inverse in ("", "i") for kind in ("", "r", "h") for dims in ("", "2", "n")
+)
+_WITHOUT_HALF = (
+    *("cholesky", "cholesky_ex", "cholesky_inverse", "cholesky_solve", "cond", "det", "eig", "eigh", "eigvals"),
+    *("eigvalsh", "geqrf", "householder_product", "inv", "inv_ex", "inverse", "ldl_factor", "ldl_factor_ex"),
+    *("ldl_solve", "lobpcg", "logdet", "lstsq", "lu", "lu_factor", "lu_factor_ex", "lu_solve", "matrix_exp"),
+    *("matrix_rank", "ormqr", "pca_lowrank", "pinv", "pinverse", "qr", "slogdet", "solve", "solve_ex"),
+    *("solve_triangular", "svd", "svd_lowrank", "svdvals", "tensorinv", "tensorsolve", "triangular_solve", "vander"),
+    *("avg_pool3d", "cdist", "complex", "local_response_norm", "nanquantile", "pdist", "polar", "quantile"),
+    *("istft", "stft", "view_as_complex"),
+)
 
 
-def _rules_of(names: tuple[str, ...], rule: CastRule) -> dict[Any, CastRule]:
-    namespaces = (torch, Tensor, functional, torch.linalg)
+def _rules_of(names: tuple[str, ...], rule: CastRule, *others: Any) -> dict[Any, CastRule]:
+    namespaces = others or (torch, Tensor, functional, torch.linalg)
     return {getattr(namespace, name): rule for namespace in namespaces for name in names if hasattr(namespace, name)}
 
 
@@ -112,4 +138,6 @@ MIXED_DTYPE_RULES: Mapping[Any, CastRule] = {
     **_rules_of(_WRITES, _cast_to_target),
     functional.scaled_dot_product_attention: _round_attention_inputs,
     Tensor.__setitem__: _cast_assigned,
+    **_rules_of(_FOURIER, _widen_all, torch.fft),
+    **_rules_of(_WITHOUT_HALF, _widen_all),
 }

@@ -1,4 +1,4 @@
-"""Modules that compute in fp32 in a half-precision model: norms, and modules that match the user's patterns."""
+"""Modules that compute in fp32 in a half-precision model: norms, what the model declares, what the user asks for."""
 
 import difflib
 import functools
@@ -14,6 +14,8 @@ from hybridpp.errors import ConfigError
 from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
 from hybridpp.nn import walk
 from hybridpp.nn.torch_private import pytree
+from hybridpp.precision.declared_fp32 import DeclaredFp32
+from hybridpp.precision.norm_modules import norm_modules
 
 # The dtype of norms, and of each module that a pattern matches, or whose enclosing module one matches.
 ModuleDtypes = Mapping[nn.Module, torch.dtype]
@@ -23,6 +25,8 @@ def find_module_dtypes(
     model: nn.Module, patterns: Sequence[str], half: torch.dtype | None, in_fp32: Collection[nn.Module] = ()
 ) -> ModuleDtypes:
     """The dtype of every module that a pattern matches, and of its submodules; fp32 for the modules in ``in_fp32``.
+
+    fp32 also for modules that the model declares (:class:`DeclaredFp32`).
 
     A pattern is a module's name or class name, in which ``*`` matches any text, including dots. A leading ``!`` selects
     half precision instead of fp32. The last matching pattern wins, then the enclosing module's dtype, then ``in_fp32``.
@@ -45,6 +49,7 @@ def find_module_dtypes(
     module_dtypes: dict[nn.Module, torch.dtype] = {}
     if half is None:
         return module_dtypes
+    in_fp32 = {*in_fp32, *DeclaredFp32.of(model, half).modules}
     seen: dict[nn.Module, tuple[str, torch.dtype | None]] = {}
     for name, module, requested in _walk(model, "", patterns, half, None):
         dtype = torch.float32 if requested is None and module in in_fp32 else requested
@@ -109,7 +114,8 @@ def wrap_dtype_boundaries(adapter: ModuleAdapter, module_dtypes: ModuleDtypes, h
     """Wrap modules so that they cast their inputs to their own dtype, and their outputs to the surrounding dtype.
 
     Half-precision and fp32 tensors are cast, also inside tuples, lists, dicts and Hugging Face outputs; other dtypes
-    are not. A module without weights casts only if an input has the surrounding dtype.
+    are not. A module without weights casts only if an input has the surrounding dtype. The outputs of a module that the
+    model declares (:class:`DeclaredFp32`) are not cast, unless it is a norm: the code around it expects fp32 there.
     """
     if half is None:
         return
@@ -119,7 +125,11 @@ def wrap_dtype_boundaries(adapter: ModuleAdapter, module_dtypes: ModuleDtypes, h
             outside = module_dtypes.get(around, half)
             if module_dtypes.get(module, outside) is not outside:
                 borders.setdefault(module, outside)
+    declared = DeclaredFp32.of(adapter.model, half).modules - norm_modules(adapter.model)
     for module, outside in borders.items():
+        if module in declared and module_dtypes[module] is torch.float32:
+            adapter.wrap(module, AdapterLayer.DTYPE, _run_widened, outside)
+            continue
         holds = any(tensor.is_floating_point() for tensor in (*walk.parameters(module), *walk.buffers(module)))
         run = _run_in_dtype if holds else _run_if_input_has_dtype
         adapter.wrap(module, AdapterLayer.DTYPE, run, module_dtypes[module], outside)
@@ -141,6 +151,11 @@ def _run_in_dtype(
         return _cast(forward(_cast(args[0], outside, inside)), inside, outside)
     args, kwargs = _cast((args, kwargs), outside, inside)
     return _cast(forward(*args, **kwargs), inside, outside)
+
+
+def _run_widened(outside: torch.dtype, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = _cast((args, kwargs), outside, torch.float32)
+    return forward(*args, **kwargs)
 
 
 def _cast(tree: Any, before: torch.dtype, after: torch.dtype) -> Any:

@@ -4,6 +4,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from covering import one_test_for
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -143,3 +144,29 @@ def test_gradients_have_the_format_of_what_they_are_of():
     x, y = WIDE.clone().requires_grad_(), HALF.clone().requires_grad_()
     both(lambda: (x @ y).sum())[1].backward()
     assert (x.grad.dtype, y.grad.dtype) == (torch.float32, torch.bfloat16)
+
+
+WITHOUT_HALF = {
+    "a Fourier transform": lambda x: torch.fft.irfft(torch.fft.rfft(x), n=4),
+    "one of two dimensions": lambda x: torch.fft.ifft2(torch.fft.fft2(x)).abs(),
+    "a solver": lambda x: torch.linalg.solve(x @ x.mT + torch.eye(4, dtype=x.dtype), x),
+    "a method": lambda x: (x @ x.mT + torch.eye(4, dtype=x.dtype)).inverse(),
+    "a decomposition": lambda x: torch.linalg.svdvals(x),
+    "distances": lambda x: torch.cdist(x, x),
+    "a quantile": lambda x: x.quantile(0.5, dim=-1),
+    "a complex view": lambda x: torch.view_as_complex(x.reshape(2, 4, 2, 2)).abs(),
+    "short Fourier transforms": lambda x: torch.stft(
+        x.flatten(), 8, return_complex=True, window=torch.ones(8).to(x)
+    ).abs(),
+}
+
+
+@one_test_for("name", WITHOUT_HALF)
+def test_what_has_no_kernel_for_half_precision_computes_in_fp32(name):
+    function = WITHOUT_HALF[name]
+    args = (HALF,)
+    with pytest.raises(RuntimeError):
+        function(*args)
+    for found in both(function, *args):
+        assert found.dtype is torch.float32
+        torch.testing.assert_close(found, function(HALF.float()), rtol=2e-2, atol=2e-2)
