@@ -96,6 +96,12 @@ class GradientAccumulator:
                 self._stale.add(name)
             parameter.grad = None if name in self._stale else view
 
+    def dropped(self) -> set[str]:
+        """Parameters whose exposed sums the script has set to None (``module.zero_grad()``) since they were added up."""
+        if self._is_hidden:
+            return set()
+        return {name for name, parameter in self._exposed.items() if parameter.grad is None and name not in self._stale}
+
     def _holds_numbers(self, bucket: Bucket) -> bool:
         return version_of(bucket.flat) != self._zero_versions[bucket]
 

@@ -62,6 +62,7 @@ class GradientBuckets:
         exposes_grad: as given.
         communication_dtype: as given.
         are_in_step: whether all replicas run the same passes in the next step, so that they begin reductions alike.
+        cleared: parameters whose reduced gradients the script has set to None.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class GradientBuckets:
         self._fuses_products = fuses_products
         self._hooks = GradientHooks(self._accumulator, parameters, self._on_gradient)
         self._used = self._hooks.reached
+        self.cleared: set[str] = set()
         self._scattered = ScatteredSums(self._accumulator.buckets, layout.index, group)
         self._reduction = self._make_reduction()
         self.are_in_step = False
@@ -183,7 +185,10 @@ class GradientBuckets:
             self._reduction.reset()
         if self._state is _State.CONSUMED:
             self.zero()
+        else:
+            self._used -= self._accumulator.dropped()
         self._hooks.enable()
+        self.cleared.clear()
         if self._state is _State.REDUCED:
             self._set_aside()
         self._accumulator.begin()
@@ -321,10 +326,10 @@ class GradientBuckets:
             self._reduction.take_flags(flags)
 
     def unused_parameters(self) -> list[str]:
-        """Parameters whose gradients no backward pass has reached on any replica."""
+        """Parameters whose gradients no backward pass has reached on any replica, or the script has set to None."""
         unused = [name for name in self.parameters if name not in self._used]
-        if self._reduction is not None and unused:
-            reached = self._reduction.reached_anywhere()
+        if self._reduction is not None and not self.cleared.issuperset(unused):
+            reached = self._reduction.reached_anywhere() - self.cleared
             unused = [name for name in unused if name not in reached]
         return unused
 
@@ -342,8 +347,11 @@ class GradientBuckets:
         for name, is_set in self._accumulator.sync_from_grad().items():
             if is_set:
                 self._used.add(name)
+                self.cleared.discard(name)
             else:
                 self._used.discard(name)
+                if self._state is _State.REDUCED:
+                    self.cleared.add(name)
 
     def abort(self) -> None:
         """After an error in a step: drop its gradients and running reductions, which the next step waits for."""
@@ -397,6 +405,7 @@ class GradientBuckets:
         self._hooks.enable()
         self._accumulator.reset(set_to_none)
         self._used.clear()
+        self.cleared.clear()
         self._state = _State.LOCAL
 
     def consume(self) -> None:

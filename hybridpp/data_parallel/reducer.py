@@ -21,12 +21,14 @@ class GradientReducer(Protocol):
         exposes_grad: whether ``parameter.grad`` shows the gradients, so that the script may change them there.
         communication_dtype: dtype of the messages between replicas; None: the accumulation dtype.
         are_in_step: whether all replicas run the same passes in the next step, so that they begin reductions alike.
+        cleared: parameters whose reduced gradients the script has set to None; see :meth:`sync_from_grad`.
     """
 
     parameters: Mapping[str, nn.Parameter]
     exposes_grad: bool
     communication_dtype: torch.dtype | None
     are_in_step: bool
+    cleared: set[str]
 
     @property
     def gradients(self) -> Mapping[str, Tensor]:
@@ -93,7 +95,7 @@ class GradientReducer(Protocol):
         """Take over the numbers of :meth:`unread_flags`."""
 
     def unused_parameters(self) -> Collection[str]:
-        """Parameters whose gradients no backward pass has reached on any replica."""
+        """Parameters whose gradients no backward pass has reached on any replica, or the script has set to None."""
 
     def sync_from_grad(self) -> None:
         """Take over gradients that the script set or cleared in ``parameter.grad``."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -271,6 +272,7 @@ class SteppingOptimizer(WrappedOptimizer):
         group_settings: what ranks compare of its groups; None: nothing.
         while_updating: a context to run :meth:`step` in.
         interruption: notes an error that ends its communication in the middle.
+        cleared_digest: of the names whose gradients the script had set to None at the last step; 0: there were none.
     """
 
     def __init__(
@@ -291,6 +293,7 @@ class SteppingOptimizer(WrappedOptimizer):
         self.norm = norm
         self._max_norm = config.max_norm
         self._needs_norm = self._scales or config.max_norm > 0 or config.error_if_nonfinite is not None
+        self.cleared_digest = 0.0
         self.accumulated = AccumulatedGradients(reducer, norm, config.fused_optimizer is not False)
         self.nonfinite_steps = NonFiniteSteps(config, self._scales, self.loss_scaler, self.accumulated)
         self.grad_access_warning = GradAccessWarning(reducer)
@@ -405,6 +408,7 @@ class SteppingOptimizer(WrappedOptimizer):
             self._count_applied()
             factor = clip_factor(norm, self._max_norm)
         unused = set(self._reducer.unused_parameters())
+        self.cleared_digest = float(crc32("\n".join(sorted(self._reducer.cleared)).encode()))
         with (
             self.target.lent(self._reducer.gradients, unused),
             self.accumulated.used(factor, self._optimizer, self.target),

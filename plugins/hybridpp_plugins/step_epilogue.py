@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from hybridpp.cluster import Group, HostCopy, Patience, gather_numbers
-from hybridpp.errors import DeadlockError, PeerError
+from hybridpp.cluster import Group, HostCopy, Patience, gather_numbers, name_ranks
+from hybridpp.errors import DeadlockError, PeerError, UnlikeCallsError
 from hybridpp.pipeline import LossReduction, PipelineStep, RankProgram, SplitBatch, StepResult, check_equal, step_call
 from hybridpp.pipeline.rest_of_step import EndedInsideError
 from hybridpp_plugins.background_save import SaveStatus
@@ -66,6 +66,7 @@ class RankReport(NamedTuple):
             negative: the step is not checked.
         settings: digest of the optimizer's settings, see :class:`~hybridpp_plugins.group_settings.GroupSettings`; -1:
             in evaluation.
+        cleared: digest of the names whose gradients the script had set to None at the last step; 0: there were none.
     """
 
     failed: float = 0.0
@@ -78,19 +79,20 @@ class RankReport(NamedTuple):
     stop: float = 0.0
     weights: tuple[float, ...] = (-1.0, -1.0, -1.0)
     settings: float = -1.0
+    cleared: float = 0.0
 
     def numbers(self) -> list[float]:
         """All of it as numbers."""
-        rest = self.digest, self.wrote_buffer, self.save, self.stop, *self.weights, self.settings
+        rest = self.digest, self.wrote_buffer, self.save, self.stop, *self.weights, self.settings, self.cleared
         return [self.failed, self.reduction, *self.scaled, *self.calls, *rest]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "RankReport":
         """The report, from its numbers."""
         failed, reduction, factor, norm, num_passes, applied_steps, *rest = numbers
-        digest, wrote_buffer, save, stop, *weights, settings = rest
+        digest, wrote_buffer, save, stop, *weights, settings, cleared = rest
         scaled, calls = ManualScaling(factor, norm), OptimizerCalls(num_passes, applied_steps)
-        return cls(failed, reduction, scaled, calls, digest, wrote_buffer, save, stop, tuple(weights), settings)
+        return cls(failed, reduction, scaled, calls, digest, wrote_buffer, save, stop, tuple(weights), settings, cleared)
 
 
 class RankLoss(NamedTuple):
@@ -200,6 +202,27 @@ def _unequal(losses_at: Mapping[int, float], last_stages: Sequence[Sequence[int]
     return {}
 
 
+def check_cleared(cleared: Sequence[float], alike: Sequence[Sequence[int]]) -> None:
+    """Refuse to go on after the script set gradients to None on some only of the ranks that hold the parameters.
+
+    Args:
+        cleared: by rank, see :class:`RankReport`.
+        alike: lists of ranks that hold the same parameters, or shards of the same.
+
+    Raises:
+        UnlikeCallsError: it did.
+    """
+    for ranks in alike:
+        if len({cleared[rank] for rank in ranks}) > 1:
+            here = [rank for rank in ranks if cleared[rank]]
+            raise UnlikeCallsError(
+                "all ranks that hold a parameter must give it a gradient, or none: at the last step, the script had set "
+                f"parameter.grad to None on {name_ranks(here)} of {name_ranks(ranks)}, or to None of other parameters "
+                "there. Set it to None on all of them. Their weights no longer fit together: load a checkpoint on all "
+                "ranks."
+            )
+
+
 HandleProblems: TypeAlias = Callable[[StepSummary, RankProgram, PipelineStep, Exception | None], None]
 """Raises, warns or repairs; collective."""
 
@@ -241,6 +264,8 @@ class StepEpilogue:
         self._pipelines = layout.pipelines
         # By replica, the tensor-parallel ranks of the last stage, which compute the same losses.
         self._last_stages = [layout.ranks_at(replica, placement[-1]) for replica in range(layout.grid.dp_size)]
+        # The ranks that hold the same parameters, or shards of the same.
+        self._of_stages = (*layout.grid.groups("dp"), *layout.grid.groups("tp"))
         self._own_last = self._last_stages[layout.here.dp][0]
         self._optimizer = optimizer
         self._criterion_check = criterion_check
@@ -273,6 +298,7 @@ class StepEpilogue:
             wrote_buffer=float(optimizer is not None and optimizer.has_new_buffers),
             save=0.0 if self.saves is None or self.saves.current is None else float(self.saves.current.outcome),
             stop=float(self._stop.own),
+            cleared=0.0 if optimizer is None else optimizer.cleared_digest,
         )
 
         losses = result.losses.double() if any(result.has_loss) else _NO_NUMBERS
@@ -360,7 +386,8 @@ class StepEpilogue:
                 optimizer; raised on all ranks.
             PeerError: other ranks refuse the step.
             UnequalWeightsError: copies of a weight differ; raised on all ranks.
-            UnlikeCallsError: ranks are in different calls, or called the optimizer differently; raised on all of them.
+            UnlikeCallsError: ranks are in different calls, called the optimizer differently, or set gradients of other
+                parameters to None; raised on all of them.
             Exception: ``failure``.
         """
         summary = summary_of(pending.wait(), self._last_stages, self._own_last)
@@ -372,6 +399,8 @@ class StepEpilogue:
             self._handle_problems(summary, program, task, failure)
         else:
             check_equal(summary.digests, self._pipelines)
+        if optimizer is not None and any(report.cleared for report in summary.reports):
+            check_cleared([report.cleared for report in summary.reports], self._of_stages)
         if optimizer is not None and self.weight_check is not None:
             self.weight_check.compare([report.weights for report in summary.reports])
         if optimizer is not None and optimizer.replica_buffers is not None:
