@@ -97,7 +97,7 @@ class GradientAccumulator:
             parameter.grad = None if name in self._stale else view
 
     def dropped(self) -> set[str]:
-        """Parameters whose exposed sums the script has set to None (``module.zero_grad()``) since they were added up."""
+        """Parameters whose exposed sums the script has set to None (``module.zero_grad()``)."""
         if self._is_hidden:
             return set()
         return {name for name, parameter in self._exposed.items() if parameter.grad is None and name not in self._stale}

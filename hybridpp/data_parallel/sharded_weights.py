@@ -1,5 +1,6 @@
 """Weights of which a replica holds one segment, except where they are used (ZeRO 3)."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
@@ -84,7 +85,8 @@ class WeightBucket:
             ConfigError: the script has given a parameter other memory.
         """
         if not self._users:
-            self._check_unmoved()
+            self.check_unmoved()
+            self._check_unwritten()
             while self._cancelled:
                 self._cancelled.pop().wait()
             if apart:
@@ -99,12 +101,26 @@ class WeightBucket:
             self._work = group.all_gather_segments(self._current)
         self._users.add(user)
 
-    def _check_unmoved(self) -> None:
+    def check_unmoved(self) -> None:
+        """Refuse parameters that lie elsewhere.
+
+        Raises:
+            ConfigError: the script has given a parameter other memory.
+        """
         for name in self.moved():
             raise ConfigError(
                 f"{name} was given other memory after booster.boost ({name}.data = ..., or model.to(...)): with "
                 "zero_stage=3 replicas divide weights, so it would not be used. Write in place, inside `with "
                 "booster.unsharded(model):`, on every rank."
+            )
+
+    def _check_unwritten(self) -> None:
+        """Refuse what was written where parameters are not there: on the CPU, numpy can."""
+        if self._absent.device.type == "cpu" and self._absent.is_floating_point() and not math.isnan(self._absent):
+            self._absent.fill_(math.nan)
+            raise ConfigError(
+                f"{self.layout.slots[0].name}, or one beside it, was written while it was not there: with zero_stage=3 "
+                "replicas divide weights. Write in place, inside `with booster.unsharded(model):`, on every rank."
             )
 
     def wait(self) -> None:
@@ -295,6 +311,9 @@ class ShardedWeights(FlatWeights):
         """A context in which all weights of this rank are there, and what is written to them is kept.
 
         All replicas must write the same. Collective: all replicas.
+
+        Raises:
+            ConfigError: at its end, where the script has given a parameter other memory.
         """
         self._depth += 1
         user = ("unsharded", self._depth)
@@ -304,6 +323,8 @@ class ShardedWeights(FlatWeights):
             for bucket in self._buckets:
                 bucket.wait()
             yield
+            for bucket in self._buckets:
+                bucket.check_unmoved()
             for bucket in self._buckets:
                 bucket.keep()
         finally:

@@ -25,7 +25,7 @@ class UpdateTarget(Protocol):
             ConfigError: a parameter requires a gradient now that did not when the target was made, or was replaced.
         """
 
-    def pull(self) -> None:
+    def pull(self, *, in_step: bool = False) -> None:
         """Take over model weights that the script has written since :meth:`push`."""
 
     def lent(self, gradients: Mapping[str, Tensor], unused: Collection[str]) -> AbstractContextManager[None]:

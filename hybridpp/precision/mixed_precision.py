@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from hybridpp.config import LossScaleConfig
 from hybridpp.errors import ConfigError
-from hybridpp.nn.torch_private import children_of, foreach_copy_, parameters_of, version_of
+from hybridpp.nn.torch_private import children_of, foreach_copy_, has_no_data, parameters_of, version_of
 from hybridpp.precision.host_transfer import HostTransfer
+from hybridpp.precision.write_watch import WriteWatch
 
 PartOf: TypeAlias = Callable[[Tensor], Tensor]
 """A view of that part of a parameter, or of a tensor of its shape, that this rank updates."""
@@ -59,28 +60,47 @@ class MasterWeights:
         hosted = {name: master for name, master in self.masters.items() if name in on_host}
         self.transfer = HostTransfer(hosted) if hosted else None
         self._versions: dict[str, int] = {}
+        # None: weights are there only where the library knows what is written to them.
+        self._watch: WriteWatch | None = WriteWatch() if self.masters else None
         self._note_versions()
 
     def update_pieces(self, pieces: Mapping[str, Tensor]) -> None:
         """From now on, update these views of the parts, because parameters have no values between steps (ZeRO 3)."""
         self._model_weights = {name: pieces[name] for name in self._model_weights}
         self._parts_of_weights = dict.fromkeys(self._model_weights, _all_of)
+        self._watch = None
         self._note_versions()
 
     def _note_versions(self) -> None:
         self._versions = {name: version_of(self._model_weights[name]) for name in self.masters}
 
+    def _working(self) -> dict[str, Tensor]:
+        """What masters are rounded into, by name."""
+        return {name: self._parts_of_weights[name](self._model_weights[name]) for name in self.masters}
+
     @torch.no_grad()
-    def copy_from_model(self) -> None:
+    def copy_from_model(self, *, in_step: bool = False) -> None:
         """Copy model weights that the script wrote since the last step (``load_state_dict``, say) to their masters.
 
         An element that equals its rounded master leaves the master unchanged: a run that resumes from masters is not
         rounded when the script loads the model's weights, too.
+
+        Args:
+            in_step: whether to find what was written by the counters of versions, and of what these do not count only
+                as much as costs nothing (:class:`WriteWatch`). Else all weights are compared.
+
+        Raises:
+            ConfigError: see :meth:`WriteWatch.written`.
         """
-        for name, master in self.masters.items():
-            if version_of(self._model_weights[name]) != self._versions[name]:
-                working = self._parts_of_weights[name](self._model_weights[name]).to(master.device)
-                master.copy_(torch.where(master.to(working.dtype) == working, master, working))
+        weights, watch = self._model_weights, self._watch
+        written = {name for name in self.masters if version_of(weights[name]) != self._versions[name]}
+        if watch is not None and not any(has_no_data(weights[name]) for name in self.masters):
+            unseen = watch.written(self._working()) if watch.is_known else set()
+            written |= unseen if in_step and watch.is_known else self.masters.keys()
+        for name in written:
+            master = self.masters[name]
+            working = self._parts_of_weights[name](weights[name]).to(master.device)
+            master.copy_(torch.where(master.to(working.dtype) == working, master, working))
         self._note_versions()
 
     def rounds_to(self, name: str, value: Tensor) -> bool:
@@ -94,6 +114,8 @@ class MasterWeights:
         whole_or_piece = value if self._parts_of_weights is self._parts else self._parts[name](value)
         self._model_weights[name].copy_(whole_or_piece)
         self._versions[name] = version_of(self._model_weights[name])
+        if self._watch is not None:
+            self._watch.is_known = False
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
@@ -110,6 +132,8 @@ class MasterWeights:
         for targets, sources in pairs.values():
             foreach_copy_(targets, sources)
         self._note_versions()
+        if self._watch is not None:
+            self._watch.note(self._working())
 
 
 def _wide_copy(value: Tensor, dtype: torch.dtype, on_host: bool) -> Tensor:
@@ -165,9 +189,9 @@ class ReplicatedTarget:
                 "Unfreeze or add it before booster.boost; freezing later is fine."
             )
 
-    def pull(self) -> None:
-        """Take over weights of the model that the script has written to."""
-        self._masters.copy_from_model()
+    def pull(self, *, in_step: bool = False) -> None:
+        """Take over weights of the model that the script has written to; see :meth:`MasterWeights.copy_from_model`."""
+        self._masters.copy_from_model(in_step=in_step)
 
     @contextmanager
     def lent(self, gradients: Mapping[str, Tensor], unused: Collection[str]) -> Iterator[None]:

@@ -35,8 +35,9 @@ class ShardedTarget(ReplicatedTarget):
             name: masters.masters.get(name, nn.Parameter(pieces[name])) for name in parameters if name in pieces
         }
         self._gather, self._moved = gather, moved
+        self._own = [(self.tensors[name], pieces[name]) for name in self.tensors if name not in masters.masters]
 
-    def pull(self) -> None:
+    def pull(self, *, in_step: bool = False) -> None:
         """Take over weights of the model that the script has written to.
 
         Raises:
@@ -46,11 +47,16 @@ class ShardedTarget(ReplicatedTarget):
             raise ConfigError(
                 f"{name} was given other memory after booster.boost ({name}.data = ..., model.to(...), or "
                 "flatten_parameters()): with ZeRO, weights lie in buffers that the replicas share out. Write in "
-                "place, with parameter.data.copy_(...)."
+                "place, with parameter.copy_(...) under torch.no_grad()."
             )
-        super().pull()
+        super().pull(in_step=in_step)
 
     def push(self) -> None:
         """Bring the updated pieces into the model's weights. Collective: all replicas."""
+        for tensor, piece in self._own:
+            # The optimizer has given it other memory (p.data = ...).
+            if tensor.data_ptr() != piece.data_ptr():
+                piece.copy_(tensor.data)
+                tensor.data = piece
         super().push()
         self._gather()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
+from hybridpp.cluster import gather_numbers
 from hybridpp.config import OptimizerConfig, Precision
 from hybridpp.data_parallel import GradientReducer, RunningStatistics, UpdateTarget
 from hybridpp.errors import ConfigError
@@ -17,6 +19,7 @@ from hybridpp.nn.torch_private import is_in_running_backward
 from hybridpp.optim import GlobalGradNorm
 from hybridpp.precision import MasterWeights
 from hybridpp_plugins.failed_pass import FailedPass
+from hybridpp_plugins.optimizer_methods import Written, is_own_method, refuse_hidden_gradients
 from hybridpp_plugins.optimizer_state import OptimizerStateOwner
 from hybridpp_plugins.optimizer_step import SteppingOptimizer
 from hybridpp_plugins.stop_exchange import StopExchange
@@ -255,6 +258,64 @@ class HybridOptimizer(SteppingOptimizer):
             is_finite = not self._scales or math.isfinite(self.accumulated.norm())
         if is_finite:
             self.accumulated.clip_by_value(clip_value)
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = super().__getattr__(name)
+        return partial(self._call_own, name, attribute) if is_own_method(name, attribute) else attribute
+
+    def _call_own(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the wrapped optimizer, and bring what it has written into the model's weights.
+
+        Between backward and ``step`` it finds gradients where this rank has all of them.
+
+        Collective: all ranks, if replicas divide the update (ZeRO), or if gradients are not reduced yet.
+
+        Raises:
+            ConfigError: it has written where it could not see gradients that wait for a step.
+        """
+        if self._is_released:
+            self._refuse_released()
+        with self._communicating():
+            self.target.pull()
+            gradients, unused = self._gradients_to_lend()
+            before = Written.of(self.target.tensors)
+            with nullcontext() if gradients is None else self.target.lent(gradients, unused):
+                if gradients is not None:
+                    self.target.fetch()
+                result = method(*args, **kwargs)
+                drops = gradients is not None and all(one.grad is None for one in self.target.tensors.values())
+            if drops and self.holds_gradients:
+                self.zero_grad()
+            if self._wrote_anywhere(name, Written.of(self.target.tensors) != before):
+                if gradients is None and self.holds_gradients:
+                    refuse_hidden_gradients(self._optimizer, name, self._why_hidden())
+                self.target.push()
+        return result
+
+    def _wrote_anywhere(self, name: str, here: bool) -> bool:
+        """Whether a method has written here, or, where replicas gather what each of them has, on any rank."""
+        if not self.owner.is_divided:
+            return here
+        call = f"in optimizer.{name}, after which replicas gather what it has written"
+        return any(wrote for (wrote,) in gather_numbers(self.norm.control, call, [float(here)]))
+
+    def _gradients_to_lend(self) -> tuple[Mapping[str, Tensor] | None, set[str]]:
+        """The gradients that a method of the wrapped optimizer may read, and the names of those that are none.
+
+        None: there are none, or this rank has only a part of them.
+        """
+        if not self.holds_gradients or self._why_hidden():
+            return None, set()
+        self.accumulated.finalize()
+        return self._reducer.gradients, set(self._reducer.unused_parameters())
+
+    def _why_hidden(self) -> str:
+        """Why this rank cannot show an optimizer all gradients between backward and step; empty: it can."""
+        if self._scales:
+            return "in fp16 they contain the loss scale"
+        if not self._reducer.is_syncing:
+            return "inside no_sync each replica has its own"
+        return "ranks divide them (ZeRO, tp_size, pp_size)" if len(self.norm.ranks) > 1 else ""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, and set ``parameter.grad`` to None as torch does; not needed after ``step``."""

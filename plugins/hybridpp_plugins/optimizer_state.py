@@ -74,6 +74,9 @@ class OptimizerStateOwner:
         tp: the tensor-parallel ranks.
         precision: of the run.
         segment: that this replica updates.
+
+    Attributes:
+        is_divided: whether other replicas update other segments.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class OptimizerStateOwner:
         self._masters = frozenset[str]() if masters.are_copies else frozenset(masters.masters)
         self._share = [tp.rank, tp.size]
         self._segment = list(segment)
+        self.is_divided = segment.out_of > 1
         self._precision = str(precision)
 
     def by_name(self, state: Mapping[str, Any]) -> dict[str, Any]:

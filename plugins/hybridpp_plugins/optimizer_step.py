@@ -395,7 +395,7 @@ class SteppingOptimizer(WrappedOptimizer):
 
     def _update(self) -> None:
         """Update the weights, or skip the step; the gradients are consumed. Collective: all ranks."""
-        self.target.pull()
+        self.target.pull(in_step=True)
         self.accumulated.finalize()
         if self.accumulated.num_manual_passes:
             self.accumulated.check_clipping()

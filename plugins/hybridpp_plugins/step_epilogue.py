@@ -92,7 +92,9 @@ class RankReport(NamedTuple):
         failed, reduction, factor, norm, num_passes, applied_steps, *rest = numbers
         digest, wrote_buffer, save, stop, *weights, settings, cleared = rest
         scaled, calls = ManualScaling(factor, norm), OptimizerCalls(num_passes, applied_steps)
-        return cls(failed, reduction, scaled, calls, digest, wrote_buffer, save, stop, tuple(weights), settings, cleared)
+        return cls(
+            failed, reduction, scaled, calls, digest, wrote_buffer, save, stop, tuple(weights), settings, cleared
+        )
 
 
 class RankLoss(NamedTuple):
@@ -216,10 +218,10 @@ def check_cleared(cleared: Sequence[float], alike: Sequence[Sequence[int]]) -> N
         if len({cleared[rank] for rank in ranks}) > 1:
             here = [rank for rank in ranks if cleared[rank]]
             raise UnlikeCallsError(
-                "all ranks that hold a parameter must give it a gradient, or none: at the last step, the script had set "
-                f"parameter.grad to None on {name_ranks(here)} of {name_ranks(ranks)}, or to None of other parameters "
-                "there. Set it to None on all of them. Their weights no longer fit together: load a checkpoint on all "
-                "ranks."
+                "all ranks that hold a parameter must give it a gradient, or none: at the last step, the script had "
+                f"set parameter.grad to None on {name_ranks(here)}, of {name_ranks(ranks)}, or to None of other "
+                "parameters there. Set it to None on all of them. Their weights no longer fit together: load a "
+                "checkpoint on all ranks."
             )
 
 

@@ -9,16 +9,13 @@ from torch import Tensor, nn
 
 from hybridpp.cluster import gather_objects, name_ranks
 from hybridpp.errors import UnequalWeightsError
+from hybridpp.nn.bit_hash import bit_hash, mixed
 from hybridpp.tensor_parallel import sharding_of
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.trained_weights import TrainedWeights
 
 _CALL = "at the end of a step whose weights differ between ranks"
-# Bytes that are summed before each sum gets its own factor.
-_ROW = 8192
-# Odd: a product with it is zero only if the other factor is.
-_ODD = 0x1E3779B97F4A7C15
 # The integers that a float64, as which numbers are sent, holds exactly.
 _NUM_BITS = 52
 _MASK = (1 << _NUM_BITS) - 1
@@ -50,34 +47,9 @@ class _Weight(NamedTuple):
 _REPLICAS, _SETS, _TENSOR = range(3)
 
 
-@torch.no_grad()
-def bit_hash(tensor: Tensor) -> Tensor:
-    """A hash of a tensor's bits: a scalar of int64 on its device, for which the host does not wait.
-
-    It differs wherever one element does. Sums are integers, so the order of summation has no effect.
-    """
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    data = tensor.reshape(-1).view(torch.uint8)
-    full = data.numel() // _ROW * _ROW
-    words = data[:full]
-    if words.storage_offset() % 8:
-        words = words.clone()
-    # As words of 64 bits, in which torch sums ten times as fast as in smaller integers.
-    rows = words.view(torch.int64).view(-1, _ROW // 8).sum(1)
-    rest = data[full:].to(torch.int64)
-    return _mixed(torch.cat([rows, _mixed(rest)[None]]))
-
-
-def _mixed(hashes: Tensor) -> Tensor:
-    """One of several, in their order; int64, whose overflow is wanted."""
-    return (hashes * (torch.arange(1, len(hashes) + 1, device=hashes.device) * _ODD | 1)).sum()
-
-
 def as_number(hashes: Tensor) -> Tensor:
     """One of several hashes, in their order, as a number that float64 holds; it differs if one of them does."""
-    one = _mixed(hashes)
+    one = mixed(hashes)
     return ((one ^ (one >> (64 - _NUM_BITS))) & _MASK).double()
 
 

@@ -70,7 +70,7 @@ def test_a_gradient_that_one_replica_lacks_ends_the_run_on_all():
                 model[0].bias.grad = None
             optimizer.step()
 
-    with pytest.raises(UnlikeCallsError, match="set parameter.grad to None on rank 1 of ranks 0"):
+    with pytest.raises(UnlikeCallsError, match=r"set parameter\.grad to None on rank 1, of ranks 0"):
         Loopback(2).run(run)
 
 

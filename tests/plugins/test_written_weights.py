@@ -1,0 +1,306 @@
+"""What a script reads is what trains, and what it writes is kept, in every precision, ZeRO stage, and with offload.
+
+``docs/weights.md`` has the table of which this is the check.
+"""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from support import boosted
+from torch import nn
+
+from hybridpp.cluster import Loopback
+from hybridpp.errors import ConfigError
+
+FACTOR = 0.5
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 8))
+
+
+class Swapping(torch.optim.SGD):
+    """Has methods that write to weights, beside its step."""
+
+    @torch.no_grad()
+    def halve(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(FACTOR)
+
+    def halve_data(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.mul_(FACTOR)
+
+    def halve_by_replacing(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = parameter.data * FACTOR
+
+    def count(self):
+        return len(self.param_groups)
+
+
+def sgd(parameters):
+    # Far below what half precision resolves: what the script writes is all that can be seen of a step.
+    return Swapping(parameters, lr=1e-9)
+
+
+@torch.no_grad()
+def by_foreach(model):
+    torch._foreach_mul_([*model.parameters()], FACTOR)
+
+
+def by_data(model):
+    for parameter in model.parameters():
+        parameter.data.mul_(FACTOR)
+
+
+def by_data_copy(model):
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.data * FACTOR)
+
+
+def by_replacing(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data * FACTOR
+
+
+def by_memory(model):
+    for parameter in model.parameters():
+        bits = parameter.detach().view(torch.int16 if parameter.itemsize == 2 else torch.int32)
+        bits.numpy()[...] = (parameter.detach() * FACTOR).view(bits.dtype).numpy()
+
+
+def by_dlpack(model):
+    for parameter in model.parameters():
+        torch.from_dlpack(parameter.detach()).mul_(FACTOR)
+
+
+def by_state_dict(model):
+    model.load_state_dict({name: value * FACTOR for name, value in model.state_dict().items()})
+
+
+@torch.no_grad()
+def by_clamp(model):
+    for parameter in model.parameters():
+        parameter.mul_(FACTOR).clamp_(-1, 1)
+
+
+def by_init(model):
+    for parameter in model.parameters():
+        before = parameter.detach() * FACTOR
+        nn.init.zeros_(parameter)
+        with torch.no_grad():
+            parameter.add_(before)
+
+
+WRITERS = {
+    writer.__name__: writer
+    for writer in (
+        *(by_foreach, by_data, by_data_copy, by_replacing, by_memory, by_dlpack, by_state_dict, by_clamp),
+        by_init,
+    )
+}
+METHODS = ("halve", "halve_data", "halve_by_replacing")
+
+
+def step(booster, model, optimizer):
+    data = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(4, 8)
+    booster.execute_pipeline(iter([data]), model, nn.MSELoss(), optimizer)
+    optimizer.step()
+
+
+def read(booster, model, zero):
+    with booster.unsharded(model) if zero == 3 else nullcontext():
+        return {name: parameter.detach().float().clone() for name, parameter in model.named_parameters()}
+
+
+def masters_of(booster, model):
+    return {name: one.detach() for name, one in booster.plugin._engine(model).masters.masters.items()}
+
+
+@pytest.mark.covering("writer zero", "writer precision")
+@pytest.mark.parametrize("offload", [0.0, 1.0])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("writer", [*WRITERS, *METHODS])
+def test_what_is_written_between_steps_is_kept_or_refused(writer, precision, zero, offload):
+    is_refused = zero > 0 and writer == "by_replacing"
+
+    def run():
+        settings = {"precision": precision, "zero_stage": zero, "offload_optimizer": offload}
+        booster, model, optimizer = boosted(make_model(), sgd, (torch.zeros(1, 8),), **settings)
+        step(booster, model, optimizer)
+        before = read(booster, model, zero)
+        if writer in METHODS:
+            getattr(optimizer, writer)()
+        else:
+            with booster.unsharded(model) if zero == 3 else nullcontext():
+                WRITERS[writer](model)
+        expected = {name: value * FACTOR for name, value in before.items()}
+        step(booster, model, optimizer)
+        after, masters = read(booster, model, zero), masters_of(booster, model)
+        for name, value in expected.items():
+            torch.testing.assert_close(after[name], value, atol=1e-6, rtol=1e-2)
+        if not zero:
+            for name, master in masters.items():
+                torch.testing.assert_close(master, expected[name], atol=1e-6, rtol=1e-2)
+
+    if is_refused:
+        with pytest.raises(ConfigError, match="was given other memory"):
+            Loopback(2).run(run)
+    else:
+        Loopback(2).run(run)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_few_elements_of_a_large_weight_that_are_written_often_are_seen(zero):
+    def run():
+        settings = {"precision": "bf16", "zero_stage": zero}
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1024, bias=False), nn.Linear(1024, 8))
+        booster, model, optimizer = boosted(model, sgd, (torch.zeros(1, 8),), **settings)
+        for number in range(10):
+            step(booster, model, optimizer)
+            model[1].weight.data[511, 3] = number
+            model[1].weight.data[2, 3] = number
+        step(booster, model, optimizer)
+        assert model[1].weight[511, 3] == model[1].weight[2, 3] == 9
+
+    Loopback(2).run(run)
+
+
+def test_what_numpy_writes_to_weights_that_are_not_there_is_refused():
+    def run():
+        booster, model, optimizer = boosted(make_model(), sgd, (torch.zeros(1, 8),), zero_stage=3)
+        step(booster, model, optimizer)
+        model[0].weight.detach().numpy()[...] = 1.0
+        with pytest.raises(ConfigError, match=r"was written while it was not there: with zero_stage=3"):
+            step(booster, model, optimizer)
+
+    Loopback(2).run(run)
+
+
+def test_a_write_through_data_is_saved_without_a_step(tmp_path):
+    def run():
+        booster, model, optimizer = boosted(make_model(), sgd, (torch.zeros(1, 8),), precision="bf16")
+        for _ in range(12):
+            step(booster, model, optimizer)
+        model[0].weight.data[20, 5] = 3.0
+        booster.save_model(model, tmp_path / "model.safetensors")
+
+    from safetensors.torch import load_file
+
+    Loopback(1).run(run)
+    assert load_file(tmp_path / "model.safetensors")["0.weight"][20, 5] == 3.0
+
+
+def test_memory_of_another_format_is_refused():
+    def run():
+        booster, model, optimizer = boosted(make_model(), sgd, (torch.zeros(1, 8),), precision="bf16")
+        step(booster, model, optimizer)
+        model[0].weight.data = model[0].weight.data.float()
+        with pytest.raises(ConfigError, match=r"0\.weight was given a tensor of torch\.float32"):
+            booster.plugin._engine(model).optimizer.target.pull(in_step=True)
+
+    Loopback(1).run(run)
+
+
+def test_a_frozen_weight_stays_in_every_precision():
+    def run():
+        for precision in ("fp32", "bf16"):
+            booster, model, optimizer = boosted(
+                make_model(), lambda p: torch.optim.AdamW(p, lr=0.1), (torch.zeros(1, 8),), precision=precision
+            )
+            step(booster, model, optimizer)
+            model[0].requires_grad_(False)
+            before = copy.deepcopy(model.state_dict())
+            step(booster, model, optimizer)
+            assert torch.equal(model[0].weight, before["0.weight"])
+            assert not torch.equal(model[2].weight, before["2.weight"])
+
+    Loopback(1).run(run)
+
+
+class Sharpness(torch.optim.SGD):
+    """Writes between backward and step: SAM, by the norm of all gradients."""
+
+    @torch.no_grad()
+    def first_step(self):
+        parameters = [one for group in self.param_groups for one in group["params"]]
+        norm = torch.stack([one.grad.norm() for one in parameters]).norm()
+        for one in parameters:
+            self.state[one]["old"] = one.detach().clone()
+            one.add_(one.grad * (0.5 / norm))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.data = self.state[one]["old"]
+        self.step()
+        self.zero_grad()
+
+
+def sharpness(parameters):
+    return Sharpness(parameters, lr=0.5)
+
+
+def pass_of(booster, model, optimizer, replica=0, size=4):
+    data = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))[replica * size :][:size]
+    booster.execute_pipeline(iter([(data, torch.ones(size, 8))]), model, nn.MSELoss(), optimizer)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_methods_that_read_gradients_have_them_in_half_precision_too(precision):
+    def run(size):
+        booster, model, optimizer = boosted(make_model(), sharpness, (torch.zeros(1, 8),), precision=precision)
+        replica = booster.plugin.layout.here.dp
+        for method in ("first_step", "second_step"):
+            pass_of(booster, model, optimizer, replica, 4 // size)
+            getattr(optimizer, method)()
+        return {name: one.detach().float() for name, one in model.named_parameters()}
+
+    plain = make_model()
+    optimizer = sharpness(plain.parameters())
+    data = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    for method in (optimizer.first_step, optimizer.second_step):
+        nn.functional.mse_loss(plain(data), torch.ones(4, 8)).backward()
+        method()
+    tolerance = 1e-6 if precision == "fp32" else 1e-2
+    for size in (1, 2):
+        for weights in Loopback(size).run(lambda size=size: run(size)):
+            for name, one in plain.named_parameters():
+                torch.testing.assert_close(weights[name], one.detach(), atol=tolerance, rtol=tolerance)
+
+
+def test_methods_that_cannot_read_gradients_are_refused_where_they_write():
+    class Shrinking(torch.optim.SGD):
+        @torch.no_grad()
+        def shrink(self):
+            for one in self.param_groups[0]["params"]:
+                one.mul_(0.5)
+
+    def run():
+        make = lambda parameters: Shrinking(parameters, lr=0.1)  # noqa: E731
+        booster, model, optimizer = boosted(make_model(), make, (torch.zeros(1, 8),), precision="fp16")
+        pass_of(booster, model, optimizer)
+        with pytest.raises(ConfigError, match=r"Shrinking\.shrink wrote to weights between backward and step"):
+            optimizer.shrink()
+
+    Loopback(1).run(run)
+
+
+def test_methods_and_values_of_the_optimizer_are_passed_on():
+    def run():
+        _, _, optimizer = boosted(make_model(), sgd, (torch.zeros(1, 8),), zero_stage=1)
+        assert optimizer.count() == 1
+        assert optimizer.defaults["lr"] == 1e-9
+
+    Loopback(2).run(run)
