@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from hybridpp.boosted import check_kinds
@@ -265,6 +266,27 @@ class Booster(BoosterAdapters):
                 model.head.weight.zero_()
         """
         return self.plugin.unsharded(model)
+
+    def averaged(
+        self, model: nn.Module, multi_avg_fn: Callable[..., Any] | None = None, *, use_buffers: bool = False
+    ) -> AveragedModel:
+        """An average of a boosted model's weights (EMA, SWA, a teacher), in fp32 whatever the model computes in.
+
+        It is torch's ``AveragedModel`` of the fp32 weights that are trained: in bf16 and fp16, an ``AveragedModel`` of
+        the model itself loses small steps. ``average.update_parameters(model)`` follows each step; ``save_model`` and
+        ``load_model`` take it. It holds all weights of this rank's stages and shards, on every replica.
+
+        Args:
+            model: that ``boost`` returned, with an optimizer.
+            multi_avg_fn: as of torch's class, ``get_ema_multi_avg_fn(0.999)`` for example; None: equal weights.
+            use_buffers: whether buffers are averaged, too; else they are copied.
+
+        Collective: every rank of the world, and so is ``update_parameters``.
+
+        Raises:
+            ConfigError: the model was boosted without an optimizer.
+        """
+        return self.plugin.averaged(model, multi_avg_fn, use_buffers=use_buffers)
 
     def record_timeline(self, model: nn.Module) -> AbstractContextManager[Any]:
         """A context that records what each rank did in the steps inside it, and when; an update inside it, too.

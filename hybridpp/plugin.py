@@ -12,7 +12,7 @@ on every rank alike and before a collective, and raises subclasses of :class:`hy
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset
 
 from hybridpp.boosted import Boosted, Criterion
@@ -139,6 +140,10 @@ class Plugin:
     def unsharded(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context in which this rank holds all weights of the model that it computes with. By default it does."""
         return nullcontext()
+
+    def averaged(self, model: nn.Module, average: Callable[..., Any] | None, *, use_buffers: bool) -> AveragedModel:
+        """An average of the weights that are trained. By default the model has them itself."""
+        return AveragedModel(model, multi_avg_fn=average, use_buffers=use_buffers)
 
     def set_precision(self, precision: str) -> None:
         """Train in the precision that the script gave ``Booster``, if the plugin leaves it open. By default it refuses.

@@ -2,15 +2,16 @@
 
     torchrun --standalone --nproc-per-node 2 docs/recipes/ema.py
 
-``AveragedModel`` of torch works on a boosted model: each rank averages what it holds. ``save_model`` writes the
-complete average, which plain PyTorch loads; ``load_model`` reads it back into an average, in any layout.
+``booster.averaged`` is torch's ``AveragedModel`` of the fp32 weights that are trained, in every precision: each rank
+averages what it holds. ``save_model`` writes the complete average, which plain PyTorch loads; ``load_model`` reads it
+back into an average, in any layout.
 """
 
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hybridpp import Booster, DistCoordinator, HybridParallelPlugin, launch_from_torch
 
@@ -32,7 +33,7 @@ def main(folder: str = "outputs/ema", pp_size: int | None = None, num_steps: int
     sample = (torch.zeros(1, 8), torch.zeros(1, dtype=torch.long))
     model, optimizer, criterion, *_ = booster.boost(model, optimizer, nn.CrossEntropyLoss(), sample=sample)
 
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))  # after boost
+    average = booster.averaged(model, get_ema_multi_avg_fn(DECAY))  # after boost
     done = booster.resume(Path(folder, "run"), missing="fresh")
     if done.step:
         booster.load_model(average, Path(folder, f"ema-{done.step}"))

@@ -30,6 +30,7 @@ from hybridpp.plugin import (
 from hybridpp.precision import describe_dtypes
 from hybridpp.saving import is_file_name
 from hybridpp_plugins.adapters import save_adapters
+from hybridpp_plugins.averaged_weights import AveragedWeights
 from hybridpp_plugins.engine import Engine, PipelineRunner
 from hybridpp_plugins.engine_handle import copied_weights, original_of
 from hybridpp_plugins.folder_save import FolderSave, StartedSave
@@ -146,6 +147,11 @@ class BoostedModels(
     def unsharded(self, model: nn.Module) -> AbstractContextManager[None]:
         """See :meth:`hybridpp.Booster.unsharded`."""
         return self._noting("booster.unsharded", self._engine(model).weights.unsharded())
+
+    @_in_section("setup", "booster.averaged")
+    def averaged(self, model: nn.Module, average: Callable[..., Any] | None, *, use_buffers: bool) -> AveragedModel:
+        """See :meth:`hybridpp.Booster.averaged`."""
+        return AveragedWeights(self._engine(model), average, use_buffers)
 
     @contextmanager
     def _noting(self, call: str, inside: AbstractContextManager[None] = _NOTHING) -> Iterator[None]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hybridpp.cluster import Patience
+from hybridpp.cluster import Patience, get_dist_logger
 from hybridpp.config import PipelineConfig
 from hybridpp.data_parallel import GradientReducer, RunningStatistics
 from hybridpp.errors import DeadlockError, PeerError, PeerTimeoutError
@@ -104,6 +104,7 @@ class EngineParts:
     interruption: Interruption = field(default_factory=Interruption)
     unfinished: UnfinishedStep | None = None
     is_training: bool = False
+    tells_of_copies: bool = True
 
     def __post_init__(self) -> None:
         self.model = self.staged.model
@@ -130,6 +131,14 @@ class EngineParts:
     def __deepcopy__(self, memo: Any) -> CopiedModel:
         """A placeholder: a copy of a boosted model (averaged weights, for example) is not boosted."""
         self.weights.check_readable("a copy of the model")
+        if self.weights.in_half and self.optimizer is not None and self.tells_of_copies:
+            self.tells_of_copies = False
+            get_dist_logger().warning(
+                f"a copy of {type(self.model).__name__} holds its weights in half precision, where an average that "
+                "small steps update (EMA, SWA, a teacher) loses most of them. Make averages with "
+                "booster.averaged(model), which are in fp32.",
+                ranks=[0],
+            )
         return CopiedModel(self.model)
 
     @property

@@ -62,7 +62,7 @@ def gather_update(engine: Engine, boosted: HybridOptimizer) -> CompleteUpdate:
             merged.setdefault(name, entries)
             first_rank.setdefault(name, rank)
     tensors = boosted.target.tensors
-    weights = _complete(engine, {name: tensor.detach() for name, tensor in tensors.items()})
+    weights = complete_tensors(engine, {name: tensor.detach() for name, tensor in tensors.items()})
     if engine.weights.sharded is not None:
         with engine.weights.unsharded():
             frozen = {name: p for name, p in engine.model.named_parameters() if name not in engine.weights.parameters}
@@ -97,7 +97,9 @@ def _entry(name: str, key: str, tensor: Tensor, value: Any) -> list[Any]:
     return [_LIKE, dtype] if value.shape == tensor.shape else [_FULL, dtype, list(value.shape)]
 
 
-def _complete(engine: Engine, parts: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def complete_tensors(
+    engine: Engine, parts: Mapping[str, Tensor], dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
     """Tensors of the parameters' shapes, from what each replica has of them, by name. Collective: all replicas.
 
     Args:
@@ -128,7 +130,7 @@ def _complete_state(
     state: dict[str, dict[str, Any]] = {name: {} for name in merged}
     for key, dtype, names in _like(merged):
         parts = {name: own[name][key] for name in names if name in own}
-        complete = _complete(engine, parts, dtype)
+        complete = complete_tensors(engine, parts, dtype)
         for name in names:
             state[name][key] = complete[name]
     for name, entries in merged.items():

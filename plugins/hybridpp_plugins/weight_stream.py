@@ -125,7 +125,8 @@ def _parts(
     engine: Engine, copy: nn.Module | None, shares: RankShares
 ) -> Iterator[tuple[str, tuple[Tensor, tuple[int, ...], _Parts]]]:
     """What this rank contributes: a tensor, its full shape, and boxes of that with views."""
-    state: dict[str, Any] = state_of(engine) if copy is None else copy.state_dict()
+    with engine.weights.internal():  # a copy has values while the model's weights are not there
+        state: dict[str, Any] = state_of(engine) if copy is None else copy.state_dict()
     here = engine.layout.here
     held = (
         [(weight.name, weight.tensor) for weight in held_weights(engine)]
