@@ -92,8 +92,9 @@ def set_execution_sequence(model: nn.Module, sequence: Sequence[SequenceStep]) -
     replace_forward(model, _run, model, tuple(steps))
 
 
-def _run(model: nn.Module, steps: tuple[str | Callable[[Any], Any], ...], /, *inputs: Any, **named: Any) -> Any:
-    value = next(iter((*inputs, *named.values())))
+def _run(model: nn.Module, steps: tuple[str | Callable[[Any], Any], ...], first: Any = None, /, **named: Any) -> Any:
+    # One positional argument, so that further entries of a tuple are known to be the criterion's.
+    value = next(iter(named.values())) if first is None else first
     for step in steps:
         value = model.get_submodule(step)(value) if isinstance(step, str) else step(value)
     return value

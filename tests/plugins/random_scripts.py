@@ -125,7 +125,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "schedule-free": lambda model: ScheduleFree(model.parameters(), lr=0.1),
 }
 # Newton and Schulz's steps run in bf16.
-ROUNDS = {"muon": 1e-1, "adafactor": 2e-3}
+ROUNDS = {"muon": 2e-1, "adafactor": 5e-3}
 BETWEEN = (
     "ema", "clamp", "clamp data", "freeze", "no gradient", "evaluate", "accumulate", "schedule", "zero_grad", "set lr",
     "read norm", "clip", "overwrite", "state dict", "resume", "own loop", "save model",
