@@ -243,6 +243,10 @@ def criterion_facts(criterion: Any) -> Facts:
     """A criterion: a module like a model, else by its name and constants; nothing where there is none."""
     if isinstance(criterion, nn.Module):
         return model_facts(criterion, "the criterion")
+    if isinstance(criterion, FunctionType):
+        # Not what is around it: a script's function may look at its rank there, to print on one.
+        text = f"{_name_of(criterion)}({', '.join(map(described, _constants(criterion.__code__)))})"
+        return {"": {"the criterion": text}}
     return {} if criterion is None else {"": {"the criterion": described(criterion)}}
 
 

@@ -122,3 +122,11 @@ def test_what_a_rank_lacks_is_told_unless_it_is_optional():
     rows = [{"": {"a": "1"}}, {}, {"": {"a": "1"}}]
     assert differences(rows) == ["a is 1 on ranks 0, 2, missing on rank 1"]
     assert differences(rows, is_optional=True) == []
+
+
+def test_a_criterion_may_look_at_its_rank():
+    def run():
+        prints = current_world().rank == 0
+        boosted_by(0, criterion=lambda outputs, targets: print(outputs) if prints else (outputs - targets).sum())
+
+    Loopback(2).run(run)
