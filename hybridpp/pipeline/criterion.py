@@ -56,6 +56,7 @@ class CriterionAdapter:
         key: the same, but unlike for functions that were defined around other values.
         sums: whether it returns a sum over samples instead of a mean, by its attribute ``reduction``.
         declares_reduction: whether that is known.
+        coupled: whether it couples the samples of a batch, by its attribute ``coupled``.
         num_items: counts the items of a micro-batch's inputs that the mean is over; None: items are samples.
 
     Raises:
@@ -86,6 +87,7 @@ class CriterionAdapter:
         reduction = check_reduction(criterion, loss_reduction)
         self.declares_reduction = reduction is not None
         self.sums = reduction is not None and REDUCTIONS[reduction]
+        self.coupled = getattr(criterion, "coupled", False) is True
         self.num_items: Callable[[Any], Any] | None = getattr(criterion, "num_items", None)
         classes = ClassWeights.of(criterion) if self._is_torchs and self.num_items is None else None
         if classes is not None:

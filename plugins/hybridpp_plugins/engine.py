@@ -23,6 +23,7 @@ from hybridpp.pipeline import (
     StepResult,
 )
 from hybridpp.plugin import Criterion, RunsPipeline, StepOptions
+from hybridpp_plugins.coupled_loss import CoupledLoss, check_undivided
 from hybridpp_plugins.engine_handle import ENGINE
 from hybridpp_plugins.engine_parts import EngineParts
 from hybridpp_plugins.folder_save import Saves
@@ -247,6 +248,9 @@ class Engine(EngineParts):
         training = self.is_training
         replica_infos = self._replica_infos(infos)
         weights = losses.weights if losses is not None else batch.weights(_counts_of(replica_infos), self._loss_scale)
+        coupled = self._coupled(called, replica_infos)
+        if coupled is not None:  # the gradients of the replicas' own outputs add up
+            weights = [self._loss_scale]
         # Micro-batches are numbered over all replicas, so that replicas draw different random numbers.
         first_microbatch = sum(int(info.num_microbatches) for info in replica_infos[: self.layout.here.dp])
         # Evaluations have separate keys: each draws new random numbers, and training draws the same without them.
@@ -258,7 +262,7 @@ class Engine(EngineParts):
             keys=[
                 microbatch_key(self.progress.seed, run, first_microbatch + n) for n in range(len(batch.microbatches))
             ],
-            criterion=losses or loss_of,
+            criterion=coupled or losses or loss_of,
             training=training,
             keep_outputs=keep_outputs,
             begin_last_backward=self.buckets.begin_last_backward if self.buckets else lambda stage, pending: False,
@@ -273,6 +277,15 @@ class Engine(EngineParts):
             settle=losses.settle if losses is not None else _nothing,
         )
 
+    def _coupled(self, called: CriterionAdapter | ForwardSignature, infos: list[RankBatchInfo]) -> CoupledLoss | None:
+        """A criterion that says that it couples samples, if there are other replicas' samples."""
+        if not isinstance(called, CriterionAdapter) or not called.coupled:
+            return None
+        check_undivided(called, infos)
+        if not self._has_losses or self.layout.dp.size == 1:
+            return None
+        return CoupledLoss(called, self.layout.dp, [int(info.num_items) for info in infos], self.pipeline)
+
     def _replica_infos(self, infos: list[RankBatchInfo]) -> list[RankBatchInfo]:
         """Of a rank of each replica that computes losses."""
         return [infos[ranks[0]] for ranks in self._loss_ranks]
@@ -285,7 +298,12 @@ class Engine(EngineParts):
         training: bool,
     ) -> bool:
         """Whether it must still be found what the loss is a mean over. The same on all ranks."""
-        if not isinstance(called, CriterionAdapter) or called.sums or (called.num_items and not batch.has_total):
+        if (
+            not isinstance(called, CriterionAdapter)
+            or called.coupled
+            or called.sums
+            or (called.num_items and not batch.has_total)
+        ):
             return False
         # In training, the loss is a mean over all replicas.
         num_averaged = (

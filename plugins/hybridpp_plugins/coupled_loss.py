@@ -1,0 +1,72 @@
+"""Losses that couple the samples of a batch, computed of the outputs of all replicas."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpp.cluster import Group, as_carried
+from hybridpp.config import PipelineConfig
+from hybridpp.errors import ConfigError
+from hybridpp.nn.deferred_tensor import with_values
+from hybridpp.nn.torch_private import pytree
+from hybridpp.pipeline import CriterionAdapter, RankBatchInfo, leaf_dims
+
+
+def check_undivided(criterion: CriterionAdapter, infos: Sequence[RankBatchInfo]) -> None:
+    """Refuse micro-batches, whose samples do not come together. On every rank alike.
+
+    Raises:
+        ConfigError: a replica has several.
+    """
+    most = int(max(info.num_microbatches for info in infos))
+    if most > 1:
+        raise ConfigError(
+            f"a criterion with coupled=True needs all samples of a replica at once: got {most} micro-batches. Use "
+            "num_microbatches=1, and more replicas for more samples; gradient_checkpoint_config saves memory."
+        )
+
+
+class CoupledLoss:
+    """A criterion that is called with the outputs and inputs of all replicas, as if one had computed them all.
+
+    Every replica computes the same loss. Its gradient goes to the replica's own outputs, and the gradients of the
+    replicas add up to that of the whole batch.
+
+    Collective: all replicas, at each call; one all-gather for each tensor of the outputs and the inputs.
+
+    Args:
+        criterion: of outputs and inputs.
+        replicas: the ranks that compute losses.
+        sizes: samples of each replica.
+        pipeline: where tensors have their samples.
+    """
+
+    def __init__(self, criterion: CriterionAdapter, replicas: Group, sizes: Sequence[int], pipeline: PipelineConfig):
+        self._criterion, self._replicas, self._sizes, self._pipeline = criterion, replicas, sizes, pipeline
+
+    def __call__(self, outputs: Any, inputs: Any) -> Any:
+        """The loss of the samples of all replicas."""
+        all_outputs = self._gathered(outputs, self._pipeline.dims_of_outputs)
+        return self._criterion(all_outputs, self._gathered(inputs, self._pipeline.batch_dims or 0))
+
+    def _gathered(self, tree: Any, dims: Any) -> Any:
+        tree = with_values(tree)
+        leaves, structure = pytree.tree_flatten(tree)
+        own = self._sizes[self._replicas.rank]
+        for index, (leaf, dim) in enumerate(zip(leaves, leaf_dims(tree, dims), strict=True)):
+            if isinstance(leaf, Tensor) and dim is not None and dim < leaf.dim() and leaf.shape[dim] % own == 0:
+                leaves[index] = self._joined(leaf, dim, leaf.shape[dim] // own)
+        return pytree.tree_unflatten(leaves, structure)
+
+    def _joined(self, own: Tensor, dim: int, rows: int) -> Tensor:
+        """The tensors of all replicas; gradients go to that of this one."""
+        size = max(self._sizes) * rows
+        padding = list(own.shape)
+        padding[dim] = size - own.shape[dim]
+        padded = torch.cat([own.detach(), own.new_zeros(padding)], dim)
+        parts = self._replicas.all_gather(as_carried(padded.contiguous()))
+        cut = [part.narrow(dim, 0, count * rows) for part, count in zip(parts, self._sizes, strict=True)]
+        cut[self._replicas.rank] = own
+        return torch.cat(cut, dim)

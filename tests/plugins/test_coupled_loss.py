@@ -1,0 +1,69 @@
+"""A loss that couples samples is that of the whole batch, over replicas with unequally many."""
+
+import pytest
+import torch
+from support import assert_near, boosted, gradients_of, sgd
+from torch import nn
+from torch.nn import functional as F
+
+from hybridpp.cluster import Loopback
+from hybridpp.errors import ConfigError
+
+PAIRS = {"x": torch.randn(7, 6, generator=torch.Generator().manual_seed(0)), "kind": torch.arange(7) % 2}
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)])
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = net()
+
+    def forward(self, x):
+        return {"first": self.layers(x), "second": self.layers[0](x).repeat_interleave(2, 0)}
+
+
+def contrastive(outputs, inputs):
+    pairs = outputs["first"] @ outputs["second"][::2].T + inputs["kind"]
+    return F.cross_entropy(pairs, torch.arange(len(pairs)))
+
+
+contrastive.coupled = True
+
+
+@pytest.mark.parametrize("settings", [{}, {"pp_size": 2}, {"zero_stage": 2}], ids=str)
+def test_the_loss_is_that_of_the_samples_of_all_replicas(settings):
+    model = Net()
+    loss = contrastive(model(PAIRS["x"]), PAIRS)
+    loss.backward()
+
+    def run():
+        booster, cut, optimizer = boosted(Net(), sgd, {"x": PAIRS["x"][:1]}, **settings)
+        rows = slice(0, 4) if booster.plugin.layout.here.dp == 0 else slice(4, 7)
+        batch = {name: value[rows] for name, value in PAIRS.items()}
+        with torch.no_grad():
+            losses = [booster.execute_pipeline(iter([batch]), cut, contrastive)["loss"].item()]
+        losses.append(booster.execute_pipeline(iter([batch]), cut, contrastive, optimizer)["loss"].item())
+        return losses, {} if "zero_stage" in settings else gradients_of(booster, cut), optimizer.get_grad_norm()
+
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    for losses, gradients, found in Loopback(2 * settings.get("pp_size", 1)).run(run):
+        assert losses == pytest.approx([loss.item()] * 2, rel=1e-6)
+        assert found == pytest.approx(float(norm), rel=1e-5)
+        for name, gradient in gradients.items():
+            assert_near({name: gradient}, {name: dict(model.named_parameters())[name].grad}, 1e-6)
+
+
+def test_micro_batches_of_a_coupled_loss_are_refused_on_every_rank():
+    def run():
+        booster, cut, optimizer = boosted(Net(), sgd, {"x": PAIRS["x"][:1]}, pp_size=2, num_microbatches=2)
+        with pytest.raises(
+            ConfigError, match="needs all samples of a replica at once: got 2 micro"
+        ):
+            booster.execute_pipeline(iter([PAIRS]), cut, contrastive, optimizer)
+        return True
+
+    assert all(Loopback(2).run(run))
