@@ -11,7 +11,8 @@ from torch import nn
 from hybridpp.errors import PartitionError
 from hybridpp.module_adapter import Forward, ModuleAdapter
 from hybridpp.nn import walk
-from hybridpp.nn.torch_private import compiled_call_of
+from hybridpp.nn.torch_private import compiled_call_of, current_function_mode
+from hybridpp.nn.watcher import run_unwatched
 
 # Different blocks, training and evaluation, several formats and shapes: more than torch's 8 by default.
 _MAX_GRAPHS = 64
@@ -41,6 +42,8 @@ class CompiledForward:
     def run(self, inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """Call ``inner`` compiled."""
         try:
+            if current_function_mode() is not None:  # type: ignore[no-untyped-call]  # torch
+                return run_unwatched(self._compiled, inner, args, kwargs)
             return self._compiled(inner, args, kwargs)
         except Exception as error:
             if type(error).__module__.startswith(_COMPILER):

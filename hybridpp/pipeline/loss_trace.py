@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from hybridpp.nn.deferred_tensor import MadeWhenRead
+from hybridpp.nn.watcher import WatchingMode
 from hybridpp.pipeline.loss_items import (
     SAME_DEVICE,
     Constant,
@@ -147,7 +147,7 @@ class _OfModel(NamedTuple):
 _ITEMS = _OfModel()
 
 
-class LossTrace(TorchFunctionMode):
+class LossTrace(WatchingMode):
     """A function mode around what makes a micro-batch's loss.
 
     Every tensor counts as one of three: made from the inputs alone, made with parameters or activations, or constant.
@@ -179,6 +179,10 @@ class LossTrace(TorchFunctionMode):
         for tensor in tensors:
             if self._of(tensor) is None:
                 self._note(tensor, _ITEMS)
+
+    def made(self, result: Any) -> None:
+        """What a compiled block returned."""
+        self.received(list(_tensors(result)))
 
     @contextmanager
     def paused(self) -> Iterator[None]:

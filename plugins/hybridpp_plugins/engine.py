@@ -11,6 +11,9 @@ from torch.optim import Optimizer
 
 from hybridpp.cluster import Section, microbatch_key, preserved_random_state
 from hybridpp.errors import ClosedError, ConfigError, DeadlockError, PeerError, RefusedByPeerError
+from hybridpp.nn import walk
+from hybridpp.nn.force_eager import force_eager
+from hybridpp.partition.compiled import is_compiled_by_script
 from hybridpp.pipeline import (
     BatchUse,
     CriterionAdapter,
@@ -336,6 +339,8 @@ class Engine(EngineParts):
             group=self.layout.dp if training and self.layout.dp.size > 1 else None,
             scale=self._loss_scale,
             device=self.device,
+            # A compiler that the script has called would trace what watches.
+            around=force_eager if any(map(is_compiled_by_script, walk.modules(self.model))) else nullcontext,
         )
 
     @property

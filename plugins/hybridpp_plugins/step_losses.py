@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class StepLosses:
         group: the replicas; None: there is one, or the step is an evaluation.
         scale: the loss scale.
         device: where the rank computes.
+        around: a context for what is watched.
 
     Attributes:
         weights: of the micro-batches in the gradient, with the loss scale; right from the first loss on.
@@ -70,12 +71,13 @@ class StepLosses:
         group: Group | None,
         scale: float,
         device: torch.device,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self._criterion, self._replicas = criterion, replicas
         self._batch, self._microbatches = batch, batch.microbatches
         self._report, self._pipeline, self._group = check.report, pipeline, group
         check.begin(criterion)
-        self._scale, self._device = scale, device
+        self._scale, self._device, self._around = scale, device, around
         self._trace: LossTrace | None = None
         self._ratio: float | None = None
         self._observes = False
@@ -99,7 +101,7 @@ class StepLosses:
         self._trace = LossTrace([given.inputs, inputs], given.num_samples)
         self._trace.received(received)
         try:
-            with self._trace:
+            with self._around(), self._trace:
                 yield
         finally:
             self._trace = None
@@ -201,7 +203,8 @@ class StepLosses:
         # Of one size, and with a number that tells forms apart.
         kind = form.kind
         row = [kind, *counts, *[0.0] * (MAX_COUNTS - len(counts))]
-        rows = [one.tolist() for one in group.all_gather(torch.tensor(row, dtype=torch.float64, device=self._device))]
+        sent = torch.tensor(row, dtype=torch.float64).to(self._device)
+        rows = [one.tolist() for one in group.all_gather(sent)]
         if any(one[0] != kind for one in rows):
             self._report(LossReduction.UNCOUNTED, "the replicas' losses are made in different ways")
         return [tuple(one[1 : 1 + len(counts)]) for one in rows]

@@ -60,9 +60,7 @@ def test_the_loss_is_that_of_the_samples_of_all_replicas(settings):
 def test_micro_batches_of_a_coupled_loss_are_refused_on_every_rank():
     def run():
         booster, cut, optimizer = boosted(Net(), sgd, {"x": PAIRS["x"][:1]}, pp_size=2, num_microbatches=2)
-        with pytest.raises(
-            ConfigError, match="needs all samples of a replica at once: got 2 micro"
-        ):
+        with pytest.raises(ConfigError, match="needs all samples of a replica at once: got 2 micro"):
             booster.execute_pipeline(iter([PAIRS]), cut, contrastive, optimizer)
         return True
 

@@ -12,7 +12,7 @@ from hybridpp.cluster import Loopback
 
 _READS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "cpu", "nonzero"}
 # These read batches, or messages of the control group: both are in host memory on every machine.
-_HOST_ONLY = {"batch.py:digest", "gather_numbers.py:_receive"}
+_HOST_ONLY = {"batch.py:digest", "gather_numbers.py:_receive", "loss_items.py:numbers"}
 
 
 def _reads_generators(frame):

@@ -45,9 +45,10 @@ def test_replicas_on_a_device_give_the_cpus_losses(told, case):
 
 
 @pytest.mark.parametrize("case", ["pp", "dp", "zero"])
-def test_a_step_with_a_batch_on_the_device_waits_for_it_once(told, case):
-    """With the digest of the batch, and with losses and norms."""
-    assert told[case]["waits"] == [ONE_WAIT] * 2
+def test_a_step_with_a_batch_on_the_device_waits_for_its_items_and_losses(told, case):
+    """With the digest of the batch, and with losses and norms; who computes losses counts labels before."""
+    counted = ["loss_items.py:numbers", *ONE_WAIT]
+    assert told[case]["waits"] == [ONE_WAIT if case == "pp" else counted, counted]
 
 
 def test_a_step_with_a_batch_of_host_memory_waits_only_for_the_losses(told):

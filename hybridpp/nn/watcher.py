@@ -1,0 +1,37 @@
+"""Function modes that watch what runs, and that compiled code does not run under."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+from hybridpp.nn.torch_private import current_function_mode, pop_function_mode, push_function_mode
+
+
+class WatchingMode(TorchFunctionMode):
+    """A function mode that is not traced by a compiler: what runs compiled is not watched, only its result is."""
+
+    def made(self, result: Any) -> None:
+        """What compiled code returned."""
+        raise NotImplementedError
+
+
+def run_unwatched(function: Callable[..., Any], /, *args: Any) -> Any:
+    """Call a compiled function outside of the watchers that are active."""
+    popped: list[TorchFunctionMode] = []
+    while current_function_mode() is not None:  # type: ignore[no-untyped-call]  # torch
+        popped.append(pop_function_mode())  # type: ignore[no-untyped-call]  # torch
+    watchers = [mode for mode in popped if isinstance(mode, WatchingMode)]
+    others = [mode for mode in reversed(popped) if not isinstance(mode, WatchingMode)]
+    for mode in others:
+        push_function_mode(mode)  # type: ignore[no-untyped-call]  # torch
+    try:
+        result = function(*args)
+    finally:
+        for _ in others:
+            pop_function_mode()  # type: ignore[no-untyped-call]  # torch
+        for mode in reversed(popped):
+            push_function_mode(mode)  # type: ignore[no-untyped-call]  # torch
+    for watcher in watchers:
+        watcher.made(result)
+    return result
