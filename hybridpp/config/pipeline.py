@@ -70,7 +70,12 @@ def _are_dims(value: Any) -> bool:
     entries = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else None
     if entries is None:
         return value is None or _is_count(value)
-    return all(entry == "list" or _are_dims(entry) for entry in entries)
+    return all(entry == "list" or _is_rule(entry) or _are_dims(entry) for entry in entries)
+
+
+def _is_rule(value: Any) -> bool:
+    """Whether it says how many rows each sample has: ``("rows", entry)``, or a function of the batch."""
+    return callable(value) or (isinstance(value, tuple) and len(value) == 2 and value[0] == "rows")
 
 
 def _is_count(value: Any) -> bool:
@@ -95,7 +100,9 @@ class PipelineConfig(ConfigBase):
             by name or a list by position, as deep as the batch is nested, of numbers, of None for what every
             micro-batch gets unsplit, and of ``"list"`` for a list with an entry per sample:
             ``{"src": 1, "mask": None}``. Tensors that are not named are split along dimension 0, and so is a list of as
-            many texts as there are samples. None: dimension 0 of all.
+            many texts as there are samples. ``("rows", "image_grid_thw")``: samples have as many rows as that entry
+            says, by a number or a grid; a function of the batch gives the number of rows of each sample. None:
+            dimension 0 of all, and rows of images and packed sequences as the names of transformers tell.
         output_dims: the same for the model's outputs, which are concatenated; None: ``batch_dims`` if that is a number,
             else 0.
     """

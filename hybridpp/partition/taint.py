@@ -14,6 +14,7 @@ from hybridpp.errors import PartitionError
 from hybridpp.nn.torch_private import FakeTensor, storage_id, unwrapped
 from hybridpp.partition.containers import tensors_in
 from hybridpp.partition.derivatives import GRAD, stand_ins
+from hybridpp.partition.known_masks import run_with_known_masks
 
 
 class Value(NamedTuple):
@@ -154,7 +155,7 @@ class TaintMode(TorchFunctionMode):
     def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_grad = func is torch.autograd.grad
         if self._on_derivative is None or not (is_grad or func is Tensor.backward):
-            return func(*args, **kwargs)
+            return run_with_known_masks(func, args, kwargs)
         options = GRAD.bind(*args, **kwargs).arguments if is_grad else kwargs
         outputs, inputs = tensors_in(options["outputs"] if is_grad else args[0]), tensors_in(options.get("inputs"))
         if self._paused:

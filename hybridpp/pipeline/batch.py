@@ -15,6 +15,7 @@ from hybridpp.errors import DataError
 from hybridpp.nn.torch_private import pytree
 from hybridpp.pipeline.batch_dims import Dims, PerSample, leaf_dims, mark_sample_lists
 from hybridpp.pipeline.loss_items import LossForm, Measured, NotCountedError, ReplicaCounts, add_up
+from hybridpp.pipeline.packed_rows import Lengths, Rows, mark_rows, shared_entries, size_of_samples
 
 # Of larger tensors, this many evenly spaced elements are compared: enough to distinguish two batches.
 _MAX_COMPARED = 4096
@@ -118,6 +119,11 @@ def num_samples(batch: Any, dims: Dims = 0) -> int:
     Raises:
         DataError: the tensors disagree, there is none, one lacks the dimension, or the batch is empty.
     """
+    return _num_samples(mark_rows(batch, dims), dims, is_split=True)
+
+
+def _num_samples(batch: Any, dims: Dims, is_split: bool) -> int:
+    """As :func:`num_samples`, of a batch whose rows are marked; tensors of one that is not split may disagree."""
     sizes, arrays = _sizes_by_name(batch, dims)
     for name, length in arrays.items():
         if not sizes or length in sizes.values():
@@ -127,6 +133,8 @@ def num_samples(batch: Any, dims: Dims = 0) -> int:
             )
     if not sizes:
         raise DataError("a batch needs at least one tensor with a first dimension to split. Check the collate_fn.")
+    if len(set(sizes.values())) > 1 and not is_split:
+        return max(size_of_samples(batch, sizes), 1)
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
         where = "dimension 0, the samples" if dims == 0 else f"the dimension of the samples (batch_dims={dims})"
@@ -134,7 +142,9 @@ def num_samples(batch: Any, dims: Dims = 0) -> int:
             f"all tensors of a batch must agree in {where}: got {listed}. "
             "Expand the others to one row per sample; 0-dimensional tensors and plain values go to every micro-batch. "
             "Or set the dimensions: HybridParallelPlugin(batch_dims={'x': 1, 'mask': None, 'boxes': 'list'}), with "
-            "None for entries that all micro-batches share, and 'list' for a list with one entry per sample."
+            "None for entries that all micro-batches share, and 'list' for a list with one entry per sample. For rows "
+            "of which samples have unlike numbers, use {'patches': ('rows', 'grids')}, or a function of the batch that "
+            "gives each sample's number; or num_microbatches=1."
         )
     size = next(iter(sizes.values()))
     if size == 0:
@@ -147,8 +157,15 @@ def _sizes_by_name(batch: Any, dims: Dims) -> tuple[dict[str, int], dict[str, in
     paths, _ = pytree.tree_flatten_with_path(batch)
     sizes: dict[str, int] = {}
     arrays: dict[str, int] = {}
+    shared = shared_entries(batch, dims)
     for (path, leaf), dim in zip(paths, _leaf_dims(batch, dims, len(paths)), strict=True):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0 and dim is not None:
+        if shared and getattr(path[0], "key", None) in shared:
+            continue
+        if isinstance(leaf, Rows):
+            sizes[pytree.keystr(path)] = len(leaf.counts)
+        elif isinstance(leaf, Lengths):
+            sizes[pytree.keystr(path)] = len(leaf.ends) - 1
+        elif isinstance(leaf, Tensor) and leaf.dim() > 0 and dim is not None:
             name = pytree.keystr(path) or "the batch"
             sizes[name] = _size(leaf, dim, name)
         elif type(leaf) is PerSample:
@@ -208,13 +225,20 @@ def split_batch(
         DataError: see :func:`num_samples`; or what the loss is a mean over cannot be counted in this batch.
     """
     full_batch, batch = batch, batch if isinstance(dims, int) and _is_flat(batch) else mark_sample_lists(batch, dims)
-    samples = num_samples(batch, dims)
+    batch = mark_rows(batch, dims)
+    samples = _num_samples(batch, dims, is_split=num_microbatches is None or num_microbatches > 1)
     sizes = _microbatch_sizes(samples, num_microbatches, microbatch_size)
     if isinstance(batch, dict) and isinstance(batch.get(TOTAL_KEY), int | float):
         # As a tensor: a changing Python number would be a new signature, which is traced again, at every step.
         batch = batch | {TOTAL_KEY: torch.tensor(batch[TOTAL_KEY])}
     leaves, tree = pytree.tree_flatten(batch)
     split_dims = _leaf_dims(batch, dims, len(leaves))
+    if shared := shared_entries(batch, dims):
+        paths, _ = pytree.tree_flatten_with_path(batch)
+        split_dims = [
+            None if getattr(path[0], "key", None) in shared else dim
+            for (path, _), dim in zip(paths, split_dims, strict=True)
+        ]
     parts = [_parts(leaf, dim, sizes) for leaf, dim in zip(leaves, split_dims, strict=True)]
     inputs = [pytree.tree_unflatten([part[index] for part in parts], tree) for index in range(len(sizes))]
     if sums:
@@ -248,11 +272,19 @@ def _microbatch_sizes(samples: int, num_microbatches: int | None, microbatch_siz
 
 
 def _parts(leaf: Any, dim: int | None, sizes: list[int]) -> Sequence[Any]:
+    if len(sizes) == 1:
+        return [leaf.values if isinstance(leaf, Rows) else leaf.ends if isinstance(leaf, Lengths) else _complete(leaf)]
+    if isinstance(leaf, Rows | Lengths):
+        return leaf.parts(sizes)
     if isinstance(leaf, Tensor) and leaf.dim() > 0 and dim is not None:
         return torch.split(leaf, sizes, dim)
     if isinstance(leaf, PerSample) and len(leaf) == sum(sizes):
         return [leaf[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
-    return [list(leaf) if isinstance(leaf, PerSample) else leaf] * len(sizes)
+    return [_complete(leaf)] * len(sizes)
+
+
+def _complete(leaf: Any) -> Any:
+    return list(leaf) if isinstance(leaf, PerSample) else leaf
 
 
 def _numbers(values: list[Any]) -> list[float]:

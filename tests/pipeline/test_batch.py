@@ -179,7 +179,9 @@ def test_tensors_that_disagree_are_listed():
         "all tensors of a batch must agree in dimension 0, the samples: got ['a']: 4, ['b'][1]: 3. "
         "Expand the others to one row per sample; 0-dimensional tensors and plain values go to every micro-batch. "
         "Or set the dimensions: HybridParallelPlugin(batch_dims={'x': 1, 'mask': None, 'boxes': 'list'}), with None "
-        "for entries that all micro-batches share, and 'list' for a list with one entry per sample."
+        "for entries that all micro-batches share, and 'list' for a list with one entry per sample. For rows of which "
+        "samples have unlike numbers, use {'patches': ('rows', 'grids')}, or a function of the batch that gives each "
+        "sample's number; or num_microbatches=1."
     ):
         num_samples({"a": torch.zeros(4, 2), "b": [torch.tensor(1), torch.zeros(3)]})
 
