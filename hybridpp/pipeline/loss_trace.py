@@ -166,6 +166,8 @@ class LossTrace(WatchingMode):
         self._num_samples = num_samples
         self._known: dict[int, tuple[Any, Any]] = {}
         self._counts: dict[Any, Count] = {}
+        # Those of terms, by id, until they are written to.
+        self._held: dict[int, list[list[Tensor]]] = {}
         self._numbers: dict[float, Count] = {}
         self._rows = self._count(num_rows().function)
         self._entries: list[tuple[Tensor, Count]] = []
@@ -205,8 +207,10 @@ class LossTrace(WatchingMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = function(*args, **kwargs)
         name = _name(function)
+        if args and _writes(name):
+            self._keep_values(args[0])
+        result = function(*args, **kwargs)
         found = self._follow(function, name, args, kwargs, result)
         return result if found is None else found
 
@@ -307,7 +311,7 @@ class LossTrace(WatchingMode):
 
     def _of_inputs(self, function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Any:
         spec = self._spec(args), self._spec(kwargs)
-        writes = name == "setitem" or (name.endswith("_") and not name.endswith("__")) or name in _WRITING
+        writes = _writes(name)
         if writes and isinstance(args[0], Tensor):
             self._note(args[0], self._count(written, function, *spec[0], **spec[1]))
             return None
@@ -360,7 +364,7 @@ class LossTrace(WatchingMode):
                     for one in result:
                         self._note(one, self._unlinear(name, models, one))
             return
-        if writes_to := (name == "setitem" or name in _WRITING or (name.endswith("_") and not name.endswith("__"))):
+        if writes_to := _writes(name):
             name = name.strip("_")
         reductions = _reduction_of(function, args, kwargs)
         with_samples = [(tensor, what) for tensor, what in models if what.terms is None]
@@ -411,7 +415,21 @@ class LossTrace(WatchingMode):
         return _OfModel(numels[0] if numels else None, is_observed, is_stack=name in _JOINING, why=why)
 
     def _term(self, factors: tuple[TermFactor, ...], value: Tensor, why: str, natural: Count | None = None) -> Term:
-        return Term(factors, lambda: value, why, natural, in_model=not self.in_criterion)
+        return Term(factors, self._value_of(value), why, natural, in_model=not self.in_criterion)
+
+    def _value_of(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Gives what a tensor holds now, also when it was written to in place (``loss += other``)."""
+        held = [tensor]
+        self._held.setdefault(id(tensor), []).append(held)
+        return lambda: held[0]
+
+    def _keep_values(self, tensor: Any) -> None:
+        """Keep what a tensor holds, before it is written to."""
+        holders = self._held.pop(id(tensor), ())
+        if holders:
+            kept = tensor.clone()
+            for held in holders:
+                held[0] = kept
 
     def _num_items(self, tensor: Tensor, what: _OfModel) -> TermFactor:
         """The number of a tensor's elements, as what a mean divides by."""
@@ -469,7 +487,7 @@ class LossTrace(WatchingMode):
     def _unlinear(self, name: str, models: list[tuple[Tensor, _OfModel]], result: Any) -> _OfModel:
         why = _why(models) or f"{name} of a sum over samples"
         in_model = any(term.in_model for _, what in models for term in what.terms or ())
-        return _OfModel(terms=(Term((TermFactor(self._rows, -1),), lambda: result, why, in_model=in_model),))
+        return _OfModel(terms=(Term((TermFactor(self._rows, -1),), self._value_of(result), why, in_model=in_model),))
 
     def _without_samples(
         self, function: Any, name: str, args: Any, kwargs: Any, result: Tensor, models: list[tuple[Tensor, _OfModel]]
@@ -590,6 +608,13 @@ class _LossCall(NamedTuple):
 
 
 _WRITING = frozenset(["iadd", "isub", "imul", "idiv", "itruediv", "ior", "iand"])
+
+
+def _writes(name: str) -> bool:
+    """Whether a function writes to its first argument."""
+    return name == "setitem" or name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+
+
 # Losses whose mean is over rows, not over elements.
 _OF_ROWS = frozenset(
     [

@@ -95,3 +95,17 @@ def test_what_is_drawn_is_no_count():
     (term,) = trace.terms(loss)
     (factor,) = term.factors
     assert (factor.is_observed, factor.observed) == (True, kept.sum())
+
+
+def test_terms_keep_their_values_where_a_loss_is_written_to_in_place():
+    trace = LossTrace([INPUTS], ROWS)
+    outputs = nn.Embedding(CLASSES, CLASSES)
+    with trace:
+        computed = outputs(INPUTS["ids"])
+        trace.in_criterion = True
+        loss = F.cross_entropy(computed.transpose(1, 2), INPUTS["labels"])
+        loss += 0.5 * computed.softmax(-1).mean((0, 1)).square().sum()
+        loss += computed.square().mean()
+    terms = trace.terms(loss)
+    assert len(terms) == 3
+    torch.testing.assert_close(sum(term.make() for term in terms), loss)
