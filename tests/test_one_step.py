@@ -14,7 +14,7 @@ SPINE = (
     "hybridpp/partition/staged_model.py",
     "hybridpp/pipeline/boundary.py",
 )
-MAX_FILES, MAX_SPINE_LINES = 17, 1_200
+MAX_FILES, MAX_SPINE_LINES = 20, 1_200
 ADVICE = "correct the section One training step of ARCHITECTURE.md, or keep the step from entering another file"
 
 
@@ -71,7 +71,7 @@ def test_a_clean_step_does_not_enter_what_the_page_says():
     assert not away & entered.functions.keys()
 
 
-def test_a_step_enters_at_most_17_files():
+def test_a_step_enters_at_most_20_files():
     assert len(both_stages().step) <= MAX_FILES, ADVICE
 
 

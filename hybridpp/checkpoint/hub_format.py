@@ -16,6 +16,9 @@ from hybridpp.cluster import get_dist_logger
 from hybridpp.nn.peft_model import is_peft_model
 from hybridpp.nn.pretrained_model import is_pretrained_model
 
+# The method of hub mixins that writes weights, which they call and their subclasses replace.
+_WEIGHTS_SAVER = "_save_pretrained"
+
 
 def _nothing(folder: Path) -> None:
     """There is no config, or transformers writes it."""
@@ -75,10 +78,10 @@ def _save_mixin(model: Any, folder: Path) -> None:
     """All that ``save_pretrained`` writes but the weights, of which this rank may have a part."""
     kind: Any = type(model)
     mixin: Any = sys.modules["huggingface_hub.hub_mixin"]
-    if inspect.unwrap(kind._save_pretrained) is not mixin.PyTorchModelHubMixin._save_pretrained:
-        _warn(model, "_save_pretrained")
+    if inspect.unwrap(getattr(kind, _WEIGHTS_SAVER)) is not getattr(mixin.PyTorchModelHubMixin, _WEIGHTS_SAVER):
+        _warn(model, _WEIGHTS_SAVER)
     twin = object.__new__(kind)
-    vars(twin).update(vars(model), _save_pretrained=_nothing)
+    vars(twin).update({**vars(model), _WEIGHTS_SAVER: _nothing})
     kind.save_pretrained(twin, folder)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hybridpp.nn import walk
-from hybridpp.nn.torch_private import TorchDispatchMode, parameters_of, pytree, storage_id
+from hybridpp.nn.torch_private import TorchDispatchMode, parameters_of, pytree, schema_of, storage_id
 
 _DROPS = frozenset(
     f"{kind}dropout{suffix}" for kind in ("", "alpha_", "feature_", "feature_alpha_") for suffix in ("", "_")
@@ -64,7 +64,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return self._names.get(storage_id(tensor)) if tensor.layout is torch.strided else None
 
     def _keep_values(self, func: Any, args: Any, kwargs: Any) -> None:
-        for number, argument in enumerate(func._schema.arguments):
+        for number, argument in enumerate(schema_of(func).arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             given = args[number] if number < len(args) else kwargs.get(argument.name)
@@ -82,7 +82,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
 @cache
 def _writes(operation: Any) -> bool:
-    return bool(operation._schema.is_mutable)
+    return bool(schema_of(operation).is_mutable)
 
 
 @contextmanager
@@ -115,7 +115,7 @@ class _ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        name = func._schema.name.rpartition("::")[2]
+        name = schema_of(func).name.rpartition("::")[2]
         if "dropout" in name or "attention" in name:
             return func(*args, **kwargs)
         drawn = func(*args, **kwargs)
