@@ -353,6 +353,9 @@ class LossTrace(WatchingMode):
     def _of_model(
         self, function: Any, name: str, args: Any, kwargs: Any, result: Any, models: list[tuple[Tensor, _OfModel]]
     ) -> None:
+        if function is torch.autograd.grad:
+            self._derivatives(args, kwargs, result, models)
+            return
         if not isinstance(result, Tensor):
             if isinstance(result, list | tuple):
                 tensor, what = models[0]
@@ -383,6 +386,24 @@ class LossTrace(WatchingMode):
         else:
             found = self._items(name, args, result, with_samples)
         self._note(args[0] if writes_to and name == "setitem" else result, found)
+
+    def _derivatives(self, args: Any, kwargs: Any, result: Any, models: list[tuple[Tensor, _OfModel]]) -> None:
+        """Of ``torch.autograd.grad``.
+
+        By what has samples, the derivative of a sum over them has samples, too: each one's own (forces, gradient
+        penalties). That of a mean depends on their number, and that by parameters is a sum over them.
+        """
+        inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+        factors = [factor for _, what in models for term in what.terms or () for factor in term.factors or ()]
+        why = _why(models) or ("derivative of a mean over samples" if factors else "")
+        for tensor, made in zip(inputs if type(inputs) in (list, tuple) else [inputs], result, strict=True):
+            known = self._of(tensor) if isinstance(tensor, Tensor) else None
+            if isinstance(known, Count):
+                self._note(made, _OfModel(known, why=why))
+            elif isinstance(known, _OfModel) and known.terms is None:
+                self._note(made, known._replace(why=why))
+            else:
+                self._note(made, self._unlinear("derivative by parameters", models, made))
 
     def _items(self, name: str, args: Any, result: Tensor, models: list[tuple[Tensor, _OfModel]]) -> _OfModel:
         """A tensor that still has samples."""

@@ -72,6 +72,35 @@ def test_a_term_is_a_sum_divided_by_counts_of_the_inputs(make, expected, trainin
     assert traced(make, training) == expected
 
 
+@pytest.mark.parametrize(
+    ("derive", "expected"),
+    [
+        (lambda energy, x, weight: torch.autograd.grad(energy.sum(), x, create_graph=True), [[24]]),
+        (lambda energy, x, weight: torch.autograd.grad(energy, [x], torch.ones(ROWS), create_graph=True), [[24]]),
+        (
+            lambda energy, x, weight: torch.autograd.grad(energy.mean(), x, create_graph=True),
+            ["derivative of a mean over samples"],
+        ),
+        (
+            lambda energy, x, weight: torch.autograd.grad(energy, weight, torch.ones(ROWS), create_graph=True),
+            ["derivative by parameters of a sum over samples"],
+        ),
+    ],
+)
+def test_derivatives_by_samples_are_each_samples_own(derive, expected):
+    weight, inputs = nn.Parameter(torch.rand(LENGTH)), {"x": torch.rand(ROWS, LENGTH)}
+    trace = LossTrace([inputs], ROWS)
+    with trace:
+        x = inputs["x"].detach().requires_grad_()
+        (force,) = derive((x * weight).tanh().sum(1), x, weight)
+        loss = (force - 1).square().mean()
+    found = [
+        term.why or (term.factors and [float(one.count.of(inputs, ROWS)) for one in term.factors])
+        for term in trace.terms(loss)
+    ]
+    assert found == expected
+
+
 def test_counts_of_one_batch_are_those_of_another():
     trace = LossTrace([INPUTS], ROWS)
     with trace:
