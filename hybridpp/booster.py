@@ -240,17 +240,34 @@ class Booster(BoosterAdapters):
             options.check()
         return self.plugin.execute_pipeline(data_iter, model, criterion, optimizer, options)
 
-    def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
+    def backward(self, loss: Tensor, optimizer: Optimizer, num_items: float | Tensor | None = None) -> None:
         """Backward pass of a loss that the script computed by calling the model; requires ``pp_size=1``.
 
-        The gradient is the mean over the replicas' losses. The loss may go through other models of this booster,
-        too: it adds to their gradients, which their optimizers use. Collective: every rank of the world, unless inside
-        :meth:`no_sync`.
+        The gradient is that of the loss of all replicas' batches: each replica's loss counts by what it is a mean over,
+        which is read from its graph (docs/losses.md). The loss may go through other models of this booster, too: it
+        adds to their gradients, which their optimizers use. Collective: every rank of the world; inside
+        :meth:`no_sync` all replicas of this rank's, which exchange their numbers of items.
+
+        Args:
+            loss: scalar, with a graph.
+            optimizer: that :meth:`boost` returned.
+            num_items: that this replica's loss is a mean over, a number or a tensor of one element; on all replicas or
+                on none. None: what is found.
+
+        Raises:
+            ConfigError: there are stages on other ranks, the optimizer is not boosted, or ``num_items`` is no number.
+            UnlikeCallsError: replicas called it otherwise.
         """
-        self.plugin.backward(loss, optimizer)
+        if num_items is None:
+            self.plugin.backward(loss, optimizer)
+        else:
+            self.plugin.backward(loss, optimizer, num_items)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
-        """A context in which each replica accumulates gradients locally; the next step outside reduces them."""
+        """A context in which each replica accumulates gradients locally; the next step outside reduces them.
+
+        All replicas call :meth:`backward` as often in it: each tells the others its number of items.
+        """
         return self.plugin.no_sync(model, optimizer)
 
     def unsharded(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -121,12 +121,13 @@ class Plugin:
         """
         return parts
 
-    def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
+    def backward(self, loss: Tensor, optimizer: Optimizer, num_items: Any = None) -> None:
         """Add the gradient of a loss that the script computed by calling the boosted model.
 
         Args:
             loss: scalar, with a graph.
             optimizer: the one that :meth:`configure` returned; a loss scale belongs to it.
+            num_items: that the loss is a mean over; replicas are weighted by it.
         """
         loss.backward()  # type: ignore[no-untyped-call]  # torch does not type it
 

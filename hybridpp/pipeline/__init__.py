@@ -27,6 +27,7 @@ from hybridpp.pipeline.device_marks import DeviceMarks
 from hybridpp.pipeline.executor import Executor
 from hybridpp.pipeline.forward_signature import ForwardSignature
 from hybridpp.pipeline.loss_form import combined, loss_form_of, observed
+from hybridpp.pipeline.loss_graph import GraphLoss, read_loss, weigh
 from hybridpp.pipeline.loss_items import LossForm, Measured, NotCountedError, ReplicaCounts, add_up, no_items
 from hybridpp.pipeline.loss_reduction import LossReduction, confirm_sum, duplicate_samples, select_samples
 from hybridpp.pipeline.loss_trace import LossTrace
@@ -54,6 +55,7 @@ __all__ = [
     "Executor",
     "ForwardSignature",
     "Gradients",
+    "GraphLoss",
     "HostRecorder",
     "InputSelection",
     "LossForm",
@@ -100,6 +102,7 @@ __all__ = [
     "observed",
     "rank_programs",
     "read_batch",
+    "read_loss",
     "select_samples",
     "split_backward_ops",
     "split_batch",
@@ -108,5 +111,6 @@ __all__ = [
     "takes_targets",
     "to_plain_containers",
     "watch_sequence_axes",
+    "weigh",
     "with_selection",
 ]

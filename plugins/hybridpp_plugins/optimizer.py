@@ -19,6 +19,7 @@ from hybridpp.nn.torch_private import is_in_running_backward
 from hybridpp.optim import GlobalGradNorm
 from hybridpp.precision import MasterWeights
 from hybridpp_plugins.failed_pass import FailedPass
+from hybridpp_plugins.manual_loss import ManualLosses
 from hybridpp_plugins.optimizer_methods import Written, is_own_method, refuse_hidden_gradients
 from hybridpp_plugins.optimizer_state import OptimizerStateOwner
 from hybridpp_plugins.optimizer_step import SteppingOptimizer
@@ -60,6 +61,7 @@ class HybridOptimizer(SteppingOptimizer):
         statistics: running statistics of the model; None: it has none.
         stop_exchange: tells all ranks of signals in the script's own backward passes.
         failed_pass: notes errors in the script's own passes; None: there is one rank.
+        manual_losses: weighs the losses of the script's own passes; None: there is one replica.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class HybridOptimizer(SteppingOptimizer):
         self.statistics: RunningStatistics | None = None
         self.stop_exchange: StopExchange | None = None
         self.failed_pass: FailedPass | None = None
+        self.manual_losses: ManualLosses | None = None
 
     @property
     def overflow_report(self) -> str:
@@ -102,22 +105,23 @@ class HybridOptimizer(SteppingOptimizer):
         """The loss, times the loss scale."""
         return loss * self.loss_scale
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward pass of a loss computed by calling the model; the gradient is the mean over the replicas.
+    def backward(self, loss: Tensor, *args: Any, num_items: Any = None, **kwargs: Any) -> None:
+        """Backward pass of a loss computed by calling the model; see :meth:`hybridpp.Booster.backward`.
 
-        Collective: all replicas, unless inside ``booster.no_sync``.
+        Collective: all replicas.
         """
         self.uninitialized.check()
         if self.interruption.cause is not None:
             self.interruption.refuse()
         if self.failed_pass is None:
-            self._run_backward(loss, *args, **kwargs)
+            self._run_backward(loss, num_items, *args, **kwargs)
             return
         self.failed_pass.finish()
-        with self.failed_pass.noted("booster.backward", communicates=self._reducer.is_syncing):
-            self._run_backward(loss, *args, **kwargs)
+        communicates = self._reducer.is_syncing or self.manual_losses is not None
+        with self.failed_pass.noted("booster.backward", communicates=communicates):
+            self._run_backward(loss, num_items, *args, **kwargs)
 
-    def _run_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def _run_backward(self, loss: Tensor, num_items: Any, *args: Any, **kwargs: Any) -> None:
         if self.stop_exchange is not None:
             self.stop_exchange.begin()
         self._begin_own(self.loss_scale)
@@ -140,6 +144,9 @@ class HybridOptimizer(SteppingOptimizer):
                 for one in (self, *partners):
                     stack.enter_context(one.recompute_context())
                     stack.enter_context(one.grad_access_warning.quiet())
+                if self.manual_losses is not None:
+                    is_syncing = self._reducer.is_syncing
+                    stack.enter_context(self.manual_losses.weighed(loss, num_items, is_syncing=is_syncing))
                 stack.enter_context(self.own_backward())
                 # From the edge: backward of a tensor disables torch's function modes, which recomputation may need.
                 torch.autograd.backward(get_gradient_edge(scaled), *args, **kwargs)

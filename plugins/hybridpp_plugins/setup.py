@@ -25,6 +25,7 @@ from hybridpp_plugins.grad_access_warning import GradAccessWarning
 from hybridpp_plugins.group_settings import GroupSettings
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.manual_forward import ManualCallRecorder
+from hybridpp_plugins.manual_loss import ManualLosses
 from hybridpp_plugins.model_info import SAME_MODEL, SAME_WEIGHTS, OriginalModelInfo, check_optimizer, weight_facts
 from hybridpp_plugins.model_zero_grad import let_model_clear
 from hybridpp_plugins.nonfinite_report import NonFiniteDiagnosis
@@ -89,7 +90,9 @@ def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedF
     statistics = RunningStatistics(model, layout.dp)
     if boosted is not None:
         boosted.group_settings = GroupSettings(boosted.unwrap(), model, layout.control)
-        boosted.statistics, boosted.stop_exchange = statistics, StopExchange(layout, boosted.group_settings)
+        boosted.manual_losses = ManualLosses(layout.dp, device) if layout.dp.size > 1 else None
+        boosted.statistics = statistics
+        boosted.stop_exchange = StopExchange(layout, boosted.group_settings, boosted.manual_losses)
         if layout.world.size > 1 and layout.pp.size == 1:
             boosted.failed_pass = FailedPass(layout)
             staged.around_call = boosted.failed_pass.around(staged.around_call)

@@ -1,0 +1,56 @@
+"""What is read of a loss's autograd graph."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from hybridpp.pipeline import read_loss
+
+_X = torch.ones(6, 4, requires_grad=True)
+_WEIGHT = torch.nn.Parameter(torch.zeros(()))
+_TARGETS = torch.tensor([0, 1, 2, -100, -100, 3])
+
+
+def _numbers(loss):
+    return [float(term.num_items) for term in read_loss(loss, 6).terms]
+
+
+@pytest.mark.parametrize(
+    ("loss", "numbers"),
+    [
+        (functional.cross_entropy(_X, _TARGETS), [4]),
+        (functional.cross_entropy(_X.bfloat16(), _TARGETS).float() / 2, [8]),
+        (functional.cross_entropy(_X, _TARGETS, reduction="sum") / (_TARGETS != -100).sum(), [4]),
+        (functional.cross_entropy(_X, _TARGETS, weight=torch.tensor([1.0, 2, 3, 4])), [10]),
+        (functional.mse_loss(_X, torch.zeros(6, 4)), [24]),
+        (functional.l1_loss(_X, torch.zeros(6, 4)) * 3, [8]),
+        (_X.sum(1).mean(), [6]),
+        (_X[:5].mean().mean().reshape(1).squeeze(), [20]),
+        (_X.sum(), [1]),
+        (2 - (_WEIGHT.exp() * _X.mean() + _WEIGHT.square()) + _X.sum() / 6, [24, 6]),
+    ],
+)
+def test_means_and_divided_sums_are_read_through_linear_functions(loss, numbers):
+    assert _numbers(loss) == pytest.approx(numbers)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        _X.mean().sqrt(),
+        _X.mean() / _X.square().mean(),
+        _X.logsumexp((0, 1)),
+        sum(functional.cross_entropy(row, torch.tensor(1)) for row in _X) / 6,
+        sum(row.mean() for row in _X[:3]) / 3,
+    ],
+)
+def test_other_losses_are_not_known_and_have_the_size_of_their_tensors(loss):
+    found = read_loss(loss, 6)
+    assert not found.kind
+    assert not found.terms
+    assert found.size > 1
+
+
+def test_losses_of_one_making_are_of_one_kind_whatever_their_size():
+    kinds = [read_loss(functional.cross_entropy(_X[:n], _TARGETS[:n]), 6).kind for n in (2, 3)]
+    assert kinds[0] == kinds[1] != read_loss(_X.mean(), 6).kind

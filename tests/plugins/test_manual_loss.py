@@ -1,0 +1,181 @@
+"""The gradient of losses that the script computes itself: that of the whole batch, in one process."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from support import boosted, gradients_of, sgd
+from torch import nn
+from torch.nn import functional
+
+from hybridpp.cluster import Loopback
+from hybridpp.errors import ConfigError
+
+_TARGETS = torch.randint(0, 5, (6, 7), generator=torch.Generator().manual_seed(1))
+_TARGETS[:2, 3:] = -100
+_TARGETS[2, 1:] = -100
+_ROWS = torch.randn(6, 7, 4, generator=torch.Generator().manual_seed(2))
+_SPLIT = (4, 2)  # a ragged last batch
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 5)
+
+    def forward(self, rows):
+        return self.head(self.body(rows).tanh())
+
+
+def _tagger():
+    torch.manual_seed(0)
+    return Tagger()
+
+
+def _cross_entropy(logits, targets):
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def _masked(logits, targets):
+    mask = (targets != -100).float()
+    losses = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    return (losses * mask).sum() / mask.sum()
+
+
+def _two_terms(logits, targets):
+    return _cross_entropy(logits, targets) + 0.1 * logits.square().mean() + 0.3
+
+
+def _smoothed(logits, targets):
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=0.1) / 4
+
+
+def _of_samples(logits, targets):
+    mask = (targets != -100).float()
+    losses = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    return ((losses * mask).sum(1) / mask.sum(1)).mean()
+
+
+def _parts(targets):
+    starts = (0, _SPLIT[0])
+    return [(_ROWS[at : at + n], targets[at : at + n]) for at, n in zip(starts, _SPLIT, strict=True)]
+
+
+def _expected(loss_of, batches, model):
+    sum(loss_of(model(rows), targets) for rows, targets in batches).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def _check(loss_of, calls, *, num_items=None, **settings):
+    """Train on the targets of each call; all but the last inside no_sync."""
+    whole = _expected(loss_of, [(_ROWS, targets) for targets in calls], _tagger())
+
+    def run():
+        booster, model, optimizer = boosted(_tagger(), sgd, _ROWS[:2], **settings)
+        for index, targets in enumerate(calls):
+            rows, own = _parts(targets)[booster.plugin.layout.here.dp]
+            with booster.no_sync(model) if index < len(calls) - 1 else nullcontext():
+                loss = loss_of(model(rows), own)
+                booster.backward(loss, optimizer, **({} if num_items is None else {"num_items": num_items(own)}))
+        return {name: gradient.clone() for name, gradient in optimizer.gradients()}
+
+    for found in Loopback(2).run(run):
+        for name, gradient in whole.items():
+            torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_backward_weighs_replicas_by_targets_that_count(zero_stage):
+    _check(_cross_entropy, [_TARGETS], zero_stage=zero_stage)
+
+
+@pytest.mark.parametrize("loss_of", [_masked, _two_terms, _smoothed, _of_samples])
+def test_backward_weighs_each_term_by_what_it_is_a_mean_over(loss_of):
+    _check(loss_of, [_TARGETS])
+
+
+def test_calls_inside_no_sync_count_by_their_own_numbers():
+    _check(_cross_entropy, [_TARGETS, _TARGETS.flip(0), _TARGETS.roll(1, 0)])
+
+
+def test_a_replica_without_items_adds_nothing():
+    targets = _TARGETS.clone()
+    targets[4:] = -100
+    _check(_cross_entropy, [targets])
+    _check(_masked, [targets])
+
+
+def test_declared_items_weigh_a_loss_of_any_making():
+    def opaque(logits, targets):
+        return _Opaque.apply(_cross_entropy(logits, targets))
+
+    _check(opaque, [_TARGETS], num_items=lambda targets: (targets != -100).sum())
+
+
+class _Opaque(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss):
+        return loss * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_a_script_that_weighs_its_losses_itself_is_not_weighed_again():
+    def run():
+        booster, model, optimizer = boosted(_tagger(), sgd, _ROWS[:2])
+        parts = _parts(_TARGETS)
+        counts = [int((targets != -100).sum()) for _, targets in parts]
+        rows, own = parts[booster.plugin.layout.here.dp]
+        count = counts[booster.plugin.layout.here.dp]
+        booster.backward(_cross_entropy(model(rows), own) * count / (sum(counts) / 2), optimizer)
+        return gradients_of(booster, model)
+
+    whole = _expected(_cross_entropy, [(_ROWS, _TARGETS)], _tagger())
+    for found in Loopback(2).run(run):
+        for name, gradient in whole.items():
+            torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-5)
+
+
+def test_equal_numbers_of_items_change_no_bit(monkeypatch):
+    def run():
+        booster, model, optimizer = boosted(_tagger(), sgd, _ROWS[:2])
+        rows = _ROWS[:4].chunk(2)[booster.plugin.layout.here.dp]
+        before, optimizer.manual_losses = optimizer.manual_losses, None
+        found = []
+        for losses in (None, before):
+            optimizer.manual_losses = losses
+            booster.backward(_cross_entropy(model(rows), torch.full((2, 7), 3)), optimizer)
+            found.append(gradients_of(booster, model))
+            optimizer.zero_grad()
+        return found
+
+    for plain, weighed in Loopback(2).run(run):
+        assert all(torch.equal(plain[name], weighed[name]) for name in plain)
+
+
+@pytest.mark.parametrize("sizes", [_SPLIT, (3, 3)])
+def test_unlike_batches_of_an_unknown_loss_are_named_once(sizes, monkeypatch):
+    said = []
+    monkeypatch.setattr("hybridpp_plugins.manual_loss._warn", said.append)
+
+    def run():
+        booster, model, optimizer = boosted(_tagger(), sgd, _ROWS[:2])
+        rows = _ROWS.split(sizes)[booster.plugin.layout.here.dp]
+        for _ in range(4):
+            booster.backward(_Opaque.apply(model(rows).mean()), optimizer)
+            optimizer.step()
+
+    Loopback(2).run(run)
+    assert len(said) == (2 if sizes == _SPLIT else 0)
+    assert all("num_items=" in text for text in said)
+
+
+def test_num_items_must_be_a_number():
+    def run():
+        booster, model, optimizer = boosted(_tagger(), sgd, _ROWS[:2])
+        with pytest.raises(ConfigError, match="got 'many'"):
+            booster.backward(model(_ROWS).mean(), optimizer, num_items="many")
+
+    Loopback(2).run(run)
