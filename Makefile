@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # Jobs and tests start many interpreters, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: vit test matrix zero models models-pp models-tp models-sp models-others others docs wheel oldest gpu gpu-test gpu-nccl gpu-fp16 gpu-launches gpu-memory gpu-llama gpu-compile \
+.PHONY: vit test matrix zero models models-pp models-tp models-sp models-others models-features others docs wheel oldest gpu gpu-test gpu-nccl gpu-fp16 gpu-launches gpu-memory gpu-llama gpu-compile \
 	gpu-profile lint clean
 
 $(READY): pyproject.toml constraints.txt
@@ -69,6 +69,10 @@ models-sp: $(READY)
 # that is for another build of torch keeps transformers from being imported.
 models-others: others
 	$(SWEEP) others $(ARGS)
+
+# Images, losses that balance experts, attentions and packed rows in five layouts (57 cases, an hour on 2 cores).
+models-features: $(READY)
+	$(SWEEP) features $(ARGS)
 
 others: $(VENV)/.others
 

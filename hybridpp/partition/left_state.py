@@ -187,12 +187,17 @@ class LeftState:
                 continue
             where = f"it is set after {self._cuts[stage][0]!r}, where that stage has left the forward"
             raise PartitionError(self._text(key, stage, where))
-        by_containers = [key for key in self._keys if not self._writers[key]]
+        by_containers = [key for key in self._keys if not self._writers[key] and not self._is_done_once(key, end[key])]
         read = {key for key, _, _ in self._reads}
         kept = [key for key in by_containers if key in read or key[1] in buffers_of(self._parts[key[0]])]
         return LeftByContainers(
             tuple(key for key in by_containers if key in read), [one for key in kept for one in end[key].tensors()]
         )
+
+    def _is_done_once(self, key: LeftKey, end: _Held) -> bool:
+        """Whether an attribute says that the first forward has done something, as transformers does where it registers
+        hooks: a flag that was not there before. Code that runs again finds it set."""
+        return self._before[key].value is MISSING and end.value is True
 
     def _stages(self, calls: Sequence[str]) -> list[int]:
         """The stage of each call, and of what follows the last one."""

@@ -1,4 +1,4 @@
-"""Examine every architecture of transformers' registry, or of other libraries, and write the page of what comes."""
+"""Examine architectures of transformers' registry, of other libraries, or with images, and write the page of it."""
 
 import argparse
 import json
@@ -6,7 +6,7 @@ import math
 from fnmatch import fnmatch
 from pathlib import Path
 
-from models import cuts, divided, sequences, table, tp_table
+from models import cuts, divided, features, sequences, table, tp_table
 from models.others import page as others_page
 from models.others import study as others_study
 from models.others.zoo import everything
@@ -18,9 +18,15 @@ PARTS = {
     "layers": (divided.study, tp_table.part),
     "sequences": (sequences.study, sequences.part),
     "others": (others_study.study, others_page.part),
+    "features": (features.study, features.part),
 }
 # Where all but the first begin.
-_HEADINGS = {"layers": tp_table.HEADING, "sequences": sequences.HEADING, "others": others_page.HEADING}
+_HEADINGS = {
+    "layers": tp_table.HEADING,
+    "sequences": sequences.HEADING,
+    "others": others_page.HEADING,
+    "features": features.HEADING,
+}
 
 
 def main() -> None:
@@ -38,7 +44,7 @@ def main() -> None:
     for made in (specimens, folder):
         made.mkdir(parents=True, exist_ok=True)
     known = {path.name.removesuffix(".json") for path in folder.glob("*.json")}
-    every = list(everything() if options.part == "others" else architectures())
+    every = list({"others": everything, "features": lambda: features.CASES}.get(options.part, architectures)())
     asked = [a for a in every if not options.names or any(fnmatch(a.name, name) for name in options.names)]
     todo = [a for a in asked if options.again or a.name not in known]
     sweep(study(specimens), todo, folder, options.jobs, options.seconds)
