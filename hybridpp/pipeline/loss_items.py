@@ -23,7 +23,8 @@ Product = tuple[tuple[int, int], ...]
 MAX_COUNTS = 6
 """Different numbers that the terms of one loss may be divided by."""
 
-_FLOORS = frozenset(["clamp", "clamp_min", "clamp_", "clamp_min_", "maximum", "max"])
+_FLOORS = frozenset(["clamp", "clamp_min", "clamp_", "clamp_min_", "maximum", "max", "at_least"])
+_COMPARISONS = frozenset(["lt", "le", "gt", "ge"])
 _CASTS = frozenset(["to", "float", "double", "int", "long", "number", "type", "half", "bfloat16"])
 
 
@@ -37,6 +38,8 @@ class Count:
 
     Attributes:
         is_of_sizes: whether it depends only on the shapes of inputs.
+        limits: numbers above 0 that the script has compared it with, as ``max(count, 1)`` does; and whether it was
+            at most that number.
     """
 
     def __init__(
@@ -48,6 +51,12 @@ class Count:
         for value in (*args, *self.kwargs.values()):
             _each(value, inner)
         self.is_of_sizes = function in _OF_SIZES or (bool(inner) and all(one.is_of_sizes for one in inner))
+        self.limits: dict[float, bool] = {}
+
+    def compared(self, name: str, other: Any, outcome: bool) -> None:
+        """Note the outcome of a comparison with a plain number: ``name`` is that of the operator."""
+        if isinstance(other, int | float) and not isinstance(other, bool) and other > 0 and name in _COMPARISONS:
+            self.limits[float(other)] = outcome is (name in ("lt", "le"))
 
     def of(self, inputs: Any, num_samples: int) -> Any:
         """Its value for the inputs of a micro-batch with as many samples, on the device of the inputs."""
@@ -118,6 +127,11 @@ def numel(tensor: Any) -> Any:
 def single() -> int:
     """1, of what belongs to one sample."""
     return 1
+
+
+def at_least(value: Any, limit: float) -> Any:
+    """The value, or a lower limit."""
+    return value.clamp(min=limit) if isinstance(value, Tensor) else max(value, limit)
 
 
 def number(tensor: Any) -> Any:
@@ -267,7 +281,23 @@ def _arithmetic(kind: type, base: type, name: str) -> None:
     setattr(kind, name, method)
 
 
+def _comparison(kind: type, base: type, name: str) -> None:
+    plain = getattr(base, f"__{name}__")
+
+    def method(self: Any, other: Any) -> Any:
+        result = plain(self, other)
+        if result is NotImplemented and isinstance(other, float):
+            result = getattr(float, f"__{name}__")(float(self), other)
+        if isinstance(result, bool) and type(other) in (int, float):
+            self.count.compared(name, other, result)
+        return result
+
+    setattr(kind, f"__{name}__", method)
+
+
 for _kind, _base in ((TracedInt, int), (TracedFloat, float)):
+    for _name in _COMPARISONS:
+        _comparison(_kind, _base, _name)
     for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "neg"):
         _arithmetic(_kind, _base, f"__{_name}__")
         if _name != "neg":
@@ -283,7 +313,7 @@ class Measured(NamedTuple):
 
     Attributes:
         used: what the loss of the micro-batch is divided by.
-        added: what it adds to the count of the whole batch: 0 where ``used`` is a lower limit.
+        added: what it adds to the count of the whole batch: what ``used`` would be without a lower limit.
     """
 
     used: tuple[float, ...]
@@ -316,8 +346,9 @@ class LossForm:
 
     @cached_property
     def kind(self) -> float:
-        """A number that is equal for losses of one form, on all replicas; not 0."""
-        return 1.0 + zlib.crc32(repr((self.of_terms, self.divides_by_total)).encode())
+        """A number that is equal for losses of one form, on all replicas; negative: batches need no items; not 0."""
+        number = 1.0 + zlib.crc32(repr((self.of_terms, self.divides_by_total)).encode())
+        return -number if self.counts and min(self.floors) > 0 else number
 
     @property
     def is_sum(self) -> bool:
@@ -328,6 +359,15 @@ class LossForm:
     def of_rows(cls) -> "LossForm":
         """A mean over samples."""
         return cls(counts=(num_rows(),), products=(((0, -1),),))
+
+    @cached_property
+    def floors(self) -> tuple[float, ...]:
+        """Lower limits of the counts of a batch; minus infinity: none."""
+        return tuple(map(_floor_of, self.counts))
+
+    def limited(self, total: Sequence[float]) -> list[float]:
+        """What the terms of the whole batch are divided by, whose counts are ``total``."""
+        return [max(one, floor) for one, floor in zip(total, self.floors, strict=True)]
 
     @property
     def needs_terms(self) -> bool:
@@ -356,12 +396,16 @@ class LossForm:
         return [Measured(tuple(row[:half]), tuple(row[half:])) for row in read]
 
     def share(self, product: Product, own: Measured, total: Sequence[float]) -> float:
-        """The weight of a term of a micro-batch in that of the batch whose counts are ``total``; 0: it has no items."""
+        """The weight of a term of a micro-batch in that of the batch whose counts are ``total``; 0: it has no items.
+
+        What is divided by a lower limit has no items, but may have a value: what detectors make of the background.
+        """
         share = 1.0
         for index, power in product:
-            if not own.added[index] or not total[index]:
+            divisor = max(total[index], self.floors[index])
+            if not own.used[index] or not divisor:
                 return 0.0
-            share *= (own.used[index] / total[index]) ** -power
+            share *= (own.used[index] / divisor) ** -power
         return share
 
     def weights(self, own: Sequence[Measured], total: Sequence[float]) -> list[float]:
@@ -378,7 +422,7 @@ def add_up(measured: Iterable[Measured]) -> tuple[float, ...]:
 
 def without_floor(count: Count) -> Count:
     """A count without a lower limit, such as ``clamp(min=1)``: limits do not add up."""
-    name = getattr(count.function, "__name__", "")
+    name = _name_of(count)
     inner = count.args[0] if count.args else None
     if not isinstance(inner, Count):
         return count
@@ -388,6 +432,20 @@ def without_floor(count: Count) -> Count:
         found = without_floor(inner)
         return count if found is inner else Count(count.function, (found, *count.args[1:]), count.kwargs)
     return count
+
+
+def _floor_of(count: Count) -> float:
+    """The lower limit that :func:`without_floor` takes off; minus infinity: none."""
+    if without_floor(count) is count:
+        return -math.inf
+    (inner,) = (one for one in count.args if isinstance(one, Count))
+    below = _floor_of(inner)
+    if _name_of(count) not in _FLOORS:
+        return below
+    lowest = torch.tensor(below, dtype=torch.float64)
+    rest = [one.on(lowest.device) if isinstance(one, Constant) else one for one in count.args[1:]]
+    limits = {name: one.on(lowest.device) if isinstance(one, Constant) else one for name, one in count.kwargs.items()}
+    return float(count.function(lowest, *rest, **limits))
 
 
 def numbers(rows: Sequence[Sequence[Any]]) -> list[list[float]]:
@@ -435,7 +493,7 @@ class ReplicaCounts(NamedTuple):
                 "the replicas' losses must be divided by the same numbers of items: the losses of some replicas are "
                 "divided by others. Give the criterion a method num_items(inputs), which counts what the mean is over."
             )
-        if self.counts[0] and not any(self.total):
+        if self.counts[0] and not any(self.total) and self.forms[0] > 0:
             raise no_items()
 
     @property

@@ -20,6 +20,7 @@ from hybridpp.pipeline.loss_items import (
     Path,
     TracedFloat,
     TracedInt,
+    at_least,
     count_of,
     counted_targets,
     entry,
@@ -319,6 +320,8 @@ class LossTrace(WatchingMode):
             spec = (spec[0][0], args[1].dtype), {}
         count = self._count(function, *spec[0], **spec[1])
         if name in _PLAIN_NUMBERS and isinstance(result, int | float):
+            if name == "bool":
+                _note_limit(spec[0][0], bool(result))
             what = self._count(number, spec[0][0]) if name != "len" else self._count(size, spec[0][0], 0)
             if not isinstance(result, bool):
                 self._numbers[float(result)] = what
@@ -540,10 +543,15 @@ class LossTrace(WatchingMode):
         if len(models) == 1 and len(others) == 1:
             other = others[0]
             is_divisor = name in _DIVIDING
-            if (name in _MULTIPLYING or (is_divisor and operands[0] is tensor)) and self._is_constant(other):
+            is_limit = is_divisor and self._limited_by(other) is not None
+            if (
+                not is_limit
+                and (name in _MULTIPLYING or (is_divisor and operands[0] is tensor))
+                and self._is_constant(other)
+            ):
                 is_mean = is_divisor and self._may_be_rows(other) and not any(term.factors for term in terms)
                 return keeps(terms, (TermFactor(self._rows, -1),) if is_mean else ())
-            factor = self._factor(other, -1 if is_divisor else 1)
+            factor = self._divisor(other) if is_divisor else self._factor(other, 1)
             if factor is not None and (name in _MULTIPLYING or (is_divisor and operands[0] is tensor)):
                 return keeps(terms, (factor,))
         if name in _DIVIDING and len(models) == 2:
@@ -574,6 +582,25 @@ class LossTrace(WatchingMode):
         if isinstance(value, int | float) and float(value) in self._numbers:
             return TermFactor(self._numbers[float(value)], power)
         return None
+
+    def _divisor(self, value: Any) -> TermFactor | None:
+        """What a term is divided by, with the lower limit that the script's branches give it."""
+        limited = self._limited_by(value)
+        if limited is not None:
+            return TermFactor(limited, -1)
+        factor = self._factor(value, -1)
+        limits = factor.count.limits if factor is not None else {}
+        # As max(count, 1) does.
+        return (
+            factor if factor is None or not limits else TermFactor(self._count(at_least, factor.count, max(limits)), -1)
+        )
+
+    def _limited_by(self, value: Any) -> Count | None:
+        """The count in whose place a plain number is used, as in ``max(count, 1)``, because it is not above it."""
+        if type(value) not in (int, float):
+            return None
+        counts = [one for one in self._counts.values() if one.limits.get(float(value))]
+        return self._count(at_least, counts[-1], float(value)) if counts else None
 
     def _added(
         self,
@@ -741,6 +768,12 @@ def _with(value: Any, old: Tensor, new: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_with(one, old, new) for one in value)
     return value
+
+
+def _note_limit(condition: Any, outcome: bool) -> None:
+    """What a branch of the script depends on: a count, compared with a plain number."""
+    if isinstance(condition, Count) and len(condition.args) == 2 and isinstance(condition.args[0], Count):
+        condition.args[0].compared(_name(condition.function), condition.args[1], outcome)
 
 
 def _entry_of(values: Any, index: int) -> Any:

@@ -188,7 +188,7 @@ class StepLosses:
         counts = self._exchanged(form, add_up(measured))
         self._total = [math.fsum(column) for column in zip(*counts, strict=True)]
         is_all = len(counts) == len(self._replicas.num_items)
-        if is_all and form.counts and not form.divides_by_total and not any(self._total):
+        if is_all and form.counts and not form.divides_by_total and not any(form.limited(self._total)):
             self._report(LossReduction.EMPTY, "")
             self.weights[:] = [0.0] * len(self.weights)
             return
@@ -303,6 +303,8 @@ class StepLosses:
             return False
         if not form.needs_terms and abs(now - before) > 1e-5 * abs(before):
             return False
+        if not all(map(math.isfinite, numbers)):
+            return math.isfinite(now)  # such as the deviation of a single sample
         scale = max(abs(now), *map(abs, numbers), 1e-30)
         limit = _TOLERANCE if loss.dtype in (torch.float32, torch.float64) else 0.05
         return abs(sum(numbers) - now) > limit * scale

@@ -20,6 +20,7 @@ from hybridpp.pipeline.loss_items import (
     entry_path,
     num_rows,
     number,
+    traced,
     without_floor,
 )
 
@@ -60,7 +61,25 @@ def test_a_micro_batch_weighs_what_it_holds():
     own = form.measure([{}, {}], [3, 1])
     assert own == [Measured((3,), (3,)), Measured((1,), (1,))]
     assert form.weights(own, [8.0]) == [3 / 8, 1 / 8]
-    assert form.weights([Measured((1,), (0,)), *own[1:]], add_up(own[1:])) == [0.0, 1.0]
+    assert form.weights([Measured((0,), (0,)), *own[1:]], add_up(own[1:])) == [0.0, 1.0]
+
+
+def test_what_is_divided_by_a_lower_limit_weighs_without_items_too():
+    total = Count(torch.Tensor.sum, (entry(("mask",)),))
+    form = LossForm(counts=(Count(torch.clamp, (total,), {"min": 2}),), products=(((0, -1),),))
+    assert form.floors == (2,)
+    own = form.measure([{"mask": torch.zeros(2)}, {"mask": torch.ones(4)}], [2, 4])
+    assert own == [Measured((2,), (0,)), Measured((4,), (4,))]
+    assert form.weights(own, add_up(own)) == [0.5, 1.0]
+    assert form.weights(own[:1], [0.0]) == [1.0]
+    assert form.kind < 0 < LossForm.of_rows().kind
+
+
+def test_a_branch_on_a_count_is_a_lower_limit():
+    count = entry(("n",))
+    assert max(traced(0, count), 1) == 1
+    assert max(traced(3.0, count), 2) == 3
+    assert count.limits == {1.0: True, 2.0: False}
 
 
 def test_terms_with_other_counts_have_other_weights():

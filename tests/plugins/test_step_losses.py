@@ -215,6 +215,11 @@ def standardised(o, i):
     return ((o["logits"] - o["logits"].mean(0)) / o["logits"].std(0) - i["target"] - 1).abs().mean()
 
 
+def standard(values):
+    """Standardised over the samples, as advantages of reinforcement learning."""
+    return (values - values.mean()) / values.std()
+
+
 @pytest.mark.parametrize(
     ("criterion", "expected"),
     [
@@ -236,6 +241,7 @@ def standardised(o, i):
         (lambda o, i: sum(one.abs().mean() for one in o["logits"]) / len(o["logits"]), LossReduction.MEAN),
         (contrastive, LossReduction.COUPLED),
         (standardised, LossReduction.COUPLED),
+        (lambda o, i: (o["logits"].mean(1) * standard(i["x"][:, 0])).mean(), LossReduction.COUPLED),
         (lambda o, i: F.mse_loss(o["logits"], i["target"]).sqrt(), LossReduction.COUPLED),
         (lambda o, i: -o["logits"].softmax(0)[:, 0].log().mean(), LossReduction.COUPLED),
         (lambda o, i: o["logits"].abs().max(), LossReduction.COUPLED),
@@ -311,6 +317,15 @@ def test_a_loss_that_couples_samples_is_refused_on_every_rank(pp_size):
     assert found[0]["pairs"][0] == pytest.approx([sum(halves) / 2] * 4, rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:std")
+def test_a_loss_that_two_samples_standardise_is_refused():
+    def criterion(o, i):
+        return (o["pooled"].mean(1) * standard(i["weights"])).mean()
+
+    text = "the loss is neither a mean nor a sum over items"
+    refused(ConfigError, text, criterion, {name: batch()[name] for name in ("ids", "weights")}, num_microbatches=4)
+
+
 @pytest.mark.parametrize("settings", [{"num_microbatches": 4}, {"num_microbatches": 2, "dp_size": 2}], ids=str)
 @pytest.mark.parametrize("empty", [0, 1])
 def test_micro_batches_and_replicas_without_items_add_nothing(empty, settings):
@@ -325,6 +340,40 @@ def test_micro_batches_and_replicas_without_items_add_nothing(empty, settings):
             assert_near(ranks[0][name][which], gradients, 1e-6)
         if "dp_size" not in settings:
             assert ranks[0][name][0] == pytest.approx([loss] * 4, rel=1e-6)
+
+
+LIMITED = {
+    "clamp": lambda n: n.clamp(min=1),
+    "tensor": lambda n: torch.maximum(n, torch.tensor(1)),
+    "max": lambda n: max(n, 1),
+    "max of a number": lambda n: max(1.0, n.item()),
+}
+
+
+@pytest.mark.parametrize("settings", [{"num_microbatches": 8}, {"num_microbatches": 2, "dp_size": 2}], ids=str)
+@pytest.mark.parametrize("with_objects", [(1, 2, 6), (3,), ()], ids=str)
+def test_what_is_divided_by_a_lower_limit_counts_without_items_too(with_objects, settings):
+    whole = batch([LENGTH] * ROWS)
+    whole["objects"] = torch.tensor([1.0 if row in with_objects else 0.0 for row in range(ROWS)])
+
+    def detector(limit):
+        """The sum over objects and background, for each object."""
+        return lambda o, i: (
+            F.binary_cross_entropy_with_logits(o["pooled"][:, 0], i["objects"], reduction="sum")
+            / limit((i["objects"] > 0).sum())
+        )
+
+    heads = {name: detector(limit) for name, limit in LIMITED.items()}
+    ranks = everywhere(heads, settings, whole)
+    for name, criterion in heads.items():
+        loss, gradients = alone(criterion, whole)
+        for which in (1, 2):
+            merged = {}
+            for rank in ranks:
+                merged.update(rank[name][which])
+            assert_near({key: merged[key] for key in gradients}, gradients, 1e-5)
+        if "dp_size" not in settings:
+            assert ranks[0][name][0] == pytest.approx([loss] * 4, rel=1e-5), name
 
 
 @pytest.mark.parametrize("known", [False, True])
