@@ -1,6 +1,6 @@
 """Detect batches whose samples are probably not in dimension 0."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,10 +23,12 @@ def check_batch_dims(batch: SplitBatch, loader_batch_size: int | None) -> None:
         loader_batch_size: the dataloader's batch size, if known.
 
     Raises:
-        DataError: a tensor is a triangular mask over dimension 0, or dimension 1 has the size of the loader's batches.
+        DataError: a tensor is a triangular mask over dimension 0, dimension 1 has the size of the loader's batches, or
+            a list that would not be split has as many numbers as the batch has samples.
     """
     if len(batch.microbatches) < 2:
         return
+    _refuse_lists(batch.full_batch, sum(microbatch.num_samples for microbatch in batch.microbatches))
     paths, _ = pytree.tree_flatten_with_path(batch.full_batch)
     tensors = {pytree.keystr(path): leaf for path, leaf in paths if isinstance(leaf, Tensor) and leaf.dim() > 0}
     for name, tensor in tensors.items():
@@ -47,6 +49,25 @@ def check_batch_dims(batch: SplitBatch, loader_batch_size: int | None) -> None:
             f"the dataloader makes batches of {size} samples, but the batch's tensors have size {samples} in dimension "
             f"0 and {size} in dimension 1, as for sequence-first models. Set the dimension of the samples: "
             "HybridParallelPlugin(batch_dims=1), or batch_dims=0."
+        )
+
+
+def _refuse_lists(batch: Any, num_samples: int) -> None:
+    """Lists in a batch that probably hold an entry for each sample, and would be given to every micro-batch whole."""
+    named = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, list | tuple) else ()
+    for name, entry in named:
+        if not isinstance(entry, list | tuple) or len(entry) != num_samples or num_samples < 2:
+            continue
+        is_split = isinstance(entry, list) and all(isinstance(one, str | bytes) for one in entry)
+        if is_split or not all(one is None or isinstance(one, int | float | str | bytes) for one in entry):
+            continue
+        as_list, as_none = (
+            repr({name: dims} if isinstance(batch, Mapping) else [0] * int(name) + [dims]) for dims in ("list", None)
+        )
+        raise DataError(
+            f"{name!r} of the batch is a {type(entry).__name__} of {num_samples} values, as many as there are samples, "
+            "but every micro-batch would get all of them. If there is one for each sample, make it a tensor, or use "
+            f"HybridParallelPlugin(batch_dims={as_list}); if not, batch_dims={as_none}."
         )
 
 

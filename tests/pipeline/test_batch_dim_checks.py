@@ -94,3 +94,25 @@ def test_layers_that_go_along_the_samples_are_seen(module, given, expected):
         model[0](given, given, given) if isinstance(module, nn.MultiheadAttention) else model[0](given)
     assert found == expected
     assert not module._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("batch", "name", "setting"),
+    [
+        ({"x": X, "lengths": [3, 8, 2, 2, 5]}, "'lengths' of the batch is a list", "{'lengths': 'list'}"),
+        ((X, (0.5, 1, 2, 3, None)), "1 of the batch is a tuple", "[0, 'list']"),
+        ({"x": X, "names": tuple("abcde")}, "'names' of the batch is a tuple", "{'names': 'list'}"),
+    ],
+    ids=["dict", "tuple", "texts"],
+)
+def test_a_list_with_a_number_for_each_sample_is_not_given_to_all(batch, name, setting):
+    with pytest.raises(DataError) as error:
+        check(batch)
+    assert str(error.value).startswith(f"{name} of 5 values, as many as there are samples, but every micro-batch would")
+    otherwise = setting.replace("'list'", "None")
+    assert f"HybridParallelPlugin(batch_dims={setting}); if not, batch_dims={otherwise}." in str(error.value)
+    check(batch, count=1)
+
+
+def test_other_lists_go_to_every_micro_batch():
+    check({"x": X, "size": [8, 16], "texts": list("abcde"), "pairs": [(1, 2)] * 5, "x2": [X, X]})
