@@ -1,12 +1,14 @@
 """Refuse optimizers whose updates depend on more than a rank holds, so that the layout never changes the result."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from hybridpp.cluster import get_dist_logger
+from hybridpp.config import Precision, ZeroConfig
 from hybridpp.errors import ConfigError
 from hybridpp.nn.structure import Structure
 from hybridpp.optim import (
@@ -66,6 +68,76 @@ def check_locality(optimizer: Optimizer, names: dict[int, str], layout: Layout, 
                 f"{name}'s update of an element depends on the unsharded parameter, and a rank holds only a shard of "
                 f"{refused[0]!r}{more}: got {sizes}. Use tp_size=1, with a larger pp_size if needed, or {_LOCAL}."
             )
+
+
+def refuse_own_tensors(
+    optimizer: Optimizer, layout: Layout, zero: ZeroConfig, precision: Precision, is_sharded: bool
+) -> None:
+    """Refuse an optimizer that keeps what belongs to its parameters outside of its state, where it cannot be adapted.
+
+    Args:
+        optimizer: the user's, before its parameters are exchanged or removed.
+        layout: the ranks.
+        zero: of the replicas.
+        precision: of the model.
+        is_sharded: whether ranks hold shards of parameters.
+
+    Raises:
+        ConfigError: it would update other parameters than those that train, or with tensors of others.
+    """
+    divides = {"tp_size": layout.grid.tp_size if is_sharded else 1, "pp_size": layout.grid.pp_size}
+    parting = [f"{name}={size}" for name, size in divides.items() if size > 1]
+    parting += [f"zero_stage={zero.zero_stage}"] if zero.zero_stage else []
+    others = [one for one in parting if not one.startswith("pp_size")]
+    others += [f"precision={precision.value!r}"] if precision is not Precision.FP32 else []
+    others += [f"offload_optimizer={zero.offload_optimizer:g}"] if zero.offload_optimizer else []
+    for one in single_optimizers(optimizer):
+        parameters = _parameters(one)
+        known, shapes = set(map(id, parameters)), {tuple(parameter.shape) for parameter in parameters}
+        for name, value in _own_attributes(one):
+            held = list(_held(value))
+            if others and any(id(tensor) in known for tensor in held):
+                raise ConfigError(
+                    f"{optimizer_name(one)} keeps parameters of the model in its attribute {name!r}, but with "
+                    f"{', '.join(others)} it updates copies or parts of them, which are in optimizer.param_groups "
+                    "only. Read parameters from self.param_groups in step, and keep what belongs to them in "
+                    "self.state[parameter]."
+                )
+            own = [tensor for tensor in held if id(tensor) not in known]
+            is_keyed = isinstance(value, dict) and any(isinstance(key, Tensor) for key in value)
+            if parting and not is_keyed and len(own) > 1 and all(tuple(tensor.shape) in shapes for tensor in own):
+                raise ConfigError(
+                    f"{optimizer_name(one)} keeps {len(own)} tensors with shapes of the model's parameters in its "
+                    f"attribute {name!r}, but with {', '.join(parting)} a rank updates parts of the parameters, to "
+                    "which these do not belong. Keep what belongs to a parameter in self.state[parameter], made in "
+                    "step: that is saved, too."
+                )
+
+
+def _own_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """What it holds besides its groups and state, and the same of optimizers that it wraps."""
+    todo, seen = [optimizer], {id(optimizer)}
+    while todo:
+        for name, value in vars(one := todo.pop()).items():
+            if isinstance(value, Optimizer):
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    todo.append(value)
+            elif name not in _NOT_TRIED and value is not one.defaults:
+                yield name, value
+
+
+def _held(value: Any) -> Iterator[Tensor]:
+    """Tensors in nested containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield from _held(key)
+            yield from _held(one)
+    elif isinstance(value, list | tuple | set):
+        for one in value:
+            yield from _held(one)
 
 
 def indivisible_parameters(

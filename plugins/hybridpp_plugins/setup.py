@@ -18,6 +18,7 @@ from hybridpp.partition import StagedModel, compile_blocks, compiled_parts
 from hybridpp.pipeline import DeviceMarks, Executor, Transport, compile_keywords, makes_cuda_graphs
 from hybridpp.plugin import Boosted
 from hybridpp.precision import ModuleDtypes, find_module_dtypes, fp32_norms, torch_dtype
+from hybridpp.tensor_parallel import sharding_of
 from hybridpp_plugins.apply_tp import AppliedTensorParallel, apply_tensor_parallel
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.failed_pass import FailedPass
@@ -30,7 +31,7 @@ from hybridpp_plugins.model_info import SAME_MODEL, SAME_WEIGHTS, OriginalModelI
 from hybridpp_plugins.model_zero_grad import let_model_clear
 from hybridpp_plugins.nonfinite_report import NonFiniteDiagnosis
 from hybridpp_plugins.optimizer import HybridOptimizer
-from hybridpp_plugins.optimizer_locality import check_locality, indivisible_parameters
+from hybridpp_plugins.optimizer_locality import check_locality, indivisible_parameters, refuse_own_tensors
 from hybridpp_plugins.optimizer_memory import optimizer_memory
 from hybridpp_plugins.optimizer_state import RunProgress
 from hybridpp_plugins.place_model import BoostContext, PlacedModel, place_model
@@ -160,8 +161,10 @@ def _update_rules(
         ConfigError: the optimizer's updates would depend on the layout.
     """
     settings, layout = context.settings, context.layout
-    check_locality(optimizer, names, layout, context.device)
     zero, indivisible = settings.zero.among(layout.dp.size), frozenset[str]()
+    is_sharded = any(sharding_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    refuse_own_tensors(optimizer, layout, zero, settings.precision, is_sharded)
+    check_locality(optimizer, names, layout, context.device)
     if settings.zero.zero_stage and not zero.zero_stage:
         get_dist_logger().info(
             f"zero_stage={settings.zero.zero_stage} divides nothing: there is one replica (dp_size=1), or zero_size=1.",

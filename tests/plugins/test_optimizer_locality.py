@@ -204,3 +204,94 @@ def test_one_of_the_ranks_of_a_process_tries_for_all(tried, sizes):
 def test_ranks_whose_optimizers_may_differ_try_each_their_own(tried, make):
     divided(make_optimizer=make, pp_size=2)
     assert len(tried) == 2
+
+
+class OwnList(optim.SGD):
+    """Keeps its parameters in a list of its own."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.all_params = [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.all_params:
+            if parameter.grad is not None:
+                parameter.add_(parameter.grad, alpha=-0.1)
+
+
+class SlowWeights(optim.SGD):
+    """Keeps copies in the order of its parameters, as wrappers do."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.slow = [[parameter.detach().clone() for parameter in group["params"]] for group in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group, copies in zip(self.param_groups, self.slow, strict=True):
+            for parameter, slow in zip(group["params"], copies, strict=True):
+                parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
+class ByParameter(optim.SGD):
+    """Keeps momentum by parameter, made in step."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.momenta = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    momentum = self.momenta.setdefault(parameter, torch.zeros_like(parameter))
+                    parameter.sub_(momentum.mul_(0.9).add_(parameter.grad, alpha=0.1))
+
+
+def steps_with(make, num_ranks, **settings):
+    def run():
+        batch = {"input": torch.ones(4, 16), "target": torch.zeros(4, 8)}
+        booster, model, optimizer = boosted(mlp(), make, {"input": batch["input"]}, **settings)
+        for _ in range(2):
+            booster.execute_pipeline(iter([batch]), model, nn.MSELoss(), optimizer)
+            optimizer.step()
+        with booster.unsharded(model):
+            return {name: parameter.detach().float() for name, parameter in model.named_parameters()}
+
+    return Loopback(num_ranks).run(run)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    [(1, {"precision": "bf16"}), (1, {"offload_optimizer": 1.0}), (2, {"zero_stage": 1})],
+    ids=str,
+)
+def test_an_own_list_of_parameters_is_refused_where_others_train(num_ranks, settings):
+    (name,) = settings
+    text = f"OwnList keeps parameters of the model in its attribute 'all_params', but with {name}="
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        steps_with(OwnList, num_ranks, **settings)
+
+
+@pytest.mark.parametrize("settings", [{"zero_stage": 1}, {"pp_size": 2}], ids=str)
+def test_own_copies_of_parameters_are_refused_where_ranks_have_parts(settings):
+    ((name, value),) = settings.items()
+    text = (
+        f"keeps 8 tensors with shapes of the model's parameters in its attribute 'slow', but with {name}={value} a rank"
+    )
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        steps_with(SlowWeights, 2, **settings)
+
+
+def test_own_tensors_train_where_parameters_are_the_models():
+    once = steps_with(OwnList, 1)[0]
+    assert_near(steps_with(functools.partial(optim.SGD, lr=0.1), 1)[0], once)
+    assert_near(steps_with(OwnList, 2)[1], once)
+    copied = steps_with(SlowWeights, 1)[0]
+    assert_near(steps_with(SlowWeights, 1, offload_optimizer=1.0)[0], copied)
+    keyed = steps_with(ByParameter, 1)[0]
+    assert_near(steps_with(ByParameter, 1, offload_optimizer=1.0)[0], keyed)
+    assert_near(steps_with(ByParameter, 2, zero_stage=1)[0], keyed)
