@@ -124,6 +124,7 @@ class Booster(BoosterAdapters):
         lr_scheduler: LRScheduler | None = None,
         *,
         sample: Any = None,
+        samples: Sequence[Any] | None = None,
         model_inputs: str | int | Sequence[str | int] | Mapping[str, str | int] | None = None,
         loss_reduction: Literal["mean", "sum"] | None = None,
     ) -> Boosted:
@@ -148,6 +149,8 @@ class Booster(BoosterAdapters):
             lr_scheduler: made on ``optimizer``. The returned one does not advance at skipped steps.
             sample: a small batch like the training batches. Needed only if the model is cut into stages or sharded,
                 ``dataloader`` is not given, and no batch can be made from the model's configuration.
+            samples: instead of ``sample``, a list with one small batch of each kind, where batches take different ways
+                through the model (a head for each task): each stage then holds what any of them uses there.
             model_inputs: what the model gets of a batch: names of a dict's entries, indices of a tuple's, or a dict
                 from the forward's arguments to these: ``{"pixel_values": 0}`` for ``(image, label)`` pairs. What it
                 leaves is the target of a torch loss. None: all entries that the forward accepts.
@@ -161,7 +164,7 @@ class Booster(BoosterAdapters):
             ConfigError: the parts do not fit together.
             PartitionError: the model cannot be cut into this number of stages.
         """
-        options = {"model_inputs": model_inputs, "loss_reduction": loss_reduction}
+        options = {"samples": samples, "model_inputs": model_inputs, "loss_reduction": loss_reduction}
         given = {name: value for name, value in options.items() if value is not None}
         parts = Boosted(model, optimizer, criterion, dataloader, lr_scheduler)  # type: ignore[arg-type]  # a list: see below
         check_kinds(parts)

@@ -21,7 +21,7 @@ from hybridpp.partition.describe import (
 from hybridpp.partition.drawing_code import asks_for_mode
 from hybridpp.partition.flops import FlopCounter
 from hybridpp.partition.memory import MemoryBudget, StateBytes, TrainingStateSpec
-from hybridpp.partition.plan import BoundarySharding, CutPoint, StagePlan, owners, stage_plan
+from hybridpp.partition.plan import BoundarySharding, CutPoint, StagePlan, owners, stage_plan, unit_homes, uses
 from hybridpp.partition.prune import parameter_names
 from hybridpp.partition.recompute import blocks_by_stage, recomputed_blocks
 from hybridpp.partition.samples import make_samples
@@ -74,4 +74,6 @@ __all__ = [
     "stages_of",
     "surroundings",
     "trace_model",
+    "unit_homes",
+    "uses",
 ]

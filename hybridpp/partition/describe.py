@@ -10,6 +10,7 @@ from torch import nn
 
 from hybridpp.config import PartitionConfig
 from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
+from hybridpp.nn import walk
 from hybridpp.nn.snapshot import preserved_modules
 from hybridpp.partition.blocks import finest_units
 from hybridpp.partition.calls import CallArguments, TensorSpec, Trace
@@ -17,7 +18,7 @@ from hybridpp.partition.cut import CutCriteria, choose_cut
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.measure import measure_seconds, unit_costs
 from hybridpp.partition.memory import MemoryBudget
-from hybridpp.partition.plan import assign_stages, owners, stage_plan
+from hybridpp.partition.plan import assign_stages, owners, stage_plan, unit_homes, uses
 from hybridpp.partition.requested_cut import named_blocks
 from hybridpp.partition.traced_units import find_traced_units
 
@@ -77,8 +78,11 @@ def describe_cut(
     config = config or PartitionConfig()
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     with preserved_modules(model):
-        trace, stages = _cut(model, num_stages, sample, config, dtypes or {}, held)
-    holders = owners(trace, stages, tuple(sizes))
+        traced, stages = _cut(model, num_stages, sample, config, dtypes or {}, held)
+    trace = traced.trace
+    kinds = {unit: type(walk.submodule(model, unit)) for unit in traced.units}
+    homes = unit_homes(kinds, zip(trace.calls, stages, strict=True))
+    holders = owners(uses(trace, stages), sizes, homes)
     return tuple(
         StageSummary(
             stage=stage,
@@ -99,14 +103,14 @@ def _cut(
     config: PartitionConfig,
     dtypes: Mapping[int, torch.dtype],
     held: MemoryBudget | None,
-) -> tuple[Trace, tuple[int, ...]]:
+) -> tuple["TracedModel", tuple[int, ...]]:
     traced = trace_model(model, num_stages, sample, config, dtypes)
 
     def seconds() -> list[float]:
         assert traced.interceptor is not None
         return measure_seconds(model, traced.interceptor, sample, torch.device("cpu"), dtypes)
 
-    return traced.trace, stages_of(model, traced, num_stages, config, held, seconds)
+    return traced, stages_of(model, traced, num_stages, config, held, seconds)
 
 
 class TracedModel(NamedTuple):

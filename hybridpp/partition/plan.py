@@ -1,8 +1,9 @@
 """Stages of calls, owners of parameters, and the values sent between stages, derived from a trace and a cut."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -144,16 +145,62 @@ def uses(trace: Trace, stages: tuple[int, ...]) -> dict[str, set[int]]:
     return needed
 
 
-def owners(trace: Trace, stages: tuple[int, ...], parameter_names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    """The stages that hold each parameter, in order; unused parameters belong to stage 0."""
-    needed = uses(trace, stages)
-    return {name: tuple(sorted(needed.get(name, {0}))) for name in parameter_names}
+def unit_homes(kinds: Mapping[str, type], calls: Iterable[tuple[UnitCall, int]]) -> dict[str, set[int]]:
+    """The stages that hold each unit: those that call it.
+
+    A unit that nothing calls goes where the nearest called unit of the same class in the same container is: a second
+    head stands beside the first, and other batches will use it there. Without such a unit it belongs to stage 0.
+
+    Args:
+        kinds: the class of each unit, by its name, in the order of registration.
+        calls: of one forward or several, each with its stage.
+    """
+    found: dict[str, set[int]] = {}
+    for call, stage in calls:
+        for unit in (call.name, *call.others):
+            found.setdefault(unit, set()).add(stage)
+    order = {unit: index for index, unit in enumerate(kinds)}
+    alike: dict[tuple[str, type], list[str]] = {}
+    for unit in found:
+        alike.setdefault((unit.rpartition(".")[0], kinds[unit]), []).append(unit)
+    homes: dict[str, set[int]] = {}
+    for unit, kind in kinds.items():
+        siblings = alike.get((unit.rpartition(".")[0], kind), [])
+        nearest = min(siblings, key=lambda other: (abs(order[other] - order[unit]), order[other]), default=unit)
+        homes[unit] = set(found.get(nearest, {0}))
+    return homes
+
+
+def owners(
+    needed: Mapping[str, set[int]], parameter_names: Iterable[str], homes: Mapping[str, set[int]] = MappingProxyType({})
+) -> dict[str, tuple[int, ...]]:
+    """The stages that hold each parameter, in order.
+
+    Args:
+        needed: the stages that use each parameter, as :func:`uses` finds them.
+        parameter_names: of all parameters.
+        homes: of units, as :func:`unit_homes` finds them. Unused parameters go with their unit; those of no unit belong
+            to stage 0.
+    """
+    return {name: tuple(sorted(needed.get(name) or _home(name, homes))) for name in parameter_names}
+
+
+def _home(name: str, homes: Mapping[str, set[int]]) -> set[int]:
+    while name:
+        name = name.rpartition(".")[0]
+        if name in homes:
+            return homes[name]
+    return {0}
 
 
 def names_by_stage(trace: Trace, stages: tuple[int, ...], parameter_names: tuple[str, ...]) -> list[set[str]]:
-    """The parameters that each stage holds."""
-    held = owners(trace, stages, parameter_names)
-    return [{name for name, at in held.items() if stage in at} for stage in range(max(stages, default=0) + 1)]
+    """The parameters that each stage holds; unused ones count for stage 0."""
+    return held_by_stage(owners(uses(trace, stages), parameter_names), max(stages, default=0) + 1)
+
+
+def held_by_stage(held: Mapping[str, tuple[int, ...]], num_stages: int) -> list[set[str]]:
+    """The names that each stage holds, from the stages that hold each name."""
+    return [{name for name, at in held.items() if stage in at} for stage in range(num_stages)]
 
 
 def stage_plan(

@@ -13,7 +13,7 @@ from hybridpp.errors import PartitionError
 from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
 from hybridpp.nn import walk
 from hybridpp.partition.blocks import find_units
-from hybridpp.partition.calls import CallArguments, Trace
+from hybridpp.partition.calls import CallArguments, Trace, UnitCall
 from hybridpp.partition.cut import CutCriteria, choose_cut
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.measure import measure_seconds, unit_costs
@@ -22,9 +22,10 @@ from hybridpp.partition.plan import (
     BoundarySharding,
     CutPoint,
     assign_stages,
-    names_by_stage,
+    held_by_stage,
     owners,
     stage_plan,
+    unit_homes,
     uses,
 )
 from hybridpp.partition.plan_cache import Plans
@@ -33,7 +34,7 @@ from hybridpp.partition.recompute import blocks_by_stage
 from hybridpp.partition.requested_cut import check_single_stage, is_requested, named_blocks
 from hybridpp.partition.staging_options import StagingOptions
 from hybridpp.partition.trace import Tracer
-from hybridpp.partition.traced_units import TracedUnits, first_traceable_sample
+from hybridpp.partition.traced_units import TracedUnits, first_that_runs, first_traceable_sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ class StageAssignment:
         blocks: the blocks of each stage.
         owners: the stages that hold each parameter, by its name.
         callers: the stages that call each unit, by its name; empty for a model of one stage.
+        homes: the stages that hold each unit, by its name; empty for a model of one stage.
         tracer: traces the forward for other inputs; None: there is one stage.
         cut: after which calls the stages end.
     """
@@ -53,6 +55,7 @@ class StageAssignment:
     blocks: Sequence[Sequence[str]]
     owners: dict[str, tuple[int, ...]]
     callers: dict[str, set[int]]
+    homes: dict[str, set[int]]
     tracer: Tracer | None = None
     cut: tuple[CutPoint, ...] = ()
 
@@ -64,8 +67,7 @@ class StageAssignment:
             if not set(stages).intersection(own_stages):
                 holder = walk.submodule(adapter.model, name.rpartition(".")[0])
                 adapter.noted(holder, "parameters pruned for other stages", undo=None)
-        # A unit that is never called belongs to stage 0, like its parameters.
-        foreign = {unit for unit, stages in self.callers.items() if not (stages or {0}) & set(own_stages)}
+        foreign = {unit for unit, stages in self.homes.items() if not stages & set(own_stages)}
         return prune_parameters(adapter.model, self.owners, own_stages, foreign, device, dtypes)
 
     def plans(self, own_stages: Sequence[int], arguments: CallArguments, sharding: BoundarySharding | None) -> Plans:
@@ -83,7 +85,7 @@ class StageAssignment:
             if missing:
                 raise PartitionError(
                     f"for this input, stage {min(missing)} needs parameter {name!r}, which was given to stage "
-                    f"{self.owners[name][0]} at boost. Boost with a sample that uses it there."
+                    f"{self.owners[name][0]} at boost. Show boost a batch of each kind: samples=[one, another]."
                 )
         return {stage: stage_plan(trace, stages, stage, sharding) for stage in own_stages}
 
@@ -100,7 +102,7 @@ def one_stage(adapter: ModuleAdapter, staging: StagingOptions) -> StageAssignmen
     _budget(model, 1, staging).check([set(held)])
     units = find_units(model, 1)
     interceptor = Interceptor(adapter, AdapterLayer.STAGE, units.units)
-    return StageAssignment(interceptor=interceptor, blocks=[list(units.blocks)], owners=held, callers={})
+    return StageAssignment(interceptor=interceptor, blocks=[list(units.blocks)], owners=held, callers={}, homes={})
 
 
 def cut_into_stages(
@@ -112,6 +114,7 @@ def cut_into_stages(
     prepare: Callable[[tuple[Any, ...], dict[str, Any]], CallArguments],
     device: torch.device,
     staging: StagingOptions,
+    further: Sequence[Sequence[CallArguments]] = (),
 ) -> StageAssignment:
     """Trace a model and cut it, for two stages or more.
 
@@ -123,9 +126,11 @@ def cut_into_stages(
         prepare: brings arguments to the device and dtype that the forward computes with.
         device: where it computes.
         staging: where to cut.
+        further: arguments of micro-batches of other kinds, of each kind as ``samples``. The cut is that of the first
+            kind; a stage holds what any kind uses there.
 
     Raises:
-        PartitionError: the model cannot be cut into ``num_stages``.
+        PartitionError: the model cannot be cut into ``num_stages``, or the cut does not fit a further kind.
     """
     model, config = adapter.model, staging.partition
     sample, found = first_traceable_sample(
@@ -143,15 +148,31 @@ def cut_into_stages(
     trace, blocks = found.trace, found.units.blocks
     cut = _choose_cut(model, found, sample, num_stages, device, staging)
     stages = assign_stages(trace, cut)
+    stages_per_rank = num_stages // len(set(staging.ranks or range(num_stages)))
     if trace.left:
-        ranks = staging.ranks or range(num_stages)
-        _refuse_state(found.tracer.trace(*sample, cuts=cut), num_stages // len(set(ranks)))
-    _warn_of_imbalance(model, trace, stages, config)
+        _refuse_state(found.tracer.trace(*sample, cuts=cut), stages_per_rank)
+    calls = list(zip(trace.calls, stages, strict=True))
+    needed = uses(trace, stages)
+    for kind in further:
+        _, other = first_that_runs(kind, prepare, lambda prepared: found.tracer.trace(*prepared, cuts=cut))
+        _refuse_state(other, stages_per_rank)
+        stages_of_other = assign_stages(other, cut)
+        calls += zip(other.calls, stages_of_other, strict=True)
+        for name, at in uses(other, stages_of_other).items():
+            needed[name] = needed.get(name, set()) | at
+    kinds = {unit: type(walk.submodule(model, unit)) for unit in found.interceptor.units}
+    homes = unit_homes(kinds, calls)
+    held = owners(needed, parameter_names(model), homes)
+    by_stage = held_by_stage(held, num_stages)
+    # The cut was chosen by what the first kind uses.
+    _budget(model, num_stages, staging).check(by_stage)
+    _warn_of_imbalance(model, by_stage, config)
     return StageAssignment(
         interceptor=found.interceptor,
-        blocks=blocks_by_stage(trace.calls, stages, blocks, num_stages),
-        owners=owners(trace, stages, tuple(parameter_names(model))),
-        callers=_callers(found, stages),
+        blocks=blocks_by_stage([call for call, _ in calls], [stage for _, stage in calls], blocks, num_stages),
+        owners=held,
+        callers=_callers(found, calls),
+        homes=homes,
         tracer=found.tracer,
         cut=cut,
     )
@@ -196,18 +217,17 @@ def _refuse_state(trace: Trace, stages_per_rank: int) -> None:
         )
 
 
-def _callers(found: TracedUnits, stages: tuple[int, ...]) -> dict[str, set[int]]:
+def _callers(found: TracedUnits, calls: Sequence[tuple[UnitCall, int]]) -> dict[str, set[int]]:
     callers: dict[str, set[int]] = {unit: set() for unit in found.interceptor.units}
-    for call, stage in zip(found.trace.calls, stages, strict=True):
+    for call, stage in calls:
         for unit in (call.name, *call.others):
             callers[unit].add(stage)
     return callers
 
 
-def _warn_of_imbalance(model: nn.Module, trace: Trace, stages: tuple[int, ...], config: PartitionConfig) -> None:
+def _warn_of_imbalance(model: nn.Module, held: Sequence[set[str]], config: PartitionConfig) -> None:
     """Warn of an uneven number of parameters, unless the user chose the cut."""
     numbers = {name: parameter.numel() for name, parameter in walk.named_parameters(model)}
-    held = names_by_stage(trace, stages, tuple(numbers))
     found = imbalance(held, numbers)
     if found is None or config.balance == "parameters" or is_requested(model, config):
         return

@@ -68,6 +68,7 @@ class StagedModel:
         device: where it computes.
         samples: positional and keyword arguments of micro-batches; the model is cut by the first one that its forward
             runs on. With one stage they are not needed.
+        further: the same of other kinds, each with its alternatives; a stage holds what any kind uses there.
         staging: options of the cut and of the stages.
 
     Attributes:
@@ -90,6 +91,7 @@ class StagedModel:
         *,
         device: torch.device,
         samples: Sequence[CallArguments],
+        further: Sequence[Sequence[CallArguments]] = (),
         staging: StagingOptions | None = None,
     ):
         self.model = model = adapter.model
@@ -118,7 +120,14 @@ class StagedModel:
             warn_of_cache(model)
         if num_stages > 1:
             self._assignment = cut_into_stages(
-                adapter, num_stages, samples, self._finest, prepare=self._inputs.prepare, device=device, staging=staging
+                adapter,
+                num_stages,
+                samples,
+                self._finest,
+                prepare=self._inputs.prepare,
+                device=device,
+                staging=staging,
+                further=further,
             )
         else:
             self._assignment = one_stage(adapter, staging)

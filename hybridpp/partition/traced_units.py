@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +16,8 @@ from hybridpp.partition.concrete_fallback import UntraceableUnitError
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.plan import uses
 from hybridpp.partition.trace import Tracer
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,16 +97,29 @@ def first_traceable_sample(
     **options: Any,
 ) -> tuple[CallArguments, TracedUnits]:
     """The first sample that the forward runs on, as ``prepare`` returns it, and its :func:`find_traced_units`."""
+
+    def find(prepared: CallArguments) -> TracedUnits:
+        return find_traced_units(adapter, num_stages, prepared, finest, **options)
+
+    return first_that_runs(samples, prepare, find)
+
+
+def first_that_runs(
+    samples: Sequence[CallArguments],
+    prepare: Callable[[tuple[Any, ...], dict[str, Any]], CallArguments],
+    run: Callable[[CallArguments], _T],
+) -> tuple[CallArguments, _T]:
+    """The first sample that ``run`` accepts, as ``prepare`` returns it, and what ``run`` returns for it."""
     *others, last = samples
     for sample in others:
         try:
             prepared = prepare(*sample)
-            return prepared, find_traced_units(adapter, num_stages, prepared, finest, **options)
+            return prepared, run(prepared)
         except Exception as error:  # whatever a model's forward raises
             if isinstance(error, HybridppError) and not isinstance(error, UntraceableUnitError):
                 raise
     prepared = prepare(*last)
-    return prepared, find_traced_units(adapter, num_stages, prepared, finest, **options)
+    return prepared, run(prepared)
 
 
 def _used(trace: Trace) -> set[str]:

@@ -49,7 +49,7 @@ class CommonPlans:
             return search()
         structure = Structure()
         try:
-            described = structure.of([model, samples.batches, dict(copy_context())])
+            described = structure.of([model, samples.kinds, dict(copy_context())])
         except RecursionError:
             return search()
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_float32_matmul_precision()

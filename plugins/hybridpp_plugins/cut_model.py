@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from hybridpp.partition import StagePlan, blocks_by_stage, owners, stage_plan, stages_of
+from hybridpp.nn import walk
+from hybridpp.partition import StagePlan, blocks_by_stage, owners, stage_plan, stages_of, unit_homes, uses
 from hybridpp_plugins.estimate_runs import EstimateRuns, Traced
 from hybridpp_plugins.settings import PluginSettings
 
@@ -51,5 +52,7 @@ def cut_model(
     stages = stages_of(traced.model, traced.found, num_stages, parsed.partition)
     plans = tuple(stage_plan(trace, stages, stage, traced.between) for stage in range(num_stages))
     windows = tuple((stages.index(stage), len(stages) - 1 - stages[::-1].index(stage)) for stage in range(num_stages))
+    kinds = {unit: type(walk.submodule(traced.model, unit)) for unit in traced.found.units}
+    homes = unit_homes(kinds, zip(trace.calls, stages, strict=True))
     by_stage = tuple(tuple(one) for one in blocks_by_stage(trace.calls, stages, blocks, num_stages))
-    return CutModel(traced, plans, windows, by_stage, owners(trace, stages, names))
+    return CutModel(traced, plans, windows, by_stage, owners(uses(trace, stages), names, homes))

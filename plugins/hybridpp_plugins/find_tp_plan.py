@@ -111,13 +111,23 @@ class BlockCalls(NamedTuple):
 
 
 def calls_of_blocks(model: nn.Module, blocks: Sequence[str], samples: Samples) -> BlockCalls:
-    """The arguments of each block's call, for the first sample that the model runs on."""
-    *others, last = samples.batches
+    """The arguments of each block's call, for the first sample that the model runs on, of the first kind that calls
+    it."""
+    found = BlockCalls({}, {})
     with samples.explained(model):
-        for batch in others:
-            with suppress(Exception):  # whatever a model's forward raises
-                return _calls_on(model, blocks, batch)
-        return _calls_on(model, blocks, last)
+        for kind in samples.kinds:
+            other = _calls_of_kind(model, blocks, kind)
+            in_training = {name: call for name, call in other.in_training.items() if name not in found.calls}
+            found = BlockCalls({**other.calls, **found.calls}, {**in_training, **found.in_training})
+    return found
+
+
+def _calls_of_kind(model: nn.Module, blocks: Sequence[str], batches: Sequence[Any]) -> BlockCalls:
+    *others, last = batches
+    for batch in others:
+        with suppress(Exception):  # whatever a model's forward raises
+            return _calls_on(model, blocks, batch)
+    return _calls_on(model, blocks, last)
 
 
 def _calls_on(model: nn.Module, blocks: Sequence[str], batch: Any) -> BlockCalls:

@@ -37,7 +37,7 @@ from hybridpp_plugins.model_info import check_parts
 from hybridpp_plugins.place_model import BoostContext
 from hybridpp_plugins.preview_tp import preview_tensor_parallel
 from hybridpp_plugins.rollback import undone_on_failure
-from hybridpp_plugins.sample import Samples, find_samples
+from hybridpp_plugins.sample import Samples, check_samples, find_samples
 from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.set_alike import ALIKE, ComparedFacts, check_alike, setting_facts
 from hybridpp_plugins.settings import parse_settings
@@ -345,12 +345,14 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, Choose
         *,
         device: torch.device | None = None,
         sample: Any = None,
+        samples: Sequence[Any] | None = None,
         model_inputs: InputSelection | None = None,
         loss_reduction: Literal["mean", "sum"] | None = None,
     ) -> Boosted:
         """See :meth:`hybridpp.Booster.boost`."""
         self._check_open()
         check_parts(parts)
+        check_samples(sample, samples)
         device = device or self.layout.world.device
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -360,8 +362,9 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, Choose
         if loss_reduction is not None:
             check_reduction(parts.criterion, loss_reduction)
 
-        def samples() -> Samples:
-            return find_samples(parts.model, parts.dataloader, sample, device).called_by(called, parts.criterion)
+        def shown() -> Samples:
+            found = find_samples(parts.model, parts.dataloader, sample, device, samples)
+            return found.called_by(called, parts.criterion)
 
         criteria = CriterionWeights(parts.model, self.layout, self.settings.precision)
         if parts.optimizer is not None:
@@ -369,7 +372,7 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, Choose
         name = type(parts.model).__name__
         boosting = self.layout.world.progress.inside("setup", lambda: f"booster.boost of {name}")
         with self._noting("booster.boost"), boosting, undone_on_failure(parts.model, parts.optimizer) as rollback:
-            context = BoostContext(self.settings, self.layout, self._planner, device, samples, rollback)
+            context = BoostContext(self.settings, self.layout, self._planner, device, shown, rollback)
             with preserved_random_state(device):
                 engine = boost(parts, context, self._num_boosted, self._compared_settings())
             engine.criteria = criteria

@@ -145,9 +145,17 @@ def _cut(
         common=_common_traces(context, working),
     )
     own_stages = [stage for stage, rank in enumerate(placement) if rank == layout.here.pp]
-    calls = [call_arguments(batch) for batch in samples.batches]
+    calls, *further = ([call_arguments(batch) for batch in kind] for kind in samples.kinds)
     with samples.explained(model):
-        return StagedModel(adapter, len(placement), own_stages, device=context.device, samples=calls, staging=staging)
+        return StagedModel(
+            adapter,
+            len(placement),
+            own_stages,
+            device=context.device,
+            samples=calls,
+            further=further,
+            staging=staging,
+        )
 
 
 def _common_traces(context: BoostContext, working: _Working) -> CommonTraces | None:

@@ -1,7 +1,7 @@
 """Sample batches that show how a model is called: from the dataset, without side effects, or generated."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,11 +26,18 @@ class Samples:
 
     Attributes:
         batches: in the order in which to try them.
+        further: batches of other kinds, each with its alternatives; the forward should run on one of each kind.
         are_made: whether they were made from the model's configuration.
     """
 
     batches: tuple[Any, ...]
+    further: tuple[tuple[Any, ...], ...] = ()
     are_made: bool = False
+
+    @property
+    def kinds(self) -> tuple[tuple[Any, ...], ...]:
+        """The batches of each kind, those of the first kind first."""
+        return self.batches, *self.further
 
     def called_by(self, signature: ForwardSignature, criterion: Any) -> "Samples":
         """The parts of the batches that the model is called with, without the target that ``criterion`` takes.
@@ -41,7 +48,10 @@ class Samples:
         if self.are_made:
             return self
         called = replace(signature, form=None if criterion is None else form_of(criterion))
-        return replace(self, batches=tuple(part for batch in self.batches for part in called.possible_inputs(batch)))
+        first, *further = (
+            tuple(part for batch in kind for part in called.possible_inputs(batch)) for kind in self.kinds
+        )
+        return replace(self, batches=first, further=tuple(further))
 
     @contextmanager
     def explained(self, model: nn.Module) -> Iterator[None]:
@@ -66,8 +76,37 @@ NO_SAMPLES = Samples(())
 _ADVICE = "Pass dataloader= with an indexable dataset, or sample=batch, to booster.boost."
 
 
-def find_samples(model: nn.Module, dataloader: DataLoader[Any] | None, sample: Any, device: torch.device) -> Samples:
-    """The given sample, else one from the dataloader's dataset, else samples made from a Hugging Face configuration.
+def check_samples(sample: Any, samples: Any) -> None:
+    """Refuse what :func:`find_samples` does not take.
+
+    Raises:
+        ConfigError: ``samples`` is no list of batches, or is given beside ``sample``.
+    """
+    if samples is None:
+        return
+    if not isinstance(samples, list | tuple):
+        raise ConfigError(
+            f"samples must be a list with one batch of each kind: got {type(samples).__name__}. Write samples=[one, "
+            "another], or sample=batch for one batch."
+        )
+    if not samples or any(batch is None for batch in samples):
+        raise ConfigError(
+            f"samples must hold at least one batch, and no None: got {len(samples)} entries, "
+            f"{sum(batch is None for batch in samples)} of them None. Leave it out, or list one batch of each kind."
+        )
+    if sample is not None:
+        raise ConfigError("sample and samples are both given. Put all batches into samples=[...].")
+
+
+def find_samples(
+    model: nn.Module,
+    dataloader: DataLoader[Any] | None,
+    sample: Any,
+    device: torch.device,
+    samples: Sequence[Any] | None = None,
+) -> Samples:
+    """The given sample or samples, one of each kind; else one from the dataloader's dataset, else samples made from a
+    Hugging Face configuration.
 
     Random generators, and the dataloader's sampler and workers, are not used.
 
@@ -75,7 +114,10 @@ def find_samples(model: nn.Module, dataloader: DataLoader[Any] | None, sample: A
         ConfigError: there is no source of a sample.
     """
     if sample is not None:
-        return Samples((to_plain_containers(sample),))
+        samples = [sample]
+    if samples:
+        first, *further = ((to_plain_containers(batch),) for batch in samples)
+        return Samples(first, tuple(further))
     # The script may iterate over something of its own.
     dataset, collate = getattr(dataloader, "dataset", None), getattr(dataloader, "collate_fn", None)
     is_indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")

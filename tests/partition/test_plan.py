@@ -10,7 +10,7 @@ from support import assert_same, train
 from hybridpp.errors import PartitionError
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.partition import CutPoint, StagedModel
-from hybridpp.partition.plan import assign_stages, owners, stage_plan
+from hybridpp.partition.plan import assign_stages, owners, stage_plan, uses
 
 
 def cut_after(*blocks):
@@ -57,7 +57,7 @@ def test_ownership_follows_use():
     model.unused = torch.nn.Linear(1, 1)
     found = trace(model, torch.ones(2, 4))
     names = tuple(name for name, _ in model.named_parameters() if name.endswith("weight"))
-    held = owners(found, assign_stages(found, cut_after("blocks.1")), names)
+    held = owners(uses(found, assign_stages(found, cut_after("blocks.1"))), names)
     assert held == {
         "embed.weight": (0,),
         "blocks.0.weight": (0, 1),
