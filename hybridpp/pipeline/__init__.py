@@ -10,7 +10,7 @@ from hybridpp.pipeline.batch import (
 )
 from hybridpp.pipeline.batch_checks import RankBatchInfo
 from hybridpp.pipeline.batch_dim_checks import check_batch_dims, watch_sequence_axes
-from hybridpp.pipeline.batch_dims import leaf_dims
+from hybridpp.pipeline.batch_dims import leaf_dims, map_sample_lists
 from hybridpp.pipeline.batch_reader import (
     BatchReader,
     BatchUse,
@@ -95,6 +95,7 @@ __all__ = [
     "leaf_dims",
     "loss_form_of",
     "makes_cuda_graphs",
+    "map_sample_lists",
     "memory_reader",
     "merge_outputs",
     "no_items",

@@ -1,6 +1,6 @@
 """The user's setting of the sample dimension of each tensor in a batch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybridpp.errors import DataError
@@ -41,6 +41,17 @@ def mark_sample_lists(tree: Any, dims: Dims) -> Any:
         return Texts(tree)
     if type(tree) in (list, tuple):
         return type(tree)(mark_sample_lists(value, _of_entry(dims, index)) for index, value in enumerate(tree))
+    return tree
+
+
+def map_sample_lists(tree: Any, dims: Dims, function: Callable[[list[Any]], list[Any]]) -> Any:
+    """``tree`` with a function applied to its lists of one entry per sample; ``dims`` as for :func:`leaf_dims`."""
+    if dims == "list" or (dims is not None and type(tree) is list and tree and all(isinstance(e, str) for e in tree)):
+        return function(list(tree))
+    if type(tree) is dict:
+        return {name: map_sample_lists(value, _of_entry(dims, name), function) for name, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(map_sample_lists(one, _of_entry(dims, n), function) for n, one in enumerate(tree))
     return tree
 
 

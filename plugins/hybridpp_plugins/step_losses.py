@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -27,6 +28,7 @@ from hybridpp.pipeline import (
     duplicate_samples,
     leaf_dims,
     loss_form_of,
+    map_sample_lists,
     observed,
     select_samples,
 )
@@ -235,6 +237,14 @@ class StepLosses:
         dims = functools.partial(leaf_dims, dims=self._pipeline.batch_dims or 0)
         return duplicate_samples(inputs, num_samples, dims)
 
+    def _of_lists(self, inputs: Any, num_samples: int, function: Callable[[list[Any]], list[Any]]) -> Any:
+        """A micro-batch's inputs with a function applied to its lists of one entry for each sample."""
+
+        def applied(entries: list[Any]) -> list[Any]:
+            return function(entries) if len(entries) == num_samples else entries
+
+        return map_sample_lists(inputs, self._pipeline.batch_dims or 0, applied)
+
     def _checked(
         self,
         form: LossForm,
@@ -256,9 +266,8 @@ class StepLosses:
                 return LossForm.of_rows()
 
             def on_twice() -> Any:
-                return self._criterion(
-                    duplicate_samples(outputs, count, out_dims), duplicate_samples(inputs, count, in_dims)
-                )
+                twice = duplicate_samples(self._of_lists(inputs, count, _twice), count, in_dims)
+                return self._criterion(duplicate_samples(outputs, count, out_dims), twice)
 
             form = LossForm.of_rows()
             if not why and confirm_sum(loss, on_twice) is LossReduction.SUM:
@@ -273,7 +282,11 @@ class StepLosses:
         if in_criterion and count > 1:
             halves = [slice(0, count // 2), slice(count // 2, count)]
             parts = [
-                (select_samples(outputs, count, out_dims, half), select_samples(inputs, count, in_dims, half), half)
+                (
+                    select_samples(outputs, count, out_dims, half),
+                    select_samples(self._of_lists(inputs, count, operator.itemgetter(half)), count, in_dims, half),
+                    half,
+                )
                 for half in (slice(0, count), *halves)
             ]
             with torch.no_grad(), preserved_random_state(self._device):
@@ -321,3 +334,7 @@ class StepLosses:
         with trace:
             loss = self._criterion(outputs, inputs)
         return trace.terms(loss) or (), measured
+
+
+def _twice(entries: list[Any]) -> list[Any]:
+    return entries * 2

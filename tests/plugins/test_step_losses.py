@@ -317,6 +317,19 @@ def test_a_loss_that_couples_samples_is_refused_on_every_rank(pp_size):
     assert found[0]["pairs"][0] == pytest.approx([sum(halves) / 2] * 4, rel=1e-5)
 
 
+def test_a_loss_that_zips_samples_with_a_list_is_a_mean():
+    def criterion(o, i):
+        pairs = zip(o["pooled"], i["lengths"], strict=False)
+        return sum(F.cross_entropy(row, torch.tensor(length % 3)) for row, length in pairs) / len(o["pooled"])
+
+    given = batch() | {"lengths": LENGTHS}
+    settings = {"num_microbatches": 2, "batch_dims": {"lengths": "list"}}
+    loss, gradients = alone(criterion, given)
+    found = everywhere({"pairs": criterion}, settings, given)[0]["pairs"]
+    assert found[0] == pytest.approx([loss] * 4, rel=1e-6)
+    assert_near(found[1], gradients, 1e-6)
+
+
 @pytest.mark.filterwarnings("ignore:std")
 def test_a_loss_that_two_samples_standardise_is_refused():
     def criterion(o, i):
