@@ -71,6 +71,8 @@ class SplitBackwardOps(NamedTuple):
 
 def split_backward_ops(module: nn.Module) -> SplitBackwardOps | None:
     """The operations of a module; None: its class is not supported, or an option or an own forward changes them."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
     forward = type(module).forward
     if "forward" in vars(module) or parameters_of(module).get("weight") is None:
         return None

@@ -13,7 +13,7 @@ from hybridpp.cluster import Group, gather_objects, preserved_random_state
 from hybridpp.errors import ConfigError
 from hybridpp.nn import walk
 from hybridpp.nn.snapshot import preserved_buffer_values, preserved_modules
-from hybridpp.nn.torch_private import pytree
+from hybridpp.nn.torch_private import is_functorch_active, pytree
 from hybridpp.partition import (
     CallArguments,
     MadeUpDerivatives,
@@ -55,8 +55,13 @@ def find_tp_plan(
 
     def search(samples: Samples) -> Plan:
         blocks = find_units(model, 1).blocks
-        with record_table_uses(large_tables(model, blocks)) as uses, _watched_insides(model, blocks) as entered:
+        transformed: dict[str, str] = {}
+        with (
+            record_table_uses(large_tables(model, blocks)) as uses,
+            _watched_insides(model, blocks, transformed) as entered,
+        ):
             calls, in_training = calls_of_blocks(model, blocks, samples)
+        blocks = tuple(name for name in blocks if name not in transformed)
         with preserved_random_state(torch.device("cpu")):
             found = infer_plan(model, blocks, calls, size, in_training)
             outside = _divided_for_others(found, entered)
@@ -66,7 +71,7 @@ def find_tp_plan(
         return found._replace(
             spec=found.spec | spec_of_styles(model, ends.styles, size),
             styles={**found.styles, **ends.styles},
-            reasons={**found.reasons, **ends.reasons, **outside},
+            reasons={**found.reasons, **ends.reasons, **outside, **transformed},
         )
 
     return of_first_rank(find, control)
@@ -227,6 +232,8 @@ def _watched(
 
     def noting(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if is_functorch_active():
+                return  # the tensors of a transform mean nothing outside of it
             calls.setdefault(name, pytree.tree_map_only(Tensor, _alone, (args, kwargs)))
             torch.set_grad_enabled(False)
 
@@ -234,6 +241,8 @@ def _watched(
 
     def leaving(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            if is_functorch_active():
+                return output
             torch.set_grad_enabled(True)
             if results is not None:
                 results.setdefault(name, []).append(pytree.tree_map_only(Tensor, torch.Tensor.detach, output))
@@ -252,8 +261,14 @@ def _watched(
 
 
 @contextmanager
-def _watched_insides(model: nn.Module, blocks: Sequence[str]) -> Iterator[dict[str, set[str]]]:
-    """A context that records the modules of each block that are called from outside of the block (as in DiT)."""
+def _watched_insides(
+    model: nn.Module, blocks: Sequence[str], transformed: dict[str, str]
+) -> Iterator[dict[str, set[str]]]:
+    """A context that records the modules of each block that are called from outside of the block (as in DiT).
+
+    Blocks that are called inside a transform of ``torch.func`` are added to ``transformed``, with a reason: collectives
+    are not known there, so they must not be sharded.
+    """
     entered: dict[str, set[str]] = {}
     running: set[str] = set()
     hooks = []
@@ -265,9 +280,14 @@ def _watched_insides(model: nn.Module, blocks: Sequence[str]) -> Iterator[dict[s
 
         return note
 
+    def begin(name: str, *_: Any) -> None:
+        running.add(name)
+        if is_functorch_active():
+            transformed[name] = "it is called inside a transform of torch.func (grad, vjp, vmap)"
+
     for name in blocks:
         block = model.get_submodule(name)
-        hooks.append(block.register_forward_pre_hook(lambda *_, name=name: running.add(name)))
+        hooks.append(block.register_forward_pre_hook(partial(begin, name)))
         hooks.append(block.register_forward_hook(lambda *_, name=name: running.discard(name), always_call=True))
         hooks += [m.register_forward_pre_hook(noting(name, inner)) for inner, m in block.named_modules() if inner]
     try:

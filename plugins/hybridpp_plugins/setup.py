@@ -39,7 +39,7 @@ from hybridpp_plugins.replica_buffers import replica_buffers
 from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.set_alike import ComparedFacts, check_alike, sections_of
 from hybridpp_plugins.settings import PluginSettings
-from hybridpp_plugins.shared_memory import refuse_shared_memory, separate_expanded
+from hybridpp_plugins.shared_memory import refuse_scripted, refuse_shared_memory, separate_expanded
 from hybridpp_plugins.stop_exchange import StopExchange
 from hybridpp_plugins.trained_weights import UpdateRules, refuse_reading
 from hybridpp_plugins.wrap_optimizer import wrap_optimizer
@@ -60,6 +60,7 @@ def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedF
     module_dtypes = _module_dtypes(model, settings, device)
     if optimizer is not None:
         check_optimizer(optimizer, original.names)
+    refuse_scripted(model, layout)
     refuse_shared_memory(model, settings, layout)
     separate_expanded(model, is_trained=optimizer is not None)
     weights = ComparedFacts(weight_facts(model, seed, original.buffer_names), SAME_WEIGHTS, SAME_MODEL)

@@ -1,4 +1,4 @@
-"""Weights that are not alone in their memory: expanded tensors, and parameters that are views of one another."""
+"""Weights that cannot be taken apart: expanded tensors, views of one another, and those of scripted modules."""
 
 from collections.abc import Iterator
 from itertools import combinations
@@ -39,6 +39,24 @@ def _is_expanded(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided:
         return False
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def refuse_scripted(model: nn.Module, layout: Layout) -> None:
+    """Refuse modules of ``torch.jit.script`` where their parameters would be sharded or given to stages.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    because = next((name for name, size in (("tp", layout.tp.size), ("pp", layout.pp.size)) if size > 1), None)
+    if because is None:
+        return
+    for name, module in walk.named_modules(model):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{f'module {name!r}' if name else 'the model'} is a module of torch.jit.script or torch.jit.trace, "
+                f"which cannot be taken apart: {because}_size is {getattr(layout, because).size}. Boost the module as "
+                "it was before (functions of torch.jit.script work in its forward), or use tp_size=1 and pp_size=1."
+            )
 
 
 def refuse_shared_memory(model: nn.Module, settings: PluginSettings, layout: Layout) -> None:

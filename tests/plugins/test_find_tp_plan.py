@@ -377,6 +377,31 @@ def test_blocks_of_which_container_code_calls_a_part_stay_whole(caplog):
     assert Loopback(2).run(widths) == [[16, 8, 8]] * 2
 
 
+class Ensemble(nn.Module):
+    """Some of its blocks run in a transform of torch.func, with weights of all of them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.members = nn.ModuleList(Conditioned.block() for _ in range(3))
+        self.blocks = nn.ModuleList(Conditioned.block() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        named = [dict(member.named_parameters()) for member in self.members]
+        weights = {name: torch.stack([one[name] for one in named]) for name in named[0]}
+        call = functools.partial(torch.func.functional_call, self.members[0])
+        return torch.func.vmap(lambda one: call(one, (x,)))(weights).mean(0)
+
+
+def test_blocks_that_run_in_a_transform_of_torch_func_stay_whole(caplog):
+    batches = [torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    options = {"num_microbatches": 2, "criterion": lambda outputs, inputs: outputs.square().mean()}
+    assert_equal(train(Ensemble, batches, tp_size=2, **options), train(Ensemble, batches, **options))
+    assert "members.*: it is called inside a transform of torch.func" in caplog.text
+
+
 class Strict(nn.Module):
     """Runs in training alone, counts that, and draws."""
 

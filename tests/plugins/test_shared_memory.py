@@ -76,3 +76,29 @@ def test_trained_parameters_that_share_memory_are_refused_where_apart(layout, se
 def test_a_trained_parameter_that_is_expanded_is_refused():
     with pytest.raises(ConfigError, match=r"parameter '0\.wide' is trained, but expanded"):
         boosted(make(nn.Parameter(torch.ones(1).expand(16))), sgd, X)
+
+
+class Scripted(nn.Sequential):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), torch.zeros(1, 4)), nn.Linear(4, 4))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2, "num_microbatches": 2}, {}], ids=str)
+def test_scripted_modules_train_on_replicas_and_are_refused_where_apart(layout):
+    def rank():
+        x = torch.ones(2, 4)
+        if not layout:
+            booster, model, optimizer = boosted(Scripted(), sgd, x)
+            before = model[1].weight.clone()
+            booster.execute_pipeline(iter([x]), model, lambda outputs, inputs: outputs.square().mean(), optimizer)
+            optimizer.step()
+            assert not torch.equal(model[1].weight, before)
+            return
+        with pytest.raises(
+            ConfigError, match=r"module '1' is a module of torch\.jit.* [tp]p_size is 2\. Boost the module"
+        ):
+            boosted(Scripted(), sgd, x, **layout)
+
+    Loopback(2).run(rank)
