@@ -215,7 +215,9 @@ class Booster(BoosterAdapters):
 
         Returns:
             ``loss``: on every rank, a detached fp32 scalar, the mean (or sum) over this replica's batch; None if
-            ``return_loss`` is False. In evaluation it waits for the last stage when it is read. ``outputs``: on the
+            ``return_loss`` is False. In evaluation it waits for the last stage when it is read. ``num_items``: on every
+            rank, what this loss is a mean over (docs/losses.md), float64 in host memory; it weighs batches in a mean
+            over them, waits as the loss does, and counts samples of a sum. ``outputs``: on the
             ranks of ``outputs_on``, the model's output, merged over the micro-batches; None on other ranks and unless
             ``return_outputs``. ``losses``, with ``return_losses``: on every rank, what the criterion returned for each
             micro-batch of this replica, fp32 ``[num_microbatches]`` in host memory, NaN for one without items.

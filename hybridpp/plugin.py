@@ -303,7 +303,7 @@ class RunsPipeline(ABC):
         :meth:`hybridpp.Booster.execute_pipeline`.
 
         Returns:
-            ``{"loss": ..., "outputs": ...}`` and, with ``return_losses``, ``"losses"``; see there.
+            ``{"loss": ..., "num_items": ..., "outputs": ...}`` and, with ``return_losses``, ``"losses"``; see there.
         """
 
 

@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node 4 docs/recipes/evaluate_in_the_loop.py
 
 ``outputs_on="all"`` gives the outputs of the last stage to every rank of the pipeline. Where the replicas do not divide
-the samples, the last step repeats some: ``dataloader.repeats`` tells which, as the Trainer asks it.
+the samples, the last step repeats some: ``dataloader.repeats`` tells which, as the Trainer asks it. ``num_items``
+is what the loss of a batch is a mean over, such as tokens that are not padding: the mean does not depend on batches.
 """
 
 import torch
@@ -22,7 +23,7 @@ def evaluate(booster: Booster, model: nn.Module, criterion: nn.Module, dataloade
     """The mean loss and the accuracy over all replicas. Collective: every rank."""
     was_training = model.training
     model.eval()
-    totals = torch.zeros(3, dtype=torch.float64)
+    totals = torch.zeros(4, dtype=torch.float64)
     with torch.no_grad():
         for step, batch in enumerate(dataloader):
             # One micro-batch: an evaluation has no backward pass to overlap with.
@@ -33,11 +34,12 @@ def evaluate(booster: Booster, model: nn.Module, criterion: nn.Module, dataloade
                 continue
             labels = batch[1]
             right = (result["outputs"].argmax(-1).cpu() == labels).sum()
-            totals += torch.stack([result["loss"].cpu() * len(labels), right, torch.tensor(len(labels))])
+            num_items = result["num_items"]
+            totals += torch.stack([result["loss"].cpu() * num_items, num_items, right, torch.tensor(len(labels))])
     model.train(was_training)
     dist.all_reduce(totals, group=booster.plugin.dp_group)
-    loss, right, count = totals.tolist()
-    return loss / count, right / count
+    loss, num_items, right, count = totals.tolist()
+    return loss / num_items, right / count
 
 
 def main(pp_size: int = 2, epochs: int = 3, num_held_out: int = 21) -> list[tuple[float, float]]:

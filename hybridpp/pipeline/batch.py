@@ -53,6 +53,7 @@ class SplitBatch:
         unchecked: some bytes of tensors on a device, which ranks that must hold the same batch have not compared yet.
         form: what its loss is a mean over, where that was found.
         has_total: whether it holds ``num_items_in_batch``.
+        counted_items: what its loss is a mean over, where that is only reported; a tensor if a device counts it.
     """
 
     microbatches: tuple[Microbatch, ...] = ()
@@ -62,6 +63,18 @@ class SplitBatch:
     unchecked: Sequence[Tensor] = ()
     form: LossForm | None = None
     has_total: bool = False
+    counted_items: float | Tensor | None = None
+
+    @property
+    def reported_items(self) -> float | Tensor:
+        """How much its loss counts in a mean over batches: items, or samples where it is a sum."""
+        if self.counted_items is not None:
+            return self.counted_items
+        if self.form is not None and (found := self.form.num_items(self.counts)) is not None:
+            return float(found)
+        if self.sums or self.has_total:
+            return float(sum(part.num_samples for part in self.microbatches))
+        return self.num_items
 
     @property
     def counts(self) -> tuple[float, ...]:

@@ -105,8 +105,20 @@ class CriterionAdapter:
 
     def found(self, training: bool, has_total: bool, form: LossForm) -> None:
         """Note what its loss is a mean over."""
+        self._keep((self.key, training, has_total), form)
+
+    def reported_form(self, training: bool, has_total: bool) -> LossForm | None:
+        """As :meth:`form`, of a loss that was not checked, because nothing but what is reported depends on it."""
+        held = self._forms.get((self.key, training, has_total, "reported"))
+        return None if held is None else held[1]
+
+    def found_to_report(self, training: bool, has_total: bool, form: LossForm) -> None:
+        """Note what :meth:`reported_form` returns."""
+        self._keep((self.key, training, has_total, "reported"), form)
+
+    def _keep(self, key: Any, form: LossForm) -> None:
         # With the criterion, whose key may be its id.
-        self._forms[self.key, training, has_total] = self.criterion, form
+        self._forms[key] = self.criterion, form
         while len(self._forms) > _MAX_FORMS:
             del self._forms[next(iter(self._forms))]
 

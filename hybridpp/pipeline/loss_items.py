@@ -374,6 +374,21 @@ class LossForm:
         """Whether its terms have different weights, so that they are needed one by one."""
         return len(self.products) > 1 or (self.is_sum and self.has_constant and not self.divides_by_total)
 
+    def num_items(self, counts: Sequence[Any]) -> Any:
+        """What the loss is a mean over, of counts that are numbers or tensors; of several terms, the first one.
+
+        None: it is not divided by what is counted.
+        """
+        product = next(filter(None, self.products), ())
+        if self.divides_by_total or not product:
+            return None
+        found: Any = 1.0
+        for index, power in product:
+            if not isinstance(counts[index], Tensor) and not counts[index]:
+                return 0.0
+            found = found * counts[index] ** -power
+        return found
+
     def divided_by_total(self, natural: Count | None) -> "LossForm":
         """The form of a sum that the model divides by a number of the batch's; ``natural``: what the sum counts."""
         counts = () if natural is None else (natural,)

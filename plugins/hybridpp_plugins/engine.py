@@ -26,13 +26,14 @@ from hybridpp.pipeline import (
     StepResult,
 )
 from hybridpp.plugin import Criterion, RunsPipeline, StepOptions
+from hybridpp_plugins.counted_loss import CountedLoss, counted
 from hybridpp_plugins.coupled_loss import CoupledLoss, check_undivided
 from hybridpp_plugins.engine_handle import ENGINE
 from hybridpp_plugins.engine_parts import EngineParts
 from hybridpp_plugins.folder_save import Saves
 from hybridpp_plugins.interruption import Interruption
 from hybridpp_plugins.layout import Layout
-from hybridpp_plugins.step_epilogue import PendingEnd
+from hybridpp_plugins.step_epilogue import PendingEnd, items_of
 from hybridpp_plugins.step_losses import StepLosses
 from hybridpp_plugins.unfinished_step import UnfinishedStep
 
@@ -187,10 +188,12 @@ class Engine(EngineParts):
                 self._reader.read_ahead(data_iter, use)
             if self.buckets is not None:
                 self.buckets.are_in_step = len(self._counts(infos)) == 1
-            losses = self._step_losses(batch, infos, called, training, is_new)
+            losses: StepLosses | CountedLoss | None = self._step_losses(batch, infos, called, training, is_new)
+            if losses is None:
+                batch, losses = self._counted(batch, called, training)
             task = self._task(batch, infos, called, losses, options.return_outputs)
             self._mark("actions")
-            result, loss = self._run(
+            result, loss, num_items = self._run(
                 batch, task, self._program(infos, training), failure, getattr(called, "identity", None), losses
             )
             if is_new:
@@ -215,7 +218,9 @@ class Engine(EngineParts):
             self._stop.step_done()
         else:
             self.progress.num_evaluations += 1
-        return {"loss": loss if options.return_loss else None, **found}
+        if not options.return_loss:
+            loss = num_items = None
+        return {"loss": loss, "num_items": num_items, **found}
 
     def _check_trained(self) -> None:
         if self.optimizer is not None:
@@ -245,7 +250,7 @@ class Engine(EngineParts):
         batch: SplitBatch,
         infos: list[RankBatchInfo],
         called: CriterionAdapter | ForwardSignature,
-        losses: StepLosses | None,
+        losses: StepLosses | CountedLoss | None,
         keep_outputs: bool,
     ) -> PipelineStep:
         training = self.is_training
@@ -343,6 +348,28 @@ class Engine(EngineParts):
             around=force_eager if any(map(is_compiled_by_script, walk.modules(self.model))) else nullcontext,
         )
 
+    def _counted(
+        self, batch: SplitBatch, called: CriterionAdapter | ForwardSignature, training: bool
+    ) -> tuple[SplitBatch, CountedLoss | None]:
+        """The batch with the number of items of its loss, where no weight depends on it; or what finds that number."""
+        if (
+            not self._has_losses
+            or not isinstance(called, CriterionAdapter)
+            or batch.form is not None
+            or len(batch.microbatches) != 1
+            or called.coupled
+            or called.sums
+            or called.num_items
+        ):
+            return batch, None
+        form = called.reported_form(training, batch.has_total)
+        if form is not None:
+            return counted(batch, form), None
+        if any(map(is_compiled_by_script, walk.modules(self.model))):  # it would be traced with what watches
+            return batch, None
+        weights = batch.weights(ReplicaCounts([batch.num_items], [0.0], [()]), self._loss_scale)
+        return batch, CountedLoss(called, batch, self.pipeline, weights)
+
     @property
     def _loss_scale(self) -> float:
         return 1.0 if self.optimizer is None else self.optimizer.loss_scale
@@ -354,8 +381,8 @@ class Engine(EngineParts):
         program: RankProgram,
         failure: Exception | None,
         identity: Any,
-        losses: StepLosses | None,
-    ) -> tuple[StepResult, Tensor | None]:
+        losses: StepLosses | CountedLoss | None,
+    ) -> tuple[StepResult, Tensor | None, Tensor | None]:
         """Run all micro-batches, then the end of the step. Collective: all ranks."""
         optimizer = self.optimizer if task.training else None
         if optimizer is not None:
@@ -379,6 +406,7 @@ class Engine(EngineParts):
             if optimizer is not None:
                 optimizer.end_accumulation()
             loss = None if end is None else self.epilogue.loss(end, program, task, failure, identity)
+            num_items = None if end is None or loss is None else items_of(end, loss)
         except BaseException as error:
             rest = self.executor.rest if result is None else None
             is_alone = self.layout.dp.size == 1 or self.layout.pp.size > 1
@@ -387,7 +415,7 @@ class Engine(EngineParts):
             else:
                 self._leave_unfinished(batch, task, program, rest, self._share_buffers)
             raise
-        return result, loss
+        return result, loss, num_items
 
     def _share_buffers(self, task: PipelineStep) -> None:
         """After the passes of a step, bring buffers to what all replicas agree on. Collective: replicas."""

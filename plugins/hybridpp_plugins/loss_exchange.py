@@ -25,7 +25,12 @@ class LossExchange:
         losses: of this rank, float64; empty: it computes none.
         unchecked: see :class:`~hybridpp.cluster.HostCopy`.
         message_of: makes the message.
+
+    Attributes:
+        num_items: that this replica's loss is a mean over; set when the losses are known.
     """
+
+    num_items = 0.0
 
     def __init__(self, control: Group, call: str, losses: Tensor, unchecked: Sequence[Tensor], message_of: MessageOf):
         self._control, self._call, self._message_of = control, call, message_of

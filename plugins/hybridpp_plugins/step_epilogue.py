@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridpp.cluster import Group, HostCopy, Patience, gather_numbers, name_ranks
 from hybridpp.errors import DeadlockError, PeerError, UnlikeCallsError
+from hybridpp.nn.deferred_tensor import DeferredTensor, deferred
 from hybridpp.pipeline import LossReduction, PipelineStep, RankProgram, SplitBatch, StepResult, check_equal, step_call
 from hybridpp.pipeline.rest_of_step import EndedInsideError
 from hybridpp_plugins.background_save import SaveStatus
@@ -104,11 +105,13 @@ class RankLoss(NamedTuple):
         loss: of the batch.
         bad_loss: the first loss of a micro-batch that is inf or NaN.
         bad_microbatch: index of that micro-batch; -1: there is none.
+        num_items: that the loss is a mean over.
     """
 
     loss: float
     bad_loss: float
     bad_microbatch: float
+    num_items: float = 0.0
 
 
 class StepSummary(NamedTuple):
@@ -116,6 +119,7 @@ class StepSummary(NamedTuple):
 
     Attributes:
         loss: of this replica's batch.
+        num_items: that it is a mean over.
         bad_loss: the first one over all replicas; None: all are finite.
         reduction: of the criterion; the most severe finding of any rank.
         unequal: different losses of tensor-parallel ranks, by rank; empty: they are equal.
@@ -123,6 +127,7 @@ class StepSummary(NamedTuple):
     """
 
     loss: float
+    num_items: float
     bad_loss: BadLoss | None
     reduction: LossReduction
     unequal: Mapping[int, float]
@@ -156,9 +161,11 @@ NUM_WITHOUT_NORM = _NUM_OF_REPORT + len(RankLoss._fields)
 """How many numbers of a message precede those of the gradient norm."""
 
 
-def message_of(batch: SplitBatch, result: StepResult, losses: Sequence[float], report: RankReport) -> list[float]:
+def message_of(
+    batch: SplitBatch, result: StepResult, losses: Sequence[float], report: RankReport, num_items: float = 0.0
+) -> list[float]:
     """This rank's message, :data:`NUM_WITHOUT_NORM` numbers; ``losses`` are the result's, in host memory."""
-    return [*report.numbers(), *_rank_loss(batch, result, losses)]
+    return [*report.numbers(), *_rank_loss(batch, result, losses)._replace(num_items=num_items)]
 
 
 def _rank_loss(batch: SplitBatch, result: StepResult, losses: Sequence[float]) -> RankLoss:
@@ -188,6 +195,7 @@ def summary_of(messages: Sequence[Sequence[float]], last_stages: Sequence[Sequen
     )
     return StepSummary(
         loss=losses[own_last].loss,
+        num_items=losses[own_last].num_items,
         bad_loss=next(bad_losses, None),
         reduction=LossReduction(int(max(reports[rank].reduction for rank in losses))),
         unequal=_unequal({rank: one.loss for rank, one in losses.items()}, last_stages),
@@ -311,15 +319,19 @@ class StepEpilogue:
         if optimizer is not None and self.weight_check is not None and self.weight_check.is_due:
             hashes = self.weight_check.hashes(self._device)
         own_settings = [] if settings is None else settings.on_device()
-        if parts := [part for part in (hashes, *own_settings) if part.numel()]:
+        items = batch.reported_items if num_losses else 0.0
+        own_items = items.double().reshape(1) if isinstance(items, Tensor) else _NO_NUMBERS
+        if parts := [part for part in (hashes, own_items, *own_settings) if part.numel()]:
             losses = torch.cat([losses, *parts] if num_losses else parts)
 
         def message(numbers: list[float], digest: float) -> list[float]:
-            after = num_losses + hashes.numel()
-            own = report._replace(digest=digest, weights=tuple(numbers[num_losses:after]) or report.weights)
+            end_of_hashes = num_losses + hashes.numel()
+            after = end_of_hashes + own_items.numel()
+            own = report._replace(digest=digest, weights=tuple(numbers[num_losses:end_of_hashes]) or report.weights)
             if settings is not None:
                 own = own._replace(settings=settings.digest(numbers[after:]))
-            return message_of(batch, result, numbers[:num_losses], own)
+            num_items = numbers[end_of_hashes] if isinstance(items, Tensor) else items
+            return message_of(batch, result, numbers[:num_losses], own, num_items)
 
         call = self._calls[task.training]
         if optimizer and optimizer.sends_norm_with_loss:
@@ -393,6 +405,7 @@ class StepEpilogue:
             Exception: ``failure``.
         """
         summary = summary_of(pending.wait(), self._last_stages, self._own_last)
+        pending.num_items = summary.num_items
         if task.training:  # all ranks wait for it here; in evaluation, each when it reads the loss
             self._stop.heard(report.stop for report in summary.reports)
         optimizer = self._optimizer if task.training else None
@@ -414,6 +427,8 @@ class StepEpilogue:
 
 class _WithNorm:
     """The exchange of losses and norms, when all gradients are complete."""
+
+    num_items = 0.0
 
     def __init__(
         self,
@@ -443,3 +458,15 @@ class _WithNorm:
 
 
 PendingEnd = LossExchange | _WithNorm
+
+
+def items_of(end: PendingEnd, loss: Tensor) -> Tensor:
+    """The number of items of a loss, float64 in host memory; in evaluation it waits for the loss when it is read."""
+    if not isinstance(loss, DeferredTensor):
+        return torch.tensor(end.num_items, dtype=torch.float64)
+
+    def make() -> Tensor:
+        loss.values_now()
+        return torch.tensor(end.num_items, dtype=torch.float64)
+
+    return deferred(torch.empty(()), make, dtype=torch.float64, device=torch.device("cpu"))
