@@ -95,11 +95,11 @@ class CallRecorder:
             self.calls[-1].parameters += self._unit_parameters[name]
             self.calls[-1].others += (name,)
             return forward(*args, **kwargs)
-        if self.left is not None:
-            self.left.begin_call()
-        call = self._begin(name, args, kwargs)
         arguments, given_tree = flatten((args, kwargs))
         tensors = {index: leaf for index, leaf in enumerate(arguments) if isinstance(leaf, Tensor)}
+        if self.left is not None:
+            self.left.begin_call(tensors.values(), len(self.calls))
+        call = self._begin(name, args, kwargs)
         self.taints.refuse_strays(list(tensors.values()))
         if self._watch is not None:
             with self.taints.paused(name):

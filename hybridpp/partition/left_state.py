@@ -1,24 +1,30 @@
 """State that a forward leaves on modules for the next one: which stages hold it then, and which read it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hybridpp.errors import PartitionError
 from hybridpp.nn import walk
 from hybridpp.nn.contents import Contents, has_attributes, is_container, is_same
 from hybridpp.nn.snapshot import MISSING, Holder, reachable
-from hybridpp.nn.torch_private import buffers_of, version_or_none
+from hybridpp.nn.torch_private import buffers_of, pytree, version_or_none
 from hybridpp.partition.module_outputs import MODULE_INTERNALS, attributes_now
 
 # From an attribute to what it holds: an object, a dict in it, what that holds.
 _NUM_LEVELS = 3
 _NUMBERS = (bool, int, float, str)
+_CHANGEABLE = (list, dict, set, deque)
 
 LeftKey = tuple[str, str]
 """An attribute that a forward leaves changed: the module's name in the model, and its own."""
+
+FilledContainers = dict[LeftKey, Any]
+"""What containers hold, by the attribute that they are."""
 
 
 class _Held(NamedTuple):
@@ -56,6 +62,15 @@ class _Held(NamedTuple):
             one is two and now == then for (one, now), (two, then) in versions
         )
 
+    @property
+    def is_of_tensors(self) -> bool:
+        """Whether it is a container of tensors alone, which may be changed."""
+        return (
+            isinstance(self.value, _CHANGEABLE)
+            and len(self.inside) == 1
+            and all(isinstance(held, Tensor) for held in _values(self.inside[0][1]))
+        )
+
     def tensors(self) -> list[Tensor]:
         """Those in it."""
         return [tensor for tensor, _ in self.versions]
@@ -91,6 +106,25 @@ class AttributesBefore:
                     found.append((path, name))
         return tuple(found)
 
+    def filled(self) -> FilledContainers:
+        """What the changed containers of tensors hold; call it when the forward has ended."""
+        found = {}
+        for key in self.left():
+            value = _attributes(self._parts[key[0]]).get(key[1], MISSING)
+            if _Held.of(value).is_of_tensors and value:
+                found[key] = value.copy()
+        return found
+
+
+def fill_again(model: nn.Module, filled: FilledContainers) -> list[Tensor]:
+    """Put what a forward left into containers of a model, which has them as they were before it; the tensors."""
+    for (path, name), contents in filled.items():
+        value = attributes_now(walk.submodule(model, path)).get(name, MISSING)
+        if type(value) is type(contents):
+            value.clear()
+            value.update(contents) if isinstance(value, dict | set) else value.extend(contents)
+    return [tensor for contents in filled.values() for tensor in _values(contents)]
+
 
 class _Read(NamedTuple):
     """A read of what the forward before has left: by the call with this index, or on the way to it."""
@@ -125,6 +159,7 @@ class LeftState:
         self._model = model
         self._parts = dict(walk.named_modules(model))
         self._keys = [key for key in keys if key[0] in self._parts]
+        self._is_looking = False
         self._cuts = cuts
         self._before = self._now()
         self._latest = self._before
@@ -133,15 +168,25 @@ class LeftState:
         self._writers: dict[LeftKey, set[int]] = {key: set() for key in self._keys}
         self._after_units: dict[LeftKey, _Held] = {}
         self._reads: list[_Read] = []
+        self._of_tensors = {key for key, held in self._before.items() if held.is_of_tensors}
+        self._holders: dict[int, list[LeftKey]] = {}
+        for key in self._of_tensors:
+            for tensor in self._before[key].tensors():
+                self._holders.setdefault(id(tensor), []).append(key)
 
     def _now(self) -> dict[LeftKey, _Held]:
-        return {key: _Held.of(self._value(key)) for key in self._keys}
+        self._is_looking = True  # to ask for a tensor's version is no use of it
+        try:
+            return {key: _Held.of(self._value(key)) for key in self._keys}
+        finally:
+            self._is_looking = False
 
     def _value(self, key: LeftKey) -> Any:
         return attributes_now(self._parts[key[0]]).get(key[1], MISSING)
 
-    def begin_call(self) -> None:
-        """Record what container code has set before a unit runs."""
+    def begin_call(self, arguments: Iterable[Tensor], index: int) -> None:
+        """Record what container code has set before a unit runs, and which arguments it takes from what was left."""
+        self._note_uses(arguments, index, False)
         self._latest = self._now()
 
     def end_call(self, call: tuple[str, int], index: int) -> None:
@@ -159,8 +204,20 @@ class LeftState:
     def _note_read(self, module: nn.Module, name: str, call: int, in_unit: bool) -> None:
         """Record a read of an attribute, if it is still what the forward before has left."""
         for key in self._keys:
-            if key[1] == name and self._parts[key[0]] is module and self._before[key].is_now(self._value(key)):
+            is_of_key = key[1] == name and self._parts[key[0]] is module and key not in self._of_tensors
+            if is_of_key and self._before[key].is_now(self._value(key)):
                 self._reads.append(_Read(key, call, in_unit))
+
+    def _note_uses(self, tensors: Iterable[Tensor], call: int, in_unit: bool) -> None:
+        """Record uses of tensors in containers that the forward before has left.
+
+        To ask for a container of tensors is no use of them: it may be cleared, or its entries set again.
+        """
+        for tensor in () if self._is_looking else tensors:
+            for key in self._holders.get(id(tensor), ()):
+                read = _Read(key, call, in_unit)
+                if read not in self._reads:
+                    self._reads.append(read)
 
     def check(self, calls: Sequence[str], is_reset: Sequence[set[LeftKey]]) -> LeftByContainers:
         """Refuse state that a stage would read though it has an older one; call it after the forward.
@@ -223,10 +280,26 @@ class LeftState:
         try:
             for kind, name in watched:
                 _WatchedAttribute.put(kind, name).watchers.append(tell)
-            yield
+            with _Uses(lambda tensors: self._note_uses(tensors, *current_call())):
+                yield
         finally:
             for kind, name in watched:
                 _WatchedAttribute.drop(kind, name, tell)
+
+
+class _Uses(TorchFunctionMode):
+    """Tells which tensors functions are called with."""
+
+    def __init__(self, tell: Callable[[Iterable[Tensor]], None]):
+        super().__init__()
+        self._tell = tell
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._tell([leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+        return func(*args, **kwargs)
 
 
 class _WatchedAttribute:

@@ -24,7 +24,7 @@ from hybridpp.partition.concrete_fallback import UntraceableUnitError
 from hybridpp.partition.fakes import Fakes, bound_cache, quiet
 from hybridpp.partition.hooks import HookEffects
 from hybridpp.partition.intercept import Interceptor
-from hybridpp.partition.left_state import AttributesBefore, LeftKey, LeftState
+from hybridpp.partition.left_state import AttributesBefore, FilledContainers, LeftKey, LeftState, fill_again
 from hybridpp.partition.module_outputs import AttributeSlot
 from hybridpp.partition.resets import UnitCallKey
 from hybridpp.partition.taint import TaintMode
@@ -101,9 +101,12 @@ class Tracer:
         hooks = self._interceptor.hooks.registered()
 
         def make() -> Trace:
-            made = self._trace(args, kwargs, count_flops, watch, cuts)
+            filled: FilledContainers = {}
+            made = self._trace(args, kwargs, count_flops, watch, cuts, filled=filled)
+            if not (made.left and cuts):
+                return made
             # Few forwards leave something: then it is seen in another one where that is set, and who reads it.
-            return self._trace(args, kwargs, count_flops, watch, cuts, made.left) if made.left and cuts else made
+            return self._trace(args, kwargs, count_flops, watch, cuts, made.left, filled)
 
         # A watch sees the units run, and what they have set before is this rank's.
         if self._common is None or watch is not None or self._initial:
@@ -123,7 +126,9 @@ class Tracer:
         watch: UnitObserver | None,
         cuts: Sequence[UnitCallKey],
         follow: Sequence[LeftKey] = (),
+        filled: FilledContainers | None = None,
     ) -> Trace:
+        filled = {} if filled is None else filled
         hooks = self._interceptor.hooks
         recorder = CallRecorder(self._model, self._fakes, self._unit_parameters, self._cache, hooks, count_flops, watch)
         with self._recording(recorder) as hook_effects:
@@ -133,7 +138,7 @@ class Tracer:
             before = AttributesBefore(self._model)
             try:
                 # A new context, as for a stage's run.
-                with self._following(recorder, follow, cuts):
+                with self._following(recorder, follow, cuts, filled):
                     result = copy_context().run(self._model, *args, **kwargs)
             except (*_CANNOT_RUN_ON_FAKES, UntraceableUnitError) as error:
                 if self._only_container_code_follows(error, recorder):
@@ -143,6 +148,8 @@ class Tracer:
                     raise
                 raise self._branches_on_a_value(error, recorder) from error
             recorder.taints.refuse_strays(result)
+            if not follow:
+                filled |= before.filled()
             trace = recorder.finish(result, recorder.resets.found(), hook_effects, before.left())
         for slot in recorder.attributes_before:
             self._initial.setdefault((id(slot[0]), slot[1]), slot)
@@ -150,12 +157,21 @@ class Tracer:
 
     @contextmanager
     def _following(
-        self, recorder: CallRecorder, keys: Sequence[LeftKey], cuts: Sequence[UnitCallKey]
+        self,
+        recorder: CallRecorder,
+        keys: Sequence[LeftKey],
+        cuts: Sequence[UnitCallKey],
+        filled: FilledContainers,
     ) -> Iterator[None]:
-        """Inside, the recorder sees who sets and reads these attributes."""
+        """Inside, the recorder sees who sets and reads these attributes.
+
+        Containers hold what the forward before has left in them, so that it is seen whether that is used.
+        """
         if not keys:
             yield
             return
+        for tensor in fill_again(self._model, filled):
+            recorder.taints.mark(tensor, [])
         recorder.left = LeftState(self._model, keys, cuts)
         with recorder.left.watching(recorder.current_call):
             yield

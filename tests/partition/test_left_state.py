@@ -184,6 +184,22 @@ class FromAnEarlierStage(Keeping):
         return x if self.before is None else x + self.before
 
 
+class ClearedFirst(Keeping):
+    """Hooks inside of blocks append to a list, which the next forward clears before it reads it."""
+
+    def made(self):
+        for block in self.blocks:
+            block.register_forward_hook(lambda module, args, output: self.state.append(output))
+        return []
+
+    def begin(self, x):
+        self.state.clear()
+        return x
+
+    def end(self, x):
+        return x + sum(self.state)
+
+
 class MeanAtTheEnd(RunningMean):
     def begin(self, x):
         return x
@@ -193,7 +209,9 @@ class MeanAtTheEnd(RunningMean):
 
 
 @pytest.mark.parametrize(
-    "make_model", [CountedFirst, AtTheEnd, FromAnEarlierStage, MeanAtTheEnd], ids=lambda kind: kind.__name__
+    "make_model",
+    [CountedFirst, AtTheEnd, FromAnEarlierStage, ClearedFirst, MeanAtTheEnd],
+    ids=lambda kind: kind.__name__,
 )
 def test_state_that_its_readers_have_is_that_of_one_process(make_model, tmp_path):
     def saved(booster, model, optimizer):
