@@ -127,7 +127,7 @@ def test_fewer_blocks_than_stages():
 
 def test_a_batch_whose_tensors_disagree_in_dim_0():
     def run():
-        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2)
+        booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), pp_size=2, num_microbatches=2)
         batch = image_batch(4)
         batch["labels"] = batch["labels"][:3]
         booster.execute_pipeline(iter([batch]), model, model_loss, optimizer)
@@ -300,7 +300,7 @@ def test_training_without_the_boosted_optimizer():
 
 
 def test_ranks_that_start_from_different_weights():
-    text = "rank 1 differs from rank 0. Call launch_from_torch(seed=...) before building the model"
+    text = ". Call launch_from_torch(seed=...) before building the model, or load the same weights everywhere."
     everyone_raises(
         2, lambda: boosted(tiny_vit(seed=current_world().rank), sgd, image_batch(2), pp_size=2), ConfigError, text
     )

@@ -198,12 +198,17 @@ def test_one_of_the_ranks_of_a_process_tries_for_all(tried, sizes):
     assert len(tried) == 1
 
 
-@pytest.mark.parametrize(
-    "make", [HybridAdam, lambda params: optim.AdamW(params, lr=0.1 + current_world().rank)], ids=["library", "unlike"]
-)
-def test_ranks_whose_optimizers_may_differ_try_each_their_own(tried, make):
-    divided(make_optimizer=make, pp_size=2)
+def test_ranks_whose_optimizers_may_differ_try_each_their_own(tried):
+    divided(make_optimizer=HybridAdam, pp_size=2)
     assert len(tried) == 2
+
+
+def test_ranks_with_unlike_rates_try_nothing(tried):
+    with pytest.raises(
+        ConfigError, match=r"all ranks must be set alike: lr of parameter group 0 is 0\.1 on rank 0, 1\.1"
+    ):
+        divided(make_optimizer=lambda params: optim.AdamW(params, lr=0.1 + current_world().rank), pp_size=2)
+    assert not tried
 
 
 class OwnList(optim.SGD):
