@@ -20,7 +20,10 @@ from hybridpp.partition.describe import (
 )
 from hybridpp.partition.drawing_code import asks_for_mode
 from hybridpp.partition.flops import FlopCounter
+from hybridpp.partition.hook_inspection import Reachable
+from hybridpp.partition.hook_inspection import is_users as is_users_hook
 from hybridpp.partition.memory import MemoryBudget, StateBytes, TrainingStateSpec
+from hybridpp.partition.module_outputs import MODULE_INTERNALS
 from hybridpp.partition.plan import BoundarySharding, CutPoint, StagePlan, owners, stage_plan, unit_homes, uses
 from hybridpp.partition.prune import parameter_names
 from hybridpp.partition.recompute import blocks_by_stage, recomputed_blocks
@@ -31,6 +34,7 @@ from hybridpp.partition.trace import Tracer
 from hybridpp.partition.unit_gather import UnitGather
 
 __all__ = [
+    "MODULE_INTERNALS",
     "BoundarySharding",
     "CallArguments",
     "CommonTraces",
@@ -39,6 +43,7 @@ __all__ = [
     "MadeUpDerivatives",
     "MemoryBudget",
     "ModuleUnits",
+    "Reachable",
     "StagePlan",
     "StageSummary",
     "StagedModel",
@@ -64,6 +69,7 @@ __all__ = [
     "has_compiled_forward",
     "has_global_hooks",
     "is_cache",
+    "is_users_hook",
     "make_samples",
     "owners",
     "parameter_names",

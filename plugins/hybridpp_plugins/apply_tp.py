@@ -15,7 +15,7 @@ from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn import walk
 from hybridpp.nn.checkpointing import recomputes_saved_tensors
 from hybridpp.nn.force_eager import force_eager
-from hybridpp.partition import BoundarySharding, compiled_parts
+from hybridpp.partition import BoundarySharding, compiled_parts, find_units
 from hybridpp.pipeline import Gradients, SplitBackwardOps, WeightGradients, split_backward_ops
 from hybridpp.plan_search import SequencePlan
 from hybridpp.sharded_activations import SavedShard
@@ -27,6 +27,7 @@ from hybridpp_plugins.common_plans import CommonPlans
 from hybridpp_plugins.find_tp_plan import find_tp_plan
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.sample import Samples
+from hybridpp_plugins.tp_hook_check import check_hooks_of_blocks
 
 _NUMBER = r"(?<=\.)\d+(?=[.':]|$)"
 
@@ -113,8 +114,12 @@ def apply_sharding(
         return AppliedTensorParallel(WeightGradients(adapter, excluded=excluded, compiled=compiled), frozenset())
     plan, sequences = sharding
     kinds = {module: split_backward_ops(module) for module in walk.modules(model)}
+    in_compiled = compiled_parts(model)
+    blocks = [name for name in find_units(model, 1).blocks if walk.submodule(model, name) not in in_compiled]
     sharded = apply_spec(adapter, plan.spec, tp)
     sequence_blocks = {name: run_sequence_parallel(name, block, sharded) for name, block in sequences.blocks.items()}
+    summed = sharded.partial_grad | sequences.partial_grad
+    check_hooks_of_blocks(adapter, blocks, plan.spec, sequences, summed)
     # Sharded layers in compiled blocks run uncompiled.
     weight_gradients = WeightGradients(
         adapter,
@@ -126,7 +131,7 @@ def apply_sharding(
     between = ShardsBetweenStages(sequences.blocks, tp) if sequences.blocks else None
     return AppliedTensorParallel(
         weight_gradients,
-        sharded.partial_grad | sequences.partial_grad,
+        summed,
         between,
         sharded.context.keep_logits_sharded,
         sharded.context.draws,
