@@ -471,7 +471,9 @@ class LossTrace(WatchingMode):
         over = {dim % tensor.dim() for dim in listed} if tensor.dim() else {0}
         if len(over) < max(tensor.dim(), 1):
             rows = tensor.shape[0]
-            if 0 not in over or what.is_stack or rows % self._num_samples:
+            # Rows are samples, or all tokens of all samples; of a tensor with more dimensions they may be experts.
+            are_items = rows == self._num_samples or (tensor.dim() == 2 and rows % self._num_samples == 0)
+            if 0 not in over or what.is_stack or not are_items:
                 return _OfModel(why=what.why)
         factors = (self._num_items(tensor, what),) if name == "mean" else ()
         return _OfModel(terms=(self._term(factors, result, what.why),))

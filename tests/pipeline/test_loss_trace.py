@@ -57,6 +57,8 @@ def tokens(o, i):
         (lambda o, i: F.mse_loss(o, F.one_hot(i["ids"], CLASSES).float()), [[120]]),
         (lambda o, i: tokens(o, i).mean() + 3.0 - o.square().mean(), [[24], None, [4]]),
         (lambda o, i: torch.stack([tokens(o, i).mean(), torch.tensor(1.0)]).mean(), [[24], None]),
+        # Of eight experts, which are no samples.
+        (lambda o, i: o.flatten(0, 1).repeat(8, 1).view(8, -1, CLASSES).sum(0).square().mean(), [[4]]),
         (lambda o, i: tokens(o, i).mean().exp(), ["exp of a sum over samples"]),
         (lambda o, i: tokens(o, i).mean() * o.mean(), ["mul of a sum over samples"]),
         (lambda o, i: (o - o.mean(0)).square().mean(), ["sub of samples and of a sum over them"]),

@@ -186,8 +186,12 @@ def drawn(number: int) -> Script:
     if dice.random() < 0.3:
         settings["max_norm"] = 0.3
     between = dice.sample(BETWEEN, dice.choice((0, 1, 1, 2)))
+    precision = dice.choice(("fp32", "fp32", "fp32", "bf16", "fp16"))
     if pp > 1 and "own loop" in between:  # is refused
         between.remove("own loop")
+    # Elsewhere gradients are not on parameters: a warning says so where they are listed before the update.
+    if "no gradient" in between and (precision != "fp32" or settings.get("zero_stage")):
+        between.remove("no gradient")
     optimizer = dice.choice(list(OPTIMIZERS))
     if tp > 1 and optimizer in ROUNDS and dice.random() < 0.8:  # they need whole parameters
         optimizer = "adamw"
@@ -195,7 +199,7 @@ def drawn(number: int) -> Script:
         style=style,
         loss=dice.choice(list(STYLES[style].losses)),
         optimizer=optimizer,
-        precision=dice.choice(("fp32", "fp32", "fp32", "bf16", "fp16")),
+        precision=precision,
         dp=dp,
         tp=tp,
         pp=pp,

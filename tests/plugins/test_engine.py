@@ -135,7 +135,7 @@ def test_without_loss_only_the_outputs_are_made():
             return booster.execute_pipeline(data, model, return_loss=False, return_outputs=True)
 
     first, last = on_ranks(2, run)
-    assert first == {"loss": None, "outputs": None}
+    assert first == {"loss": None, "num_items": None, "outputs": None}
     assert last["loss"] is None
     assert last["outputs"].logits.shape == (3, NUM_LABELS)
 
