@@ -6,6 +6,7 @@ per-process random generators are saved and restored per rank, and a deadlock is
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from typing import Any, ClassVar, TypeVar
 
@@ -151,6 +152,10 @@ class LoopbackWorld:
         group = LoopbackGroup(loopback.turns, loopback.shared, loopback.messages, (key, tuple(ranks)), self.rank)
         group.name, group.progress = name, self.progress
         return group
+
+    def meeting(self) -> AbstractContextManager[None]:
+        """That all ranks wait is found at once."""
+        return nullcontext()
 
     def release_unused(self) -> None:
         """Groups in one process take nothing."""

@@ -4,6 +4,7 @@ import atexit
 import gc
 import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from datetime import timedelta
 from weakref import WeakSet
@@ -115,6 +116,11 @@ class TorchWorld:
         shared = copy(group)
         self._users[key].add(shared)
         return shared
+
+    def meeting(self, what: str = _MAKING) -> AbstractContextManager[None]:
+        """See :meth:`hybridpp.cluster.world.World.meeting`; ``what`` the ranks meet for."""
+        self._num_meetings += 1
+        return reporting_missing(self._store, self.rank, self.size, f"hybridpp meeting {self._num_meetings}", what)
 
     def release_unused(self) -> None:
         """See :meth:`hybridpp.cluster.world.World.release_unused`."""
@@ -251,8 +257,7 @@ class TorchWorld:
 
     def _meet(self, row: Tensor, what: str = _MAKING) -> list[Tensor]:
         """All-gather a row of every rank before groups change; reports which ranks are missing, and for what."""
-        self._num_meetings += 1
-        with reporting_missing(self._store, self.rank, self.size, f"hybridpp meeting {self._num_meetings}", what):
+        with self.meeting(what):
             rows = gather_numbers(self.control(), _CHANGING_GROUPS, row.tolist())
         return [torch.tensor(numbers, dtype=row.dtype) for numbers in rows]
 

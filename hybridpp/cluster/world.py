@@ -6,6 +6,7 @@ the other is ranks that take turns inside one process (``loopback.py``).
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Protocol, TypeVar
 
@@ -190,6 +191,9 @@ class World(Protocol):
             name: name of the groups in errors.
             point_to_point: whether the groups send messages while their ranks compute; the same for groups of one name.
         """
+
+    def meeting(self) -> AbstractContextManager[None]:
+        """Inside, all ranks exchange something before they make groups: who is missing is named meanwhile."""
 
     def release_unused(self) -> None:
         """Give back what groups take that nothing on any rank refers to. Collective: every rank of the world."""

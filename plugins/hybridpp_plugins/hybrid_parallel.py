@@ -216,7 +216,8 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, Choose
             compile_keywords(self.settings.compile.keywords())
         grid = RankGrid(dp_size=self.dp_size, pp_size=pp_size, tp_size=tp_size)
         with world.progress.inside("setup", lambda: f"making {type(self).__name__}"):
-            check_alike(world.control(), f"making {type(self).__name__}", [self._compared_settings()])
+            with world.meeting():
+                check_alike(world.control(), f"making {type(self).__name__}", [self._compared_settings()])
             self.layout = Layout.create(world, grid)
         self.stage_manager: StageManager = self.layout.stage_manager(self._planner.placement)
         self._num_boosted = 0
