@@ -229,10 +229,11 @@ class LossTrace(WatchingMode):
         reference, what = self._known.get(id(tensor), (None, None))
         if reference is not None and reference() is tensor:
             return what
+        if isinstance(tensor, MadeWhenRead):  # to ask it for more would make its values
+            values = vars(tensor).get("_made")
+            return self._of(values) if isinstance(values, Tensor) else None
         if isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
             return nn.Parameter
-        if isinstance(tensor, MadeWhenRead) and isinstance(values := vars(tensor).get("_made"), Tensor):
-            return self._of(values)
         for leaf, count in self._entries:
             # The values of an input that is copied when it is read.
             if isinstance(leaf, MadeWhenRead) and vars(leaf).get("_made") is tensor:

@@ -135,6 +135,13 @@ def _needs_closure(optimizer: Optimizer) -> bool:
     return False
 
 
+def _elements(tensor: Tensor) -> Tensor:
+    """The elements of a tensor; of a sparse one those that it holds."""
+    if tensor.layout is torch.strided:
+        return tensor.reshape(-1)
+    return (tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor).values().reshape(-1)
+
+
 def weight_facts(model: nn.Module, seed: int, buffer_names: Collection[str]) -> Facts:
     """The seed and, by name, what a few elements of each parameter and persistent buffer are; shapes of all others.
 
@@ -149,7 +156,7 @@ def weight_facts(model: nn.Module, seed: int, buffer_names: Collection[str]) -> 
     for name, tensor in named:
         facts[name] = {"value": f"{tuple(tensor.shape)} {tensor.dtype}{' without values' if tensor.is_meta else ''}"}
         if not tensor.is_meta and (isinstance(tensor, nn.Parameter) or name in buffer_names):
-            some = tensor.detach().reshape(-1)
+            some = _elements(tensor.detach())
             if (step := some.numel() // _NUM_COMPARED) > 1:
                 some = some[::step]
             compared.setdefault((some.device, some.dtype), []).append((name, some[:_NUM_COMPARED]))

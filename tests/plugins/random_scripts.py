@@ -503,9 +503,17 @@ def faults(script: Script, ranks: list[Found], plain: Found, rounded: Found) -> 
 
 def verdict(script: Script, processes: bool = False) -> str:
     """How the script ends, in words."""
-    warnings.simplefilter("ignore")
+    disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _verdict(script, processes)
+    finally:
+        logging.disable(disabled)
+
+
+def _verdict(script: Script, processes: bool) -> str:
     plain = in_plain_torch(script)
     assert all(torch.isfinite(tensor).all() for tensor in plain.weights.values()), "plain torch diverges"
     rounded = plain
@@ -538,6 +546,7 @@ def main() -> None:
     parser.add_argument("--processes", action="store_true", help="gloo processes instead of ranks in one process")
     parser.add_argument("--here", action="store_true", help="in this process, with the whole traceback of an error")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     numbers = range(options.seed, options.seed + options.count)
     chosen = [int(number) for number in options.only.split(",")] if options.only else numbers
     counts: Counter[str] = Counter()
