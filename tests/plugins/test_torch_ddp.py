@@ -32,6 +32,9 @@ def loss_of(outputs, inputs=None):
     return outputs.square().mean() + outputs.sum()
 
 
+loss_of.reduction = "mean"  # the replicas' losses are averaged, as by DDP; else a sum would be that of the whole batch
+
+
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
