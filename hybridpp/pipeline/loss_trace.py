@@ -381,7 +381,8 @@ class LossTrace(WatchingMode):
             found = self._without_samples(function, name, args, kwargs, result, models)
         elif len(with_samples) < len(models):
             mixed = not all(what.terms == () or what.terms is None for _, what in models)
-            why = f"{name} of samples and of a sum over them" if mixed else ""
+            # In the model it is as in batch normalisation: each micro-batch has its own statistics.
+            why = f"{name} of samples and of a sum over them" if mixed and self.in_criterion else ""
             found = self._items(name, args, result, with_samples)._replace(why=why)
         elif name in _REDUCING:
             found = self._reduced(name, args, kwargs, result, *models[0])

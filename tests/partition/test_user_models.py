@@ -73,6 +73,9 @@ def squares(outputs, inputs):
     return sum(leaf.square().mean() for leaf in leaves)
 
 
+squares.reduction = "mean"  # of what micro-batches give: some models return sums over samples, or compare samples
+
+
 def run(make_model, batches, **settings):
     # Copies: some models write to their inputs.
     batches = [pytree.tree_map_only(torch.Tensor, torch.clone, batch) for batch in batches]
