@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from hybridpp.nn.torch_private import INPUT_METADATA, loss_input_of, loss_reduction_of, reduced_sizes_of
+
 # Linear in their one input.
 _KEEPING = frozenset(
     f"{name}Backward{number}"
@@ -95,7 +97,7 @@ def _walk(node: Node, factors: list[tuple[Any, int]], terms: list[GraphTerm], na
     elif name in _MULTIPLYING or name in _DIVIDING:
         _walk_product(node, name, inner, factors, terms, names)
     elif name in _MEANS or name in _SUMS:
-        numel = math.prod(node._saved_self_sym_sizes)  # type: ignore[attr-defined]  # of such nodes
+        numel = math.prod(reduced_sizes_of(node))
         if numel == 1 and inner:
             _walk(inner[0], factors, terms, names)
         else:
@@ -136,9 +138,9 @@ def _walk_product(
 
 def _num_items(node: Any) -> Any:
     """What one of torch's losses divides by, or a number in proportion to it."""
-    if node._saved_reduction == _MEAN:
+    if loss_reduction_of(node) == _MEAN:
         weight = getattr(node, "_saved_total_weight", None)
-        return node._saved_self.numel() if weight is None else weight
+        return loss_input_of(node).numel() if weight is None else weight
     return 1
 
 
@@ -160,7 +162,7 @@ def _number(value: Any) -> float | Tensor:
 
 def _shape(node: Node) -> tuple[int, ...]:
     """Of what a node makes."""
-    made = getattr(node, "_input_metadata", ())
+    made = getattr(node, INPUT_METADATA, ())
     return tuple(made[0].shape) if made else ()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hybridpp.cluster import Group, gather_objects, preserved_random_state
 from hybridpp.errors import ConfigError
 from hybridpp.nn import walk
-from hybridpp.nn.snapshot import preserved_buffer_values, preserved_modules
+from hybridpp.nn.snapshot import preserved_buffer_values, preserved_modules, put_entry
 from hybridpp.nn.torch_private import is_functorch_active, pytree
 from hybridpp.partition import (
     CallArguments,
@@ -215,7 +215,7 @@ def _answering(model: nn.Module, results: Mapping[str, list[Any]]) -> Iterator[N
 
     with preserved_modules(model):
         for name, left in results.items():
-            vars(model.get_submodule(name))["forward"] = partial(answer, left)
+            put_entry(vars(model.get_submodule(name)), "forward", partial(answer, left))
         yield
 
 

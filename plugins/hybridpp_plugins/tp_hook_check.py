@@ -14,7 +14,7 @@ from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn import walk
 from hybridpp.nn.contents import attributes_of, has_attributes
 from hybridpp.nn.names import qualified
-from hybridpp.nn.torch_private import forward_hooks_of, forward_pre_hooks_of, pytree
+from hybridpp.nn.torch_private import forward_hooks_of, forward_pre_hooks_of, pytree, storage_id
 from hybridpp.partition import MODULE_INTERNALS, Reachable, is_users_hook
 from hybridpp.plan_search import SequencePlan
 from hybridpp.sharding_plan import ShardingSpec
@@ -177,7 +177,7 @@ def _has_inside(name: str, parts: Collection[str]) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return storage_id(tensor)
 
 
 def _collected(hooks: list[Callable[..., Any]]) -> Iterator[Tensor]:

@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from copies import copied
@@ -149,7 +150,8 @@ class Masks:
 
     def note(self, module, args, output):
         if output.shape[-1] == SIZES["hidden_size"]:
-            self.found.append(output.detach().clone())
+            # As an array: tensors of parts of a block are refused to hooks.
+            self.found.append(output.detach().clone().numpy())
 
 
 @pytest.mark.covering
@@ -173,7 +175,7 @@ def test_masks_behind_divided_activations_are_those_of_one_process(name, layout)
     assert any((mask == 0).any() for mask in whole)
     for rank in masks(2):
         # The run that finds the plan is not the step.
-        assert all(map(torch.equal, rank[-len(whole) :], whole))
+        assert all(map(np.array_equal, rank[-len(whole) :], whole))
 
 
 class Checkpointing(Block):
