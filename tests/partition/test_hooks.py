@@ -60,9 +60,6 @@ def square(output, inputs):
     return output.square().mean()
 
 
-square.reduction = "mean"  # of what micro-batches give: means over samples are added to each
-
-
 def run(pp_size, hook_up, after_boost=False, **settings):
     """What hooks noted, sorted, per rank; the loss and all gradients."""
 

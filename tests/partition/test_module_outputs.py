@@ -27,9 +27,6 @@ def squares(outputs, inputs):
     return outputs.square().mean()
 
 
-squares.reduction = "mean"  # of what micro-batches give: means over samples are added to each
-
-
 def run(make_model, **settings):
     return train(make_model, BATCHES, criterion=squares, num_microbatches=2, **settings)
 

@@ -22,9 +22,6 @@ def squares(outputs, inputs):
     return outputs.square().mean()
 
 
-squares.reduction = "mean"  # memories are of whole micro-batches, so a loss depends on which samples are in one
-
-
 def run(make_model, batches=BATCHES, **settings):
     return train(make_model, batches, criterion=squares, num_microbatches=3, **settings)
 

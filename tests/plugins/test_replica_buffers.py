@@ -52,9 +52,6 @@ def squares(outputs, inputs):
     return F.mse_loss(outputs, inputs.flip(1))
 
 
-squares.reduction = "mean"  # of what micro-batches give: buffers hold sums over the samples of one
-
-
 def rows(step, size=12):
     return torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(step))
 
