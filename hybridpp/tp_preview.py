@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from hybridpp.config import ParallelConfig
+from hybridpp.config import ParallelConfig, Precision
 
 
 class SequenceParallelBlock(NamedTuple):
@@ -48,10 +48,13 @@ class PreviewsTensorParallel(ABC):
 
     @classmethod
     @abstractmethod
-    def preview_tensor_parallel(cls, model: nn.Module, config: ParallelConfig) -> TensorParallelPreview:
+    def preview_tensor_parallel(
+        cls, model: nn.Module, config: ParallelConfig, precision: Precision = Precision.FP32
+    ) -> TensorParallelPreview:
         """How ``boost`` would divide a model; the model does not change.
 
         Args:
             model: with weights, or on the meta device.
             config: ``tp_size`` and the settings of tensor and sequence parallelism count; ``pp_size`` does not.
+            precision: of the run: kernels may refuse a shard in half precision.
         """

@@ -67,7 +67,7 @@ def run(arguments: PartitionArguments) -> None:
         model = build(load_config(arguments.model), arguments.task) if own is None else own.model
         if arguments.tp_size > 1:
             now("search how its layers can be sharded")
-        division = preview_sharding(model, parallel) if arguments.tp_size > 1 else None
+        division = preview_sharding(model, parallel, Precision(arguments.precision)) if arguments.tp_size > 1 else None
         casted = _casted(model, Precision(arguments.precision))
         shapes = division.shapes if division else {}
         spec = _state_spec(arguments, zero, num_replicas)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from hybridpp.config import ParallelConfig
+from hybridpp.config import ParallelConfig, Precision
 from hybridpp.errors import ConfigError
 from hybridpp.partition import find_units
 from hybridpp.plugin import PreviewsTensorParallel, TensorParallelPreview, plugin_class
@@ -18,7 +18,7 @@ _REPLICATED = "replicated"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=[.':]|$)")
 
 
-def preview_sharding(model: nn.Module, config: ParallelConfig) -> TensorParallelPreview:
+def preview_sharding(model: nn.Module, config: ParallelConfig, precision: Precision) -> TensorParallelPreview:
     """How the plugin would shard the model.
 
     Raises:
@@ -27,7 +27,7 @@ def preview_sharding(model: nn.Module, config: ParallelConfig) -> TensorParallel
     tp_size = config.tp_size
     plugin = plugin_class(_PLUGIN)
     assert issubclass(plugin, PreviewsTensorParallel), "it comes with hybridpp"
-    division = plugin.preview_tensor_parallel(model, config)
+    division = plugin.preview_tensor_parallel(model, config, precision)
     if all(division.shapes[name] == parameter.shape for name, parameter in model.named_parameters()):
         named: dict[str, list[str]] = {}
         for name, reason in division.reasons.items():

@@ -1,7 +1,7 @@
 """Run a block, or one rank's shard of it, on random numbers, and keep its results and gradients."""
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import Any, TypeAlias
@@ -9,10 +9,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn import walk
 from hybridpp.nn.contents import is_empty
 from hybridpp.nn.torch_private import FakeTensor, pytree
 from hybridpp.plan_search.gradient_sketch import Sketch, close, no_sketch, sketched_on_arrival
+from hybridpp.plan_search.run_formats import BlockFormats
 from hybridpp.plan_search.training_mode import Operations, constant_draws
 from hybridpp.plan_search.trial_errors import is_machine_failure
 
@@ -23,15 +25,21 @@ SampleCall: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 class BlockCall:
     """Arguments of a block's forward, for repeated calls.
 
+    Args:
+        args: positional ones.
+        kwargs: others.
+        dtypes: of the tensors among them, as the model passes them; None: they have these.
+
     Attributes:
         tensors: the tensors among them; they may require gradients.
         numbers: indices of these among the leaves of the arguments.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: Sequence[torch.dtype] | None = None):
         leaves, self._tree = pytree.tree_flatten((args, kwargs))
         self.numbers = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.tensors: list[Tensor] = [leaves[number] for number in self.numbers]
+        self._dtypes = dtypes or [tensor.dtype for tensor in self.tensors]
         self._others = [None if isinstance(leaf, Tensor) or not _can_be_copied(leaf) else leaf for leaf in leaves]
 
     def arguments(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -46,6 +54,11 @@ class BlockCall:
         """What the block returns for other tensors."""
         args, kwargs = self.arguments(tensors)
         return block(*args, **kwargs)
+
+    def in_formats(self, formats: BlockFormats) -> "BlockCall":
+        """The call as it will be in a run."""
+        converted = map(formats.of_argument, self.tensors, self._dtypes)
+        return BlockCall(*self.arguments(list(converted)))
 
 
 def _can_be_copied(leaf: Any) -> bool:
@@ -136,10 +149,12 @@ class ReferenceBlock:
         call: its arguments.
         written: the parameters that its forward writes to, by name.
         training_call: arguments that it gets in training; None: the same.
+        formats: in which the block will run; None: these.
 
     Attributes:
         outcome: of the block.
         in_training: the same block in training, where it does something else there than in evaluation.
+        formats: in which the block will run; None: those of its outcome.
     """
 
     def __init__(
@@ -148,10 +163,12 @@ class ReferenceBlock:
         call: BlockCall,
         written: Collection[str] = (),
         training_call: BlockCall | None = None,
+        formats: BlockFormats | None = None,
     ):
         self.block = block
         self.call = call
         self._written = written
+        self.formats = formats
         self.in_training: ReferenceBlock | None = None
         # Run on a copy: state that a run leaves on the block is part of a graph.
         tried = self.copy()
@@ -180,7 +197,24 @@ class ReferenceBlock:
             trained.put_back()
         if trained.run == evaluated.run:
             return None
-        return ReferenceBlock(self.copy().train(), call, frozenset(trained.written))
+        return ReferenceBlock(self.copy().train(), call, frozenset(trained.written), formats=self.formats)
+
+    def runs_in_formats(self) -> bool:
+        """Whether the complete block runs in the formats of a run, with arguments that are cast to them."""
+        assert self.formats is not None, "asked where a shard did not"
+        try:
+            self.run_in_formats(ModuleAdapter(self.copy()))
+        except Exception as error:  # a block may raise anything
+            if is_machine_failure(error):
+                raise
+            return False
+        return True
+
+    def run_in_formats(self, adapter: ModuleAdapter) -> None:
+        """Run a copy of the block, or a rank's shard of it, with its backward pass, in the formats of a run."""
+        assert self.formats is not None, "there are such"
+        self.formats.put_on(adapter)
+        BlockOutcome(adapter.model, self.call.in_formats(self.formats))
 
 
 def _left_on(block: nn.Module) -> dict[tuple[str, str], Tensor]:
@@ -203,18 +237,27 @@ def copy_block(block: nn.Module, apart: Collection[str] = ()) -> nn.Module:
     return copy.deepcopy(block, copies | {id(held): held.copy() for held in empty})
 
 
-def randomized_copy(block: nn.Module, call: SampleCall, training_call: SampleCall | None = None) -> ReferenceBlock:
+def randomized_copy(
+    block: nn.Module, calls: Sequence[SampleCall], formats: BlockFormats | None = None
+) -> ReferenceBlock:
     """A copy of a block with random weights, in double precision where its kernels support it.
 
     Random, because the weights of a new model hide mistakes: biases are zero, gates may be closed.
+
+    Args:
+        block: is not changed.
+        calls: arguments of its forward; a second one are those in training.
+        formats: in which it will run; None: not known.
     """
+    call, training_call = calls[0], calls[1] if len(calls) > 1 else None
     failure: Exception | None = None
     # Some kernels lack double precision, and some forwards run in training only.
     for training, dtype in product((False, True), (torch.float64, torch.float32)):
         try:
-            copied = _randomized(block, dtype).train(training)
+            copied = random_weights(block, dtype).train(training)
             other = None if training_call is None else _call_in(dtype, training_call)
-            return ReferenceBlock(copied, _call_in(dtype, call), training_call=other)
+            others = None if formats is None or formats.are_of(copied) else formats
+            return ReferenceBlock(copied, _call_in(dtype, call), training_call=other, formats=others)
         except Exception as error:  # a block may raise anything
             if is_machine_failure(error):
                 raise
@@ -223,7 +266,8 @@ def randomized_copy(block: nn.Module, call: SampleCall, training_call: SampleCal
     raise failure
 
 
-def _randomized(block: nn.Module, dtype: torch.dtype) -> nn.Module:
+def random_weights(block: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of a block, which may be on the meta device, with random weights in a dtype."""
     generator = torch.Generator().manual_seed(0)
     # Copies made beforehand: weights are not read, so a block may be on the meta device.
     copies: dict[int, Any] = {id(held): _numbers(held, generator, dtype) for held in walk.parameters(block)}
@@ -242,7 +286,8 @@ def _call_in(dtype: torch.dtype, arguments: SampleCall) -> BlockCall:
         return cast_leaf.clone().requires_grad_(leaf.requires_grad)
 
     args, kwargs = pytree.tree_map(cast, arguments)
-    call = BlockCall(args, kwargs)
+    dtypes = [leaf.dtype for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    call = BlockCall(args, kwargs, dtypes)
     first = next((tensor for tensor in call.tensors if tensor.is_floating_point()), None)
     if first is not None:
         first.requires_grad_()

@@ -15,6 +15,7 @@ from hybridpp.plan_search.block_run import SampleCall, copy_block, randomized_co
 from hybridpp.plan_search.candidates import CandidateGenerator
 from hybridpp.plan_search.dataflow import layer_dataflow
 from hybridpp.plan_search.layer_groups import LayerGroup, common_module, groups_of
+from hybridpp.plan_search.run_formats import BlockFormats
 from hybridpp.plan_search.size_attributes import LIKELY, indivisible
 from hybridpp.plan_search.stacked_experts import expert_modules, expert_specs
 from hybridpp.plan_search.verify import Rejected, common_error, verify
@@ -55,6 +56,7 @@ class PlanSearch:
         tp_size: number of ranks.
         own_plan: kinds of the layers that the model's own plan names, by their names in the block; they are tried
             first.
+        formats: in which the block will run; None: not known.
     """
 
     def __init__(
@@ -63,11 +65,12 @@ class PlanSearch:
         calls: Sequence[SampleCall],
         tp_size: int,
         own_plan: Mapping[str, ShardKind] | None = None,
+        formats: BlockFormats | None = None,
     ):
         self._own_plan = own_plan or {}
         self._tp_size = tp_size
         self._layers = linear_shapes(block)
-        self._reference = randomized_copy(block, *calls)
+        self._reference = randomized_copy(block, calls, formats)
         self._block, self._call = self._reference.block, self._reference.call
         tensors = [x.detach().requires_grad_(x.requires_grad) for x in self._call.tensors]
         self._flow = layer_dataflow(copy_block(self._block), self._layers, *self._call.arguments(tensors))

@@ -1,6 +1,7 @@
 """Search for a way to shard the blocks of a model, verified by trials."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,8 +12,9 @@ from hybridpp.nn.torch_private import parameters_of, pytree
 from hybridpp.plan_search.block_run import SampleCall
 from hybridpp.plan_search.block_search import BlockPlan, PlanSearch
 from hybridpp.plan_search.hf_tp_plan import differences, hf_tp_plan
+from hybridpp.plan_search.run_formats import RunFormats
 from hybridpp.plan_search.trial_errors import failure_reason
-from hybridpp.sharding_plan.plan import Plan, ShardKind
+from hybridpp.sharding_plan.plan import Plan
 from hybridpp.sharding_plan.sharding_spec import ShardingSpec
 from hybridpp.sharding_plan.style_spec import styles_of_spec
 
@@ -23,6 +25,7 @@ def infer_plan(
     sample_calls: Mapping[str, SampleCall],
     tp_size: int,
     training_calls: Mapping[str, SampleCall] | None = None,
+    formats: RunFormats | None = None,
 ) -> Plan:
     """How the blocks of a model can be sharded over ``tp_size`` ranks without a change of results.
 
@@ -36,7 +39,9 @@ def infer_plan(
         sample_calls: arguments of one call of each block; blocks without one stay replicated.
         tp_size: number of ranks.
         training_calls: arguments in training, of the blocks that get others there.
+        formats: in which the model will run, whose kernels must take the shards; None: not known.
     """
+    formats_of = None if formats is None else formats.by_block(model)
     known: dict[Hashable, BlockPlan] = {}
     own_plan = hf_tp_plan(model)
     reasons: dict[str, str] = {}
@@ -48,9 +53,10 @@ def infer_plan(
         block = walk.submodule(model, name)
         own = own_plan.of_block(name)
         calls = calls_of(name, sample_calls, training_calls)
-        kind = (*(kind_of(block, *call) for call in calls), tuple(sorted(own.items())))
+        in_run = formats_of(name) if formats_of else None
+        kind = (*(kind_of(block, *call) for call in calls), tuple(sorted(own.items())), in_run)
         if kind not in known:
-            known[kind] = _plan_of(block, calls, tp_size, own)
+            known[kind] = _plan_of(partial(PlanSearch, block, calls, tp_size, own, in_run))
         plans[name] = known[kind]
     for name, parameter in _shared_in_two_ways(model, plans).items():
         del plans[name]
@@ -90,9 +96,9 @@ def calls_of(
     return [calls[name], *([training_calls[name]] if training_calls and name in training_calls else [])]
 
 
-def _plan_of(block: nn.Module, calls: Sequence[SampleCall], tp_size: int, own: Mapping[str, ShardKind]) -> BlockPlan:
+def _plan_of(start: Callable[[], PlanSearch]) -> BlockPlan:
     try:
-        search = PlanSearch(block, calls, tp_size, own)
+        search = start()
     except Exception as error:  # random numbers may make the block raise anything
         return BlockPlan(reasons={"": f"cannot run alone ({failure_reason(error)})"})
     return search.run()

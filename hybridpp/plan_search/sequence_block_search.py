@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hybridpp.nn.linear import is_linear, linear_shapes
 from hybridpp.nn.torch_private import NormWithStatistics, pytree
 from hybridpp.plan_search.block_run import ReferenceBlock, SampleCall, randomized_copy
+from hybridpp.plan_search.run_formats import BlockFormats
 from hybridpp.plan_search.sequence_dataflow import SequenceDataflow, sequence_dataflow
 from hybridpp.plan_search.sequence_verify import training_obstacle, verify_sequence
 from hybridpp.plan_search.trial_errors import failure_reason
@@ -35,7 +36,11 @@ class SequenceBlockPlan(NamedTuple):
 
 
 def search_sequence_block(
-    block: nn.Module, calls: Sequence[SampleCall], spec: ShardingSpec, tp_size: int
+    block: nn.Module,
+    calls: Sequence[SampleCall],
+    spec: ShardingSpec,
+    tp_size: int,
+    formats: BlockFormats | None = None,
 ) -> SequenceBlockPlan:
     """The first way to run a block on sequence shards that reproduces its results and gradients.
 
@@ -44,9 +49,10 @@ def search_sequence_block(
         calls: arguments of its forward; a second one are those in training.
         spec: how it will be sharded.
         tp_size: number of ranks.
+        formats: in which the block will run; None: not known.
     """
     try:
-        return _Search(randomized_copy(block, *map(_with_distinct_positions, calls)), spec, tp_size).run()
+        return _Search(randomized_copy(block, [*map(_with_distinct_positions, calls)], formats), spec, tp_size).run()
     except Exception as error:  # random numbers may make the block raise anything
         return SequenceBlockPlan(reason=f"cannot run alone ({failure_reason(error)})")
 

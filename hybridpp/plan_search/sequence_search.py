@@ -7,6 +7,7 @@ from torch import nn
 
 from hybridpp.plan_search.block_run import SampleCall
 from hybridpp.plan_search.model_search import calls_of, kind_of
+from hybridpp.plan_search.run_formats import RunFormats
 from hybridpp.plan_search.sequence_block_search import SequenceBlockPlan, search_sequence_block
 from hybridpp.sharding_plan.sharding_spec import ShardingSpec
 from hybridpp.tensor_parallel.sequence_block import SequenceBlock
@@ -33,6 +34,7 @@ def infer_sequence(
     spec: ShardingSpec,
     tp_size: int,
     training_calls: Mapping[str, SampleCall] | None = None,
+    formats: RunFormats | None = None,
 ) -> SequencePlan:
     """Which blocks can run on sequence shards without a change of results.
 
@@ -46,7 +48,9 @@ def infer_sequence(
         spec: how the model will be sharded.
         tp_size: number of ranks.
         training_calls: arguments in training, of the blocks that get others there.
+        formats: in which the model will run, whose kernels must take the shards; None: not known.
     """
+    formats_of = None if formats is None else formats.by_block(model)
     known: dict[Hashable, SequenceBlockPlan] = {}
     results: dict[str, SequenceBlockPlan] = {}
     for name in blocks:
@@ -55,9 +59,10 @@ def infer_sequence(
             continue
         inner = spec.of_block(name)
         block, calls = model.get_submodule(name), calls_of(name, sample_calls, training_calls)
-        kind = (*(kind_of(block, *call) for call in calls), str(inner))
+        in_run = formats_of(name) if formats_of else None
+        kind = (*(kind_of(block, *call) for call in calls), str(inner), in_run)
         if kind not in known:
-            known[kind] = search_sequence_block(block, calls, inner, tp_size)
+            known[kind] = search_sequence_block(block, calls, inner, tp_size, in_run)
         results[name] = known[kind]
     _leave_out_shared(model, results)
     return SequencePlan(

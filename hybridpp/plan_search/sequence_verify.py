@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpp.cluster import Loopback, current_world
+from hybridpp.cluster import Group, Loopback, current_world
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn.checkpointing import in_checkpoint
 from hybridpp.nn.torch_private import TorchDispatchMode, pytree
 from hybridpp.plan_search.block_run import BlockOutcome, ReferenceBlock, ResultsDiffer, copy_block
 from hybridpp.plan_search.gradient_sketch import close
 from hybridpp.plan_search.trial_errors import failure_reason
-from hybridpp.plan_search.verify import Rejected, partial_gradients, summed_in_both
+from hybridpp.plan_search.verify import Rejected, partial_gradients, refused_in_run, summed_in_both
 from hybridpp.sharding_plan.sharding_spec import ShardingSpec
 from hybridpp.tensor_parallel.parameter_sharding import ParameterSharding, sharding_of
 from hybridpp.tensor_parallel.sequence_block import CHECKPOINTING, SequenceBlock, run_sequence_parallel
@@ -24,7 +24,7 @@ def verify_sequence(
 ) -> frozenset[str] | Rejected:
     """The replicated parameters whose gradients are sums over ranks, if a block runs on sequence shards.
 
-    In training, too, where the block does something else there than in evaluation.
+    In training, too, where the block does something else there than in evaluation; and in the formats of the run.
 
     Args:
         reference: the block with its outcome.
@@ -33,13 +33,19 @@ def verify_sequence(
         tp_size: number of ranks.
     """
     found = _verify(reference, spec, sequence, tp_size)
-    if reference.in_training is None or isinstance(found, Rejected):
+    if reference.in_training is not None and not isinstance(found, Rejected):
+        trained = _verify(reference.in_training, spec, sequence, tp_size)
+        if isinstance(trained, Rejected):
+            return trained
+        summed = summed_in_both(reference, found, trained)
+        found = Rejected() if summed is None else summed
+    if isinstance(found, Rejected):
         return found
-    trained = _verify(reference.in_training, spec, sequence, tp_size)
-    if isinstance(trained, Rejected):
-        return trained
-    summed = summed_in_both(reference, found, trained)
-    return Rejected() if summed is None else summed
+
+    def divide(adapter: ModuleAdapter, group: Group) -> None:
+        run_sequence_parallel("", sequence, shard(adapter, spec, group))
+
+    return refused_in_run(reference, divide, tp_size) or found
 
 
 def _verify(

@@ -1,13 +1,13 @@
 """Verify a sharding spec: run the block on in-process ranks, and compare it with the reference block."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybridpp.cluster import Loopback, current_world
+from hybridpp.cluster import Group, Loopback, current_world
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.plan_search.block_run import BlockOutcome, ReferenceBlock, ResultsDiffer
 from hybridpp.plan_search.gradient_sketch import Sketch, close, largest
@@ -21,21 +21,30 @@ class Rejected(NamedTuple):
 
     Attributes:
         error: what a rank raised; None: the numbers differ.
+        only_in_run: whether it raised in the formats of the run alone, and the numbers are right.
     """
 
     error: str | None = None
+    only_in_run: bool = False
 
 
 def common_error(rejections: Sequence[Rejected]) -> str | None:
-    """The first candidate's error, if all raised; else None: that results differ is the better reason."""
-    return rejections[0].error if rejections and all(rejected.error for rejected in rejections) else None
+    """The error of a candidate that would be right; else the first one's, if all raised.
+
+    Else None: that results differ is the better reason.
+    """
+    right = next((rejected.error for rejected in rejections if rejected.only_in_run), None)
+    if right is None and rejections and all(rejected.error for rejected in rejections):
+        return rejections[0].error
+    return right
 
 
 def verify(reference: ReferenceBlock, spec: ShardingSpec, tp_size: int) -> ShardingSpec | Rejected:
     """Whether a spec reproduces the reference block's results and gradients.
 
-    In training, too, where the block does something else there than in evaluation. The runtime's own
-    :func:`~hybridpp.tensor_parallel.shard` applies the spec. Collective: none outside of this process.
+    In training, too, where the block does something else there than in evaluation; and whether it runs in the formats
+    of the run, whose kernels may refuse a shard. The runtime's own :func:`~hybridpp.tensor_parallel.shard` applies the
+    spec. Collective: none outside of this process.
 
     Args:
         reference: the block with its outcome.
@@ -50,9 +59,12 @@ def verify(reference: ReferenceBlock, spec: ShardingSpec, tp_size: int) -> Shard
     """
     try:
         found = _verify(reference, spec, tp_size)
-        if reference.in_training is None or isinstance(found, Rejected):
+        if reference.in_training is not None and not isinstance(found, Rejected):
+            found = _verified_in_training(reference, reference.in_training, found, tp_size)
+        if isinstance(found, Rejected):
             return found
-        return _verified_in_training(reference, reference.in_training, found, tp_size)
+        accepted = found
+        return refused_in_run(reference, lambda adapter, group: shard(adapter, accepted, group), tp_size) or found
     except Exception as error:  # a wrong candidate may make the block raise anything
         return _rejected(error)
 
@@ -91,8 +103,8 @@ def _verified_in_training(
     found = _verified(training, spec, ranks) if ranks[0].gradients else None
     if found is None:
         return Rejected()
-    partial = summed_in_both(reference, spec.partial_grad, found.partial_grad)
-    return Rejected() if partial is None else replace(spec, partial_grad=partial)
+    summed = summed_in_both(reference, spec.partial_grad, found.partial_grad)
+    return Rejected() if summed is None else replace(spec, partial_grad=summed)
 
 
 def summed_in_both(
@@ -127,6 +139,39 @@ def _run(reference: ReferenceBlock, spec: ShardingSpec, tp_size: int) -> list[Bl
         return BlockOutcome(block, reference.call, reference.outcome)
 
     return Loopback(tp_size).run(run)
+
+
+def refused_in_run(
+    reference: ReferenceBlock, divide: Callable[[ModuleAdapter, Group], object], tp_size: int
+) -> Rejected | None:
+    """Why a verified way to shard a block cannot run in the formats of the run; None: it can.
+
+    Kernels want sizes and strides that depend on the format: those of stacked experts multiples of 16 bytes. Nothing is
+    compared, as formats round. A complete block that does not run either, on made-up numbers, says nothing.
+
+    Args:
+        reference: the block, with the formats.
+        divide: gives a copy of the block this rank's shards.
+        tp_size: number of ranks.
+    """
+    for tried in (reference, reference.in_training):
+        if tried is None or tried.formats is None:
+            continue
+
+        def run(tried: ReferenceBlock = tried) -> None:
+            group = current_world().split([range(tp_size)])
+            assert group is not None
+            adapter = ModuleAdapter(tried.copy())
+            divide(adapter, group)
+            tried.run_in_formats(adapter)
+
+        try:
+            Loopback(tp_size).run(run)
+        except Exception as error:  # a kernel may raise anything
+            reason = failure_reason(error)
+            if tried.runs_in_formats():
+                return Rejected(f"{reason} (in {tried.formats})", only_in_run=True)
+    return None
 
 
 def _summed_arguments(reference: ReferenceBlock, ranks: list[BlockOutcome]) -> dict[tuple[str, int], DimShard]:
@@ -187,8 +232,8 @@ def _verified(reference: ReferenceBlock, spec: ShardingSpec, ranks: list[BlockOu
         return None
     if not all(_same_attributes(rank, expected) for rank in ranks):
         return None
-    partial = partial_gradients(expected, ranks, spec.params)
-    return None if partial is None else replace(spec, partial_grad=partial)
+    summed = partial_gradients(expected, ranks, spec.params)
+    return None if summed is None else replace(spec, partial_grad=summed)
 
 
 def partial_gradients(
@@ -202,7 +247,7 @@ def partial_gradients(
         params: how parameters are divided, by name.
     """
     scale = _scale(expected)
-    partial = set()
+    summed = set()
     for name, full in expected.gradients.items():
         gradients = [rank.gradients[name] for rank in ranks]
         if isinstance(name, str) and name in params:
@@ -213,12 +258,12 @@ def partial_gradients(
         elif not all(_same(gradient, full, scale) for gradient in gradients):
             if not isinstance(name, str) or not _same(_sum(gradients), full, scale):
                 return None
-            partial.add(name)
+            summed.add(name)
         elif isinstance(name, str) and not _all_same(gradients) and _same(_sum(gradients), full, scale):
             # Gradients so small that both pass (biases of keys, which a softmax cancels): replicated computations would
             # give the same on all ranks.
-            partial.add(name)
-    return frozenset(partial)
+            summed.add(name)
+    return frozenset(summed)
 
 
 def _all_same(sketches: list[Sketch]) -> bool:

@@ -10,7 +10,12 @@ from hybridpp.precision.mixed_precision import (
     ReplicatedTarget,
     update_loss_scale,
 )
-from hybridpp.precision.module_dtypes import ModuleDtypes, find_module_dtypes, wrap_dtype_boundaries
+from hybridpp.precision.module_dtypes import (
+    ModuleDtypes,
+    dtype_boundaries,
+    find_module_dtypes,
+    wrap_dtype_boundaries,
+)
 from hybridpp.precision.nonfinite import Finding, NonFiniteDetector, StepPosition
 from hybridpp.precision.norm_modules import fp32_norms, norm_modules
 from hybridpp.precision.sharded_target import ShardedTarget
@@ -29,6 +34,7 @@ __all__ = [
     "StepPosition",
     "cast_model",
     "describe_dtypes",
+    "dtype_boundaries",
     "dtype_changes",
     "find_module_dtypes",
     "fp32_norms",

@@ -117,22 +117,31 @@ def wrap_dtype_boundaries(adapter: ModuleAdapter, module_dtypes: ModuleDtypes, h
     are not. A module without weights casts only if an input has the surrounding dtype. The outputs of a module that the
     model declares (:class:`DeclaredFp32`) are not cast, unless it is a norm: the code around it expects fp32 there.
     """
+    for module, bound in dtype_boundaries(adapter.model, module_dtypes, half).items():
+        adapter.wrap(module, AdapterLayer.DTYPE, *bound)
+
+
+def dtype_boundaries(
+    model: nn.Module, module_dtypes: ModuleDtypes, half: torch.dtype | None
+) -> dict[nn.Module, tuple[Any, ...]]:
+    """The function that :func:`wrap_dtype_boundaries` puts around each module, with its first arguments."""
     if half is None:
-        return
+        return {}
     borders: dict[nn.Module, torch.dtype] = {}
-    for around in walk.modules(adapter.model):
+    for around in walk.modules(model):
         for module in around.children():
             outside = module_dtypes.get(around, half)
             if module_dtypes.get(module, outside) is not outside:
                 borders.setdefault(module, outside)
-    declared = DeclaredFp32.of(adapter.model, half).modules - norm_modules(adapter.model)
+    declared = DeclaredFp32.of(model, half).modules - norm_modules(model)
+    found: dict[nn.Module, tuple[Any, ...]] = {}
     for module, outside in borders.items():
         if module in declared and module_dtypes[module] is torch.float32:
-            adapter.wrap(module, AdapterLayer.DTYPE, _run_widened, outside)
+            found[module] = _run_widened, outside
             continue
         holds = any(tensor.is_floating_point() for tensor in (*walk.parameters(module), *walk.buffers(module)))
-        run = _run_in_dtype if holds else _run_if_input_has_dtype
-        adapter.wrap(module, AdapterLayer.DTYPE, run, module_dtypes[module], outside)
+        found[module] = _run_in_dtype if holds else _run_if_input_has_dtype, module_dtypes[module], outside
+    return found
 
 
 def _run_if_input_has_dtype(

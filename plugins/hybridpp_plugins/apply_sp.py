@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hybridpp.cluster import Group, preserved_random_state
 from hybridpp.errors import ConfigError
 from hybridpp.partition import TensorSpec, find_units
-from hybridpp.plan_search import SequencePlan, infer_sequence
+from hybridpp.plan_search import RunFormats, SequencePlan, infer_sequence
 from hybridpp.sharded_activations import deferred_sequence_gather, local_sequence_shard, shard_lengths
 from hybridpp.sharding_plan import Plan
 from hybridpp.tensor_parallel import SequenceBlock
@@ -26,10 +26,12 @@ def sequence_plan(
     size: int,
     control: Group,
     common: CommonPlans | None = None,
+    formats: RunFormats | None = None,
 ) -> SequencePlan:
     """How the model's blocks run on sequence shards after the plan has sharded their layers over ``size`` ranks.
 
-    Rank 0 searches for all ranks: it runs the model once on a sample, or traces it if it is on the meta device.
+    Rank 0 searches for all ranks: it runs the model once on a sample, or traces it if it is on the meta device. What
+    ``formats`` says of the run, kernels must take: None, the dtypes are not known.
 
     Collective: all ranks; two all-gathers of host memory.
 
@@ -40,14 +42,14 @@ def sequence_plan(
 
     def find() -> SequencePlan:
         samples = find_samples()
-        settings = size, pickle.dumps(plan.spec)
+        settings = size, pickle.dumps(plan.spec), formats and formats.described(model)
         return common.get(settings, model, samples, lambda: search(samples)) if common else search(samples)
 
     def search(samples: Samples) -> SequencePlan:
         blocks = find_units(model, 1).blocks
         with preserved_random_state(torch.device("cpu")):
             calls, in_training = calls_of_blocks(model, blocks, samples)
-            return infer_sequence(model, blocks, calls, plan.spec, size, in_training)
+            return infer_sequence(model, blocks, calls, plan.spec, size, in_training, formats)
 
     plan_of_blocks = of_first_rank(find, control)
     if not plan_of_blocks.blocks:

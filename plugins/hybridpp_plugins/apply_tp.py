@@ -6,25 +6,27 @@ from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from hybridpp.cluster import DrawMonitor, Group, gather_numbers, get_dist_logger
+from hybridpp.cluster import DrawMonitor, Group, gather_numbers, get_dist_logger, preserved_random_state
 from hybridpp.config import ParallelConfig
 from hybridpp.data_parallel import GradientBuckets
+from hybridpp.errors import ConfigError
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn import walk
 from hybridpp.nn.checkpointing import recomputes_saved_tensors
 from hybridpp.nn.force_eager import force_eager
 from hybridpp.partition import BoundarySharding, compiled_parts, find_units
 from hybridpp.pipeline import Gradients, SplitBackwardOps, WeightGradients, split_backward_ops
-from hybridpp.plan_search import SequencePlan
+from hybridpp.plan_search import RunFormats, SequencePlan, own_forwards, refused_layers
 from hybridpp.sharded_activations import SavedShard
 from hybridpp.sharding_plan import Plan, ShardKind, plan_from_patterns
 from hybridpp.tensor_parallel import ParameterSharding, ShardedLayer, ShardedModel, run_sequence_parallel, sharding_of
 from hybridpp.tensor_parallel import shard as apply_spec
 from hybridpp_plugins.apply_sp import ShardsBetweenStages, sequence_plan
 from hybridpp_plugins.common_plans import CommonPlans
-from hybridpp_plugins.find_tp_plan import find_tp_plan
+from hybridpp_plugins.find_tp_plan import find_tp_plan, of_first_rank
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.sample import Samples
 from hybridpp_plugins.tp_hook_check import check_hooks_of_blocks
@@ -58,6 +60,7 @@ def apply_tensor_parallel(
     config: ParallelConfig,
     layout: Layout,
     find_samples: Callable[[], Samples],
+    formats: RunFormats,
     compiled: Collection[nn.Module] = (),
 ) -> AppliedTensorParallel:
     """Let this rank hold its part of the model's layers; before the model is cut.
@@ -69,6 +72,7 @@ def apply_tensor_parallel(
         config: the plan, and the number of ranks.
         layout: the ranks.
         find_samples: gives batches that the model can be called with.
+        formats: in which the model will run.
         compiled: modules in compiled blocks whose weight gradients may be deferred.
     """
     model, tp = adapter.model, layout.tp
@@ -77,17 +81,39 @@ def apply_tensor_parallel(
     common = CommonPlans(layout.world.common_results("plans"))
     if config.tensor_parallel_plan is not None:
         plan = plan_from_patterns(model, config.tensor_parallel_plan, tp.size)
+        _refuse_layers(model, plan, layout, formats)
     else:
         with force_eager() if compiled_parts(model) else nullcontext():
-            plan = find_tp_plan(model, find_samples, tp.size, layout.control, common)
+            plan = find_tp_plan(model, find_samples, tp.size, layout.control, common, formats)
     sequences = SequencePlan()
     if config.enable_sequence_parallelism:
-        sequences = sequence_plan(model, plan, find_samples, tp.size, layout.control, common)
+        sequences = sequence_plan(model, plan, find_samples, tp.size, layout.control, common, formats)
     if plan.reasons or sequences.reasons or not plan.spec.params:
         get_dist_logger().warning(_replicated_modules(model, plan, sequences), ranks=[0])
     for difference in dict.fromkeys(re.sub(_NUMBER, "*", line) for line in plan.differences):
         get_dist_logger().info(f"tensor parallelism differs from the model's own plan: {difference}", ranks=[0])
     return apply_sharding(adapter, Sharding(plan, sequences), tp, compiled)
+
+
+def _refuse_layers(model: nn.Module, plan: Plan, layout: Layout, formats: RunFormats) -> None:
+    """Refuse layers of the user's plan whose forwards take no shard of them. Collective, if there are candidates."""
+    if not own_forwards(model, plan.spec):
+        return
+    size = layout.tp.size
+
+    def find() -> dict[str, str]:
+        with preserved_random_state(torch.device("cpu")):
+            return refused_layers(model, plan.spec, size, formats)
+
+    refused = of_first_rank(find, layout.control)
+    if refused:
+        (name, reason), *others = refused.items()
+        raise ConfigError(
+            f"tensor_parallel_plan divides layers that cannot compute with a shard: {name!r} is "
+            f"{plan.styles[name]!r} over tp_size={size}, and {reason}"
+            f"{f'; so are {len(others)} more' if others else ''}. Leave it out of tensor_parallel_plan, or use another "
+            "tp_size or precision."
+        )
 
 
 class Sharding(NamedTuple):

@@ -43,6 +43,7 @@ from hybridpp.precision import (
 from hybridpp_plugins.apply_tp import AppliedTensorParallel, Sharding, apply_sharding, placements
 from hybridpp_plugins.estimate_batch import BatchSource, EstimateBatch
 from hybridpp_plugins.estimate_sharding import find_sharding
+from hybridpp_plugins.find_tp_plan import default_formats
 from hybridpp_plugins.solo_group import SoloGroup, SoloMessage
 from hybridpp_plugins.solo_run import SoloRank, SoloSettings
 
@@ -136,7 +137,8 @@ class EstimateRuns:
         """How the model's layers, and sequences, are sharded; None: over one rank."""
         if tp_size == 1:
             return None
-        return find_sharding(self._model, self._parallel, tp_size, shards_sequences, self._batches.sample)
+        formats = default_formats(self._model, self._precision, self._device)
+        return find_sharding(self._model, self._parallel, tp_size, shards_sequences, self._batches.sample, formats)
 
     def _sharded(
         self, tp_size: int, shards_sequences: bool, note: Callable[[SoloMessage], None] = lambda message: None

@@ -11,6 +11,7 @@ from hybridpp.errors import ConfigError
 from hybridpp.nn.linear import is_linear
 from hybridpp.partition import find_units
 from hybridpp.plan_search import (
+    RunFormats,
     SequencePlan,
     hf_tp_plan,
     infer_embeddings_and_heads,
@@ -29,7 +30,12 @@ _LARGE_BLOCK = 2**25
 
 
 def find_sharding(
-    model: nn.Module, config: ParallelConfig, tp_size: int, shards_sequences: bool, sample: object = None
+    model: nn.Module,
+    config: ParallelConfig,
+    tp_size: int,
+    shards_sequences: bool,
+    sample: object = None,
+    formats: RunFormats | None = None,
 ) -> Sharding:
     """The sharding of a model over tensor-parallel ranks.
 
@@ -42,6 +48,7 @@ def find_sharding(
         tp_size: ranks.
         shards_sequences: whether sequences are sharded, too.
         sample: a batch; None: made from the model's configuration.
+        formats: in which it will run; None: not known.
 
     Raises:
         ConfigError: no layer can be sharded.
@@ -56,14 +63,16 @@ def find_sharding(
         if config.tensor_parallel_plan is not None:
             plan = plan_from_patterns(model, config.tensor_parallel_plan, tp_size)
         else:
-            plan = own_plan(model, tp_size, samples) or find_tp_plan(model, samples, tp_size, control)
+            plan = own_plan(model, tp_size, samples) or find_tp_plan(model, samples, tp_size, control, formats=formats)
         if not plan.spec.params:
             reasons = "; ".join(dict.fromkeys(plan.reasons.values())) or "its blocks have no such layers"
             raise ConfigError(
                 f"tensor parallelism shards pairs of linear layers: none of {type(model).__name__} can be sharded over "
                 f"{tp_size} ranks ({reasons}). Use another tp_size."
             )
-        sequences = sequence_plan(model, plan, samples, tp_size, control) if shards_sequences else SequencePlan()
+        sequences = SequencePlan()
+        if shards_sequences:
+            sequences = sequence_plan(model, plan, samples, tp_size, control, formats=formats)
     return Sharding(plan, sequences)
 
 

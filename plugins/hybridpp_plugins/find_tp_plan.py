@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.cluster import Group, gather_objects, preserved_random_state
+from hybridpp.config import Precision
 from hybridpp.errors import ConfigError
 from hybridpp.nn import walk
 from hybridpp.nn.snapshot import preserved_buffer_values, preserved_modules, put_entry
@@ -23,7 +24,14 @@ from hybridpp.partition import (
     is_cache,
 )
 from hybridpp.pipeline import call_arguments
-from hybridpp.plan_search import infer_embeddings_and_heads, infer_plan, large_tables, record_table_uses
+from hybridpp.plan_search import (
+    RunFormats,
+    infer_embeddings_and_heads,
+    infer_plan,
+    large_tables,
+    record_table_uses,
+)
+from hybridpp.precision import find_module_dtypes, fp32_norms, torch_dtype
 from hybridpp.sharding_plan import Plan, spec_of_styles
 from hybridpp_plugins.common_plans import CommonPlans
 from hybridpp_plugins.sample import Samples
@@ -37,11 +45,13 @@ def find_tp_plan(
     size: int,
     control: Group,
     common: CommonPlans | None = None,
+    formats: RunFormats | None = None,
 ) -> Plan:
     """The layers of the model's blocks that can be sharded, and why others cannot.
 
     Rank 0 searches for all ranks, so that only it needs memory for a block of each kind. It runs the model on a sample,
-    or traces it if it is on the meta device. It takes the plan that ``common`` has of an equal model.
+    or traces it if it is on the meta device. It takes the plan that ``common`` has of an equal model. What ``formats``
+    says of the run, kernels must take: None, the dtypes are not known.
 
     Collective: all ranks; two all-gathers of host memory.
 
@@ -51,7 +61,8 @@ def find_tp_plan(
 
     def find() -> Plan:
         samples = find_samples()
-        return common.get(size, model, samples, lambda: search(samples)) if common else search(samples)
+        settings = size, formats and formats.described(model)
+        return common.get(settings, model, samples, lambda: search(samples)) if common else search(samples)
 
     def search(samples: Samples) -> Plan:
         blocks = find_units(model, 1).blocks
@@ -63,10 +74,11 @@ def find_tp_plan(
             calls, in_training = calls_of_blocks(model, blocks, samples)
         blocks = tuple(name for name in blocks if name not in transformed)
         with preserved_random_state(torch.device("cpu")):
-            found = infer_plan(model, blocks, calls, size, in_training)
+            found = infer_plan(model, blocks, calls, size, in_training, formats)
             outside = _divided_for_others(found, entered)
             if outside:
-                found = infer_plan(model, [name for name in blocks if name not in outside], calls, size, in_training)
+                others = [name for name in blocks if name not in outside]
+                found = infer_plan(model, others, calls, size, in_training, formats)
             ends = infer_embeddings_and_heads(uses)
         return found._replace(
             spec=found.spec | spec_of_styles(model, ends.styles, size),
@@ -75,6 +87,19 @@ def find_tp_plan(
         )
 
     return of_first_rank(find, control)
+
+
+def default_formats(model: nn.Module, precision: Precision, device_type: str) -> RunFormats:
+    """The formats of a model that will run in a precision, with the settings that plugins have by default.
+
+    Args:
+        model: complete.
+        precision: of the run.
+        device_type: of the device that it will run on; trials are run on the CPU.
+    """
+    half = torch_dtype(precision)
+    module_dtypes = find_module_dtypes(model, (), half, fp32_norms(model, None, device_type))
+    return RunFormats(precision, module_dtypes, True, torch.device("cpu"))
 
 
 def of_first_rank(find: Callable[[], _T], control: Group) -> _T:

@@ -393,9 +393,11 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, Choose
         return parts._replace(optimizer=engine.optimizer, lr_scheduler=scheduler)
 
     @classmethod
-    def preview_tensor_parallel(cls, model: nn.Module, config: ParallelConfig) -> TensorParallelPreview:
+    def preview_tensor_parallel(
+        cls, model: nn.Module, config: ParallelConfig, precision: Precision = Precision.FP32
+    ) -> TensorParallelPreview:
         """How :meth:`configure` would shard the layers, without a plan and a sample of the user."""
-        return preview_tensor_parallel(model, config)
+        return preview_tensor_parallel(model, config, precision)
 
     @classmethod
     def layout_estimator(cls, model: nn.Module, given: EstimateInput) -> LayoutEstimator:

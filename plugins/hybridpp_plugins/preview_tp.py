@@ -7,23 +7,26 @@ import torch
 from torch import nn
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.config import ParallelConfig
+from hybridpp.config import ParallelConfig, Precision
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.plan_search import SequencePlan
 from hybridpp.plugin import SequenceParallelBlock, TensorParallelPreview
 from hybridpp.sharding_plan import Plan
 from hybridpp.tensor_parallel import SequenceBlock, shard
 from hybridpp_plugins.apply_sp import sequence_plan
-from hybridpp_plugins.find_tp_plan import find_tp_plan
+from hybridpp_plugins.find_tp_plan import default_formats, find_tp_plan
 from hybridpp_plugins.sample import Samples, find_samples
 
 
-def preview_tensor_parallel(model: nn.Module, config: ParallelConfig) -> TensorParallelPreview:
+def preview_tensor_parallel(
+    model: nn.Module, config: ParallelConfig, precision: Precision = Precision.FP32
+) -> TensorParallelPreview:
     """The sharding that ``boost`` would find without a dataloader and a sample; the model is not changed.
 
     Args:
         model: may be on the meta device.
         config: ``tp_size`` and ``enable_sequence_parallelism`` are used.
+        precision: of the run.
 
     Raises:
         ConfigError: no samples can be made from the model's configuration, or no block can run on sequence shards.
@@ -33,11 +36,12 @@ def preview_tensor_parallel(model: nn.Module, config: ParallelConfig) -> TensorP
     def samples() -> Samples:
         return find_samples(model, None, None, torch.device("cpu"))
 
-    plan, sequences = find_tp_plan(model, samples, config.tp_size, control), SequencePlan()
+    formats = default_formats(model, precision, "cpu")
+    plan, sequences = find_tp_plan(model, samples, config.tp_size, control, formats=formats), SequencePlan()
     shapes = _shapes(model, plan, config.tp_size)
     # If no layer is sharded, sequence parallelism would raise a less helpful error.
     if config.enable_sequence_parallelism and any(shapes[name] != p.shape for name, p in model.named_parameters()):
-        sequences = sequence_plan(model, plan, samples, config.tp_size, control)
+        sequences = sequence_plan(model, plan, samples, config.tp_size, control, formats=formats)
     return TensorParallelPreview(
         plan.styles,
         plan.reasons,

@@ -16,6 +16,7 @@ from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn.fp32_products import adds_products
 from hybridpp.partition import StagedModel, compile_blocks, compiled_parts
 from hybridpp.pipeline import DeviceMarks, Executor, Transport, compile_keywords, makes_cuda_graphs
+from hybridpp.plan_search import RunFormats
 from hybridpp.plugin import Boosted
 from hybridpp.precision import ModuleDtypes, find_module_dtypes, fp32_norms, torch_dtype
 from hybridpp.tensor_parallel import sharding_of
@@ -69,7 +70,8 @@ def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedF
     derive_buffers(model)
     adapter = ModuleAdapter(model, before_irreversible=rollback.forget)
     compiled = _compile_blocks(adapter, settings, planner, device)
-    applied_tp = apply_tensor_parallel(adapter, settings.parallel, layout, find_samples, compiled)
+    formats = RunFormats(settings.precision, module_dtypes, settings.precision_config.fp32_losses, device)
+    applied_tp = apply_tensor_parallel(adapter, settings.parallel, layout, find_samples, formats, compiled)
     rules = None if optimizer is None else _update_rules(optimizer, original.names, applied_tp, context)
     num_stages = len(planner.placement)
     state_spec = optimizer_memory(optimizer, settings.precision, settings.zero.among(layout.dp.size), num_stages)

@@ -91,12 +91,12 @@ def test_what_can_be_sharded_in_training_too_is_sharded(other):
 @pytest.mark.parametrize(("other", "is_other"), [(Noisy(), True), (ClampedInPlace(), True), (Attention(), False)])
 def test_only_blocks_that_do_something_else_in_training_are_tried_there(other, is_other):
     block = Block(other=nn.Sequential(other, nn.Dropout(0.1)))
-    reference = block_run.randomized_copy(block, ((torch.randn(3, 5, WIDTH),), {}))
+    reference = block_run.randomized_copy(block, [((torch.randn(3, 5, WIDTH),), {})])
     assert (reference.in_training is not None) == is_other
 
 
 def test_weights_that_a_trial_in_training_writes_to_are_put_back():
-    reference = block_run.randomized_copy(ClampedInPlace(), ((torch.randn(3, WIDTH),), {}))
+    reference = block_run.randomized_copy(ClampedInPlace(), [((torch.randn(3, WIDTH),), {})])
     assert reference.block.down.weight.abs().max() > 0.1
     assert reference.in_training.block.down.weight.abs().max() > 0.1
     assert reference.in_training.copy().down.weight is not reference.in_training.block.down.weight

@@ -100,8 +100,9 @@ def test_ranks_do_not_share_the_plan_that_they_are_given(searches):
         {"sample": {"pixel_values": image_batch(2, seed=1)["pixel_values"]}},
         {"sample": {"pixel_values": image_batch(3)["pixel_values"]}},
         {"size": 4},
+        {"precision": "bf16"},
     ],
-    ids=["weights", "mode", "settings", "dtype", "values of the sample", "size of the sample", "ranks"],
+    ids=["weights", "mode", "settings", "dtype", "values of the sample", "size of the sample", "ranks", "precision"],
 )
 def test_whatever_a_search_sees_may_change_the_plan(searches, other):
     shapes()
