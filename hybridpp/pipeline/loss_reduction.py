@@ -49,20 +49,23 @@ def duplicate_samples(tree: Any, num_samples: int, dims: Callable[[Any], list[in
 
     Tensors with several rows per sample (all tokens, for example) are duplicated, too.
     """
-    leaves, structure = pytree.tree_flatten(tree)
-    for index, (leaf, dim) in enumerate(zip(leaves, dims(tree), strict=True)):
-        if isinstance(leaf, Tensor) and dim is not None and dim < leaf.dim() and leaf.shape[dim] % num_samples == 0:
-            leaves[index] = torch.cat([leaf.detach()] * 2, dim)
-    return pytree.tree_unflatten(leaves, structure)
+    return _with_rows(tree, num_samples, dims, lambda rows: [*range(num_samples * rows)] * 2)
 
 
 def select_samples(tree: Any, num_samples: int, dims: Callable[[Any], list[int | None]], samples: slice) -> Any:
     """``tree`` with some of the samples of every tensor; arguments as for :func:`duplicate_samples`."""
+    return _with_rows(tree, num_samples, dims, lambda rows: slice(samples.start * rows, samples.stop * rows))
+
+
+def _with_rows(tree: Any, num_samples: int, dims: Callable[[Any], list[int | None]], index: Callable[[int], Any]) -> Any:
+    """``tree`` with an index put to the samples of every tensor; ``index`` makes it of the rows that a sample has."""
     leaves, structure = pytree.tree_flatten(tree)
-    for index, (leaf, dim) in enumerate(zip(leaves, dims(tree), strict=True)):
+    for place, (leaf, dim) in enumerate(zip(leaves, dims(tree), strict=True)):
         if isinstance(leaf, Tensor) and dim is not None and dim < leaf.dim() and leaf.shape[dim] % num_samples == 0:
-            rows = leaf.shape[dim] // num_samples
-            leaves[index] = leaf.detach().narrow(dim, samples.start * rows, (samples.stop - samples.start) * rows)
+            rows = index(leaf.shape[dim] // num_samples)
+            # An index keeps logits in parts that are sharded by vocabulary.
+            chosen = torch.tensor(rows, device=leaf.device) if isinstance(rows, list) else rows
+            leaves[place] = leaf.detach()[(*[slice(None)] * dim, chosen)]
     return pytree.tree_unflatten(leaves, structure)
 
 

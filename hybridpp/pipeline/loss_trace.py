@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hybridpp.nn.deferred_tensor import MadeWhenRead
+from hybridpp.nn.deferred_tensor import DeferredTensor, MadeWhenRead
 from hybridpp.nn.watcher import WatchingMode
 from hybridpp.pipeline.loss_items import (
     SAME_DEVICE,
@@ -229,7 +229,7 @@ class LossTrace(WatchingMode):
         reference, what = self._known.get(id(tensor), (None, None))
         if reference is not None and reference() is tensor:
             return what
-        if isinstance(tensor, MadeWhenRead):  # to ask it for more would make its values
+        if isinstance(tensor, DeferredTensor):  # to ask it for more would make its values
             values = vars(tensor).get("_made")
             return self._of(values) if isinstance(values, Tensor) else None
         if isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):

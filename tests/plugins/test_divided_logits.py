@@ -149,9 +149,6 @@ def shifted(outputs, inputs):
     return functional.cross_entropy(logits.transpose(1, 2), inputs["labels"][:, 1:], label_smoothing=0.1)
 
 
-shifted.reduction = "mean"  # so it is not called on halves of the samples, whose logits would be gathered
-
-
 def distilled(outputs, inputs):
     """One that does something else with the logits."""
     wanted = torch.arange(37.0).softmax(0)
