@@ -82,10 +82,27 @@ def only_matrices():
     return model
 
 
+class Blocked(optim.SGD):
+    """Keeps the largest gradient of every four elements, as optimizers with quantised states do, after a warm-up."""
+
+    warmup = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.num_steps = getattr(self, "num_steps", 0) + 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and self.num_steps > self.warmup:
+                    most = torch.nn.functional.pad(p.grad.flatten().abs(), (0, -p.numel() % 4)).view(-1, 4).amax(1)
+                    self.state[p]["most"] = most
+        return super().step()
+
+
 OPTIMIZERS = {
     "Adafactor": (partial(optim.Adafactor, lr=0.01), TiedModel),
     "Muon": (partial(matrices, partial(optim.Muon, lr=0.01)), only_matrices),
     "ASGD": (partial(optim.ASGD, lr=0.01), TiedModel),
+    "of blocks": (partial(Blocked, lr=0.01), Torn),
 }
 
 
@@ -146,23 +163,17 @@ def test_a_model_is_as_before_boost_but_for_its_weights(name, stage):
     assert_same(first, second)
 
 
-class Blocked(optim.SGD):
-    """Keeps the largest gradient of every four elements, as optimizers with quantised states do."""
+class LateBlocked(Blocked):
+    """Begins after the steps in which optimizers are tried at boost."""
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    most = torch.nn.functional.pad(p.grad.flatten().abs(), (0, -p.numel() % 4)).view(-1, 4).amax(1)
-                    self.state[p]["most"] = most
-        return super().step()
+    warmup = 5
 
 
 def test_state_of_torn_parameters_that_cannot_be_joined_is_refused():
     def run(booster, model, optimizer):
-        step(booster, model, optimizer, batches(1, 12)[0])
-        optimizer.step()
+        for _ in range(LateBlocked.warmup + 1):
+            step(booster, model, optimizer, batches(1, 12)[0])
+            optimizer.step()
         with pytest.raises(ConfigError) as refused:
             booster.unboost(model)
         step(booster, model, optimizer, batches(1, 12)[0])
@@ -170,10 +181,12 @@ def test_state_of_torn_parameters_that_cannot_be_joined_is_refused():
         return str(refused.value)
 
     text = (
-        r"Blocked keeps 'most' of shape \(\d+,\) for a part of [\w.]+, from which that of the complete parameter "
+        r"LateBlocked keeps 'most' of shape \(\d+,\) for a part of [\w.]+, from which that of the complete parameter "
         r"cannot be put together. Call booster.save_model, and load the folder into a new model."
     )
-    for message in on_layout(run, dp_size=3, zero_stage=1, make_model=Torn, make_optimizer=partial(Blocked, lr=0.01)):
+    for message in on_layout(
+        run, dp_size=3, zero_stage=1, make_model=Torn, make_optimizer=partial(LateBlocked, lr=0.01)
+    ):
         assert re.search(text, message)
 
 
