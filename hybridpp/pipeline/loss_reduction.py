@@ -57,15 +57,17 @@ def select_samples(tree: Any, num_samples: int, dims: Callable[[Any], list[int |
     return _with_rows(tree, num_samples, dims, lambda rows: slice(samples.start * rows, samples.stop * rows))
 
 
-def _with_rows(tree: Any, num_samples: int, dims: Callable[[Any], list[int | None]], index: Callable[[int], Any]) -> Any:
-    """``tree`` with an index put to the samples of every tensor; ``index`` makes it of the rows that a sample has."""
+def _with_rows(
+    tree: Any, num_samples: int, dims: Callable[[Any], list[int | None]], rows_of: Callable[[int], Any]
+) -> Any:
+    """``tree`` with the samples of every tensor indexed; ``rows_of`` gets how many rows a sample has."""
     leaves, structure = pytree.tree_flatten(tree)
-    for place, (leaf, dim) in enumerate(zip(leaves, dims(tree), strict=True)):
+    for index, (leaf, dim) in enumerate(zip(leaves, dims(tree), strict=True)):
         if isinstance(leaf, Tensor) and dim is not None and dim < leaf.dim() and leaf.shape[dim] % num_samples == 0:
-            rows = index(leaf.shape[dim] // num_samples)
+            rows = rows_of(leaf.shape[dim] // num_samples)
             # An index keeps logits in parts that are sharded by vocabulary.
             chosen = torch.tensor(rows, device=leaf.device) if isinstance(rows, list) else rows
-            leaves[place] = leaf.detach()[(*[slice(None)] * dim, chosen)]
+            leaves[index] = leaf.detach()[(*[slice(None)] * dim, chosen)]
     return pytree.tree_unflatten(leaves, structure)
 
 

@@ -263,7 +263,8 @@ def test_a_loss_that_is_no_mean_over_items_is_told_by_number(criterion, expected
         (lambda x: (x**2).mean(), LossReduction.MEAN),
         (lambda x: (x**2).mean() + 0.1 * x.sum(), LossReduction.COUPLED),
         (lambda x: contrastive({"logits": x}, None), LossReduction.COUPLED),
-        (lambda x: standardised({"logits": x}, {"target": 0}), LossReduction.COUPLED),
+        # Statistics inside of a model are those of micro-batches, as in batch normalisation.
+        (lambda x: standardised({"logits": x}, {"target": 0}), LossReduction.MEAN),
         (lambda x: x.abs().mean() + 0.1 * (x.softmax(1).mean(0) * x.mean(0)).sum(), LossReduction.COUPLED),
     ],
 )
