@@ -33,6 +33,10 @@ class MadeWhenRead(Tensor):
         """The values, made if they do not exist yet."""
         raise NotImplementedError
 
+    def held(self) -> Tensor | None:
+        """The plain tensor that stands for it without work: its values, or a part of them; None: there is none yet."""
+        raise NotImplementedError
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -87,6 +91,9 @@ class DeferredTensor(MadeWhenRead):
             # The first reader (a metric under no_grad) does not decide for the others.
             with torch.set_grad_enabled(wants_gradient):
                 self._made, self._make = self._make(), None
+        return self._made
+
+    def held(self) -> Tensor | None:
         return self._made
 
 

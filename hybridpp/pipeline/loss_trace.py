@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hybridpp.nn.deferred_tensor import DeferredTensor, MadeWhenRead
+from hybridpp.nn.deferred_tensor import MadeWhenRead
 from hybridpp.nn.watcher import WatchingMode
 from hybridpp.pipeline.loss_items import (
     SAME_DEVICE,
@@ -229,14 +229,14 @@ class LossTrace(WatchingMode):
         reference, what = self._known.get(id(tensor), (None, None))
         if reference is not None and reference() is tensor:
             return what
-        if isinstance(tensor, DeferredTensor):  # to ask it for more would make its values
-            values = vars(tensor).get("_made")
-            return self._of(values) if isinstance(values, Tensor) else None
+        if isinstance(tensor, MadeWhenRead):  # to ask it for more would make its values
+            held = tensor.held()
+            return None if held is None else self._of(held)
         if isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
             return nn.Parameter
         for leaf, count in self._entries:
             # The values of an input that is copied when it is read.
-            if isinstance(leaf, MadeWhenRead) and vars(leaf).get("_made") is tensor:
+            if isinstance(leaf, MadeWhenRead) and leaf.held() is tensor:
                 return count
         if tensor.requires_grad and not tensor.is_leaf:
             return _ITEMS  # made by what is no function of torch's

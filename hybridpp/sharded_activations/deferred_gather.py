@@ -69,6 +69,9 @@ class DeferredGatherTensor(MadeWhenRead):
     def values_now(self) -> Tensor:
         return self.full_tensor()
 
+    def held(self) -> Tensor:
+        return self.local
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, {self.group.size} parts)"
 

@@ -157,7 +157,7 @@ def everywhere(heads, settings, whole):
             found[name] = losses, first, gradients_of(booster, model)
         return found
 
-    return Loopback(size * settings.get("pp_size", 1)).run(run)
+    return Loopback(size * settings.get("pp_size", 1) * settings.get("tp_size", 1)).run(run)
 
 
 @pytest.mark.parametrize("settings", LAYOUTS, ids=str)
@@ -181,6 +181,17 @@ def test_losses_and_gradients_are_those_of_the_whole_batch(settings):
 
 
 X, Y = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 3, 1, 1])
+
+
+def test_so_they_are_of_logits_that_are_divided_by_vocabulary():
+    whole, heads = batch(), {name: HEADS[name] for name in ("causal, cut", "two terms")}
+    divided = {"tp_size": 2, "tensor_parallel_plan": {"head": "gathered_column"}}
+    for rank in everywhere(heads, {"num_microbatches": 3, **divided}, whole):
+        for name, criterion in heads.items():
+            loss, gradients = alone(criterion, whole)
+            assert rank[name][0] == pytest.approx([loss] * 4, rel=1e-6), name
+            for parameter in gradients.keys() - {"head.weight", "head.bias"}:
+                assert (rank[name][1][parameter] - gradients[parameter]).abs().max() <= 1e-6, (name, parameter)
 
 
 def verdict(criterion, inside=None, target=None):
