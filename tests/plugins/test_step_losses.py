@@ -351,7 +351,15 @@ def test_a_loss_that_two_samples_standardise_is_refused():
     refused(ConfigError, text, criterion, {name: batch()[name] for name in ("ids", "weights")}, num_microbatches=4)
 
 
-@pytest.mark.parametrize("settings", [{"num_microbatches": 4}, {"num_microbatches": 2, "dp_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_microbatches": 4},
+        {"num_microbatches": 2, "dp_size": 2},
+        {"num_microbatches": 2, "dp_size": 2, "zero_stage": 3},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("empty", [0, 1])
 def test_micro_batches_and_replicas_without_items_add_nothing(empty, settings):
     whole = batch()
