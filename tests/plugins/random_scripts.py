@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hybridpp import Booster, HybridAdam, HybridParallelPlugin
 from hybridpp.cluster import Loopback
-from hybridpp.errors import HybridppError, PeerError
+from hybridpp.errors import DeadlockError, HybridppError, PeerError
 from hybridpp.optim import JoinedOptimizer
 
 NUM_STEPS, SAMPLES, MISSING_AT_THE_END = 4, 8, 3
@@ -131,6 +131,9 @@ BETWEEN = (
     "ema", "clamp", "clamp data", "freeze", "no gradient", "evaluate", "accumulate", "schedule", "zero_grad", "set lr",
     "read norm", "clip", "overwrite", "state dict", "resume", "own loop", "save model",
 )  # fmt: skip
+# What more scripts do; drawn apart, so that the rest of a script is the same without it.
+MORE = ("frozen at the start", "skip", "no_sync", "swap")
+FORMS = ("as it is", "as it is", "list or mapping", "with more entries", "microbatch size")
 TWO_CHUNKS = ("interleaved", "interleaved-zb", "zb-v")
 SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v")
 
@@ -148,11 +151,13 @@ class Script:
     pp: int
     settings: dict[str, Any] = field(default_factory=dict)
     between: tuple[str, ...] = ()
+    form: str = "as it is"
 
     def __str__(self) -> str:
         layout = f"dp{self.dp} tp{self.tp} pp{self.pp} {self.precision}"
         settings = " ".join(f"{name}={value}" for name, value in self.settings.items())
-        return "; ".join((self.style, self.loss, self.optimizer, layout, settings, ", ".join(self.between) or "-"))
+        doing = ", ".join(self.between) or "-"
+        return "; ".join((self.style, self.loss, self.optimizer, layout, settings, self.form, doing))
 
     @property
     def num_ranks(self) -> int:
@@ -196,6 +201,15 @@ def drawn(number: int) -> Script:
     optimizer = dice.choice(list(OPTIMIZERS))
     if tp > 1 and optimizer in ROUNDS and dice.random() < 0.8:  # they need whole parameters
         optimizer = "adamw"
+    more = random.Random(f"more of {number}")
+    if more.random() < 0.5:
+        between.append(more.choice(MORE))
+    form = more.choice(FORMS)
+    if form == "microbatch size":
+        if settings.get("schedule", "1f1b") in ("1f1b", "gpipe", "zb-h1"):
+            del settings["num_microbatches"]
+            settings["microbatch_size"] = more.choice((1, 2, 3, 4))
+        form = "as it is"
     return Script(
         style=style,
         loss=dice.choice(list(STYLES[style].losses)),
@@ -206,6 +220,7 @@ def drawn(number: int) -> Script:
         pp=pp,
         settings=settings,
         between=tuple(between),
+        form=form,
     )
 
 
@@ -233,8 +248,20 @@ def batches_of(script: Script, style: Style) -> Iterator[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(1)
     for step in range(NUM_STEPS):
         missing = MISSING_AT_THE_END if step == NUM_STEPS - 1 else 0
-        calls = 2 if "accumulate" in script.between else 1
+        calls = 2 if {"accumulate", "no_sync"} & {*script.between} else 1
         yield tuple(style.batch(SAMPLES * script.dp - missing, generator) for _ in range(calls))
+
+
+def formed(script: Script, style: Style, part: Any) -> Any:
+    """A replica's batch in the form in which the script has it."""
+    if script.form == "list or mapping":
+        return UserDict(part) if isinstance(part, dict) else list(part)
+    if script.form == "with more entries" and isinstance(part, dict):
+        texts = [f"sample {number}" for number in range(len(next(iter(part.values()))))]
+        return part | (
+            {"return_dict": True, "output_attentions": None} if style.is_hub else {"texts": texts, "epoch": 3}
+        )
+    return part
 
 
 def written(model: nn.Module) -> list[str]:
@@ -269,6 +296,36 @@ def freeze(script: Script, model: nn.Module, names: list[str], step: int) -> Non
                 parameter.requires_grad_(False)
 
 
+def made(script: Script, style: Style) -> nn.Module:
+    """The model as the script makes it."""
+    model = style.make()
+    if "frozen at the start" in script.between:
+        parameters = list(model.parameters())
+        for parameter in parameters[: len(parameters) // 3]:
+            parameter.requires_grad_(False)
+    return model
+
+
+def is_skipped(script: Script, step: int) -> bool:
+    """Whether the script drops the gradients instead of a step."""
+    return "skip" in script.between and step == 1
+
+
+@torch.no_grad()
+def swap_in(model: nn.Module) -> dict[str, Tensor]:
+    """Other weights, as an evaluation of averages has them; returns those before, which go back by :func:`swap_out`."""
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.mul_(0.5)
+    return before
+
+
+@torch.no_grad()
+def swap_out(model: nn.Module, before: dict[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.copy_(before[name])
+
+
 def forget_gradients(script: Script, model: nn.Module, names: list[str]) -> None:
     if "no gradient" in script.between:
         for name, parameter in model.named_parameters():
@@ -284,7 +341,7 @@ def schedules_of(optimizer: Any) -> list[Any]:
 def in_plain_torch(script: Script, precision: str = "fp32") -> Found:
     """The script as it is without the library; in half precision with autocast, and a loss scale in fp16."""
     style, found = STYLES[script.style], Found()
-    loss, model = style.losses[script.loss], style.make()
+    loss, model = style.losses[script.loss], made(script, style)
     optimizer = OPTIMIZERS[script.optimizer](model)
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     names, lr_schedulers = written(model), schedules_of(optimizer) if "schedule" in script.between else []
@@ -312,10 +369,13 @@ def in_plain_torch(script: Script, precision: str = "fp32") -> Found:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
         forget_gradients(script, model, names)
         max_norm = script.settings.get("max_norm") or float("inf")  # of the step: of the gradients that it gets
-        found.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item()
         for one in optimizers:
-            one.step()
+            if not is_skipped(script, step):
+                one.step()
             one.zero_grad()
+        if not is_skipped(script, step):
+            found.norms.append(norm)
         for lr_scheduler in lr_schedulers:
             lr_scheduler.step()
         if "set lr" in script.between:
@@ -326,11 +386,13 @@ def in_plain_torch(script: Script, precision: str = "fp32") -> Found:
         freeze(script, model, names, step)
         if average is not None:
             average.update_parameters(model)
-        if "evaluate" in script.between:
+        if {"evaluate", "swap"} & {*script.between}:
             if script.optimizer == "schedule-free":
                 optimizer.eval()
             model.eval()
+            before = swap_in(model) if "swap" in script.between else {}
             found.evaluations.append(losses_of(calls[0]))
+            swap_out(model, before) if before else None
             model.train()
             if script.optimizer == "schedule-free":
                 optimizer.train()
@@ -352,7 +414,7 @@ def with_the_library(script: Script, folder: str) -> Found:
         plugin = HybridParallelPlugin(
             tp_size=script.tp, pp_size=script.pp, precision=script.precision, **script.settings
         )
-        booster, model = Booster(plugin=plugin), style.make()
+        booster, model = Booster(plugin=plugin), made(script, style)
         optimizer = OPTIMIZERS[script.optimizer](model)
         lr_scheduler = None
         if "schedule" in script.between:
@@ -360,11 +422,14 @@ def with_the_library(script: Script, folder: str) -> Found:
                 optimizer = JoinedOptimizer(optimizer)
             [lr_scheduler] = schedules_of(optimizer)
         first_part = replica_part(all_calls[0][0], 0, script.dp)
-        sample = replica_part(first_part, 0, SAMPLES // 2)
+        sample = formed(script, style, replica_part(first_part, 0, SAMPLES // 2))
         model, optimizer, _, _, lr_scheduler = booster.boost(
             model, optimizer, loss.criterion, lr_scheduler=lr_scheduler, sample=sample
         )
         return booster, model, optimizer, lr_scheduler
+
+    def whole(booster: Booster, model: nn.Module) -> Any:
+        return booster.unsharded(model) if script.settings.get("zero_stage") == 3 else nullcontext()
 
     booster, model, optimizer, lr_scheduler = boost()
     here = booster.plugin.layout.here.dp
@@ -384,46 +449,56 @@ def with_the_library(script: Script, folder: str) -> Found:
 
     criterion = criterion_of(len(all_calls[0]))
     for step, calls in enumerate(all_calls):
-        for batch in calls:
+        for number, batch in enumerate(calls):
             part = replica_part(batch, here, script.dp)
-            if "own loop" in script.between:
-                value = loss.of(style.call(model, part), part) / len(calls)
-                booster.backward(value, optimizer)
-            else:
-                value = booster.execute_pipeline(iter([part]), model, criterion, optimizer)["loss"]
+            waits = "no_sync" in script.between and number == 0
+            with booster.no_sync(model, optimizer) if waits else nullcontext():
+                if "own loop" in script.between:
+                    value = loss.of(style.call(model, part), part) / len(calls)
+                    # Replicas' losses are averaged, so who adds up over samples multiplies by their number.
+                    booster.backward(value * script.dp if loss.adds_up else value, optimizer)
+                else:
+                    part = formed(script, style, part)
+                    value = booster.execute_pipeline(iter([part]), model, criterion, optimizer)["loss"]
             found.losses.append(value.item() * len(calls))
         if "clip" in script.between:
             optimizer.clip_grad_by_norm(0.2)
         forget_gradients(script, model, names)
-        optimizer.step()
-        if "zero_grad" in script.between:
+        if not is_skipped(script, step):
+            optimizer.step()
+        if "zero_grad" in script.between or is_skipped(script, step):
             optimizer.zero_grad()
-        if "read norm" in script.between:
+        if "read norm" in script.between and not is_skipped(script, step):
             found.norms.append(float(optimizer.get_grad_norm()))
         if lr_scheduler is not None:
             lr_scheduler.step()
         if "set lr" in script.between:
             for group in optimizer.param_groups:
                 group["lr"] *= 0.7
-        with booster.unsharded(model) if script.settings.get("zero_stage") == 3 else nullcontext():
+        with whole(booster, model):
             change_weights(script, model, names, step)
         freeze(script, model, names, step)
         if average is not None:
             average.update_parameters(model)
-        if "evaluate" in script.between:
+        if {"evaluate", "swap"} & {*script.between}:
             if script.optimizer == "schedule-free":
                 optimizer.eval()
             model.eval()
-            part = replica_part(calls[0], here, script.dp)
+            with whole(booster, model):
+                before = swap_in(model) if "swap" in script.between else {}
+            part = formed(script, style, replica_part(calls[0], here, script.dp))
             with torch.no_grad():
                 value = booster.execute_pipeline(iter([part]), model, loss.criterion)["loss"]
             found.evaluations.append(value.item())
+            with whole(booster, model):
+                swap_out(model, before) if before else None
             model.train()
             if script.optimizer == "schedule-free":
                 optimizer.train()
         if "resume" in script.between and step == 1:
             booster.save(folder + "/run", step=step)
             booster, model, optimizer, lr_scheduler = boost()
+            freeze(script, model, names, step)
             booster.resume(folder + "/run")
     with booster.unsharded(model):
         weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -434,14 +509,15 @@ def with_the_library(script: Script, folder: str) -> Found:
     if "save model" in script.between:
         booster.save_model(model, folder + "/model.safetensors")
         fresh = Booster(plugin=HybridParallelPlugin(tp_size=script.tp, pp_size=script.pp, **_only_cuts(script)))
-        other = fresh.boost(style.make(), sample=replica_part(all_calls[0][0], 0, script.dp)).model
+        sample = formed(script, style, replica_part(all_calls[0][0], 0, script.dp))
+        other = fresh.boost(style.make(), sample=sample).model
         fresh.load_model(other, folder + "/model.safetensors")
         found.saved = whole_over_tp(fresh, other, {n: p.detach().clone() for n, p in other.named_parameters()})
     return found
 
 
 def _only_cuts(script: Script) -> dict[str, Any]:
-    names = "schedule", "num_model_chunks", "num_microbatches"
+    names = "schedule", "num_model_chunks", "num_microbatches", "microbatch_size"
     return {name: script.settings[name] for name in names if name in script.settings}
 
 
@@ -534,6 +610,8 @@ def _verdict(script: Script, processes: bool) -> str:
             ranks = (
                 run_ranks(run, script.num_ranks, timeout_s=100) if processes else Loopback(script.num_ranks).run(run)
             )
+        except DeadlockError as error:
+            return f"HANG {error}"
         except HybridppError as error:
             kind = "RAW " if isinstance(error, PeerError) else "refused "
             return f"{kind}{type(error).__name__}: {error}"

@@ -47,12 +47,14 @@ class Style:
         batch: of so many samples, from a generator.
         call: the plain call of the model with a batch.
         losses: by name.
+        is_hub: whether it is a model of transformers, whose forward takes any names.
     """
 
     make: Callable[[], nn.Module]
     batch: Callable[[int, torch.Generator], Any]
     call: Callable[[nn.Module, Any], Any]
     losses: Mapping[str, Loss]
+    is_hub: bool = False
 
 
 class Block(nn.Module):
@@ -427,6 +429,7 @@ def _hub(make: Callable[[], nn.Module], batch: Callable[[int, torch.Generator], 
             "outputs.loss": Loss(criterion=loss, of=loss),
             "outputs.loss, alone": Loss(criterion=alone, of=lambda o, b: alone(o)),
         },
+        is_hub=True,
     )
 
 
