@@ -1,6 +1,6 @@
 """Search for a way to shard the blocks of a model, verified by trials."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -58,7 +58,7 @@ def infer_plan(
         if kind not in known:
             known[kind] = _plan_of(partial(PlanSearch, block, calls, tp_size, own, in_run))
         plans[name] = known[kind]
-    for name, parameter in _shared_in_two_ways(model, plans).items():
+    for name, parameter in shared_in_two_ways(model, plans).items():
         del plans[name]
         reasons[name] = f"{parameter!r} is shared with a module that is sharded in another way"
     spec = ShardingSpec()
@@ -69,24 +69,48 @@ def infer_plan(
     return Plan(spec, styles, reasons, differences(own_plan, sample_calls, styles))
 
 
-def _shared_in_two_ways(model: nn.Module, plans: Mapping[str, BlockPlan]) -> dict[str, str]:
-    """Blocks that share a parameter with a module that divides it in another way, with the parameter's name."""
-    uses: dict[str, tuple[str, Hashable]] = {}
-    for block, plan in plans.items():
-        uses |= {qualified(block, name): (block, part) for name, part in plan.spec.params.items()}
-        uses |= {qualified(block, name): (block, "rank0_only") for name in plan.spec.rank0_only}
-        uses |= {qualified(block, name): (block, "partial_grad") for name in plan.spec.partial_grad}
-    held: dict[int, list[str]] = {}
-    for name, module in walk.named_modules(model):
+def shared_in_two_ways(model: nn.Module, plans: Mapping[str, BlockPlan]) -> dict[str, str]:
+    """Blocks that share a module, or a parameter, with one that divides it in another way; with its name."""
+    modules: dict[nn.Module, dict[str, ShardingSpec]] = {}
+    parameters: dict[int, dict[str, Hashable]] = {}
+    for name, inner, module in uses_of_modules(model, plans):
+        spec = plans[name].spec if name else ShardingSpec()
+        modules.setdefault(module, {})[name] = spec.of_module(inner, parameters_of(module))
         for key, parameter in parameters_of(module).items():
             if parameter is not None:
-                held.setdefault(id(parameter), []).append(qualified(name, key))
-    in_two_ways: dict[str, str] = {}
-    for names in held.values():
-        ways = [uses.get(name, ("", None)) for name in names]
-        if len({way for _, way in ways}) > 1:
-            in_two_ways |= {block: names[0] for block, _ in ways if block}
-    return in_two_ways
+                parameters.setdefault(id(parameter), {}).setdefault(name, _way(spec, qualified(inner, key)))
+    named: dict[Any, str] = {module: name for name, module in walk.named_modules(model)}
+    named |= {id(parameter): name for name, parameter in walk.named_parameters(model)}
+    ways_of: list[tuple[Any, Mapping[str, Any]]] = [*modules.items(), *parameters.items()]
+    return {
+        block: named[shared]
+        for shared, ways in ways_of
+        if any(way != next(iter(ways.values())) for way in ways.values())
+        for block in ways
+        if block
+    }
+
+
+def _way(spec: ShardingSpec, name: str) -> Hashable:
+    if name in spec.rank0_only or name in spec.partial_grad:
+        return "rank0_only" if name in spec.rank0_only else "partial_grad"
+    return spec.params.get(name)
+
+
+def uses_of_modules(model: nn.Module, blocks: Iterable[str]) -> Iterator[tuple[str, str, nn.Module]]:
+    """Every module of a model: the block that holds it and its name there; empty where none of these holds it.
+
+    A module that several blocks hold comes once for each of them. Whether code outside of blocks calls one that a block
+    holds, a run shows, and not what is registered where.
+    """
+    inside: set[nn.Module] = set()
+    for block in blocks:
+        for inner, module in walk.named_modules(walk.submodule(model, block)):
+            inside.add(module)
+            yield block, inner, module
+    for _, module in walk.named_modules(model):
+        if module not in inside:
+            yield "", "", module
 
 
 def calls_of(

@@ -1,6 +1,6 @@
 """Search for a way to run one sharded block on sequence shards."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from typing import NamedTuple
 
@@ -33,6 +33,14 @@ class SequenceBlockPlan(NamedTuple):
     block: SequenceBlock | None = None
     partial_grad: frozenset[str] = frozenset()
     reason: str = ""
+
+    def way(self, inner: str) -> Hashable:
+        """What is done to a module inside, for shards: false where nothing is, or the block does not run on them."""
+        if self.block is None:
+            return None
+        gathers, region = self.block.gather_inputs.get(inner), self.block.replicated.get(inner)
+        is_row = inner in self.block.rows
+        return (gathers, region, is_row) if gathers is not None or region is not None or is_row else None
 
 
 def search_sequence_block(

@@ -1,12 +1,14 @@
 """Search for the blocks of a sharded model that can run on sequence shards, verified by trials."""
 
-from collections.abc import Hashable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from hybridpp.nn.names import qualified
+from hybridpp.nn.torch_private import parameters_of
 from hybridpp.plan_search.block_run import SampleCall
-from hybridpp.plan_search.model_search import calls_of, kind_of
+from hybridpp.plan_search.model_search import calls_of, kind_of, uses_of_modules
 from hybridpp.plan_search.run_formats import RunFormats
 from hybridpp.plan_search.sequence_block_search import SequenceBlockPlan, search_sequence_block
 from hybridpp.sharding_plan.sharding_spec import ShardingSpec
@@ -73,16 +75,32 @@ def infer_sequence(
 
 
 def _leave_out_shared(model: nn.Module, results: dict[str, SequenceBlockPlan]) -> None:
-    """Leave out blocks with partial gradients in parameters that modules with complete gradients share."""
-    names: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), set()).add(name)
+    """Leave out blocks that share a module, or a parameter, with one that uses it otherwise.
+
+    A module may be called on sequence shards or on complete sequences; and a parameter's gradient is a sum over the
+    ranks in all uses, or in none.
+    """
     while True:
-        partial = {f"{name}.{inner}": name for name, result in results.items() for inner in result.partial_grad}
-        bad = {partial[n] for same in names.values() if not same <= partial.keys() for n in same & partial.keys()}
-        if not bad:
+        modules: dict[nn.Module, dict[str, Hashable]] = {}
+        gradients: dict[int, dict[str, bool]] = {}
+        for name, inner, module in uses_of_modules(model, results):
+            plan = results[name] if name else SequenceBlockPlan()
+            modules.setdefault(module, {})[name] = plan.way(inner)
+            for key, held in parameters_of(module).items():
+                if held is not None:
+                    uses = gradients.setdefault(id(held), {})
+                    uses[name] = uses.get(name, False) or qualified(inner, key) in plan.partial_grad
+        unlike = [*_unlike(modules, "modules"), *_unlike(gradients, "parameters")]
+        if not unlike:
             return
-        for name in bad:
+        for name, what in unlike:
             results[name] = SequenceBlockPlan(
-                reason="shares parameters with modules that do not run on sequence shards"
+                reason=f"shares {what} with modules that do not run on sequence shards, or otherwise"
             )
+
+
+def _unlike(uses: Mapping[Any, Mapping[str, Hashable]], what: str) -> Iterator[tuple[str, str]]:
+    """The blocks that do something with what they share, where not all do the same."""
+    for ways in uses.values():
+        if len({*ways.values()}) > 1:
+            yield from ((name, what) for name, way in ways.items() if way)

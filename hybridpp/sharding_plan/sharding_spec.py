@@ -1,6 +1,6 @@
 """How a model is sharded over the ranks of a tensor-parallel group: one description for plans, search and runtime."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import Any, Protocol
@@ -154,7 +154,7 @@ class ShardingSpec:
 
     def inside(self, prefix: str) -> "ShardingSpec":
         """The same for a module that is the submodule ``prefix`` of another one."""
-        return self._renamed(lambda name: qualified(prefix, name))
+        return self.renamed(lambda name: qualified(prefix, name))
 
     def of_block(self, block: str) -> "ShardingSpec":
         """The part of the spec for the submodule ``block``, with names inside of it."""
@@ -162,10 +162,15 @@ class ShardingSpec:
         def inner(name: str) -> str | None:
             return name.removeprefix(block).removeprefix(".") if f"{name}.".startswith(f"{block}.") else None
 
-        return self._renamed(inner if block else lambda name: name)
+        return self.renamed(inner if block else lambda name: name)
 
-    def _renamed(self, rename: Callable[[str], str | None]) -> "ShardingSpec":
-        """With other names; None: left out."""
+    def of_module(self, name: str, parameters: Iterable[str]) -> "ShardingSpec":
+        """What the spec does to one module, without those inside of it, and to its own ``parameters``."""
+        own = {name: "", **{qualified(name, key): key for key in parameters}}
+        return self.renamed(own.get)
+
+    def renamed(self, rename: Callable[[str], str | None]) -> "ShardingSpec":
+        """With other names; None: left out. Names that become equal must say the same."""
 
         def key(old: Any) -> Any:
             if isinstance(old, str):

@@ -63,7 +63,8 @@ class SequenceBlock(NamedTuple):
 def run_sequence_parallel(name: str, block: SequenceBlock, sharding: ShardedModel) -> frozenset[str]:
     """Let a block of a sharded model run on sequence shards.
 
-    Where transformers checkpoints activations inside the block, the recomputation runs on shards, too.
+    Where transformers checkpoints activations inside the block, the recomputation runs on shards, too. A module that
+    several blocks share is prepared once: they must use it in the same way.
 
     Args:
         name: of the block; may be empty.
@@ -80,25 +81,29 @@ def run_sequence_parallel(name: str, block: SequenceBlock, sharding: ShardedMode
         reader = module.get_submodule(inner)
         if reader in sharding.layers:
             sharding.layers[reader].gathers_input = True
-        else:
+        elif reader not in sharding.on_sequence_shards:
             adapter.wrap(reader, AdapterLayer.SEQUENCE_GATHER, _run_on_gathered, keys, context, inner)
     for row in block.rows:
         sharding.layers[module.get_submodule(row)].scatters_output = True
     for inner, region in block.replicated.items():
         replicated = module.get_submodule(inner)
-        adapter.wrap(replicated, AdapterLayer.SEQUENCE_REPLICATED, _run_replicated, region, context, inner)
+        if replicated not in sharding.on_sequence_shards:
+            adapter.wrap(replicated, AdapterLayer.SEQUENCE_REPLICATED, _run_replicated, region, context, inner)
     inside = {*block.gather_inputs, *block.rows, *block.replicated}
     for inner, layer in module.named_modules():
-        if CHECKPOINTING in vars(layer):
+        is_new = layer not in sharding.on_sequence_shards
+        if CHECKPOINTING in vars(layer) and is_new:
             checkpoint = functools.partial(_checkpointed, context, getattr(layer, CHECKPOINTING))
             adapter.set_attribute(layer, CHECKPOINTING, checkpoint, "checkpoints of sharded sequences")
         if layer in sharding.layers:
             inside.add(inner)
         elif is_linear(layer):
-            # It is not wrapped, so that its weight's gradient can still be deferred.
-            handle = layer.register_forward_hook(functools.partial(_refork_rng, context))
-            adapter.hooked(layer, "hook on the RNG stream of sharded sequences", handle)
+            if is_new:
+                # It is not wrapped, so that its weight's gradient can still be deferred.
+                handle = layer.register_forward_hook(functools.partial(_refork_rng, context))
+                adapter.hooked(layer, "hook on the RNG stream of sharded sequences", handle)
             inside.add(inner)
+    sharding.on_sequence_shards.update(module.modules())
     adapter.wrap(module, AdapterLayer.SEQUENCE_SHARD, _run_on_shard, block, context, name)
     return frozenset(qualified(name, inner) for inner in inside)
 

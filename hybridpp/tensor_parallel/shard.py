@@ -12,6 +12,7 @@ from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
 from hybridpp.nn import walk
 from hybridpp.nn.embedding import is_lookup
 from hybridpp.nn.linear import is_linear, output_dim
+from hybridpp.nn.names import qualified
 from hybridpp.nn.torch_private import parameters_of
 from hybridpp.sharding_plan.sharding_spec import DimShard, ShardingSpec
 from hybridpp.tensor_parallel.apply_spec import apply_to_regions
@@ -37,12 +38,14 @@ class ShardedModel(NamedTuple):
         context: what its sharded layers share.
         layers: its sharded layers, by module.
         partial_grad: names of replicated parameters whose gradients have to be summed over the ranks.
+        on_sequence_shards: modules inside of blocks that run on sequence shards; those who let them do so add them.
     """
 
     adapter: ModuleAdapter
     context: TensorParallelContext
     layers: Mapping[nn.Module, ShardedLayer]
     partial_grad: frozenset[str]
+    on_sequence_shards: set[nn.Module]
 
 
 def shard(adapter: ModuleAdapter, spec: ShardingSpec, group: Group, *, share_memory: bool = False) -> ShardedModel:
@@ -61,6 +64,7 @@ def shard(adapter: ModuleAdapter, spec: ShardingSpec, group: Group, *, share_mem
         ConfigError: the spec does not fit the model.
     """
     model = adapter.model
+    spec = _with_first_names(model, spec)
     shardings = _parameter_shardings(model, spec.params, group.size)
     spec |= _tied_modules(model, spec, shardings)
     for (name, attribute), value in spec.attributes.items():
@@ -89,7 +93,23 @@ def shard(adapter: ModuleAdapter, spec: ShardingSpec, group: Group, *, share_mem
     apply_to_regions(adapter, spec, regions, context)
     names = {id(parameter): name for name, parameter in walk.named_parameters(model)}
     partial = [model.get_parameter(name) for name in spec.partial_grad | spec.rank0_only]
-    return ShardedModel(adapter, context, layers, frozenset(names[id(parameter)] for parameter in partial))
+    return ShardedModel(adapter, context, layers, frozenset(names[id(parameter)] for parameter in partial), set())
+
+
+def _with_first_names(model: nn.Module, spec: ShardingSpec) -> ShardingSpec:
+    """The spec with the first name of each module: several blocks may hold one, and it is prepared once."""
+    first = {module: name for name, module in walk.named_modules(model)}
+    every = dict(model.named_modules(remove_duplicate=False))
+    if len(every) == len(first):
+        return spec
+
+    def rename(name: str) -> str:
+        if name in every:
+            return first[every[name]]
+        holder, _, key = name.rpartition(".")
+        return qualified(first[every[holder]], key)
+
+    return spec.renamed(rename)
 
 
 def _linear_weights(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from hybridpp.cluster import Group, preserved_random_state
 from hybridpp.errors import ConfigError
+from hybridpp.nn.names import qualified
 from hybridpp.partition import TensorSpec, find_units
 from hybridpp.plan_search import RunFormats, SequencePlan, infer_sequence
 from hybridpp.sharded_activations import deferred_sequence_gather, local_sequence_shard, shard_lengths
 from hybridpp.sharding_plan import Plan
 from hybridpp.tensor_parallel import SequenceBlock
 from hybridpp_plugins.common_plans import CommonPlans
-from hybridpp_plugins.find_tp_plan import calls_of_blocks, of_first_rank
+from hybridpp_plugins.find_tp_plan import calls_of_blocks, of_first_rank, watched_insides
 from hybridpp_plugins.sample import Samples
 
 
@@ -48,8 +49,14 @@ def sequence_plan(
     def search(samples: Samples) -> SequencePlan:
         blocks = find_units(model, 1).blocks
         with preserved_random_state(torch.device("cpu")):
-            calls, in_training = calls_of_blocks(model, blocks, samples)
-            return infer_sequence(model, blocks, calls, plan.spec, size, in_training, formats)
+            with watched_insides(model, blocks, {}) as entered:
+                calls, in_training = calls_of_blocks(model, blocks, samples)
+            found = infer_sequence(model, blocks, calls, plan.spec, size, in_training, formats)
+            outside = _used_elsewhere(found, entered)
+            if outside:
+                others = [name for name in blocks if name not in outside]
+                found = infer_sequence(model, others, calls, plan.spec, size, in_training, formats)
+        return found._replace(reasons={**found.reasons, **outside})
 
     plan_of_blocks = of_first_rank(find, control)
     if not plan_of_blocks.blocks:
@@ -59,6 +66,18 @@ def sequence_plan(
             f"{name or 'all'}: {reason}. Leave enable_sequence_parallelism out."
         )
     return plan_of_blocks
+
+
+def _used_elsewhere(found: SequencePlan, entered: Mapping[str, set[str]]) -> dict[str, str]:
+    """Blocks on sequence shards of which other code calls a module, with complete sequences; with a reason."""
+    holders = {name.rpartition(".")[0] for name in found.partial_grad}
+    outside: dict[str, str] = {}
+    for name, block in found.blocks.items():
+        changed = {*block.gather_inputs, *block.rows, *block.replicated}
+        for inner in sorted(entered.get(name, ()), reverse=True):
+            if inner in changed or qualified(name, inner) in holders:
+                outside[name] = f"{inner!r} is also called from outside of the block"
+    return outside
 
 
 class ShardsBetweenStages:

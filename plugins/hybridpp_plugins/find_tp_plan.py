@@ -69,7 +69,7 @@ def find_tp_plan(
         transformed: dict[str, str] = {}
         with (
             record_table_uses(large_tables(model, blocks)) as uses,
-            _watched_insides(model, blocks, transformed) as entered,
+            watched_insides(model, blocks, transformed) as entered,
         ):
             calls, in_training = calls_of_blocks(model, blocks, samples)
         blocks = tuple(name for name in blocks if name not in transformed)
@@ -286,10 +286,12 @@ def _watched(
 
 
 @contextmanager
-def _watched_insides(
+def watched_insides(
     model: nn.Module, blocks: Sequence[str], transformed: dict[str, str]
 ) -> Iterator[dict[str, set[str]]]:
     """A context that records the modules of each block that are called from outside of the block (as in DiT).
+
+    Several blocks may hold a module: a call inside of any of them is none from outside.
 
     Blocks that are called inside a transform of ``torch.func`` are added to ``transformed``, with a reason: collectives
     are not known there, so they must not be sharded.
@@ -298,10 +300,11 @@ def _watched_insides(
     running: set[str] = set()
     hooks = []
 
-    def noting(name: str, inner: str) -> Callable[..., None]:
+    def noting(names: Mapping[str, str]) -> Callable[..., None]:
         def note(*_: Any) -> None:
-            if name not in running:
-                entered.setdefault(name, set()).add(inner)
+            if running.isdisjoint(names):
+                for name, inner in names.items():
+                    entered.setdefault(name, set()).add(inner)
 
         return note
 
@@ -310,11 +313,15 @@ def _watched_insides(
         if is_functorch_active():
             transformed[name] = "it is called inside a transform of torch.func (grad, vjp, vmap)"
 
+    insides: dict[nn.Module, dict[str, str]] = {}
     for name in blocks:
         block = model.get_submodule(name)
         hooks.append(block.register_forward_pre_hook(partial(begin, name)))
         hooks.append(block.register_forward_hook(lambda *_, name=name: running.discard(name), always_call=True))
-        hooks += [m.register_forward_pre_hook(noting(name, inner)) for inner, m in block.named_modules() if inner]
+        for inner, module in block.named_modules():
+            if inner:
+                insides.setdefault(module, {})[name] = inner
+    hooks += [module.register_forward_pre_hook(noting(names)) for module, names in insides.items()]
     try:
         yield entered
     finally:

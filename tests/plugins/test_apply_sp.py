@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from attention_blocks import Shaped
 from divided_models import MODELS, VIT, falcon, mixtral, t5, token_batch
 from processes import run_ranks
 from sequence_models import SHARDS, Block, Net, assert_equal, images, sequences, squares, vit
@@ -520,6 +521,66 @@ def test_norms_with_almost_zero_gradients_on_the_sample_are_summed():
 def refused(error, text, run):
     with pytest.raises(error, match=re.escape(text)):
         Loopback(2).run(run)
+
+
+class Attentive(nn.Module):
+    """Attention and two layers, of which several blocks may hold one; both read the same norm."""
+
+    def __init__(self, shared: "Attentive | None" = None, part: str = ""):
+        super().__init__()
+        self.norm, self.attention, self.mlp = nn.LayerNorm(8), Shaped(8), Block()
+        if shared is not None:
+            setattr(self, part, getattr(shared, part))
+
+    def forward(self, x):
+        x = x + self.attention(self.norm(x))
+        return self.mlp(self.norm(x))
+
+
+class Sharing(nn.Module):
+    """Blocks that share a part; or two blocks, each called twice; or a part that container code calls, too."""
+
+    def __init__(self, part: str):
+        super().__init__()
+        torch.manual_seed(0)
+        first = Attentive()
+        others = [Attentive(first, part) if part in first._modules else Attentive() for _ in range(2)]
+        self.blocks = nn.ModuleList([first, others[0]] * 2 if part == "block" else [first, *others])
+        self.last = first.mlp if part == "called outside" else nn.Identity()
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+BY_HAND = {"*.up": "column", "*.down": "row"}
+OF_SHARING = {"num_microbatches": 2, "criterion": squares}
+PLACES = [sequences(4, seed=seed) for seed in range(2)]
+
+
+@functools.cache
+def sharing_alone(part):
+    return train(functools.partial(Sharing, part), PLACES, **OF_SHARING)
+
+
+@pytest.mark.parametrize(
+    ("part", "plan", "pp_size"),
+    [
+        ("block", None, 2),
+        ("attention", None, 1),
+        ("mlp", None, 2),
+        ("attention", BY_HAND, 1),
+        ("called outside", BY_HAND, 1),
+        pytest.param("norm", BY_HAND, 2, marks=pytest.mark.matrix),
+        pytest.param("called outside", None, 2, marks=pytest.mark.matrix),
+    ],
+)
+def test_parts_that_several_blocks_share_run_on_shards(part, plan, pp_size, caplog):
+    layout = {**SHARDS, "pp_size": pp_size, "tensor_parallel_plan": plan}
+    run = train(functools.partial(Sharing, part), PLACES, **OF_SHARING, **layout)
+    assert_equal(run, sharing_alone(part))
+    assert ("full sequences" in caplog.text) is (part == "called outside")
 
 
 def test_a_model_without_such_blocks_is_refused():
