@@ -369,8 +369,9 @@ class _Handlers:
                 # From the edge: backward of a tensor disables torch's function modes, which recomputation may need.
                 weight = torch.full_like(loss, self._step.loss_weights[microbatch])
                 torch.autograd.backward(edge, weight)
-            elif self._step.weights is not None:
-                # Its loss has no items, so there is nothing to go back from; other replicas gather weights for theirs.
+            elif self._step.weights is not None and not stage:
+                # Its loss has no items, so there is nothing to go back from. Of a single stage, replicas gather weights
+                # by unit, and others do for their backward pass.
                 self._step.weights.gather_as_others(backward=True)
         self.passed = action
         if stage:
