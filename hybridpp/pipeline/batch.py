@@ -91,6 +91,15 @@ class SplitBatch:
             scale *= self.num_items / math.fsum(replicas.num_items)
         return [scale * part.share for part in self.microbatches]
 
+    def by_samples(self) -> "SplitBatch":
+        """The same batch, as if the form of the loss were not known."""
+        if self.form is None:
+            return self
+        total = sum(part.num_samples for part in self.microbatches)
+        shares = [1.0 if self.has_total else part.num_samples / total for part in self.microbatches]
+        parts = [replace(part, share=share, counts=None) for part, share in zip(self.microbatches, shares, strict=True)]
+        return replace(self, microbatches=tuple(parts), form=None)
+
     def weighted(self, form: LossForm, measured: Sequence[Measured]) -> "SplitBatch":
         """The same batch, with the shares that a form of the loss gives its micro-batches."""
         ones = [1.0] * len(measured)

@@ -25,6 +25,7 @@ def loss_form_of(
     twice: Callable[[Any, int], Any],
     sizes: Sequence[int],
     rows: Count | None = None,
+    part_of: Callable[[Any, int, slice], Any] | None = None,
 ) -> LossForm:
     """The form of a loss whose terms are known.
 
@@ -34,6 +35,7 @@ def loss_form_of(
         twice: the inputs of a micro-batch of some size, with its samples duplicated.
         sizes: samples of each micro-batch.
         rows: the number of samples, for terms that add up over samples, where the script says that they are means.
+        part_of: the inputs of a micro-batch of some size, with some of its samples.
 
     Raises:
         NotCountedError: what it is divided by cannot be told from a batch.
@@ -44,6 +46,8 @@ def loss_form_of(
     def adds_up(count: Count) -> bool:
         if id(count) not in kinds:
             kinds[id(count)] = _adds_up(count, inputs, twice, sizes)
+            if not kinds[id(count)] and not count.is_of_row:
+                _check_constant(count, inputs, part_of, sizes)
         return kinds[id(count)]
 
     products: list[Product | None] = []
@@ -88,6 +92,19 @@ def _adds_up(count: Count, inputs: Sequence[Any], twice: Callable[[Any, int], An
     if math.isclose(doubled, once, rel_tol=1e-3):
         return False
     raise NotCountedError(f"a number that it is divided by is {once:g}, and for twice the samples {doubled:g}")
+
+
+def _check_constant(
+    count: Count, inputs: Sequence[Any], part_of: Callable[[Any, int, slice], Any] | None, sizes: Sequence[int]
+) -> None:
+    """Of a number that does not change if samples come twice, such as a maximum: it must be that of any samples."""
+    parts = list(zip(inputs, sizes, strict=True))
+    if part_of is not None and sizes[0] > 1:
+        middle = sizes[0] // 2
+        parts += [(part_of(inputs[0], sizes[0], one), 1) for one in (slice(0, middle), slice(middle, sizes[0]))]
+    values = [one for (one,) in numbers([[count.of(part, num_samples)] for part, num_samples in parts])]
+    if not all(math.isclose(one, values[0], rel_tol=1e-3) for one in values):
+        raise NotCountedError(f"a number that it is divided by is {values[0]:g} for some samples, and for others not")
 
 
 def combined(form: LossForm, terms: Sequence[Term], shares: Callable[[Product], float]) -> Tensor | None:

@@ -23,9 +23,9 @@ Product = tuple[tuple[int, int], ...]
 MAX_COUNTS = 6
 """Different numbers that the terms of one loss may be divided by."""
 
-_FLOORS = frozenset(["clamp", "clamp_min", "clamp_", "clamp_min_", "maximum", "max", "at_least"])
 _COMPARISONS = frozenset(["lt", "le", "gt", "ge"])
-_CASTS = frozenset(["to", "float", "double", "int", "long", "number", "type", "half", "bfloat16"])
+# Numbers of items with which lower limits are looked for; half precision can hold them.
+_TRIED = (0.0, 1.0, 2.0, 3.0, 5.0, 7.0, 20.0, 300.0, 4096.0, 16384.0)
 
 
 class Count:
@@ -40,6 +40,7 @@ class Count:
         is_of_sizes: whether it depends only on the shapes of inputs.
         limits: numbers above 0 that the script has compared it with, as ``max(count, 1)`` does; and whether it was
             at most that number.
+        is_read: whether the script has read it as a plain number, by which it may branch unseen.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Count:
             _each(value, inner)
         self.is_of_sizes = function in _OF_SIZES or (bool(inner) and all(one.is_of_sizes for one in inner))
         self.limits: dict[float, bool] = {}
+        self.is_read: bool = any(one.is_read for one in inner)
 
     def compared(self, name: str, other: Any, outcome: bool) -> None:
         """Note the outcome of a comparison with a plain number: ``name`` is that of the operator."""
@@ -61,6 +63,54 @@ class Count:
     def of(self, inputs: Any, num_samples: int) -> Any:
         """Its value for the inputs of a micro-batch with as many samples, on the device of the inputs."""
         return _Values(inputs, num_samples).of(self)
+
+    @cached_property
+    def limit(self) -> "tuple[Count, float] | None":
+        """A count without a lower limit, and that limit; None: it has none."""
+        pending, seen = self._inner(), {id(self)}
+        for inner in pending:
+            if id(inner) in seen:
+                continue
+            seen.add(id(inner))
+            pending.extend(inner._inner())
+            if (found := self._limit_on(inner)) is not None:
+                factor, floor = found
+                return (inner if factor == 1 else Count(operator.mul, (inner, factor))), floor
+        return None
+
+    @cached_property
+    def is_of_row(self) -> bool:
+        """Whether it depends on some rows alone, such as those of one sample."""
+        name, rest = _name_of(self), self.args[1:]
+        first = rest[0] if name == "getitem" else None
+        first = first[0] if isinstance(first, tuple) and first else first
+        is_rows = name == "unbind" and (rest or (self.kwargs.get("dim", 0),))[0] == 0
+        own = self.function is row_of or is_rows or type(first) is int
+        return own or any(one.is_of_row for one in self._inner())
+
+    def _inner(self) -> "list[Count]":
+        found: list[Count] = []
+        _each((self.args, self.kwargs), found)
+        return found
+
+    def _limit_on(self, inner: "Count") -> tuple[float, float] | None:
+        """A factor, and the lower limit of the number that it makes of another one; None: it is no such function.
+
+        Tried with several numbers at once, so it is none either where it adds up what has more than one element.
+        """
+        tried = torch.tensor(_TRIED, dtype=torch.float64)
+        try:
+            made = torch.as_tensor(_Values(None, None, {id(inner): tried}).of(self)).double()
+        except Exception:  # any operation of the script's, on what it was not made for
+            return None
+        if made.shape != tried.shape:
+            return None
+        floor, factor = float(made[0]), float(made[-1] / tried[-1])
+        if not 0 < floor < 0.5 * float(made[-1]):
+            return None
+        factor = 1.0 if math.isclose(factor, 1.0, rel_tol=1e-3) else factor
+        expected = (factor * tried).clamp(min=floor)
+        return (factor, floor) if bool(((made - expected).abs() <= 1e-2 * expected).all()) else None
 
 
 class Constant:
@@ -129,6 +179,11 @@ def single() -> int:
     return 1
 
 
+def row_of(tensor: Any, index: int) -> Any:
+    """One row."""
+    return tensor[index]
+
+
 def at_least(value: Any, limit: float) -> Any:
     """The value, or a lower limit."""
     return value.clamp(min=limit) if isinstance(value, Tensor) else max(value, limit)
@@ -179,9 +234,9 @@ def _each(value: Any, found: list[Count]) -> None:
 class _Values:
     """The values of counts for one micro-batch; each is made once."""
 
-    def __init__(self, inputs: Any, num_samples: int):
+    def __init__(self, inputs: Any, num_samples: int | None, made: Mapping[int, Any] | None = None):
         self._inputs, self._num_samples = inputs, num_samples
-        self._made: dict[int, Any] = {}
+        self._made: dict[int, Any] = dict(made or {})
         self._device = torch.device("cpu")
 
     def of(self, count: Count) -> Any:
@@ -191,7 +246,7 @@ class _Values:
         return self._made[key]
 
     def _make(self, count: Count) -> Any:
-        if count.function is _rows:
+        if count.function is _rows and self._num_samples is not None:
             return self._num_samples
         if count.function is _entry:
             found = self._inputs
@@ -363,16 +418,26 @@ class LossForm:
     @cached_property
     def floors(self) -> tuple[float, ...]:
         """Lower limits of the counts of a batch; minus infinity: none."""
-        return tuple(map(_floor_of, self.counts))
+        return tuple(-math.inf if one.limit is None else one.limit[1] for one in self.counts)
 
     def limited(self, total: Sequence[float]) -> list[float]:
         """What the terms of the whole batch are divided by, whose counts are ``total``."""
         return [max(one, floor) for one, floor in zip(total, self.floors, strict=True)]
 
+    def has_open(self, own: Measured) -> bool:
+        """Whether a number of a micro-batch is 0 for which the script may have put another, by a branch unseen."""
+        return any(
+            not used and one.is_read and one.limit is None for one, used in zip(self.counts, own.used, strict=True)
+        )
+
     @property
     def needs_terms(self) -> bool:
         """Whether its terms have different weights, so that they are needed one by one."""
         return len(self.products) > 1 or (self.is_sum and self.has_constant and not self.divides_by_total)
+
+    def is_watched(self, measured: Iterable[Measured | None]) -> bool:
+        """Whether it must be seen how the losses of micro-batches with these counts are made."""
+        return self.needs_terms or any(own is not None and self.has_open(own) for own in measured)
 
     def num_items(self, counts: Sequence[Any]) -> Any:
         """What the loss is a mean over, of counts that are numbers or tensors; of several terms, the first one.
@@ -436,31 +501,8 @@ def add_up(measured: Iterable[Measured]) -> tuple[float, ...]:
 
 
 def without_floor(count: Count) -> Count:
-    """A count without a lower limit, such as ``clamp(min=1)``: limits do not add up."""
-    name = _name_of(count)
-    inner = count.args[0] if count.args else None
-    if not isinstance(inner, Count):
-        return count
-    if name in _FLOORS and len([one for one in (*count.args, *count.kwargs.values()) if isinstance(one, Count)]) == 1:
-        return without_floor(inner)
-    if name in _CASTS:
-        found = without_floor(inner)
-        return count if found is inner else Count(count.function, (found, *count.args[1:]), count.kwargs)
-    return count
-
-
-def _floor_of(count: Count) -> float:
-    """The lower limit that :func:`without_floor` takes off; minus infinity: none."""
-    if without_floor(count) is count:
-        return -math.inf
-    (inner,) = (one for one in count.args if isinstance(one, Count))
-    below = _floor_of(inner)
-    if _name_of(count) not in _FLOORS:
-        return below
-    lowest = torch.tensor(below, dtype=torch.float64)
-    rest = [one.on(lowest.device) if isinstance(one, Constant) else one for one in count.args[1:]]
-    limits = {name: one.on(lowest.device) if isinstance(one, Constant) else one for name, one in count.kwargs.items()}
-    return float(count.function(lowest, *rest, **limits))
+    """A count without a lower limit, such as ``clamp(min=1)`` or a small number that is added: limits do not add up."""
+    return count if count.limit is None else count.limit[0]
 
 
 def numbers(rows: Sequence[Sequence[Any]]) -> list[list[float]]:

@@ -27,6 +27,7 @@ from hybridpp.pipeline.loss_items import (
     num_rows,
     number,
     numel,
+    row_of,
     single,
     size,
     traced,
@@ -159,11 +160,16 @@ class LossTrace(WatchingMode):
 
     Attributes:
         in_criterion: whether the model's forward is over.
+        is_empty: whether the script has read a number of items that is 0, so that it may have taken another branch.
+        guessed: the plain numbers that stand in the place of such a number, as ``max(int(count), 1)`` gives.
     """
 
     def __init__(self, trees: Sequence[Any], num_samples: int):
         super().__init__()
-        self.in_criterion = False
+        self.in_criterion, self.is_empty = False, False
+        self.guessed: list[float] = []
+        self._zeros: list[Count] = []
+        self._tree = trees[0] if trees else None
         self._num_samples = num_samples
         self._known: dict[int, tuple[Any, Any]] = {}
         self._counts: dict[Any, Count] = {}
@@ -279,7 +285,7 @@ class LossTrace(WatchingMode):
         """The rows of a tensor that is iterated over."""
         for index, row in enumerate(rows):
             if isinstance(known, Count):
-                self._note(row, self._count(_entry_of, known, index))
+                self._note(row, self._count(row_of, known, index))
             elif isinstance(known, _OfModel):
                 self._note(row, self._row_of(tensor, known))
         return rows
@@ -294,11 +300,11 @@ class LossTrace(WatchingMode):
         tensor = args[0]
         if isinstance(known, Count):
             if name in ("numel", "nelement"):
-                return traced(result, self._count(numel, known))
+                return self._read(result, self._count(numel, known))
             if isinstance(result, int):
                 dim = args[1] if len(args) > 1 else kwargs["dim"]
-                return traced(result, self._count(size, known, int(dim)))
-            return torch.Size([traced(one, self._count(size, known, dim)) for dim, one in enumerate(result)])
+                return self._read(result, self._count(size, known, int(dim)))
+            return torch.Size([self._read(one, self._count(size, known, dim)) for dim, one in enumerate(result)])
         if isinstance(known, _OfModel) and self.in_criterion and tensor.dim() and len(tensor) == self._num_samples:
             if name == "len":
                 self._numbers[float(result)] = self._rows
@@ -321,12 +327,13 @@ class LossTrace(WatchingMode):
             spec = (spec[0][0], args[1].dtype), {}
         count = self._count(function, *spec[0], **spec[1])
         if name in _PLAIN_NUMBERS and isinstance(result, int | float):
-            if name == "bool":
-                _note_limit(spec[0][0], bool(result))
+            if isinstance(result, bool):
+                self._branch(spec[0][0], result)
+                return None
             what = self._count(number, spec[0][0]) if name != "len" else self._count(size, spec[0][0], 0)
-            if not isinstance(result, bool):
-                self._numbers[float(result)] = what
-            return traced(result, what) if name == "item" else None
+            self._numbers[float(result)] = what
+            found = self._read(result, what)
+            return found if name == "item" else None
         if isinstance(result, Tensor):
             self._note(result, count)
         elif isinstance(result, list | tuple):
@@ -336,6 +343,32 @@ class LossTrace(WatchingMode):
         else:
             return traced(result, count)
         return None
+
+    def _read(self, value: Any, count: Count) -> Any:
+        """A number that the script gets of a count."""
+        count.is_read = True
+        if value == 0:
+            self._is_zero(count)
+        return traced(value, count)
+
+    def _is_zero(self, count: Count) -> None:
+        self.is_empty = True
+        if count not in self._zeros:
+            self._zeros.append(count)
+
+    def _branch(self, condition: Any, outcome: bool) -> None:
+        """The script branches by a tensor: by a count that it compares with a number, or by whether there is any."""
+        if not isinstance(condition, Count) or not condition.args or not isinstance(condition.args[0], Count):
+            return
+        name, inner = _name(condition.function), condition.args[0]
+        if name == "any":
+            self.is_empty |= not outcome
+        elif len(condition.args) == 2 and isinstance(condition.args[1], int | float):
+            inner.compared(name, condition.args[1], outcome)
+            inner.is_read = True
+            value = inner.of(self._tree, self._num_samples)
+            if isinstance(value, Tensor) and value.numel() == 1 and not bool(value):
+                self._is_zero(inner)
 
     def _spec(self, value: Any) -> Any:
         """``value`` with counts in the place of what depends on the inputs."""
@@ -383,7 +416,8 @@ class LossTrace(WatchingMode):
             mixed = not all(what.terms == () or what.terms is None for _, what in models)
             # In the model it is as in batch normalisation: each micro-batch has its own statistics.
             why = f"{name} of samples and of a sum over them" if mixed and self.in_criterion else ""
-            found = self._items(name, args, result, with_samples)._replace(why=why)
+            found = self._items(name, args, result, with_samples)
+            found = found._replace(why=found.why or why)
         elif name in _REDUCING:
             found = self._reduced(name, args, kwargs, result, *models[0])
         elif result.dim() == 0 and name in _TO_SCALAR:
@@ -547,11 +581,11 @@ class LossTrace(WatchingMode):
         if len(models) == 1 and len(others) == 1:
             other = others[0]
             is_divisor = name in _DIVIDING
-            is_limit = is_divisor and self._limited_by(other) is not None
-            if (
-                not is_limit
-                and (name in _MULTIPLYING or (is_divisor and operands[0] is tensor))
-                and self._is_constant(other)
+            limit = self._limited_by(other, terms) if is_divisor and operands[0] is tensor else None
+            if limit is not None:
+                return keeps(terms, (TermFactor(limit, -1),))
+            if (name in _MULTIPLYING or (is_divisor and operands[0] is tensor)) and self._is_constant(
+                other, is_divisor
             ):
                 is_mean = is_divisor and self._may_be_rows(other) and not any(term.factors for term in terms)
                 return keeps(terms, (TermFactor(self._rows, -1),) if is_mean else ())
@@ -564,13 +598,21 @@ class LossTrace(WatchingMode):
                 return keeps(terms, (TermFactor(self._rows, -1, True, divisor.detach()),))
         return self._unlinear(name, models, result)
 
-    def _is_constant(self, value: Any) -> bool:
-        """Whether it does not depend on the batch."""
+    def _is_constant(self, value: Any, is_divisor: bool = False) -> bool:
+        """Whether it does not depend on the batch. Nobody divides by 1, unless it is a count."""
         if isinstance(value, Tensor):
             return not isinstance(self._of(value), Count | _OfModel)
-        return not isinstance(value, TracedInt | TracedFloat) and not (
-            isinstance(value, int | float) and float(value) in self._numbers and value != 1
+        return not isinstance(value, TracedInt | TracedFloat) and (
+            (value == 1 and not is_divisor) or self._number_like(value) is None
         )
+
+    def _number_like(self, value: Any) -> Count | None:
+        """The count that gave a plain number, to which something small may have been added."""
+        if not isinstance(value, int | float):
+            return None
+        if (found := self._numbers.get(float(value))) is not None or isinstance(value, int):
+            return found
+        return next((one for seen, one in self._numbers.items() if seen and abs(value - seen) <= 1e-4 * seen), None)
 
     def _may_be_rows(self, value: Any) -> bool:
         """Whether a model may have made a number from the number of samples: its own sizes are not followed."""
@@ -583,15 +625,11 @@ class LossTrace(WatchingMode):
             return TermFactor(value.count, power)
         if isinstance(value, Tensor) and value.numel() == 1 and isinstance(known := self._of(value), Count):
             return TermFactor(known, power)
-        if isinstance(value, int | float) and float(value) in self._numbers:
-            return TermFactor(self._numbers[float(value)], power)
-        return None
+        found = self._number_like(value)
+        return None if found is None else TermFactor(found, power)
 
     def _divisor(self, value: Any) -> TermFactor | None:
         """What a term is divided by, with the lower limit that the script's branches give it."""
-        limited = self._limited_by(value)
-        if limited is not None:
-            return TermFactor(limited, -1)
         factor = self._factor(value, -1)
         limits = factor.count.limits if factor is not None else {}
         # As max(count, 1) does.
@@ -599,11 +637,15 @@ class LossTrace(WatchingMode):
             factor if factor is None or not limits else TermFactor(self._count(at_least, factor.count, max(limits)), -1)
         )
 
-    def _limited_by(self, value: Any) -> Count | None:
+    def _limited_by(self, value: Any, terms: Sequence[Term]) -> Count | None:
         """The count in whose place a plain number is used, as in ``max(count, 1)``, because it is not above it."""
         if type(value) not in (int, float):
             return None
         counts = [one for one in self._counts.values() if one.limits.get(float(value))]
+        if not counts and value > 0 and len(self._zeros) == 1 and not any(term.factors for term in terms):
+            # The script has compared a plain number, which is not seen.
+            counts = self._zeros
+            self.guessed.append(float(value))
         return self._count(at_least, counts[-1], float(value)) if counts else None
 
     def _added(
@@ -772,12 +814,6 @@ def _with(value: Any, old: Tensor, new: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_with(one, old, new) for one in value)
     return value
-
-
-def _note_limit(condition: Any, outcome: bool) -> None:
-    """What a branch of the script depends on: a count, compared with a plain number."""
-    if isinstance(condition, Count) and len(condition.args) == 2 and isinstance(condition.args[0], Count):
-        condition.args[0].compared(_name(condition.function), condition.args[1], outcome)
 
 
 def _entry_of(values: Any, index: int) -> Any:

@@ -332,8 +332,10 @@ class Engine(EngineParts):
         """What finds the form of the step's loss, or weighs its terms; None: this rank needs neither."""
         replicas = _counts_of(self._replica_infos(infos))
         replicas.check()
-        needs_terms = batch.form is not None and batch.form.needs_terms
-        if not self._has_losses or not isinstance(called, CriterionAdapter) or not (is_new or needs_terms):
+        is_watched = is_new or (
+            batch.form is not None and batch.form.is_watched(one.counts for one in batch.microbatches)
+        )
+        if not self._has_losses or not isinstance(called, CriterionAdapter) or not is_watched:
             return None
         return StepLosses(
             called,

@@ -76,6 +76,8 @@ class StepLosses:
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self._criterion, self._replicas = criterion, replicas
+        if not replicas.are_known:
+            batch = batch.by_samples()  # another replica does not know it
         self._batch, self._microbatches = batch, batch.microbatches
         self._report, self._pipeline, self._group = check.report, pipeline, group
         check.begin(criterion)
@@ -84,19 +86,35 @@ class StepLosses:
         self._ratio: float | None = None
         self._observes = False
         self._form = batch.form if replicas.are_known else None
+        self._found_counts = replicas
         self._measured = [one.counts for one in batch.microbatches if one.counts is not None]
         self._total: Sequence[float] = replicas.total
+        self._num_seen = 0
+        # Micro-batches whose losses show nothing, as they hold no items; and whether the form is guessed from such one.
+        self._undecided: list[int] = []
+        self._is_guessed = False
         self.weights = batch.weights(replicas, scale)
         self.shares = [one.share for one in batch.microbatches]
+        self._open: set[int] = set()
+        self._look_for_open()
 
-    @property
-    def _is_watched(self) -> bool:
-        return self._form is None or self._form.needs_terms or self._observes
+    def _is_watched(self, microbatch: int) -> bool:
+        form = self._form
+        return form is None or form.needs_terms or self._observes or self._is_guessed or microbatch in self._open
+
+    def _look_for_open(self) -> None:
+        """Micro-batches without items whose losses count, if the script divides by another number then."""
+        if self._form is None:
+            return
+        for index, own in enumerate(self._measured):
+            if self._form.has_open(own):
+                self._open.add(index)
+                self.shares[index] = 1.0  # it is not left out
 
     @contextmanager
     def watched(self, microbatch: int, inputs: Any, received: Sequence[Tensor]) -> Iterator[None]:
         """A context for the last stage's forward of a micro-batch and its loss."""
-        if not self._is_watched:
+        if not self._is_watched(microbatch):
             yield
             return
         given = self._microbatches[microbatch]
@@ -127,9 +145,24 @@ class StepLosses:
         self, trace: LossTrace, microbatch: int, loss: Tensor, outputs: Any, inputs: Any
     ) -> tuple[Tensor | None, Tensor | None]:
         terms = trace.terms(loss)
+        self._num_seen += 1
+        is_last = self._num_seen == len(self._microbatches)
+        if self._form is None and trace.is_empty and not float(loss.detach()):
+            # It adds nothing, whatever it weighs, and the script may have taken another branch.
+            self._undecided.append(microbatch)
+            if is_last:
+                self._exchanged(0.0, ())
+            return loss, None
         if self._form is None:
             self._form = self._find(trace, terms, microbatch, loss, outputs, inputs)
             self._observes = bool(terms and observed(terms))
+            self._is_guessed = bool(trace.guessed)
+        elif self._is_guessed and not trace.is_empty:
+            self._confirm(trace, terms)
+        elif microbatch in self._open and not self._fill(trace, terms or (), microbatch, loss):
+            return None, None
+        if self._is_guessed and is_last:
+            self._report(LossReduction.UNCOUNTED, "no micro-batch of the first step has an item")
         if self._observes and terms:
             self._check_observed(terms, microbatch)
         if not self._form.needs_terms or terms is None:
@@ -141,6 +174,45 @@ class StepLosses:
             self._report(LossReduction.UNCOUNTED, str(error))
             return loss, None
         return weighted, part
+
+    def _confirm(self, trace: LossTrace, terms: Sequence[Term] | None) -> None:
+        """A micro-batch with items must show what was guessed of one without."""
+        assert self._form is not None
+        self._is_guessed = False
+        parts, sizes = [one.inputs for one in self._microbatches], [one.num_samples for one in self._microbatches]
+        try:
+            form = loss_form_of(terms or (), parts, self._twice_inputs, sizes)
+            is_same = form.products == self._form.products and [one.added for one in form.measure(parts, sizes)] == [
+                one.added for one in self._measured
+            ]
+        except NotCountedError:
+            is_same = False
+        if not is_same:
+            self._report(LossReduction.UNCOUNTED, "a micro-batch without items makes another loss")
+
+    def _fill(self, trace: LossTrace, terms: Sequence[Term], microbatch: int, loss: Tensor) -> bool:
+        """Weigh a micro-batch without items by what its loss is divided by instead; False: it adds nothing."""
+        form, own = self._form, self._measured[microbatch]
+        assert form is not None
+        self._open.discard(microbatch)
+        self.shares[microbatch] = 0.0
+        if not torch.isfinite(loss.detach()) or not float(loss.detach()):
+            return False
+        # Without a divisor, it is one of 1.
+        is_mean = not trace.guessed and any(one.factors for one in terms) and len(form.products) == 1
+        divisors = set(trace.guessed) or {1.0}
+        if is_mean or len(divisors) > 1 or own.used.count(0.0) > 1 or len(terms) != len(form.of_terms):
+            self._report(LossReduction.UNCOUNTED, "a micro-batch without items makes another loss")
+            return False
+        (divisor,) = divisors
+        filled = own._replace(used=tuple(one or divisor for one in own.used))
+        self._measured[microbatch] = filled
+        weighted = self.weighted(self._batch)
+        # Of a batch without any item, the divisor is the same.
+        total = [one or divisor for one in weighted.counts]
+        self.shares[microbatch] = form.weights([filled], total)[0]
+        self.weights[microbatch] = weighted.weights(self._found_counts, self._scale)[microbatch]
+        return True
 
     def _check_observed(self, terms: Sequence[Term], microbatch: int) -> None:
         """Numbers that the model computed must be proportional to the samples that they are taken for."""
@@ -167,7 +239,9 @@ class StepLosses:
             if terms is not None:
                 has_total = any(self._is_total(factor.count) for term in terms for factor in term.factors or ())
                 is_mean = self._criterion.declares_reduction and not has_total
-                form = loss_form_of(terms, parts, self._twice_inputs, sizes, trace.rows if is_mean else None)
+                form = loss_form_of(
+                    terms, parts, self._twice_inputs, sizes, trace.rows if is_mean else None, self._part_of
+                )
                 if has_total:
                     form = form.divided_by_total(next((term.natural for term in terms if term.natural), None))
             measured = form.measure(parts, sizes)
@@ -185,36 +259,40 @@ class StepLosses:
     def _found(self, form: LossForm, measured: list[Measured]) -> None:
         """The form is known: so are the weights."""
         self._criterion.found(torch.is_grad_enabled(), self._batch.has_total, form)
+        before = [one.share for one in self._batch.microbatches]
         self._form, self._measured = form, measured
         self.shares[:] = [one.share for one in self.weighted(self._batch).microbatches]
-        counts = self._exchanged(form, add_up(measured))
+        with_items = [one for one in self._undecided if any(measured[one].added)]
+        if any(not math.isclose(self.shares[one], before[one]) for one in with_items):
+            self._report(LossReduction.UNCOUNTED, "a micro-batch that has items has a loss of 0")
+        self._look_for_open()
+        counts = self._exchanged(form.kind, add_up(measured))
         self._total = [math.fsum(column) for column in zip(*counts, strict=True)]
         is_all = len(counts) == len(self._replicas.num_items)
         if is_all and form.counts and not form.divides_by_total and not any(form.limited(self._total)):
             self._report(LossReduction.EMPTY, "")
             self.weights[:] = [0.0] * len(self.weights)
             return
-        replicas = self._replicas._replace(forms=[form.kind] * len(counts), counts=counts)
-        self.weights[:] = self.weighted(self._batch).weights(replicas, self._scale)
+        self._found_counts = self._replicas._replace(forms=[form.kind] * len(counts), counts=counts)
+        self.weights[:] = self.weighted(self._batch).weights(self._found_counts, self._scale)
 
-    def _exchanged(self, form: LossForm, counts: Sequence[float]) -> list[tuple[float, ...]]:
-        """The counts of all replicas. Collective: the replicas."""
+    def _exchanged(self, kind: float, counts: Sequence[float]) -> list[tuple[float, ...]]:
+        """The counts of all replicas; ``kind``: of the form, 0 if nothing shows it here. Collective: the replicas."""
         if self._group is None:
             return [tuple(counts)]
         group, self._group = self._group, None
         # Of one size, and with a number that tells forms apart.
-        kind = form.kind
         row = [kind, *counts, *[0.0] * (MAX_COUNTS - len(counts))]
         sent = torch.tensor(row, dtype=torch.float64).to(self._device)
         rows = [one.tolist() for one in group.all_gather(sent)]
-        if any(one[0] != kind for one in rows):
+        if kind and any(one[0] not in (0, kind) for one in rows):
             self._report(LossReduction.UNCOUNTED, "the replicas' losses are made in different ways")
         return [tuple(one[1 : 1 + len(counts)]) for one in rows]
 
     def settle(self) -> None:
         """After an error before the first loss was made: take part in the exchange that it begins."""
         if self._form is None:
-            self._exchanged(LossForm.of_rows(), [0.0])
+            self._exchanged(0.0, ())
 
     def weighted(self, batch: SplitBatch) -> SplitBatch:
         """The batch, with the shares of its micro-batches as they were found."""
@@ -226,7 +304,7 @@ class StepLosses:
         return self._form.share(product, self._measured[microbatch], self._total) if self._form else 0.0
 
     def _share(self, microbatch: int, product: Product) -> float:
-        total = add_up(self._measured)
+        total = [one or used for one, used in zip(add_up(self._measured), self._measured[microbatch].used, strict=True)]
         return self._form.share(product, self._measured[microbatch], total) if self._form else 0.0
 
     @staticmethod
@@ -236,6 +314,11 @@ class StepLosses:
     def _twice_inputs(self, inputs: Any, num_samples: int) -> Any:
         dims = functools.partial(leaf_dims, dims=self._pipeline.batch_dims or 0)
         return duplicate_samples(inputs, num_samples, dims)
+
+    def _part_of(self, inputs: Any, num_samples: int, samples: slice) -> Any:
+        dims = functools.partial(leaf_dims, dims=self._pipeline.batch_dims or 0)
+        listed = self._of_lists(inputs, num_samples, operator.itemgetter(samples))
+        return select_samples(listed, num_samples, dims, samples)
 
     def _of_lists(self, inputs: Any, num_samples: int, function: Callable[[list[Any]], list[Any]]) -> Any:
         """A micro-batch's inputs with a function applied to its lists of one entry for each sample."""

@@ -51,6 +51,26 @@ def test_a_lower_limit_is_no_part_of_a_sum():
     assert without_floor(total) is total
 
 
+@pytest.mark.parametrize(
+    ("limited", "expected"),
+    [
+        (lambda n: Count(torch.where, (Count(operator.gt, (n, 0)), n, Count(torch.ones_like, (n,)))), (1, 1)),
+        (lambda n: Count(torch.maximum, (n, Count(torch.ones_like, (n,)))), (1, 1)),
+        (lambda n: Count(operator.mul, (Count(torch.clamp, (n,), {"min": 1}), 2)), (2, 2)),
+        (lambda n: Count(operator.add, (n, 1e-8)), (1, 1e-8)),
+        (lambda n: Count(operator.add, (n, 1)), None),
+        (lambda n: Count(torch.sum, (Count(torch.clamp, (entry(("mask",)),), {"min": 1}),)), None),
+    ],
+)
+def test_a_lower_limit_is_found_by_what_it_makes_of_numbers(limited, expected):
+    count = limited(Count(torch.Tensor.sum, (entry(("mask",)),)))
+    if expected is None:
+        assert count.limit is None
+    else:
+        inner, floor = count.limit
+        assert (float(inner.of(MASK, 2)) / 3, floor) == pytest.approx(expected)
+
+
 def test_a_number_of_the_batch_is_known_by_its_path():
     assert entry_path(Count(number, (Count(torch.Tensor.item, (entry(("n",)),)),))) == ("n",)
     assert entry_path(Count(torch.Tensor.sum, (entry(("n",)),))) is None

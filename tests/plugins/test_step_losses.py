@@ -226,6 +226,10 @@ def standardised(o, i):
     return ((o["logits"] - o["logits"].mean(0)) / o["logits"].std(0) - i["target"] - 1).abs().mean()
 
 
+def paired(similarities):
+    return -(similarities.exp() / similarities.exp().sum(0)).diagonal().log().mean()
+
+
 def standard(values):
     """Standardised over the samples, as advantages of reinforcement learning."""
     return (values - values.mean()) / values.std()
@@ -276,6 +280,7 @@ def test_a_loss_that_is_no_mean_over_items_is_told_by_number(criterion, expected
         (lambda x: contrastive({"logits": x}, None), LossReduction.COUPLED),
         # Statistics inside of a model are those of micro-batches, as in batch normalisation.
         (lambda x: standardised({"logits": x}, {"target": 0}), LossReduction.MEAN),
+        (lambda x: paired(x @ x.T), LossReduction.COUPLED),
         (lambda x: x.abs().mean() + 0.1 * (x.softmax(1).mean(0) * x.mean(0)).sum(), LossReduction.COUPLED),
     ],
 )
@@ -408,6 +413,83 @@ def test_what_is_divided_by_a_lower_limit_counts_without_items_too(with_objects,
             assert_near({key: merged[key] for key in gradients}, gradients, 1e-5)
         if "dp_size" not in settings:
             assert ranks[0][name][0] == pytest.approx([loss] * 4, rel=1e-5), name
+
+
+def objects(o, i):
+    """The sum over objects and background."""
+    return F.binary_cross_entropy_with_logits(o["pooled"][:, 0], i["objects"], reduction="sum")
+
+
+def tokens(o, i):
+    return F.cross_entropy(o["logits"].flatten(0, 1), i["labels"].flatten(), reduction="sum")
+
+
+def chosen_or_nothing(o, i):
+    if not (i["labels"] != -100).any():
+        return 0.0 * o["logits"].sum()
+    return HEADS["chosen"](o, i)
+
+
+# Of a number of items: what is divided by, with branches that a trace of tensors does not see.
+BRANCHES = {
+    "int": lambda n: max(int(n), 1),
+    "branch": lambda n: n if n > 0 else 1,
+    "where": lambda n: torch.where(n > 0, n, torch.ones_like(n)),
+    "added": lambda n: int(n) + 1e-9,
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "lengths", "with_objects"),
+    [
+        ({"num_microbatches": 4}, [0, 0, 2, 5, 6, 0, 1, 0], (2, 3)),
+        ({"num_microbatches": 2, "dp_size": 2}, [0, 0, 0, 0, 1, 0, 3, 4], None),
+    ],
+    ids=["first and last", "a replica"],
+)
+def test_a_script_may_divide_by_another_number_where_there_are_no_items(settings, lengths, with_objects):
+    whole = batch(lengths)
+    whole["objects"] = torch.tensor([1.0 if row in (with_objects or ()) else 0.0 for row in range(ROWS)])
+
+    def head(of, limit):
+        made, items = (
+            (tokens, lambda i: (i["labels"] != -100).sum())
+            if of == "tokens"
+            else (objects, lambda i: i["objects"].sum())
+        )
+        return lambda o, i: made(o, i) / limit(items(i))
+
+    heads = {name: head("tokens", limit) for name, limit in BRANCHES.items()}
+    heads["no branch"] = chosen_or_nothing
+    if with_objects:
+        heads |= {f"{name}, objects": head("objects", BRANCHES[name]) for name in ("int", "branch", "where")}
+    ranks = everywhere(heads, settings, whole)
+    for name, criterion in heads.items():
+        loss, gradients = alone(criterion, whole)
+        for which in (1, 2):
+            merged = {}
+            for rank in ranks:
+                merged.update(rank[name][which])
+            assert_near(merged, gradients, 1e-5)
+        if "dp_size" not in settings:
+            assert ranks[0][name][0] == pytest.approx([loss] * 4, rel=1e-5), name
+
+
+def test_a_later_micro_batch_without_items_still_has_its_background():
+    few, first, last = (batch([LENGTH] * 4) for _ in range(3))
+    for given, rows in ((few, [1.0, 1, 0, 1]), (first, [0.0, 0, 1, 0]), (last, [1.0, 0, 0, 0])):
+        given["objects"] = torch.tensor(rows)
+    booster, model, optimizer = boosted(Head(), sgd, {"ids": few["ids"][:1]}, num_microbatches=2)
+    for given in (few, first, last):
+        optimizer.zero_grad()
+        found = booster.execute_pipeline(iter([given]), model, later, optimizer)["loss"].item()
+        loss, gradients = alone(later, given)
+        assert found == pytest.approx(loss, rel=1e-6)
+        assert_near(gradients_of(booster, model), gradients, 1e-6)
+
+
+def later(o, i):
+    return objects(o, i) / max(int(i["objects"].sum()), 1)
 
 
 @pytest.mark.parametrize("known", [False, True])
