@@ -21,9 +21,11 @@ class LossReduction(IntEnum):
     """Twice the samples gave twice the loss: a sum."""
     UNCOUNTED = 3
     """What it is divided by cannot be told from a batch."""
-    COUPLED = 4
+    OF_EARLIER_STAGE = 4
+    """A part of it is a number that an earlier stage made, of which it is not known what it is a mean over."""
+    COUPLED = 5
     """Neither a mean nor a sum over items."""
-    EMPTY = 5
+    EMPTY = 6
     """No replica's batch has an item."""
 
 

@@ -90,6 +90,8 @@ _PLAIN_NUMBERS = frozenset(["int", "float", "len", "index", "bool", "item"])
 _SIZES = frozenset(["size", "numel", "nelement", "shape"])
 # Larger tensors that are no inputs are not kept as constants of a count.
 _MAX_CONSTANT = 2**20
+OF_EARLIER_STAGE = "a number of an earlier stage"
+"""The reason of a term that this stage has received."""
 _CLASS_LOSSES = frozenset(["cross_entropy", "nll_loss"])
 
 
@@ -188,6 +190,14 @@ class LossTrace(WatchingMode):
         for tensor in tensors:
             if self._of(tensor) is None:
                 self._note(tensor, _ITEMS)
+
+    def of_earlier_stages(self, tensors: Sequence[Tensor]) -> None:
+        """Tensors that earlier stages sent. How one makes a single number of all samples is not seen."""
+        for tensor in tensors:
+            if tensor.dim() == 0 and not isinstance(self._of(tensor), Count):
+                term = self._term((TermFactor(self._rows, -1),), tensor, OF_EARLIER_STAGE)
+                self._note(tensor, _OfModel(terms=(term,)))
+        self.received(tensors)
 
     def made(self, result: Any) -> None:
         """What a compiled block returned."""

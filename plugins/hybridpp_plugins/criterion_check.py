@@ -61,6 +61,12 @@ class CriterionCheck:
                 f"what the loss is a mean over cannot be counted from a batch{because}, so micro-batches cannot be "
                 f"weighted before their backward passes. {_WAYS_OUT}"
             )
+        if reduction is LossReduction.OF_EARLIER_STAGE:
+            raise ConfigError(
+                "a part of the loss is a single number that a stage before the last one makes of a micro-batch (as an "
+                "auxiliary loss of a block), so what it is a mean over is not seen where the loss is made, and the "
+                f"loss may depend on num_microbatches and on the number of replicas. {_WAYS_OUT}"
+            )
         if reduction is LossReduction.EMPTY:
             raise no_items()
         if not self._has_warned:

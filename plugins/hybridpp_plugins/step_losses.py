@@ -34,7 +34,7 @@ from hybridpp.pipeline import (
 )
 from hybridpp.pipeline.batch import TOTAL_KEY
 from hybridpp.pipeline.loss_items import MAX_COUNTS, Product, entry_path
-from hybridpp.pipeline.loss_trace import Term
+from hybridpp.pipeline.loss_trace import OF_EARLIER_STAGE, Term
 from hybridpp_plugins.criterion_check import CriterionCheck
 
 # The relative difference that rounding may make between a loss and the same loss by halves.
@@ -119,7 +119,7 @@ class StepLosses:
             return
         given = self._microbatches[microbatch]
         self._trace = LossTrace([given.inputs, inputs], given.num_samples)
-        self._trace.received(received)
+        self._trace.of_earlier_stages(received)
         try:
             with self._around(), self._trace:
                 yield
@@ -357,7 +357,7 @@ class StepLosses:
                 self._report(LossReduction.SUM, "")
                 return form
         if why:
-            self._report(LossReduction.COUPLED, why)
+            self._report(LossReduction.OF_EARLIER_STAGE if why == OF_EARLIER_STAGE else LossReduction.COUPLED, why)
             return form
         if len(form.products) > 1 and () in form.products and not in_criterion:
             self._report(LossReduction.COUPLED, "one of its terms is a sum, another a mean")

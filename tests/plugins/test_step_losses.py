@@ -334,6 +334,42 @@ def test_a_loss_that_couples_samples_is_refused_on_every_rank(pp_size):
     assert found[0]["pairs"][0] == pytest.approx([sum(halves) / 2] * 4, rel=1e-5)
 
 
+class Balancing(nn.Linear):
+    """A block that returns a number of all samples, as those of experts do."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x, x.softmax(-1).flatten(0, -2).mean(0).square().sum()
+
+
+class Balanced(Head):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Balancing(8, 8) for _ in range(2)])
+
+    def forward(self, ids):
+        hidden, numbers = self.embedding(ids), []
+        for block in self.blocks:
+            hidden, number = block(hidden)
+            numbers.append(number)
+        return {"loss": self.head(hidden).square().mean() + torch.stack(numbers).mean()}
+
+
+@pytest.mark.parametrize(
+    ("pp_size", "text"),
+    [
+        (1, "is neither a mean nor a sum"),
+        (2, "a single number that a stage before the last one makes of a micro-batch"),
+    ],
+)
+def test_a_number_of_all_samples_is_refused_in_a_loss_from_any_stage(pp_size, text):
+    def criterion(o):
+        return o["loss"]
+
+    whole = {"ids": batch()["ids"]}
+    refused(ConfigError, text, criterion, whole, Balanced, pp_size=pp_size, num_microbatches=2)
+
+
 def test_a_loss_that_zips_samples_with_a_list_is_a_mean():
     def criterion(o, i):
         pairs = zip(o["pooled"], i["lengths"], strict=False)
