@@ -101,6 +101,10 @@ class LoopbackGroup:
         self._messages = messages
         self._num_collectives: dict[str, int] = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LoopbackGroup":
+        """The same: a copy of a model is on the same ranks."""
+        return self
+
     @property
     def num_collectives(self) -> int:
         """How many this member has begun."""

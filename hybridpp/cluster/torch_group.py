@@ -77,6 +77,10 @@ class TorchGroup:
         self._small: deque[tuple[FilledFrom[Any] | PendingSum, int]] = deque()
         self._small_bytes = 0
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TorchGroup":
+        """The same: a copy of a model is on the same ranks."""
+        return self
+
     @property
     def transport(self) -> str:
         """What small messages travel by."""

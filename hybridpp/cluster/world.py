@@ -87,7 +87,7 @@ class Pending(Protocol[T_co]):
 
 
 class Group(Protocol):
-    """A process group; collectives must be called by all members, in the same order.
+    """A process group; collectives must be called by all members, in the same order. Copies of it are itself.
 
     Attributes:
         ranks: the members' ranks in the world.

@@ -240,9 +240,11 @@ def test_a_loss_computed_by_the_script_goes_back_through_divided_layers():
     assert_near(whole, expected)
 
 
-def test_a_copy_of_a_divided_model_computes_the_same():
+@pytest.mark.parametrize("with_sequences", [False, True])
+def test_a_copy_of_a_divided_model_computes_the_same(with_sequences):
     def rank():
-        _, model, _ = boosted(small_vit(), sgd, image_batch(2), tp_size=2, tensor_parallel_plan=VIT)
+        settings = {"enable_sequence_parallelism": with_sequences, "tensor_parallel_plan": VIT}
+        _, model, _ = boosted(small_vit(), sgd, image_batch(2), tp_size=2, **settings)
         average = copy.deepcopy(model)
         with torch.no_grad():
             return torch.equal(average(**BATCHES[0]).logits, model(**BATCHES[0]).logits)
