@@ -5,9 +5,10 @@ from hybridpp.errors import ConfigError
 from hybridpp.pipeline import CriterionAdapter, LossReduction, no_items
 
 _WAYS_OUT = (
-    "Use num_microbatches=1, which one replica needs; or let the criterion say what it is: criterion.num_items(inputs) "
-    'counts what the mean is over, criterion.reduction = "mean" averages what micro-batches give as it is (usual for '
-    "load-balancing losses), criterion.coupled = True gives it the outputs of all replicas. See docs/losses.md."
+    "With num_microbatches=1 and one replica any loss is right. Else let the criterion say what it is: "
+    "criterion.num_items(inputs) counts what the mean is over, "
+    'criterion.reduction = "mean" averages what micro-batches give as it is (usual for load-balancing losses), '
+    "criterion.coupled = True gives it the outputs of all replicas. See docs/losses.md."
 )
 
 

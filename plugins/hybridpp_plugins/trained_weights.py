@@ -109,7 +109,8 @@ class TrainedWeights(NamedTuple):
         if self.sharded is not None and not self.sharded.is_readable:
             raise ConfigError(
                 f"{what} needs all weights, of which each replica holds a part: got zero_stage=3. Use `with "
-                "booster.unsharded(model):` on every rank around it, or booster.save_model."
+                "booster.unsharded(model):` on every rank around it, booster.save_model, or booster.averaged(model) "
+                "for averages."
             )
 
     def part(self, name: str, tensor: Tensor) -> Tensor:

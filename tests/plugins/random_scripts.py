@@ -132,7 +132,7 @@ BETWEEN = (
     "read norm", "clip", "overwrite", "state dict", "resume", "own loop", "save model",
 )  # fmt: skip
 # What more scripts do; drawn apart, so that the rest of a script is the same without it.
-MORE = ("frozen at the start", "skip", "no_sync", "swap")
+MORE = ("frozen at the start", "skip", "no_sync", "swap", "averaged")
 FORMS = ("as it is", "as it is", "list or mapping", "with more entries", "microbatch size")
 TWO_CHUNKS = ("interleaved", "interleaved-zb", "zb-v")
 SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v")
@@ -210,9 +210,15 @@ def drawn(number: int) -> Script:
             del settings["num_microbatches"]
             settings["microbatch_size"] = more.choice((1, 2, 3, 4))
         form = "as it is"
+    loss = dice.choice(list(STYLES[style].losses))
+    if STYLES[style].losses[loss].is_coupled and settings.get("schedule", "1f1b") in ("1f1b", "gpipe"):
+        settings.pop("microbatch_size", None)
+        settings["num_microbatches"] = 1
+    if STYLES[style].losses[loss].is_coupled and "own loop" in between:  # the script would have to gather, too
+        between.remove("own loop")
     return Script(
         style=style,
-        loss=dice.choice(list(STYLES[style].losses)),
+        loss=loss,
         optimizer=optimizer,
         precision=precision,
         dp=dp,
@@ -345,7 +351,8 @@ def in_plain_torch(script: Script, precision: str = "fp32") -> Found:
     optimizer = OPTIMIZERS[script.optimizer](model)
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     names, lr_schedulers = written(model), schedules_of(optimizer) if "schedule" in script.between else []
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)) if "ema" in script.between else None
+    is_averaged = {"ema", "averaged"} & {*script.between}
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)) if is_averaged else None
     scale = LOSS_SCALE if precision == "fp16" else 1.0
 
     def loss_of(batch: Any) -> Tensor:
@@ -356,7 +363,8 @@ def in_plain_torch(script: Script, precision: str = "fp32") -> Found:
     def losses_of(batch: Any) -> list[float]:
         parts = [replica_part(batch, replica, script.dp) for replica in range(script.dp)]
         with torch.no_grad():
-            return [loss_of(part).item() for part in parts]
+            # A coupled loss is that of the whole batch on every replica.
+            return [loss_of(batch if loss.is_coupled else part).item() for part in parts]
 
     for step, calls in enumerate(batches_of(script, style)):
         for batch in calls:
@@ -435,6 +443,8 @@ def with_the_library(script: Script, folder: str) -> Found:
     here = booster.plugin.layout.here.dp
     found.replica = here
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)) if "ema" in script.between else None
+    if average is None and "averaged" in script.between:
+        average = booster.averaged(model, get_ema_multi_avg_fn(0.5))
 
     def criterion_of(num_calls: int) -> Any:
         if num_calls == 1:
@@ -445,6 +455,7 @@ def with_the_library(script: Script, folder: str) -> Found:
 
         if loss.adds_up:
             half.reduction = "sum"  # type: ignore[attr-defined]
+        half.coupled = loss.is_coupled  # type: ignore[attr-defined]
         return half
 
     criterion = criterion_of(len(all_calls[0]))

@@ -36,6 +36,7 @@ class Loss:
     criterion: Any
     of: Callable[[Any, Any], Tensor]
     adds_up: bool = False
+    is_coupled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,11 +379,18 @@ def _two_inputs() -> Style:
 
 
 def _towers() -> Style:
+    def coupled(outputs: Tensor, inputs: Any) -> Tensor:
+        return contrast(outputs)
+
+    coupled.coupled = True  # type: ignore[attr-defined]
     return Style(
         make=partial(_seeded, Towers),
         batch=lambda n, g: {"a": _randn(n, 8, generator=g), "b": _randn(n, 8, generator=g)},
         call=_by_name,
-        losses={"contrast": Loss(criterion=contrast, of=contrast)},
+        losses={
+            "contrast": Loss(criterion=contrast, of=contrast),
+            "contrast, coupled": Loss(criterion=coupled, of=coupled, is_coupled=True),
+        },
     )
 
 

@@ -10,6 +10,22 @@ PAIRS = Script(
     style="two inputs", loss="torch's", optimizer="adamw", precision="fp32", dp=2, tp=1, pp=2,
     settings={"schedule": "zb-v", "num_microbatches": 4, "zero_stage": 1}, between=("evaluate", "set lr"),
 )  # fmt: skip
+# Together they cover what a script may consist of, with the quickest models.
+PROGRAMS = [
+    PAIRS,
+    replace(
+        PAIRS, style="regression", loss="masked", pp=1, form="list or mapping", between=("swap", "skip"),
+        settings={"zero_stage": 3, "microbatch_size": 2, "max_norm": 0.3},
+    ),
+    replace(
+        PAIRS, style="classifier, labels missing", loss="smoothed", optimizer="momentum", precision="bf16",
+        dp=1, tp=2, pp=1, settings={"num_microbatches": 2}, between=("averaged", "accumulate"),
+    ),
+    replace(
+        PAIRS, style="gpt with loss", loss="its own", optimizer="lookahead", precision="fp16", pp=1,
+        settings={"num_microbatches": 2, "zero_stage": 2, "offload_optimizer": 1.0}, between=("resume", "freeze"),
+    ),
+]  # fmt: skip
 
 
 def test_a_number_gives_the_same_script_again():
@@ -17,8 +33,9 @@ def test_a_number_gives_the_same_script_again():
     assert len({str(drawn(number)) for number in range(50)}) == 50
 
 
-def test_a_script_with_stages_and_replicas_is_that_of_plain_torch():
-    assert verdict(PAIRS) == "equal"
+@pytest.mark.parametrize("script", PROGRAMS, ids=lambda script: script.style)
+def test_a_script_is_that_of_plain_torch(script):
+    assert verdict(script) == "equal"
 
 
 def test_what_cannot_be_right_is_refused_by_name():

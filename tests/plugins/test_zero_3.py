@@ -342,7 +342,8 @@ def test_reading_all_weights_is_refused_with_the_remedy(what):
 
     assert on_layout(run, dp_size=2, **ZERO)[0] == (
         f"{what} needs all weights, of which each replica holds a part: got zero_stage=3. Use `with "
-        "booster.unsharded(model):` on every rank around it, or booster.save_model."
+        "booster.unsharded(model):` on every rank around it, booster.save_model, or booster.averaged(model) "
+        "for averages."
     )
 
 
