@@ -320,7 +320,10 @@ class _Handlers:
 
     def _backward(self, action: Action) -> None:
         is_last = action in self._reduced_after
-        is_observed = is_last and self._step.begin_last_backward(action.stage, None)
+        # A micro-batch whose loss has no items adds to nothing.
+        graph = self._graphs[action.stage, action.microbatch or 0]
+        pending = () if graph.stage_output is None and graph.loss is None else None
+        is_observed = is_last and self._step.begin_last_backward(action.stage, pending)
         if not self._defers:
             self._run_backward(action)
         elif not is_observed:

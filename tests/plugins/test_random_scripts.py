@@ -19,7 +19,7 @@ PROGRAMS = [
     ),
     replace(
         PAIRS, style="classifier, labels missing", loss="smoothed", optimizer="momentum", precision="bf16",
-        dp=1, tp=2, pp=1, settings={"num_microbatches": 2}, between=("averaged", "accumulate"),
+        dp=2, tp=2, pp=1, settings={"num_microbatches": 4, "zero_stage": 3}, between=("averaged",),
     ),
     replace(
         PAIRS, style="gpt with loss", loss="its own", optimizer="lookahead", precision="fp16", pp=1,
