@@ -627,7 +627,9 @@ def _verdict(script: Script, processes: bool) -> str:
             kind = "RAW " if isinstance(error, PeerError) else "refused "
             return f"{kind}{type(error).__name__}: {error}"
         except RankFailed as error:
-            return f"RAW {error}"
+            refusals = re.findall(r"hybridpp\.errors\.(\w+): (.*)", str(error))
+            refused = [": ".join(one) for one in refusals if not re.match("Deadlock|Peer|RefusedByPeer", one[0])]
+            return f"refused {refused[-1]}" if refused else f"RAW {error}"
         except Exception as error:
             return f"RAW {type(error).__name__}: {error}"
     found = faults(script, ranks, plain, rounded)
