@@ -36,6 +36,15 @@ last things first, or refuses where the script has set something over it since.
 from hybridpp.module_adapter.adapter import ModuleAdapter
 from hybridpp.module_adapter.call_router import CallHandler, CallRouter
 from hybridpp.module_adapter.order import ORDER, AdapterLayer
-from hybridpp.module_adapter.wrapper import Forward, replace_forward
+from hybridpp.module_adapter.wrapper import Forward, forwards_inside, replace_forward
 
-__all__ = ["ORDER", "AdapterLayer", "CallHandler", "CallRouter", "Forward", "ModuleAdapter", "replace_forward"]
+__all__ = [
+    "ORDER",
+    "AdapterLayer",
+    "CallHandler",
+    "CallRouter",
+    "Forward",
+    "ModuleAdapter",
+    "forwards_inside",
+    "replace_forward",
+]

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -128,6 +128,17 @@ class ModuleWrapper:
                 del attributes[name]
             else:
                 attributes[name] = value
+
+
+def forwards_inside(forward: Any) -> Iterator[Any]:
+    """A module's forward, and those that it calls in turn: the layers that are put around its own, and that one."""
+    while forward is not None:
+        yield forward
+        if isinstance(forward, functools.partial):
+            forward = forward.args[-1] if forward.args else None
+        else:
+            call = getattr(forward, "__self__", None)
+            forward = call.bound[-1] if isinstance(call, _CompilableCall) and call.bound else None
 
 
 def replace_forward(module: nn.Module, function: Forward, *bound: Any) -> None:

@@ -1,12 +1,35 @@
 """Run compiled code eagerly for a while."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 
+_COMPILER = f"{torch.__name__}._dynamo"
+
 _stance = ExitStack()
-_num_inside = 0
+
+
+class _Eager:
+    """Whether compiled code runs as it was written now.
+
+    Attributes:
+        num_inside: how often :func:`force_eager` is entered, by all ranks of the process.
+    """
+
+    num_inside = 0
+
+
+EAGER = _Eager()
+
+
+def may_hold_compiled_code() -> bool:
+    """Whether the script may have compiled something: a function, too, which only the code knows that calls it.
+
+    Compiling imports the compiler, which :func:`force_eager` would do as well: it takes seconds.
+    """
+    return _COMPILER in sys.modules
 
 
 @contextmanager
@@ -16,13 +39,12 @@ def force_eager() -> Iterator[None]:
     Torch's own setting belongs to the process, and puts back what it found. Ranks of one process that enter one after
     the other and leave in another order would leave the setting on: the last one to leave puts it back here.
     """
-    global _num_inside
-    if not _num_inside:
+    if not EAGER.num_inside:
         _stance.enter_context(torch.compiler.set_stance("force_eager"))
-    _num_inside += 1
+    EAGER.num_inside += 1
     try:
         yield
     finally:
-        _num_inside -= 1
-        if not _num_inside:
+        EAGER.num_inside -= 1
+        if not EAGER.num_inside:
             _stance.close()

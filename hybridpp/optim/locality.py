@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -18,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from hybridpp.cluster import preserved_random_state, random_state
 from hybridpp.errors import ConfigError
-from hybridpp.nn.force_eager import force_eager
+from hybridpp.nn.force_eager import force_eager, may_hold_compiled_code
 from hybridpp.nn.torch_private import TorchDispatchMode, pytree, schema_of, version_of
 
 # Some optimizers read other elements only from the second step on.
@@ -39,7 +38,6 @@ _MORE_PIECES = (1, 255, 2**16, 2**20, 2**24 + 1, 2**27)
 _FACTORIES = frozenset({torch.tensor, torch.as_tensor, torch.zeros, torch.ones, torch.full, torch.empty})
 # Their results may be as large as what they are given.
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "vdot", "cumsum", "cumprod", "sort"})
-_COMPILER = f"{torch.__name__}._dynamo"
 _HOOKS = "_optimizer_"
 
 FLAT = -1
@@ -207,8 +205,7 @@ def _eagerly(optimizer: Optimizer) -> AbstractContextManager[None]:
     names = {
         name for one in functions if (code := getattr(inspect.unwrap(one), "__code__", None)) for name in code.co_names
     }
-    # Entering it imports the compiler, which takes seconds.
-    return force_eager() if _COMPILER in sys.modules or "compile" in names else nullcontext()
+    return force_eager() if may_hold_compiled_code() or "compile" in names else nullcontext()
 
 
 def _versions(optimizer: Optimizer) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hybridpp.errors import PartitionError
-from hybridpp.module_adapter import Forward, ModuleAdapter
+from hybridpp.module_adapter import Forward, ModuleAdapter, forwards_inside
 from hybridpp.nn import walk
 from hybridpp.nn.torch_private import compiled_call_of, current_function_mode
 from hybridpp.nn.watcher import run_unwatched
@@ -64,17 +64,17 @@ def is_compiled_by_script(module: nn.Module) -> bool:
     """Whether it was compiled before boost."""
     if compiled_call_of(module) is not None or hasattr(type(module), "_opt_mod_attributes"):
         return True
-    return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    return any(
+        hasattr(forward, "_torchdynamo_orig_callable") for forward in forwards_inside(vars(module).get("forward"))
+    )
 
 
 def has_compiled_forward(module: nn.Module) -> bool:
     """Whether the innermost layer around its forward is a :class:`CompiledForward`."""
-    forward = vars(module).get("forward")
-    while isinstance(forward, functools.partial):
-        if isinstance(getattr(forward.func, "__self__", None), CompiledForward):
-            return True
-        forward = forward.args[-1] if forward.args else None
-    return False
+    return any(
+        isinstance(forward, functools.partial) and isinstance(getattr(forward.func, "__self__", None), CompiledForward)
+        for forward in forwards_inside(vars(module).get("forward"))
+    )
 
 
 def compiled_parts(model: nn.Module) -> set[nn.Module]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridpp.errors import PartitionError
 from hybridpp.module_adapter import AdapterLayer, Forward, ModuleAdapter
+from hybridpp.nn.force_eager import EAGER, force_eager
 from hybridpp.nn.torch_private import forward_hooks_of, forward_pre_hooks_of
 from hybridpp.partition.blocks import finest_units
 from hybridpp.partition.call_options import CallOptions, GrowingPlans
@@ -45,11 +46,13 @@ class StageContext(NamedTuple):
         key: of the micro-batch.
         rng_trace: which random numbers its units drew.
         replay: what units of other stages returned inside of activation checkpoints; None: there were none.
+        was_eager: whether compiled code ran as it was written, as what is recomputed of it must, too.
     """
 
     key: int
     rng_trace: RngTrace
     replay: Replay | None
+    was_eager: bool
 
 
 class StagedModel:
@@ -281,7 +284,7 @@ class StagedModel:
         replay = None
         if run.checkpointed_calls:
             replay = Replay(run.checkpointed_calls, self._stage_run(plan, received, rng), self._device)
-        return StageContext(key, rng.trace, replay)
+        return StageContext(key, rng.trace, replay, EAGER.num_inside > 0)
 
     def _hooks_once(self, run: StageRun) -> AbstractContextManager[None]:
         hooked = [module for module in self._containers if forward_hooks_of(module) or forward_pre_hooks_of(module)]
@@ -339,6 +342,7 @@ class StagedModel:
             self._finest.active(recompute),
             self._layer_listener.active(recompute.before_layer),
             self._interceptor.active(replay) if replay else nullcontext(),
+            force_eager() if context.was_eager else nullcontext(),
         ):
             yield
         self._remote_deltas = replay.deltas if replay else []

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, IntEnum, auto
 from functools import partial
 from itertools import count, islice
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from hybridpp.errors import UnlikeCallsError
 from hybridpp.module_adapter import Forward
 from hybridpp.nn.deferred_tensor import MadeWhenRead
+from hybridpp.nn.force_eager import force_eager, may_hold_compiled_code
 from hybridpp.nn.torch_private import DisableTorchFunctionSubclass, base_of, call_after_backward, current_graph_task_id
 from hybridpp.partition.containers import tensors_in
 
@@ -222,6 +223,8 @@ class UnitGather:
         self.after_backward: Callable[[int], None] | None = None
         self.after_move: Callable[[Collection[str]], None] | None = None
         self.has_arrived: Callable[[int], bool] | None = None
+        # Whether the last call ran compiled code as it was written; what is recomputed of it must, too.
+        self._ran_eagerly = False
         # The running call of the model.
         self._model_call = _ModelCall()
         self._is_in_model = self._is_copy = False
@@ -246,7 +249,7 @@ class UnitGather:
             self._drop_ahead()
             self._forward.events.clear()
         self._num_calls += torch.is_grad_enabled()
-        self._is_in_model, self._model_call = True, _ModelCall()
+        self._is_in_model, self._model_call, self._ran_eagerly = True, _ModelCall(), False
         try:
             result = self._run(REST, forward, args, kwargs)
         finally:
@@ -267,7 +270,7 @@ class UnitGather:
         # Before the forward, which may write to its inputs in place.
         inputs = _nodes(tensors_in((args, kwargs)))
         try:
-            with self._learning(call) if unit == REST and self._learns else nullcontext():
+            with self._learning(call) if unit == REST and self._learns else self._as_before():
                 result = forward(*args, **kwargs)
             outputs = [_held_here(output) for output in tensors_in(result)]
             is_kept = any(self._weights.shares_memory(unit, output) for output in outputs)
@@ -291,9 +294,18 @@ class UnitGather:
 
     @contextmanager
     def _learning(self, call: object) -> Iterator[None]:
-        with _ReadsParameters(lambda parameter: self._moved(self._weights.move_to_rest(parameter, call))):
+        # A compiler would look into the function mode.
+        self._ran_eagerly = may_hold_compiled_code()
+        with (
+            force_eager() if self._ran_eagerly else nullcontext(),
+            _ReadsParameters(lambda parameter: self._moved(self._weights.move_to_rest(parameter, call))),
+        ):
             yield
         self._learns = False
+
+    def _as_before(self) -> AbstractContextManager[None]:
+        """A context for a unit's forward, which is recomputed as it was computed."""
+        return force_eager() if self._ran_eagerly and _is_in_backward() else nullcontext()
 
     def _reach(self, event: _Event, order: _PassOrder) -> bool:
         """Do what other replicas do before an event of this one; returns whether it happens. Collective: all replicas.

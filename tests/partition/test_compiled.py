@@ -4,8 +4,10 @@ import re
 
 import pytest
 import torch
-from support import assert_same, boosted, image_batch, sgd, tiny_vit, train
+from support import assert_near, assert_same, boosted, image_batch, sgd, tiny_vit, train
+from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn import functional
 
 from hybridpp.errors import PartitionError
 
@@ -58,6 +60,40 @@ def test_what_is_compiled_around_blocks_is_refused(whole, named, pp_size):
 def test_a_compiled_wrapper_around_the_model_is_refused():
     with pytest.raises(PartitionError, match=r"^the model is compiled as one unit"):
         train(lambda: torch.compile(tiny_vit(), backend="eager"), BATCH, num_microbatches=2, pp_size=2)
+
+
+class Scaled(nn.Module):
+    """The script compiles its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8, 8))
+        self.forward = torch.compile(self.forward, backend="aot_eager")
+
+    def forward(self, x):
+        return x + functional.gelu(self.layer(x)) @ self.scale / 8
+
+
+@pytest.mark.parametrize("config", [None, {}], ids=["kept", "recomputed"])
+def test_forwards_that_a_script_compiled_run_on_weights_gathered_by_unit(config):
+    batch = [torch.ones(4, 8), torch.full((4, 8), 0.5)]
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(*(Scaled() for _ in range(2)))
+
+    options = {"criterion": lambda y, _: y.square().mean(), "dp_size": 2}
+    expected = train(make, batch, **options)
+    options["gradient_checkpoint_config"] = config
+    actual = train(make, batch, zero_stage=3, after=unsharded, **options)
+    assert actual["losses"] == [pytest.approx(losses) for losses in expected["losses"]]
+    for weights in actual["after"]:
+        assert_near(weights, expected["weights"])
+
+
+def unsharded(booster, model, optimizer):
+    with booster.unsharded(model):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def test_compiled_blocks_are_recomputed():
