@@ -247,7 +247,13 @@ class LossTrace(WatchingMode):
             return what
         if isinstance(tensor, MadeWhenRead):  # to ask it for more would make its values
             held = tensor.held()
-            return None if held is None else self._of(held)
+            if held is None:
+                return None
+            known = self._of(held)
+            if known is not None and held.shape[:-1] != tensor.shape[:-1]:
+                # A shard of sequences has another number of elements on each rank.
+                return _ITEMS._replace(why=known.why if isinstance(known, _OfModel) else "")
+            return known
         if isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
             return nn.Parameter
         for leaf, count in self._entries:
