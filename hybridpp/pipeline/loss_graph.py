@@ -82,37 +82,14 @@ def read_loss(loss: Tensor, max_terms: int) -> GraphLoss:
     return GraphLoss(tuple(terms), 1 + (zlib.crc32(" ".join(names).encode()) & 0xFFFFFF))
 
 
-def loss_kind(loss: Tensor) -> int:
-    """Equal for losses that are reduced in the same way: by which means, sums and divisions. No values are read.
-
-    How often they come, and what is added or multiplied, makes no difference.
-
-    Returns:
-        From 1 on; 0: not known.
-    """
-    if loss.grad_fn is None:
-        return 0
-    names: list[str] = []
-    try:
-        _walk(loss.grad_fn, [], None, names)
-    except _Unknown:
-        return 0
-    of_form = {name for name in names if name not in _ADDING | _MULTIPLYING | _KEEPING}
-    return 1 + (zlib.crc32(" ".join(sorted(of_form)).encode()) & 0xFFFFFF)
-
-
-def _walk(node: Node, factors: list[tuple[Any, int]], terms: list[GraphTerm] | None, names: list[str]) -> None:
-    """Append the terms of what a node makes, which has been divided by factors (power 1), or multiplied (-1).
-
-    Without a list of terms, names alone.
-    """
+def _walk(node: Node, factors: list[tuple[Any, int]], terms: list[GraphTerm], names: list[str]) -> None:
+    """Append the terms of what a node makes, which has been divided by factors (power 1), or multiplied (-1)."""
     name = node.name()
     inner = [one for one, _ in node.next_functions if one is not None]
     if math.prod(_shape(node)) != 1:
         raise _Unknown(node)
-    names.append(f"{name}{loss_reduction_of(node)}" if hasattr(node, "_saved_reduction") else name)
+    names.append(name)
     if _is_of_parameters(node):
-        names.pop()
         return
     if name in _ADDING or (name in _KEEPING and len(inner) == 1):
         for one in inner:
@@ -122,16 +99,13 @@ def _walk(node: Node, factors: list[tuple[Any, int]], terms: list[GraphTerm] | N
     elif name in _MEANS or name in _SUMS:
         numel = math.prod(reduced_sizes_of(node))
         if numel == 1 and inner:
-            names.pop()
             _walk(inner[0], factors, terms, names)
-        elif terms is not None:
+        else:
             terms.append(GraphTerm(node, _product(numel if name in _MEANS else 1, factors)))
     elif hasattr(node, "_saved_reduction"):
-        if terms is not None:
-            terms.append(GraphTerm(node, _product(_num_items(node), factors)))
+        terms.append(GraphTerm(node, _product(_num_items(node), factors)))
     elif name == "DotBackward0":
-        if terms is not None:
-            terms.append(GraphTerm(node, _product(1, factors)))
+        terms.append(GraphTerm(node, _product(1, factors)))
     else:
         raise _Unknown(node)
 
@@ -141,7 +115,7 @@ def _walk_product(
     name: str,
     inner: Sequence[Node],
     factors: list[tuple[Any, int]],
-    terms: list[GraphTerm] | None,
+    terms: list[GraphTerm],
     names: list[str],
 ) -> None:
     is_divisor = name in _DIVIDING
@@ -155,9 +129,6 @@ def _walk_product(
         return
     if len(inner) != 1 or (is_divisor and node.next_functions[0][0] is None):
         raise _Unknown(node)
-    if terms is None:
-        _walk(inner[0], factors, terms, names)
-        return
     is_first = node.next_functions[0][0] is not None
     factor = getattr(node, "_saved_other" if is_first else "_saved_self", None)
     if factor is None or (isinstance(factor, Tensor) and factor.numel() != 1):

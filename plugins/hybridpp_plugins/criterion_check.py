@@ -1,12 +1,8 @@
 """What is known of a model's criteria, and what is refused: losses that are neither means nor sums over items."""
 
-from typing import Any
-
-from torch import Tensor
-
 from hybridpp.cluster import get_dist_logger
 from hybridpp.errors import ConfigError
-from hybridpp.pipeline import CriterionAdapter, LossReduction, loss_kind, no_items
+from hybridpp.pipeline import CriterionAdapter, LossReduction, no_items
 
 _WAYS_OUT = (
     "With num_microbatches=1 and one replica any loss is right. Else let the criterion say what it is: "
@@ -28,7 +24,6 @@ class CriterionCheck:
         self._criterion: CriterionAdapter | None = None
         self._words = ""
         self._has_warned = False
-        self._kinds: dict[Any, set[int]] = {}
 
     def begin(self, criterion: CriterionAdapter) -> None:
         """A step begins, in which the loss of a criterion is looked at."""
@@ -38,19 +33,6 @@ class CriterionCheck:
         """Note what is wrong."""
         if reduction > self.reduction:
             self.reduction, self._words = reduction, words
-
-    def note_kind(self, has_total: bool, loss: Tensor) -> None:
-        """How a loss is reduced whose form was found."""
-        if self._criterion is not None and (kind := loss_kind(loss)):
-            self._kinds.setdefault((self._criterion.key, has_total), set()).add(kind)
-
-    def compare_kind(self, has_total: bool, loss: Tensor) -> None:
-        """Report a loss that is reduced in another way than that whose form was found, as far as its graph shows it."""
-        if self._criterion is None or not (kinds := self._kinds.get((self._criterion.key, has_total))):
-            return
-        kind = loss_kind(loss)
-        if kind and kind not in kinds:
-            self.report(LossReduction.CHANGED, "")
 
     def raise_or_warn(self, reduction: LossReduction, model: str) -> None:
         """Raise or warn about the finding of any rank, on every rank.
@@ -62,7 +44,6 @@ class CriterionCheck:
         words, self._words, self.reduction = self._words, "", LossReduction.MEAN
         if self._criterion is not None and reduction is not LossReduction.SUM_IN_MODEL:
             self._criterion.forget_forms()  # it is looked at again if the script goes on
-            self._kinds.clear()
         because = f" ({words})" if words else ""
         if reduction is LossReduction.SUM:
             raise ConfigError(
@@ -86,13 +67,6 @@ class CriterionCheck:
                 "a part of the loss is a single number that a stage before the last one makes of a micro-batch (as an "
                 "auxiliary loss of a block), so what it is a mean over is not seen where the loss is made, and the "
                 f"loss may depend on num_microbatches and on the number of replicas. {_WAYS_OUT}"
-            )
-        if reduction is LossReduction.CHANGED:
-            raise ConfigError(
-                "the loss is made in another way than in the criterion's first step, such as a sum that is divided by "
-                "tokens instead of a mean, and micro-batches and replicas were weighted by what it was a mean over "
-                "then. Pass another function as criterion from this step on: what its loss is a mean over is found "
-                f"anew; of a loss that the model makes, too. {_WAYS_OUT}"
             )
         if reduction is LossReduction.EMPTY:
             raise no_items()

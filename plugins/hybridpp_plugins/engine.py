@@ -279,26 +279,11 @@ class Engine(EngineParts):
             weights=self._sharded,
             max_stored_microbatches=self._max_stored,
             model_inputs=called.model_inputs,
-            inspect_loss=losses.inspect if losses is not None else self._compared(batch, called),
+            inspect_loss=losses.inspect if losses is not None else None,
             watched=losses.watched if losses is not None else None,
             shares=losses.shares if losses is not None else None,
             settle=losses.settle if losses is not None else _nothing,
         )
-
-    def _compared(self, batch: SplitBatch, called: CriterionAdapter | ForwardSignature) -> Callable[..., Any] | None:
-        """Compares how losses are made with the one whose form is known; None: none is."""
-        is_alone = len(batch.microbatches) == self.layout.dp.size == 1
-        if not self.is_training or batch.form is None or is_alone or not isinstance(called, CriterionAdapter):
-            return None
-        self.criterion_check.begin(called)
-
-        def inspect(microbatch: int, loss: Tensor, outputs: Any, inputs: Any) -> tuple[Tensor | None, Tensor | None]:
-            counts = batch.microbatches[microbatch].counts
-            if counts is None or all(counts.used):  # without items it may be another
-                self.criterion_check.compare_kind(batch.has_total, loss)
-            return loss, None
-
-        return inspect
 
     def _coupled(self, called: CriterionAdapter | ForwardSignature, infos: list[RankBatchInfo]) -> CoupledLoss | None:
         """A criterion that says that it couples samples, if there are other replicas' samples."""

@@ -79,7 +79,7 @@ class StepLosses:
         if not replicas.are_known:
             batch = batch.by_samples()  # another replica does not know it
         self._batch, self._microbatches = batch, batch.microbatches
-        self._check, self._report, self._pipeline, self._group = check, check.report, pipeline, group
+        self._report, self._pipeline, self._group = check.report, pipeline, group
         check.begin(criterion)
         self._scale, self._device, self._around = scale, device, around
         self._trace: LossTrace | None = None
@@ -137,8 +137,6 @@ class StepLosses:
         """The loss that the backward pass begins from, None if it has no items; and the part of the batch's loss."""
         trace, self._trace = self._trace, None
         if trace is None:
-            if all(self._measured[microbatch].used):
-                self._check.compare_kind(self._batch.has_total, loss)
             return loss, None
         with trace.paused():
             return self._inspect(trace, microbatch, loss, outputs, inputs)
@@ -163,8 +161,6 @@ class StepLosses:
             self._confirm(trace, terms)
         elif microbatch in self._open and not self._fill(trace, terms or (), microbatch, loss):
             return None, None
-        if all(self._measured[microbatch].used):
-            self._check.note_kind(self._batch.has_total, loss)
         if self._is_guessed and is_last:
             self._report(LossReduction.UNCOUNTED, "no micro-batch of the first step has an item")
         if self._observes and terms:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hybridpp.pipeline import loss_kind, read_loss
+from hybridpp.pipeline import read_loss
 
 _X = torch.ones(6, 4, requires_grad=True)
 _WEIGHT = torch.nn.Parameter(torch.zeros(()))
@@ -49,16 +49,6 @@ def test_other_losses_are_not_known_and_have_the_size_of_their_tensors(loss):
     assert not found.kind
     assert not found.terms
     assert found.size > 1
-
-
-def test_the_kind_of_a_loss_is_how_it_is_reduced():
-    x, target = torch.rand(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0])
-    mean, total = functional.cross_entropy(x, target), functional.cross_entropy(x, target, reduction="sum")
-    alike = [mean, 2 * mean + 1, mean + functional.cross_entropy(x[:2], target[:2])]
-    assert len({loss_kind(one) for one in alike}) == 1
-    others = [mean, total / 4, x.mean(), x.sum(), mean + x.mean()]
-    assert len({loss_kind(one) for one in others}) == len(others)
-    assert loss_kind(x.sum().exp()) == loss_kind(mean.detach()) == 0
 
 
 def test_losses_of_one_making_are_of_one_kind_whatever_their_size():

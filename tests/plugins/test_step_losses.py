@@ -524,38 +524,6 @@ def test_a_later_micro_batch_without_items_still_has_its_background():
         assert_near(gradients_of(booster, model), gradients, 1e-6)
 
 
-@pytest.mark.parametrize("pp_size", [1, 2])
-def test_a_loss_that_is_reduced_otherwise_in_a_later_step_is_refused(pp_size):
-    def change(own):
-        return lambda o, i: own(o, i) if i["phase"].any() else tokens(o, i) / len(i["labels"])
-
-    criterion = change(HEADS["function"])
-
-    def another(o, i):
-        return criterion(o, i)
-
-    def run():
-        booster, model, optimizer = boosted(
-            Head(), sgd, {"ids": batch()["ids"][:1]}, pp_size=pp_size, num_microbatches=2
-        )
-
-        def step(phase, function):
-            given = batch() | {"phase": torch.full((ROWS,), phase)}
-            booster.execute_pipeline(iter([given]), model, function, optimizer)
-            optimizer.zero_grad()
-
-        for _ in range(2):
-            step(True, criterion)
-        with pytest.raises(ConfigError, match="the loss is made in another way than in the criterion's first step"):
-            step(False, criterion)
-        optimizer.zero_grad()
-        step(True, criterion)
-        step(False, another)
-        return True
-
-    assert all(Loopback(2 * pp_size).run(run))
-
-
 def later(o, i):
     return objects(o, i) / max(int(i["objects"].sum()), 1)
 
