@@ -51,24 +51,37 @@ def duplicate_samples(tree: Any, num_samples: int, dims: Callable[[Any], list[in
 
     Tensors with several rows per sample (all tokens, for example) are duplicated, too.
     """
-    return _with_rows(tree, num_samples, dims, lambda rows: [*range(num_samples * rows)] * 2)
+
+    def twice(leaf: Tensor, dim: int, rows: int) -> Tensor:
+        # On the device, and not from a list, which would be copied there.
+        return torch.arange(leaf.shape[dim], device=leaf.device).repeat(2)
+
+    return _indexed(tree, num_samples, dims, twice)
 
 
 def select_samples(tree: Any, num_samples: int, dims: Callable[[Any], list[int | None]], samples: slice) -> Any:
     """``tree`` with some of the samples of every tensor; arguments as for :func:`duplicate_samples`."""
-    return _with_rows(tree, num_samples, dims, lambda rows: slice(samples.start * rows, samples.stop * rows))
+
+    def selected(leaf: Tensor, dim: int, rows: int) -> slice:
+        return slice(samples.start * rows, samples.stop * rows)
+
+    return _indexed(tree, num_samples, dims, selected)
 
 
-def _with_rows(
-    tree: Any, num_samples: int, dims: Callable[[Any], list[int | None]], rows_of: Callable[[int], Any]
+def _indexed(
+    tree: Any,
+    num_samples: int,
+    dims: Callable[[Any], list[int | None]],
+    index_of: Callable[[Tensor, int, int], Tensor | slice],
 ) -> Any:
-    """``tree`` with the samples of every tensor indexed; ``rows_of`` gets how many rows a sample has."""
+    """``tree`` with the samples of every tensor indexed; ``index_of`` gets it, its dimension, and rows per sample.
+
+    An index keeps logits in parts that are sharded by vocabulary.
+    """
     leaves, structure = pytree.tree_flatten(tree)
     for index, (leaf, dim) in enumerate(zip(leaves, dims(tree), strict=True)):
         if isinstance(leaf, Tensor) and dim is not None and dim < leaf.dim() and leaf.shape[dim] % num_samples == 0:
-            rows = rows_of(leaf.shape[dim] // num_samples)
-            # An index keeps logits in parts that are sharded by vocabulary.
-            chosen = torch.tensor(rows, device=leaf.device) if isinstance(rows, list) else rows
+            chosen = index_of(leaf, dim, leaf.shape[dim] // num_samples)
             leaves[index] = leaf.detach()[(*[slice(None)] * dim, chosen)]
     return pytree.tree_unflatten(leaves, structure)
 
