@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.checkpoint.atomic_replace import replace_weights
-from hybridpp.checkpoint.folder_kind import has_weights, other_kind
+from hybridpp.checkpoint.folder_kind import dangling_link, has_weights, other_kind
 from hybridpp.checkpoint.hub_format import format_of
 from hybridpp.checkpoint.hub_tensors import hub_groups, plain_groups
 from hybridpp.checkpoint.index import CONFIG
@@ -171,9 +171,10 @@ class SaveTarget:
         except (CheckpointError, PeerError):
             raise
         except Exception as error:  # transformers, safetensors and torch.save have no error in common
+            why = dangling_link(self._path) or f"{type(error).__name__}: {error}"
             raise CheckpointError(
-                f"{self._path} cannot be written: {type(error).__name__}: {error}. Free disk space, check permissions, "
-                "or pass another path. A load finds either the old weights or the new ones, complete."
+                f"{self._path} cannot be written: {why}. Free disk space, check permissions, or pass another path. A "
+                "load finds either the old weights or the new ones, complete."
             ) from error
 
 

@@ -1,6 +1,7 @@
 """What a folder holds that a call cannot use, in words, and which call can."""
 
 import json
+import os
 from pathlib import Path
 
 from hybridpp.checkpoint.commit import committed_steps, steps
@@ -28,6 +29,8 @@ def has_weights(path: Path) -> bool:
 
 def why_no_checkpoint(path: AnyPath) -> str:
     """Why a path has no checkpoint of a run, in one sentence or two, each with a space after it."""
+    if dangling := dangling_link(path):
+        return f"{path} is not there: {dangling}. "
     if not path.exists():
         return f"there is no folder {path}. "
     if path.is_file():
@@ -40,6 +43,14 @@ def why_no_checkpoint(path: AnyPath) -> str:
     if not any(True for _ in path.iterdir()):
         return f"{path} is empty. "
     return f"{path} holds no checkpoint. {other_kind(path)}"
+
+
+def dangling_link(path: AnyPath) -> str | None:
+    """The link in a path whose target is not there, in words: a disk that is not mounted; None: there is none."""
+    for one in (path, *path.parents) if isinstance(path, Path) else ():
+        if one.is_symlink() and not os.path.exists(one):
+            return f"{one} is a link to {os.readlink(one)}, which does not exist (a disk that is not mounted?)"
+    return None
 
 
 def other_kind(path: AnyPath) -> str:

@@ -18,6 +18,14 @@ class UpdateTarget(Protocol):
     def tensors(self) -> Mapping[str, nn.Parameter]:
         """The leaves that the optimizer holds, by the parameter's name."""
 
+    @property
+    def names(self) -> Mapping[int, str]:
+        """The names of the model's parameters that are updated, by their ``id``."""
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the tensors are parts of parameters, those that this replica updates."""
+
     def check(self, model: nn.Module) -> None:
         """Refuse a model with trainable parameters that are not updated.
 

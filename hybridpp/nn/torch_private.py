@@ -56,6 +56,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data.dataloader import _BaseDataLoaderIter as BaseDataLoaderIter
 
 __all__ = [
+    "APPLY",
     "ATTENTION_OPS",
     "BUFFERS",
     "CALL",
@@ -89,6 +90,7 @@ __all__ = [
     "UnsupportedOperatorException",
     "accumulated_hooks_of",
     "active_nccl_calls",
+    "apply_of_class",
     "apply_to_tensors",
     "assert_async",
     "backward_hooks_of",
@@ -317,6 +319,16 @@ def unwrapped(tensor: Tensor) -> Tensor:
 def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """Replace all parameters, gradients and buffers, as ``module.to`` does."""
     module._apply(function)  # type: ignore[no-untyped-call]  # torch
+
+
+APPLY = "_apply"
+"""The method of a module that ``half()``, ``to(...)`` and the like call."""
+
+
+def apply_of_class(module: nn.Module, function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+    """That method of the module's class, whatever is set on the module."""
+    converted: nn.Module = type(module)._apply(module, function, *args, **kwargs)  # type: ignore[no-untyped-call]  # torch
+    return converted
 
 
 def forget_flat_weights(module: nn.RNNBase) -> None:

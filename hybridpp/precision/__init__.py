@@ -1,6 +1,13 @@
 """Mixed precision: dtypes, the loss scale, fp32 master weights, and the search for the first inf or NaN."""
 
-from hybridpp.precision.dtypes import cast_model, describe_dtypes, dtype_changes, torch_dtype, working_dtype
+from hybridpp.precision.dtypes import (
+    cast_model,
+    describe_dtypes,
+    dtype_changes,
+    refuse_conversions,
+    torch_dtype,
+    working_dtype,
+)
 from hybridpp.precision.function_casts import FunctionCasts
 from hybridpp.precision.mixed_precision import (
     LossScale,
@@ -39,6 +46,7 @@ __all__ = [
     "find_module_dtypes",
     "fp32_norms",
     "norm_modules",
+    "refuse_conversions",
     "torch_dtype",
     "update_loss_scale",
     "working_dtype",

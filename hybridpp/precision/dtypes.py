@@ -1,15 +1,18 @@
 """The torch dtypes of each precision, and casting a model to them."""
 
+from collections.abc import Callable
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hybridpp.config import Precision
+from hybridpp.errors import ConfigError
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn import walk
-from hybridpp.nn.torch_private import BatchNorm, transient_buffers_of
+from hybridpp.nn.torch_private import APPLY, BatchNorm, apply_of_class, transient_buffers_of
 from hybridpp.precision.declared_fp32 import DeclaredFp32
 from hybridpp.precision.module_dtypes import ModuleDtypes
 from hybridpp.text_table import text_table
@@ -78,12 +81,47 @@ def cast_model(
     for tensor in (*walk.parameters(adapter.model), *walk.buffers(adapter.model)) if changed else ():
         target = changed.get(id(tensor), tensor.dtype)
         if tensor.dtype is not target:
-            adapter.noted(tensor, f"cast to {str(target).removeprefix('torch.')}", partial(_cast, tensor, tensor.dtype))
+            adapter.noted(tensor, f"cast to {bare_name(target)}", partial(_cast, tensor, tensor.dtype))
             _cast(tensor, target)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> None:
     tensor.data = tensor.data.to(dtype)
+
+
+def refuse_conversions(adapter: ModuleAdapter) -> None:
+    """Let ``half()``, ``to(...)`` and the like of a boosted model raise where they would change a dtype or a device."""
+    adapter.set_attribute(adapter.model, APPLY, _WithoutConversion(adapter.model), "refusal of conversions")
+
+
+class _WithoutConversion:
+    """What ``half()`` and the like of one model call; a copy of the model gets a copy of this, and is converted.
+
+    An object of this library: models that differ in such objects only are equal (see :class:`Structure`).
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model, self._id = model, id(model)
+
+    def __call__(self, function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        model = self._model
+        held = (*walk.parameters(model), *walk.buffers(model)) if id(model) == self._id else ()
+        for dtype, device in dict.fromkeys((tensor.dtype, tensor.device) for tensor in held):
+            after = function(torch.empty(0, dtype=dtype, device=device))
+            if (after.dtype, after.device) != (dtype, device):
+                raise ConfigError(
+                    f"{type(model).__name__} is boosted: half(), float(), to(...) or the like would bring its "
+                    f"{bare_name(dtype)} tensors on {device} to {bare_name(after.dtype)} on {after.device}, and "
+                    "gradients, messages and what the optimizer updates would stay. Choose dtypes by precision= and "
+                    "fp32_modules= of the plugin, and the device before booster.boost; or convert a copy: "
+                    "copy.deepcopy(model).half()."
+                )
+        return apply_of_class(model, function, *args, **kwargs)
+
+
+def bare_name(dtype: torch.dtype) -> str:
+    """Without ``torch.``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def describe_dtypes(
@@ -95,12 +133,12 @@ def describe_dtypes(
         held = [tensor for tensor in module.parameters(recurse=False) if tensor.is_floating_point()]
         if held:
             name = type(module).__name__
-            weights = "/".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in held}))
+            weights = "/".join(sorted({bare_name(tensor.dtype) for tensor in held}))
             half_norm = isinstance(module, _REDUCES_IN_FP32) and held[0].dtype in _HALF.values()
             key = (name, weights, f"{weights}, mean and variance float32" if half_norm else weights)
             rows[key] = rows.get(key, 0) + 1
         elif module in module_dtypes and not any(module.children()):
-            key = (type(module).__name__, "", str(module_dtypes[module]).removeprefix("torch."))
+            key = (type(module).__name__, "", bare_name(module_dtypes[module]))
             rows[key] = rows.get(key, 0) + 1
     head = ("module", "weights", "computes in")
     table = [(f"{number} {name}", weights, computes) for (name, weights, computes), number in sorted(rows.items())]

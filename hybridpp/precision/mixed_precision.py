@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hybridpp.config import LossScaleConfig
 from hybridpp.errors import ConfigError
 from hybridpp.nn.torch_private import children_of, foreach_copy_, has_no_data, parameters_of, version_of
+from hybridpp.precision.dtypes import bare_name
 from hybridpp.precision.host_transfer import HostTransfer
 from hybridpp.precision.write_watch import WriteWatch
 
@@ -158,7 +159,11 @@ class ReplicatedTarget:
 
     Attributes:
         tensors: what is updated, by the parameter's name.
+        names: of the parameters, by their ``id``.
+        is_divided: whether replicas update parts.
     """
+
+    is_divided = False
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], masters: MasterWeights):
         self.tensors = {name: masters.masters.get(name, parameter) for name, parameter in parameters.items()}
@@ -166,19 +171,27 @@ class ReplicatedTarget:
         self._parameters = dict(parameters)
         self._lent: Mapping[str, Tensor] = {}
         self._on_device = any(parameter.device.type != "cpu" for parameter in self._parameters.values())
-        self._known = frozenset(map(id, self._parameters.values()))
+        self.names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._known = {id(parameter): parameter.dtype for parameter in self._parameters.values()}
 
     def check(self, model: nn.Module) -> None:
-        """Refuse parameters that require a gradient now and did not at boost, or were not there.
+        """Refuse parameters that require a gradient now and did not at boost, were not there, or had another dtype.
 
         Raises:
             ConfigError: there is one.
         """
-        if all(id(parameter) in self._known for parameter in _trained(model)):
+        if all(self._known.get(id(parameter)) is parameter.dtype for parameter in _trained(model)):
             return
         for name, parameter in model.named_parameters():
-            if not parameter.requires_grad or id(parameter) in self._known:
+            if not parameter.requires_grad or self._known.get(id(parameter)) is parameter.dtype:
                 continue
+            if id(parameter) in self._known:
+                raise ConfigError(
+                    f"{name} is {bare_name(parameter.dtype)} and was {bare_name(self._known[id(parameter)])} after "
+                    f"booster.boost ({name}.data = ..., or half(), float(), to(dtype) of a module): gradients and what "
+                    "the optimizer updates have not changed. Choose dtypes by precision= and fp32_modules= of the "
+                    "plugin, and write values with parameter.copy_(...) under torch.no_grad()."
+                )
             if name in self._parameters:
                 raise ConfigError(
                     f"{name} was replaced by another parameter after booster.boost: the optimizer still has the old "

@@ -22,6 +22,8 @@ class ShardedTarget(ReplicatedTarget):
         tensors: what is updated, by the parameter's name; parameters that lie on other replicas are missing.
     """
 
+    is_divided = True
+
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],

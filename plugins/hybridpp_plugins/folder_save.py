@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 from hybridpp.checkpoint.commit import begin_in, commit_in, is_committed, new_save_id, part_file, token_file
 from hybridpp.checkpoint.file_images import FileImage, file_images, write_images
+from hybridpp.checkpoint.folder_kind import dangling_link
 from hybridpp.checkpoint.gather import gather_json
 from hybridpp.checkpoint.manifest import FileEntry, Manifest, check, merged, tensor_as_json
 from hybridpp.checkpoint.remote_path import AnyPath
@@ -186,9 +187,10 @@ class FolderSave:
         try:
             run()
         except OSError as error:
+            why = dangling_link(self._folder) or error.strerror or error
             failure = CheckpointError(
-                f"{self._folder} cannot be written: {error.strerror or error}. Free space, or pass another path; "
-                "earlier checkpoints are as they were, and so is the run."
+                f"{self._folder} cannot be written: {why}. Free space, or pass another path; earlier checkpoints are "
+                "as they were, and so is the run."
             )
             failure.__cause__ = error
         except Exception as error:

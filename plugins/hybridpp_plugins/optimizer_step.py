@@ -25,6 +25,7 @@ from hybridpp_plugins.manual_forward import ManualCallRecorder
 from hybridpp_plugins.nonfinite_steps import NonFiniteSteps
 from hybridpp_plugins.optimizer_state import OptimizerStateOwner
 from hybridpp_plugins.replica_buffers import ReplicaBuffers
+from hybridpp_plugins.state_by_parameter import StateByParameter
 from hybridpp_plugins.wrapped_optimizer import WrappedOptimizer
 
 _IN_OPTIMIZER = "in the optimizer's step, get_grad_norm or clip_grad_by_norm"
@@ -302,6 +303,11 @@ class SteppingOptimizer(WrappedOptimizer):
         self.group_settings: GroupSettings | None = None
         self.while_updating: Callable[[], AbstractContextManager[None]] = nullcontext
         self.interruption = Interruption()
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]  # an attribute in torch's class
+        """The wrapped optimizer's state; see :class:`StateByParameter`."""
+        return StateByParameter(self._optimizer.state, self.target)
 
     @property
     def loss_scale(self) -> float:

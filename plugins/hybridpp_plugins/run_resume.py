@@ -10,7 +10,7 @@ from hybridpp.checkpoint.commit import (
     open_step,
     step_folder,
 )
-from hybridpp.checkpoint.folder_kind import why_no_checkpoint
+from hybridpp.checkpoint.folder_kind import dangling_link, why_no_checkpoint
 from hybridpp.checkpoint.manifest import Manifest
 from hybridpp.checkpoint.plain_values import decode
 from hybridpp.checkpoint.reader import fill
@@ -121,8 +121,8 @@ def _newest_intact(rank: int, control: Group, path: AnyPath, start_fresh: bool) 
         if rank == 0:
             with suppress(OSError):  # of a folder that can only be read, the run cannot save to
                 remove_marker(path)
-        # A run that began anew beside a file of this name would fail when it saves.
-        if rank == 0 and not steps and (path.is_file() or not start_fresh):
+        # A run that began anew beside a file of this name, or before its disk is mounted, would fail when it saves.
+        if rank == 0 and not steps and (path.is_file() or dangling_link(path) or not start_fresh):
             raise CheckpointError(
                 f"{why_no_checkpoint(path)}Pass the folder that booster.save wrote, or "
                 'missing="fresh" to begin a new run where there is none.'

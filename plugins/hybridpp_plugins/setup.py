@@ -18,7 +18,7 @@ from hybridpp.partition import StagedModel, compile_blocks, compiled_parts
 from hybridpp.pipeline import DeviceMarks, Executor, Transport, compile_keywords, makes_cuda_graphs
 from hybridpp.plan_search import RunFormats
 from hybridpp.plugin import Boosted
-from hybridpp.precision import ModuleDtypes, find_module_dtypes, fp32_norms, torch_dtype
+from hybridpp.precision import ModuleDtypes, find_module_dtypes, fp32_norms, refuse_conversions, torch_dtype
 from hybridpp.tensor_parallel import sharding_of
 from hybridpp_plugins.apply_tp import AppliedTensorParallel, apply_tensor_parallel
 from hybridpp_plugins.engine import Engine
@@ -91,6 +91,7 @@ def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedF
     diagnosis = NonFiniteDiagnosis(staged, executor, buckets, layout, device, placed.weights.unsharded)
     if boosted is not None:
         _watch_manual_calls(boosted, staged, diagnosis, context)
+    refuse_conversions(adapter)
     statistics = RunningStatistics(model, layout.dp)
     if boosted is not None:
         boosted.group_settings = GroupSettings(boosted.unwrap(), model, layout.control)

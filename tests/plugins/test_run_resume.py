@@ -82,6 +82,22 @@ def test_another_folder_is_named_with_what_reads_it(tmp_path, folder, text):
     on_layout(rank)
 
 
+def test_a_link_to_a_folder_that_is_not_there_is_no_new_run(tmp_path):
+    """The disk is not mounted: the run has checkpoints there."""
+    (tmp_path / "disk").symlink_to(tmp_path / "mounted")
+
+    def rank(make):
+        run = make()
+        path = tmp_path / "disk" / "run"
+        text = r"disk is a link to .*mounted, which does not exist \(a disk that is not mounted\?\)\. "
+        with pytest.raises(CheckpointError, match=f"{text}Pass the folder"):
+            run.booster.resume(path, missing="fresh")
+        with pytest.raises(CheckpointError, match=f"{text}Free space, or pass another path"):
+            run.booster.save(path, step=1)
+
+    on_layout(rank)
+
+
 def test_a_file_in_place_of_the_folder_is_no_new_run(tmp_path):
     """Which would fail when it saves."""
     path = tmp_path / "run"

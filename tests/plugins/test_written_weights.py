@@ -124,6 +124,25 @@ def masters_of(booster, model):
     return {name: one.detach() for name, one in booster.plugin._engine(model).masters.masters.items()}
 
 
+@pytest.mark.parametrize(("precision", "other"), [("fp32", "half"), ("bf16", "float"), ("fp16", "double")])
+def test_another_dtype_is_refused_on_the_model_and_on_a_weight(precision, other):
+    def run(zero):
+        settings = {"precision": precision, "zero_stage": zero}
+        booster, model, optimizer = boosted(make_model(), sgd, (torch.zeros(1, 8),), **settings)
+        model.to("cpu")
+        with pytest.raises(ConfigError, match=r"^Sequential is boosted: half\(\), float\(\), .* would bring"):
+            getattr(model, other)()
+        with booster.unsharded(model) if zero == 3 else nullcontext():
+            getattr(copy.deepcopy(model), other)()
+        step(booster, model, optimizer)
+        getattr(model[0], other)()
+        with pytest.raises(ConfigError, match=r"^0\.weight is float\d+ and was b?float\d+ after booster\.boost"):
+            step(booster, model, optimizer)
+
+    for zero in (0, 1, 3):
+        Loopback(2).run(lambda zero=zero: run(zero))
+
+
 @pytest.mark.covering("writer zero", "writer precision")
 @pytest.mark.parametrize("offload", [0.0, 1.0])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
