@@ -181,7 +181,7 @@ class StepLosses:
         self._is_guessed = False
         parts, sizes = [one.inputs for one in self._microbatches], [one.num_samples for one in self._microbatches]
         try:
-            form = loss_form_of(terms or (), parts, self._twice_inputs, sizes)
+            form = self._form_of(trace, terms or (), parts, sizes)
             is_same = form.products == self._form.products and [one.added for one in form.measure(parts, sizes)] == [
                 one.added for one in self._measured
             ]
@@ -237,13 +237,7 @@ class StepLosses:
         form = LossForm.of_rows()
         try:
             if terms is not None:
-                has_total = any(self._is_total(factor.count) for term in terms for factor in term.factors or ())
-                is_mean = self._criterion.declares_reduction and not has_total
-                form = loss_form_of(
-                    terms, parts, self._twice_inputs, sizes, trace.rows if is_mean else None, self._part_of
-                )
-                if has_total:
-                    form = form.divided_by_total(next((term.natural for term in terms if term.natural), None))
+                form = self._form_of(trace, terms, parts, sizes)
             measured = form.measure(parts, sizes)
         except NotCountedError as error:
             self._report(LossReduction.UNCOUNTED, str(error))
@@ -255,6 +249,16 @@ class StepLosses:
             measured = form.measure(parts, sizes)
         self._found(form, measured)
         return form
+
+    def _form_of(self, trace: LossTrace, terms: Sequence[Term], parts: Sequence[Any], sizes: Sequence[int]) -> LossForm:
+        """The form that terms show, as far as the criterion does not say it."""
+        has_total = any(self._is_total(factor.count) for term in terms for factor in term.factors or ())
+        is_mean = self._criterion.declares_reduction and not has_total
+        rows = trace.rows if is_mean else None
+        form = loss_form_of(terms, parts, self._twice_inputs, sizes, rows, self._part_of)
+        if not has_total:
+            return form
+        return form.divided_by_total(next((term.natural for term in terms if term.natural), None))
 
     def _found(self, form: LossForm, measured: list[Measured]) -> None:
         """The form is known: so are the weights."""

@@ -160,6 +160,14 @@ def everywhere(heads, settings, whole):
     return Loopback(size * settings.get("pp_size", 1) * settings.get("tp_size", 1)).run(run)
 
 
+def merged_over(ranks, name, which):
+    """The gradients of a head, of all ranks."""
+    merged = {}
+    for rank in ranks:
+        merged.update(rank[name][which])
+    return merged
+
+
 @pytest.mark.parametrize("settings", LAYOUTS, ids=str)
 def test_losses_and_gradients_are_those_of_the_whole_batch(settings):
     whole = batch()
@@ -167,9 +175,7 @@ def test_losses_and_gradients_are_those_of_the_whole_batch(settings):
     for name, criterion in HEADS.items():
         loss, gradients = alone(criterion, whole)
         for which in (1, 2):
-            merged = {}
-            for rank in ranks:
-                merged.update(rank[name][which])
+            merged = merged_over(ranks, name, which)
             assert merged.keys() == gradients.keys()
             for parameter, gradient in gradients.items():
                 assert (merged[parameter] - gradient).abs().max() <= 1e-6, (name, parameter, which)
@@ -443,9 +449,7 @@ def test_what_is_divided_by_a_lower_limit_counts_without_items_too(with_objects,
     for name, criterion in heads.items():
         loss, gradients = alone(criterion, whole)
         for which in (1, 2):
-            merged = {}
-            for rank in ranks:
-                merged.update(rank[name][which])
+            merged = merged_over(ranks, name, which)
             assert_near({key: merged[key] for key in gradients}, gradients, 1e-5)
         if "dp_size" not in settings:
             assert ranks[0][name][0] == pytest.approx([loss] * 4, rel=1e-5), name
@@ -503,9 +507,7 @@ def test_a_script_may_divide_by_another_number_where_there_are_no_items(settings
     for name, criterion in heads.items():
         loss, gradients = alone(criterion, whole)
         for which in (1, 2):
-            merged = {}
-            for rank in ranks:
-                merged.update(rank[name][which])
+            merged = merged_over(ranks, name, which)
             assert_near(merged, gradients, 1e-5)
         if "dp_size" not in settings:
             assert ranks[0][name][0] == pytest.approx([loss] * 4, rel=1e-5), name
@@ -522,6 +524,30 @@ def test_a_later_micro_batch_without_items_still_has_its_background():
         loss, gradients = alone(later, given)
         assert found == pytest.approx(loss, rel=1e-6)
         assert_near(gradients_of(booster, model), gradients, 1e-6)
+
+
+def declared(o, i):
+    """Of what micro-batches give, one part is divided by the objects, and one is not divided."""
+    return later(o, i) + 0.1 * o["pooled"].square().sum()
+
+
+declared.reduction = "mean"
+
+
+def test_a_declared_loss_may_have_its_first_micro_batch_without_items():
+    given = batch([LENGTH] * 4)
+    given["objects"] = torch.tensor([0.0, 0, 1, 0])
+    booster, model, optimizer = boosted(Head(), sgd, {"ids": given["ids"][:1]}, num_microbatches=2)
+    found = booster.execute_pipeline(iter([given]), model, declared, optimizer)["loss"].item()
+
+    def of_model(batch):
+        return Head()(**{name: batch[name] for name in ("ids", "labels", "kinds", "starts", "ends")})
+
+    with torch.no_grad():
+        halves = [{key: value[part] for key, value in given.items()} for part in (slice(2), slice(2, 4))]
+        whole = later(of_model(given), given)
+        rest = sum(0.1 * of_model(half)["pooled"].square().sum() for half in halves) / 2
+    assert found == pytest.approx(float(whole + rest), rel=1e-5)
 
 
 def later(o, i):
