@@ -159,12 +159,13 @@ conv_forward: Callable[[nn.Conv2d, Tensor, Tensor, Tensor | None], Tensor] = nn.
 GLOBAL_FORWARD_HOOKS: dict[int, Callable[..., Any]] = module_globals._global_forward_hooks
 GLOBAL_FORWARD_PRE_HOOKS: dict[int, Callable[..., Any]] = module_globals._global_forward_pre_hooks
 
-# A tensor. One that was made in inference mode has no version: reading it is an error (see version_or_none).
 # What nodes of autograd's graph keep: the sizes that were reduced, how a loss was, and of what.
 reduced_sizes_of: Callable[[Any], tuple[int, ...]] = attrgetter("_saved_self_sym_sizes")
 loss_reduction_of: Callable[[Any], int] = attrgetter("_saved_reduction")
 loss_input_of: Callable[[Any], Tensor] = attrgetter("_saved_self")
 INPUT_METADATA = "_input_metadata"
+
+# A tensor. One that was made in inference mode has no version: reading it is an error (see version_or_none).
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 VERSION: Any = vars(TensorBase)["_version"]  # the descriptor, as __torch_function__ is given it
 backward_hooks_of: Callable[[Tensor], Mapping[int, Callable[..., Any]] | None] = attrgetter("_backward_hooks")

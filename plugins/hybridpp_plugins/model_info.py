@@ -131,7 +131,7 @@ def _needs_closure(optimizer: Optimizer) -> bool:
     except TypeError:
         return True
     except ValueError:  # it has no signature
-        pass
+        return False
     return False
 
 
