@@ -100,9 +100,14 @@ def _is_ours(device: Any) -> bool:
     return device is not None and torch.device(device).type == DEVICE.type
 
 
+def _is_library(frame: Any) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("hybridpp", "hybridpp_plugins")
+
+
 def _place() -> str:
     frame = sys._getframe(1)
-    while frame is not None and ("/hybridpp" not in frame.f_code.co_filename or frame.f_code.co_name[0] == "<"):
+    # By module: the folder of the clone may be called hybridpp, too.
+    while frame is not None and (not _is_library(frame) or frame.f_code.co_name[0] == "<"):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}" if frame else "script"
 
