@@ -45,7 +45,8 @@ def reduction_of(criterion: Any) -> str | None:
     Criteria inside of it do not count: it may divide the sum that an inner criterion returns.
 
     Raises:
-        ConfigError: it declares that it does not reduce.
+        ConfigError: it declares that it does not reduce; or it is a plain function with an unknown reduction. Those of
+            modules may be other libraries' words.
     """
     held = criterion.keywords.get("reduction") if isinstance(criterion, functools.partial) else None
     reduction = held or getattr(criterion, "reduction", None)
@@ -54,7 +55,14 @@ def reduction_of(criterion: Any) -> str | None:
             f"a criterion must return one number per micro-batch: {name_of(criterion)} has reduction='none'. "
             "Use 'mean' or 'sum', or reduce its result."
         )
-    return reduction if isinstance(reduction, str) and reduction in REDUCTIONS else None
+    if isinstance(reduction, str) and reduction in REDUCTIONS:
+        return reduction
+    if reduction is not None and inspect.isfunction(criterion):
+        raise ConfigError(
+            f"the reduction of a criterion must be 'mean' or 'sum': got {name_of(criterion)}.reduction={reduction!r}. "
+            "Without this attribute, what the loss is a mean over is found in the first step."
+        )
+    return None
 
 
 def check_reduction(criterion: Any, loss_reduction: str | None) -> str | None:

@@ -210,6 +210,16 @@ def test_a_criterion_that_does_not_reduce_is_refused(criterion):
         CriterionAdapter(criterion, TAKES_X)
 
 
+def test_an_unknown_reduction_of_a_function_is_refused():
+    def misspelt(outputs, inputs):
+        return outputs.mean()
+
+    misspelt.reduction = "Mean"
+    text = r"the reduction of a criterion must be 'mean' or 'sum': got .*misspelt\.reduction='Mean'"
+    with pytest.raises(ConfigError, match=text):
+        CriterionAdapter(misspelt, TAKES_X)
+
+
 def declared(outputs, inputs):
     return outputs.sum()
 
