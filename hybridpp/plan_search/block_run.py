@@ -1,8 +1,9 @@
 """Run a block, or one rank's shard of it, on random numbers, and keep its results and gradients."""
 
 import copy
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import product
 from typing import Any, TypeAlias
 
@@ -20,6 +21,9 @@ from hybridpp.plan_search.trial_errors import is_machine_failure
 
 SampleCall: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a block's forward."""
+
+ResultKey: TypeAlias = tuple[str, int]
+"""A module of a block (empty: the block itself), and a result's number among the leaves of what it returns."""
 
 
 class BlockCall:
@@ -84,9 +88,10 @@ class BlockOutcome:
         call: its arguments.
         reference: the outcome of the reference block, if this is a shard.
         watch: a context for the forward.
+        collected: results of modules inside that hooks collect.
 
     Attributes:
-        results: the floating-point tensors that the block returns, by their number among the leaves.
+        results: the floating-point tensors that the block returns, and those that are collected.
         left: the floating-point tensors that are attributes of its modules afterwards (an auxiliary loss), by module
             and attribute.
         gradients: sketches of them, by parameter name or number of the argument; empty where a result does not have the
@@ -102,24 +107,31 @@ class BlockOutcome:
         call: BlockCall,
         reference: "BlockOutcome | None" = None,
         watch: AbstractContextManager[Any] | None = None,
+        collected: Collection[ResultKey] = (),
     ):
         with constant_draws() if block.training else nullcontext():
-            self._run(block, call, reference, watch or nullcontext())
+            self._run(block, call, reference, watch or nullcontext(), collected)
 
     def _run(
-        self, block: nn.Module, call: BlockCall, reference: "BlockOutcome | None", watch: AbstractContextManager[Any]
+        self,
+        block: nn.Module,
+        call: BlockCall,
+        reference: "BlockOutcome | None",
+        watch: AbstractContextManager[Any],
+        collected: Collection[ResultKey],
     ) -> None:
         leaves = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in call.tensors]
         copies = [leaf.clone() for leaf in leaves]
-        with watch:
-            output = pytree.tree_leaves(call.run(block, copies))
-        results = {n: x for n, x in enumerate(output) if isinstance(x, Tensor) and x.is_floating_point()}
-        self.results: dict[int, Tensor] = {number: result.detach() for number, result in results.items()}
+        with watch, _results_inside(block, collected) as inside:
+            own = _floating(call.run(block, copies))
+        results = {("", number): result for number, result in own.items()} | inside
+        self.results: dict[ResultKey, Tensor] = {key: result.detach() for key, result in results.items()}
         self.left = _left_on(block)
         self.gradients: dict[str | int, Sketch] = {}
         if reference is not None:
-            unlike = {n for n, result in reference.results.items() if results[n].shape != result.shape}
-            if not all(close(self.results[n], result) for n, result in reference.results.items() if n not in unlike):
+            unlike = {key for key, result in reference.results.items() if results[key].shape != result.shape}
+            like = ((key, result) for key, result in reference.results.items() if key not in unlike)
+            if not all(close(self.results[key], result) for key, result in like):
                 raise ResultsDiffer
             if unlike:
                 return
@@ -150,6 +162,7 @@ class ReferenceBlock:
         written: the parameters that its forward writes to, by name.
         training_call: arguments that it gets in training; None: the same.
         formats: in which the block will run; None: these.
+        collected: results of modules inside that hooks collect, and that must be complete like those of the block.
 
     Attributes:
         outcome: of the block.
@@ -164,18 +177,28 @@ class ReferenceBlock:
         written: Collection[str] = (),
         training_call: BlockCall | None = None,
         formats: BlockFormats | None = None,
+        collected: Collection[ResultKey] = (),
     ):
         self.block = block
         self.call = call
+        self._collected = collected
         self._written = written
         self.formats = formats
         self.in_training: ReferenceBlock | None = None
         # Run on a copy: state that a run leaves on the block is part of a graph.
         tried = self.copy()
         operations = Operations(tried)
-        self.outcome = BlockOutcome(tried, call, watch=operations)
+        self.outcome = BlockOutcome(tried, call, watch=operations, collected=collected)
         if not block.training:
             self.in_training = self._otherwise_in_training(operations, training_call or call)
+
+    def outcome_of(self, shard: nn.Module) -> BlockOutcome:
+        """The outcome of a rank's shard of the block, on the same arguments.
+
+        Raises:
+            ResultsDiffer: a result has the block's shape and other numbers.
+        """
+        return BlockOutcome(shard, self.call, self.outcome, collected=self._collected)
 
     def copy(self) -> nn.Module:
         """A copy that shares the memory of the parameters that the forward does not write to."""
@@ -197,7 +220,8 @@ class ReferenceBlock:
             trained.put_back()
         if trained.run == evaluated.run:
             return None
-        return ReferenceBlock(self.copy().train(), call, frozenset(trained.written), formats=self.formats)
+        written = frozenset(trained.written)
+        return ReferenceBlock(self.copy().train(), call, written, formats=self.formats, collected=self._collected)
 
     def runs_in_formats(self) -> bool:
         """Whether the complete block runs in the formats of a run, with arguments that are cast to them."""
@@ -215,6 +239,29 @@ class ReferenceBlock:
         assert self.formats is not None, "there are such"
         self.formats.put_on(adapter)
         BlockOutcome(adapter.model, self.call.in_formats(self.formats))
+
+
+def _floating(output: Any) -> dict[int, Tensor]:
+    leaves = enumerate(pytree.tree_leaves(output))
+    return {number: leaf for number, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+
+
+@contextmanager
+def _results_inside(block: nn.Module, collected: Collection[ResultKey]) -> Iterator[dict[ResultKey, Tensor]]:
+    """Inside, what modules of a block return is noted, of each module's last call."""
+    found: dict[ResultKey, Tensor] = {}
+
+    def note(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        own = {(name, number): leaf for number, leaf in _floating(output).items()}
+        found.update({key: leaf for key, leaf in own.items() if key in collected})
+
+    names = sorted({name for name, _ in collected})
+    hooks = [walk.submodule(block, name).register_forward_hook(partial(note, name), prepend=True) for name in names]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _left_on(block: nn.Module) -> dict[tuple[str, str], Tensor]:
@@ -238,7 +285,10 @@ def copy_block(block: nn.Module, apart: Collection[str] = ()) -> nn.Module:
 
 
 def randomized_copy(
-    block: nn.Module, calls: Sequence[SampleCall], formats: BlockFormats | None = None
+    block: nn.Module,
+    calls: Sequence[SampleCall],
+    formats: BlockFormats | None = None,
+    collected: Collection[ResultKey] = (),
 ) -> ReferenceBlock:
     """A copy of a block with random weights, in double precision where its kernels support it.
 
@@ -248,6 +298,7 @@ def randomized_copy(
         block: is not changed.
         calls: arguments of its forward; a second one are those in training.
         formats: in which it will run; None: not known.
+        collected: results of modules inside that hooks collect.
     """
     call, training_call = calls[0], calls[1] if len(calls) > 1 else None
     failure: Exception | None = None
@@ -257,7 +308,9 @@ def randomized_copy(
             copied = random_weights(block, dtype).train(training)
             other = None if training_call is None else _call_in(dtype, training_call)
             others = None if formats is None or formats.are_of(copied) else formats
-            return ReferenceBlock(copied, _call_in(dtype, call), training_call=other, formats=others)
+            return ReferenceBlock(
+                copied, _call_in(dtype, call), training_call=other, formats=others, collected=collected
+            )
         except Exception as error:  # a block may raise anything
             if is_machine_failure(error):
                 raise

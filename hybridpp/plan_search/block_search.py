@@ -1,7 +1,7 @@
 """Search for a way to shard one block."""
 
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import islice
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from hybridpp.nn.linear import linear_shapes
-from hybridpp.plan_search.block_run import SampleCall, copy_block, randomized_copy
+from hybridpp.plan_search.block_run import ResultKey, SampleCall, copy_block, randomized_copy
 from hybridpp.plan_search.candidates import CandidateGenerator
 from hybridpp.plan_search.dataflow import layer_dataflow
 from hybridpp.plan_search.layer_groups import LayerGroup, common_module, groups_of
@@ -57,6 +57,7 @@ class PlanSearch:
         own_plan: kinds of the layers that the model's own plan names, by their names in the block; they are tried
             first.
         formats: in which the block will run; None: not known.
+        collected: results of modules inside that hooks collect: they must be complete, as those of the block.
     """
 
     def __init__(
@@ -66,11 +67,13 @@ class PlanSearch:
         tp_size: int,
         own_plan: Mapping[str, ShardKind] | None = None,
         formats: BlockFormats | None = None,
+        collected: Collection[ResultKey] = (),
     ):
         self._own_plan = own_plan or {}
         self._tp_size = tp_size
+        self._collected = collected
         self._layers = linear_shapes(block)
-        self._reference = randomized_copy(block, calls, formats)
+        self._reference = randomized_copy(block, calls, formats, collected)
         self._block, self._call = self._reference.block, self._reference.call
         tensors = [x.detach().requires_grad_(x.requires_grad) for x in self._call.tensors]
         self._flow = layer_dataflow(copy_block(self._block), self._layers, *self._call.arguments(tensors))
@@ -234,7 +237,9 @@ class PlanSearch:
 
     def _outcome(self, layers: frozenset[str]) -> str:
         error = self._errors.get(layers)
-        return f"raises {error}" if error else "gives different results"
+        if error:
+            return f"raises {error}"
+        return f"gives different results{', or hooks in it collect incomplete ones' if self._collected else ''}"
 
     def _first_verified(self, candidates: Iterable[ShardingSpec], layers: frozenset[str]) -> ShardingSpec | None:
         rejections: list[Rejected] = []

@@ -1,6 +1,6 @@
 """Search for a way to shard the blocks of a model, verified by trials."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hybridpp.nn import walk
 from hybridpp.nn.names import qualified
 from hybridpp.nn.torch_private import parameters_of, pytree
-from hybridpp.plan_search.block_run import SampleCall
+from hybridpp.plan_search.block_run import ResultKey, SampleCall
 from hybridpp.plan_search.block_search import BlockPlan, PlanSearch
 from hybridpp.plan_search.hf_tp_plan import differences, hf_tp_plan
 from hybridpp.plan_search.run_formats import RunFormats
@@ -26,6 +26,7 @@ def infer_plan(
     tp_size: int,
     training_calls: Mapping[str, SampleCall] | None = None,
     formats: RunFormats | None = None,
+    collected: Mapping[str, Collection[ResultKey]] | None = None,
 ) -> Plan:
     """How the blocks of a model can be sharded over ``tp_size`` ranks without a change of results.
 
@@ -40,6 +41,8 @@ def infer_plan(
         tp_size: number of ranks.
         training_calls: arguments in training, of the blocks that get others there.
         formats: in which the model will run, whose kernels must take the shards; None: not known.
+        collected: by block, the results of modules inside that hooks collect (attention weights): they are complete on
+            every rank, like the block's own.
     """
     formats_of = None if formats is None else formats.by_block(model)
     known: dict[Hashable, BlockPlan] = {}
@@ -54,9 +57,10 @@ def infer_plan(
         own = own_plan.of_block(name)
         calls = calls_of(name, sample_calls, training_calls)
         in_run = formats_of(name) if formats_of else None
-        kind = (*(kind_of(block, *call) for call in calls), tuple(sorted(own.items())), in_run)
+        inside = frozenset(collected.get(name, ())) if collected else frozenset()
+        kind = (*(kind_of(block, *call) for call in calls), tuple(sorted(own.items())), in_run, inside)
         if kind not in known:
-            known[kind] = _plan_of(partial(PlanSearch, block, calls, tp_size, own, in_run))
+            known[kind] = _plan_of(partial(PlanSearch, block, calls, tp_size, own, in_run, inside))
         plans[name] = known[kind]
     for name, parameter in shared_in_two_ways(model, plans).items():
         del plans[name]

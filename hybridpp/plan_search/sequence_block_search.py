@@ -1,6 +1,6 @@
 """Search for a way to run one sharded block on sequence shards."""
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hybridpp.nn.linear import is_linear, linear_shapes
 from hybridpp.nn.torch_private import NormWithStatistics, pytree
-from hybridpp.plan_search.block_run import ReferenceBlock, SampleCall, randomized_copy
+from hybridpp.plan_search.block_run import ReferenceBlock, ResultKey, SampleCall, randomized_copy
 from hybridpp.plan_search.run_formats import BlockFormats
 from hybridpp.plan_search.sequence_dataflow import SequenceDataflow, sequence_dataflow
 from hybridpp.plan_search.sequence_verify import training_obstacle, verify_sequence
@@ -49,6 +49,7 @@ def search_sequence_block(
     spec: ShardingSpec,
     tp_size: int,
     formats: BlockFormats | None = None,
+    collected: Collection[ResultKey] = (),
 ) -> SequenceBlockPlan:
     """The first way to run a block on sequence shards that reproduces its results and gradients.
 
@@ -58,9 +59,11 @@ def search_sequence_block(
         spec: how it will be sharded.
         tp_size: number of ranks.
         formats: in which the block will run; None: not known.
+        collected: results of modules inside that hooks collect, and that must be complete.
     """
+    calls = [*map(_with_distinct_positions, calls)]
     try:
-        return _Search(randomized_copy(block, [*map(_with_distinct_positions, calls)], formats), spec, tp_size).run()
+        return _Search(randomized_copy(block, calls, formats, collected), spec, tp_size).run()
     except Exception as error:  # random numbers may make the block raise anything
         return SequenceBlockPlan(reason=f"cannot run alone ({failure_reason(error)})")
 
@@ -134,7 +137,7 @@ class _Search:
         needed |= {row: self._around(row, flow) for row in self._rows if not flow.results.get(row)}
         shape = self._reference.call.tensors[self._hidden_index].shape
         leaves = self._reference.outcome.results.items()
-        results = tuple(n for n, x in leaves if x.dim() == 3 and x.shape[:2] == shape[:2])
+        results = tuple(n for (name, n), x in leaves if not name and x.dim() == 3 and x.shape[:2] == shape[:2])
         others = self._idle(flow)
         for more in ([], *([others] if others else []), *([name] for name in self._around_row_layers(flow))):
             outermost = _outermost(name for name in (*needed.values(), *more) if name is not None)

@@ -1,13 +1,13 @@
 """Search for the blocks of a sharded model that can run on sequence shards, verified by trials."""
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from hybridpp.nn.names import qualified
 from hybridpp.nn.torch_private import parameters_of
-from hybridpp.plan_search.block_run import SampleCall
+from hybridpp.plan_search.block_run import ResultKey, SampleCall
 from hybridpp.plan_search.model_search import calls_of, kind_of, uses_of_modules
 from hybridpp.plan_search.run_formats import RunFormats
 from hybridpp.plan_search.sequence_block_search import SequenceBlockPlan, search_sequence_block
@@ -37,6 +37,7 @@ def infer_sequence(
     tp_size: int,
     training_calls: Mapping[str, SampleCall] | None = None,
     formats: RunFormats | None = None,
+    collected: Mapping[str, Collection[ResultKey]] | None = None,
 ) -> SequencePlan:
     """Which blocks can run on sequence shards without a change of results.
 
@@ -51,6 +52,7 @@ def infer_sequence(
         tp_size: number of ranks.
         training_calls: arguments in training, of the blocks that get others there.
         formats: in which the model will run, whose kernels must take the shards; None: not known.
+        collected: by block, the results of modules inside that hooks collect, and that must be complete.
     """
     formats_of = None if formats is None else formats.by_block(model)
     known: dict[Hashable, SequenceBlockPlan] = {}
@@ -62,9 +64,10 @@ def infer_sequence(
         inner = spec.of_block(name)
         block, calls = model.get_submodule(name), calls_of(name, sample_calls, training_calls)
         in_run = formats_of(name) if formats_of else None
-        kind = (*(kind_of(block, *call) for call in calls), str(inner), in_run)
+        inside = frozenset(collected.get(name, ())) if collected else frozenset()
+        kind = (*(kind_of(block, *call) for call in calls), str(inner), in_run, inside)
         if kind not in known:
-            known[kind] = search_sequence_block(block, calls, inner, tp_size, in_run)
+            known[kind] = search_sequence_block(block, calls, inner, tp_size, in_run, inside)
         results[name] = known[kind]
     _leave_out_shared(model, results)
     return SequencePlan(

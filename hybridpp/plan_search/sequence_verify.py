@@ -56,8 +56,7 @@ def _verify(
         assert group is not None
         block = reference.copy()
         run_sequence_parallel("", sequence, shard(ModuleAdapter(block), spec, group, share_memory=True))
-        outcome = BlockOutcome(block, reference.call, reference.outcome)
-        return outcome, {name: sharding_of(held) for name, held in block.named_parameters()}
+        return reference.outcome_of(block), {name: sharding_of(held) for name, held in block.named_parameters()}
 
     try:
         return _summed(reference, Loopback(tp_size).run(run))
@@ -71,7 +70,7 @@ def _summed(
     reference: ReferenceBlock, ranks: list[tuple[BlockOutcome, dict[str, ParameterSharding | None]]]
 ) -> frozenset[str] | Rejected:
     expected = reference.outcome
-    same = all(close(rank.results[n], x) for rank, _ in ranks for n, x in expected.results.items())
+    same = all(close(rank.results[key], x) for rank, _ in ranks for key, x in expected.results.items())
     same = same and all(
         key in rank.left and close(rank.left[key], x) for rank, _ in ranks for key, x in expected.left.items()
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridpp.cluster import Group, Loopback, current_world
 from hybridpp.module_adapter import ModuleAdapter
-from hybridpp.plan_search.block_run import BlockOutcome, ReferenceBlock, ResultsDiffer
+from hybridpp.plan_search.block_run import BlockOutcome, ReferenceBlock, ResultKey, ResultsDiffer
 from hybridpp.plan_search.gradient_sketch import Sketch, close, largest
 from hybridpp.plan_search.trial_errors import failure_reason
 from hybridpp.sharding_plan.sharding_spec import DimShard, ShardingSpec
@@ -136,7 +136,7 @@ def _run(reference: ReferenceBlock, spec: ShardingSpec, tp_size: int) -> list[Bl
         assert group is not None
         block = reference.copy()
         shard(ModuleAdapter(block), spec, group, share_memory=True)
-        return BlockOutcome(block, reference.call, reference.outcome)
+        return reference.outcome_of(block)
 
     return Loopback(tp_size).run(run)
 
@@ -197,18 +197,17 @@ def _scale(expected: BlockOutcome) -> float:
     return max((largest(numbers) for gradient in expected.gradients.values() for numbers in gradient), default=0.0)
 
 
-def _partial(reference: ReferenceBlock, rank: BlockOutcome, tp_size: int) -> Iterator[dict[tuple[str, int], DimShard]]:
+def _partial(reference: ReferenceBlock, rank: BlockOutcome, tp_size: int) -> Iterator[dict[ResultKey, DimShard]]:
     """Ways in which results after the first may be sharded: along one dimension, or by heads of each sample."""
-    unlike = {
-        n: result.shape for n, result in reference.outcome.results.items() if rank.results[n].shape != result.shape
-    }
-    plain: dict[tuple[str, int], DimShard] = {}
-    for number, shape in unlike.items():
-        own = rank.results[number].shape
+    results = reference.outcome.results
+    unlike = {key: result.shape for key, result in results.items() if rank.results[key].shape != result.shape}
+    plain: dict[ResultKey, DimShard] = {}
+    for key, shape in unlike.items():
+        own = rank.results[key].shape
         dims = [dim for dim in range(len(shape)) if len(own) == len(shape) and own[dim] != shape[dim]]
-        if number == min(reference.outcome.results) or len(dims) != 1 or own[dims[0]] * tp_size != shape[dims[0]]:
+        if key == min(results) or len(dims) != 1 or own[dims[0]] * tp_size != shape[dims[0]]:
             return
-        plain["", number] = DimShard(dims[0], (shape[dims[0]],))
+        plain[key] = DimShard(dims[0], (shape[dims[0]],))
     yield plain
     samples = reference.call.tensors[0].shape[0] if reference.call.tensors and reference.call.tensors[0].dim() else 1
     if any(part.dim == 0 and part.widths[0] % samples == 0 for part in plain.values()):
@@ -228,7 +227,7 @@ def _same_attributes(rank: BlockOutcome, expected: BlockOutcome) -> bool:
 
 def _verified(reference: ReferenceBlock, spec: ShardingSpec, ranks: list[BlockOutcome]) -> ShardingSpec | None:
     expected = reference.outcome
-    if not all(close(rank.results[number], result) for rank in ranks for number, result in expected.results.items()):
+    if not all(close(rank.results[key], result) for rank in ranks for key, result in expected.results.items()):
         return None
     if not all(_same_attributes(rank, expected) for rank in ranks):
         return None

@@ -34,6 +34,7 @@ from hybridpp.plan_search import (
 from hybridpp.precision import find_module_dtypes, fp32_norms, torch_dtype
 from hybridpp.sharding_plan import Plan, spec_of_styles
 from hybridpp_plugins.common_plans import CommonPlans
+from hybridpp_plugins.hook_collections import watched_collections
 from hybridpp_plugins.sample import Samples
 
 _T = TypeVar("_T")
@@ -71,14 +72,14 @@ def find_tp_plan(
             record_table_uses(large_tables(model, blocks)) as uses,
             watched_insides(model, blocks, transformed) as entered,
         ):
-            calls, in_training = calls_of_blocks(model, blocks, samples)
+            calls, in_training, collected = calls_of_blocks(model, blocks, samples)
         blocks = tuple(name for name in blocks if name not in transformed)
         with preserved_random_state(torch.device("cpu")):
-            found = infer_plan(model, blocks, calls, size, in_training, formats)
+            found = infer_plan(model, blocks, calls, size, in_training, formats, collected)
             outside = _divided_for_others(found, entered)
             if outside:
                 others = [name for name in blocks if name not in outside]
-                found = infer_plan(model, others, calls, size, in_training, formats)
+                found = infer_plan(model, others, calls, size, in_training, formats, collected)
             ends = infer_embeddings_and_heads(uses)
         return found._replace(
             spec=found.spec | spec_of_styles(model, ends.styles, size),
@@ -134,22 +135,27 @@ class BlockCalls(NamedTuple):
     Attributes:
         calls: in evaluation mode, without dropout; in training mode, if the forward runs only in that.
         in_training: those in training mode that are of another kind; empty if the container code asks for no mode.
+        collected: the results of modules inside that hooks collect, as a module's name in the block and a number among
+            the leaves of what it returns.
     """
 
     calls: dict[str, CallArguments]
     in_training: dict[str, CallArguments]
+    collected: dict[str, set[tuple[str, int]]]
 
 
 def calls_of_blocks(model: nn.Module, blocks: Sequence[str], samples: Samples) -> BlockCalls:
     """The arguments of each block's call, for the first sample that the model runs on, of the first kind that calls
     it."""
-    found = BlockCalls({}, {})
-    with samples.explained(model):
+    found = BlockCalls({}, {}, {})
+    with samples.explained(model), watched_collections(model, blocks) as collected:
         for kind in samples.kinds:
             other = _calls_of_kind(model, blocks, kind)
             in_training = {name: call for name, call in other.in_training.items() if name not in found.calls}
-            found = BlockCalls({**other.calls, **found.calls}, {**in_training, **found.in_training})
-    return found
+            found = found._replace(
+                calls={**other.calls, **found.calls}, in_training={**in_training, **found.in_training}
+            )
+    return found._replace(collected=collected)
 
 
 def _calls_of_kind(model: nn.Module, blocks: Sequence[str], batches: Sequence[Any]) -> BlockCalls:
@@ -169,7 +175,7 @@ def _calls_on(model: nn.Module, blocks: Sequence[str], batch: Any) -> BlockCalls
         calls = calls_on(model, blocks, batch, training=False, results=results)
     except Exception:  # whatever a model's forward raises
         with suppress(Exception):
-            return BlockCalls(_without_caches(calls_on(model, blocks, batch, training=True)), {})
+            return BlockCalls(_without_caches(calls_on(model, blocks, batch, training=True)), {}, {})
         raise
     calls, in_training = _without_caches(calls), {}
     if results is not None:
@@ -178,7 +184,7 @@ def _calls_on(model: nn.Module, blocks: Sequence[str], batch: Any) -> BlockCalls
             for name, call in _without_caches(calls_on(model, blocks, batch, training=True)).items():
                 if name in calls and _kind(call) != _kind(calls[name]):
                     in_training[name] = call
-    return BlockCalls(calls, in_training)
+    return BlockCalls(calls, in_training, {})
 
 
 def _asks_for_mode(model: nn.Module, blocks: Sequence[str]) -> bool:

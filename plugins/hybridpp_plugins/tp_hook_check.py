@@ -1,10 +1,7 @@
 """Refuse hooks inside of sharded blocks that collect tensors of which this rank has a part only."""
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Collection
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,17 +9,12 @@ from torch import Tensor, nn
 from hybridpp.errors import ConfigError
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn import walk
-from hybridpp.nn.contents import attributes_of, has_attributes
 from hybridpp.nn.names import qualified
 from hybridpp.nn.torch_private import forward_hooks_of, forward_pre_hooks_of, pytree, storage_id
-from hybridpp.partition import MODULE_INTERNALS, Reachable, is_users_hook
+from hybridpp.partition import is_users_hook
 from hybridpp.plan_search import SequencePlan
 from hybridpp.sharding_plan import ShardingSpec
-
-_CONTAINERS = (list, tuple, dict, deque)
-_COLLECTIONS = (Tensor, ContextVar, *_CONTAINERS)
-# A dict of lists of tensors, in an attribute of the hook's object.
-_NUM_LEVELS = 4
+from hybridpp_plugins.hook_collections import collected_tensors
 
 
 def check_hooks_of_blocks(
@@ -51,7 +43,7 @@ def check_hooks_of_blocks(
         if name in sequences.blocks:
             divided |= {*sequences.blocks[name].replicated}
             sums = set()
-        check = _BlockCheck(name, block, divided, sums, partly, is_on_shards=name in sequences.blocks)
+        check = _BlockCheck(name, block, divided, sums, partly, {*own.results}, is_on_shards=name in sequences.blocks)
         adapter.hooked(block, "check of hooks", block.register_forward_pre_hook(check.begin, with_kwargs=True))
         adapter.hooked(block, "check of hooks", block.register_forward_hook(check.end, with_kwargs=True))
 
@@ -65,6 +57,7 @@ class _BlockCheck:
         divided: names of the modules inside that hold or return parts.
         sums: names of those whose first result is complete nevertheless.
         partly: the replicated parameters that see a part of the activations on each rank.
+        gathered: results of modules inside that are gathered.
         is_on_shards: whether the block runs on sequence shards.
     """
 
@@ -75,6 +68,7 @@ class _BlockCheck:
         divided: Collection[str],
         sums: Collection[str],
         partly: Collection[str],
+        gathered: Collection[tuple[str, int]],
         *,
         is_on_shards: bool,
     ):
@@ -90,6 +84,7 @@ class _BlockCheck:
             for inner, module in inside
             if module not in self._holds_parts and walk.parameters(module) and not _has_inside(inner, partly)
         }
+        self._gathered = gathered
         self._before: list[Tensor] | None = None
         # By storage, as views of what is complete are so. The tensors are kept, so that no other gets their storage.
         self._complete: dict[int, Tensor] = {}
@@ -101,7 +96,7 @@ class _BlockCheck:
         hooks = self._present()
         if not hooks:
             return
-        self._before = list(_collected(hooks))
+        self._before = list(collected_tensors(hooks))
         if not self._is_on_shards:
             self._note(pytree.tree_leaves((args, kwargs)))
         for module in self._inside:
@@ -120,7 +115,7 @@ class _BlockCheck:
         known = {id(tensor) for tensor in (*self._before, *pytree.tree_leaves((args, kwargs, output)))}
         try:
             for hook in self._present():
-                for tensor in _collected([hook]):
+                for tensor in collected_tensors([hook]):
                     if id(tensor) not in known and _storage(tensor) not in self._complete:
                         raise ConfigError(self._refusal(hook, tensor))
         finally:
@@ -137,8 +132,10 @@ class _BlockCheck:
         return (
             f"hook {title!r} on module {qualified(self._name, owner)!r} collects a tensor of shape "
             f"{tuple(tensor.shape)} inside of a block that is sharded over tensor-parallel ranks, where each rank has "
-            f"its own {kind} only: what is computed of it (output_attentions=True) would be wrong. Use tp_size=1, or a "
-            "tensor_parallel_plan that leaves the layers of that module whole, or collect less."
+            f"its own {kind} only: what is computed of it (output_attentions=True) would be wrong. Register the hook, "
+            "or set what makes it collect, before boost, and leave tensor_parallel_plan out: a plan that is searched "
+            "keeps complete what hooks collect on the sample. Or use tp_size=1, or a tensor_parallel_plan that leaves "
+            "the layers of that module whole, or collect less."
         )
 
     def _finish(self) -> None:
@@ -151,6 +148,8 @@ class _BlockCheck:
 
     def _note_result(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         leaves = pytree.tree_leaves(output)
+        name = self._names[module]
+        self._note([leaf for number, leaf in enumerate(leaves) if (name, number) in self._gathered])
         if module in self._sums:
             self._note(leaves[:1])
         elif module in self._is_complete or (module not in self._holds_parts and self._are_complete(args)):
@@ -178,35 +177,3 @@ def _has_inside(name: str, parts: Collection[str]) -> bool:
 
 def _storage(tensor: Tensor) -> int:
     return storage_id(tensor)
-
-
-def _collected(hooks: list[Callable[..., Any]]) -> Iterator[Tensor]:
-    """The tensors that hooks reach now, but for parameters and buffers of modules.
-
-    They are in context variables, containers, and attributes of objects that the hooks refer to.
-    """
-    reached = (thing for thing in Reachable(hooks).objects if not isinstance(thing, type | ModuleType))
-    pending = [(thing, _NUM_LEVELS) for thing in reached]
-    seen: set[int] = set()
-    while pending:
-        thing, levels = pending.pop()
-        if isinstance(thing, ContextVar):
-            thing = thing.get(None)
-        if id(thing) in seen or not levels:
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, Tensor):
-            yield thing
-        elif isinstance(thing, dict):
-            pending += [(held, levels - 1) for held in thing.values()]
-        elif isinstance(thing, _CONTAINERS):
-            pending += [(held, levels - 1) for held in thing]
-        elif levels == _NUM_LEVELS and has_attributes(thing):
-            # What a module holds as one of torch's is no collection.
-            is_module = isinstance(thing, nn.Module)
-            held = attributes_of(thing).items()
-            pending += [
-                (value, levels - 1)
-                for name, value in held
-                if isinstance(value, _COLLECTIONS) and not (is_module and name in MODULE_INTERNALS)
-            ]
