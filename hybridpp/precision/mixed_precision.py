@@ -87,22 +87,29 @@ class MasterWeights:
         rounded when the script loads the model's weights, too.
 
         Args:
-            in_step: whether to find what was written by the counters of versions, and of what these do not count only
-                as much as costs nothing (:class:`WriteWatch`). Else all weights are compared.
+            in_step: whether to find what was written by the counters of versions, and of what these do not count by
+                :class:`WriteWatch`. Else all weights are compared.
 
         Raises:
-            ConfigError: see :meth:`WriteWatch.written`.
+            ConfigError: see :meth:`WriteWatch.check`.
         """
         weights, watch = self._model_weights, self._watch
         written = {name for name in self.masters if version_of(weights[name]) != self._versions[name]}
-        if watch is not None and not any(has_no_data(weights[name]) for name in self.masters):
-            unseen = watch.written(self._working()) if watch.is_known else set()
-            written |= unseen if in_step and watch.is_known else self.masters.keys()
+        is_watched = watch is not None and not any(has_no_data(weights[name]) for name in self.masters)
+        if watch is not None and is_watched:
+            if in_step and watch.is_known:
+                written = watch.written(self._working(), written)
+            else:
+                if watch.is_known:
+                    watch.check(self._working())
+                written = set(self.masters)
         for name in written:
             master = self.masters[name]
             working = self._parts_of_weights[name](weights[name]).to(master.device)
             master.copy_(torch.where(master.to(working.dtype) == working, master, working))
         self._note_versions()
+        if watch is not None and is_watched and not in_step:
+            watch.note(self._working())
 
     def rounds_to(self, name: str, value: Tensor) -> bool:
         """Whether the master is ``value``, apart from rounding to the dtype of ``value``."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from hybridpp.cluster import Loopback
 from hybridpp.errors import ConfigError
+from hybridpp.precision.write_watch import WriteWatch
 
 FACTOR = 0.5
 
@@ -177,21 +178,67 @@ def test_what_is_written_between_steps_is_kept_or_refused(writer, precision, zer
         Loopback(2).run(run)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-def test_few_elements_of_a_large_weight_that_are_written_often_are_seen(zero):
+@pytest.mark.parametrize(("precision", "zero", "offload"), [("bf16", 0, 0.0), ("fp16", 2, 1.0), ("fp32", 0, 1.0)])
+def test_one_late_write_of_few_elements_of_a_large_weight_is_kept(precision, zero, offload):
     def run():
-        settings = {"precision": "bf16", "zero_stage": zero}
+        settings = {"precision": precision, "zero_stage": zero, "offload_optimizer": offload}
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1024, bias=False), nn.Linear(1024, 8))
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 16384, bias=False), nn.Linear(16384, 8))
         booster, model, optimizer = boosted(model, sgd, (torch.zeros(1, 8),), **settings)
-        for number in range(10):
+        for _ in range(10):
             step(booster, model, optimizer)
-            model[1].weight.data[511, 3] = number
-            model[1].weight.data[2, 3] = number
+        weight = model[1].weight.detach()
+        one, other = weight[77, 1].clone(), weight[77, 5].clone()
+        weight.data[1234, 3] = 5.0
+        weight.data[77, 1], weight.data[77, 5] = other, one
         step(booster, model, optimizer)
-        assert model[1].weight[511, 3] == model[1].weight[2, 3] == 9
+        torch.testing.assert_close(
+            weight[[1234, 77, 77], [3, 1, 5]], torch.stack([torch.full_like(one, 5.0), other, one])
+        )
 
     Loopback(2).run(run)
+
+
+def watched(sizes, dtype=torch.bfloat16, **options):
+    weights = {str(size): torch.randn(size).to(dtype) for size in sizes}
+    watch = WriteWatch(**options)
+    watch.note(weights)
+    return watch, weights
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex64])
+def test_a_watch_sees_every_element_wherever_a_weight_lies(dtype):
+    whole = torch.randn(200_003).to(dtype)
+    weights = {
+        "apart": whole[3:],
+        "turned": torch.randn(300, 300).to(dtype).t(),
+        "gaps": torch.randn(9, 8).to(dtype)[:, ::2],
+    }
+    watch = WriteWatch()
+    watch.note(weights)
+    assert not watch.written(weights)
+    for name, where in (("apart", 0), ("apart", 150_000), ("apart", -1), ("turned", (7, 299)), ("gaps", (8, 3))):
+        before = weights[name][where].clone()
+        weights[name].data[where] = -before
+        assert name in watch.written(weights)
+        weights[name].data[where] = before
+    assert not watch.written(weights)
+
+
+def test_where_the_host_does_not_wait_a_write_is_refused_later():
+    watch, weights = watched((3, 70_000), waits=False)
+    weights["70000"].data[-1] = 9.0
+    assert not watch.written(weights)
+    with pytest.raises(ConfigError, match=r"weights were written where torch counts nothing"):
+        watch.check(weights)
+    assert not watch.check(weights)
+
+
+def test_where_the_host_does_not_wait_a_write_that_torch_counts_is_kept():
+    watch, weights = watched((3, 4, 70_000), waits=False)
+    weights["3"].fill_(2.0)
+    assert watch.written(weights, {"3"}) == {"3", "4", "70000"}
+    assert not watch.check(weights)
 
 
 def test_what_numpy_writes_to_weights_that_are_not_there_is_refused():
