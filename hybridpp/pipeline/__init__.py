@@ -27,7 +27,7 @@ from hybridpp.pipeline.device_marks import DeviceMarks
 from hybridpp.pipeline.executor import Executor
 from hybridpp.pipeline.forward_signature import ForwardSignature
 from hybridpp.pipeline.loss_form import combined, loss_form_of, observed
-from hybridpp.pipeline.loss_graph import GraphLoss, read_loss, weigh
+from hybridpp.pipeline.loss_graph import GraphLoss, LossComparison, read_loss, weigh
 from hybridpp.pipeline.loss_items import LossForm, Measured, NotCountedError, ReplicaCounts, add_up, no_items
 from hybridpp.pipeline.loss_reduction import LossReduction, confirm_sum, duplicate_samples, select_samples
 from hybridpp.pipeline.loss_trace import LossTrace
@@ -58,6 +58,7 @@ __all__ = [
     "GraphLoss",
     "HostRecorder",
     "InputSelection",
+    "LossComparison",
     "LossForm",
     "LossReduction",
     "LossTrace",

@@ -1,4 +1,4 @@
-"""What a loss that the script made is a mean over, read from its autograd graph."""
+"""What a loss is a mean over, read from its autograd graph: of scripts' own losses, and to compare those of steps."""
 
 import math
 import zlib
@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from hybridpp.nn.torch_private import INPUT_METADATA, loss_input_of, loss_reduction_of, reduced_sizes_of
+from hybridpp.pipeline.loss_items import LossForm, Measured, Product
+from hybridpp.pipeline.loss_reduction import LossReduction
 
 # Linear in their one input.
 _KEEPING = frozenset(
@@ -23,9 +25,17 @@ _DIVIDING = frozenset(["DivBackward0", "DivBackward1"])
 _MEANS = frozenset(["MeanBackward0", "MeanBackward1"])
 _SUMS = frozenset(["SumBackward0", "SumBackward1"])
 _ROWS = frozenset(["SelectBackward0", "UnbindBackward0", "SplitBackward0"])
+# Of a sum, they make what is no sum over items.
+_UNLINEAR = frozenset(
+    f"{name}Backward{number}"
+    for name in ("Sqrt", "Exp", "Log", "Log1P", "Pow", "Clamp", "ClampMin", "ClampMax", "Abs", "Sigmoid", "Tanh")
+    for number in (0, 1, 2)
+)
 _MEAN, _ADDS_UP = 1, 2  # at::Reduction
 # Nodes that are looked at below a term.
 _MAX_BELOW = 30
+# The relative difference that rounding makes between two counts of items: half precision has three digits.
+_TOLERANCE = 1e-2
 
 
 class GraphTerm(NamedTuple):
@@ -34,10 +44,14 @@ class GraphTerm(NamedTuple):
     Attributes:
         node: that made the sum, or the mean.
         num_items: the number, or in proportion to them; a scalar tensor where it is on a device.
+        kind: by which function it is reduced, and whether it is divided; "": that does not show.
+        is_of_elements: whether the number is that of a tensor's elements.
     """
 
     node: Node
     num_items: float | Tensor
+    kind: str = ""
+    is_of_elements: bool = False
 
 
 class GraphLoss(NamedTuple):
@@ -70,10 +84,10 @@ def read_loss(loss: Tensor, max_terms: int) -> GraphLoss:
     """
     if loss.grad_fn is None:
         return GraphLoss()
-    terms: list[GraphTerm] = []
-    names: list[str] = []
+    walk = _Walk()
+    terms, names = walk.terms, walk.names
     try:
-        _walk(loss.grad_fn, [], terms, names)
+        walk(loss.grad_fn, [])
         nodes = [term.node for term in terms]
         if len(terms) > max_terms or len(set(nodes)) < len(nodes) or _are_of_rows(nodes):
             raise _Unknown(loss.grad_fn)
@@ -82,58 +96,183 @@ def read_loss(loss: Tensor, max_terms: int) -> GraphLoss:
     return GraphLoss(tuple(terms), 1 + (zlib.crc32(" ".join(names).encode()) & 0xFFFFFF))
 
 
-def _walk(node: Node, factors: list[tuple[Any, int]], terms: list[GraphTerm], names: list[str]) -> None:
-    """Append the terms of what a node makes, which has been divided by factors (power 1), or multiplied (-1)."""
-    name = node.name()
-    inner = [one for one, _ in node.next_functions if one is not None]
-    if math.prod(_shape(node)) != 1:
-        raise _Unknown(node)
-    names.append(name)
-    if _is_of_parameters(node):
-        return
-    if name in _ADDING or (name in _KEEPING and len(inner) == 1):
-        for one in inner:
-            _walk(one, factors, terms, names)
-    elif name in _MULTIPLYING or name in _DIVIDING:
-        _walk_product(node, name, inner, factors, terms, names)
-    elif name in _MEANS or name in _SUMS:
-        numel = math.prod(reduced_sizes_of(node))
-        if numel == 1 and inner:
-            _walk(inner[0], factors, terms, names)
+class _Walk:
+    """A walk through a loss's graph, to its terms.
+
+    Args:
+        is_open: whether a part that is not known is a term, of no kind, instead of an error.
+    """
+
+    def __init__(self, is_open: bool = False):
+        self.terms: list[GraphTerm] = []
+        self.names: list[str] = []
+        self._is_open = is_open
+
+    def __call__(self, node: Node, factors: Sequence[tuple[Any, int]]) -> None:
+        """Add the terms of what a node makes, which has been divided by factors (power 1), or multiplied (-1)."""
+        name = node.name()
+        inner = [one for one, _ in node.next_functions if one is not None]
+        if math.prod(_shape(node)) != 1:
+            self._unknown(node, name)
+            return
+        self.names.append(name)
+        if _is_of_parameters(node):
+            return
+        if name in _ADDING or (name in _KEEPING and len(inner) == 1):
+            for one in inner:
+                self(one, factors)
+        elif name in _MULTIPLYING or name in _DIVIDING:
+            self._product(node, name, inner, factors)
+        elif name in _MEANS or name in _SUMS:
+            sizes = reduced_sizes_of(node)
+            numel = math.prod(sizes)
+            if numel == 1 and inner and not (self._is_open and sizes):
+                self(inner[0], factors)
+            elif numel == 1 and self._is_open:  # of one element, every reduction is the same
+                self.terms.append(GraphTerm(node, math.nan))
+            else:
+                self._add(node, name, numel if name in _MEANS else 1, factors, is_of_elements=name in _MEANS)
+        elif hasattr(node, "_saved_reduction"):
+            count = _num_items(node)
+            is_of_elements = loss_reduction_of(node) == _MEAN and getattr(node, "_saved_total_weight", None) is None
+            self._add(node, f"{name}{loss_reduction_of(node)}", count, factors, is_of_elements=is_of_elements)
+        elif name == "DotBackward0":
+            self._add(node, name, 1, factors)
         else:
-            terms.append(GraphTerm(node, _product(numel if name in _MEANS else 1, factors)))
-    elif hasattr(node, "_saved_reduction"):
-        terms.append(GraphTerm(node, _product(_num_items(node), factors)))
-    elif name == "DotBackward0":
-        terms.append(GraphTerm(node, _product(1, factors)))
-    else:
-        raise _Unknown(node)
+            self._unknown(node, name)
 
+    def _add(
+        self, node: Node, kind: str, count: Any, factors: Sequence[tuple[Any, int]], is_of_elements: bool = False
+    ) -> None:
+        is_divided = any(power > 0 for _, power in factors)
+        self.terms.append(GraphTerm(node, _product(count, factors), kind + "/" * is_divided, is_of_elements))
 
-def _walk_product(
-    node: Node,
-    name: str,
-    inner: Sequence[Node],
-    factors: list[tuple[Any, int]],
-    terms: list[GraphTerm],
-    names: list[str],
-) -> None:
-    is_divisor = name in _DIVIDING
-    if len(inner) == 2:
-        # A learned weight of the term is the same on all replicas.
-        of_parameters = [one for one in inner if _is_of_parameters(one)]
-        rest = [one for one in inner if one not in of_parameters]
-        if len(rest) != 1 or (is_divisor and rest[0] is not inner[0]):
+    def _unknown(self, node: Node, name: str) -> None:
+        if not self._is_open:
             raise _Unknown(node)
-        _walk(rest[0], factors, terms, names)
-        return
-    if len(inner) != 1 or (is_divisor and node.next_functions[0][0] is None):
-        raise _Unknown(node)
-    is_first = node.next_functions[0][0] is not None
-    factor = getattr(node, "_saved_other" if is_first else "_saved_self", None)
-    if factor is None or (isinstance(factor, Tensor) and factor.numel() != 1):
-        raise _Unknown(node)
-    _walk(inner[0], [*factors, (factor, 1 if is_divisor else -1)], terms, names)
+        shows = name in _UNLINEAR or name in _MULTIPLYING or name in _DIVIDING
+        self.terms.append(GraphTerm(node, math.nan, name if shows and math.prod(_shape(node)) == 1 else ""))
+
+    def _product(self, node: Node, name: str, inner: Sequence[Node], factors: Sequence[tuple[Any, int]]) -> None:
+        is_divisor = name in _DIVIDING
+        if len(inner) == 2:
+            # A learned weight of the term is the same on all replicas.
+            of_parameters = [one for one in inner if _is_of_parameters(one)]
+            rest = [one for one in inner if one not in of_parameters]
+            if len(rest) != 1 or (is_divisor and rest[0] is not inner[0]):
+                self._unknown(node, name)
+            else:
+                self(rest[0], factors)
+            return
+        if len(inner) != 1 or (is_divisor and node.next_functions[0][0] is None):
+            self._unknown(node, name)
+            return
+        is_first = node.next_functions[0][0] is not None
+        factor = getattr(node, "_saved_other" if is_first else "_saved_self", None)
+        if factor is None or (isinstance(factor, Tensor) and factor.numel() != 1):
+            self._unknown(node, name)
+            return
+        self(inner[0], [*factors, (factor, 1 if is_divisor else -1)])
+
+
+class LossComparison:
+    """Whether the losses of a step are made as the one that showed what they are means over: their graphs tell it.
+
+    The functions that reduce a loss must be those of the first step, and what it is divided by must be in proportion
+    to what was counted. The latter also finds numbers that were equal in the first micro-batch by chance. Numbers on a
+    device are read with the losses, at the end of the step.
+
+    Attributes:
+        counts: numbers on a device, float64 of one element each, that :meth:`close` needs.
+    """
+
+    def __init__(self) -> None:
+        self.counts: list[Tensor] = []
+        self._form: LossForm | None = None
+        self._measured: Sequence[Measured | None] = ()
+        self._read: list[tuple[int, list[_Reduced]]] = []
+
+    def begin(self, form: LossForm | None, measured: Sequence[Measured | None] = ()) -> None:
+        """Losses of micro-batches with these counts follow; ``form``: of each; None: nothing is compared."""
+        self._form, self._measured = form, measured
+        self.counts, self._read = [], []
+
+    def inspect(
+        self, microbatch: int, loss: Tensor, outputs: Any = None, inputs: Any = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Read the loss of a micro-batch; see :class:`~hybridpp.pipeline.step.PipelineStep`."""
+        counts = self._measured[microbatch] if self._form is not None else None
+        # Without items, it may be another.
+        if loss.grad_fn is not None and counts is not None and all(counts.used):
+            walk = _Walk(is_open=True)
+            walk(loss.grad_fn, ())
+            self._read.append((microbatch, [self._reduced(*term[1:]) for term in walk.terms]))
+        return loss, None
+
+    def _reduced(self, count: float | Tensor, kind: str, is_of_elements: bool) -> "_Reduced":
+        if not isinstance(count, Tensor):
+            return _Reduced(kind, count, None, is_of_elements)
+        self.counts.append(count)
+        return _Reduced(kind, math.nan, len(self.counts) - 1, is_of_elements)
+
+    def close(self, losses: Sequence[float], counts: Sequence[float]) -> tuple[LossReduction, float]:
+        """What is wrong with the losses that were read, and a number that must be equal on all replicas, or 0.
+
+        Args:
+            losses: of all micro-batches. One of 0 shows nothing: scripts return one where there is nothing to learn.
+            counts: the values of :attr:`counts`.
+        """
+        form, read, self._read, self._form = self._form, self._read, [], None
+        if form is None:
+            return LossReduction.MEAN, 0.0
+        read = [one for one in read if losses[one[0]]]
+        known, found = form.kinds, {term.kind for _, terms in read for term in terms if term.kind}
+        if known and found - known:
+            return LossReduction.CHANGED, 0.0
+        ratios: dict[tuple[int, int], float] = {}
+        is_complete, total = bool(read), 0.0
+        for microbatch, terms in read:
+            total = 0.0
+            for index, product in _aligned(form, len(terms)):
+                ratio = terms[index].value(counts) / self._divisor(product, microbatch)
+                first = ratios.setdefault((len(terms), index), ratio)
+                if not math.isclose(ratio, first, rel_tol=_TOLERANCE) and not math.isnan(ratio + first):
+                    return LossReduction.CHANGED if known else LossReduction.UNCOUNTED, 0.0
+                if not (terms[index].is_of_elements and form.is_of_rows(product)):
+                    # Else rows may be of another length on each replica.
+                    total += (index + 1) * ratio
+            is_complete &= math.isfinite(total)
+        known.update(found)
+        return LossReduction.MEAN, total if is_complete and len({number for number, _ in ratios}) == 1 else 0.0
+
+    def _divisor(self, product: Product, microbatch: int) -> float:
+        counts = self._measured[microbatch]
+        return math.prod(counts.used[index] ** -power for index, power in product) if counts is not None else math.nan
+
+
+class _Reduced(NamedTuple):
+    """A term without its node; see :class:`GraphTerm`. ``position``: of its number among those on a device."""
+
+    kind: str
+    number: float
+    position: int | None
+    is_of_elements: bool
+
+    def value(self, counts: Sequence[float]) -> float:
+        return self.number if self.position is None else counts[self.position]
+
+
+def _aligned(form: LossForm, num_terms: int) -> list[tuple[int, Product]]:
+    """Which terms of a graph have which products; empty: that does not show."""
+    counted = [one for one in form.of_terms if one is not None]
+    products: Sequence[Product | None] = ()
+    if form.divides_by_total or form.is_by_row or not counted:
+        products = ()
+    elif num_terms in (len(form.of_terms), len(counted)):
+        products = form.of_terms if num_terms == len(form.of_terms) else counted
+    elif len(form.products) == 1 and not form.has_constant:
+        products = form.products * num_terms
+    return [(index, product) for index, product in enumerate(products) if product is not None]
 
 
 def _num_items(node: Any) -> Any:
@@ -180,10 +319,12 @@ def _below(node: Node) -> Iterator[Node]:
 
 def _is_of_parameters(node: Node) -> bool:
     """Whether it is computed from a few parameters of one element."""
-    found = list(_below(node))
-    if len(found) > _MAX_BELOW or any(math.prod(_shape(one)) != 1 for one in found):
-        return False
-    return all(one.next_functions or one.name().endswith("AccumulateGrad") for one in found)
+    for number, one in enumerate(_below(node)):
+        if number >= _MAX_BELOW or math.prod(_shape(one)) != 1:
+            return False
+        if not one.next_functions and not one.name().endswith("AccumulateGrad"):
+            return False
+    return True
 
 
 def _are_of_rows(nodes: Sequence[Node]) -> bool:

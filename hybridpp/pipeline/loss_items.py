@@ -7,7 +7,7 @@ import math
 import operator
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -386,6 +386,9 @@ class LossForm:
         in_model: whether the model computed the loss.
         divides_by_total: whether it is divided by the ``num_items_in_batch`` that the script put in the batch;
             ``counts`` then has what the sum counts, if that is known.
+        is_by_row: whether a term is divided by a number of some rows alone, such as those of one sample.
+        kinds: by which functions its terms are reduced, as graphs have shown; see
+            :class:`~hybridpp.pipeline.loss_graph.GraphTerm`.
     """
 
     counts: tuple[Count, ...]
@@ -393,6 +396,8 @@ class LossForm:
     of_terms: tuple[Product | None, ...] = ()
     in_model: bool = False
     divides_by_total: bool = False
+    is_by_row: bool = False
+    kinds: set[str] = field(default_factory=set, compare=False)
 
     @property
     def has_constant(self) -> bool:
@@ -409,6 +414,10 @@ class LossForm:
     def is_sum(self) -> bool:
         """Whether it is a sum over samples."""
         return self.products == ((),)
+
+    def is_of_rows(self, product: Product) -> bool:
+        """Whether a product is made of numbers of samples alone."""
+        return all(self.counts[index].function is _rows for index, _ in product)
 
     @classmethod
     def of_rows(cls) -> "LossForm":

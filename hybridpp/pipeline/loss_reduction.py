@@ -27,6 +27,8 @@ class LossReduction(IntEnum):
     """Neither a mean nor a sum over items."""
     EMPTY = 6
     """No replica's batch has an item."""
+    CHANGED = 7
+    """It is made in another way than the one whose form is known."""
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from hybridpp.cluster import get_dist_logger
 from hybridpp.errors import ConfigError
-from hybridpp.pipeline import CriterionAdapter, LossReduction, no_items
+from hybridpp.pipeline import CriterionAdapter, LossComparison, LossReduction, no_items
 
 _WAYS_OUT = (
     "With num_microbatches=1 and one replica any loss is right. Else let the criterion say what it is: "
@@ -17,9 +17,11 @@ class CriterionCheck:
 
     Attributes:
         reduction: what is wrong in the current step, if this rank computes losses.
+        comparison: of the step's losses with the one whose form is known.
     """
 
     def __init__(self) -> None:
+        self.comparison = LossComparison()
         self.reduction = LossReduction.MEAN
         self._criterion: CriterionAdapter | None = None
         self._words = ""
@@ -67,6 +69,13 @@ class CriterionCheck:
                 "a part of the loss is a single number that a stage before the last one makes of a micro-batch (as an "
                 "auxiliary loss of a block), so what it is a mean over is not seen where the loss is made, and the "
                 f"loss may depend on num_microbatches and on the number of replicas. {_WAYS_OUT}"
+            )
+        if reduction is LossReduction.CHANGED:
+            raise ConfigError(
+                "the loss is made in another way than in the criterion's first step, or in unlike ways by the "
+                "replicas: it is reduced by another function, or divided by another number, and micro-batches and "
+                "replicas were weighted by what it was a mean over then. Pass another function as criterion from this "
+                f"step on: what its loss is a mean over is found anew; of a loss that the model makes, too. {_WAYS_OUT}"
             )
         if reduction is LossReduction.EMPTY:
             raise no_items()

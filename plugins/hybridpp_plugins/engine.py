@@ -279,7 +279,7 @@ class Engine(EngineParts):
             weights=self._sharded,
             max_stored_microbatches=self._max_stored,
             model_inputs=called.model_inputs,
-            inspect_loss=losses.inspect if losses is not None else None,
+            inspect_loss=(losses or self.criterion_check.comparison).inspect,
             watched=losses.watched if losses is not None else None,
             shares=losses.shares if losses is not None else None,
             settle=losses.settle if losses is not None else _nothing,
@@ -335,6 +335,10 @@ class Engine(EngineParts):
         is_watched = is_new or (
             batch.form is not None and batch.form.is_watched(one.counts for one in batch.microbatches)
         )
+        is_one = len(batch.microbatches) == self.layout.dp.size == 1
+        is_compared = training and not is_one and not getattr(called, "declares_reduction", True)
+        form = batch.form if is_compared else None
+        self.criterion_check.comparison.begin(form, [one.counts for one in batch.microbatches])
         if not self._has_losses or not isinstance(called, CriterionAdapter) or not is_watched:
             return None
         return StepLosses(

@@ -24,7 +24,6 @@ from hybridpp_plugins.apply_tp import AppliedTensorParallel, apply_tensor_parall
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.failed_pass import FailedPass
 from hybridpp_plugins.grad_access_warning import GradAccessWarning
-from hybridpp_plugins.group_settings import GroupSettings
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.manual_forward import ManualCallRecorder
 from hybridpp_plugins.manual_loss import ManualLosses
@@ -35,6 +34,7 @@ from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.optimizer_locality import check_locality, indivisible_parameters, refuse_own_tensors
 from hybridpp_plugins.optimizer_memory import optimizer_memory
 from hybridpp_plugins.optimizer_state import RunProgress
+from hybridpp_plugins.optimizer_step import GroupSettings
 from hybridpp_plugins.place_model import BoostContext, PlacedModel, place_model
 from hybridpp_plugins.replica_buffers import replica_buffers
 from hybridpp_plugins.schedule_planner import SchedulePlanner

@@ -65,9 +65,10 @@ class RankReport(NamedTuple):
         stop: number of the signal that told this rank to stop; 0: none.
         weights: hashes of what other ranks have copies of, see :class:`~hybridpp_plugins.weight_check.WeightCheck`;
             negative: the step is not checked.
-        settings: digest of the optimizer's settings, see :class:`~hybridpp_plugins.group_settings.GroupSettings`; -1:
+        settings: digest of the optimizer's settings, see :class:`~hybridpp_plugins.optimizer_step.GroupSettings`; -1:
             in evaluation.
         cleared: digest of the names whose gradients the script had set to None at the last step; 0: there were none.
+        divided: what losses are divided by, over what was counted; 0: it does not show.
     """
 
     failed: float = 0.0
@@ -81,21 +82,21 @@ class RankReport(NamedTuple):
     weights: tuple[float, ...] = (-1.0, -1.0, -1.0)
     settings: float = -1.0
     cleared: float = 0.0
+    divided: float = 0.0
 
     def numbers(self) -> list[float]:
         """All of it as numbers."""
         rest = self.digest, self.wrote_buffer, self.save, self.stop, *self.weights, self.settings, self.cleared
-        return [self.failed, self.reduction, *self.scaled, *self.calls, *rest]
+        return [self.failed, self.reduction, *self.scaled, *self.calls, *rest, self.divided]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "RankReport":
         """The report, from its numbers."""
         failed, reduction, factor, norm, num_passes, applied_steps, *rest = numbers
-        digest, wrote_buffer, save, stop, *weights, settings, cleared = rest
+        digest, wrote_buffer, save, stop, *weights, settings, cleared, divided = rest
         scaled, calls = ManualScaling(factor, norm), OptimizerCalls(num_passes, applied_steps)
-        return cls(
-            failed, reduction, scaled, calls, digest, wrote_buffer, save, stop, tuple(weights), settings, cleared
-        )
+        first = failed, reduction, scaled, calls, digest, wrote_buffer, save, stop
+        return cls(*first, tuple(weights), settings, cleared, divided)
 
 
 class RankLoss(NamedTuple):
@@ -197,10 +198,18 @@ def summary_of(messages: Sequence[Sequence[float]], last_stages: Sequence[Sequen
         loss=losses[own_last].loss,
         num_items=losses[own_last].num_items,
         bad_loss=next(bad_losses, None),
-        reduction=LossReduction(int(max(reports[rank].reduction for rank in losses))),
+        reduction=_reduction([reports[rank] for rank in losses]),
         unequal=_unequal({rank: one.loss for rank, one in losses.items()}, last_stages),
         reports=reports,
     )
+
+
+def _reduction(reports: Sequence[RankReport]) -> LossReduction:
+    """The most severe finding of ranks that compute losses."""
+    found = LossReduction(int(max(one.reduction for one in reports)))
+    divided = [one.divided for one in reports if one.divided]
+    is_alike = not divided or math.isclose(min(divided), max(divided), rel_tol=0.01)
+    return found if found is not LossReduction.MEAN or is_alike else LossReduction.CHANGED
 
 
 def _unequal(losses_at: Mapping[int, float], last_stages: Sequence[Sequence[int]]) -> dict[int, float]:
@@ -321,13 +330,22 @@ class StepEpilogue:
         own_settings = [] if settings is None else settings.on_device()
         items = batch.reported_items if num_losses else 0.0
         own_items = items.double().reshape(1) if isinstance(items, Tensor) else _NO_NUMBERS
-        if parts := [part for part in (hashes, own_items, *own_settings) if part.numel()]:
+        comparison = self._criterion_check.comparison
+        counts = torch.stack(comparison.counts) if comparison.counts else _NO_NUMBERS
+        if parts := [part for part in (hashes, own_items, counts, *own_settings) if part.numel()]:
             losses = torch.cat([losses, *parts] if num_losses else parts)
 
         def message(numbers: list[float], digest: float) -> list[float]:
             end_of_hashes = num_losses + hashes.numel()
-            after = end_of_hashes + own_items.numel()
-            own = report._replace(digest=digest, weights=tuple(numbers[num_losses:end_of_hashes]) or report.weights)
+            before = end_of_hashes + own_items.numel()
+            after = before + counts.numel()
+            reduction, divided = comparison.close(numbers[:num_losses], numbers[before:after])
+            own = report._replace(
+                reduction=max(report.reduction, float(reduction)),
+                digest=digest,
+                weights=tuple(numbers[num_losses:end_of_hashes]) or report.weights,
+                divided=divided,
+            )
             if settings is not None:
                 own = own._replace(settings=settings.digest(numbers[after:]))
             num_items = numbers[end_of_hashes] if isinstance(items, Tensor) else items

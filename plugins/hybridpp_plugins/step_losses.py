@@ -79,6 +79,7 @@ class StepLosses:
         if not replicas.are_known:
             batch = batch.by_samples()  # another replica does not know it
         self._batch, self._microbatches = batch, batch.microbatches
+        self._comparison = check.comparison
         self._report, self._pipeline, self._group = check.report, pipeline, group
         check.begin(criterion)
         self._scale, self._device, self._around = scale, device, around
@@ -97,10 +98,16 @@ class StepLosses:
         self.shares = [one.share for one in batch.microbatches]
         self._open: set[int] = set()
         self._look_for_open()
+        self._compare()
 
     def _is_watched(self, microbatch: int) -> bool:
         form = self._form
         return form is None or form.needs_terms or self._observes or self._is_guessed or microbatch in self._open
+
+    def _compare(self) -> None:
+        """Losses are compared with the form from here on, unless the script declares how they are weighted."""
+        if self._form is not None and not self._criterion.declares_reduction:
+            self._comparison.begin(self._form, self._measured)
 
     def _look_for_open(self) -> None:
         """Micro-batches without items whose losses count, if the script divides by another number then."""
@@ -137,7 +144,7 @@ class StepLosses:
         """The loss that the backward pass begins from, None if it has no items; and the part of the batch's loss."""
         trace, self._trace = self._trace, None
         if trace is None:
-            return loss, None
+            return self._comparison.inspect(microbatch, loss)
         with trace.paused():
             return self._inspect(trace, microbatch, loss, outputs, inputs)
 
@@ -161,6 +168,7 @@ class StepLosses:
             self._confirm(trace, terms)
         elif microbatch in self._open and not self._fill(trace, terms or (), microbatch, loss):
             return None, None
+        self._comparison.inspect(microbatch, loss)
         if self._is_guessed and is_last:
             self._report(LossReduction.UNCOUNTED, "no micro-batch of the first step has an item")
         if self._observes and terms:
@@ -270,6 +278,7 @@ class StepLosses:
         if any(not math.isclose(self.shares[one], before[one]) for one in with_items):
             self._report(LossReduction.UNCOUNTED, "a micro-batch that has items has a loss of 0")
         self._look_for_open()
+        self._compare()
         counts = self._exchanged(form.kind, add_up(measured))
         self._total = [math.fsum(column) for column in zip(*counts, strict=True)]
         is_all = len(counts) == len(self._replicas.num_items)

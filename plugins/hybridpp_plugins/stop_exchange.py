@@ -1,9 +1,9 @@
 """What ranks tell each other in loops that call ``booster.backward``: these exchange no message of a step."""
 
 from hybridpp.cluster import PendingNumbers, StopRequest, start_gather_numbers
-from hybridpp_plugins.group_settings import GroupSettings
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.manual_loss import ManualLosses
+from hybridpp_plugins.optimizer_step import GroupSettings
 
 _CALL = "at the end of booster.backward, which tells of signals"
 _MAY_BE_USED = "Steps since the last backward pass may have used them: load a checkpoint on all ranks."

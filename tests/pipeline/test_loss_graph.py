@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hybridpp.pipeline import read_loss
+from hybridpp.pipeline import LossComparison, LossForm, LossReduction, Measured, read_loss
 
 _X = torch.ones(6, 4, requires_grad=True)
 _WEIGHT = torch.nn.Parameter(torch.zeros(()))
@@ -54,3 +54,20 @@ def test_other_losses_are_not_known_and_have_the_size_of_their_tensors(loss):
 def test_losses_of_one_making_are_of_one_kind_whatever_their_size():
     kinds = [read_loss(functional.cross_entropy(_X[:n], _TARGETS[:n]), 6).kind for n in (2, 3)]
     assert kinds[0] == kinds[1] != read_loss(_X.mean(), 6).kind
+
+
+def test_losses_are_compared_by_their_reductions_and_their_divisors():
+    comparison, form = LossComparison(), LossForm(**vars(LossForm.of_rows()) | {"of_terms": (((0, -1),),)})
+
+    def compared(*losses):
+        comparison.begin(form, [Measured((2.0,), (2.0,)), Measured((4.0,), (4.0,))])
+        for number, loss in enumerate(losses):
+            comparison.inspect(number, loss)
+        return comparison.close([1.0] * len(losses), [])
+
+    assert compared(_X[:2].sum() / 3, _X[:4].sum() / 2) == (LossReduction.UNCOUNTED, 0.0)
+    assert compared(3 * _X[:2].sum() / 2, _X[:4].sum() / 4 * 3 + 1) == (LossReduction.MEAN, pytest.approx(1 / 3))
+    assert compared(_X[:2].sum() / 2, _X[:4].sum() / 4) == (LossReduction.MEAN, 1)
+    assert compared(_X[:1, :1].mean(), _X[:4].sum() / 4) == (LossReduction.MEAN, 0)
+    others = [_X[:2].sum() / 1, _X[:2].sum(), _X[:2].mean(), (_X[:2].sum() / 2).sqrt()]
+    assert {compared(one, _X[:4].sum() / 4)[0] for one in others} == {LossReduction.CHANGED}

@@ -4,7 +4,7 @@ import timeit
 
 import pytest
 import torch
-from hybridpp_plugins.group_settings import GroupSettings
+from hybridpp_plugins.optimizer_step import GroupSettings
 from torch import nn
 
 from hybridpp import Booster, HybridParallelPlugin

@@ -221,7 +221,7 @@ def test_the_most_severe_finding_and_all_refusals_are_known():
 
 def test_a_message_keeps_every_number_of_a_report():
     scaled, calls, hashes = ManualScaling(0.5, 3.0), OptimizerCalls(4.0, 5.0), (10.0, 11.0, 12.0)
-    report = RankReport(1.0, 2.0, scaled, calls, 6.0, 7.0, 8.0, 9.0, hashes, 13.0, 14.0)
+    report = RankReport(1.0, 2.0, scaled, calls, 6.0, 7.0, 8.0, 9.0, hashes, 13.0, 14.0, 15.0)
     (received,) = summary_of([message([1.0, 1.0], **report._asdict())], [[0]], 0).reports
     assert received == report
     assert summary_of([message([1.0, 1.0], digest=7.0), NOTHING], [[0]], 0).digests == [7.0, None]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from hybridpp.cluster import Loopback
 from hybridpp.config import PipelineConfig
 from hybridpp.errors import ConfigError, DataError
-from hybridpp.pipeline import CriterionAdapter, ForwardSignature, LossReduction, ReplicaCounts, split_batch
+from hybridpp.pipeline import CriterionAdapter, ForwardSignature, LossReduction, ReplicaCounts, loss_graph, split_batch
 
 ROWS, LENGTH, VOCABULARY = 8, 6, 11
 LENGTHS = [2, 1, 6, 3, 4, 6, 6, 5]
@@ -548,6 +548,47 @@ def test_a_declared_loss_may_have_its_first_micro_batch_without_items():
         whole = later(of_model(given), given)
         rest = sum(0.1 * of_model(half)["pooled"].square().sum() for half in halves) / 2
     assert found == pytest.approx(float(whole + rest), rel=1e-5)
+
+
+def even(o, i):
+    mask = 1.0 - i["ids"] % 2
+    return (per_token(o, i) * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("function", lambda o, i: (per_token(o, i) * i["mask"]).sum() / len(i["labels"])),
+        ("masked mean", even),
+        ("chosen mean", lambda o, i: per_token(o, i)[i["ids"] > 4].mean()),
+    ],
+)
+@pytest.mark.parametrize("settings", [{"num_microbatches": 2, "pp_size": 2}, {"num_microbatches": 1}], ids=str)
+def test_a_loss_that_is_made_otherwise_in_a_later_step_is_refused(first, then, settings, monkeypatch):
+    # As numbers on a device, which are read at the end of the step.
+    monkeypatch.setattr(loss_graph, "_number", lambda value: torch.as_tensor(value).double().reshape(()))
+
+    def run():
+        later = []
+
+        def criterion(o, i):
+            return (then if later else HEADS[first])(o, i)
+
+        booster, model, optimizer = boosted(Head(), sgd, {"ids": batch()["ids"][:1]}, **settings)
+        part = replica_part(batch(), booster.plugin.layout.here.dp, 2)
+        for _ in range(2):
+            booster.execute_pipeline(iter([part]), model, criterion, optimizer)
+        optimizer.zero_grad()
+        later.append(True)
+        with pytest.raises(ConfigError, match="the loss is made in another way than in the criterion's first step"):
+            booster.execute_pipeline(iter([part]), model, criterion, optimizer)
+        booster.execute_pipeline(iter([part]), model, lambda o, i: then(o, i), optimizer)
+        return gradients_of(booster, model)
+
+    merged = {}
+    for rank in Loopback(2 * settings.get("pp_size", 1)).run(run):
+        merged.update(rank)
+    assert_near(merged, alone(then, batch())[1], 1e-6)
 
 
 def later(o, i):
