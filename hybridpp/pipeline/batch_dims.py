@@ -90,6 +90,13 @@ def _at(node: Any, path: Sequence[Any], dims: Dims) -> int | None:
     return dims if isinstance(dims, int) else None if dims is None or dims == "list" else 0
 
 
+def dim_at(path: Sequence[Any], dims: Dims) -> int | None:
+    """The sample dimension of the leaf at a path of keys and indices; None: it holds no samples."""
+    for key in path:
+        dims = _of_entry(dims, key)
+    return dims if isinstance(dims, int) else None if dims is None or dims == "list" else 0
+
+
 def _of_entry(dims: Dims, key: Any) -> Dims:
     if isinstance(dims, Mapping):
         return dims.get(key, 0)

@@ -174,8 +174,8 @@ def numel(tensor: Any) -> Any:
     return tensor.numel()
 
 
-def single() -> int:
-    """1, of what belongs to one sample."""
+def single(index: int) -> int:
+    """1, of what belongs to the sample with an index."""
     return 1
 
 

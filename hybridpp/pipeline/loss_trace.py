@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hybridpp.nn.deferred_tensor import MadeWhenRead
 from hybridpp.nn.watcher import WatchingMode
+from hybridpp.pipeline.batch_dims import Dims, dim_at
 from hybridpp.pipeline.loss_items import (
     SAME_DEVICE,
     Constant,
@@ -33,6 +34,7 @@ from hybridpp.pipeline.loss_items import (
     traced,
     written,
 )
+from hybridpp.pipeline.sample_dims import Call, Found, SampleDim, guessed_samples, samples_at, samples_in
 
 # Functions whose result is no function of their arguments.
 _RANDOM = ("rand", "normal", "bernoulli", "multinomial", "dropout", "poisson", "exponential", "uniform")
@@ -77,6 +79,10 @@ _KEEPING = frozenset(
         "narrow",
         "unflatten",
         "data",
+        "diagonal",
+        "movedim",
+        "swapaxes",
+        "trace",
     ]
 )
 _ADDING = frozenset(["add", "radd", "iadd", "sub", "rsub", "isub", "subtract"])
@@ -85,6 +91,7 @@ _DIVIDING = frozenset(["div", "truediv", "idiv", "itruediv", "divide", "true_div
 _JOINING = frozenset(["stack", "cat", "concat", "hstack", "vstack"])
 _REDUCING = frozenset(["sum", "mean", "nansum"])
 _PRODUCTS = frozenset(["matmul", "mm", "rmatmul", "linear"])
+_DIVIDING_IN_PARTS = frozenset(["chunk", "split", "split_with_sizes", "tensor_split"])
 _TO_SCALAR = frozenset(["dot", "vdot", "inner", "matmul"])
 _PLAIN_NUMBERS = frozenset(["int", "float", "len", "index", "bool", "item"])
 _SIZES = frozenset(["size", "numel", "nelement", "shape"])
@@ -159,6 +166,7 @@ class LossTrace(WatchingMode):
     Args:
         trees: of the micro-batch's inputs: as they were given, and as the model gets them.
         num_samples: of the micro-batch.
+        dims: the dimension of the samples in the inputs.
 
     Attributes:
         in_criterion: whether the model's forward is over.
@@ -166,7 +174,7 @@ class LossTrace(WatchingMode):
         guessed: the plain numbers that stand in the place of such a number, as ``max(int(count), 1)`` gives.
     """
 
-    def __init__(self, trees: Sequence[Any], num_samples: int):
+    def __init__(self, trees: Sequence[Any], num_samples: int, dims: Dims = 0):
         super().__init__()
         self.in_criterion, self.is_empty = False, False
         self.guessed: list[float] = []
@@ -174,22 +182,33 @@ class LossTrace(WatchingMode):
         self._tree = trees[0] if trees else None
         self._num_samples = num_samples
         self._known: dict[int, tuple[Any, Any]] = {}
+        self._samples: dict[int, tuple[Any, SampleDim]] = {}
         self._counts: dict[Any, Count] = {}
         # Those of terms, by id, until they are written to.
         self._held: dict[int, list[list[Tensor]]] = {}
         self._numbers: dict[float, Count] = {}
+        self._made: dict[int, Found] = {}
+        self._counting_up: dict[int, Any] = {}
         self._rows = self._count(num_rows().function)
         self._entries: list[tuple[Tensor, Count]] = []
         for tree in trees:
             for path, leaf in _leaves(tree):
                 self._note(leaf, self._count(entry(path).function, path))
                 self._entries.append((leaf, self._known[id(leaf)][1]))
+                dim = dim_at(path, dims)
+                if dim is not None:
+                    self._hold(leaf, samples_at(dim, leaf.shape, num_samples))
 
     def received(self, tensors: Sequence[Tensor]) -> None:
         """Tensors that the model computed, as far as they are not known."""
-        for tensor in tensors:
-            if self._of(tensor) is None:
+        guessed = guessed_samples([tensor.shape for tensor in tensors], self._num_samples)
+        for tensor, samples in zip(tensors, guessed, strict=True):
+            known = self._of(tensor)
+            if known is None:
                 self._note(tensor, _ITEMS)
+            is_unknown = known is None or (isinstance(known, _OfModel) and known.terms is None)
+            if is_unknown and self._samples_of(tensor) is None:
+                self._hold(tensor, samples)
 
     def of_earlier_stages(self, tensors: Sequence[Tensor]) -> None:
         """Tensors that earlier stages sent. How one makes a single number of all samples is not seen."""
@@ -228,8 +247,64 @@ class LossTrace(WatchingMode):
         if args and _writes(name):
             self._keep_values(args[0])
         result = function(*args, **kwargs)
+        self._note_samples(function, name, args, kwargs, result)
         found = self._follow(function, name, args, kwargs, result)
         return result if found is None else found
+
+    # Where tensors hold samples.
+
+    def _hold(self, tensor: Tensor, samples: SampleDim | None) -> None:
+        if samples is None:
+            self._samples.pop(id(tensor), None)
+        else:
+            self._samples[id(tensor)] = weakref.ref(tensor), samples
+
+    def _samples_of(self, tensor: Tensor) -> SampleDim | None:
+        """Where a tensor holds samples; None: nowhere, or that is not known."""
+        reference, samples = self._samples.get(id(tensor), (None, None))
+        if reference is not None and reference() is tensor:
+            return samples
+        if isinstance(tensor, MadeWhenRead):
+            held = tensor.held()
+            return None if held is None else self._samples_of(held)
+        for leaf, _ in self._entries:
+            if isinstance(leaf, MadeWhenRead) and leaf.held() is tensor:
+                return self._samples_of(leaf)
+        return None
+
+    def _note_samples(self, function: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        """Note where the results of a call hold samples."""
+        self._made = {}
+        if name in _SIZES:
+            return
+        if name == "arange":
+            self._counting_up[id(result)] = weakref.ref(result)
+        for position, one in enumerate(_tensors(result)):
+            call = Call(
+                function,
+                name,
+                args,
+                kwargs,
+                one,
+                self._samples_of,
+                self._is_computed,
+                self._is_choice,
+                self._num_samples,
+                position,
+            )
+            self._made[id(one)] = found = samples_in(call)
+            self._hold(one, found.samples)
+
+    def _is_computed(self, tensor: Tensor) -> bool:
+        return isinstance(self._of(tensor), _OfModel)
+
+    def _is_choice(self, index: Tensor) -> bool:
+        reference = self._counting_up.get(id(index))
+        return not isinstance(self._of(index), Count | _OfModel) and (reference is None or reference() is not index)
+
+    def _made_of(self, result: Any) -> Found:
+        """What the current call made of the samples."""
+        return self._made.get(id(result), Found())
 
     # What is known of tensors.
 
@@ -299,18 +374,22 @@ class LossTrace(WatchingMode):
 
     def _rows_of(self, tensor: Tensor, rows: list[Tensor], known: Any) -> list[Tensor]:
         """The rows of a tensor that is iterated over."""
+        samples = self._samples_of(tensor)
         for index, row in enumerate(rows):
+            self._hold(row, None if samples is None or not samples.dim else samples._replace(dim=samples.dim - 1))
             if isinstance(known, Count):
                 self._note(row, self._count(row_of, known, index))
             elif isinstance(known, _OfModel):
-                self._note(row, self._row_of(tensor, known))
+                self._note(row, self._row_of(tensor, known, index))
         return rows
 
-    def _row_of(self, tensor: Tensor, what: _OfModel) -> _OfModel:
+    def _row_of(self, tensor: Tensor, what: _OfModel, index: int) -> _OfModel:
         """One row of a tensor: of one sample, if its rows are the samples."""
-        if what.terms is not None or what.is_stack or tensor.shape[0] != self._num_samples:
+        samples = self._samples_of(tensor)
+        are_rows = not what.is_stack if samples is None else samples.dim == 0
+        if what.terms is not None or not are_rows or tensor.shape[0] != self._num_samples:
             return what
-        return _OfModel(self._count(single), why=what.why)
+        return _OfModel(self._count(single, index % len(tensor)), why=what.why)
 
     def _sizes(self, name: str, args: Any, kwargs: Any, result: Any, known: Any) -> Any:
         tensor = args[0]
@@ -412,10 +491,12 @@ class LossTrace(WatchingMode):
         if not isinstance(result, Tensor):
             if isinstance(result, list | tuple):
                 tensor, what = models[0]
-                if name == "unbind" and (args[1:] or (kwargs.get("dim", 0),))[0] == 0:
-                    self._rows_of(tensor, list(result), what)
+                samples, dim = self._samples_of(tensor), (args[1:] or (kwargs.get("dim", 0),))[0]
+                if name == "unbind" and (dim == 0 or (samples is not None and dim % tensor.dim() == samples.dim)):
+                    self._rows_of(tensor if dim == 0 else tensor.detach().movedim(dim, 0), list(result), what)
                 elif what.terms is None:
-                    self._note(result, what)
+                    for index, one in enumerate(_tensors(result)):
+                        self._note(one, self._one_of(name, tensor, index, one, what))
                 else:
                     for one in result:
                         self._note(one, self._unlinear(name, models, one))
@@ -424,23 +505,42 @@ class LossTrace(WatchingMode):
             name = name.strip("_")
         reductions = _reduction_of(function, args, kwargs)
         with_samples = [(tensor, what) for tensor, what in models if what.terms is None]
+        made = self._made_of(result)
         if reductions is not None:
             found = self._loss(name, reductions, result, models)
         elif not with_samples:
             found = self._without_samples(function, name, args, kwargs, result, models)
+        elif made.is_gone and name not in _REDUCING and (made.is_sum or not self.in_criterion):
+            # A criterion is also tried on halves of the samples.
+            is_sum = made.is_sum and len(with_samples) == len(models)
+            why = _why(models) or ("" if is_sum else f"{name} of the samples")
+            found = _OfModel(terms=(self._term((), result, why),))
         elif len(with_samples) < len(models):
             mixed = not all(what.terms == () or what.terms is None for _, what in models)
             # In the model it is as in batch normalisation: each micro-batch has its own statistics.
             why = f"{name} of samples and of a sum over them" if mixed and self.in_criterion else ""
             found = self._items(name, args, result, with_samples)
-            found = found._replace(why=found.why or why)
+            found = found._replace(why=found.why or why or ("" if self.in_criterion else made.why))
         elif name in _REDUCING:
             found = self._reduced(name, args, kwargs, result, *models[0])
         elif result.dim() == 0 and name in _TO_SCALAR:
             found = _OfModel(terms=(self._term((), result, _why(models)),))
         else:
             found = self._items(name, args, result, with_samples)
+            found = found._replace(why=found.why or ("" if self.in_criterion else made.why))
         self._note(args[0] if writes_to and name == "setitem" else result, found)
+
+    def _one_of(self, name: str, tensor: Tensor, index: int, result: Tensor, what: _OfModel) -> _OfModel:
+        """Of one of several tensors that a function made of one with samples."""
+        made, samples = self._made_of(result), self._samples_of(tensor)
+        if samples is not None and samples.rows == 1 and name in _DIVIDING_IN_PARTS:
+            is_row = tensor.shape[samples.dim] == self._num_samples > 1 == result.shape[samples.dim]
+            what = what._replace(numel=self._count(single, index)) if is_row else what
+        if self.in_criterion:
+            return what
+        if made.is_gone:
+            return _OfModel(terms=(self._term((), result, what.why or f"{name} of the samples"),))
+        return what._replace(why=what.why or made.why)
 
     def _derivatives(self, args: Any, kwargs: Any, result: Any, models: list[tuple[Tensor, _OfModel]]) -> None:
         """Of ``torch.autograd.grad``.
@@ -464,12 +564,20 @@ class LossTrace(WatchingMode):
         """A tensor that still has samples."""
         why = _why(models)
         rows = self._num_samples
-        if name in _PRODUCTS and len(models) == 2 and result.shape == (rows, rows):
+        apart = {id(what.numel) for _, what in models if what.numel is not None and what.numel.function is single}
+        if len(apart) > 1 and name not in _JOINING and not self.in_criterion:
+            why = why or f"{name} of samples with others"
+        is_pair = self._made_of(result).samples is None and name in _PRODUCTS and len(models) == 2
+        if is_pair and result.shape == (rows, rows):
             why = why or f"{name} of each sample with each other"
         if name == "getitem":
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if isinstance(index[0], int) and models[0][0] is args[0]:
-                return self._row_of(args[0], models[0][1]._replace(why=why))
+                return self._row_of(args[0], models[0][1]._replace(why=why), index[0])
+            if isinstance(index[0], slice) and models[0][0] is args[0] and result.dim() and len(result) == 1:
+                samples, start = self._samples_of(args[0]), index[0].indices(len(args[0]))[0]
+                if samples is not None and samples.dim == 0 and len(args[0]) > 1:
+                    return self._row_of(args[0], models[0][1]._replace(why=why), start)
             for one in index:
                 if isinstance(one, Tensor) and one.dim():
                     known = self._of(one)
@@ -521,7 +629,10 @@ class LossTrace(WatchingMode):
             dims = None
         listed = range(tensor.dim()) if dims is None or dims == () else [dims] if isinstance(dims, int) else dims
         over = {dim % tensor.dim() for dim in listed} if tensor.dim() else {0}
-        if len(over) < max(tensor.dim(), 1):
+        if self._samples_of(tensor) is not None:
+            if not self._made_of(result).is_gone:
+                return _OfModel(why=what.why)
+        elif len(over) < max(tensor.dim(), 1):
             rows = tensor.shape[0]
             # Rows are samples, or all tokens of all samples; of a tensor with more dimensions they may be experts.
             are_items = rows == self._num_samples or (tensor.dim() == 2 and rows % self._num_samples == 0)

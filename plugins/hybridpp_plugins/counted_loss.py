@@ -53,7 +53,7 @@ class CountedLoss:
     def watched(self, microbatch: int, inputs: Any, received: Sequence[Tensor]) -> Iterator[None]:
         """A context for the last stage's forward and its loss."""
         (given,) = self._batch.microbatches
-        self._trace = LossTrace([given.inputs, inputs], given.num_samples)
+        self._trace = LossTrace([given.inputs, inputs], given.num_samples, self._pipeline.batch_dims or 0)
         self._trace.received(received)
         try:
             with self._trace:

@@ -125,7 +125,7 @@ class StepLosses:
             yield
             return
         given = self._microbatches[microbatch]
-        self._trace = LossTrace([given.inputs, inputs], given.num_samples)
+        self._trace = LossTrace([given.inputs, inputs], given.num_samples, self._pipeline.batch_dims or 0)
         self._trace.of_earlier_stages(received)
         try:
             with self._around(), self._trace:
@@ -424,7 +424,7 @@ class StepLosses:
         (measured,) = form.measure([inputs], [num_samples])
         if not form.needs_terms:
             return self._criterion(outputs, inputs), measured
-        trace = LossTrace([inputs], num_samples)
+        trace = LossTrace([inputs], num_samples, self._pipeline.batch_dims or 0)
         trace.in_criterion = True
         trace.received([leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)])
         with trace:

@@ -74,6 +74,57 @@ def test_a_term_is_a_sum_divided_by_counts_of_the_inputs(make, expected, trainin
     assert traced(make, training) == expected
 
 
+def other_samples(o):
+    return torch.tensor([*range(1, len(o)), 0])
+
+
+def pooled_parts(o):
+    return o.mean(1)[: len(o) // 2], o.mean(1)[len(o) // 2 :]
+
+
+@pytest.mark.parametrize(
+    ("inside", "why"),
+    [
+        (lambda o: o.mean(1).T.sum(1).square().mean(), "square of a sum over samples"),
+        (lambda o: o.permute(2, 1, 0).mean(-1).square().mean(), "square of a sum over samples"),
+        (lambda o: (o.mean(1).T @ o.mean(1)).square().mean(), "square of a sum over samples"),
+        (lambda o: torch.einsum("nld,nle->de", o, o).square().mean(), "square of a sum over samples"),
+        (
+            lambda o: torch.einsum("nd,md->nm", o[:, 0], o[:, 1]).square().mean(),
+            "einsum of each sample with each other",
+        ),
+        (lambda o: (o.mean(1)[:, None] - o.mean(1)[None]).square().mean(), "sub of each sample with each other"),
+        (lambda o: torch.cdist(o[:, 0], o[:, 1]).mean(), "cdist of each sample with each other"),
+        (lambda o: -o.mean(1).T.softmax(-1).log().mean(), "softmax over the samples"),
+        (lambda o: (o - o.roll(1, 0)).square().mean(), "roll over the samples"),
+        (lambda o: (o - o[other_samples(o)]).square().mean(), "getitem of chosen samples"),
+        (lambda o: F.mse_loss(*pooled_parts(o)), "a part of the samples"),
+        (lambda o: sum(o.mean(1).unbind(0)).square().mean(), "add of samples with others"),
+        (lambda o: o.mean(1).std(0).mean(), "std of the samples"),
+        (lambda o: o.mean(1).max(0).values.mean(), "max of the samples"),
+        (lambda o: o.norm(), "norm of the samples"),
+        (lambda o: o.mean(1).T.sum(0).square().mean(), ""),
+        (lambda o: o.reshape(-1, CLASSES).T.sum(0).view(-1, LENGTH).sum(1).square().mean(), ""),
+        (lambda o: -o.transpose(0, 1).softmax(0).log().mean(), ""),
+        (lambda o: (o @ o.transpose(1, 2)).square().mean(), ""),
+        (lambda o: (o[:, :, None] - o[:, None]).square().mean(), ""),
+        (lambda o: (o.mean(1).T @ o.mean(1)).trace() / len(o), ""),
+        (lambda o: torch.stack([o, 2 * o])[-1].norm(dim=-1).mean(), ""),
+        (lambda o: sum(one.square().mean() for one in o) / len(o), ""),
+        (lambda o: sum(one.square().mean() for one in o.split(1)) / len(o), ""),
+    ],
+)
+@pytest.mark.parametrize("is_received", [False, True])
+def test_a_model_that_couples_samples_in_any_dimension_is_told(inside, why, is_received):
+    trace, embedding = LossTrace([INPUTS], ROWS), nn.Embedding(CLASSES, CLASSES)
+    if is_received:
+        hidden = embedding(INPUTS["ids"]) * 1
+        trace.of_earlier_stages([hidden, torch.ones(1, LENGTH, CLASSES)])
+    with trace:
+        loss = inside(hidden if is_received else embedding(INPUTS["ids"]))
+    assert next((term.why for term in trace.terms(loss) if term.why), "") == why
+
+
 @pytest.mark.parametrize(
     ("derive", "expected"),
     [

@@ -287,6 +287,9 @@ def test_a_loss_that_is_no_mean_over_items_is_told_by_number(criterion, expected
         # Statistics inside of a model are those of micro-batches, as in batch normalisation.
         (lambda x: standardised({"logits": x}, {"target": 0}), LossReduction.MEAN),
         (lambda x: paired(x @ x.T), LossReduction.COUPLED),
+        (lambda x: x.T.sum(1).square().mean(), LossReduction.COUPLED),
+        (lambda x: (x.T @ x).square().mean(), LossReduction.COUPLED),
+        (lambda x: x.T.sum(0).square().mean(), LossReduction.MEAN),
         (lambda x: x.abs().mean() + 0.1 * (x.softmax(1).mean(0) * x.mean(0)).sum(), LossReduction.COUPLED),
     ],
 )
