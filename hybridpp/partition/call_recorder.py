@@ -324,7 +324,7 @@ class CallRecorder:
                 call.written |= {number}
         sources = self.taints.sources(result) | self.taints.sources(list(kept.tensors))
         derivatives = tuple(self._derivatives)
-        return Trace(tuple(self.calls), sources, resets, hook_effects, derivatives, left, kept.read)
+        return Trace(tuple(self.calls), sources, resets, hook_effects, derivatives, left, kept.read, kept.replaced)
 
 
 def _calls_in(sources: frozenset[Source]) -> set[int]:

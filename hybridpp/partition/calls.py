@@ -106,6 +106,7 @@ class Trace:
         left: the attributes that it leaves changed for the next forward.
         left_by_containers: those of them that container code sets and that the next forward reads first; empty if the
             cuts were not known.
+        replaced: those of these of which each stage of a rank can have a value of its own.
     """
 
     calls: tuple[UnitCall, ...]
@@ -115,3 +116,4 @@ class Trace:
     derivatives: tuple[Derivative, ...] = ()
     left: tuple[LeftKey, ...] = ()
     left_by_containers: tuple[LeftKey, ...] = ()
+    replaced: tuple[LeftKey, ...] = ()

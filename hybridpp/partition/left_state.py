@@ -139,10 +139,12 @@ class LeftByContainers(NamedTuple):
 
     Attributes:
         read: the attributes that the next forward reads before they are set again.
+        replaced: those of them that get another value, while what they held stays as it was; no buffers.
         tensors: those that the last stage must have: of these attributes, and of buffers, which are saved.
     """
 
     read: tuple[LeftKey, ...] = ()
+    replaced: tuple[LeftKey, ...] = ()
     tensors: Sequence[Tensor] = ()
 
 
@@ -247,9 +249,15 @@ class LeftState:
         by_containers = [key for key in self._keys if not self._writers[key] and not self._is_done_once(key, end[key])]
         read = {key for key, _, _ in self._reads}
         kept = [key for key in by_containers if key in read or key[1] in buffers_of(self._parts[key[0]])]
-        return LeftByContainers(
-            tuple(key for key in by_containers if key in read), [one for key in kept for one in end[key].tensors()]
-        )
+        left_to_read = tuple(key for key in by_containers if key in read)
+        replaced = tuple(key for key in left_to_read if self._is_replaced(key, end[key]))
+        return LeftByContainers(left_to_read, replaced, [one for key in kept for one in end[key].tensors()])
+
+    def _is_replaced(self, key: LeftKey, end: _Held) -> bool:
+        """Whether an attribute (no buffer: files hold those) has another value, and the one before is as it was."""
+        before = self._before[key]
+        is_buffer = key[1] in buffers_of(self._parts[key[0]])
+        return not is_buffer and not _is_same_value(before.value, end.value) and not before.is_written
 
     def _is_done_once(self, key: LeftKey, end: _Held) -> bool:
         """Whether an attribute says that the first forward has done something, as transformers does where it registers

@@ -11,6 +11,7 @@ from torch import Tensor
 from hybridpp.errors import PartitionError
 from hybridpp.partition.calls import TensorSpec, Trace, UnitCall
 from hybridpp.partition.derivatives import refuse_divided_derivatives
+from hybridpp.partition.left_state import LeftKey
 from hybridpp.partition.resets import AttributeReset
 from hybridpp.partition.taint import Value
 
@@ -86,6 +87,7 @@ class StagePlan:
         outgoing_specs: shapes and dtypes of ``outgoing``.
         sharded: the values of both of which only this rank's shard is sent; their specs are of the shard.
         resets: the attributes that the forward resets after this stage has left it.
+        own_state: the attributes that container code leaves for the next forward, of which each stage has its own.
     """
 
     stage: int = 0
@@ -97,6 +99,7 @@ class StagePlan:
     outgoing_specs: tuple[TensorSpec, ...] = ()
     sharded: frozenset[Value] = frozenset()
     resets: tuple[AttributeReset, ...] = ()
+    own_state: tuple[LeftKey, ...] = ()
 
     # Asked for by every micro-batch.
     @cached_property
@@ -235,7 +238,9 @@ def stage_plan(
     sharded = _sharded_values(trace, {*incoming, *outgoing}, sharding) if sharding else {}
     shapes = specs(incoming), specs(outgoing)
     resets = trace.resets[stage] if stage < len(trace.resets) else ()
-    return StagePlan(stage, trace.calls, stages, incoming, outgoing, *shapes, frozenset(sharded), resets)
+    return StagePlan(
+        stage, trace.calls, stages, incoming, outgoing, *shapes, frozenset(sharded), resets, trace.replaced
+    )
 
 
 def _sharded_values(trace: Trace, values: set[Value], sharding: BoundarySharding) -> dict[Value, TensorSpec]:

@@ -204,16 +204,20 @@ def _budget(model: nn.Module, num_stages: int, staging: StagingOptions) -> Memor
 def _refuse_state(trace: Trace, stages_per_rank: int) -> None:
     """Refuse state between forwards where a rank runs container code several times for one micro-batch.
 
+    But for attributes that get another value: of those each stage has its own (:class:`StageStates`).
+
     Raises:
-        PartitionError: there is such state.
+        PartitionError: there is other such state.
     """
-    if stages_per_rank > 1 and trace.left_by_containers:
-        module, name = trace.left_by_containers[0]
+    shared = [key for key in trace.left_by_containers if key not in trace.replaced]
+    if stages_per_rank > 1 and shared:
+        module, name = shared[0]
         holder = repr(module) if module else "the model"
         raise PartitionError(
             f"the forward reads the attribute {name!r} of {holder} that the forward before has left, and each rank "
-            f"runs {stages_per_rank} stages: the code that sets it would run as often for one micro-batch. Keep it in "
-            "the block that reads it, or use a schedule with one stage for each rank."
+            f"runs {stages_per_rank} stages: the code that changes it in place would do so as often for one "
+            "micro-batch. Set the attribute to a new value instead (of a buffer, that is refused, too), keep it in the "
+            "block that reads it, or use a schedule with one stage for each rank."
         )
 
 

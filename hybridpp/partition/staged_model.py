@@ -33,6 +33,7 @@ from hybridpp.partition.resets import AttributeResetter
 from hybridpp.partition.rng import RecomputeRng, RngTrace, UnitRng, inner_linear_layers
 from hybridpp.partition.stage_assignment import cut_into_stages, one_stage
 from hybridpp.partition.stage_run import StageDone, StageRun, Watcher
+from hybridpp.partition.stage_states import StageStates
 from hybridpp.partition.staging_options import StagingOptions
 from hybridpp.partition.unit_gather import UnitGather
 
@@ -111,6 +112,7 @@ class StagedModel:
         self._watch: Watcher | None = None
         self.around_call: CallRunner | None = None
         self._remote_deltas: list[AttributeDelta] = []
+        self._states = StageStates(model, self.stages) if len(self.stages) > 1 else None
         self.gather: UnitGather | None = None
         self.while_tracing: Callable[[], AbstractContextManager[None]] = nullcontext
         self._visibility = ParameterVisibility()
@@ -240,6 +242,18 @@ class StagedModel:
             The values of ``plan.outgoing``; on the last stage the model's result (else None); and what
             :meth:`recomputing` takes, where gradients are enabled (else None).
         """
+        with self._states.of_stage(plan.stage, plan.own_state) if self._states else nullcontext():
+            return self._forward(plan, args, kwargs, received, key, recompute)
+
+    def _forward(
+        self,
+        plan: StagePlan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        received: Sequence[Tensor],
+        key: int,
+        recompute: bool,
+    ) -> tuple[list[Tensor], Any, StageContext | None]:
         parts = None if plan.is_seeded_everywhere else self._drawing_parts.now(plan.stage, torch.is_grad_enabled())
         rng = UnitRng(key, self._device, parts, self._staging.draws, self._conditional_draws)
         self._restore_attributes()
