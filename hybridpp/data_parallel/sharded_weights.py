@@ -214,7 +214,7 @@ class ShardedWeights(FlatWeights):
         self._all_parts = self.parts | parts_of(frozen_layout, frozen)
         self.frozen_pieces = frozen_layout.pieces
         self._names = frozenset((*parameters, *frozen))
-        self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters()}
+        self._number_of = {id(p): number for number, one in enumerate(self._buckets) for p in one.parameters()}
         self._of_unit: dict[int, list[WeightBucket]] = defaultdict(list)
         for one in self._buckets:
             for unit in one.layout.units or (_REST,):
@@ -279,14 +279,19 @@ class ShardedWeights(FlatWeights):
         """Whether a tensor lies in the buffers of a unit's weights."""
         return any(bucket.holds_memory_of(tensor) for bucket in self._of_unit[unit])
 
-    def move_to_rest(self, parameter: nn.Parameter, user: Hashable) -> Collection[str]:
-        """If a parameter is not there, gather it for a user, and later with the rest. Collective: all replicas.
+    def absent_part(self, parameter: nn.Parameter) -> int | None:
+        """The number of the part that a parameter is gathered with, the same on all replicas; None: it is there."""
+        number = self._number_of.get(id(parameter))
+        return None if number is None or self._buckets[number].is_used else number
+
+    def move_to_rest(self, part: int, user: Hashable) -> Collection[str]:
+        """Gather a part for a user, and later with the rest, unless it is. Collective: all replicas.
 
         Returns:
             The names of all parameters that moved with it.
         """
-        bucket = self._bucket_of.get(id(parameter))
-        if bucket is None or bucket.is_used:
+        bucket = self._buckets[part]
+        if bucket in self._of_unit[_REST]:
             return ()
         bucket.start(user, self._group)
         bucket.wait()

@@ -1,7 +1,7 @@
 """Gather the weights of each unit around its forward and its backward pass, and free them in between (ZeRO 3)."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, IntEnum, auto
@@ -17,7 +17,13 @@ from hybridpp.errors import UnlikeCallsError
 from hybridpp.module_adapter import Forward
 from hybridpp.nn.deferred_tensor import MadeWhenRead
 from hybridpp.nn.force_eager import force_eager, may_hold_compiled_code
-from hybridpp.nn.torch_private import DisableTorchFunctionSubclass, base_of, call_after_backward, current_graph_task_id
+from hybridpp.nn.torch_private import (
+    DisableTorchFunctionSubclass,
+    base_of,
+    call_after_backward,
+    current_graph_task_id,
+    pytree,
+)
 from hybridpp.partition.containers import tensors_in
 
 # Stands, in the place of a unit, for the parameters that no unit has for itself.
@@ -44,8 +50,11 @@ class UnitWeights(Protocol):
     def shares_memory(self, unit: int, tensor: Tensor) -> bool:
         """Whether a tensor lies in the buffers of a unit's weights."""
 
-    def move_to_rest(self, parameter: nn.Parameter, user: object) -> Collection[str]:
-        """If a parameter is not there, gather it for a user, and later with the rest. Collective: all replicas.
+    def absent_part(self, parameter: nn.Parameter) -> int | None:
+        """The number of the part that a parameter is gathered with, the same on all replicas; None: it is there."""
+
+    def move_to_rest(self, part: int, user: object) -> Collection[str]:
+        """Gather a part for a user, and later with the rest, unless it is. Collective: all replicas.
 
         Returns:
             The names of all parameters that moved with it.
@@ -66,6 +75,9 @@ class _Kind(IntEnum):
     KEEP = 3
     # A backward pass is done with all of its calls: its gradients can be reduced.
     DONE = 4
+    # Code outside of units reads a parameter of a part, of which this has the number. It is gathered with the rest from
+    # then on, so it is not expected again.
+    READ = 5
 
 
 class _Outcome(Enum):
@@ -178,8 +190,8 @@ class UnitGather:
     Args:
         weights: gathers them.
         units: the number of each unit that gathers, by name.
-        learns: whether parameters of units that code outside of them reads are found in the first call, and gathered
-            with the rest.
+        learns: whether parameters of units that code outside of them reads are found, and gathered with the rest: in
+            the first call, and, where units were left out in the last one, in the first on arguments of each structure.
         exchange: tells replicas' next events; None: there is one replica, or all do alike.
 
     Attributes:
@@ -218,6 +230,8 @@ class UnitGather:
         # The unit whose weights are on their way.
         self._ahead: int | None = None
         self._learns = learns
+        # Structures of the arguments of calls in which it was looked for reads.
+        self._learned: set[Hashable] = set()
         # Calls that returned a part of a unit's weights.
         self._kept: list[object] = []
         self.after_backward: Callable[[int], None] | None = None
@@ -270,7 +284,8 @@ class UnitGather:
         # Before the forward, which may write to its inputs in place.
         inputs = _nodes(tensors_in((args, kwargs)))
         try:
-            with self._learning(call) if unit == REST and self._learns else self._as_before():
+            is_new = unit == REST and self._is_new(args, kwargs)
+            with self._learning(call) if is_new else self._as_before():
                 result = forward(*args, **kwargs)
             outputs = [_held_here(output) for output in tensors_in(result)]
             is_kept = any(self._weights.shares_memory(unit, output) for output in outputs)
@@ -292,16 +307,34 @@ class UnitGather:
         if names and self.after_move is not None:
             self.after_move(names)
 
+    def _is_new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether code outside of units may read parameters that it has not read before.
+
+        Where the last call left out no unit, other replicas expect this one to do as it did then.
+        """
+        if not self._learns or _is_in_backward() or (self._learned and not self._forward.needs_end):
+            return False
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        switches = tuple(leaf if isinstance(leaf, bool | None) else type(leaf) for leaf in leaves)
+        structure = tree, switches, torch.is_grad_enabled()
+        is_new = structure not in self._learned
+        self._learned.add(structure)
+        return is_new
+
     @contextmanager
     def _learning(self, call: object) -> Iterator[None]:
         # A compiler would look into the function mode.
         self._ran_eagerly = may_hold_compiled_code()
-        with (
-            force_eager() if self._ran_eagerly else nullcontext(),
-            _ReadsParameters(lambda parameter: self._moved(self._weights.move_to_rest(parameter, call))),
-        ):
+        with force_eager() if self._ran_eagerly else nullcontext(), _ReadsParameters(partial(self._read, call)):
             yield
-        self._learns = False
+
+    def _read(self, call: object, parameter: nn.Parameter) -> None:
+        """Gather what a parameter lies in that code outside of units reads. Collective: all replicas."""
+        part = self._weights.absent_part(parameter)
+        if part is not None:
+            if self._exchange is not None:
+                self._reach((part, _Kind.READ), self._forward)
+            self._moved(self._weights.move_to_rest(part, call))
 
     def _as_before(self) -> AbstractContextManager[None]:
         """A context for a unit's forward, which is recomputed as it was computed."""
@@ -324,7 +357,8 @@ class UnitGather:
             elif expected != event:
                 self._serve(expected, order)
             if outcome is _Outcome.OWN:
-                order.events.append(event)
+                if event[1] is not _Kind.READ:
+                    order.events.append(event)
                 return True
             if expected is None and is_reduction:
                 return False
@@ -345,7 +379,8 @@ class UnitGather:
         if numbers == {own}:
             return _Outcome.OWN
         found = [(int(number) // len(_Kind) - 1, _Kind(int(number) % len(_Kind))) for number in numbers if number >= 0]
-        # What frees weights first; forwards from the first unit on, backwards from the last one.
+        # What frees weights, or is read outside of units, first; forwards from the first unit on, backwards from the
+        # last one.
         sign = 1 if order is self._forward else -1
         candidates = [one for one in found if one[1] is not _Kind.DONE]
         chosen = min(candidates, key=lambda one: (one[1] <= _Kind.BEGIN, sign * one[0], one[1]), default=None)
@@ -366,6 +401,10 @@ class UnitGather:
     def _serve(self, event: _Event, order: _PassOrder) -> None:
         """Take part in what other replicas do. Collective: all replicas."""
         unit, kind = event
+        if kind is _Kind.READ:
+            self._served[REST].append(user := object())
+            self._moved(self._weights.move_to_rest(unit, user))
+            return
         order.events.append(event)
         if kind <= _Kind.BEGIN:
             self._served[unit].append(user := object())

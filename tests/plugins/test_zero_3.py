@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from plugins.zero_models import SAMPLE, WIDTH, Block, TiedModel, batches, cross_entropy, on_layout, step, weights_of
-from support import assert_near, assert_same
+from support import assert_near, assert_same, boosted, sgd
 from torch import nn
 
+from hybridpp.cluster import Loopback
 from hybridpp.errors import ConfigError
 
 ZERO = {"zero_stage": 3, "zero_reduce": "step"}
@@ -354,3 +355,52 @@ def test_without_sharded_weights_unsharded_does_nothing():
 
     for weights in on_layout(run, dp_size=1, zero_stage=3):
         assert_same(weights, dict(TiedModel().named_parameters()))
+
+
+class TwoWays(nn.Module):
+    """A tower for some batches, of which container code reads a weight, too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tower = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x, labels, pixels=None):
+        if pixels is not None:
+            x = x + self.tower(pixels * self.tower[1].weight.sum())
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("pixels", [[(1, 0), (0, 1)], [(0, 0), (1, 0)]], ids=["in the first step", "later"])
+def test_replicas_of_which_one_reads_weights_outside_of_units(pixels):
+    def batch(number, has_pixels):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(number))
+        batch = {"x": x, "labels": torch.tensor([number % 4, 1])}
+        return batch | {"pixels": x.flip(0)} if has_pixels else batch
+
+    def loss(outputs, inputs):
+        return nn.functional.cross_entropy(outputs, inputs["labels"])
+
+    def run():
+        booster, model, optimizer = boosted(TwoWays(), sgd, batch(0, True), zero_stage=3)
+        replica = booster.plugin.layout.here.dp
+        for number, has in enumerate(pixels):
+            data = iter([batch(2 * number + replica, has[replica])])
+            booster.execute_pipeline(data, model, loss, optimizer)
+            optimizer.step()
+        with booster.unsharded(model):
+            return weights_of(model)
+
+    expected = TwoWays()
+    optimizer = sgd(expected.parameters())
+    for number, has in enumerate(pixels):
+        optimizer.zero_grad()
+        for replica in range(2):
+            inputs = batch(2 * number + replica, has[replica])
+            (loss(expected(**inputs), inputs) / 2).backward()
+        optimizer.step()
+    for weights in Loopback(2).run(run):
+        assert_near(weights, dict(expected.named_parameters()))
