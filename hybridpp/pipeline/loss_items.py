@@ -155,6 +155,19 @@ def _entry(path: Path) -> None:
     raise AssertionError("read from the inputs")
 
 
+def unit_of(count: Count) -> str:
+    """What a number counts: samples, elements of some entries of the inputs, or what their values say."""
+    if not count.is_of_sizes:
+        return "values"
+    sources: set[str] = set()
+    pending = [count]
+    for one in pending:
+        if one.function is _entry:
+            sources.add(str(one.args[0]))
+        pending += one._inner()
+    return ", ".join(sorted(sources)) or "samples"
+
+
 def num_rows() -> Count:
     """The number of samples."""
     return Count(_rows)
@@ -407,7 +420,8 @@ class LossForm:
     @cached_property
     def kind(self) -> float:
         """A number that is equal for losses of one form, on all replicas; negative: batches need no items; not 0."""
-        number = 1.0 + zlib.crc32(repr((self.of_terms, self.divides_by_total)).encode())
+        units = [unit_of(one) for one in self.counts]
+        number = 1.0 + zlib.crc32(repr((self.of_terms, self.divides_by_total, units)).encode())
         return -number if self.counts and min(self.floors) > 0 else number
 
     @property

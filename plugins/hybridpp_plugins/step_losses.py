@@ -93,7 +93,7 @@ class StepLosses:
         self._num_seen = 0
         # Micro-batches whose losses show nothing, as they hold no items; and whether the form is guessed from such one.
         self._undecided: list[int] = []
-        self._is_guessed = False
+        self._is_guessed = self._are_unlike = False
         self.weights = batch.weights(replicas, scale)
         self.shares = [one.share for one in batch.microbatches]
         self._open: set[int] = set()
@@ -255,8 +255,7 @@ class StepLosses:
             form = self._checked(form, terms, microbatch, loss, outputs, inputs)
         if len(form.counts) != len(measured[0].used):
             measured = form.measure(parts, sizes)
-        self._found(form, measured)
-        return form
+        return self._found(form, measured)
 
     def _form_of(self, trace: LossTrace, terms: Sequence[Term], parts: Sequence[Any], sizes: Sequence[int]) -> LossForm:
         """The form that terms show, as far as the criterion does not say it."""
@@ -268,8 +267,15 @@ class StepLosses:
             return form
         return form.divided_by_total(next((term.natural for term in terms if term.natural), None))
 
-    def _found(self, form: LossForm, measured: list[Measured]) -> None:
-        """The form is known: so are the weights."""
+    def _found(self, form: LossForm, measured: list[Measured]) -> LossForm:
+        """The form is known: so are the weights. That of a declared mean is of rows, if replicas found unlike ones."""
+        counts = self._exchanged(form.kind, add_up(measured))
+        if self._are_unlike and self._criterion.declares_reduction:
+            form = LossForm.of_rows()
+            measured = [Measured((float(one.num_samples),), (float(one.num_samples),)) for one in self._microbatches]
+            counts = [(one,) for one in self._replicas.num_items]
+        elif self._are_unlike:
+            self._report(LossReduction.UNCOUNTED, "the replicas' losses are made in different ways")
         self._criterion.found(torch.is_grad_enabled(), self._batch.has_total, form)
         before = [one.share for one in self._batch.microbatches]
         self._form, self._measured = form, measured
@@ -279,15 +285,15 @@ class StepLosses:
             self._report(LossReduction.UNCOUNTED, "a micro-batch that has items has a loss of 0")
         self._look_for_open()
         self._compare()
-        counts = self._exchanged(form.kind, add_up(measured))
         self._total = [math.fsum(column) for column in zip(*counts, strict=True)]
         is_all = len(counts) == len(self._replicas.num_items)
         if is_all and form.counts and not form.divides_by_total and not any(form.limited(self._total)):
             self._report(LossReduction.EMPTY, "")
             self.weights[:] = [0.0] * len(self.weights)
-            return
+            return form
         self._found_counts = self._replicas._replace(forms=[form.kind] * len(counts), counts=counts)
         self.weights[:] = self.weighted(self._batch).weights(self._found_counts, self._scale)
+        return form
 
     def _exchanged(self, kind: float, counts: Sequence[float]) -> list[tuple[float, ...]]:
         """The counts of all replicas; ``kind``: of the form, 0 if nothing shows it here. Collective: the replicas."""
@@ -298,8 +304,7 @@ class StepLosses:
         row = [kind, *counts, *[0.0] * (MAX_COUNTS - len(counts))]
         sent = torch.tensor(row, dtype=torch.float64).to(self._device)
         rows = [one.tolist() for one in group.all_gather(sent)]
-        if kind and any(one[0] not in (0, kind) for one in rows):
-            self._report(LossReduction.UNCOUNTED, "the replicas' losses are made in different ways")
+        self._are_unlike = bool(kind) and any(one[0] not in (0, kind) for one in rows)
         return [tuple(one[1 : 1 + len(counts)]) for one in rows]
 
     def settle(self) -> None:

@@ -640,3 +640,48 @@ def test_num_items_in_batch_is_of_all_replicas_or_of_one(settings, is_global):
     for rank in Loopback(size).run(run):
         for gradients in rank:
             assert_near(gradients, expected, 1e-6)
+
+
+class WithPixels(nn.Module):
+    """What the loss is a mean over shows as elements of ``x`` only where there are pixels."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tower, self.blocks = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x, pixels=None):
+        x = x if pixels is None else x + self.tower(pixels)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_replicas_that_count_unlike_things_are_not_added_up(is_declared):
+    def criterion(outputs, inputs):
+        return outputs.square().mean()
+
+    if is_declared:
+        criterion.reduction = "mean"
+    whole = {"x": torch.randn(4, 4), "pixels": torch.randn(4, 4)}
+
+    def run():
+        booster, model, optimizer = boosted(WithPixels(), sgd, whole)
+        replica = booster.plugin.layout.here.dp
+        own = replica_part(whole if replica else {"x": whole["x"]}, replica, 2)
+        try:
+            booster.execute_pipeline(iter([own]), model, criterion, optimizer)
+        except ConfigError as error:
+            return str(error)
+        return gradients_of(booster, model)
+
+    found = Loopback(2).run(run)
+    if not is_declared:
+        assert all("the replicas' losses are made in different ways" in one for one in found)
+        return
+    expected = WithPixels()
+    for replica in range(2):
+        own = replica_part(whole if replica else {"x": whole["x"]}, replica, 2)
+        (criterion(expected(**own), own) / 2).backward()
+    assert_near(found[0], {name: parameter.grad for name, parameter in expected.named_parameters()})
