@@ -199,7 +199,7 @@ class LeftState:
                 self._writers[key].add(index)
                 self._after_units[key] = now[key]
         self._latest = now
-        if len(self._at_cuts) < len(self._cuts) and call == self._cuts[len(self._at_cuts)]:
+        while len(self._at_cuts) < len(self._cuts) and call == self._cuts[len(self._at_cuts)]:
             self._at_cuts.append(now)
             self._ends.append(index)
 

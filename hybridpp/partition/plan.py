@@ -1,5 +1,6 @@
 """Stages of calls, owners of parameters, and the values sent between stages, derived from a trace and a cut."""
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,8 +39,40 @@ def cut_at_counts(trace: Trace, ends: Sequence[int], counts: Sequence[int]) -> t
     return cut_after(trace, [ends[sum(counts[: stage + 1]) - 1] for stage in range(len(counts) - 1)])
 
 
+def fitting_cut(trace: Trace, cut: tuple[CutPoint, ...], callers: Mapping[str, set[int]]) -> tuple[CutPoint, ...]:
+    """The cut of a forward that may leave out blocks which end stages (a tower for images, in a batch of texts alone).
+
+    Such a stage ends before the first call of a unit of a later one, and may call nothing.
+
+    Args:
+        trace: of the forward.
+        cut: of the forward that the model was cut by.
+        callers: the stages that call each unit there, by its name.
+
+    Raises:
+        PartitionError: the first stage would call nothing, or the forward calls the blocks in another order.
+    """
+    points = [CutPoint(call.name, call.occurrence) for call in trace.calls]
+    first_stages = [min(callers.get(point.block, ()), default=0) for point in points]
+    found: list[CutPoint] = []
+    start = 0
+    for stage, point in enumerate(cut):
+        if point in points:
+            start = max(start, points.index(point) + 1)
+        else:
+            start = next((at for at in range(start, len(points)) if first_stages[at] > stage), start)
+        if not start:
+            raise PartitionError(
+                f"the forward does not call block {point.block!r}, which ends stage {stage}, for this input, nor "
+                "anything else of that stage. Use inputs that run every block, another cut (split_points=...), or "
+                "pp_size=1."
+            )
+        found.append(points[start - 1])
+    return tuple(found)
+
+
 def assign_stages(trace: Trace, cut: tuple[CutPoint, ...]) -> tuple[int, ...]:
-    """The stage of each call: the number of cut points before it.
+    """The stage of each call: the number of cut points before it. Points may be equal: then a stage calls nothing.
 
     Raises:
         PartitionError: the forward does not call a block that ends a stage, or calls them in another order, or a stage
@@ -49,7 +82,7 @@ def assign_stages(trace: Trace, cut: tuple[CutPoint, ...]) -> tuple[int, ...]:
     stage = 0
     for call in trace.calls:
         stages.append(stage)
-        if stage < len(cut) and CutPoint(call.name, call.occurrence) == cut[stage]:
+        while stage < len(cut) and CutPoint(call.name, call.occurrence) == cut[stage]:
             stage += 1
     if stage < len(cut):
         raise PartitionError(
@@ -109,10 +142,13 @@ class StagePlan:
 
     @cached_property
     def last_local(self) -> int | None:
-        """The call after which this stage leaves the forward; None if it runs to its end."""
+        """The call after which this stage leaves the forward; None if it runs to its end.
+
+        It is one of an earlier stage where this one calls nothing.
+        """
         if not self.calls or self.stage == self.stages[-1]:
             return None
-        return len(self.stages) - 1 - self.stages[::-1].index(self.stage)
+        return bisect_right(self.stages, self.stage) - 1
 
     @cached_property
     def is_seeded_everywhere(self) -> bool:

@@ -113,7 +113,7 @@ class ResetSearch:
         if not self._cuts:
             return
         self._assigned.update({id(value): value for value in assigned.values()})
-        if len(self._at_cuts) < len(self._cuts) and call == self._cuts[len(self._at_cuts)]:
+        while len(self._at_cuts) < len(self._cuts) and call == self._cuts[len(self._at_cuts)]:
             self._at_cuts.append(self._changed())
 
     def note_read(self, tensors: Iterable[int]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from hybridpp.partition.plan import (
     BoundarySharding,
     CutPoint,
     assign_stages,
+    fitting_cut,
     held_by_stage,
     owners,
     stage_plan,
@@ -77,9 +79,8 @@ class StageAssignment:
             PartitionError: the forward deviates from the one that the model was cut by.
         """
         assert self.tracer is not None, "a model of one stage is not traced"
-        trace = self.tracer.trace(*arguments, cuts=self.cut)
+        trace, stages = _traced(self.tracer, arguments, self.cut, self.callers)
         _refuse_state(trace, len(own_stages))
-        stages = assign_stages(trace, self.cut)
         for name, needed in uses(trace, stages).items():
             missing = needed - set(self.owners[name])
             if missing:
@@ -154,9 +155,9 @@ def cut_into_stages(
     calls = list(zip(trace.calls, stages, strict=True))
     needed = uses(trace, stages)
     for kind in further:
-        _, other = first_that_runs(kind, prepare, lambda prepared: found.tracer.trace(*prepared, cuts=cut))
+        traced = partial(_traced, found.tracer, cut=cut, callers=_callers(found, calls))
+        _, (other, stages_of_other) = first_that_runs(kind, prepare, traced)
         _refuse_state(other, stages_per_rank)
-        stages_of_other = assign_stages(other, cut)
         calls += zip(other.calls, stages_of_other, strict=True)
         for name, at in uses(other, stages_of_other).items():
             needed[name] = needed.get(name, set()) | at
@@ -176,6 +177,18 @@ def cut_into_stages(
         tracer=found.tracer,
         cut=cut,
     )
+
+
+def _traced(
+    tracer: Tracer, arguments: CallArguments, cut: tuple[CutPoint, ...], callers: Mapping[str, set[int]]
+) -> tuple[Trace, tuple[int, ...]]:
+    """A trace of a forward that may leave out units, and the stage of each call."""
+    trace = tracer.trace(*arguments, cuts=cut)
+    fitting = fitting_cut(trace, cut, callers)
+    if fitting != cut:
+        # What a stage leaves and resets depends on where it leaves the forward.
+        trace = tracer.trace(*arguments, cuts=fitting)
+    return trace, assign_stages(trace, fitting)
 
 
 def _choose_cut(

@@ -96,7 +96,10 @@ class StageRun:
     def _run(self, call: UnitCall | None, index: int, forward: Forward, inputs: CallArguments) -> Any:
         if call is not None and not self.is_own(index):
             self._rng.skip(call.inner)
-            return self.remote_result(index, inputs)
+            result = self.remote_result(index, inputs)
+            if index == self._plan.last_local:
+                raise StageDone
+            return result
         if call is None or index not in self._plan.calls_with_outgoing:
             output = self._local(forward, *inputs)
         else:

@@ -6,6 +6,7 @@ import torch
 from container_code_models import EVERY, Again, Blocks, IdentitySkip, LongSkip, Repeated, WrittenInput
 from partition.tracing import CPU, trace
 from support import assert_same, train
+from torch import nn
 
 from hybridpp.errors import PartitionError
 from hybridpp.module_adapter import ModuleAdapter
@@ -116,3 +117,43 @@ def test_tracing_does_not_write_to_the_sample():
     sample = torch.ones(2, 4)
     StagedModel(ModuleAdapter(WrittenInput()), 2, [0], device=CPU, samples=[((sample,), {})])
     assert torch.equal(sample, torch.ones(2, 4))
+
+
+class WithTower(nn.Module):
+    """A tower that text alone does not run, behind the embedding of the text."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(4, 4)
+        self.tower = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+
+    def forward(self, x, pixels=None):
+        x = self.embed(x)
+        if pixels is not None:
+            for layer in self.tower:
+                pixels = torch.tanh(layer(pixels))
+            x = x + pixels
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("ends", "settings"),
+    [
+        (["tower.3"], {"pp_size": 2}),
+        (["tower.1", "tower.3", "blocks.1"], {"pp_size": 4}),
+        (["tower.1", "tower.3", "blocks.1"], {"pp_size": 2, "schedule": "zb-v"}),
+    ],
+    ids=["a stage ends earlier", "a stage runs nothing", "a chunk runs nothing"],
+)
+def test_batches_may_leave_out_blocks_that_end_stages(ends, settings):
+    x, pixels = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    batches = [{"x": x, "pixels": pixels}, {"x": pixels}, {"x": pixels, "pixels": x}]
+    common = {"criterion": mean_square, "num_microbatches": 2}
+    expected = train(WithTower, batches, **common)
+    found = train(WithTower, batches, split_points=dict.fromkeys(ends, "after"), **common, **settings)
+    assert found["losses"] == expected["losses"] * settings["pp_size"]
+    assert_same(found["weights"], expected["weights"])
