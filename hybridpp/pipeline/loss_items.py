@@ -400,6 +400,8 @@ class LossForm:
         divides_by_total: whether it is divided by the ``num_items_in_batch`` that the script put in the batch;
             ``counts`` then has what the sum counts, if that is known.
         is_by_row: whether a term is divided by a number of some rows alone, such as those of one sample.
+        choice: which meaning plain numbers have that may have several; see
+            :class:`~hybridpp.pipeline.loss_trace.LossTrace`.
         kinds: by which functions its terms are reduced, as graphs have shown; see
             :class:`~hybridpp.pipeline.loss_graph.GraphTerm`.
     """
@@ -410,6 +412,7 @@ class LossForm:
     in_model: bool = False
     divides_by_total: bool = False
     is_by_row: bool = False
+    choice: int = 0
     kinds: set[str] = field(default_factory=set, compare=False)
 
     @property

@@ -97,6 +97,8 @@ _PLAIN_NUMBERS = frozenset(["int", "float", "len", "index", "bool", "item"])
 _SIZES = frozenset(["size", "numel", "nelement", "shape"])
 # Larger tensors that are no inputs are not kept as constants of a count.
 _MAX_CONSTANT = 2**20
+# Python has one object for all that are equal.
+_SHARED_INTS = -5, 256
 OF_EARLIER_STAGE = "a number of an earlier stage"
 """The reason of a term that this stage has received."""
 _CLASS_LOSSES = frozenset(["cross_entropy", "nll_loss"])
@@ -167,15 +169,22 @@ class LossTrace(WatchingMode):
         trees: of the micro-batch's inputs: as they were given, and as the model gets them.
         num_samples: of the micro-batch.
         dims: the dimension of the samples in the inputs.
+        choice: which meaning a plain number has that may have several. As a divisor: by ``choice // 2`` the counts that
+            it may be, the one that was read last first, then a constant. As a factor: by ``choice % 2`` the other of a
+            count and a constant. In a sum it is a constant.
 
     Attributes:
         in_criterion: whether the model's forward is over.
+        num_choices: the most meanings that a plain number may have.
+        ambiguous: counts that one plain number may be.
         is_empty: whether the script has read a number of items that is 0, so that it may have taken another branch.
         guessed: the plain numbers that stand in the place of such a number, as ``max(int(count), 1)`` gives.
     """
 
-    def __init__(self, trees: Sequence[Any], num_samples: int, dims: Dims = 0):
+    def __init__(self, trees: Sequence[Any], num_samples: int, dims: Dims = 0, choice: int = 0):
         super().__init__()
+        self._choice, self.num_choices = choice, 1
+        self.ambiguous: list[Sequence[Count]] = []
         self.in_criterion, self.is_empty = False, False
         self.guessed: list[float] = []
         self._zeros: list[Count] = []
@@ -186,7 +195,8 @@ class LossTrace(WatchingMode):
         self._counts: dict[Any, Count] = {}
         # Those of terms, by id, until they are written to.
         self._held: dict[int, list[list[Tensor]]] = {}
-        self._numbers: dict[float, Count] = {}
+        # Plain numbers that the script has read, which are told apart by identity as far as it goes.
+        self._numbers: list[tuple[float, Count]] = []
         self._made: dict[int, Found] = {}
         self._counting_up: dict[int, Any] = {}
         self._rows = self._count(num_rows().function)
@@ -402,7 +412,7 @@ class LossTrace(WatchingMode):
             return torch.Size([self._read(one, self._count(size, known, dim)) for dim, one in enumerate(result)])
         if isinstance(known, _OfModel) and self.in_criterion and tensor.dim() and len(tensor) == self._num_samples:
             if name == "len":
-                self._numbers[float(result)] = self._rows
+                self._numbers.append((result, self._rows))
                 return None
             if isinstance(result, int) and name == "size" and (args[1:] or (kwargs["dim"],))[0] == 0:
                 return traced(result, self._rows)
@@ -426,7 +436,7 @@ class LossTrace(WatchingMode):
                 self._branch(spec[0][0], result)
                 return None
             what = self._count(number, spec[0][0]) if name != "len" else self._count(size, spec[0][0], 0)
-            self._numbers[float(result)] = what
+            self._numbers.append((result, what))
             found = self._read(result, what)
             return found if name == "item" else None
         if isinstance(result, Tensor):
@@ -725,21 +735,41 @@ class LossTrace(WatchingMode):
                 return keeps(terms, (TermFactor(self._rows, -1, True, divisor.detach()),))
         return self._unlinear(name, models, result)
 
-    def _is_constant(self, value: Any, is_divisor: bool = False) -> bool:
+    def _is_constant(self, value: Any, is_divisor: bool = False, is_added: bool = False) -> bool:
         """Whether it does not depend on the batch. Nobody divides by 1, unless it is a count."""
         if isinstance(value, Tensor):
             return not isinstance(self._of(value), Count | _OfModel)
         return not isinstance(value, TracedInt | TracedFloat) and (
-            (value == 1 and not is_divisor) or self._number_like(value) is None
+            (value == 1 and not is_divisor)
+            or self._number_like(value, is_constant=is_added or self._is_constant_factor(is_divisor)) is None
         )
 
-    def _number_like(self, value: Any) -> Count | None:
+    def _number_like(self, value: Any, *, is_constant: bool) -> Count | None:
         """The count that gave a plain number, to which something small may have been added."""
         if not isinstance(value, int | float):
             return None
-        if (found := self._numbers.get(float(value))) is not None or isinstance(value, int):
+        is_own = isinstance(value, float) or not _SHARED_INTS[0] <= value <= _SHARED_INTS[1]
+        newest = self._numbers[::-1]
+        if is_own and (found := next((one for seen, one in newest if seen is value), None)) is not None:
             return found
-        return next((one for seen, one in self._numbers.items() if seen and abs(value - seen) <= 1e-4 * seen), None)
+        counts = dict.fromkeys(one for seen, one in newest if seen == value)
+        if not counts and isinstance(value, float):
+            counts = dict.fromkeys(one for seen, one in newest if seen and abs(value - seen) <= 1e-4 * abs(seen))
+        if not counts:
+            return None
+        if len(counts) > 1:
+            self.ambiguous.append(list(counts))
+        meanings = [*counts, None]
+        self.num_choices = max(self.num_choices, 2 * len(meanings))
+        return None if is_constant else meanings[min(self._choice // 2, len(meanings) - 1)]
+
+    def _is_constant_factor(self, is_divisor: bool) -> bool:
+        """Whether a number is taken for a constant: as a factor in a model first, where nothing tries again."""
+        return not is_divisor and self.in_criterion is bool(self._choice % 2)
+
+    def choose(self, choice: int) -> None:
+        """The criterion is called again, on the same outputs; see ``choice`` of the class."""
+        self._choice, self._numbers, self.guessed, self._zeros = choice, [], [], []
 
     def _may_be_rows(self, value: Any) -> bool:
         """Whether a model may have made a number from the number of samples: its own sizes are not followed."""
@@ -752,7 +782,7 @@ class LossTrace(WatchingMode):
             return TermFactor(value.count, power)
         if isinstance(value, Tensor) and value.numel() == 1 and isinstance(known := self._of(value), Count):
             return TermFactor(known, power)
-        found = self._number_like(value)
+        found = self._number_like(value, is_constant=self._is_constant_factor(power < 0))
         return None if found is None else TermFactor(found, power)
 
     def _divisor(self, value: Any) -> TermFactor | None:
@@ -796,7 +826,7 @@ class LossTrace(WatchingMode):
             if id(operand) in known:
                 for term in known[id(operand)].terms or ():
                     terms.append(term._replace(make=_once(partial(_apply, alone, term.make))))
-            elif not self._is_constant(operand):
+            elif not self._is_constant(operand, is_added=True):
                 return self._unlinear(name, models, result)
             elif isinstance(operand, Tensor) or operand != 0:
                 terms.append(Term(None, _once(partial(alone, operand))))

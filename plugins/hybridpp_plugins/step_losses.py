@@ -5,7 +5,8 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -125,7 +126,8 @@ class StepLosses:
             yield
             return
         given = self._microbatches[microbatch]
-        self._trace = LossTrace([given.inputs, inputs], given.num_samples, self._pipeline.batch_dims or 0)
+        choice = 0 if self._form is None else self._form.choice
+        self._trace = LossTrace([given.inputs, inputs], given.num_samples, self._pipeline.batch_dims or 0, choice)
         self._trace.of_earlier_stages(received)
         try:
             with self._around(), self._trace:
@@ -151,7 +153,7 @@ class StepLosses:
     def _inspect(
         self, trace: LossTrace, microbatch: int, loss: Tensor, outputs: Any, inputs: Any
     ) -> tuple[Tensor | None, Tensor | None]:
-        terms = trace.terms(loss)
+        terms: Sequence[Term] | None = trace.terms(loss)
         self._num_seen += 1
         is_last = self._num_seen == len(self._microbatches)
         if self._form is None and trace.is_empty and not float(loss.detach()):
@@ -161,7 +163,7 @@ class StepLosses:
                 self._exchanged(0.0, ())
             return loss, None
         if self._form is None:
-            self._form = self._find(trace, terms, microbatch, loss, outputs, inputs)
+            self._form, terms = self._find(trace, terms, microbatch, loss, outputs, inputs)
             self._observes = bool(terms and observed(terms))
             self._is_guessed = bool(trace.guessed)
         elif self._is_guessed and not trace.is_empty:
@@ -238,24 +240,115 @@ class StepLosses:
         loss: Tensor,
         outputs: Any,
         inputs: Any,
-    ) -> LossForm:
-        """The form of the first loss; its weights are known from here on."""
+    ) -> tuple[LossForm, Sequence[Term] | None]:
+        """The form of the first loss, and its terms; its weights are known from here on."""
+        in_criterion = not terms or not any(term.in_model for term in terms)
+        found = self._tried(terms, trace, microbatch, loss, outputs, inputs)
+        for choice in range(1, trace.num_choices) if in_criterion else ():
+            if not (found.problems or found.is_doubtful):
+                break
+            # A plain number may be another than it was taken for, of an equal value.
+            trace.choose(choice)
+            with preserved_random_state(self._device), trace:
+                again = trace.terms(self._criterion(outputs, inputs))
+            other = self._tried(again, trace, microbatch, loss, outputs, inputs, choice)
+            if not other.problems and not other.is_doubtful:
+                found = other._replace(form=replace(other.form, choice=choice))
+        for problem in found.problems:
+            self._report(*problem)
+        is_sure = found.problems or found.is_told_apart or torch.is_grad_enabled()  # in training graphs are compared
+        if not is_sure and self._is_open_choice(trace, microbatch, in_criterion):
+            self._report(LossReduction.UNCOUNTED, "numbers of the batch are equal in the first micro-batch")
+        return self._found(found.form, found.measured), found.terms
+
+    def _told_apart(
+        self, terms: Sequence[Term], trace: LossTrace, microbatch: int, outputs: Any, choice: int
+    ) -> Sequence[Term] | None:
+        """The terms with the inputs of a micro-batch in which counts differ that are equal here; None: in none."""
+        own = self._microbatches[microbatch]
+        forms = [LossForm(counts=tuple(counts), products=()) for counts in trace.ambiguous]
+        for other in self._microbatches:
+            if other.num_samples != own.num_samples:
+                continue
+            try:
+                values = [form.measure([other.inputs], [other.num_samples])[0].used for form in forms]
+                if all(len(set(one)) == 1 for one in values):
+                    continue
+                inputs = pytree.tree_map_only(Tensor, self._here, other.inputs)
+                found = self._traced([other.inputs, inputs], own.num_samples, outputs, inputs, choice)
+            except Exception:  # a criterion may raise anything for inputs that do not belong to its outputs
+                continue
+            if len(found) == len(terms):
+                return found
+        return None
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device)
+
+    @torch.no_grad()
+    def _traced(self, trees: list[Any], num_samples: int, outputs: Any, inputs: Any, choice: int = 0) -> Sequence[Term]:
+        """The terms of the criterion's result for other inputs, or for some samples."""
+        trace = LossTrace(trees, num_samples, self._pipeline.batch_dims or 0, choice)
+        trace.in_criterion = True
+        trace.received([leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)])
+        with preserved_random_state(self._device), trace:
+            loss = self._criterion(outputs, inputs)
+        return trace.terms(loss) or ()
+
+    def _tried(
+        self,
+        terms: Sequence[Term] | None,
+        trace: LossTrace,
+        microbatch: int,
+        loss: Tensor,
+        outputs: Any,
+        inputs: Any,
+        choice: int = 0,
+    ) -> "_Tried":
+        """The form that terms show, and what is wrong with it. Nothing is reported."""
+        problems: list[tuple[LossReduction, str]] = []
         parts = [one.inputs for one in self._microbatches]
         sizes = [one.num_samples for one in self._microbatches]
-        form = LossForm.of_rows()
+        form, told_apart = LossForm.of_rows(), None
         try:
             if terms is not None:
-                form = self._form_of(trace, terms, parts, sizes)
+                if trace.ambiguous and not any(term.in_model for term in terms):
+                    told_apart = self._told_apart(terms, trace, microbatch, outputs, choice)
+                form = self._form_of(trace, told_apart or terms, parts, sizes)
             measured = form.measure(parts, sizes)
         except NotCountedError as error:
-            self._report(LossReduction.UNCOUNTED, str(error))
+            problems.append((LossReduction.UNCOUNTED, str(error)))
             form = LossForm.of_rows()
             measured = form.measure(parts, sizes)
+        is_sum = form.is_sum
         if not self._criterion.declares_reduction and not form.divides_by_total:
-            form = self._checked(form, terms, microbatch, loss, outputs, inputs)
+            form = self._checked(form, terms, microbatch, loss, outputs, inputs, problems)
         if len(form.counts) != len(measured[0].used):
             measured = form.measure(parts, sizes)
-        return self._found(form, measured)
+        return _Tried(form, measured, terms, problems, is_sum and not form.is_sum, bool(told_apart))
+
+    def _is_open_choice(self, trace: LossTrace, microbatch: int, in_criterion: bool) -> bool:
+        """Whether it does not show which of several counts a number is, and they differ in other micro-batches."""
+        own = self._microbatches[microbatch]
+        middle = own.num_samples // 2
+        halves = [slice(0, middle), slice(middle, own.num_samples)] if in_criterion and middle else []
+        try:
+            for counts in trace.ambiguous:
+                form = LossForm(counts=tuple(counts), products=())
+                measured = form.measure(
+                    [self._part_of(own.inputs, own.num_samples, half) for half in halves],
+                    [half.stop - half.start for half in halves],
+                )
+                if any(len(set(one.used)) > 1 for one in measured):
+                    continue  # the halves have shown it
+                all_parts = form.measure(
+                    [one.inputs for one in self._microbatches], [one.num_samples for one in self._microbatches]
+                )
+                if any(len(set(one.used)) > 1 for one in all_parts):
+                    return True
+        except NotCountedError:
+            return True
+        return False
 
     def _form_of(self, trace: LossTrace, terms: Sequence[Term], parts: Sequence[Any], sizes: Sequence[int]) -> LossForm:
         """The form that terms show, as far as the criterion does not say it."""
@@ -354,8 +447,9 @@ class StepLosses:
         loss: Tensor,
         outputs: Any,
         inputs: Any,
+        problems: list[tuple[LossReduction, str]],
     ) -> LossForm:
-        """The form, if the loss is a mean or a sum as it says; else what is wrong is reported."""
+        """The form, if the loss is a mean or a sum as it says; else what is wrong is added to ``problems``."""
         count = self._microbatches[microbatch].num_samples
         in_dims = functools.partial(leaf_dims, dims=self._pipeline.batch_dims or 0)
         out_dims = functools.partial(leaf_dims, dims=self._pipeline.dims_of_outputs)
@@ -363,7 +457,7 @@ class StepLosses:
         why = next((term.why for term in terms or () if term.why), "")
         if form.is_sum:
             if not in_criterion:
-                self._report(LossReduction.COUPLED if why else LossReduction.SUM_IN_MODEL, why)
+                problems.append((LossReduction.COUPLED if why else LossReduction.SUM_IN_MODEL, why))
                 return LossForm.of_rows()
 
             def on_twice() -> Any:
@@ -372,13 +466,13 @@ class StepLosses:
 
             form = LossForm.of_rows()
             if not why and confirm_sum(loss, on_twice) is LossReduction.SUM:
-                self._report(LossReduction.SUM, "")
+                problems.append((LossReduction.SUM, ""))
                 return form
         if why:
-            self._report(LossReduction.OF_EARLIER_STAGE if why == OF_EARLIER_STAGE else LossReduction.COUPLED, why)
+            problems.append((LossReduction.OF_EARLIER_STAGE if why == OF_EARLIER_STAGE else LossReduction.COUPLED, why))
             return form
         if len(form.products) > 1 and () in form.products and not in_criterion:
-            self._report(LossReduction.COUPLED, "one of its terms is a sum, another a mean")
+            problems.append((LossReduction.COUPLED, "one of its terms is a sum, another a mean"))
             return form
         if in_criterion and count > 1:
             halves = [slice(0, count // 2), slice(count // 2, count)]
@@ -392,7 +486,9 @@ class StepLosses:
             ]
             with torch.no_grad(), preserved_random_state(self._device):
                 if self._differs(form, loss, parts):
-                    self._report(LossReduction.COUPLED, "of the samples together it is another than of their halves")
+                    problems.append(
+                        (LossReduction.COUPLED, "of the samples together it is another than that of halves")
+                    )
         return form
 
     def _differs(self, form: LossForm, loss: Tensor, parts: Sequence[tuple[Any, Any, slice]]) -> bool:
@@ -429,12 +525,18 @@ class StepLosses:
         (measured,) = form.measure([inputs], [num_samples])
         if not form.needs_terms:
             return self._criterion(outputs, inputs), measured
-        trace = LossTrace([inputs], num_samples, self._pipeline.batch_dims or 0)
-        trace.in_criterion = True
-        trace.received([leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)])
-        with trace:
-            loss = self._criterion(outputs, inputs)
-        return trace.terms(loss) or (), measured
+        return self._traced([inputs], num_samples, outputs, inputs, form.choice), measured
+
+
+class _Tried(NamedTuple):
+    """A form of a loss; ``is_doubtful``: its terms show a sum, which it is not."""
+
+    form: LossForm
+    measured: list[Measured]
+    terms: Sequence[Term] | None
+    problems: list[tuple[LossReduction, str]]
+    is_doubtful: bool
+    is_told_apart: bool
 
 
 def _twice(entries: list[Any]) -> list[Any]:

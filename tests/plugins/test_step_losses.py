@@ -594,6 +594,58 @@ def test_a_loss_that_is_made_otherwise_in_a_later_step_is_refused(first, then, s
     assert_near(merged, alone(then, batch())[1], 1e-6)
 
 
+def by_tokens(o, i):
+    num_tokens, num_rows = int(i["mask"].sum()), len(i["labels"])
+    return 4 * (per_token(o, i) * i["mask"]).sum() / num_tokens + 0.5 * o["pooled"].square().sum() / num_rows
+
+
+def by_rows(o, i):
+    num_rows, num_tokens = len(i["labels"]), float(i["mask"].sum())
+    return (per_token(o, i) * i["mask"]).sum() / num_rows + 0 * num_tokens
+
+
+@pytest.mark.parametrize("criterion", [by_tokens, by_rows, lambda o, i: 4.0 + by_rows(o, i)])
+def test_numbers_that_are_equal_in_the_first_micro_batch_are_told_apart(criterion):
+    whole = batch([1, 1, 1, 1, 6, 5, 4, 6])
+    loss, gradients = alone(criterion, whole)
+
+    def run():
+        booster, model, optimizer = boosted(Head(), sgd, {"ids": whole["ids"][:1]}, num_microbatches=2)
+        with torch.no_grad():
+            found = booster.execute_pipeline(iter([whole]), model, criterion)["loss"].item()
+        for _ in range(2):
+            optimizer.zero_grad()
+            booster.execute_pipeline(iter([whole]), model, criterion, optimizer)
+        return found, gradients_of(booster, model)
+
+    ((found, merged),) = Loopback(1).run(run)
+    assert found == pytest.approx(loss, rel=1e-6)
+    assert_near(merged, gradients, 1e-6)
+
+
+class InModel(Head):
+    """Divides in the model, by one of two numbers that may be equal."""
+
+    def forward(self, ids, labels=None):
+        logits = super().forward(ids)["logits"]
+        mask = labels != -100
+        sums = (F.cross_entropy(logits.transpose(1, 2), labels, reduction="none") * mask).sum()
+        num_tokens, num_rows = int(mask.sum()), len(labels)
+        return {"loss": sums / num_tokens, "num_rows": num_rows}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_equal_numbers_of_a_model_are_refused_where_they_differ_later(training):
+    whole = {name: one for name, one in batch([1, 1, 1, 1, 6, 5, 4, 6]).items() if name in ("ids", "labels")}
+
+    def run():
+        booster, model, optimizer = boosted(InModel(), sgd, {k: v[:1] for k, v in whole.items()}, num_microbatches=2)
+        with torch.set_grad_enabled(training), pytest.raises(ConfigError, match="cannot be counted from a batch"):
+            booster.execute_pipeline(iter([whole]), model, lambda o: o["loss"], optimizer if training else None)
+
+    Loopback(1).run(run)
+
+
 def later(o, i):
     return objects(o, i) / max(int(i["objects"].sum()), 1)
 
