@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hybridpp.nn.metadata_functions import METADATA_FUNCTIONS
 from hybridpp.nn.torch_private import DisableTorchFunctionSubclass, make_wrapper_subclass, pytree
+from hybridpp.nn.watcher import with_lost_weight
 
 # Of a tensor with a gradient these are the values' own.
 _OF_GRAPH = frozenset(getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf"))
@@ -41,7 +42,7 @@ class MadeWhenRead(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = with_lost_weight(func, kwargs or {})
         first = args[0] if args else None
         if isinstance(first, MadeWhenRead):
             result = first.without_values(func, args, kwargs)

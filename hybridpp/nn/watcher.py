@@ -1,8 +1,11 @@
 """Function modes that watch what runs, and that compiled code does not run under."""
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from hybridpp.nn.torch_private import current_function_mode, pop_function_mode, push_function_mode
@@ -35,3 +38,18 @@ def run_unwatched(function: Callable[..., Any], /, *args: Any) -> Any:
     for watcher in watchers:
         watcher.made(result)
     return result
+
+
+def with_lost_weight(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a function as its caller gave them; call it in ``__torch_function__``.
+
+    Torch 2.13's ``l1_loss`` does not pass its ``weight`` to function modes and subclasses of tensors. This can go when
+    it does.
+    """
+    if function is not functional.l1_loss or "weight" in kwargs:
+        return kwargs
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not functional.l1_loss.__code__:
+        frame = frame.f_back
+    weight = None if frame is None else frame.f_locals.get("weight")
+    return kwargs if weight is None else {**kwargs, "weight": weight}

@@ -24,6 +24,7 @@ from hybridpp.nn.torch_private import (
     current_graph_task_id,
     pytree,
 )
+from hybridpp.nn.watcher import with_lost_weight
 from hybridpp.partition.containers import tensors_in
 
 # Stands, in the place of a unit, for the parameters that no unit has for itself.
@@ -591,7 +592,7 @@ class _ReadsParameters(TorchFunctionMode):
         self._found = found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = with_lost_weight(func, kwargs or {})
         # A shape, a dtype or an address needs no values, and the library sets ``.data``.
         if func is Tensor.data_ptr:
             return func(*args, **kwargs)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.nn.deferred_tensor import MadeWhenRead
-from hybridpp.nn.watcher import WatchingMode
+from hybridpp.nn.watcher import WatchingMode, with_lost_weight
 from hybridpp.pipeline.batch_dims import Dims, dim_at
 from hybridpp.pipeline.loss_items import (
     SAME_DEVICE,
@@ -130,6 +130,7 @@ class Term(NamedTuple):
         why: why it is no such sum; "": it is one.
         natural: what the sum counts, where that is known.
         in_model: whether the model's forward made it.
+        adds_up: whether a loss of torch's made it that was told to add up.
     """
 
     factors: tuple[TermFactor, ...] | None
@@ -137,6 +138,7 @@ class Term(NamedTuple):
     why: str = ""
     natural: Count | None = None
     in_model: bool = False
+    adds_up: bool = False
 
 
 class _OfModel(NamedTuple):
@@ -252,7 +254,7 @@ class LossTrace(WatchingMode):
         return known.terms or None if isinstance(known, _OfModel) else None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = with_lost_weight(function, kwargs or {})
         name = _name(function)
         if args and _writes(name):
             self._keep_values(args[0])
@@ -672,6 +674,14 @@ class LossTrace(WatchingMode):
                 why = why or "classes that are the samples themselves"
         if call.reduction == "none":
             return self._items(name, (call.input, target), result, [(call.input, of_input._replace(why=why))])
+        samples = self._samples_of(call.input)
+        if call.is_batch_mean and samples is not None and samples.dim:
+            # What it divides by is no number of samples.
+            return _OfModel(terms=(self._term((), result, why)._replace(adds_up=True),))
+        if call.reduction == "mean" and call.weight is not None and name in _OF_WEIGHTS:
+            factor = self._weight_of(call.weight)
+        if name == "ctc_loss" and not of_input.is_observed:
+            factor = TermFactor(self._rows, -1)
         if factor is None:
             elementwise = isinstance(known, Count) and (not is_classes and name not in _OF_ROWS)
             if elementwise and target.numel() >= call.input.numel():
@@ -680,8 +690,15 @@ class LossTrace(WatchingMode):
                 factor = self._num_items(call.input, of_input)
         if call.reduction == "sum":
             natural = factor.count if is_classes and not factor.is_observed else None
-            return _OfModel(terms=(self._term((), result, why, natural),))
+            return _OfModel(terms=(self._term((), result, why, natural)._replace(adds_up=True),))
         return _OfModel(terms=(self._term((factor,), result, why),))
+
+    def _weight_of(self, weight: Any) -> TermFactor | None:
+        """What a mean with weights of elements divides by."""
+        known = self._of(weight)
+        if isinstance(known, Count):
+            return TermFactor(self._count(torch.sum, known), -1)
+        return TermFactor(self._rows, -1, True, weight.detach().sum()) if isinstance(known, _OfModel) else None
 
     def _unlinear(self, name: str, models: list[tuple[Tensor, _OfModel]], result: Any) -> _OfModel:
         why = _why(models) or f"{name} of a sum over samples"
@@ -725,7 +742,9 @@ class LossTrace(WatchingMode):
                 other, is_divisor
             ):
                 is_mean = is_divisor and self._may_be_rows(other) and not any(term.factors for term in terms)
-                return keeps(terms, (TermFactor(self._rows, -1),) if is_mean else ())
+                # What a script has counted unseen looks like any number.
+                kept = [term._replace(adds_up=term.adds_up and not is_divisor) for term in terms]
+                return keeps(kept, (TermFactor(self._rows, -1),) if is_mean else ())
             factor = self._divisor(other) if is_divisor else self._factor(other, 1)
             if factor is not None and (name in _MULTIPLYING or (is_divisor and operands[0] is tensor)):
                 return keeps(terms, (factor,))
@@ -856,6 +875,7 @@ class _LossCall(NamedTuple):
     weight: Any
     ignore_index: int
     reduction: str
+    is_batch_mean: bool = False
 
 
 _WRITING = frozenset(["iadd", "isub", "imul", "idiv", "itruediv", "ior", "iand"])
@@ -883,6 +903,10 @@ _OF_ROWS = frozenset(
 )
 
 
+# Losses whose mean is divided by the weights of elements, which it gets.
+_OF_WEIGHTS = frozenset(["mse_loss", "l1_loss"])
+
+
 @cache
 def _parameters_of(function: Any) -> inspect.Signature | None:
     """The signature of one of torch's losses; None of any other function."""
@@ -908,10 +932,14 @@ def _reduction_of(function: Any, args: Any, kwargs: Any) -> _LossCall | None:
     given = bound.arguments
     named = next((given[name] for name in ("input", "input1", "log_probs", "anchor") if name in given), None)
     reduction = given["reduction"]
-    if name_is_mean := (reduction in ("batchmean", "elementwise_mean")):
+    averages, reduces = given.get("size_average"), given.get("reduce")
+    if averages is not None or reduces is not None:  # torch's former arguments
+        reduction = "none" if reduces is False else "sum" if averages is False else "mean"
+    is_batch_mean = reduction == "batchmean"
+    if is_batch_mean or reduction == "elementwise_mean":
         reduction = "mean"
-    target = None if name_is_mean and given["reduction"] == "batchmean" else given.get("target")
-    return _LossCall(named, target, given.get("weight"), given.get("ignore_index", -100), reduction)
+    target = None if is_batch_mean else given.get("target")
+    return _LossCall(named, target, given.get("weight"), given.get("ignore_index", -100), reduction, is_batch_mean)
 
 
 def _name(function: Any) -> str:

@@ -13,6 +13,7 @@ from hybridpp.nn import walk
 from hybridpp.nn.checkpointing import may_run_again
 from hybridpp.nn.deferred_tensor import DeferredTensor
 from hybridpp.nn.torch_private import current_function_mode, pop_function_mode, push_function_mode, pytree
+from hybridpp.nn.watcher import with_lost_weight
 from hybridpp.precision.loss_functions import LOSS_FUNCTIONS, widened_arguments
 from hybridpp.precision.mixed_dtype_rules import MIXED_DTYPE_RULES, CastRule
 
@@ -155,7 +156,7 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = with_lost_weight(func, kwargs or {})
         rule = self._rules.get(func)
         changed = None if rule is None else rule(args, kwargs)
         if changed is not None:

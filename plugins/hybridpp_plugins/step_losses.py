@@ -457,6 +457,8 @@ class StepLosses:
         why = next((term.why for term in terms or () if term.why), "")
         if form.is_sum:
             if not in_criterion:
+                if not why and all(term.adds_up for term in terms or () if term.factors is not None):
+                    return form
                 problems.append((LossReduction.COUPLED if why else LossReduction.SUM_IN_MODEL, why))
                 return LossForm.of_rows()
 
@@ -471,7 +473,12 @@ class StepLosses:
         if why:
             problems.append((LossReduction.OF_EARLIER_STAGE if why == OF_EARLIER_STAGE else LossReduction.COUPLED, why))
             return form
-        if len(form.products) > 1 and () in form.products and not in_criterion:
+        unsaid = [
+            term
+            for term, of_term in zip(terms or (), form.of_terms, strict=False)
+            if of_term == () and not term.adds_up
+        ]
+        if len(form.products) > 1 and unsaid and not in_criterion:
             problems.append((LossReduction.COUPLED, "one of its terms is a sum, another a mean"))
             return form
         if in_criterion and count > 1:

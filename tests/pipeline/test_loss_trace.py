@@ -38,6 +38,7 @@ def tokens(o, i):
     return F.cross_entropy(o.transpose(1, 2), i["labels"], reduction="none")
 
 
+@pytest.mark.filterwarnings("ignore:size_average and reduce")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     ("make", "expected"),
@@ -55,6 +56,12 @@ def tokens(o, i):
         (lambda o, i: tokens(o, i).mean() * len(o) / 2, [[24, 0.25]]),
         (lambda o, i: tokens(o, i).sum() * 0.5, [[]]),
         (lambda o, i: F.mse_loss(o, F.one_hot(i["ids"], CLASSES).float()), [[120]]),
+        (lambda o, i: F.mse_loss(o, 0 * o.detach(), weight=i["mask"][..., None].expand(-1, -1, CLASSES)), [[60]]),
+        (lambda o, i: F.l1_loss(o, 0 * o.detach(), weight=i["mask"][..., None].expand(-1, -1, CLASSES)), [[60]]),
+        (lambda o, i: F.mse_loss(o[..., 0], i["mask"], size_average=False), [[]]),
+        (lambda o, i: F.kl_div(o, o.softmax(-1), reduction="batchmean"), [[4]]),
+        (lambda o, i: F.kl_div(o.transpose(0, 1), o.transpose(0, 1).softmax(-1), reduction="batchmean"), [[]]),
+        (lambda o, i: F.ctc_loss(o.transpose(0, 1), i["ids"][:, 1:3], (LENGTH,) * ROWS, (2,) * ROWS), [[4]]),
         (lambda o, i: tokens(o, i).mean() + 3.0 - o.square().mean(), [[24], None, [4]]),
         (lambda o, i: torch.stack([tokens(o, i).mean(), torch.tensor(1.0)]).mean(), [[24], None]),
         # Of eight experts, which are no samples.

@@ -246,10 +246,62 @@ def test_one_microbatch_in_all_may_hold_any_sum():
     assert_near(train(Net, [pairs()], criterion=sums, num_microbatches=1)["gradients"], gradients)
 
 
+class Adding(Net):
+    """Adds up without a loss of torch's."""
+
+    def forward(self, x, y):
+        return {"loss": (super().forward(x) - y).square().sum()}
+
+
+class Transcribing(Net):
+    """CTC of sequences of 8, with labels of ragged lengths, as speech models compute it."""
+
+    def __init__(self, reduction):
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, x, labels):
+        log_probs = super().forward(x).log_softmax(-1).transpose(0, 1)
+        lengths = (labels >= 0).sum(-1)
+        given = torch.full((len(x),), x.shape[1])
+        flat = labels.masked_select(labels >= 0)
+        return {"loss": F.ctc_loss(log_probs, flat, given, lengths, reduction=self.reduction, zero_infinity=True)}
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[3], LAYOUTS[4]], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_reduction_of_torchs_loss_in_the_model_is_what_it_says(reduction, layout, caplog):
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(1, 6, (8, 4), generator=generator)
+    labels[torch.arange(4) >= torch.tensor([1, 4, 2, 3, 3, 1, 4, 2])[:, None]] = -100
+    batch = torch.randn(8, 8, 6, generator=generator), labels
+    loss, gradients = by_itself(Transcribing(reduction), lambda model, x, y: model(x, y)["loss"], batch)
+    result = train(lambda: Transcribing(reduction), [batch], criterion=lambda outputs: outputs["loss"], **layout)
+    assert_near(result["gradients"], gradients, 1e-5)
+    per_replica = [losses[0] for losses in result["losses"]][:: layout.get("pp_size", 1)]
+    divisor = len(per_replica) if reduction == "mean" else 1
+    assert sum(per_replica) / divisor == pytest.approx(loss, rel=1e-5)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_weight_of_l1_loss_counts_while_the_first_loss_is_watched(reduction):
+    weight = torch.arange(48.0).view(8, 6)
+
+    def criterion(outputs, inputs):
+        return F.l1_loss(outputs, inputs[1], reduction=reduction, weight=inputs[2])
+
+    criterion.reduction = reduction
+    loss, gradients = by_itself(Net(), lambda model, *batch: criterion(model(batch[0]), batch), (*pairs(), weight))
+    result = train(Net, [(*pairs(), weight)], criterion=criterion, num_microbatches=4)
+    assert result["losses"][0][0] == pytest.approx(loss, rel=1e-5)
+    assert_near(result["gradients"], gradients, 1e-5)
+
+
 def test_a_sum_that_the_model_makes_is_warned_of_once(caplog):
-    train(Summing, [pairs(), pairs(), pairs()], criterion=lambda outputs: outputs["loss"], num_microbatches=2)
+    train(Adding, [pairs(), pairs(), pairs()], criterion=lambda outputs: outputs["loss"], num_microbatches=2)
     (record,) = caplog.records
-    assert "the loss that Summing computes ends with a sum, and it is averaged" in record.getMessage()
+    assert "the loss that Adding computes ends with a sum, and it is averaged" in record.getMessage()
 
 
 @pytest.mark.parametrize(

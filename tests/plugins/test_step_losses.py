@@ -283,6 +283,9 @@ def test_a_loss_that_is_no_mean_over_items_is_told_by_number(criterion, expected
         (lambda x: (x**2).sum() / 4, LossReduction.MEAN),
         (lambda x: (x**2).mean(), LossReduction.MEAN),
         (lambda x: (x**2).mean() + 0.1 * x.sum(), LossReduction.COUPLED),
+        (lambda x: F.mse_loss(x, X, reduction="sum"), LossReduction.MEAN),
+        (lambda x: F.mse_loss(x, X, reduction="sum") / 7, LossReduction.SUM_IN_MODEL),
+        (lambda x: (x**2).mean() + 0.1 * F.mse_loss(x, X, reduction="sum"), LossReduction.MEAN),
         (lambda x: contrastive({"logits": x}, None), LossReduction.COUPLED),
         # Statistics inside of a model are those of micro-batches, as in batch normalisation.
         (lambda x: standardised({"logits": x}, {"target": 0}), LossReduction.MEAN),
