@@ -172,18 +172,46 @@ def _images(batch: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, 
 
 def _single_images(batch: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Rows]:
     """The entries with a row for each image, where the samples' tokens say how many images each has."""
-    types, pixels = batch.get(_TOKEN_TYPES), batch.get("pixel_values")
-    if not isinstance(types, Tensor) or not isinstance(pixels, Tensor) or pixels.dim() != 4:
+    pixels = batch.get("pixel_values")
+    if not isinstance(pixels, Tensor) or pixels.dim() != 4 or not len(pixels):
         return {}
-    tokens = (types == 1).sum(1).tolist()
-    if not sum(tokens) or any(count * len(pixels) % sum(tokens) for count in tokens):
+    owned = _images_per_sample(batch, len(pixels))
+    if owned is None:
         return {}
-    owned = tuple(count * len(pixels) // sum(tokens) for count in tokens)
     return {
         name: Rows(batch[name], owned)
         for name in _PER_IMAGE
         if name not in settings and isinstance(batch.get(name), Tensor) and len(batch[name]) == len(pixels)
     }
+
+
+def _images_per_sample(batch: Mapping[str, Any], num_images: int) -> tuple[int, ...] | None:
+    """How many images each sample has, all of which are as many tokens; None: not known."""
+    types, texts = batch.get(_TOKEN_TYPES), batch.get("input_ids")
+    if isinstance(types, Tensor):
+        return _shared_out((types == 1).sum(1).tolist(), num_images)
+    if not isinstance(texts, Tensor) or texts.dim() != 2 or len(texts) == num_images:
+        return None
+    # Without types, the token of images is one that follows itself as often as the images are long.
+    texts, mask = texts.cpu(), batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == texts.shape:
+        texts = texts.masked_fill(mask.cpu() == 0, -1)  # a token that pads is none of them
+    runs = [row.unique_consecutive(return_counts=True) for row in texts]
+    answers = set()
+    for token in {token for tokens, _ in runs for token in tokens.tolist() if token >= 0}:
+        lengths = [counts[tokens == token] for tokens, counts in runs]
+        owned = _shared_out([int(one.sum()) for one in lengths], num_images)
+        length = sum(int(one.sum()) for one in lengths) // num_images
+        if owned is not None and length > 1 and not any(bool((one % length).any()) for one in lengths):
+            answers.add(owned)
+    return answers.pop() if len(answers) == 1 else None
+
+
+def _shared_out(tokens: list[int], num_images: int) -> tuple[int, ...] | None:
+    """How many of the images each sample has, by its number of tokens; None: they do not go together."""
+    if not sum(tokens) or any(count * num_images % sum(tokens) for count in tokens):
+        return None
+    return tuple(count * num_images // sum(tokens) for count in tokens)
 
 
 def _grids_per_sample(

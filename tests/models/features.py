@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -43,7 +44,7 @@ IMAGES: dict[str, tuple[tuple[tuple[int, int], ...], ...]] = {
 }
 EXPERTS = (
     "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe", "granitemoeshared", "gpt_oss", "minimax",
-    "flex_olmo", "ernie4_5_moe", "jetmoe", "dbrx",
+    "flex_olmo", "ernie4_5_moe", "jetmoe",
 )  # fmt: skip
 WITH_ATTENTIONS = ("mixtral", "qwen3_moe", "olmoe", "llama", "gpt2", "vit")
 VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm46v", "ernie4_5_vl_moe", "paddleocr_vl", "qwen3_5")
@@ -93,12 +94,12 @@ class Case:
             DoesNotBuild: there is none.
         """
         reasons = []
-        for is_time_last in (False, True):
+        for is_time_last, apart in product((False, True), repeat=2):
             try:
                 config = tiny(CONFIG_MAPPING[self.family](), RECIPES[0])
                 if self.images is not None:
                     _fit_to_images(config, is_time_last)
-                made = self._made(config)
+                made = self._made(config, apart)
                 expected_step(made)
             except Exception as error:
                 reasons.append(f"{type(error).__name__}: {error}"[:300])
@@ -106,7 +107,7 @@ class Case:
                 return made
         raise DoesNotBuild(reasons[0])
 
-    def _made(self, config: Any) -> "Trained":
+    def _made(self, config: Any, apart: bool) -> "Trained":
         text = config.get_text_config()
         if "router losses" in self.feature:
             for part in (config, text):
@@ -120,7 +121,9 @@ class Case:
         options = {"attn_implementation": "eager"} if "attentions" in self.feature else {}
         model = kind._from_config(config, **options).train()
         if self.images is not None:
-            return Trained(model, partial(_vision_batch, config, self.images, "videos" in self.feature))
+            return Trained(
+                model, partial(_vision_batch, config, self.images, _Videos(apart) if "videos" in self.feature else None)
+            )
         if "packed" in self.feature:
             return Trained(model, partial(_packed_batch, config))
         return Trained(model, partial(_plain_batch, config), loss=_with_attentions if options else _own_loss)
@@ -198,8 +201,15 @@ def _packed_batch(config: Any, numbers: list[int]) -> dict[str, Any]:
     }
 
 
-def _vision_batch(config: Any, owned: Any, is_video: bool, numbers: list[int]) -> dict[str, Any]:
+class _Videos(NamedTuple):
+    """Instead of images; ``apart``: the tokens of each frame between tokens of their own."""
+
+    apart: bool
+
+
+def _vision_batch(config: Any, owned: Any, videos: _Videos | None, numbers: list[int]) -> dict[str, Any]:
     """As the processors of Qwen's models make it: the patches of all images in one tensor, and a grid for each."""
+    is_video = videos is not None
     vision = config.vision_config
     merge, frames = vision.spatial_merge_size, getattr(vision, "temporal_patch_size", 1)
     channels = next(getattr(vision, n) for n in ("in_channels", "in_chans", "num_channels") if hasattr(vision, n))
@@ -210,8 +220,10 @@ def _vision_batch(config: Any, owned: Any, is_video: bool, numbers: list[int]) -
         row, kinds = [], []
         for place, (height, width) in enumerate(owned[number]):
             length = 2 if is_video else 1
-            row += [start, *[token] * (length * height * width), end]
-            kinds += [0, *[2 if is_video else 1] * (length * height * width), 0]
+            frames_of_one = length if videos and videos.apart else 1
+            num_tokens = length * height * width // frames_of_one
+            row += [start, *[token] * num_tokens, end] * frames_of_one
+            kinds += [0, *[2 if is_video else 1] * num_tokens, 0] * frames_of_one
             grids.append((length, height * merge, width * merge))
             patch = (channels * frames * vision.patch_size**2,)
             if hasattr(vision, "num_channels"):

@@ -55,6 +55,34 @@ def test_as_many_images_as_samples_are_not_taken_for_one_each():
     assert [len(half["image_grid_thw"]) for half in halves] == [3, 1]
 
 
+def with_single_images(owned, text=range(10, 10 + LENGTH)):
+    """As the processors of Llava and Gemma make it: a row of pixels for each image, of three tokens."""
+    rows = []
+    for count in owned:
+        row = [IMAGE] * (3 * count)
+        rows.append([*row, *text][:LENGTH])
+    ids = torch.tensor(rows)
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": torch.arange(sum(owned))[:, None, None, None].expand(-1, 3, 2, 2).float(),
+    }
+
+
+def test_images_of_one_size_go_with_the_samples_that_repeat_their_token():
+    parts = parts_of(with_single_images((0, 2, 0, 1)), 4)
+    assert [None if part["pixel_values"] is None else len(part["pixel_values"]) for part in parts] == [None, 2, None, 1]
+    assert parts[3]["pixel_values"][:, 0, 0, 0].tolist() == [2.0]
+
+
+def test_tokens_that_two_kinds_of_images_could_be_are_not_guessed_at():
+    text = [7, 7, 7, 8, 9]
+    batch = with_single_images((1, 0), text=[*text, *range(10, 10 + LENGTH)])
+    batch["input_ids"][0, 3:6] = torch.tensor([11, 12, 13])
+    with pytest.raises(DataError, match="all tensors of a batch must agree"):
+        parts_of(batch, 2)
+
+
 def test_one_micro_batch_is_never_refused():
     batch = {"input_ids": torch.zeros(4, 6), "patches": torch.zeros(7, 2), "grids": torch.zeros(3, 2)}
     (whole,) = split_batch(batch, num_microbatches=1, microbatch_size=None).microbatches
