@@ -337,9 +337,14 @@ def part(results: list[Result]) -> str:
     """Of docs/models.md, what is said of these cases."""
     built = [result for result in results if result["builds"]]
     right = [sum(result[layout]["right"] for result in built) for layout in LAYOUTS]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for r in built:
+        family, _, feature = r["name"].partition(", ")
+        verdicts = ("right" if r[layout]["right"] else "**no**" for layout in LAYOUTS)
+        alike.setdefault((feature, *verdicts), []).append(family)
     rows = "\n".join(
-        f"| {r['name']} | {r['class']} | {' | '.join('right' if r[k]['right'] else '**no**' for k in LAYOUTS)} |"
-        for r in built
+        f"| {feature} | {', '.join(families)} | {len(families)} | {' | '.join(verdicts)} |"
+        for (feature, *verdicts), families in alike.items()
     )
     failed = [(r["name"], key, r[key]["error"]) for r in built for key in LAYOUTS if not r[key]["right"]]
     failed += [(r["name"], "", f"does not build: {r['reason']}") for r in results if not r["builds"]]
@@ -363,8 +368,8 @@ Examined: {len(results)} of {len(CASES)}.
 |---|{"--:|" * len(LAYOUTS)}
 | right, of {len(built)} cases | {" | ".join(map(str, right))} |
 
-| case | class | {" | ".join(LAYOUTS)} |
-|---|---|{"---|" * len(LAYOUTS)}
+| trained with | model types | cases | {" | ".join(LAYOUTS)} |
+|---|---|--:|{"---|" * len(LAYOUTS)}
 {rows}
 """ + (
         f"""
