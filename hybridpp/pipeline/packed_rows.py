@@ -192,19 +192,20 @@ def _images_per_sample(batch: Mapping[str, Any], num_images: int) -> tuple[int, 
         return _shared_out((types == 1).sum(1).tolist(), num_images)
     if not isinstance(texts, Tensor) or texts.dim() != 2 or len(texts) == num_images:
         return None
-    # Without types, the token of images is one that follows itself as often as the images are long.
+    # Without types, the token of images is the one that follows itself most often in runs as long as the images are.
     texts, mask = texts.cpu(), batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.shape == texts.shape:
         texts = texts.masked_fill(mask.cpu() == 0, -1)  # a token that pads is none of them
     runs = [row.unique_consecutive(return_counts=True) for row in texts]
-    answers = set()
+    answers: dict[int, set[tuple[int, ...]]] = {}
     for token in {token for tokens, _ in runs for token in tokens.tolist() if token >= 0}:
         lengths = [counts[tokens == token] for tokens, counts in runs]
         owned = _shared_out([int(one.sum()) for one in lengths], num_images)
         length = sum(int(one.sum()) for one in lengths) // num_images
         if owned is not None and length > 1 and not any(bool((one % length).any()) for one in lengths):
-            answers.add(owned)
-    return answers.pop() if len(answers) == 1 else None
+            answers.setdefault(length, set()).add(owned)
+    longest = answers[max(answers)] if answers else set()
+    return longest.pop() if len(longest) == 1 else None
 
 
 def _shared_out(tokens: list[int], num_images: int) -> tuple[int, ...] | None:

@@ -75,10 +75,11 @@ def test_images_of_one_size_go_with_the_samples_that_repeat_their_token():
     assert parts[3]["pixel_values"][:, 0, 0, 0].tolist() == [2.0]
 
 
-def test_tokens_that_two_kinds_of_images_could_be_are_not_guessed_at():
-    text = [7, 7, 7, 8, 9]
-    batch = with_single_images((1, 0), text=[*text, *range(10, 10 + LENGTH)])
-    batch["input_ids"][0, 3:6] = torch.tensor([11, 12, 13])
+def test_a_token_that_is_repeated_as_often_as_that_of_images_is_refused():
+    batch = with_single_images((1, 0))
+    batch["input_ids"][1, :2] = 7
+    assert parts_of(batch, 2)[1]["pixel_values"] is None
+    batch["input_ids"][1, :3] = 7
     with pytest.raises(DataError, match="all tensors of a batch must agree"):
         parts_of(batch, 2)
 
