@@ -273,16 +273,20 @@ class LossTrace(WatchingMode):
 
     def _samples_of(self, tensor: Tensor) -> SampleDim | None:
         """Where a tensor holds samples; None: nowhere, or that is not known."""
-        reference, samples = self._samples.get(id(tensor), (None, None))
-        if reference is not None and reference() is tensor:
-            return samples
+        noted = self._noted_samples(tensor)
+        if noted is not None:
+            return noted
         if isinstance(tensor, MadeWhenRead):
             held = tensor.held()
-            return None if held is None else self._samples_of(held)
+            return None if held is None else self._noted_samples(held)
         for leaf, _ in self._entries:
             if isinstance(leaf, MadeWhenRead) and leaf.held() is tensor:
-                return self._samples_of(leaf)
+                return self._noted_samples(leaf)
         return None
+
+    def _noted_samples(self, tensor: Tensor) -> SampleDim | None:
+        reference, samples = self._samples.get(id(tensor), (None, None))
+        return samples if reference is not None and reference() is tensor else None
 
     def _note_samples(self, function: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
         """Note where the results of a call hold samples."""
