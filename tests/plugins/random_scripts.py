@@ -111,7 +111,8 @@ def _muon(model: nn.Module) -> Any:
     return [torch.optim.Muon(matrices, lr=0.02), others] if matrices else others
 
 
-# An eps above the gradients' rounding, so that Adam's first steps do not make rounding as large as gradients.
+# An eps above the gradients' rounding, so that first steps do not make rounding as large as gradients: of an element that
+# is zero but for rounding, Adam and Adafactor take the sign.
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
     "momentum": lambda model: torch.optim.SGD(_groups(model), lr=0.1, momentum=0.9, nesterov=True),
@@ -120,13 +121,13 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "hybrid adam": lambda model: HybridAdam(model.parameters(), lr=0.01, eps=1e-3),
     "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.005, eps=1e-2),
     "nadam": lambda model: torch.optim.NAdam(model.parameters(), lr=0.01, eps=1e-3),
-    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01),
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01, eps=(1e-3, 1e-3)),
     "muon": _muon,
     "lookahead": lambda model: Lookahead(model.parameters(), lr=0.05, momentum=0.9),
     "schedule-free": lambda model: ScheduleFree(model.parameters(), lr=0.1),
 }
 # Newton and Schulz's steps run in bf16.
-ROUNDS = {"muon": 2e-1, "adafactor": 5e-3}
+ROUNDS = {"muon": 2e-1}
 BETWEEN = (
     "ema", "clamp", "clamp data", "freeze", "no gradient", "evaluate", "accumulate", "schedule", "zero_grad", "set lr",
     "read norm", "clip", "overwrite", "state dict", "resume", "own loop", "save model",
@@ -199,7 +200,7 @@ def drawn(number: int) -> Script:
     if "no gradient" in between and (precision != "fp32" or settings.get("zero_stage")):
         between.remove("no gradient")
     optimizer = dice.choice(list(OPTIMIZERS))
-    if tp > 1 and optimizer in ROUNDS and dice.random() < 0.8:  # they need whole parameters
+    if tp > 1 and optimizer in ("muon", "adafactor") and dice.random() < 0.8:  # they need whole parameters
         optimizer = "adamw"
     more = random.Random(f"more of {number}")
     if more.random() < 0.5:
