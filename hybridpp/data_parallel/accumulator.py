@@ -4,17 +4,21 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from hybridpp.data_parallel.bucket import Bucket, GradientSharding
 from hybridpp.data_parallel.layout import ShardLayout
+from hybridpp.errors import ConfigError
 from hybridpp.nn.torch_private import (
     accumulated_hooks_of,
     drop_accumulated_hooks,
     foreach_add_,
     foreach_copy_,
+    make_wrapper_subclass,
+    pytree,
     version_of,
 )
 
@@ -215,6 +219,103 @@ class GradientAccumulator:
         else:
             self.add(name, gradient)
             parameter.grad = None
+
+
+class HiddenGradient(Tensor):
+    """A gradient of the right shape, dtype and device without memory: whoever reads or writes values is refused."""
+
+    _parameter: str
+
+    @staticmethod
+    def __new__(cls, parameter: str, like: Tensor) -> "HiddenGradient":
+        """The gradient of ``parameter``, which is ``like`` this tensor."""
+        made: Any = make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
+        made._parameter = parameter
+        return cast(HiddenGradient, made)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # of torch
+        """Refuse the operation."""
+        found = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, HiddenGradient)]
+        raise ConfigError(
+            f"{found[0]._parameter}.grad was read or written between the backward pass and optimizer.step(): in bf16, "
+            "in fp16 and with ZeRO the gradients are not there. Call optimizer.clip_grad_by_norm(max_norm) instead of "
+            "torch.nn.utils.clip_grad_norm_, or set HybridParallelPlugin(max_norm=...); optimizer.clip_grad_by_value "
+            "clips values, and optimizer.gradients() returns all gradients. parameter.grad = None, model.zero_grad() "
+            "and optimizer.zero_grad() drop them."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # of torch
+        return f"HiddenGradient({self._parameter!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class HiddenGradients:
+    """Sets ``grad`` between backward and step where gradients are kept elsewhere.
+
+    Args:
+        parameters: by name.
+        is_divided: whether replicas update different ones, or parts of them.
+
+    Attributes:
+        is_shown: whether it is set.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], is_divided: bool):
+        self._parameters, self._is_divided = parameters, is_divided
+        self._tensors = [(name, parameter) for name, parameter in parameters.items()]
+        self._made: dict[int, HiddenGradient] = {}
+        self.is_shown = False
+        self._shown: Collection[str] = ()
+
+    def add(self, updated: Mapping[str, Tensor]) -> None:
+        """Set it also on what is updated for the parameters, by name: the tensors of the optimizer's groups."""
+        self._tensors += [(name, one) for name, one in updated.items() if one is not self._parameters.get(name)]
+
+    def show(self, reached: Collection[str]) -> None:
+        """Set it for these parameters; others have no gradient."""
+        self._shown, self.is_shown = set(reached), True
+        for name, tensor in self._tensors:
+            if name in self._shown and tensor.grad is None:
+                made = self._made.get(id(tensor))
+                if made is None or made.dtype is not tensor.dtype or made.shape != tensor.shape:
+                    made = self._made[id(tensor)] = HiddenGradient(name, tensor)
+                tensor.grad = made
+
+    def cleared(self) -> set[str]:
+        """The parameters for which the script has set it to None since :meth:`show`.
+
+        Raises:
+            ConfigError: it has set another tensor, or that of a part of a parameter to None.
+        """
+        found: set[str] = set()
+        for name, tensor in self._tensors if self.is_shown else ():
+            gradient = tensor.grad
+            if gradient is self._made.get(id(tensor)):
+                continue
+            if gradient is not None:
+                raise ConfigError(
+                    f"{name}.grad was set between the backward pass and optimizer.step(): in bf16, in fp16 and with "
+                    "ZeRO the gradients are not there, so it would not be used. Call optimizer.clip_grad_by_norm or "
+                    "clip_grad_by_value, or change the loss."
+                )
+            if name not in self._shown:
+                continue
+            if name not in found and self._is_divided and tensor is not self._parameters[name]:
+                raise ConfigError(
+                    f"the gradient of {name} was set to None in optimizer.param_groups: with ZeRO these are the parts "
+                    f"of one replica. Set that of the model's parameter to None, on all ranks: "
+                    f"model.get_parameter({name!r}).grad = None."
+                )
+            found.add(name)
+        self._shown = set(self._shown) - found
+        return found
+
+    def hide(self) -> None:
+        """Take it off."""
+        if self.is_shown:
+            self.is_shown = False
+            for _, tensor in self._tensors:
+                tensor.grad = None
 
 
 class SmallGradients:

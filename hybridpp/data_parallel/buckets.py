@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.cluster import Group
-from hybridpp.data_parallel.accumulator import GradientHooks
+from hybridpp.data_parallel.accumulator import GradientHooks, HiddenGradients
 from hybridpp.data_parallel.bucket import Bucket, GradientSharding
 from hybridpp.data_parallel.bucket_reduction import BucketReduction
 from hybridpp.data_parallel.layout import ShardLayout
@@ -38,7 +38,7 @@ class GradientBuckets:
     """Accumulates the gradients of a rank's parameters over micro-batches and calls, and reduces them.
 
     Accumulation is in fp32 (float64 for float64 parameters). Between backward and step, ``parameter.grad`` is a view
-    into the buckets if ``exposes_grad`` and the dtypes agree; otherwise it is None.
+    into the buckets if ``exposes_grad`` and the dtypes agree; otherwise it is a :class:`HiddenGradient`.
 
     In every precision, backward passes add up until ``consume`` (an optimizer step); the next one starts from zero.
     Gradients are summed over the replicas; the weights of the losses make the sum a mean.
@@ -54,8 +54,8 @@ class GradientBuckets:
         coalesced_group: one of the groups in ``shared`` whose members hold the same parameters: all its sums go in one
             message.
         fuses_products: whether :meth:`OutsideGradients.add_product` may be used.
-        sharding: what a replica keeps of each sum (ZeRO). If it is a segment, ``parameter.grad`` is None between
-            reduction and step.
+        sharding: what a replica keeps of each sum (ZeRO). If it is a segment, ``parameter.grad`` is a
+            :class:`HiddenGradient` between reduction and step.
 
     Attributes:
         parameters: as given.
@@ -91,6 +91,9 @@ class GradientBuckets:
                 self.add_shared(name, one, self._accumulator.views[name])
         self.communication_dtype = communication_dtype
         self.exposes_grad = exposes_grad and not self._scatters
+        # What is not exposed; in fp32 with ZeRO after a reduction only.
+        self._hidden = HiddenGradients({} if self.exposes_grad else parameters, self._scatters)
+        self._is_always_hidden = not exposes_grad
         self._fuses_products = fuses_products
         self._hooks = GradientHooks(self._accumulator, parameters, self._on_gradient)
         self._used = self._hooks.reached
@@ -178,8 +181,16 @@ class GradientBuckets:
         self._hooks.release(name)
         self.parameters[name].grad = None
 
+    def hide_on(self, updated: Mapping[str, Tensor]) -> None:
+        """Let what is updated for parameters, by name, show hidden gradients as these do."""
+        if not self.exposes_grad:
+            self._hidden.add(updated)
+
     def begin(self) -> None:
         """Get ready for backward passes."""
+        if self._hidden.is_shown and self._state is not _State.CONSUMED:
+            self._drop(self._hidden.cleared())
+        self._hidden.hide()
         if self._reduction is not None:
             self._reduction.settle()
             self._reduction.reset()
@@ -194,6 +205,28 @@ class GradientBuckets:
         self._accumulator.begin()
         self._state = _State.LOCAL
         self._hooks.collect_settled()
+
+    def _drop(self, names: set[str]) -> None:
+        """Set sums that the script has dropped to zero.
+
+        Raises:
+            ConfigError: they consist of what is reduced and what is not.
+        """
+        if not names:
+            return
+        if self._state is _State.LOCAL and any(
+            bucket.each_pass or bucket.aside is not None
+            for bucket in map(self._accumulator.bucket_of.get, names)
+            if bucket
+        ):
+            raise ConfigError(
+                f"{min(names)}.grad was set to None inside no_sync, where a part of the gradient is reduced already "
+                "and a part is not. Set it to None after the block, or call optimizer.zero_grad()."
+            )
+        views = self._scattered.pieces if self._is_scattered else self._accumulator.zero_stale()
+        for name in names & views.keys():
+            views[name].zero_()
+        self._used -= names
 
     def end_backward(self) -> None:
         """After a backward pass, before the next: add the gradients that it left in small parameters."""
@@ -246,6 +279,9 @@ class GradientBuckets:
 
         Collective: all replicas of this stage, and all ranks that share a parameter; not inside ``no_sync``.
         """
+        if self._hidden.is_shown and self._state is not _State.LOCAL:
+            return
+        self._hidden.hide()
         self.end_backward()
         self._hooks.enable()
         if self._state is not _State.LOCAL:
@@ -254,6 +290,8 @@ class GradientBuckets:
         if not self._sync:
             if self._reduction is not None and not self._is_stashed:
                 self._reduction.end_passes()
+            if self._is_always_hidden and not self._is_stashed:
+                self._hidden.show(self._used)
             return
         if self._reduction is not None:
             self._reduction.finish(self._sum_shared)
@@ -262,6 +300,8 @@ class GradientBuckets:
         self._state = _State.REDUCED
         if self._scatters:
             self._accumulator.hide()
+        if not self.exposes_grad:
+            self._hidden.show(self._used)
 
     def _sum_shared(self) -> None:
         if self._shared.summands:
@@ -337,12 +377,15 @@ class GradientBuckets:
         """Take over gradients that the script set or cleared in ``parameter.grad`` between backward and step.
 
         Raises:
-            ConfigError: the script set one, and this replica has only its part of the sum.
+            ConfigError: see :meth:`HiddenGradients.cleared`.
         """
         if self._state is _State.CONSUMED:
             return
+        if cleared := self._hidden.cleared():
+            self._drop(cleared)
+            if self._state is _State.REDUCED:
+                self.cleared |= cleared
         if self._is_scattered:
-            self._scattered.refuse_grads(self.parameters, self._accumulator.views)
             return
         for name, is_set in self._accumulator.sync_from_grad().items():
             if is_set:
@@ -366,6 +409,8 @@ class GradientBuckets:
 
         The sums are kept in host memory meanwhile.
         """
+        is_shown = self._hidden.is_shown
+        self._hidden.hide()
         self._hooks.enable()
         host = self._accumulator.to_host()
         used, state = set(self._used), self._state
@@ -385,6 +430,8 @@ class GradientBuckets:
             self._accumulator.from_host(host)
             if self._is_scattered:
                 self._accumulator.hide()
+            if is_shown:
+                self._hidden.show(self._used)
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
@@ -402,6 +449,7 @@ class GradientBuckets:
 
     def zero(self, set_to_none: bool = True) -> None:
         """Drop all gradients; exposed ``parameter.grad`` become None, or zeros unless ``set_to_none``."""
+        self._hidden.hide()
         self._hooks.enable()
         self._accumulator.reset(set_to_none)
         self._used.clear()
@@ -410,5 +458,6 @@ class GradientBuckets:
 
     def consume(self) -> None:
         """Mark the gradients as used: they stay readable until the next backward pass, which starts from zero."""
+        self._hidden.hide()
         self._hooks.enable()
         self._state = _State.CONSUMED

@@ -1,12 +1,11 @@
 """Sums of gradients of which every replica has its segments (ZeRO)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridpp.data_parallel.bucket import Bucket, piece_in, views_in
 from hybridpp.data_parallel.replicas import Replicas
-from hybridpp.errors import ConfigError
 
 
 class ScatteredSums:
@@ -40,21 +39,3 @@ class ScatteredSums:
             self._group.all_gather_segments(flat).wait()
             complete |= views_in(flat, bucket.layout) if bucket.frees else bucket.views
         return complete
-
-    def refuse_grads(self, parameters: Mapping[str, nn.Parameter], views: Mapping[str, Tensor]) -> None:
-        """Refuse a ``parameter.grad`` that the script has set, since this replica has only its part of the sum.
-
-        Args:
-            parameters: by name.
-            views: of the complete sums, by name.
-
-        Raises:
-            ConfigError: there is one.
-        """
-        for name, parameter in parameters.items():
-            if parameter.grad is not None and parameter.grad is not views[name]:
-                raise ConfigError(
-                    f"{name}.grad was set between the backward pass and optimizer.step(): with ZeRO each replica has a "
-                    "part of every gradient only, so it would not be used. Call optimizer.clip_grad_by_norm or "
-                    "clip_grad_by_value, change the loss, or use zero_stage=0."
-                )

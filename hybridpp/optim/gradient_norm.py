@@ -94,6 +94,7 @@ class GlobalGradNorm:
         counted: this rank's parameters that count here; a parameter that several ranks hold counts once.
         copied: the other parameters, and those that count only in part; they are only checked for inf and NaN.
         unique: for gradients that count only in part, by name, a mask of the elements that count.
+        is_staged: whether other ranks have other parameters.
     """
 
     control: Group
@@ -102,6 +103,7 @@ class GlobalGradNorm:
     counted: tuple[str, ...]
     copied: tuple[str, ...]
     unique: Mapping[str, Tensor]
+    is_staged: bool = False
 
     def parts(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The norms of this rank's gradients, on the device; those that count come first."""

@@ -64,7 +64,7 @@ class AveragedWeights(AveragedModel):
                 "booster.boost returned."
             )
         trained = self._trained(engine)
-        with engine.weights.unsharded(), engine.optimizer.grad_access_warning.quiet():
+        with engine.weights.unsharded():
             values = [trained.get(name, parameter) for name, parameter in model.named_parameters()]
             source: Any = SimpleNamespace(parameters=lambda: iter(values), buffers=model.buffers)
             super().update_parameters(source)

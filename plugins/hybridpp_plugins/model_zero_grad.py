@@ -22,9 +22,8 @@ class ModelZeroGrad:
 
     def __call__(self, set_to_none: bool = True) -> None:
         """Drop the gradients that add up for the next step. Every rank must call it."""
-        with self._optimizer.grad_access_warning.quiet():
-            type(self._model).zero_grad(self._model, set_to_none)
         self._optimizer.zero_grad(set_to_none)
+        type(self._model).zero_grad(self._model, set_to_none)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
         """A copy of a boosted model is not boosted: the method of its class."""

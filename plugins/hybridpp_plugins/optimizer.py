@@ -50,7 +50,8 @@ class HybridOptimizer(SteppingOptimizer):
     In every precision, backward passes accumulate gradients until ``step``, which consumes them: the next backward pass
     starts from zero, whether or not ``zero_grad`` is called.
 
-    In fp32 ``parameter.grad`` is the gradient; in half precision it is None, and :meth:`gradients` returns it.
+    In fp32 ``parameter.grad`` is the gradient. In half precision and with ZeRO it can be set to None between backward
+    and ``step``, but not be read; :meth:`gradients` returns it.
 
     Attributes:
         uninitialized: weights of the model that have no values yet.
@@ -143,7 +144,6 @@ class HybridOptimizer(SteppingOptimizer):
             try:
                 for one in (self, *partners):
                     stack.enter_context(one.recompute_context())
-                    stack.enter_context(one.grad_access_warning.quiet())
                 if self.manual_losses is not None:
                     is_syncing = self._reducer.is_syncing
                     stack.enter_context(self.manual_losses.weighed(loss, num_items, is_syncing=is_syncing))

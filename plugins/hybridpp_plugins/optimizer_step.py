@@ -17,7 +17,6 @@ from hybridpp.errors import ConfigError, DeadlockError, PeerError, UnequalRanksE
 from hybridpp.nn.torch_private import version_of
 from hybridpp.optim import GlobalGradNorm, can_divide, divided_in_kernel
 from hybridpp.precision import LossScaler, MasterWeights
-from hybridpp_plugins.grad_access_warning import GradAccessWarning
 from hybridpp_plugins.interruption import Interruption
 from hybridpp_plugins.manual_clipping import ManualClippingDetector, ManualScaling
 from hybridpp_plugins.manual_forward import ManualCallRecorder
@@ -165,8 +164,8 @@ class AccumulatedGradients:
         self._norm = norm
         self._in_kernel = in_kernel
         self._is_unscaled = False
-        # The version of the gradients that the cached norm belongs to.
-        self._version: tuple[int, ...] = ()
+        # What the gradients were when the norm was cached.
+        self._version: tuple[int, ...] | frozenset[str] = ()
         self._used: _UsedGradients | None = None
 
     def begin(self, loss_scale: float, manual: bool) -> None:
@@ -245,6 +244,22 @@ class AccumulatedGradients:
             return self.set_norm(self._norm.gather(f"{_IN_OPTIMIZER} (norm of the gradients)", self._reducer.gradients))
         return self.cached_norm
 
+    def norm_to_clip(self, max_norm: float) -> float:
+        """:meth:`norm`, or where it has no effect that the script has dropped gradients, that with these.
+
+        Collective: all ranks; without a message where the norm is known and too small to clip, in half precision and
+        with ZeRO.
+        """
+        norm = self.cached_norm
+        if (
+            norm is not None
+            and not self._reducer.exposes_grad
+            and math.isfinite(norm)
+            and clip_factor(norm, max_norm) == 1
+        ):
+            return norm
+        return self.norm()
+
     def norm_of_last_step(self) -> float | None:
         """The norm that the last step used, after :meth:`clear`; None: gradients were not cleared since.
 
@@ -271,14 +286,20 @@ class AccumulatedGradients:
         return self._cache_norm(self._norm.total(messages) / self.scale)
 
     def _cache_norm(self, value: float) -> float:
-        self.cached_norm, self._version = value, self._reducer.version
+        self.cached_norm, self._version = value, self._version_now()
         return value
+
+    def _version_now(self) -> tuple[int, ...] | frozenset[str]:
+        """Changes where the script changes gradients; where it cannot write to them, it may drop some."""
+        return self._reducer.version if self._reducer.exposes_grad else frozenset(self._reducer.cleared)
 
     def _changed_anywhere(self) -> bool:
         """Whether the script has written to gradients since the norm was cached, on any rank, without a device wait."""
-        if not self._reducer.exposes_grad or self._reducer.is_consumed:
+        if self._reducer.is_consumed:
             return False
-        has_changed = float(self._version != self._reducer.version)
+        has_changed = float(self._version != self._version_now())
+        if not self._reducer.exposes_grad and not self._norm.is_staged:
+            return bool(has_changed)  # all ranks have the same parameters, and drop the same gradients
         rows = gather_numbers(self.control, f"{_IN_OPTIMIZER} (changes of gradients)", [has_changed])
         return any(has_changed for (has_changed,) in rows)
 
@@ -352,7 +373,6 @@ class SteppingOptimizer(WrappedOptimizer):
         norm: computes the gradient norm over all ranks.
         accumulated: the gradients.
         nonfinite_steps: skips or refuses steps with inf or NaN gradients.
-        grad_access_warning: warns if the script looks for gradients that half precision does not expose.
         manual_calls: the script's calls of the model, if they are recorded.
         replica_buffers: buffers that the first replica sends to the others; None: there are none.
         group_settings: what ranks compare of its groups; None: nothing.
@@ -382,7 +402,6 @@ class SteppingOptimizer(WrappedOptimizer):
         self.cleared_digest = 0.0
         self.accumulated = AccumulatedGradients(reducer, norm, config.fused_optimizer is not False)
         self.nonfinite_steps = NonFiniteSteps(config, self._scales, self.loss_scaler, self.accumulated)
-        self.grad_access_warning = GradAccessWarning(reducer)
         self.manual_calls: ManualCallRecorder | None = None
         self.replica_buffers: ReplicaBuffers | None = None
         self.group_settings: GroupSettings | None = None
@@ -492,7 +511,7 @@ class SteppingOptimizer(WrappedOptimizer):
             self.accumulated.check_clipping()
         factor = 1.0
         if self._needs_norm or self.accumulated.cached_norm is not None:
-            norm = self.accumulated.norm()
+            norm = self.accumulated.norm_to_clip(self._max_norm)
             if not math.isfinite(norm):
                 self._skip(norm)
                 return
@@ -519,9 +538,8 @@ class SteppingOptimizer(WrappedOptimizer):
 
     def _skip(self, norm: float) -> None:
         """Skip or refuse the step, and consume its gradients. Collective: all ranks, with the same norm."""
-        with self.grad_access_warning.quiet():
-            search = None if self.manual_calls is None else self.manual_calls.diagnose
-            self.nonfinite_steps.search_manual_calls(search, norm)
+        search = None if self.manual_calls is None else self.manual_calls.diagnose
+        self.nonfinite_steps.search_manual_calls(search, norm)
         self._forget_manual_calls()
         try:
             self.nonfinite_steps.skip(norm)

@@ -1,8 +1,7 @@
 """Set up a boosted model: shard it, place it on this rank, wrap the optimizer, create the engine."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +22,6 @@ from hybridpp.tensor_parallel import sharding_of
 from hybridpp_plugins.apply_tp import AppliedTensorParallel, apply_tensor_parallel
 from hybridpp_plugins.engine import Engine
 from hybridpp_plugins.failed_pass import FailedPass
-from hybridpp_plugins.grad_access_warning import GradAccessWarning
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.manual_forward import ManualCallRecorder
 from hybridpp_plugins.manual_loss import ManualLosses
@@ -122,7 +120,6 @@ def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedF
     if placed.weights.sharded is not None:
         refuse_reading(adapter, placed.weights)
     if boosted is not None and not boosted.exposes_grad:
-        boosted.grad_access_warning.watch(adapter, lambda: engine.is_running)
         let_model_clear(adapter, boosted)
     return engine
 
@@ -217,22 +214,9 @@ def _watch_manual_calls(
             context.device, lambda: boosted.nonfinite_steps.may_search, diagnosis.diagnose_calls
         )
         staged.around_call = boosted.manual_calls.run
-    if not boosted.exposes_grad:
-        staged.around_call = _quietly(boosted.grad_access_warning, staged.around_call)
 
 
 def _module_dtypes(model: nn.Module, settings: PluginSettings, device: torch.device) -> ModuleDtypes:
     half = torch_dtype(settings.precision)
     in_fp32 = fp32_norms(model, settings.precision_config.fp32_norms, device.type) if half else ()
     return find_module_dtypes(model, settings.precision_config.fp32_modules, half, in_fp32)
-
-
-def _quietly(grad_access_warning: GradAccessWarning, around: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Wraps the script's calls of the model, in which the model may list its own parameters."""
-
-    # A function, because copies of the model share it.
-    def run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with grad_access_warning.quiet():
-            return around(forward, args, kwargs) if around else forward(*args, **kwargs)
-
-    return run

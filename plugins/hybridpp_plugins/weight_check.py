@@ -104,7 +104,7 @@ class WeightCheck:
         own, sharded = self._weights, self._weights.sharded
         buckets = own.layout.buckets if own.layout else ()
         bucket_of = {slot.name: index for index, bucket in enumerate(buckets) for slot in bucket.slots}
-        with own.internal(), self._optimizer.grad_access_warning.quiet():
+        with own.internal():
             parameters = {name: p for name, p in self._model.named_parameters() if not p.is_meta}
         pieces = sharded.own_parts() if sharded else {}
         masters = {} if own.masters.are_copies else own.masters.masters

@@ -51,6 +51,7 @@ def wrap_optimizer(
     unfuse = fuse_by_default(optimizer, _fuses_on(settings, weights))
     sharded = placements(model)
     buckets = _buckets(weights, summed, sharded, settings, layout)
+    buckets.hide_on(target.tensors)
     for name, parameter in weights.parameters.items():
         adapter.noted(parameter, "hook on its gradient", partial(buckets.release, name))
     norm = _norm(weights, sharded, layout)
@@ -176,4 +177,5 @@ def _norm(weights: TrainedWeights, sharded: Mapping[str, ParameterSharding], lay
         counted=tuple(counted),
         copied=tuple(name for name in here if name not in counted or name in in_part),
         unique={name: weights.part(name, mask) for name, mask in masks.items() if name in counted},
+        is_staged=layout.pp.size > 1,
     )

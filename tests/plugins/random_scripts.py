@@ -111,8 +111,8 @@ def _muon(model: nn.Module) -> Any:
     return [torch.optim.Muon(matrices, lr=0.02), others] if matrices else others
 
 
-# An eps above the gradients' rounding, so that first steps do not make rounding as large as gradients: of an element that
-# is zero but for rounding, Adam and Adafactor take the sign.
+# An eps above the gradients' rounding, so that first steps do not make rounding as large as gradients: of an element
+# that is zero but for rounding, Adam and Adafactor take the sign.
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
     "momentum": lambda model: torch.optim.SGD(_groups(model), lr=0.1, momentum=0.9, nesterov=True),
@@ -196,9 +196,6 @@ def drawn(number: int) -> Script:
     precision = dice.choice(("fp32", "fp32", "fp32", "bf16", "fp16"))
     if pp > 1 and "own loop" in between:  # is refused
         between.remove("own loop")
-    # Elsewhere gradients are not on parameters: a warning says so where they are listed before the update.
-    if "no gradient" in between and (precision != "fp32" or settings.get("zero_stage")):
-        between.remove("no gradient")
     optimizer = dice.choice(list(OPTIMIZERS))
     if tp > 1 and optimizer in ("muon", "adafactor") and dice.random() < 0.8:  # they need whole parameters
         optimizer = "adamw"

@@ -6,7 +6,7 @@ from support import assert_near, boosted
 from torch import nn
 
 from hybridpp.cluster import Loopback, current_world
-from hybridpp.errors import UnlikeCallsError
+from hybridpp.errors import ConfigError, UnlikeCallsError
 
 NAMES = ("0.bias", "2.weight")
 
@@ -31,7 +31,7 @@ def clear(model, step):
             parameter.grad = None
 
 
-def alone():
+def alone(max_norm=1e3):
     model = make_model()
     optimizer = adamw(model.parameters())
     for step in range(3):
@@ -39,11 +39,20 @@ def alone():
         inputs, target = batch(step)
         nn.functional.mse_loss(model(inputs), target).backward()
         clear(model, step)
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_norm": 1e3}, {"pp_size": 2}], ids=str)
+LAYOUTS = [
+    *({}, {"max_norm": 0.05}, {"pp_size": 2}, {"zero_stage": 1, "max_norm": 0.05}, {"zero_stage": 3}),
+    *({"zero_stage": zero, "precision": precision} for precision in ("bf16", "fp16") for zero in (0, 1, 2, 3)),
+    *({"precision": "bf16", "max_norm": 0.05, "pp_size": pp_size, "zero_stage": 2} for pp_size in (1, 2)),
+    {"precision": "fp16", "offload_optimizer": 1.0, "zero_stage": 1, "max_norm": 0.05},
+]
+
+
+@pytest.mark.parametrize("settings", LAYOUTS, ids=str)
 def test_what_has_no_gradient_is_not_updated_with_replicas_either(settings):
     def run():
         booster, model, optimizer = boosted(make_model(), adamw, (torch.zeros(1, 4),), **settings)
@@ -53,17 +62,20 @@ def test_what_has_no_gradient_is_not_updated_with_replicas_either(settings):
             booster.execute_pipeline(data, model, nn.MSELoss(), optimizer)
             clear(model, step)
             optimizer.step()
-        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+        with booster.unsharded(model):
+            return {name: parameter.detach().float() for name, parameter in model.named_parameters()}
 
     weights = {}
     for rank in Loopback(2 * settings.get("pp_size", 1)).run(run):
         weights |= rank
-    assert_near(weights, alone(), 1e-6)
+    tolerance = {"bf16": 4e-3, "fp16": 1e-3}.get(settings.get("precision"), 1e-6)
+    assert_near(weights, alone(settings.get("max_norm", 1e3)), tolerance)
 
 
-def test_a_gradient_that_one_replica_lacks_ends_the_run_on_all():
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16", "zero_stage": 1}], ids=str)
+def test_a_gradient_that_one_replica_lacks_ends_the_run_on_all(settings):
     def run():
-        booster, model, optimizer = boosted(make_model(), adamw, (torch.zeros(1, 4),))
+        booster, model, optimizer = boosted(make_model(), adamw, (torch.zeros(1, 4),), **settings)
         for step in range(2):
             booster.execute_pipeline(iter([batch(step)]), model, nn.MSELoss(), optimizer)
             if current_world().rank == 1:
@@ -74,9 +86,10 @@ def test_a_gradient_that_one_replica_lacks_ends_the_run_on_all():
         Loopback(2).run(run)
 
 
-def test_a_gradient_that_is_dropped_between_two_passes_counts_from_there():
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"zero_stage": 2}], ids=str)
+def test_a_gradient_that_is_dropped_between_two_passes_counts_from_there(settings):
     def run():
-        booster, model, optimizer = boosted(make_model(), adamw, (torch.zeros(1, 4),))
+        booster, model, optimizer = boosted(make_model(), adamw, (torch.zeros(1, 4),), **settings)
         before = model[2].bias.detach().clone()
         booster.execute_pipeline(iter([batch(0)]), model, nn.MSELoss(), optimizer)
         model[2].bias.grad = None
@@ -87,3 +100,68 @@ def test_a_gradient_that_is_dropped_between_two_passes_counts_from_there():
 
     for size in (1, 2):
         Loopback(size).run(run)
+
+
+HIDDEN = [{"precision": "bf16"}, {"precision": "fp16", "zero_stage": 3}, {"zero_stage": 1}]
+
+
+@pytest.mark.parametrize("settings", HIDDEN, ids=str)
+def test_gradients_that_are_elsewhere_are_there_and_refuse_to_be_read(settings):
+    def run():
+        booster, model, optimizer = boosted(make_model(), adamw, (torch.zeros(1, 4),), **settings)
+        booster.execute_pipeline(iter([batch(0)]), model, nn.MSELoss(), optimizer)
+        weight = model[0].weight
+        assert weight.grad is not None
+        assert (weight.grad.shape, weight.grad.dtype) == (weight.shape, weight.dtype)
+        assert "HiddenGradient('0.weight', shape=(4, 4)" in repr(weight.grad)
+        model.to("cpu")
+        refused = r"^\d\.\w+\.grad was read or written between .* optimizer\.clip_grad_by_norm"
+        clips = lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # noqa: E731
+        for reads in (clips, lambda: weight.grad.data.mul_(2), lambda: (weight.float() * 2).sum().backward()):
+            with pytest.raises(ConfigError, match=refused):
+                reads()
+        optimizer.step()
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+    Loopback(2).run(run)
+
+
+@pytest.mark.parametrize("settings", HIDDEN, ids=str)
+def test_a_gradient_that_the_script_sets_is_refused_where_it_is_hidden(settings):
+    def run():
+        booster, model, optimizer = boosted(make_model(), adamw, (torch.zeros(1, 4),), **settings)
+        booster.execute_pipeline(iter([batch(0)]), model, nn.MSELoss(), optimizer)
+        model[0].bias.grad = torch.zeros_like(model[0].bias)
+        with pytest.raises(ConfigError, match=r"^0\.bias\.grad was set between the backward pass and optimizer\.step"):
+            optimizer.step()
+
+    Loopback(2).run(run)
+
+
+def test_what_the_optimizer_updates_can_be_left_out_unless_it_is_a_part():
+    def run(settings):
+        booster, model, optimizer = boosted(make_model(), adamw, (torch.zeros(1, 4),), **settings)
+        before = model[2].bias.detach().clone()
+        booster.execute_pipeline(iter([batch(0)]), model, nn.MSELoss(), optimizer)
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                tensor.grad = None
+        optimizer.step()
+        assert torch.equal(model[2].bias, before)
+
+    Loopback(2).run(lambda: run({"precision": "bf16"}))
+    with pytest.raises(ConfigError, match=r"^the gradient of .* was set to None in optimizer\.param_groups"):
+        Loopback(2).run(lambda: run({"precision": "bf16", "zero_stage": 1}))
+
+
+def test_dropping_inside_no_sync_what_is_reduced_in_part_is_refused():
+    def run():
+        booster, model, optimizer = boosted(make_model(), adamw, (torch.zeros(1, 4),), precision="bf16")
+        booster.execute_pipeline(iter([batch(0)]), model, nn.MSELoss(), optimizer)
+        with booster.no_sync(model, optimizer):
+            booster.execute_pipeline(iter([batch(1)]), model, nn.MSELoss(), optimizer)
+        model[0].bias.grad = None
+        with pytest.raises(ConfigError, match=r"^0\.bias\.grad was set to None inside no_sync"):
+            optimizer.step()
+
+    Loopback(2).run(run)

@@ -382,16 +382,15 @@ def test_one_replica_does_nothing_else_than_without_and_says_so(caplog):
 def test_gradients_from_outside_are_refused_by_name():
     def run(booster, model, optimizer):
         step(booster, model, optimizer, batches(1, 12)[0])
-        assert all(parameter.grad is None for parameter in model.parameters())
         model.blocks[0].up.bias.grad = torch.zeros(50)
         with pytest.raises(ConfigError) as error:
             optimizer.step()
         return str(error.value)
 
     assert on_layout(run, dp_size=2, zero_stage=1)[0] == (
-        "blocks.0.up.bias.grad was set between the backward pass and optimizer.step(): with ZeRO each replica has a "
-        "part of every gradient only, so it would not be used. Call optimizer.clip_grad_by_norm or clip_grad_by_value, "
-        "change the loss, or use zero_stage=0."
+        "blocks.0.up.bias.grad was set between the backward pass and optimizer.step(): in bf16, in fp16 and with ZeRO "
+        "the gradients are not there, so it would not be used. Call optimizer.clip_grad_by_norm or clip_grad_by_value, "
+        "or change the loss."
     )
 
 

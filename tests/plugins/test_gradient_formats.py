@@ -1,4 +1,4 @@
-"""What a user sees of gradients between backward and step, and in what format they travel."""
+"""What the optimizer tells of gradients between backward and step, and in what format they travel."""
 
 import functools
 import re
@@ -117,19 +117,6 @@ def test_zero_grad_leaves_what_torchs_leaves(set_to_none):
     expected = Loopback(2).run(lambda: run(forgets=False))
     for found, wanted in zip(Loopback(2).run(lambda: run(forgets=True)), expected, strict=True):
         assert_same(found, wanted)
-
-
-@pytest.mark.parametrize("precision", HALF)
-def test_in_half_precision_grad_is_none_for_every_parameter(precision):
-    def run():
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-        booster, model, optimizer = boosted(model, sgd, (torch.randn(4, 4),), precision=precision)
-        booster.execute_pipeline(iter([(torch.randn(4, 4),)]), model, lambda out, _: out.square().sum(), optimizer)
-        assert model[1].weight.dtype == torch.float32
-        assert [parameter.grad for parameter in model.parameters()] == [None] * 4
-        assert len(list(optimizer.gradients())) == 4
-
-    Loopback(1).run(run)
 
 
 @pytest.mark.parametrize("precision", ["fp32", *HALF])
