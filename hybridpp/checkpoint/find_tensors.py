@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybridpp.checkpoint.index import DIFFUSION, MODEL, WeightNames, digest_of, listed, names_in, pointed_to
+from hybridpp.checkpoint.remote_path import dangling_link
 from hybridpp.checkpoint.staging_folder import unfinished
 from hybridpp.errors import CheckpointError
 
@@ -77,8 +78,9 @@ def opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as handle:
             yield handle
     except (OSError, SafetensorError) as error:
+        why = dangling_link(file) or error
         raise CheckpointError(
-            f"{file} cannot be read as a safetensors file: {error}. Copy it again, or save the model again."
+            f"{file} cannot be read as a safetensors file: {why}. Copy it again, or save the model again."
         ) from error
 
 

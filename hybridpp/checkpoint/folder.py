@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.checkpoint.atomic_replace import replace_weights
-from hybridpp.checkpoint.folder_kind import dangling_link, has_weights, other_kind
+from hybridpp.checkpoint.folder_kind import has_weights, other_kind
 from hybridpp.checkpoint.hub_format import format_of
 from hybridpp.checkpoint.hub_tensors import hub_groups, plain_groups
 from hybridpp.checkpoint.index import CONFIG
 from hybridpp.checkpoint.older_config import add_older_names
 from hybridpp.checkpoint.read import CheckpointContents, open_plain
+from hybridpp.checkpoint.remote_path import dangling_link
 from hybridpp.checkpoint.safetensors_file import StoredSpec
 from hybridpp.checkpoint.single_file import StreamedFile, open_file, replace_file, stage_file, tied_names
 from hybridpp.checkpoint.staging_folder import remove_leftovers, stage
@@ -198,7 +199,9 @@ def open_folder(model: nn.Module, path: Path, strict: bool) -> CheckpointContent
         if path.is_file():
             return open_file(path)
         if not path.is_dir():
-            raise CheckpointError(f"there is no folder or file {path}. Pass the folder that save_model wrote.")
+            dangling = dangling_link(path)
+            why = f": {dangling}" if dangling else ""
+            raise CheckpointError(f"there is no folder or file {path}{why}. Pass the folder that save_model wrote.")
         kind = "" if has_weights(path) else other_kind(path)
         if kind:
             raise CheckpointError(

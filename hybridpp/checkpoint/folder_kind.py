@@ -1,12 +1,11 @@
 """What a folder holds that a call cannot use, in words, and which call can."""
 
 import json
-import os
 from pathlib import Path
 
 from hybridpp.checkpoint.commit import committed_steps, steps
 from hybridpp.checkpoint.manifest import DATA_FILE, MANIFEST
-from hybridpp.checkpoint.remote_path import AnyPath
+from hybridpp.checkpoint.remote_path import AnyPath, dangling_link
 from hybridpp.errors import CheckpointError
 from hybridpp.saving import PICKLED_SUFFIXES, SAFE_SUFFIXES
 
@@ -43,14 +42,6 @@ def why_no_checkpoint(path: AnyPath) -> str:
     if not any(True for _ in path.iterdir()):
         return f"{path} is empty. "
     return f"{path} holds no checkpoint. {other_kind(path)}"
-
-
-def dangling_link(path: AnyPath) -> str | None:
-    """The link in a path whose target is not there, in words: a disk that is not mounted; None: there is none."""
-    for one in (path, *path.parents) if isinstance(path, Path) else ():
-        if one.is_symlink() and not os.path.exists(one):
-            return f"{one} is a link to {os.readlink(one)}, which does not exist (a disk that is not mounted?)"
-    return None
 
 
 def other_kind(path: AnyPath) -> str:

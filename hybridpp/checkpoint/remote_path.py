@@ -5,6 +5,7 @@ request, complete, so nothing is synced or renamed there.
 """
 
 import errno
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -192,3 +193,11 @@ def sync_path(path: AnyPath) -> None:
     """Sync a local file, or a folder's entries, to disk."""
     if isinstance(path, Path):
         sync(path)
+
+
+def dangling_link(path: AnyPath) -> str | None:
+    """The link in a path whose target is not there, in words: a disk that is not mounted; None: there is none."""
+    for one in (path, *path.parents) if isinstance(path, Path) else ():
+        if one.is_symlink() and not os.path.exists(one):
+            return f"{one} is a link to {os.readlink(one)}, which does not exist (a disk that is not mounted?)"
+    return None

@@ -4,7 +4,7 @@ Micikevicius et al., "Mixed Precision Training", ICLR 2018, arXiv:1710.03740.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -163,6 +163,7 @@ class ReplicatedTarget:
     Args:
         parameters: this rank's trainable ones, by name.
         masters: of those in half precision.
+        frozen: the others.
 
     Attributes:
         tensors: what is updated, by the parameter's name.
@@ -172,7 +173,9 @@ class ReplicatedTarget:
 
     is_divided = False
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], masters: MasterWeights):
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], masters: MasterWeights, frozen: Iterable[nn.Parameter] = ()
+    ):
         self.tensors = {name: masters.masters.get(name, parameter) for name, parameter in parameters.items()}
         self._masters = masters
         self._parameters = dict(parameters)
@@ -180,6 +183,7 @@ class ReplicatedTarget:
         self._on_device = any(parameter.device.type != "cpu" for parameter in self._parameters.values())
         self.names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._known = {id(parameter): parameter.dtype for parameter in self._parameters.values()}
+        self._frozen = {id(parameter): parameter.dtype for parameter in frozen}
 
     def check(self, model: nn.Module) -> None:
         """Refuse parameters that require a gradient now and did not at boost, were not there, or had another dtype.
@@ -187,18 +191,23 @@ class ReplicatedTarget:
         Raises:
             ConfigError: there is one.
         """
-        if all(self._known.get(id(parameter)) is parameter.dtype for parameter in _trained(model)):
+        trained, frozen = self._known, self._frozen
+        if all(
+            trained.get(id(one)) is one.dtype if one.requires_grad else frozen.get(id(one), one.dtype) is one.dtype
+            for one in _parameters(model)
+        ):
             return
         for name, parameter in model.named_parameters():
-            if not parameter.requires_grad or self._known.get(id(parameter)) is parameter.dtype:
-                continue
-            if id(parameter) in self._known:
+            before = trained.get(id(parameter)) or frozen.get(id(parameter))
+            if before is not None and before is not parameter.dtype:
                 raise ConfigError(
-                    f"{name} is {bare_name(parameter.dtype)} and was {bare_name(self._known[id(parameter)])} after "
+                    f"{name} is {bare_name(parameter.dtype)} and was {bare_name(before)} after "
                     f"booster.boost ({name}.data = ..., or half(), float(), to(dtype) of a module): gradients and what "
                     "the optimizer updates have not changed. Choose dtypes by precision= and fp32_modules= of the "
                     "plugin, and write values with parameter.copy_(...) under torch.no_grad()."
                 )
+            if not parameter.requires_grad or id(parameter) in trained:
+                continue
             if name in self._parameters:
                 raise ConfigError(
                     f"{name} was replaced by another parameter after booster.boost: the optimizer still has the old "
@@ -247,7 +256,7 @@ class ReplicatedTarget:
         self._masters.copy_to_model()
 
 
-def _trained(model: nn.Module) -> Iterator[nn.Parameter]:
+def _parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     # At every step, so by hand: named_parameters() takes ten times as long.
     seen: set[int] = set()
     pending = [model]
@@ -255,7 +264,7 @@ def _trained(model: nn.Module) -> Iterator[nn.Parameter]:
         module = pending.pop()
         seen.add(id(module))
         for parameter in parameters_of(module).values():
-            if parameter is not None and parameter.requires_grad:
+            if parameter is not None:
                 yield parameter
         pending += [child for child in children_of(module).values() if child is not None and id(child) not in seen]
 

@@ -17,6 +17,7 @@ class ShardedTarget(ReplicatedTarget):
         pieces: views of the weights that this replica updates, by name.
         gather: brings every replica's pieces into the weights. Collective: all replicas.
         moved: names of parameters that the script has given other memory.
+        frozen: parameters that are not trained.
 
     Attributes:
         tensors: what is updated, by the parameter's name; parameters that lie on other replicas are missing.
@@ -31,8 +32,9 @@ class ShardedTarget(ReplicatedTarget):
         pieces: Mapping[str, Tensor],
         gather: Callable[[], None],
         moved: Callable[[], Iterable[str]],
+        frozen: Iterable[nn.Parameter] = (),
     ):
-        super().__init__(parameters, masters)
+        super().__init__(parameters, masters, frozen)
         self.tensors = {
             name: masters.masters.get(name, nn.Parameter(pieces[name])) for name in parameters if name in pieces
         }

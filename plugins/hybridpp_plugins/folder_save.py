@@ -5,10 +5,9 @@ from typing import Any, NamedTuple, Protocol
 
 from hybridpp.checkpoint.commit import begin_in, commit_in, is_committed, new_save_id, part_file, token_file
 from hybridpp.checkpoint.file_images import FileImage, file_images, write_images
-from hybridpp.checkpoint.folder_kind import dangling_link
 from hybridpp.checkpoint.gather import gather_json
 from hybridpp.checkpoint.manifest import FileEntry, Manifest, check, merged, tensor_as_json
-from hybridpp.checkpoint.remote_path import AnyPath
+from hybridpp.checkpoint.remote_path import AnyPath, dangling_link
 from hybridpp.checkpoint.writer import FILE_BYTES, Holding, WrittenFiles, remove, write_holdings
 from hybridpp.cluster import gather_objects, get_dist_logger
 from hybridpp.errors import CheckpointError, DeadlockError, PeerError

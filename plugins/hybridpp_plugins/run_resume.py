@@ -10,11 +10,11 @@ from hybridpp.checkpoint.commit import (
     open_step,
     step_folder,
 )
-from hybridpp.checkpoint.folder_kind import dangling_link, why_no_checkpoint
+from hybridpp.checkpoint.folder_kind import why_no_checkpoint
 from hybridpp.checkpoint.manifest import Manifest
 from hybridpp.checkpoint.plain_values import decode
 from hybridpp.checkpoint.reader import fill
-from hybridpp.checkpoint.remote_path import AnyPath
+from hybridpp.checkpoint.remote_path import AnyPath, dangling_link
 from hybridpp.checkpoint.stop_marker import remove_marker
 from hybridpp.cluster import Group, gather_objects, get_dist_logger, set_generator_states
 from hybridpp.errors import CheckpointError, ConfigError

@@ -1,7 +1,8 @@
 """Set up a boosted model: shard it, place it on this rank, wrap the optimizer, create the engine."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -206,7 +207,7 @@ def _wrap_optimizer(
 def _watch_manual_calls(
     boosted: HybridOptimizer, staged: StagedModel, diagnosis: NonFiniteDiagnosis, context: BoostContext
 ) -> None:
-    """Go around the script's own calls of the model: record them, and let the model list its own parameters."""
+    """Go around the script's own calls of the model: record them, and name weights of another dtype if they fail."""
     precision = context.settings.precision
     # Recorded calls hold memory: in fp32 and bf16 only if error_if_nonfinite is set.
     if precision is Precision.FP16 or context.settings.optimizer.error_if_nonfinite is not None:
@@ -214,9 +215,24 @@ def _watch_manual_calls(
             context.device, lambda: boosted.nonfinite_steps.may_search, diagnosis.diagnose_calls
         )
         staged.around_call = boosted.manual_calls.run
+    staged.around_call = _explained(boosted, staged.model, staged.around_call)
 
 
 def _module_dtypes(model: nn.Module, settings: PluginSettings, device: torch.device) -> ModuleDtypes:
     half = torch_dtype(settings.precision)
     in_fp32 = fp32_norms(model, settings.precision_config.fp32_norms, device.type) if half else ()
     return find_module_dtypes(model, settings.precision_config.fp32_modules, half, in_fp32)
+
+
+def _explained(boosted: HybridOptimizer, model: nn.Module, around: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Wraps the script's own calls of the model: torch's error about dtypes says nothing of weights."""
+
+    # A function, because copies of the model share it.
+    def run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return around(forward, args, kwargs) if around else forward(*args, **kwargs)
+        except RuntimeError:
+            boosted.target.check(model)
+            raise
+
+    return run

@@ -117,11 +117,13 @@ class TrainedWeights(NamedTuple):
         """What this replica updates of a tensor of a parameter's shape."""
         return tensor if self.flat is None else self.flat.parts[name](tensor)
 
-    def target(self) -> ReplicatedTarget:
-        """What the optimizer updates."""
-        if self.flat is None:
-            return ReplicatedTarget(self.parameters, self.masters)
-        return ShardedTarget(self.parameters, self.masters, self.flat.pieces, self.flat.gather, self.flat.moved)
+    def target(self, model: nn.Module) -> ReplicatedTarget:
+        """What the optimizer of a model updates."""
+        frozen = [one for name, one in walk.named_parameters(model) if name not in self.parameters]
+        flat = self.flat
+        if flat is None:
+            return ReplicatedTarget(self.parameters, self.masters, frozen)
+        return ShardedTarget(self.parameters, self.masters, flat.pieces, flat.gather, flat.moved, frozen)
 
 
 def trained_weights(

@@ -43,7 +43,7 @@ def wrap_optimizer(
         settings: the plugin's.
         layout: the ranks.
     """
-    model, target = adapter.model, weights.target()
+    model, target = adapter.model, weights.target(adapter.model)
     updated = {name: parameter for name, parameter in walk.named_parameters(model) if name not in weights.parameters}
     updated |= target.tensors
     before = [GroupBefore.of(group, names) for group in optimizer.param_groups]

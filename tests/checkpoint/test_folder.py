@@ -266,3 +266,17 @@ def test_what_a_folder_holds_decides_nothing_outside_of_it(tmp_path, plant):
     assert (elsewhere / "kept").read_text() == "mine"
     assert by_us(model, folder) == NEW
     assert {path.name for path in folder.iterdir()} - {"sub"} == {"config.json", "notes.txt", "model.safetensors"}
+
+
+def test_a_link_whose_target_is_not_there_is_named(tmp_path):
+    (tmp_path / "disk").symlink_to(tmp_path / "mounted")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "model.safetensors").symlink_to(tmp_path / "mounted")
+    is_a_link = "is a link to .*mounted, which does not exist"
+    for path in (tmp_path / "disk", tmp_path / "disk" / "run", tmp_path / "disk" / "model.safetensors"):
+        with pytest.raises(CheckpointError, match=rf"^there is no folder or file .*: .*disk {is_a_link}"):
+            open_folder(nn.Linear(2, 2), path, strict=True)
+    with pytest.raises(
+        CheckpointError, match=rf"cannot be read as a safetensors file: .*model\.safetensors {is_a_link}"
+    ):
+        open_folder(nn.Linear(2, 2), tmp_path / "folder", strict=True)

@@ -144,6 +144,22 @@ def test_another_dtype_is_refused_on_the_model_and_on_a_weight(precision, other)
         Loopback(2).run(lambda zero=zero: run(zero))
 
 
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_another_dtype_of_a_part_is_refused_though_it_is_frozen(precision, number):
+    def run(is_manual):
+        made = make_model()
+        made[2].requires_grad_(False)
+        make = lambda parameters: sgd([one for one in parameters if one.requires_grad])  # noqa: E731
+        booster, model, optimizer = boosted(made, make, (torch.zeros(1, 8),), precision=precision)
+        model[number].double()
+        with pytest.raises(ConfigError, match=rf"^{number}\.weight is float64 and was b?float\d+ after booster\.boost"):
+            model(torch.zeros(4, 8)) if is_manual else step(booster, model, optimizer)
+
+    for is_manual in (False, True):
+        Loopback(1).run(lambda is_manual=is_manual: run(is_manual))
+
+
 @pytest.mark.covering("writer zero", "writer precision")
 @pytest.mark.parametrize("offload", [0.0, 1.0])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
