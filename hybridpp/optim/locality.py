@@ -302,7 +302,9 @@ class _Trial:
                     found.append(None)
                     continue
                 small = cut.smaller(_OWN_SHAPE, 128)
-                number = numbers.setdefault((kind, small, _dtype(parameter)), len(self._standins))
+                # A rule may tell parameters apart by attributes that the script has set on them.
+                key = kind, small, _dtype(parameter), _signature(vars(parameter))
+                number = numbers.setdefault(key, len(self._standins))
                 if number == len(self._standins):
                     self._standins.append(self._random(parameter, kind, small))
                 found.append((number, cut))
@@ -377,7 +379,7 @@ class _Trial:
     def _operations(self, one: _StandIn, shape: Sequence[int]) -> list[Any]:
         """The operations of some steps, on a tensor without values."""
         real, group_index = one.complete.real, one.complete.group_index
-        key = group_index, _dtype(real), tuple(shape)
+        key = group_index, _dtype(real), tuple(shape), _signature(vars(real))
         if key not in self._recorded:
             with _Operations() as operations, _ScalarsOnHost():
                 self._stepped([_Tensors.without_values(real, group_index, shape)])
@@ -394,6 +396,9 @@ class _Trial:
 
     def _steps(self, tensors: Sequence[_Tensors], with_state: bool) -> "list[_Updated]":
         parameters = [nn.Parameter(one.weights.clone()) for one in tensors]
+        for one, parameter in zip(tensors, parameters, strict=True):
+            attributes = vars(one.real).items()
+            vars(parameter).update((key, _attribute(value, one.real, parameter)) for key, value in attributes)
         trial = _copy(self._optimizer, tensors, parameters)
         if with_state:
             for one, parameter in zip(tensors, parameters, strict=True):
@@ -544,6 +549,13 @@ def _with_learning_rate(group: dict[str, Any]) -> dict[str, Any]:
     elif isinstance(learning_rate, int | float) and not isinstance(learning_rate, bool):
         group["lr"] = _LEARNING_RATE
     return group
+
+
+def _attribute(value: Any, real: Tensor, parameter: Tensor) -> Any:
+    """What the script has set on the real parameter, for a stand-in."""
+    if isinstance(value, list | dict | set | Tensor):
+        return _like(value, real, parameter)
+    return value
 
 
 def _like(value: Any, real: Tensor, parameter: Tensor) -> Any:

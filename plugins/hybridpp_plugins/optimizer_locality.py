@@ -88,34 +88,54 @@ def refuse_own_tensors(
     divides = {"tp_size": layout.grid.tp_size if is_sharded else 1, "pp_size": layout.grid.pp_size}
     parting = [f"{name}={size}" for name, size in divides.items() if size > 1]
     parting += [f"zero_stage={zero.zero_stage}"] if zero.zero_stage else []
-    others = [one for one in parting if not one.startswith("pp_size")]
-    others += [f"precision={precision.value!r}"] if precision is not Precision.FP32 else []
-    others += [f"offload_optimizer={zero.offload_optimizer:g}"] if zero.offload_optimizer else []
+    dividing = [one for one in parting if not one.startswith("pp_size")]
+    copies = [f"zero_stage={zero.zero_stage}"] if zero.zero_stage else []
+    copies += [f"precision={precision.value!r}"] if precision is not Precision.FP32 else []
+    copies += [f"offload_optimizer={zero.offload_optimizer:g}"] if zero.offload_optimizer else []
+    others = [*dict.fromkeys((*dividing, *copies))]
     for one in single_optimizers(optimizer):
         parameters = _parameters(one)
-        known, shapes = set(map(id, parameters)), {tuple(parameter.shape) for parameter in parameters}
-        for name, value in _own_attributes(one):
+        known, shapes = set(map(id, parameters)), set(map(_full_shape, parameters))
+        settings = dict(_own_settings(one))
+        for holder, value in (*_own_attributes(one), *settings.items()):
             held = list(_held(value))
-            if others and any(id(tensor) in known for tensor in held):
+            if others and any(id(leaf) in known for leaf in held):
                 raise ConfigError(
-                    f"{optimizer_name(one)} keeps parameters of the model in its attribute {name!r}, but with "
+                    f"{optimizer_name(one)} keeps parameters of the model in {holder}, but with "
                     f"{', '.join(others)} it updates copies or parts of them, which are in optimizer.param_groups "
                     "only. Read parameters from self.param_groups in step, and keep what belongs to them in "
                     "self.state[parameter]."
                 )
-            own = [tensor for tensor in held if id(tensor) not in known]
-            is_keyed = isinstance(value, dict) and any(isinstance(key, Tensor) for key in value)
-            if parting and not is_keyed and len(own) > 1 and all(tuple(tensor.shape) in shapes for tensor in own):
+            by_id = any(isinstance(leaf, int) and leaf in known for leaf in held)
+            if copies and by_id:
                 raise ConfigError(
-                    f"{optimizer_name(one)} keeps {len(own)} tensors with shapes of the model's parameters in its "
-                    f"attribute {name!r}, but with {', '.join(parting)} a rank updates parts of the parameters, to "
-                    "which these do not belong. Keep what belongs to a parameter in self.state[parameter], made in "
-                    "step: that is saved, too."
+                    f"{optimizer_name(one)} keeps the id() of parameters of the model in {holder}, but with "
+                    f"{', '.join(copies)} it updates copies or parts of them, which have ids of their own. Set an "
+                    "attribute on each parameter (parameter.lr_scale = 0.1), which what is updated for it has, too, or "
+                    "make parameter groups."
+                )
+            own = [leaf for leaf in held if isinstance(leaf, Tensor) and id(leaf) not in known]
+            is_keyed = by_id or (isinstance(value, dict) and any(isinstance(key, Tensor) for key in value))
+            # With pipelines, these go with their parameter, or with the group that has no other.
+            goes_along = is_keyed or (len(own) == 1 and holder in settings)
+            belong = any(leaf.numel() > 1 for leaf in own) and all(tuple(leaf.shape) in shapes for leaf in own)
+            if belong and (dividing if goes_along else parting and len(own) > 1):
+                raise ConfigError(
+                    f"{optimizer_name(one)} keeps {len(own)} tensors with shapes of the model's parameters in "
+                    f"{holder}, but with {', '.join(parting)} a rank updates parts of the parameters, to "
+                    "which these do not belong. Keep what belongs to a parameter in self.state[parameter]: that is "
+                    "divided as the parameter is, and saved."
                 )
 
 
+def _full_shape(parameter: Tensor) -> tuple[int, ...]:
+    """The shape of the complete parameter."""
+    sharding = sharding_of(parameter)
+    return tuple(parameter.shape) if sharding is None else tuple(sharding.full_shape)
+
+
 def _own_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """What it holds besides its groups and state, and the same of optimizers that it wraps."""
+    """What it holds besides its groups and state, and where, and the same of optimizers that it wraps."""
     todo, seen = [optimizer], {id(optimizer)}
     while todo:
         for name, value in vars(one := todo.pop()).items():
@@ -124,12 +144,20 @@ def _own_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
                     seen.add(id(value))
                     todo.append(value)
             elif name not in _NOT_TRIED and value is not one.defaults:
-                yield name, value
+                yield f"its attribute {name!r}", value
 
 
-def _held(value: Any) -> Iterator[Tensor]:
-    """Tensors in nested containers."""
-    if isinstance(value, Tensor):
+def _own_settings(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """What its groups hold besides their parameters, and where."""
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name != "params":
+                yield f"param_groups[{number}][{name!r}]", value
+
+
+def _held(value: Any) -> Iterator[Tensor | int]:
+    """Tensors and whole numbers in nested containers."""
+    if isinstance(value, Tensor | int):
         yield value
     elif isinstance(value, dict):
         for key, one in value.items():
@@ -217,7 +245,8 @@ def _found(
         tuple((parameter.dtype, parameter.requires_grad) for parameter in group["params"])
         for group in optimizer.param_groups
     )
-    key = structure.of([type(optimizer), settings, own]), kinds, tuple(map(tuple, cuts)), device
+    attributes = [[vars(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    key = structure.of([type(optimizer), settings, own, attributes]), kinds, tuple(map(tuple, cuts)), device
     return results.get(
         key,
         lambda: find_localities(optimizer, cuts, device),

@@ -46,6 +46,8 @@ def wrap_optimizer(
     model, target = adapter.model, weights.target(adapter.model)
     updated = {name: parameter for name, parameter in walk.named_parameters(model) if name not in weights.parameters}
     updated |= target.tensors
+    for name, tensor in target.tensors.items():
+        _share_attributes(weights.parameters[name], tensor, None if weights.flat is None else weights.flat.parts[name])
     before = [GroupBefore.of(group, names) for group in optimizer.param_groups]
     _repoint(optimizer, names, updated, weights, layout.tp.rank)
     unfuse = fuse_by_default(optimizer, _fuses_on(settings, weights))
@@ -96,6 +98,22 @@ def _repoint(
         group["params"] = after
         if "param_names" in group:
             group["param_names"] = [group["param_names"][index] for index in kept]
+
+
+def _share_attributes(parameter: Tensor, updated: Tensor, part: PartOf | None) -> None:
+    """Let what is updated for a parameter have the attributes that the script has set on it, now or later.
+
+    Of tensors of the parameter's shape it gets its part. Then it has those attributes only that are there now.
+    """
+    if updated is parameter:
+        return
+    if any(_is_like(value, parameter) for value in vars(parameter).values()):
+        vars(updated).update(
+            (key, _taken(value, part, updated) if _is_like(value, parameter) else value)
+            for key, value in vars(parameter).items()
+        )
+    else:
+        updated.__dict__ = vars(parameter)
 
 
 def _taken(value: Tensor, part: PartOf | None, updated: Tensor) -> Tensor:

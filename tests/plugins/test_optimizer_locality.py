@@ -300,3 +300,107 @@ def test_own_tensors_train_where_parameters_are_the_models():
     keyed = steps_with(ByParameter, 1)[0]
     assert_near(steps_with(ByParameter, 1, offload_optimizer=1.0)[0], keyed)
     assert_near(steps_with(ByParameter, 2, zero_stage=1)[0], keyed)
+
+
+class Scaled(optim.SGD):
+    """An optimizer with a factor for each parameter, which the script has set on it."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(parameter.scale)
+        super().step()
+
+
+def scaled(params):
+    params = list(params)
+    for number, parameter in enumerate(params):
+        parameter.scale = 0.5**number
+    return Scaled(params, lr=0.1)
+
+
+def scaled_elementwise(params):
+    optimizer = scaled(params)
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.scale = torch.full_like(parameter, parameter.scale)
+    return optimizer
+
+
+def scaled_by_id(params):
+    optimizer = optim.SGD(params, lr=0.1)
+    optimizer.scales = {id(parameter): 0.5 for parameter in optimizer.param_groups[0]["params"]}
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    [(1, {"offload_optimizer": 1.0}), (2, {"zero_stage": 3})],
+    ids=str,
+)
+def test_what_is_updated_has_the_attributes_of_its_parameter(num_ranks, settings):
+    expected = steps_with(scaled, 1)[0]
+    for make in (scaled, scaled_elementwise):
+        assert_near(steps_with(make, num_ranks, **settings)[0], expected)
+
+
+def test_an_attribute_that_is_set_after_boost_counts_for_masters():
+    def run(**settings):
+        _, model, optimizer = boosted(mlp(), scaled, {"input": torch.ones(2, 16)}, **settings)
+        for parameter in model.parameters():
+            parameter.scale = 3.0
+        return [parameter.scale for group in optimizer.param_groups for parameter in group["params"]]
+
+    assert Loopback(1).run(lambda: run(precision="bf16"))[0] == [3.0] * 8
+
+
+class TaggedMuon(optim.SGD):
+    """Divides the gradients of tagged parameters by their norms."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if getattr(parameter, "is_normed", False):
+                    parameter.grad.div_(parameter.grad.norm())
+        super().step()
+
+
+def test_the_trial_of_an_optimizer_sees_attributes_of_parameters():
+    def make(params):
+        params = list(params)
+        params[2].is_normed = True
+        return TaggedMuon(params, lr=0.1)
+
+    with pytest.raises(ConfigError, match=r"a rank holds only a shard of '1\.0\.weight'"):
+        train_mlp(make_optimizer=make, tp_size=2)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    [(1, {"precision": "bf16"}), (1, {"offload_optimizer": 1.0}), (2, {"zero_stage": 1})],
+    ids=str,
+)
+def test_ids_of_parameters_are_refused_where_others_are_updated(num_ranks, settings):
+    text = "SGD keeps the id() of parameters of the model in its attribute 'scales', but with "
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        steps_with(scaled_by_id, num_ranks, **settings)
+
+
+@pytest.mark.parametrize("settings", [{"zero_stage": 1}, {"pp_size": 2}, {"tp_size": 2}], ids=str)
+@pytest.mark.parametrize("is_setting", [True, False])
+def test_tensors_that_belong_to_parameters_are_refused_anywhere(settings, is_setting):
+    def make(params):
+        optimizer = optim.SGD(params, lr=0.1)
+        started = [parameter.detach().clone() for parameter in optimizer.param_groups[0]["params"]]
+        if is_setting:
+            optimizer.param_groups[0]["start"] = started
+        else:
+            optimizer.start = started
+        return optimizer
+
+    ((name, value),) = settings.items()
+    holder = "param_groups[0]['start']" if is_setting else "its attribute 'start'"
+    text = f"SGD keeps 8 tensors with shapes of the model's parameters in {holder}, but with {name}={value} a rank"
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        steps_with(make, 2, **settings)
