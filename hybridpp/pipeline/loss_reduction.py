@@ -70,6 +70,34 @@ def select_samples(tree: Any, num_samples: int, dims: Callable[[Any], list[int |
     return _indexed(tree, num_samples, dims, selected)
 
 
+def with_another(
+    tree: Any, other: Any, dims: Callable[[Any], list[int | None]], factor: float = 1.0
+) -> tuple[Any, Any]:
+    """A tree of one sample with another one beside it; and the other one alone.
+
+    Tensors of one row are joined: with that of ``other``, where it has one of that shape in the same place, else with
+    themselves. What has more rows may hold no samples, and is left as it is.
+
+    Args:
+        tree: of one sample.
+        other: the same of another sample; None: there is none.
+        dims: gives the sample dimension of each leaf.
+        factor: on the other sample's floating-point numbers.
+    """
+    leaves, structure = pytree.tree_flatten(tree)
+    others = pytree.tree_leaves(other)
+    both, alone = list(leaves), list(leaves)
+    for index, (leaf, dim) in enumerate(zip(leaves, dims(tree), strict=True)):
+        if isinstance(leaf, Tensor) and dim is not None and dim < leaf.dim() and leaf.shape[dim] == 1:
+            found = others[index] if len(others) == len(leaves) else None
+            if not isinstance(found, Tensor) or (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
+                found = leaf
+            second = found.detach().to(leaf.device)
+            alone[index] = second * factor if leaf.is_floating_point() else second
+            both[index] = torch.cat([leaf.detach(), alone[index]], dim)
+    return pytree.tree_unflatten(both, structure), pytree.tree_unflatten(alone, structure)
+
+
 def _indexed(
     tree: Any,
     num_samples: int,

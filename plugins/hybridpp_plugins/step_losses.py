@@ -32,6 +32,7 @@ from hybridpp.pipeline import (
     map_sample_lists,
     observed,
     select_samples,
+    with_another,
 )
 from hybridpp.pipeline.batch import TOTAL_KEY
 from hybridpp.pipeline.loss_items import MAX_COUNTS, Product, entry_path
@@ -40,6 +41,8 @@ from hybridpp_plugins.criterion_check import CriterionCheck
 
 # The relative difference that rounding may make between a loss and the same loss by halves.
 _TOLERANCE = 1e-3
+# Makes outputs of another sample from those of one: probabilities stay between 0 and 1.
+_FACTOR = 0.75
 
 
 class StepLosses:
@@ -491,15 +494,38 @@ class StepLosses:
                 )
                 for half in (slice(0, count), *halves)
             ]
+            why = "of the samples together it is another than that of halves"
+        elif in_criterion:
+            parts = self._pair(microbatch, outputs, inputs)
+            why = "of two samples together it is another than that of each"
+        if in_criterion:
             with torch.no_grad(), preserved_random_state(self._device):
-                if self._differs(form, loss, parts):
-                    problems.append(
-                        (LossReduction.COUPLED, "of the samples together it is another than that of halves")
-                    )
+                if self._differs(form, loss, parts, known=0 if count > 1 else 1):
+                    problems.append((LossReduction.COUPLED, why))
         return form
 
-    def _differs(self, form: LossForm, loss: Tensor, parts: Sequence[tuple[Any, Any, slice]]) -> bool:
-        """Whether the loss of all samples is not the mean of the losses of its halves. A random one tells nothing."""
+    def _pair(self, microbatch: int, outputs: Any, inputs: Any) -> list[tuple[Any, Any, slice]]:
+        """A single sample with another one beside it; each of them alone.
+
+        The inputs of the other are those of another micro-batch, its outputs those of the sample times a number.
+        """
+        in_dims = functools.partial(leaf_dims, dims=self._pipeline.batch_dims or 0)
+        out_dims = functools.partial(leaf_dims, dims=self._pipeline.dims_of_outputs)
+        given = self._microbatches[microbatch].inputs
+        others = [one.inputs for one in self._microbatches if one.num_samples == 1 and one.inputs is not given]
+        both_outputs, other_outputs = with_another(outputs, None, out_dims, _FACTOR)
+        both_inputs, other_inputs = with_another(inputs, next(iter(others), None), in_dims)
+        return [
+            (both_outputs, self._of_lists(both_inputs, 1, _twice), slice(0, 2)),
+            (outputs, inputs, slice(0, 1)),
+            (other_outputs, other_inputs, slice(1, 2)),
+        ]
+
+    def _differs(self, form: LossForm, loss: Tensor, parts: Sequence[tuple[Any, Any, slice]], known: int) -> bool:
+        """Whether the loss of the first part, of all samples, is not the mean of those of the others.
+
+        A random one tells nothing: ``known`` is the part whose loss is ``loss``.
+        """
         try:
             values = [self._alone(form, *part) for part in parts]
             full, own_full = values[0]
@@ -515,10 +541,11 @@ class StepLosses:
                 expected = [one * share for one, own in values[1:] if (share := form.share(product, own, total))]
                 again = full
             numbers = [float(one) for one in expected if one is not None]
-            now, before = float(again if again is not None else 0.0), float(loss)
+            now = float(again if again is not None else 0.0)
+            before, repeated = float(loss), 0.0 if form.needs_terms else float(values[known][0])
         except Exception:  # a criterion may raise anything for a number of samples that it was not made for
             return False
-        if not form.needs_terms and abs(now - before) > 1e-5 * abs(before):
+        if not form.needs_terms and abs(repeated - before) > 1e-5 * abs(before):
             return False
         if not all(map(math.isfinite, numbers)):
             return math.isfinite(now)  # such as the deviation of a single sample

@@ -200,15 +200,15 @@ def test_so_they_are_of_logits_that_are_divided_by_vocabulary():
                 assert (rank[name][1][parameter] - gradients[parameter]).abs().max() <= 1e-6, (name, parameter)
 
 
-def verdict(criterion, inside=None, target=None):
+def verdict(criterion, inside=None, target=None, rows=4):
     """Of a criterion, on outputs with one row per sample; ``inside``: makes the model's own loss."""
-    inputs = {"x": X, "target": torch.zeros(4, 5) if target is None else target}
+    inputs = {"x": X[:rows], "target": torch.zeros(rows, 5) if target is None else target}
     batch = split_batch(inputs, num_microbatches=1, microbatch_size=None)
     check = CriterionCheck()
     losses = StepLosses(
         CriterionAdapter(criterion, ForwardSignature.of(lambda x: x, "Net")),
         batch,
-        ReplicaCounts([4.0], [0.0], [()]),
+        ReplicaCounts([float(rows)], [0.0], [()]),
         check=check,
         pipeline=PipelineConfig(num_microbatches=1),
         group=None,
@@ -273,6 +273,21 @@ def standard(values):
 )
 def test_a_loss_that_is_no_mean_over_items_is_told_by_number(criterion, expected):
     assert verdict(criterion) == expected
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        lambda o, i: (o["logits"].std(0, unbiased=False) - 1).square().mean(),
+        lambda o, i: -o["logits"].softmax(0)[:, 0].log().mean(),
+        lambda o, i: (F.normalize(o["logits"], dim=0) - 0.5).square().mean(),
+        lambda o, i: (o["logits"] - o["logits"].roll(1, 0)).square().mean(),
+        lambda o, i: torch.cdist(o["logits"], o["logits"]).mean(),
+        contrastive,
+    ],
+)
+def test_a_loss_that_couples_samples_is_found_with_a_single_one(criterion):
+    assert verdict(criterion, rows=1) == LossReduction.COUPLED
 
 
 @pytest.mark.parametrize(
