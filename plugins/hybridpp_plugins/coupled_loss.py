@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpp.cluster import Group, as_carried
+from hybridpp.cluster import Group, as_carried, gather_numbers
 from hybridpp.config import PipelineConfig
 from hybridpp.errors import ConfigError
 from hybridpp.nn.deferred_tensor import with_values
@@ -34,20 +34,46 @@ class CoupledLoss:
     Every replica computes the same loss. Its gradient goes to the replica's own outputs, and the gradients of the
     replicas add up to that of the whole batch.
 
-    Collective: all replicas, at each call; one all-gather for each tensor of the outputs and the inputs.
+    Collective: all replicas, at each call; one all-gather for each tensor of the outputs and the inputs, and one of a
+    number in host memory before them: an error may have ended the step on a replica, which the script catches there.
 
     Args:
         criterion: of outputs and inputs.
         replicas: the ranks that compute losses.
         sizes: samples of each replica.
         pipeline: where tensors have their samples.
+        control: all ranks; None: there are several stages, where no step goes on after an error.
     """
 
-    def __init__(self, criterion: CriterionAdapter, replicas: Group, sizes: Sequence[int], pipeline: PipelineConfig):
+    def __init__(
+        self,
+        criterion: CriterionAdapter,
+        replicas: Group,
+        sizes: Sequence[int],
+        pipeline: PipelineConfig,
+        control: Group | None = None,
+    ):
         self._criterion, self._replicas, self._sizes, self._pipeline = criterion, replicas, sizes, pipeline
+        self._control, self._has_met = control, False
+
+    def _meets(self, is_here: bool) -> bool:
+        """Whether all replicas have come as far. Collective: all ranks."""
+        self._has_met = True
+        if self._control is None:
+            return True
+        return all(row[0] for row in gather_numbers(self._control, "at a coupled criterion", [float(is_here)]))
+
+    def settle(self) -> None:
+        """After an error before the criterion was called: tell the other replicas, which wait there."""
+        if not self._has_met:
+            self._meets(False)
 
     def __call__(self, outputs: Any, inputs: Any) -> Any:
-        """The loss of the samples of all replicas."""
+        """The loss of the samples of all replicas; 0 if one does not come: the step is refused at its end."""
+        if not self._meets(True):
+            leaves = [leaf for leaf in pytree.tree_leaves(with_values(outputs)) if isinstance(leaf, Tensor)]
+            zeros = [leaf.nan_to_num().sum() * 0 for leaf in leaves if leaf.requires_grad]
+            return torch.stack([one.float() for one in zeros]).sum() if zeros else torch.zeros(())
         all_outputs = self._gathered(outputs, self._pipeline.dims_of_outputs)
         return self._criterion(all_outputs, self._gathered(inputs, self._pipeline.batch_dims or 0))
 

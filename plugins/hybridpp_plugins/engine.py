@@ -282,7 +282,7 @@ class Engine(EngineParts):
             inspect_loss=(losses or self.criterion_check.comparison).inspect,
             watched=losses.watched if losses is not None else None,
             shares=losses.shares if losses is not None else None,
-            settle=losses.settle if losses is not None else _nothing,
+            settle=_nothing if (first := coupled or losses) is None else first.settle,
         )
 
     def _coupled(self, called: CriterionAdapter | ForwardSignature, infos: list[RankBatchInfo]) -> CoupledLoss | None:
@@ -292,7 +292,8 @@ class Engine(EngineParts):
         check_undivided(called, infos)
         if not self._has_losses or self.layout.dp.size == 1:
             return None
-        return CoupledLoss(called, self.layout.dp, [int(info.num_items) for info in infos], self.pipeline)
+        control = self.layout.control if self.layout.pp.size == 1 else None
+        return CoupledLoss(called, self.layout.dp, [int(info.num_items) for info in infos], self.pipeline, control)
 
     def _replica_infos(self, infos: list[RankBatchInfo]) -> list[RankBatchInfo]:
         """Of a rank of each replica that computes losses."""

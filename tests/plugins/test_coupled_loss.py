@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hybridpp.cluster import Loopback
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, RefusedByPeerError
 
 PAIRS = {"x": torch.randn(7, 6, generator=torch.Generator().manual_seed(0)), "kind": torch.arange(7) % 2}
 
@@ -65,3 +65,28 @@ def test_micro_batches_of_a_coupled_loss_are_refused_on_every_rank():
         return True
 
     assert all(Loopback(2).run(run))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_that_one_replica_catches_ends_the_step_on_all(failing):
+    def run():
+        booster, model, optimizer = boosted(Net(), sgd, {"x": PAIRS["x"][:1]})
+        here, broken = booster.plugin.layout.here.dp, []
+        batch = {name: value[:3] for name, value in PAIRS.items()}
+
+        def look(module, args):
+            if broken:
+                raise ValueError("not this batch")
+
+        model.register_forward_pre_hook(look)
+        booster.execute_pipeline(iter([batch]), model, contrastive, optimizer)
+        broken += [1] * (here == failing)
+        with pytest.raises(ValueError if here == failing else RefusedByPeerError):
+            booster.execute_pipeline(iter([batch]), model, contrastive, optimizer)
+        broken.clear()
+        optimizer.zero_grad()
+        booster.execute_pipeline(iter([batch]), model, contrastive, optimizer)
+        return gradients_of(booster, model)
+
+    first, second = Loopback(2).run(run)
+    assert_near(first, second, 0)
