@@ -184,19 +184,31 @@ class ReplicatedTarget:
         self.names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._known = {id(parameter): parameter.dtype for parameter in self._parameters.values()}
         self._frozen = {id(parameter): parameter.dtype for parameter in frozen}
+        self._accepted: Mapping[int, tuple[bool, torch.dtype]] = {}
 
     def check(self, model: nn.Module) -> None:
         """Refuse parameters that require a gradient now and did not at boost, were not there, or had another dtype.
 
+        Refuse also a model that has lost one: another took its place, be it one that was there before.
+
         Raises:
             ConfigError: there is one.
         """
+        found = {id(one): (one.requires_grad, one.dtype) for one in _parameters(model)}
+        if found != self._accepted:
+            self._refuse_wrong(model, found)
+            self._accepted = found
+
+    def _refuse_wrong(self, model: nn.Module, found: Mapping[int, tuple[bool, torch.dtype]]) -> None:
         trained, frozen = self._known, self._frozen
-        if all(
-            trained.get(id(one)) is one.dtype if one.requires_grad else frozen.get(id(one), one.dtype) is one.dtype
-            for one in _parameters(model)
-        ):
-            return
+        for name, parameter in self._parameters.items():
+            # One that was frozen later, and is gone, is not missed.
+            if parameter.requires_grad and id(parameter) not in found:
+                raise ConfigError(
+                    f"{name} was replaced by another parameter, or removed, after booster.boost: the optimizer still "
+                    "has the old one, and files would get its values. Change weights in place, under "
+                    "torch.no_grad(), and replace, tie or remove them before."
+                )
         for name, parameter in model.named_parameters():
             before = trained.get(id(parameter)) or frozen.get(id(parameter))
             if before is not None and before is not parameter.dtype:
@@ -208,11 +220,6 @@ class ReplicatedTarget:
                 )
             if not parameter.requires_grad or id(parameter) in trained:
                 continue
-            if name in self._parameters:
-                raise ConfigError(
-                    f"{name} was replaced by another parameter after booster.boost: the optimizer still has the old "
-                    "one. Change weights in place, under torch.no_grad(), or replace them before."
-                )
             raise ConfigError(
                 f"{name} was frozen when the model was boosted, or not there, and requires a gradient now. "
                 "Unfreeze or add it before booster.boost; freezing later is fine."

@@ -385,6 +385,12 @@ def replace(booster, model, optimizer):
     booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
 
 
+def tie(booster, model, optimizer):
+    one, other = [module for name, module in model.named_modules() if name.endswith("layernorm_before")][:2]
+    one.bias = other.bias
+    booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
+
+
 @pytest.mark.parametrize(
     ("act", "text"),
     [
@@ -393,7 +399,8 @@ def replace(booster, model, optimizer):
         (lambda b, m, o: copy.deepcopy(o), "a boosted optimizer cannot be copied or pickled."),
         (step_in_no_sync, "step inside no_sync would make the replicas diverge."),
         (add, "late was frozen when the model was boosted, or not there, and requires a gradient now."),
-        (replace, "classifier.bias was replaced by another parameter after booster.boost: the optimizer still has"),
+        (replace, "classifier.bias was replaced by another parameter, or removed, after booster.boost: the optimizer"),
+        (tie, "0.layernorm_before.bias was replaced by another parameter, or removed, after booster.boost: the"),
     ],
 )
 def test_what_would_go_wrong_later_is_refused(act, text):
