@@ -411,7 +411,8 @@ class UnitGather:
             self._served[unit].append(user := object())
             self._gather(unit, user, order)
         if kind is _Kind.DONE:
-            if not self._is_pass_over and any(use.unit == unit for use in self._held.values()):
+            # For what no unit has, nothing is reduced here: how long it is used may change (an unfrozen embedding).
+            if unit != REST and not self._is_pass_over and any(use.unit == unit for use in self._held.values()):
                 raise UnlikeCallsError(
                     f"replicas call {self._name(unit)} unlike numbers of times in one step, which zero_stage=3 cannot "
                     "follow. Use zero_stage=2, or call it equally often on all replicas."
