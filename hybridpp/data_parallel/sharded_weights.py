@@ -15,6 +15,7 @@ from hybridpp.data_parallel.flat_weights import FlatWeights, parts_of
 from hybridpp.data_parallel.layout import BucketLayout, ShardLayout
 from hybridpp.data_parallel.replicas import Replicas
 from hybridpp.errors import ConfigError
+from hybridpp.nn.torch_private import version_of
 
 # Stands, in the place of a unit, for the weights that no unit has for itself.
 _REST = -1
@@ -47,6 +48,9 @@ class WeightBucket:
         self._with_elements = [(name, p) for name, p in self._parameters.items() if p.numel()]
         self._absent = _absent(flat)
         self._users: set[Hashable] = set()
+        # Versions of this replica's segment and of the parameters when they were gathered: what code writes since then.
+        self._own_version = -1
+        self._versions: dict[str, int] = {}
         # The running gather; those that were forgotten, which may still write to the buffer.
         self._work: Work | None = None
         self._cancelled: list[Work] = []
@@ -130,14 +134,52 @@ class WeightBucket:
             self._work = None
             for name, parameter in self._parameters.items():
                 parameter.data = self._current_views[name]
+            self._note_versions()
 
-    def release(self, user: Hashable) -> None:
-        """End a use; the last one frees the weights."""
+    def release(self, user: Hashable, *, drops_writes: bool = False) -> None:
+        """End a use; the last one frees the weights, and keeps what was written to them unless it ``drops_writes``.
+
+        Raises:
+            ConfigError: the script has given a parameter other memory.
+        """
         if user in self._users:
-            self._users.remove(user)
-            if not self._users:
-                self.wait()
-                self._free()
+            is_last = len(self._users) == 1
+            try:
+                if is_last:
+                    self.wait()
+                if is_last and not drops_writes:
+                    self.keep_written()
+            finally:
+                self._users.remove(user)
+                if is_last:
+                    self._free()
+
+    def keep_written(self) -> None:
+        """Take over what a forward has written to weights that are there: the same on all replicas.
+
+        Raises:
+            ConfigError: the script has given a parameter other memory.
+        """
+        # Weights from before an update are old.
+        if not self._users or self._work is not None or self._own_version != version_of(self.own):
+            return
+        self.check_unmoved()
+        segment = self._current[self.layout.segment(self._index)]
+        if self.own.device.type == "cpu":
+            is_written = not torch.equal(segment, self.own)
+        else:  # the host does not wait, so that only what torch counts is seen
+            is_written = any(version_of(p) != self._versions[name] for name, p in self._parameters.items())
+        if is_written:
+            self.own.copy_(segment)
+            self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._own_version = version_of(self.own)
+        self._versions = {name: version_of(parameter) for name, parameter in self._parameters.items()}
+
+    def note_update(self) -> None:
+        """The weights that are there are from before an update."""
+        self._own_version = -1
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """Those that lie here."""
@@ -236,6 +278,8 @@ class ShardedWeights(FlatWeights):
     def gather(self) -> None:
         """Free weights that are still there, and are old now. The new ones are gathered where they are used."""
         self.refuse_inside()
+        for bucket in self._buckets:
+            bucket.note_update()
         if self.after_update is not None:
             self.after_update()
 
@@ -335,7 +379,7 @@ class ShardedWeights(FlatWeights):
         finally:
             self._depth -= 1
             for bucket in self._buckets:
-                bucket.release(user)
+                bucket.release(user, drops_writes=True)
 
     def refuse_inside(self) -> None:
         """Refuse to change this replica's parts inside of :meth:`unsharded`, whose weights would overwrite them.
@@ -387,3 +431,4 @@ class ShardedWeights(FlatWeights):
         self.refuse_inside()
         for bucket in self._buckets:
             yield from bucket.moved()
+            bucket.keep_written()
