@@ -1,5 +1,6 @@
 """Remove from a model what other stages own."""
 
+import copy
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -7,9 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybridpp.errors import ConfigError
 from hybridpp.nn import walk
+from hybridpp.nn.metadata_functions import METADATA_FUNCTIONS
 from hybridpp.nn.names import qualified
-from hybridpp.nn.torch_private import BUFFERS, PARAMETERS, buffers_of, children_of, parameters_of
+from hybridpp.nn.torch_private import (
+    BUFFERS,
+    PARAMETERS,
+    DisableTorchFunctionSubclass,
+    buffers_of,
+    children_of,
+    parameters_of,
+)
+from hybridpp.partition.containers import tensors_in
 
 
 def parameter_names(model: nn.Module) -> list[str]:
@@ -35,6 +46,48 @@ class ParameterVisibility:
             yield
         finally:
             self.shows_all = before
+
+
+class AbsentParameter(Tensor):
+    """Stands for a parameter that only ranks of other stages have: it has a shape, a dtype and a device, but no values.
+
+    The model's forward may compute with it, as all of its code runs on every stage. Other code may not: it would take
+    zeros for values.
+
+    Attributes:
+        full_name: of the parameter.
+        visibility: knows whether the forward runs.
+    """
+
+    full_name: str
+    visibility: ParameterVisibility
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with DisableTorchFunctionSubclass():
+            absent = next((one for one in tensors_in((args, kwargs or {})) if isinstance(one, AbsentParameter)), None)
+            if absent is not None and not absent.visibility.shows_all and func not in _WITHOUT_VALUES:
+                raise ConfigError(
+                    f"{absent.full_name} is a parameter of another stage: with pp_size > 1 a rank has the values of its own "
+                    "stages only, those that model.named_parameters() lists on it. Change weights by going over "
+                    "these, on every rank; booster.save_model writes all. A term of the loss that reads weights (a "
+                    "penalty) needs pp_size=1, or the optimizer's weight_decay."
+                )
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "AbsentParameter":
+        return _absent(self, self.full_name, copy.deepcopy(self.visibility, memo), self.device, self.dtype)
+
+
+_WITHOUT_VALUES = METADATA_FUNCTIONS | {
+    Tensor.grad.__get__,  # type: ignore[attr-defined]  # torch declares no property
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    Tensor.requires_grad_,
+    Tensor.register_hook,
+    Tensor.__repr__,
+}
 
 
 class _OwnedTensors(dict[str, Any]):
@@ -76,9 +129,11 @@ def prune_parameters(
     """
     visibility = ParameterVisibility()
     own_stages = set(stages)
-    foreign = [parameter for name, parameter in walk.named_parameters(model) if own_stages.isdisjoint(owners[name])]
+    foreign = {name: one for name, one in walk.named_parameters(model) if own_stages.isdisjoint(owners[name])}
     # One per parameter, so that tied parameters stay tied.
-    placeholders = {id(p): _placeholder(p, device, dtypes.get(id(p), p.dtype)) for p in foreign}
+    placeholders = {
+        id(p): _absent(p, name, visibility, device, dtypes.get(id(p), p.dtype)) for name, p in foreign.items()
+    }
     for module in walk.modules(model):
         _free_parameters(module, placeholders, visibility)
     own = _outside(model, foreign_units)
@@ -120,6 +175,14 @@ def _outside(model: nn.Module, units: set[str]) -> set[nn.Module]:
 
 def _placeholder(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype, device=device).expand(tensor.shape).requires_grad_(tensor.requires_grad)
+
+
+def _absent(
+    like: Tensor, name: str, visibility: ParameterVisibility, device: torch.device, dtype: torch.dtype
+) -> AbsentParameter:
+    absent = _placeholder(like, device, dtype).detach().as_subclass(AbsentParameter)
+    absent.full_name, absent.visibility = name, visibility
+    return absent.requires_grad_(like.requires_grad)
 
 
 def _buffer_placeholder(buffer: Tensor | None, device: torch.device) -> Tensor | None:

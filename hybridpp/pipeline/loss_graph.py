@@ -219,11 +219,12 @@ class LossComparison:
         """What is wrong with the losses that were read, and a number that must be equal on all replicas, or 0.
 
         Args:
-            losses: of all micro-batches. One of 0 shows nothing: scripts return one where there is nothing to learn.
+            losses: of all micro-batches; none after an error. One of 0 shows nothing: scripts return one where there is
+                nothing to learn.
             counts: the values of :attr:`counts`.
         """
         form, read, self._read, self._form = self._form, self._read, [], None
-        if form is None:
+        if form is None or not losses:
             return LossReduction.MEAN, 0.0
         read = [one for one in read if losses[one[0]]]
         known, found = form.kinds, {term.kind for _, terms in read for term in terms if term.kind}

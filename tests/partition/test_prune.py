@@ -1,8 +1,10 @@
 import copy
 
+import pytest
 import torch
 from torch import nn
 
+from hybridpp.errors import ConfigError
 from hybridpp.partition import parameter_names
 from hybridpp.partition.prune import prune_parameters
 
@@ -78,7 +80,9 @@ def test_what_is_owned_is_the_same_object_and_still_tied():
 
 
 def test_pruned_parameters_keep_shape_dtype_and_device_without_memory():
-    model = stage(0, {"norm", "b"}, dtype=torch.bfloat16)
+    model = make_model()
+    dtypes = {id(parameter): torch.bfloat16 for parameter in model.parameters()}
+    visibility = prune_parameters(model, OWNERS, [0], {"norm", "b"}, CPU, dtypes)
     placeholder = model["b"].weight
     assert not isinstance(placeholder, nn.Parameter)
     assert (placeholder.shape, placeholder.dtype, placeholder.device, placeholder.requires_grad) == (
@@ -87,10 +91,29 @@ def test_pruned_parameters_keep_shape_dtype_and_device_without_memory():
         CPU,
         True,
     )
-    assert placeholder.untyped_storage().nbytes() == 2
-    assert not placeholder.any()
+    with visibility.showing_all():
+        assert placeholder.untyped_storage().nbytes() == 2
+        assert not placeholder.any()
     assert "norm.running_mean" not in dict(model.named_buffers())
     assert torch.equal(model["norm"].running_var, torch.ones(3))
+
+
+def test_what_a_pruned_parameter_has_no_values_for_is_refused_outside_of_the_forward():
+    model = stage(0, {"norm", "b"})
+    absent = model["b"].weight
+    assert (absent.numel(), absent.grad, len(absent), absent.is_leaf) == (6, None, 2, True)
+    absent.requires_grad = False
+    for act in (
+        lambda: absent.norm(),
+        lambda: absent.detach(),
+        lambda: absent.data,
+        lambda: torch.stack([model["a"].bias.sum(), absent.sum()]),
+        lambda: model["b"].reset_parameters(),
+        lambda: model["b"](torch.ones(1, 3)),
+        lambda: nn.init.zeros_(absent),
+    ):
+        with pytest.raises(ConfigError, match=r"^b\.weight is a parameter of another stage"):
+            act()
 
 
 def test_a_parameter_tied_to_another_unit_is_gone_from_both():
