@@ -3,7 +3,7 @@
 import copy
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,10 +70,10 @@ class AbsentParameter(Tensor):
             absent = next((one for one in tensors_in((args, kwargs or {})) if isinstance(one, AbsentParameter)), None)
             if absent is not None and not absent.visibility.shows_all and func not in _WITHOUT_VALUES:
                 raise ConfigError(
-                    f"{absent.full_name} is a parameter of another stage: with pp_size > 1 a rank has the values of its own "
-                    "stages only, those that model.named_parameters() lists on it. Change weights by going over "
-                    "these, on every rank; booster.save_model writes all. A term of the loss that reads weights (a "
-                    "penalty) needs pp_size=1, or the optimizer's weight_decay."
+                    f"{absent.full_name} is a parameter of another stage: with pp_size > 1 a rank has the values of "
+                    "its own stages only, those that model.named_parameters() lists on it. Change weights by going "
+                    "over these, on every rank; booster.save_model writes all. A penalty of weights is returned by the "
+                    "model's forward, whose code finds all."
                 )
             return func(*args, **(kwargs or {}))
 
@@ -81,9 +81,11 @@ class AbsentParameter(Tensor):
         return _absent(self, self.full_name, copy.deepcopy(self.visibility, memo), self.device, self.dtype)
 
 
+# torch declares no properties
+_GRAD, _REQUIRES_GRAD = (cast(Any, getattr(Tensor, name)) for name in ("grad", "requires_grad"))
 _WITHOUT_VALUES = METADATA_FUNCTIONS | {
-    Tensor.grad.__get__,  # type: ignore[attr-defined]  # torch declares no property
-    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    _GRAD.__get__,
+    _REQUIRES_GRAD.__set__,
     Tensor.requires_grad_,
     Tensor.register_hook,
     Tensor.__repr__,
@@ -182,7 +184,8 @@ def _absent(
 ) -> AbsentParameter:
     absent = _placeholder(like, device, dtype).detach().as_subclass(AbsentParameter)
     absent.full_name, absent.visibility = name, visibility
-    return absent.requires_grad_(like.requires_grad)
+    absent.requires_grad = like.requires_grad
+    return absent
 
 
 def _buffer_placeholder(buffer: Tensor | None, device: torch.device) -> Tensor | None:

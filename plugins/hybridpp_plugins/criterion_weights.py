@@ -1,9 +1,13 @@
-"""Refuse criteria with weights of their own that train: each replica, and the last stage alone, would train a copy."""
+"""Refuse criteria with weights of their own that train, and those that read weights which a rank has in part.
+
+Of the former each replica, and the last stage alone, would train a copy.
+"""
 
 import dis
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -11,6 +15,8 @@ from torch import Tensor, nn
 
 from hybridpp.config import Precision
 from hybridpp.errors import ConfigError
+from hybridpp.nn.torch_private import DisableTorchFunctionSubclass, pytree
+from hybridpp.tensor_parallel import sharding_of
 from hybridpp_plugins.engine_handle import ENGINE
 from hybridpp_plugins.layout import Layout
 
@@ -25,17 +31,21 @@ class CriterionWeights:
         model: that is boosted, before it is cut.
         layout: the ranks.
         precision: of the plugin.
+        shards_weights: whether replicas divide them (ZeRO 3).
 
     Attributes:
         known: the criterion that was checked last.
+        is_unread: whether it is not known which of the model's weights that one reads.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, precision: Precision):
+    def __init__(self, model: nn.Module, layout: Layout, precision: Precision, *, shards_weights: bool = False):
+        self._shards_weights = shards_weights
         self._model, self._grid, self._precision = model, layout.grid, precision
         self._names = frozenset(id(parameter) for parameter in model.parameters())
         # On one rank, without a loss scale, the script's own optimizer may train them.
         self._matters = layout.world.size > 1 or precision is Precision.FP16
         self.known: Any = None
+        self.is_unread = False
         self._code: Any = None
 
     def check(self, criterion: Any) -> None:
@@ -65,6 +75,59 @@ class CriterionWeights:
                 "requires_grad_(False) on weights that do not train."
             )
         self.known, self._code = criterion, code
+        self.is_unread = self._grid.pp_size > 1 or self._grid.tp_size > 1 or self._shards_weights
+
+    def reading(self, criterion: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """The criterion, which raises a ConfigError if its first loss depends on weights that are not whole here."""
+
+        def call(outputs: Any, inputs: Any) -> Any:
+            loss = criterion(outputs, inputs)
+            if self.is_unread and isinstance(loss, Tensor):
+                self.is_unread = False
+                self._refuse_parts(weights_of_loss(loss, outputs))
+            return loss
+
+        return call
+
+    def _refuse_parts(self, read: Sequence[Tensor]) -> None:
+        for name, parameter in self._model.named_parameters():
+            if not any(parameter is one for one in read):
+                continue
+            if self._grid.pp_size > 1:
+                which = f"the weights of its stage only: got pp_size={self._grid.pp_size}"
+            elif sharding_of(parameter) is not None:
+                which = f"a shard of it: got tp_size={self._grid.tp_size}"
+            elif self._shards_weights:
+                which = "no weights where no forward runs: got zero_stage=3"
+            else:
+                continue
+            raise ConfigError(
+                f"the criterion reads weights of the model ({name}), as a penalty does, and this rank has {which}. "
+                "Let the model's forward return the penalty (with pp_size > 1 and zero_stage=3 its code finds all "
+                "weights that are not sharded), use weight_decay of the optimizer, or use pp_size=1, tp_size=1 and "
+                "zero_stage <= 2."
+            )
+
+
+def weights_of_loss(loss: Tensor, outputs: Any) -> list[Tensor]:
+    """The leaves that a loss depends on by another way than through the model's outputs."""
+    with DisableTorchFunctionSubclass():
+        made = [leaf.grad_fn for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        # What is behind the outputs, too: an output may be converted, or gathered, when the criterion reads it.
+        of_model = _reached_from([node for node in made if node is not None], set())
+        own = _reached_from([loss.grad_fn] if loss.grad_fn is not None else [], of_model)
+    leaves = {edge for node in own for edge, _ in node.next_functions if hasattr(edge, "variable")}
+    return [leaf.variable for leaf in leaves | {node for node in own if hasattr(node, "variable")}]
+
+
+def _reached_from(nodes: list[Any], known: AbstractSet[Any]) -> set[Any]:
+    found: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node not in found and node not in known:
+            found.add(node)
+            nodes += [edge for edge, _ in node.next_functions if edge is not None]
+    return found
 
 
 def trainable_in(criterion: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -264,13 +264,16 @@ class Engine(EngineParts):
         # Evaluations have separate keys: each draws new random numbers, and training draws the same without them.
         run = self.progress.num_steps if training else _FIRST_EVALUATION + self.progress.num_evaluations
         loss_of = called if isinstance(called, CriterionAdapter) else None
+        criterion: Criterion | None = coupled or losses or loss_of
+        if training and criterion is not None and self._has_losses and self.criteria.is_unread:
+            criterion = self.criteria.reading(criterion)
         return PipelineStep(
             microbatches=batch.microbatches,
             loss_weights=weights,
             keys=[
                 microbatch_key(self.progress.seed, run, first_microbatch + n) for n in range(len(batch.microbatches))
             ],
-            criterion=coupled or losses or loss_of,
+            criterion=criterion,
             training=training,
             keep_outputs=keep_outputs,
             begin_last_backward=self.buckets.begin_last_backward if self.buckets else lambda stage, pending: False,

@@ -367,7 +367,9 @@ class HybridParallelPlugin(BoostedModels, Plugin, PreviewsTensorParallel, Choose
             found = find_samples(parts.model, parts.dataloader, sample, device, samples)
             return found.called_by(called, parts.criterion)
 
-        criteria = CriterionWeights(parts.model, self.layout, self.settings.precision)
+        criteria = CriterionWeights(
+            parts.model, self.layout, self.settings.precision, shards_weights=self.zero_stage == 3
+        )
         if parts.optimizer is not None:
             criteria.check(parts.criterion)
         name = type(parts.model).__name__

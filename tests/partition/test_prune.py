@@ -98,7 +98,7 @@ def test_pruned_parameters_keep_shape_dtype_and_device_without_memory():
     assert torch.equal(model["norm"].running_var, torch.ones(3))
 
 
-def test_what_a_pruned_parameter_has_no_values_for_is_refused_outside_of_the_forward():
+def test_values_of_a_pruned_parameter_are_refused_outside_of_the_forward():
     model = stage(0, {"norm", "b"})
     absent = model["b"].weight
     assert (absent.numel(), absent.grad, len(absent), absent.is_leaf) == (6, None, 2, True)

@@ -22,7 +22,7 @@ class Network(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2)])
 
     def forward(self, x):
         return self.blocks(x)
@@ -126,6 +126,49 @@ def test_on_one_rank_an_optimizer_of_the_script_trains_the_criterion():
     on_ranks(margin, num_ranks=1)
     own.step()
     assert not torch.equal(margin.classes, before)
+
+
+def with_penalty(model):
+    def criterion(outputs, inputs):
+        loss = nn.functional.cross_entropy(outputs, inputs["target"])
+        return loss + 0.1 * sum(parameter.square().sum() for parameter in model.parameters())
+
+    return criterion
+
+
+def penalised(**settings):
+    def run():
+        model = Network()
+        booster, criterion = Booster(plugin=HybridParallelPlugin(**settings)), with_penalty(model)
+        parts = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), criterion, sample=BATCHES[0])
+        losses = [
+            booster.execute_pipeline(iter([batch]), parts.model, criterion, parts.optimizer)["loss"].item()
+            for batch in BATCHES
+        ]
+        return losses[-1]
+
+    return Loopback(2 if settings.keys() & {"pp_size", "tp_size", "zero_stage"} else 1).run(run)
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"pp_size": 2}, "the weights of its stage only: got pp_size=2"),
+        ({"tp_size": 2}, "a shard of it: got tp_size=2"),
+        ({"zero_stage": 3}, "no weights where no forward runs: got zero_stage=3"),
+        ({"pp_size": 2, "schedule": "zb-v"}, "the weights of its stage only: got pp_size=2"),
+    ],
+    ids=str,
+)
+def test_a_penalty_of_weights_that_a_rank_has_in_part_is_refused(settings, part):
+    with pytest.raises(ConfigError, match=r"^the criterion reads weights of the model \(blocks.*" + re.escape(part)):
+        penalised(**settings, num_microbatches=2)
+
+
+def test_a_penalty_of_whole_weights_is_that_of_one_process():
+    expected = penalised(num_microbatches=1)[0]
+    for settings in ({"zero_stage": 1}, {"zero_stage": 2}):
+        assert penalised(**settings, num_microbatches=2)[0] == pytest.approx(expected, rel=1e-6)
 
 
 class WithLoss(nn.Module):

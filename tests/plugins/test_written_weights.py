@@ -386,3 +386,39 @@ def test_methods_and_values_of_the_optimizer_are_passed_on():
         assert optimizer.defaults["lr"] == 1e-9
 
     Loopback(2).run(run)
+
+
+class NormedBlock(nn.Module):
+    def __init__(self, writes_data):
+        super().__init__()
+        self.linear, self.writes_data = nn.Linear(8, 8), writes_data
+
+    def forward(self, x):
+        with torch.no_grad():
+            weight = self.linear.weight.data if self.writes_data else self.linear.weight
+            weight.clamp_(-0.2, 0.2)
+        return x + self.linear(x)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("writes_data", [False, True])
+def test_what_a_forward_writes_to_sharded_weights_is_kept(precision, writes_data, tmp_path):
+    def run(**settings):
+        torch.manual_seed(0)
+        model = nn.Sequential(NormedBlock(writes_data), NormedBlock(writes_data))
+        sample = (torch.arange(32.0).view(4, 8).cos(), torch.ones(4, 8))
+        booster, model, optimizer = boosted(
+            model, lambda parameters: torch.optim.SGD(parameters, lr=0.5), sample, precision=precision, **settings
+        )
+        for _ in range(2):
+            booster.execute_pipeline(iter([sample]), model, nn.functional.mse_loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        loss = booster.execute_pipeline(iter([sample]), model, nn.functional.mse_loss, optimizer)["loss"]
+        with booster.unsharded(model):
+            assert all(block.linear.weight.abs().max() <= 0.2 + 1e-3 for block in model)
+        return loss.item()
+
+    expected = Loopback(1).run(run)[0]
+    found = Loopback(2).run(lambda: run(zero_stage=3))
+    assert found == pytest.approx([expected] * 2, rel=1e-6 if precision == "fp32" else 1e-2)

@@ -404,3 +404,26 @@ def test_replicas_of_which_one_reads_weights_outside_of_units(pixels):
         optimizer.step()
     for weights in Loopback(2).run(run):
         assert_near(weights, dict(expected.named_parameters()))
+
+
+class Untied(TiedModel):
+    def __init__(self):
+        super().__init__()
+        self.head.weight = nn.Parameter(self.embed.weight.detach().clone())
+
+
+def unfrozen_by_and_by(booster, model, optimizer):
+    trainable = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    for batch, frozen in zip(batches(3, 12), (("embed", "blocks.0"), ("embed",), ()), strict=True):
+        for name, parameter in trainable.items():
+            parameter.requires_grad_(not name.startswith(frozen))
+        step(booster, model, optimizer, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    with booster.unsharded(model):
+        return weights_of(model)
+
+
+def test_first_layers_that_were_frozen_after_boost_are_unfrozen():
+    for plain, zero in both(unfrozen_by_and_by, make_model=Untied, dp_size=2):
+        assert_same(zero, plain)
