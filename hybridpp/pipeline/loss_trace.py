@@ -34,7 +34,7 @@ from hybridpp.pipeline.loss_items import (
     traced,
     written,
 )
-from hybridpp.pipeline.sample_dims import Call, Found, SampleDim, guessed_samples, samples_at, samples_in
+from hybridpp.pipeline.sample_dims import Call, Found, SampleDim, guessed_samples, lack_samples, samples_at, samples_in
 
 # Functions whose result is no function of their arguments.
 _RANDOM = ("rand", "normal", "bernoulli", "multinomial", "dropout", "poisson", "exponential", "uniform")
@@ -223,9 +223,10 @@ class LossTrace(WatchingMode):
                 self._hold(tensor, samples)
 
     def of_earlier_stages(self, tensors: Sequence[Tensor]) -> None:
-        """Tensors that earlier stages sent. How one makes a single number of all samples is not seen."""
-        for tensor in tensors:
-            if tensor.dim() == 0 and not isinstance(self._of(tensor), Count):
+        """Tensors that earlier stages sent. How one makes numbers of all samples is not seen."""
+        lack = lack_samples([tensor.shape for tensor in tensors], self._num_samples)
+        for tensor, lacks in zip(tensors, lack, strict=True):
+            if lacks and tensor.is_floating_point() and not isinstance(self._of(tensor), Count):
                 term = self._term((TermFactor(self._rows, -1),), tensor, OF_EARLIER_STAGE)
                 self._note(tensor, _OfModel(terms=(term,)))
         self.received(tensors)

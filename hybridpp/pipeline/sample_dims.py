@@ -110,6 +110,16 @@ def guessed_samples(shapes: Sequence[Sequence[int]], num_samples: int) -> list[S
     return guessed
 
 
+def lack_samples(shapes: Sequence[Sequence[int]], num_samples: int) -> list[bool]:
+    """Whether tensors that came together are too small for a row of each sample, or for one of each token."""
+    largest = max(shapes, key=math.prod, default=())
+    rows = {math.prod(largest[:count]) for count in range(1, len(largest) + 1)} | {num_samples}
+    return [
+        not shape or (shape[0] not in rows if len(shape) == 1 else all(size % num_samples for size in shape))
+        for shape in shapes
+    ]
+
+
 def samples_in(call: Call) -> Found:
     """Where the result of a call holds samples, and what the call did with them."""
     if not call.held:

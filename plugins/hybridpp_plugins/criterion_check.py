@@ -66,9 +66,13 @@ class CriterionCheck:
             )
         if reduction is LossReduction.OF_EARLIER_STAGE:
             raise ConfigError(
-                "a part of the loss is a single number that a stage before the last one makes of a micro-batch (as an "
-                "auxiliary loss of a block), so what it is a mean over is not seen where the loss is made, and the "
-                f"loss may depend on num_microbatches and on the number of replicas. {_WAYS_OUT}"
+                "a part of the loss is made of a single number, or a few, that a stage before the last one makes of a "
+                "micro-batch (as an auxiliary loss of a block), so what it is a mean over is not seen where the loss "
+                "is made, and the loss may depend on num_microbatches and on the number of replicas. Let the block "
+                "return a number for each sample (a mean over its tokens), of which the model takes the mean where it "
+                'makes the loss: that is right in any layout. Or set criterion.reduction = "mean" (functions have '
+                "attributes, too), which counts the number by samples: right for a mean over them, and usual for "
+                "load-balancing losses. Or use pp_size=1, or num_microbatches=1 with one replica. See docs/losses.md."
             )
         if reduction is LossReduction.CHANGED:
             raise ConfigError(

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hybridpp.pipeline.loss_trace import LossTrace
-from hybridpp.pipeline.sample_dims import SampleDim, guessed_samples, samples_at
+from hybridpp.pipeline.sample_dims import SampleDim, guessed_samples, lack_samples, samples_at
 
 ROWS, LENGTH, WIDTH = 4, 6, 3
 WEIGHT = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -109,5 +109,7 @@ def test_samples_of_received_tensors_are_guessed_by_size():
     shapes = [(4, 6, 8), (1, 8, 8), (8, 3)]
     assert guessed_samples(shapes, 4) == [SampleDim(0), None, SampleDim(0, 2, is_sure=False)]
     assert guessed_samples([(6, 4, 8)], 4) == [SampleDim(1)]
+    lack = lack_samples([(2, 6, 8), (), (1,), (5,), (8,), (2,), (12,), (3, 5), (12, 3)], 2)
+    assert lack == [False, True, True, True, True, False, False, True, False]
     assert samples_at(-1, (6, 8), 4) == SampleDim(1, 2)
     assert samples_at(0, (6, 8), 4) is None

@@ -1,5 +1,6 @@
 """Losses and gradients are those of one process with the whole batch, whatever the loss is a mean over."""
 
+import functools
 import re
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from hybridpp_plugins.criterion_check import CriterionCheck
 from hybridpp_plugins.step_losses import StepLosses
-from support import assert_near, boosted, gradients_of, replica_part, sgd
+from support import assert_near, boosted, gradients_of, replica_part, sgd, train
 from torch import nn
 from torch.nn import functional as F
 
@@ -386,7 +387,7 @@ class Balanced(Head):
     ("pp_size", "text"),
     [
         (1, "is neither a mean nor a sum"),
-        (2, "a single number that a stage before the last one makes of a micro-batch"),
+        (2, "a single number, or a few, that a stage before the last one makes of a micro-batch"),
     ],
 )
 def test_a_number_of_all_samples_is_refused_in_a_loss_from_any_stage(pp_size, text):
@@ -395,6 +396,44 @@ def test_a_number_of_all_samples_is_refused_in_a_loss_from_any_stage(pp_size, te
 
     whole = {"ids": batch()["ids"]}
     refused(ConfigError, text, criterion, whole, Balanced, pp_size=pp_size, num_microbatches=2)
+
+
+class Penalised(nn.Module):
+    """Blocks that return the mean of their squares: of the micro-batch, or of each sample."""
+
+    def __init__(self, is_per_sample):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.blocks = nn.Embedding(VOCABULARY, 8), nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        for block in self.blocks:
+            block.register_forward_hook(
+                lambda _, args, y: (y, y.square().mean((1, 2)) if is_per_sample else y.square().mean())
+            )
+
+    def forward(self, ids, labels):
+        hidden, numbers = self.embedding(ids), []
+        for block in self.blocks:
+            hidden, number = block(hidden)
+            numbers.append(number)
+        causal = F.cross_entropy(hidden.flatten(0, 1), labels.clamp(max=7).flatten())
+        return {"loss": causal + 0.1 * sum(number.mean() for number in numbers)}
+
+
+@pytest.mark.parametrize("settings", LAYOUTS[2:4] + LAYOUTS[5:], ids=str)
+def test_the_ways_out_for_numbers_of_earlier_stages_are_right(settings):
+    whole = {name: batch()[name] for name in ("ids", "labels")}
+    for is_per_sample in (False, True):
+
+        def criterion(o):
+            return o["loss"]
+
+        if not is_per_sample:
+            criterion.reduction = "mean"
+        model = Penalised(is_per_sample)
+        model(**whole)["loss"].backward()
+        make = functools.partial(Penalised, is_per_sample)
+        found = train(make, [whole], criterion=criterion, **settings)["gradients"]
+        assert_near(found, {name: parameter.grad for name, parameter in model.named_parameters()}, 1e-6)
 
 
 def test_a_loss_that_zips_samples_with_a_list_is_a_mean():
