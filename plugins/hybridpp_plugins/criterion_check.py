@@ -1,6 +1,6 @@
 """What is known of a model's criteria, and what is refused: losses that are neither means nor sums over items."""
 
-from hybridpp.cluster import get_dist_logger
+from hybridpp.cluster import Group, gather_objects, get_dist_logger
 from hybridpp.errors import ConfigError
 from hybridpp.pipeline import CriterionAdapter, LossComparison, LossReduction, no_items
 
@@ -35,6 +35,11 @@ class CriterionCheck:
         """Note what is wrong."""
         if reduction > self.reduction:
             self.reduction, self._words = reduction, words
+
+    def share_words(self, control: Group) -> None:
+        """Let every rank know the reason, which only ranks that compute losses have. Collective: all ranks."""
+        found = gather_objects(control, "at the end of a step whose loss is refused", self._words)
+        self._words = next(filter(None, found), "")
 
     def raise_or_warn(self, reduction: LossReduction, model: str) -> None:
         """Raise or warn about the finding of any rank, on every rank.

@@ -111,7 +111,8 @@ class EngineParts:
         keeps_buffers = self.optimizer is not None and self.optimizer.replica_buffers is None
         self.first_step: FirstStepChecks | None = FirstStepChecks(self.layout, self.pipeline, keeps_buffers)
         pipelines, placement, name = self.layout.pipelines, self.planner.placement, type(self.model).__name__
-        problems = StepProblems(self.staged, pipelines, self.optimizer, self.criterion_check, self.diagnosis.diagnose)
+        check, control = self.criterion_check, self.layout.control
+        problems = StepProblems(self.staged, pipelines, self.optimizer, check, self.diagnosis.diagnose, control)
         self.epilogue = StepEpilogue(
             name, self.layout, placement, self.optimizer, self.criterion_check, problems.handle, self.device
         )

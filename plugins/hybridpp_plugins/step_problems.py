@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from hybridpp.cluster import get_dist_logger, name_ranks
+from hybridpp.cluster import Group, get_dist_logger, name_ranks
 from hybridpp.errors import NonFiniteLossError, RefusedByPeerError, UnlikeCallsError
 from hybridpp.partition import StagedModel
 from hybridpp.pipeline import EndedInsideError, LossReduction, PipelineStep, RankProgram, check_equal
@@ -28,6 +28,7 @@ class StepProblems:
         optimizer: the boosted optimizer, if there is one.
         criterion_check: checks criteria on this rank.
         diagnose: finds the first inf or NaN of a step.
+        control: all ranks; None: reasons stay where they were found.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class StepProblems:
         optimizer: HybridOptimizer | None,
         criterion_check: CriterionCheck,
         diagnose: Diagnose,
+        control: Group | None = None,
     ):
+        self._control = control
         self._staged, self._pipelines, self._optimizer = staged, pipelines, optimizer
         self._criterion_check, self._diagnose = criterion_check, diagnose
         self._tp_loss_check = TensorParallelLossCheck()
@@ -76,6 +79,8 @@ class StepProblems:
             settings.check(own, "at the end of a step, with other settings of the optimizer", _NOT_USED)
         check_equal(summary.digests, self._pipelines)
         if summary.reduction is not LossReduction.MEAN:
+            if step.training and self._control is not None:  # evaluations end when a rank reads their loss
+                self._criterion_check.share_words(self._control)
             self._criterion_check.raise_or_warn(summary.reduction, type(self._staged.model).__name__)
         detector = self._optimizer.accumulated.clip_detector if self._optimizer else None
         if detector:

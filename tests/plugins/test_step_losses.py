@@ -680,6 +680,15 @@ def test_numbers_that_are_equal_in_the_first_micro_batch_are_told_apart(criterio
     assert_near(merged, gradients, 1e-6)
 
 
+def test_every_rank_says_why_a_loss_is_refused():
+    def run():
+        booster, model, optimizer = boosted(Head(), sgd, {"ids": batch()["ids"][:1]}, pp_size=2, num_microbatches=2)
+        with pytest.raises(ConfigError, match="sqrt of a sum over samples"):
+            booster.execute_pipeline(iter([batch()]), model, lambda o, i: per_token(o, i).mean().sqrt(), optimizer)
+
+    Loopback(2).run(run)
+
+
 class InModel(Head):
     """Divides in the model, by one of two numbers that may be equal."""
 
