@@ -17,8 +17,10 @@ from hybridpp.nn.torch_private import (
     drop_accumulated_hooks,
     foreach_add_,
     foreach_copy_,
+    has_no_data,
     make_wrapper_subclass,
     pytree,
+    register_hooks_again,
     version_of,
 )
 
@@ -432,6 +434,7 @@ class GradientHooks:
         self._on_gradient = weakref.WeakMethod(on_gradient)
         hook = partial(_call, weakref.ref(self))
         self._hooks = {name: GradientHook(one, partial(hook, name)) for name, one in parameters.items()}
+        self._addresses = [-1] * len(parameters)
         # Parameters whose hooks are disabled.
         self._disabled: set[str] = set()
         # Parameters to which something outside of autograd has added.
@@ -448,6 +451,15 @@ class GradientHooks:
         self._collected = [one for one in self._collected if one != name]
         self._settled[name] = False
         self._hooks[name].remove()
+
+    def keep(self) -> None:
+        """Register hooks again where a parameter has other memory: it may have been swapped (``swap_tensors``)."""
+        addresses = [0 if has_no_data(one) else one.data_ptr() for one in self._parameters.values()]
+        if addresses != self._addresses:
+            for before, now, parameter in zip(self._addresses, addresses, self._parameters.values(), strict=True):
+                if before != now:
+                    register_hooks_again(parameter)
+            self._addresses = addresses
 
     def mark_reached(self, names: Iterable[str]) -> None:
         """Note that something outside of autograd adds to these gradients."""

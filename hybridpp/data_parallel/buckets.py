@@ -187,7 +187,13 @@ class GradientBuckets:
             self._hidden.add(updated)
 
     def begin(self) -> None:
-        """Get ready for backward passes."""
+        """Get ready for backward passes.
+
+        Raises:
+            ConfigError: see :meth:`HiddenGradients.cleared`.
+        """
+        if not self._scatters:  # else other memory is refused
+            self._hooks.keep()
         if self._hidden.is_shown and self._state is not _State.CONSUMED:
             self._drop(self._hidden.cleared())
         self._hidden.hide()

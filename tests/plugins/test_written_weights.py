@@ -257,6 +257,24 @@ def test_where_the_host_does_not_wait_a_write_that_torch_counts_is_kept():
     assert not watch.check(weights)
 
 
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"offload_optimizer": 1.0}], ids=str)
+def test_a_parameter_that_was_swapped_with_another_trains_on(settings):
+    def run():
+        booster, model, optimizer = boosted(
+            make_model(), lambda parameters: torch.optim.SGD(parameters, lr=0.5), (torch.zeros(1, 8),), **settings
+        )
+        weight = model[0].weight
+        for _ in range(2):
+            torch.utils.swap_tensors(weight, nn.Parameter(weight.detach() * FACTOR))
+            before = weight.detach().clone()
+            step(booster, model, optimizer)
+            gradient = dict(optimizer.gradients())["0.weight"]
+            assert gradient.any()
+            torch.testing.assert_close(weight.float(), before - 0.5 * gradient, atol=4e-3, rtol=1e-2)
+
+    Loopback(2).run(run)
+
+
 def test_what_numpy_writes_to_weights_that_are_not_there_is_refused():
     def run():
         booster, model, optimizer = boosted(make_model(), sgd, (torch.zeros(1, 8),), zero_stage=3)
