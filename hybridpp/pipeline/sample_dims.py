@@ -509,6 +509,17 @@ def _of_classes(call: Call) -> Found:
     return call.same(samples.dim - (samples.dim > 1), samples.rows)
 
 
+def _written_into(call: Call) -> Found:
+    """Of what writes to the places along a dimension that an index says: the index says nothing of other dimensions."""
+    own = call.samples_of(call.args[0])
+    if own is not None:
+        return Found(own)
+    dim = call.argument(1, "dim") % call.result.dim()
+    others = [one for one in _tensors((call.args[2:], call.kwargs)) if one.dim() == call.result.dim()]
+    known = [samples for _, samples in call.trusted(others) if samples.dim != dim]
+    return Found(known[0]) if known else Found()
+
+
 _RULES: dict[str, Callable[[Call], Found]] = {
     **dict.fromkeys(
         ["T", "mT", "H", "mH", "t", "adjoint", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis"],
@@ -537,6 +548,8 @@ _RULES: dict[str, Callable[[Call], Found]] = {
     **dict.fromkeys(["chunk", "split", "split_with_sizes", "tensor_split"], _divided),
     "unbind": _unbound,
     "index_select": _selected,
+    **dict.fromkeys(["index_add", "index_copy", "index_fill", "index_reduce"], _written_into),
+    **dict.fromkeys(["scatter", "scatter_add", "scatter_reduce"], _written_into),
     **dict.fromkeys(["matmul", "rmatmul", "mm", "bmm", "mv", "addmm", "baddbmm", "addmv", "addbmm"], _product),
     **dict.fromkeys(["dot", "vdot"], _product),
     "linear": _linear,

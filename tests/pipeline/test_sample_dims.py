@@ -52,6 +52,7 @@ MOVING = {
     "layers": lambda x: torch.lstm(
         x, (torch.zeros(1, ROWS, 2),) * 2, [torch.ones(8, 3), torch.ones(8, 2)], False, 1, 0.0, False, False, True
     )[1],
+    "scatter": lambda x: torch.zeros(len(x), LENGTH, 5).scatter(2, torch.zeros_like(x).long(), x),
     "classes": lambda x: F.cross_entropy(x.transpose(1, 2), torch.zeros(ROWS, LENGTH).long(), reduction="none"),
 }
 
@@ -113,3 +114,14 @@ def test_samples_of_received_tensors_are_guessed_by_size():
     assert lack == [False, True, True, True, True, False, False, True, False]
     assert samples_at(-1, (6, 8), 4) == SampleDim(1, 2)
     assert samples_at(0, (6, 8), 4) is None
+
+
+def test_an_index_of_rows_says_nothing_of_a_dimension_that_is_as_long():
+    def routed(x):
+        rows = x.flatten(0, 1)
+        order = rows.sum(1).argsort()
+        return x + torch.zeros(8, 8).index_add(0, order, rows[order]).view(x.shape)
+
+    _, samples, made = found_of(routed, torch.rand(2, 4, 8))
+    assert samples == SampleDim(0)
+    assert not made.why
