@@ -14,6 +14,7 @@ from hybridpp.data_parallel.layout import ShardLayout
 from hybridpp.errors import ConfigError
 from hybridpp.nn.torch_private import (
     accumulated_hooks_of,
+    backward_hooks_of,
     drop_accumulated_hooks,
     foreach_add_,
     foreach_copy_,
@@ -46,6 +47,7 @@ class GradientAccumulator:
         bucket_of: each parameter's bucket, by name.
         views: each parameter's view into its bucket, which may hold old values; see :meth:`zero_stale`.
         small: parameters whose gradients are added together.
+        apart: parameters whose ``grad`` is that of each pass alone while passes run, for hooks of the script.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class GradientAccumulator:
         }
         self._small = SmallGradients({name: self.views[name] for name in parameters if name not in self._exposed})
         self.small: Collection[str] = self._small.views.keys()
+        self.apart: Collection[str] = ()
         self._is_hidden = False
         # Parameters whose view holds old values.
         self._stale: set[str] = set()
@@ -93,14 +96,23 @@ class GradientAccumulator:
         for name, parameter in self._exposed.items():
             view, gradient = self.views[name], parameter.grad
             if gradient is view:
+                if name in self.apart:
+                    parameter.grad = None
                 continue
             if is_hidden:
-                parameter.grad = None if name in self._stale else view
+                parameter.grad = None if name in self._stale or name in self.apart else view
                 continue
             # None, set by the script (module.zero_grad()) or never set, counts as zero.
             if self._holds_numbers(self.bucket_of[name]):
                 self._stale.add(name)
-            parameter.grad = None if name in self._stale else view
+            parameter.grad = None if name in self._stale or name in self.apart else view
+
+    def join(self) -> None:
+        """After passes: show the sums of what was :attr:`apart`."""
+        for name in self.apart:
+            if name in self._exposed and name not in self._stale:
+                self._exposed[name].grad = self.views[name]
+        self.apart = ()
 
     def dropped(self) -> set[str]:
         """Parameters whose exposed sums the script has set to None (``module.zero_grad()``)."""
@@ -129,7 +141,7 @@ class GradientAccumulator:
                 self.add_collected()
             self._small.waiting[name] = gradient
             return
-        if name in self._exposed:
+        if name in self._exposed and name not in self.apart:
             # What autograd has left there while the hook was disabled would be replaced.
             self.move_to_view(name)
         self._ready(self.bucket_of[name])
@@ -138,7 +150,7 @@ class GradientAccumulator:
             return
         self._stale.discard(name)
         self.views[name].copy_(gradient)
-        if name in self._exposed:
+        if name in self._exposed and name not in self.apart:
             self._exposed[name].grad = self.views[name]
 
     def add_collected(self, buckets: Collection[Bucket] | None = None) -> None:
@@ -213,7 +225,7 @@ class GradientAccumulator:
         if gradient is None or gradient is view:
             return
         gradient = gradient.detach()  # with create_graph it has a graph
-        if name in self._exposed:
+        if name in self._exposed and name not in self.apart:
             self._ready(self.bucket_of[name])
             view.copy_(gradient)
             self._stale.discard(name)
@@ -380,17 +392,25 @@ class GradientHook:
         self._hooks, self._hook = hooks, hook
 
     @property
+    def key(self) -> int:
+        """Under which torch holds it."""
+        key: int = self._id
+        return key
+
+    @property
+    def has_others(self) -> bool:
+        """Whether somebody else has registered such a hook."""
+        return len(self._hooks) > (self._id in self._hooks)
+
+    @property
     def is_alone(self) -> bool:
         """Whether it is enabled, and nobody else has registered such a hook."""
         return len(self._hooks) == 1 and self._id in self._hooks
 
     def enable(self) -> None:
-        """Call the hook again, before the hooks that others have registered."""
-        others = dict(self._hooks) if self._hooks else None  # most parameters have no other
-        self._hooks.clear()
+        """Call the hook again, after the hooks that others have registered, which may change the gradient."""
+        self._hooks.pop(self._id, None)
         self._hooks[self._id] = self._hook
-        if others:
-            self._hooks.update(others)
 
     def disable(self) -> None:
         """Do not call the hook until :meth:`enable`."""
@@ -435,6 +455,8 @@ class GradientHooks:
         hook = partial(_call, weakref.ref(self))
         self._hooks = {name: GradientHook(one, partial(hook, name)) for name, one in parameters.items()}
         self._addresses = [-1] * len(parameters)
+        # Parameters on which the script has hooks, too.
+        self._with_others: Collection[str] = ()
         # Parameters whose hooks are disabled.
         self._disabled: set[str] = set()
         # Parameters to which something outside of autograd has added.
@@ -478,6 +500,25 @@ class GradientHooks:
         self._collected = [name for name in self._collected if name not in enabled]
         self._arrived -= enabled
 
+    @property
+    def keys(self) -> list[int]:
+        """Under which torch holds the hooks."""
+        return [hook.key for hook in self._hooks.values()]
+
+    @property
+    def has_others(self) -> bool:
+        """Whether the script has hooks on gradients of parameters, of either kind."""
+        return any(map(backward_hooks_of, self._parameters.values())) or any(
+            hook.has_others for hook in self._hooks.values()
+        )
+
+    def find_others(self) -> Collection[str]:
+        """The parameters on which the script has registered hooks, too; theirs are called before these."""
+        self._with_others = {name for name, hook in self._hooks.items() if hook.has_others}
+        for name in self._with_others:
+            self._hooks[name].enable()
+        return self._with_others
+
     def collect_settled(self) -> None:
         """Disable the hooks of small parameters whose gradients :meth:`end_backward` can take."""
         for name, settled in self._settled.items():
@@ -501,9 +542,15 @@ class GradientHooks:
     def call(self, name: str) -> None:
         """Autograd has added to a gradient, or has been told that there is nothing to add."""
         is_empty = self._parameters[name].grad is None
+        was_reached = name in self.reached
         self._accumulator.move_to_view(name)
         on_gradient = self._on_gradient()
-        if on_gradient is None or on_gradient(name):
+        if on_gradient is None:
+            return
+        is_last = on_gradient(name)
+        if name in self._with_others and is_empty and not was_reached:
+            self.reached.discard(name)  # a hook of the script has dropped it
+        if is_last or name in self._with_others:
             return
         if name in self._accumulator.small:
             if name in self._arrived:

@@ -11,6 +11,7 @@ from hybridpp.cluster import Group
 from hybridpp.data_parallel.accumulator import GradientHooks, HiddenGradients
 from hybridpp.data_parallel.bucket import Bucket, GradientSharding
 from hybridpp.data_parallel.bucket_reduction import BucketReduction
+from hybridpp.data_parallel.hook_checks import HookChecks
 from hybridpp.data_parallel.layout import ShardLayout
 from hybridpp.data_parallel.outside_gradients import OutsideGradients
 from hybridpp.data_parallel.pass_reduction import PassReduction
@@ -208,6 +209,7 @@ class GradientBuckets:
         self.cleared.clear()
         if self._state is _State.REDUCED:
             self._set_aside()
+        self._accumulator.apart = self._hooks.find_others()
         self._accumulator.begin()
         self._state = _State.LOCAL
         self._hooks.collect_settled()
@@ -264,6 +266,15 @@ class GradientBuckets:
         self._reduction.begin(stage, pending)
         return True
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether the script has hooks on the gradients of parameters."""
+        return self._hooks.has_others
+
+    def hook_checks(self) -> HookChecks:
+        """What finds hooks of the script that are not linear."""
+        return HookChecks(self.parameters, self._hooks.keys)
+
     def outside(self) -> OutsideGradients:
         """Where gradients are added that are computed outside of autograd."""
         return OutsideGradients(
@@ -290,6 +301,7 @@ class GradientBuckets:
         self._hidden.hide()
         self.end_backward()
         self._hooks.enable()
+        self._accumulator.join()
         if self._state is not _State.LOCAL:
             return
         self._accumulator.zero_stale()
@@ -332,6 +344,10 @@ class GradientBuckets:
     def sample(self) -> list[Tensor]:
         """Copies of some elements of the gradients, at fixed positions in a few buckets."""
         return self._accumulator.sample()
+
+    def samples_of(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Copies of some elements of the gradients of these parameters; of complex ones none."""
+        return self._accumulator.samples_of(names)
 
     @property
     def is_syncing(self) -> bool:

@@ -46,6 +46,10 @@ class GradientReducer(Protocol):
         """The sums so far, by name, in the parameters' shapes. Collective: all replicas of this stage."""
 
     @property
+    def has_hooks(self) -> bool:
+        """Whether the script has hooks on the gradients of parameters."""
+
+    @property
     def is_syncing(self) -> bool:
         """Whether gradients are reduced: not inside ``no_sync``."""
 
@@ -108,6 +112,9 @@ class GradientReducer(Protocol):
 
     def sample(self) -> list[Tensor]:
         """Copies of some elements, at fixed positions."""
+
+    def samples_of(self, names: Collection[str]) -> Mapping[str, Tensor]:
+        """Copies of some elements of the gradients of these parameters; of complex ones none."""
 
     def zero(self, set_to_none: bool = True) -> None:
         """Drop all gradients; exposed ``parameter.grad`` become None, or zeros unless ``set_to_none``."""

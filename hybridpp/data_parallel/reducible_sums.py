@@ -1,5 +1,8 @@
 """Sums of gradients whose buckets are taken away and given back: by reductions, ZeRO, and the search for an inf."""
 
+from collections.abc import Collection
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,6 +19,13 @@ class ReducibleSums(GradientAccumulator):
 
     A step of one replica in one piece calls none of it.
     """
+
+    # Where the samples of each bucket lie, and how many each parameter has.
+    _positions: dict[Bucket, tuple[Tensor, list[int]]]
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._positions = {}
 
     def hide(self) -> None:
         """Set exposed ``parameter.grad`` to None, until :meth:`begin`."""
@@ -65,6 +75,25 @@ class ReducibleSums(GradientAccumulator):
         """Copies of some elements, at fixed positions in a few buckets."""
         chosen = self.buckets[:: -(-len(self.buckets) // _MAX_SAMPLES) or 1]
         return [bucket.sample(_MAX_SAMPLES) for bucket in chosen]
+
+    def samples_of(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Copies of some elements, evenly spaced, of each of these real sums, the same ones in every call.
+
+        One gather for each bucket.
+        """
+        found: dict[str, Tensor] = {}
+        for bucket in self.buckets:
+            sizes = {slot.name: (slot.start, slot.size) for slot in bucket.layout.slots if slot.name in names}
+            if not sizes or bucket.flat.is_complex():
+                continue
+            if bucket not in self._positions:
+                ranges = [range(start, start + size, max(1, size // _MAX_SAMPLES)) for start, size in sizes.values()]
+                counts = [len(one) for one in ranges]
+                at = torch.tensor([index for one in ranges for index in one], device=bucket.flat.device)
+                self._positions[bucket] = at, counts
+            at, counts = self._positions[bucket]
+            found.update(zip(sizes, torch.split(bucket.flat[at], counts), strict=True))
+        return found
 
     def to_host(self) -> list[tuple[Tensor | None, ...]]:
         """Copies in host memory of all sums and of the segments that are kept apart, and those that are set aside."""

@@ -1,7 +1,7 @@
 """The steps of boosted models: from the plugin's call to the actions of a program."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -94,7 +94,7 @@ class PipelineRunner(RunsPipeline):
                 self._saves.wait()
             with (
                 self.layout.world.progress.inside(engine.section, engine.location),
-                self._scaling(lambda: engine.executor.gradient_scale),
+                self._scaling(lambda: engine.gradient_scale),
             ):
                 return engine.step(data_iter, criterion, options)
         except (PeerError, DeadlockError) as error:
@@ -162,6 +162,12 @@ class Engine(EngineParts):
     """Runs the steps of one boosted model on this rank."""
 
     @property
+    def gradient_scale(self) -> float:
+        """The factor on the loss of the micro-batch whose pass runs, in its gradient."""
+        factor = 1.0 if self.optimizer is None else self.optimizer.hook_factor
+        return self.executor.gradient_scale * factor
+
+    @property
     def section(self) -> Section:
         """Of the next step: its first one, and the first evaluation, may compile and choose kernels."""
         num_done = self.progress.num_steps if torch.is_grad_enabled() else self.progress.num_evaluations
@@ -225,6 +231,8 @@ class Engine(EngineParts):
     def _check_trained(self) -> None:
         if self.optimizer is not None:
             self.optimizer.target.check(self.model)
+            if self.optimizer.held_before:
+                self.optimizer.check_gradients_before_boost()
 
     def _counts(self, infos: list[RankBatchInfo]) -> frozenset[int]:
         """The replicas' numbers of micro-batches."""
@@ -409,7 +417,8 @@ class Engine(EngineParts):
             with preserved_random_state(self.device):
                 # Without pipelines, the other replicas learn with the losses whether this one got through the passes.
                 early = task.criterion is not None and self.layout.pp.size > 1
-                result = self._execute(batch, task, program, losses_known if early else _nothing)
+                with self._checked_hooks(batch, task):
+                    result = self._execute(batch, task, program, losses_known if early else _nothing)
             self._mark("end")
             if task.criterion is not None and end is None:
                 losses_known(result)
@@ -426,6 +435,14 @@ class Engine(EngineParts):
                 self._leave_unfinished(batch, task, program, rest, self._share_buffers)
             raise
         return result, loss, num_items
+
+    def _checked_hooks(self, batch: SplitBatch, task: PipelineStep) -> AbstractContextManager[None]:
+        """A context for passes, in which hooks on gradients are checked that are called for a part of the batch."""
+        checks = self.optimizer.hook_checks if self.optimizer and task.training else None
+        is_whole = len(batch.microbatches) * self.layout.dp.size == 1
+        if checks is None or is_whole or self.buckets is None or not self.buckets.has_hooks:
+            return nullcontext()
+        return checks.watching()
 
     def _share_buffers(self, task: PipelineStep) -> None:
         """After the passes of a step, bring buffers to what all replicas agree on. Collective: replicas."""

@@ -124,6 +124,16 @@ def check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
                 )
 
 
+def with_gradients(optimizer: Optimizer) -> frozenset[int]:
+    """The parameters, by ``id``, that have a gradient which is not zero; the host waits for the device for these."""
+    return frozenset(
+        id(parameter)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None and bool(_elements(parameter.grad).any())
+    )
+
+
 def _needs_closure(optimizer: Optimizer) -> bool:
     """Whether ``step`` cannot be called without arguments."""
     try:

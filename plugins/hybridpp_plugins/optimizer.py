@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hybridpp.cluster import gather_numbers
 from hybridpp.config import OptimizerConfig, Precision
-from hybridpp.data_parallel import GradientReducer, RunningStatistics, UpdateTarget
+from hybridpp.data_parallel import GradientReducer, HookChecks, RunningStatistics, UpdateTarget
 from hybridpp.errors import ConfigError
 from hybridpp.nn.torch_private import is_in_running_backward
 from hybridpp.optim import GlobalGradNorm
@@ -61,6 +61,7 @@ class HybridOptimizer(SteppingOptimizer):
         groups_before: what its groups had before boost.
         statistics: running statistics of the model; None: it has none.
         stop_exchange: tells all ranks of signals in the script's own backward passes.
+        hook_checks: finds hooks on gradients that are not linear; None: nothing is checked.
         failed_pass: notes errors in the script's own passes; None: there is one rank.
         manual_losses: weighs the losses of the script's own passes; None: there is one replica.
     """
@@ -84,6 +85,7 @@ class HybridOptimizer(SteppingOptimizer):
         self.groups_before: Sequence[GroupBefore] = ()
         self.statistics: RunningStatistics | None = None
         self.stop_exchange: StopExchange | None = None
+        self.hook_checks: HookChecks | None = None
         self.failed_pass: FailedPass | None = None
         self.manual_losses: ManualLosses | None = None
 
@@ -100,7 +102,12 @@ class HybridOptimizer(SteppingOptimizer):
     @property
     def gradient_scale(self) -> float:
         """The factor on a loss in :meth:`backward`: the loss scale, over the replicas whose mean is taken."""
-        return self.loss_scale / self.norm.num_replicas
+        return self.loss_scale / self.norm.num_replicas * self.hook_factor
+
+    @property
+    def hook_factor(self) -> float:
+        """By which the gradient is multiplied that a hook is given now, see :class:`HookChecks`."""
+        return 1.0 if self.hook_checks is None else self.hook_checks.factor
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss, times the loss scale."""
@@ -112,6 +119,7 @@ class HybridOptimizer(SteppingOptimizer):
         Collective: all replicas.
         """
         self.uninitialized.check()
+        self.check_gradients_before_boost()
         if self.interruption.cause is not None:
             self.interruption.refuse()
         if self.failed_pass is None:
@@ -144,6 +152,8 @@ class HybridOptimizer(SteppingOptimizer):
             try:
                 for one in (self, *partners):
                     stack.enter_context(one.recompute_context())
+                    if one.hook_checks is not None and num_replicas > 1 and one._reducer.has_hooks:
+                        stack.enter_context(one.hook_checks.watching())
                 if self.manual_losses is not None:
                     is_syncing = self._reducer.is_syncing
                     stack.enter_context(self.manual_losses.weighed(loss, num_items, is_syncing=is_syncing))
@@ -328,6 +338,9 @@ class HybridOptimizer(SteppingOptimizer):
         """Drop the gradients, and set ``parameter.grad`` to None as torch does; not needed after ``step``."""
         self.accumulated.clear(set_to_none)
         self._forget_manual_calls()
+        for parameter in self.held_before.values():
+            parameter.grad = None
+        self.held_before = {}
 
     @property
     def holds_gradients(self) -> bool:  # type: ignore[override]  # an attribute in the base class

@@ -379,6 +379,7 @@ class SteppingOptimizer(WrappedOptimizer):
         while_updating: a context to run :meth:`step` in.
         interruption: notes an error that ends its communication in the middle.
         cleared_digest: of the names whose gradients the script had set to None at the last step; 0: there were none.
+        held_before: parameters of this rank that had gradients when the model was boosted, by name.
     """
 
     def __init__(
@@ -400,6 +401,7 @@ class SteppingOptimizer(WrappedOptimizer):
         self._max_norm = config.max_norm
         self._needs_norm = self._scales or config.max_norm > 0 or config.error_if_nonfinite is not None
         self.cleared_digest = 0.0
+        self.held_before: Mapping[str, Tensor] = {}
         self.accumulated = AccumulatedGradients(reducer, norm, config.fused_optimizer is not False)
         self.nonfinite_steps = NonFiniteSteps(config, self._scales, self.loss_scaler, self.accumulated)
         self.manual_calls: ManualCallRecorder | None = None
@@ -412,6 +414,23 @@ class SteppingOptimizer(WrappedOptimizer):
     def state(self) -> Any:  # type: ignore[override]  # an attribute in torch's class
         """The wrapped optimizer's state; see :class:`StateByParameter`."""
         return StateByParameter(self._optimizer.state, self.target)
+
+    def check_gradients_before_boost(self) -> None:
+        """Refuse gradients that were there at boost, of which the script has dropped none before it trains.
+
+        Raises:
+            ConfigError: a parameter of this rank has one.
+        """
+        if not self.held_before:
+            return
+        name = next((name for name, parameter in self.held_before.items() if parameter.grad is not None), None)
+        if name is not None:
+            raise ConfigError(
+                f"{name} had a gradient when the model was boosted, which torch would add to those of the first step. "
+                "Call optimizer.step() before booster.boost, or drop it: optimizer.zero_grad() before booster.boost, "
+                "or after it, before the first step."
+            )
+        self.held_before = {}
 
     @property
     def loss_scale(self) -> float:
@@ -481,6 +500,7 @@ class SteppingOptimizer(WrappedOptimizer):
             self._refuse_released()
         if not self._reducer.is_syncing:
             raise ConfigError("step inside no_sync would make the replicas diverge. Call it after the block.")
+        self.check_gradients_before_boost()
         with self._communicating():
             if self._reducer.is_consumed:
                 return

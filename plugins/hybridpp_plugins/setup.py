@@ -26,7 +26,14 @@ from hybridpp_plugins.failed_pass import FailedPass
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.manual_forward import ManualCallRecorder
 from hybridpp_plugins.manual_loss import ManualLosses
-from hybridpp_plugins.model_info import SAME_MODEL, SAME_WEIGHTS, OriginalModelInfo, check_optimizer, weight_facts
+from hybridpp_plugins.model_info import (
+    SAME_MODEL,
+    SAME_WEIGHTS,
+    OriginalModelInfo,
+    check_optimizer,
+    weight_facts,
+    with_gradients,
+)
 from hybridpp_plugins.model_zero_grad import let_model_clear
 from hybridpp_plugins.nonfinite_report import NonFiniteDiagnosis
 from hybridpp_plugins.optimizer import HybridOptimizer
@@ -60,6 +67,7 @@ def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedF
     module_dtypes = _module_dtypes(model, settings, device)
     if optimizer is not None:
         check_optimizer(optimizer, original.names)
+    held = frozenset() if optimizer is None else with_gradients(optimizer)
     refuse_scripted(model, layout)
     refuse_shared_memory(model, settings, layout)
     separate_expanded(model, is_trained=optimizer is not None)
@@ -83,6 +91,8 @@ def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedF
             staged.gather.after_backward, staged.gather.after_move = buckets.launch_unit, buckets.reduce_at_end
             staged.gather.has_arrived, boosted.own_backward = buckets.has_arrived, staged.gather.own_backward
         boosted.progress = progress
+        trained = placed.weights.parameters
+        boosted.held_before = {name: trained[name] for name in trained if id(trained[name]) in held}
     layout.connect(device, planner.placement)
     transport = Transport(layout.pp, device)
     executor = Executor(staged, transport, device, applied_tp.weight_gradients, applied_tp.in_a_step)

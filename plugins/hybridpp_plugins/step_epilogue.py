@@ -22,6 +22,7 @@ from hybridpp_plugins.manual_clipping import ManualScaling
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.weight_check import WeightCheck
 
+_NUM_OF_SCALING = len(ManualScaling._fields)
 _NO_NUMBERS = torch.empty(0, dtype=torch.float64)
 
 
@@ -92,9 +93,10 @@ class RankReport(NamedTuple):
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "RankReport":
         """The report, from its numbers."""
-        failed, reduction, factor, norm, num_passes, applied_steps, *rest = numbers
+        failed, reduction, *after = numbers
+        num_passes, applied_steps, *rest = after[_NUM_OF_SCALING:]
         digest, wrote_buffer, save, stop, *weights, settings, cleared, divided = rest
-        scaled, calls = ManualScaling(factor, norm), OptimizerCalls(num_passes, applied_steps)
+        scaled, calls = ManualScaling(*after[:_NUM_OF_SCALING]), OptimizerCalls(num_passes, applied_steps)
         first = failed, reduction, scaled, calls, digest, wrote_buffer, save, stop
         return cls(*first, tuple(weights), settings, cleared, divided)
 
@@ -142,7 +144,7 @@ class StepSummary(NamedTuple):
             self.bad_loss is None
             and not self.unequal
             and self.reduction is LossReduction.MEAN
-            and not any(one.failed or one.scaled.factor > 0 for one in self.reports)
+            and not any(one.failed or one.scaled.factor > 0 or any(one.scaled[2:]) for one in self.reports)
             and not any(one.calls != first.calls or one.settings != first.settings for one in self.reports)
         )
 

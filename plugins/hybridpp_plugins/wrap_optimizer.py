@@ -63,6 +63,11 @@ def wrap_optimizer(
     boosted = HybridOptimizer(
         optimizer, buckets, target, weights.masters, norm, settings.optimizer, settings.precision, owner
     )
+    if boosted.accumulated.clip_detector is not None and layout.tp.size > 1:
+        shards = {name for name in weights.parameters if name in sharded and not sharded[name].has_copies()}
+        boosted.accumulated.clip_detector.sharded = shards
+        boosted.accumulated.clip_detector.peers = layout.grid.groups("tp")
+    boosted.hook_checks = buckets.hook_checks()
     boosted.on_release, boosted.groups_before = unfuse, before
     return buckets, boosted
 

@@ -71,7 +71,9 @@ def test_full_buckets_reduce_during_the_last_backward_last_ones_first(kind):
     # Two segments of multiples of 2048: the last layer's two, the middle weight, the first layer's bias and weight. At
     # the end a flag per parameter.
     sizes = [(kind, 4096), (kind, 12288), (kind, 4096), (kind, 8192)]
-    assert on_replicas(run, 2)[0] == ["first weight done", *sizes, "first weight done", ("sum", 5)]
+    # A hook of the script may change the gradient, so it is called before the reduction that needs it begins.
+    expected = ["first weight done", *sizes[:3], "first weight done", sizes[3], ("sum", 5)]
+    assert on_replicas(run, 2)[0] == expected
 
 
 def test_a_stage_is_reduced_as_soon_as_its_last_pass_has_completed_it():
@@ -210,8 +212,9 @@ def test_a_gradient_that_another_hook_takes_away_is_looked_at_each_time():
     buckets.begin()
     for number in (1, 2):
         loss(model, 0, number).backward()
-        assert model[0].weight.grad is (None if number == 1 else buckets._accumulator.views["0.weight"])
+        assert model[0].weight.grad is None
     buckets.finish_grad_sync()
+    assert model[0].weight.grad is buckets._accumulator.views["0.weight"]
     assert_equal(buckets, plain(1, [1, 2]) | {"0.weight": plain(1, [2])["0.weight"]})
 
 

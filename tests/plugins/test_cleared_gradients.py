@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import assert_near, boosted
+from support import assert_near, assert_same, boosted
 from torch import nn
 
 from hybridpp.cluster import Loopback, current_world
@@ -165,3 +165,27 @@ def test_dropping_inside_no_sync_what_is_reduced_in_part_is_refused():
             optimizer.step()
 
     Loopback(2).run(run)
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"zero_stage": 1}, {"pp_size": 2}], ids=str)
+def test_gradients_of_before_boost_are_dropped_by_the_script_or_refused(settings):
+    def run(with_gradients):
+        model = make_model()
+        if with_gradients:
+            model(torch.ones(1, 4)).sum().backward()
+        booster, model, optimizer = boosted(model, adamw, (torch.zeros(1, 4),), **settings)
+        if with_gradients:
+            call = lambda: booster.execute_pipeline(iter([batch(0)]), model, nn.MSELoss(), optimizer)  # noqa: E731
+            for use in (call, optimizer.step):
+                with pytest.raises(ConfigError, match="had a gradient when the model was boosted"):
+                    use()
+            model.zero_grad() if with_gradients == "model" else optimizer.zero_grad()
+        booster.execute_pipeline(iter([batch(0)]), model, nn.MSELoss(), optimizer)
+        optimizer.step()
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    size = 1 if settings.get("precision") or not settings else 2
+    clean = Loopback(size).run(lambda: run(""))
+    for dropped_by in ("model", "optimizer"):
+        for found, wanted in zip(Loopback(size).run(lambda by=dropped_by: run(by)), clean, strict=True):
+            assert_same(found, wanted)

@@ -65,6 +65,11 @@ def by_norm(max_norm):
 LAYOUTS = [{"pp_size": 2}, {"tp_size": 2}, {"pp_size": 2, "schedule": "zb-v"}]
 
 
+def test_clipping_of_single_parameters_is_refused_where_ranks_have_shards():
+    with pytest.raises(ConfigError, match="of shards of one parameter before the last step by different factors"):
+        weights(lambda model: [clip_grad_norm_([one], 1e-3) for one in model.parameters()], tp_size=2)
+
+
 @pytest.mark.covering
 @pytest.mark.parametrize("settings", LAYOUTS)
 @pytest.mark.parametrize("foreach", [True, False])

@@ -1,0 +1,150 @@
+"""Find hooks on gradients that are not linear: called for parts of a batch, they make something else of it."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from math import frexp
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridpp.errors import ConfigError
+from hybridpp.nn.torch_private import accumulated_hooks_of, backward_hooks_of, version_of
+
+# A power of two, so that what is linear rounds alike; large, so that limits are reached.
+_FACTOR = 2.0**20
+_LARGEST_IN_FP16 = 2.0**14
+_TOLERANCE = 1e-5
+
+
+class HookChecks:
+    """Calls hooks on the gradients of parameters once more, with a multiple of what they were given.
+
+    A linear one makes the same multiple of it. Each hook is checked in the first pass in which it returns or writes a
+    gradient; later passes pay nothing. Hooks that only look are not called again.
+
+    Args:
+        parameters: whose hooks are checked, by name.
+        own: keys of this library's hooks.
+
+    Attributes:
+        factor: by which a hook's gradient is multiplied now; what it adds to gradients must follow, see
+            ``booster.gradient_scale``.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], own: Collection[int]):
+        self.factor = 1.0
+        self._parameters = parameters
+        # Keys are unique among all hooks of a process.
+        self._known = set(own)
+        # Of hooks that have only looked.
+        self._looked: set[int] = set()
+        self._found = ""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A context for passes of one of several parts of a batch.
+
+        Raises:
+            ConfigError: a hook is not linear; when the passes are done.
+        """
+        placed: list[tuple[Any, int, Any]] = []
+        for name, parameter in self._parameters.items():
+            kinds = (backward_hooks_of(parameter), self._of_gradient), (accumulated_hooks_of(parameter), self._of_sum)
+            for held, check in kinds:
+                hooks: Any = held or {}
+                for key in [key for key in hooks if key not in self._known]:
+                    placed.append((hooks, key, hooks[key]))
+                    hooks[key] = partial(check, key, name, hooks[key])
+        if not placed:
+            yield
+            return
+        try:
+            yield
+        finally:
+            for held, key, hook in placed:
+                if key in held:  # else it was removed
+                    held[key] = hook
+        if self._found:
+            found, self._found = self._found, ""
+            raise ConfigError(
+                f"{found} is called for a part of the batch, and is not linear (it clips, normalises, adds or draws): "
+                "its result depends on the numbers of micro-batches and replicas. Change gradients between backward "
+                "and step, use num_microbatches=1 and one replica, or, for a term that is added, multiply it by "
+                "booster.gradient_scale."
+            )
+
+    def _of_gradient(self, key: int, name: str, hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Any:
+        """Instead of a hook that is given a gradient, and may return another."""
+        before, version = gradient.detach().clone(), version_of(gradient)
+        result = hook(gradient)
+        made = gradient if result is None else result
+        if result is None and self._only_looks(key, before, gradient, version):
+            return None
+
+        def again(multiple: Tensor) -> Tensor | None:
+            other = hook(multiple)
+            return multiple if other is None else other
+
+        self._compare(key, name, hook, before, made, again)
+        return result
+
+    def _of_sum(self, key: int, name: str, hook: Callable[[Tensor], None], parameter: Tensor) -> None:
+        """Instead of a hook that is given a parameter with its gradient."""
+        assert parameter.grad is not None, "autograd has added to it"
+        given = parameter.grad
+        before, version = given.detach().clone(), version_of(given)
+        hook(parameter)
+        made = parameter.grad
+        if made is None or (made is given and self._only_looks(key, before, given, version)):
+            return
+
+        def again(multiple: Tensor) -> Tensor | None:
+            parameter.grad = multiple
+            hook(parameter)
+            return parameter.grad
+
+        try:
+            self._compare(key, name, hook, before, made, again)
+        finally:
+            parameter.grad = made
+
+    def _only_looks(self, key: int, before: Tensor, gradient: Tensor, version: int) -> bool:
+        """Whether a hook has not written to a gradient; the host waits for the device once for each hook."""
+        if version_of(gradient) != version:
+            return False
+        is_new = key not in self._looked
+        self._looked.add(key)
+        return not is_new or torch.equal(before, gradient)  # not through gradient.data either
+
+    def _compare(
+        self,
+        key: int,
+        name: str,
+        hook: Callable[..., Any],
+        before: Tensor,
+        made: Tensor,
+        again: Callable[[Tensor], Tensor | None],
+    ) -> None:
+        """Compare what a hook has made of a gradient with what it makes of a multiple. Waits for the device."""
+        if key in self._known or before.layout is not torch.strided:
+            return
+        largest = float(before.abs().max())
+        if not 0 < largest < float("inf"):
+            return
+        factor = _FACTOR
+        if before.dtype is torch.float16:
+            factor = 2.0 ** (frexp(_LARGEST_IN_FP16 / largest)[1] - 1)
+        self._known.add(key)
+        expected = made.detach().clone() * factor
+        other: Tensor | None = None
+        self.factor = factor
+        # It may depend on what it has done already.
+        with suppress(Exception):
+            other = again(before * factor)
+        self.factor = 1.0
+        if other is None or not expected.isfinite().all():
+            return
+        if bool((other.detach() - expected).abs().max() > _TOLERANCE * expected.abs().max()):
+            self._found = f"the hook {getattr(hook, '__qualname__', type(hook).__name__)!r} on the gradient of {name}"
