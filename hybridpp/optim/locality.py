@@ -22,6 +22,9 @@ from hybridpp.nn.torch_private import TorchDispatchMode, pytree, schema_of, vers
 
 # Some optimizers read other elements only from the second step on.
 _NUM_STEPS = 3
+# A rule may change behind a warm-up. Without values these steps cost milliseconds; with values they are taken only if
+# it does.
+_MANY_STEPS = 24
 # Large relative to the weights, so that rounding hides no difference between updates.
 _LEARNING_RATE = 0.05
 # Up to so many elements, a parameter is tried in its own shape; a larger one in a smaller shape, at first.
@@ -229,10 +232,12 @@ class _Tensors:
     gradients: tuple[Tensor, ...]
 
     @classmethod
-    def without_values(cls, real: Tensor, group_index: int, shape: Sequence[int]) -> "_Tensors":
+    def without_values(
+        cls, real: Tensor, group_index: int, shape: Sequence[int], num_steps: int = _NUM_STEPS
+    ) -> "_Tensors":
         """On the meta device."""
         weights = torch.empty(tuple(shape), dtype=_dtype(real), device="meta")
-        return cls(real, group_index, weights, (weights,) * _NUM_STEPS)
+        return cls(real, group_index, weights, (weights,) * num_steps)
 
     @classmethod
     def random(
@@ -249,6 +254,10 @@ class _Tensors:
             slope = torch.linspace(0.5, 2.0, shape[0]).reshape(-1, *[1] * (len(shape) - 1))
             gradients = [(gradient * slope).to(gradient.dtype) for gradient in gradients]
         return cls(real, group_index, weights.to(device), tuple(gradient.to(device) for gradient in gradients))
+
+    def repeated(self, num_steps: int) -> "_Tensors":
+        """With gradients for more steps: the last one again and again."""
+        return replace(self, gradients=(*self.gradients, *self.gradients[-1:] * (num_steps - len(self.gradients))))
 
     def parts(self, cut: Cut) -> "list[_Tensors]":
         """Its parts."""
@@ -284,6 +293,7 @@ class _Trial:
     def __init__(self, optimizer: Optimizer, cuts: Sequence[Sequence[Cut]], device: torch.device):
         self._optimizer, self._device = optimizer, device
         self._generator = torch.Generator().manual_seed(0)
+        self._num_steps = _NUM_STEPS
         self._standins: list[_StandIn] = []
         # The stand-in of each parameter of each group, by its number, and what it stands for; None: nothing is needed.
         self._of_parameters: list[list[tuple[int, Cut] | None]] = []
@@ -312,11 +322,28 @@ class _Trial:
 
     def _random(self, real: Tensor, group_index: int, cut: Cut) -> _StandIn:
         complete = _Tensors.random(real, group_index, cut.shape, self._generator, self._device)
-        return _StandIn(complete, cut)
+        return _StandIn(complete.repeated(self._num_steps), cut)
+
+    def _changes_later(self, one: _StandIn) -> bool:
+        """Whether the optimizer mixes elements in later steps only, as far as it runs without values."""
+        if type(self._optimizer).__module__.partition(".")[0] in ("torch", "hybridpp"):
+            return False
+        found = {}
+        for num_steps in (_MANY_STEPS, _NUM_STEPS):
+            with suppress(Exception), _Operations() as operations, _ScalarsOnHost():
+                real, group_index = one.complete.real, one.complete.group_index
+                self._stepped([_Tensors.without_values(real, group_index, one.cut.shape, num_steps)])
+                found[num_steps] = operations.mixes
+            if not found.get(_MANY_STEPS):
+                return False
+        return found.get(_NUM_STEPS) is False
 
     def run(self) -> list[list[Locality]]:
         """The locality of each parameter of each group."""
         found = [Locality.ELEMENTS] * len(self._standins)
+        if any(self._changes_later(one) for one in self._standins):
+            self._num_steps = _MANY_STEPS
+            self._standins = [replace(one, complete=one.complete.repeated(_MANY_STEPS)) for one in self._standins]
         if self._standins:
             together = self._stepped([one.complete for one in self._standins])
             if not all(bool(updated.weights.isfinite().all()) for updated in together):
@@ -382,7 +409,7 @@ class _Trial:
         key = group_index, _dtype(real), tuple(shape), _signature(vars(real))
         if key not in self._recorded:
             with _Operations() as operations, _ScalarsOnHost():
-                self._stepped([_Tensors.without_values(real, group_index, shape)])
+                self._stepped([_Tensors.without_values(real, group_index, shape, self._num_steps)])
             self._recorded[key] = operations.found
         return self._recorded[key]
 
@@ -411,7 +438,7 @@ class _Trial:
         step = type(trial).step
         # Without the hooks that torch calls around every optimizer's step: this is not an optimizer of the script.
         step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-        for number in range(_NUM_STEPS):
+        for number in range(len(tensors[0].gradients)):
             for one, parameter in zip(tensors, parameters, strict=True):
                 parameter.grad = one.gradients[number].clone()
             step(trial)

@@ -346,3 +346,27 @@ def test_what_cannot_be_tried_says_why(cls, reason):
     optimizer = cls(parameters())
     with pytest.raises(LocalityUnknown, match=reason):
         found(optimizer)
+
+
+class Later(WithTrustRatio):
+    """Clips by a norm behind a warm-up of twelve steps: of each parameter, or of all of them."""
+
+    def __init__(self, params, of_all):
+        super().__init__(params)
+        self.of_all = of_all
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        held = [p for group in self.param_groups for p in group["params"]]
+        for parameter in held:
+            state = self.state[parameter]
+            state["step"] = state.get("step", 0) + 1
+            if state["step"] > 12:
+                parameter.grad.div_(torch.stack([p.grad.norm() for p in (held if self.of_all else [parameter])]).max())
+            parameter.sub_(parameter.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_a_rule_that_changes_behind_a_warm_up_is_found(of_all):
+    expected = Locality.EVERYTHING if of_all else Locality.PARAMETERS
+    assert found(Later(matrices(), of_all)) == [expected]
