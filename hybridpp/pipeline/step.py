@@ -55,6 +55,7 @@ class PipelineStep:
         watched: a context for the last stage's forward of a micro-batch and its loss, of the micro-batch's index,
             inputs, and what was received of other stages.
         shares: of the micro-batches, where the first loss of a criterion may change them.
+        is_coupled: whether all replicas compute the same loss, of all replicas' samples.
         settle: called where an error ended the step: takes part in what the first loss of a criterion exchanges between
             replicas, unless that is done.
     """
@@ -74,6 +75,7 @@ class PipelineStep:
     inspect_loss: Callable[[int, Tensor, Any, Any], tuple[Tensor | None, Tensor | None]] | None = None
     watched: Callable[[int, Any, Sequence[Tensor]], AbstractContextManager[None]] | None = None
     shares: Sequence[float] | None = None
+    is_coupled: bool = False
     settle: Callable[[], None] = lambda: None
 
 

@@ -1,6 +1,8 @@
 """Losses that couple the samples of a batch, computed of the outputs of all replicas."""
 
-from collections.abc import Sequence
+import math
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +14,10 @@ from hybridpp.errors import ConfigError
 from hybridpp.nn.deferred_tensor import with_values
 from hybridpp.nn.torch_private import pytree
 from hybridpp.pipeline import CriterionAdapter, RankBatchInfo, leaf_dims
+
+# The relative difference that the kernels of a device may make between one computation and the same again.
+_TOLERANCE, _LEAST = 1e-5, 1e-6
+_STREAM = zlib.crc32(b"coupled criterion")
 
 
 def check_undivided(criterion: CriterionAdapter, infos: Sequence[RankBatchInfo]) -> None:
@@ -28,11 +34,34 @@ def check_undivided(criterion: CriterionAdapter, infos: Sequence[RankBatchInfo])
         )
 
 
+def check_alike(losses: Sequence[float]) -> None:
+    """Refuse replicas' losses that differ, of a coupled criterion. On every rank alike.
+
+    Args:
+        losses: by replica; inf and NaN show nothing.
+
+    Raises:
+        ConfigError: they do, so something that the criterion reads is not that of all replicas.
+    """
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if any(not math.isclose(loss, finite[0], rel_tol=_TOLERANCE, abs_tol=_LEAST) for loss in finite):
+        shown = ", ".join(f"{loss:.6g}" for loss in losses)
+        raise ConfigError(
+            "a criterion with coupled=True gets the outputs and inputs of all replicas, so its loss must be the same "
+            f"on all of them: got {shown}. It reads what each replica makes of its own samples and what cannot be "
+            "joined: a tensor without a dimension of samples (the model's own loss, or a mean over samples), a list, "
+            "or an attribute of the model. Let the model return a number for each sample, of which the criterion "
+            "takes the mean, and make lists of the batch tensors. See docs/losses.md."
+        )
+
+
 class CoupledLoss:
     """A criterion that is called with the outputs and inputs of all replicas, as if one had computed them all.
 
     Every replica computes the same loss. Its gradient goes to the replica's own outputs, and the gradients of the
-    replicas add up to that of the whole batch.
+    replicas add up to that of the whole batch. A tensor of the outputs that has no samples (a learned temperature) is
+    one that each replica has, so its gradient is divided by their number. Random numbers that the criterion draws are
+    the same on all replicas.
 
     Collective: all replicas, at each call; one all-gather for each tensor of the outputs and the inputs, and one of a
     number in host memory before them: an error may have ended the step on a replica, which the script catches there.
@@ -42,6 +71,7 @@ class CoupledLoss:
         replicas: the ranks that compute losses.
         sizes: samples of each replica.
         pipeline: where tensors have their samples.
+        seed: seeds the random generators with a number, alike on all replicas.
         control: all ranks; None: there are several stages, where no step goes on after an error.
     """
 
@@ -51,10 +81,11 @@ class CoupledLoss:
         replicas: Group,
         sizes: Sequence[int],
         pipeline: PipelineConfig,
+        seed: Callable[[int], None],
         control: Group | None = None,
     ):
         self._criterion, self._replicas, self._sizes, self._pipeline = criterion, replicas, sizes, pipeline
-        self._control, self._has_met = control, False
+        self._seed, self._control, self._has_met = seed, control, False
 
     def _meets(self, is_here: bool) -> bool:
         """Whether all replicas have come as far. Collective: all ranks."""
@@ -75,7 +106,9 @@ class CoupledLoss:
             zeros = [leaf.nan_to_num().sum() * 0 for leaf in leaves if leaf.requires_grad]
             return torch.stack([one.float() for one in zeros]).sum() if zeros else torch.zeros(())
         all_outputs = self._gathered(outputs, self._pipeline.dims_of_outputs)
-        return self._criterion(all_outputs, self._gathered(inputs, self._pipeline.batch_dims or 0))
+        all_inputs = self._gathered(inputs, self._pipeline.batch_dims or 0)
+        self._seed(_STREAM)
+        return self._criterion(all_outputs, all_inputs)
 
     def _gathered(self, tree: Any, dims: Any) -> Any:
         tree = with_values(tree)
@@ -84,6 +117,8 @@ class CoupledLoss:
         for index, (leaf, dim) in enumerate(zip(leaves, leaf_dims(tree, dims), strict=True)):
             if isinstance(leaf, Tensor) and dim is not None and dim < leaf.dim() and leaf.shape[dim] % own == 0:
                 leaves[index] = self._joined(leaf, dim, leaf.shape[dim] // own)
+            elif isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaves[index] = _Shared.apply(leaf, self._replicas.size)  # type: ignore[no-untyped-call]  # torch
         return pytree.tree_unflatten(leaves, structure)
 
     def _joined(self, own: Tensor, dim: int, rows: int) -> Tensor:
@@ -96,3 +131,16 @@ class CoupledLoss:
         cut = [part.narrow(dim, 0, count * rows) for part, count in zip(parts, self._sizes, strict=True)]
         cut[self._replicas.rank] = own
         return torch.cat(cut, dim)
+
+
+class _Shared(torch.autograd.Function):
+    """A tensor that each replica has of its own, though it is one: their gradients add up to one."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, num_replicas: int) -> Tensor:
+        ctx.num_replicas = num_replicas
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] / ctx.num_replicas, None

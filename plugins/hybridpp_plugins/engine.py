@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hybridpp.cluster import Section, microbatch_key, preserved_random_state
+from hybridpp.cluster import Section, microbatch_key, preserved_random_state, stream_seeder
 from hybridpp.errors import ClosedError, ConfigError, DeadlockError, PeerError, RefusedByPeerError
 from hybridpp.nn import walk
 from hybridpp.nn.force_eager import force_eager
@@ -264,13 +264,13 @@ class Engine(EngineParts):
         training = self.is_training
         replica_infos = self._replica_infos(infos)
         weights = losses.weights if losses is not None else batch.weights(_counts_of(replica_infos), self._loss_scale)
-        coupled = self._coupled(called, replica_infos)
+        # Evaluations have separate keys: each draws new random numbers, and training draws the same without them.
+        run = self.progress.num_steps if training else _FIRST_EVALUATION + self.progress.num_evaluations
+        coupled = self._coupled(called, replica_infos, microbatch_key(self.progress.seed, run, 0))
         if coupled is not None:  # the gradients of the replicas' own outputs add up
             weights = [self._loss_scale]
         # Micro-batches are numbered over all replicas, so that replicas draw different random numbers.
         first_microbatch = sum(int(info.num_microbatches) for info in replica_infos[: self.layout.here.dp])
-        # Evaluations have separate keys: each draws new random numbers, and training draws the same without them.
-        run = self.progress.num_steps if training else _FIRST_EVALUATION + self.progress.num_evaluations
         loss_of = called if isinstance(called, CriterionAdapter) else None
         criterion: Criterion | None = coupled or losses or loss_of
         if training and criterion is not None and self._has_losses and self.criteria.is_unread:
@@ -293,10 +293,13 @@ class Engine(EngineParts):
             inspect_loss=(losses or self.criterion_check.comparison).inspect,
             watched=losses.watched if losses is not None else None,
             shares=losses.shares if losses is not None else None,
+            is_coupled=isinstance(called, CriterionAdapter) and called.coupled,
             settle=_nothing if (first := coupled or losses) is None else first.settle,
         )
 
-    def _coupled(self, called: CriterionAdapter | ForwardSignature, infos: list[RankBatchInfo]) -> CoupledLoss | None:
+    def _coupled(
+        self, called: CriterionAdapter | ForwardSignature, infos: list[RankBatchInfo], key: int
+    ) -> CoupledLoss | None:
         """A criterion that says that it couples samples, if there are other replicas' samples."""
         if not isinstance(called, CriterionAdapter) or not called.coupled:
             return None
@@ -304,7 +307,8 @@ class Engine(EngineParts):
         if not self._has_losses or self.layout.dp.size == 1:
             return None
         control = self.layout.control if self.layout.pp.size == 1 else None
-        return CoupledLoss(called, self.layout.dp, [int(info.num_items) for info in infos], self.pipeline, control)
+        sizes, seed = [int(info.num_items) for info in infos], stream_seeder(key, self.device)
+        return CoupledLoss(called, self.layout.dp, sizes, self.pipeline, seed, control)
 
     def _replica_infos(self, infos: list[RankBatchInfo]) -> list[RankBatchInfo]:
         """Of a rank of each replica that computes losses."""

@@ -15,6 +15,7 @@ from hybridpp.nn.deferred_tensor import DeferredTensor, deferred
 from hybridpp.pipeline import LossReduction, PipelineStep, RankProgram, SplitBatch, StepResult, check_equal, step_call
 from hybridpp.pipeline.rest_of_step import EndedInsideError
 from hybridpp_plugins.background_save import SaveStatus
+from hybridpp_plugins.coupled_loss import check_alike
 from hybridpp_plugins.criterion_check import CriterionCheck
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.loss_exchange import EvaluationLosses, LossExchange, MessageOf
@@ -122,6 +123,7 @@ class StepSummary(NamedTuple):
 
     Attributes:
         loss: of this replica's batch.
+        losses: of the batch of each replica.
         num_items: that it is a mean over.
         bad_loss: the first one over all replicas; None: all are finite.
         reduction: of the criterion; the most severe finding of any rank.
@@ -130,6 +132,7 @@ class StepSummary(NamedTuple):
     """
 
     loss: float
+    losses: Sequence[float]
     num_items: float
     bad_loss: BadLoss | None
     reduction: LossReduction
@@ -198,6 +201,7 @@ def summary_of(messages: Sequence[Sequence[float]], last_stages: Sequence[Sequen
     )
     return StepSummary(
         loss=losses[own_last].loss,
+        losses=[losses[ranks[0]].loss for ranks in last_stages],
         num_items=losses[own_last].num_items,
         bad_loss=next(bad_losses, None),
         reduction=_reduction([reports[rank] for rank in losses]),
@@ -414,7 +418,8 @@ class StepEpilogue:
 
         Raises:
             DataError: ranks of a pipeline hold other values of the batch on their devices.
-            ConfigError: the criterion returns a sum, or the script clipped gradients by each rank's own norm.
+            ConfigError: the criterion returns a sum, it is coupled and replicas have unlike losses, or the script
+                clipped gradients by each rank's own norm.
             NonFiniteLossError: in training, a loss is inf or NaN.
             UnequalRanksError: tensor-parallel ranks computed different losses, or ranks have other settings of the
                 optimizer; raised on all ranks.
@@ -434,6 +439,8 @@ class StepEpilogue:
             self._handle_problems(summary, program, task, failure)
         else:
             check_equal(summary.digests, self._pipelines)
+        if task.is_coupled:
+            check_alike(summary.losses)
         if optimizer is not None and any(report.cleared for report in summary.reports):
             check_cleared([report.cleared for report in summary.reports], self._of_stages)
         if optimizer is not None and self.weight_check is not None:

@@ -90,3 +90,56 @@ def test_an_error_that_one_replica_catches_ends_the_step_on_all(failing):
 
     first, second = Loopback(2).run(run)
     assert_near(first, second, 0)
+
+
+class Scaled(Net):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        first = self.layers(x)
+        return {"first": first, "scale": self.scale.exp(), "own": first.square().mean()}
+
+
+@pytest.mark.parametrize("settings", [{}, {"pp_size": 2}], ids=str)
+def test_an_output_without_samples_counts_once(settings):
+    def with_scale(outputs, inputs):
+        drawn.append(torch.rand(()).item())
+        pairs = outputs["first"] @ outputs["first"].T * outputs["scale"]
+        return F.cross_entropy(pairs, torch.arange(len(pairs)))
+
+    drawn = []
+    with_scale.coupled = True
+    model = Scaled()
+    with_scale(model(PAIRS["x"]), PAIRS).backward()
+    drawn.clear()
+
+    def run():
+        booster, cut, optimizer = boosted(Scaled(), sgd, {"x": PAIRS["x"][:1]}, **settings)
+        rows = slice(0, 4) if booster.plugin.layout.here.dp == 0 else slice(4, 7)
+        batch = {name: value[rows] for name, value in PAIRS.items()}
+        booster.execute_pipeline(iter([batch]), cut, with_scale, optimizer)
+        return gradients_of(booster, cut)
+
+    for gradients in Loopback(2 * settings.get("pp_size", 1)).run(run):
+        assert_near(gradients, {name: dict(model.named_parameters())[name].grad for name in gradients}, 1e-6)
+    assert len(drawn) == 2  # each replica's criterion
+    assert len(set(drawn)) == 1
+
+
+def test_a_coupled_loss_that_differs_between_replicas_is_refused():
+    def with_own(outputs, inputs):
+        return (outputs["first"] @ outputs["first"].T).square().mean() + outputs["own"]
+
+    with_own.coupled = True
+
+    def run():
+        booster, cut, optimizer = boosted(Scaled(), sgd, {"x": PAIRS["x"][:1]}, pp_size=2)
+        rows = slice(0, 4) if booster.plugin.layout.here.dp == 0 else slice(4, 7)
+        batch = {name: value[rows] for name, value in PAIRS.items()}
+        with pytest.raises(ConfigError, match=r"must be the same on all of them: got \d.*a number for each sample"):
+            booster.execute_pipeline(iter([batch]), cut, with_own, optimizer)
+        return True
+
+    assert all(Loopback(4).run(run))
