@@ -3,11 +3,11 @@
 A step whose batches do calls nothing here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
-from hybridpp.cluster import name_ranks
+from hybridpp.cluster import Group, gather_objects, name_ranks
 from hybridpp.errors import DataError, RefusedByPeerError
 from hybridpp.pipeline.batch import SplitBatch
 
@@ -27,6 +27,7 @@ class RankBatchInfo:
         deferred: 1 if the digest leaves out the values of tensors on a device, which are compared with the losses.
         stop: number of the signal that told this rank to stop; 0: none.
         form: a number for what the loss is a mean over, where that was found and this rank computes losses; else 0.
+        loader: digest of what the data is made of, see :class:`~hybridpp.pipeline.ReadAheadIterator`; 0: not known.
         counts: of what the batch's loss is divided by, in that case.
     """
 
@@ -37,6 +38,7 @@ class RankBatchInfo:
     deferred: float = 0.0
     stop: float = 0.0
     form: float = 0.0
+    loader: float = 0.0
     counts: tuple[float, ...] = ()
 
 
@@ -77,6 +79,35 @@ def check_readiness(batch_infos: Sequence[RankBatchInfo]) -> None:
             "the criterion counts no items in any replica's batch, so its mean is not defined. "
             "Check criterion.num_items and the labels."
         )
+
+
+def refuse_unlike_loaders(control: Group, call: str, made_of: Mapping[str, str]) -> NoReturn:
+    """Refuse dataloaders that ranks have not made or used alike. Collective: all ranks, one exchange.
+
+    Args:
+        control: all ranks.
+        call: that this rank is in, see :mod:`hybridpp.cluster.gather_numbers`.
+        made_of: see :class:`~hybridpp.pipeline.ReadAheadIterator`; empty: not known.
+
+    Raises:
+        DataError: always; on every rank, with what differs, its values and the ranks.
+    """
+    rows = gather_objects(control, call, dict(made_of))
+    clauses = []
+    for name in dict.fromkeys(name for row in rows for name in row):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, row in enumerate(rows):
+            if row:
+                ranks_of.setdefault(row.get(name, "missing"), []).append(rank)
+        if len(ranks_of) > 1:
+            clauses.append(
+                f"{name} is {', '.join(f'{value} on {name_ranks(those)}' for value, those in ranks_of.items())}"
+            )
+    raise DataError(
+        f"the dataloaders of all ranks must be made and used alike: {'; '.join(clauses)}. Replicas would see samples "
+        "of each other, and others never. Call plugin.prepare_dataloader with the same arguments on every rank (each "
+        "replica gets its own samples), and iterate over it, or set its epoch, on all of them."
+    )
 
 
 def different_batches(ranks: Sequence[int]) -> DataError:

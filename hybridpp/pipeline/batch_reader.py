@@ -1,9 +1,11 @@
 """Reads a rank's batches, and checks with all ranks that they go together: where it can, during the step before."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, TypeAlias
+from zlib import crc32
 
 from hybridpp.cluster import Group, Patience, PendingNumbers, Progress, StopRequest, start_gather_numbers
 from hybridpp.config import PipelineConfig
@@ -18,6 +20,7 @@ from hybridpp.pipeline.batch_checks import (
     check_readiness,
     different_batches,
     different_counts,
+    refuse_unlike_loaders,
 )
 from hybridpp.pipeline.criterion import CriterionAdapter
 from hybridpp.pipeline.forward_signature import ForwardSignature
@@ -85,6 +88,7 @@ class PendingBatch:
         failure: why there is none; None: there is one.
         exchange: of the infos.
         pipelines: groups of ranks that must hold the same batch.
+        refuse_loaders: raises an error about dataloaders that are not alike; collective.
     """
 
     def __init__(
@@ -93,8 +97,10 @@ class PendingBatch:
         failure: BaseException | None,
         exchange: PendingNumbers,
         pipelines: tuple[tuple[int, ...], ...],
+        refuse_loaders: Callable[[], NoReturn],
     ):
         self._batch, self._failure, self._exchange, self._pipelines = batch, failure, exchange, pipelines
+        self._refuse_loaders = refuse_loaders
 
     def wait(self) -> tuple[SplitBatch, list[RankBatchInfo]]:
         """This rank's batch, and every rank's info, by rank.
@@ -102,7 +108,8 @@ class PendingBatch:
         Raises:
             StopIteration: every rank is out of data.
             UnlikeCallsError: other ranks are in another call; raised on all ranks.
-            DataError: some ranks are out of data, or the ranks of a pipeline hold different batches.
+            DataError: some ranks are out of data, ranks have made or used dataloaders in other ways, or the ranks of a
+                pipeline hold different batches.
             PeerError: reading failed on other ranks; their own error says why.
             Exception: what reading raised, on the rank that raised it.
         """
@@ -116,6 +123,8 @@ class PendingBatch:
             check_readiness(batch_infos)
         if self._failure is not None:
             raise self._failure
+        if len({info.loader for info in batch_infos} - {0.0}) > 1:
+            self._refuse_loaders()
         for is_deferred in (0.0, 1.0):
             digests = [info.digest if info.deferred == is_deferred else None for info in batch_infos]
             check_equal(digests, self._pipelines)
@@ -145,6 +154,7 @@ def start_batch_check(
     compare: bool = False,
     defer: bool = False,
     stop: float = 0.0,
+    loader: Callable[[], Mapping[str, str]] = dict,
 ) -> PendingBatch:
     """Read this rank's batch, and begin to check that all ranks can run a step with theirs.
 
@@ -159,9 +169,11 @@ def start_batch_check(
         defer: whether to leave values on a device to :func:`check_equal`, so that the host does not wait for it here;
             the batch has them as ``unchecked``.
         stop: number of the signal that told this rank to stop; 0: none.
+        loader: what the data is made of, once the batch is read; see :attr:`ReadAheadIterator.made_of`.
     """
     batch = SplitBatch()
     failure: BaseException | None = None
+    made_of: Mapping[str, str] = {}
     try:
         batch = prepare()
         is_compared = compare or any(len(ranks) > 1 for ranks in pipelines)
@@ -169,6 +181,7 @@ def start_batch_check(
         if summary is not None and defer:
             summary, unchecked = summary.without_devices()
             batch = replace(batch, unchecked=unchecked)
+        made_of = loader()
         own_info = RankBatchInfo(
             status=READY,
             num_items=batch.num_items,
@@ -176,6 +189,7 @@ def start_batch_check(
             digest=summary.digest() if summary is not None else 0.0,
             deferred=float(bool(batch.unchecked)),
             form=batch.form.kind if batch.form is not None else 0.0,
+            loader=float(crc32(repr(made_of).encode())) if made_of else 0.0,
             counts=batch.counts,
         )
     except StopIteration as error:
@@ -183,19 +197,21 @@ def start_batch_check(
     except Exception as error:
         failure, own_info = error, RankBatchInfo(FAILED)
     own_info = replace(own_info, stop=stop)
-    return PendingBatch(batch, failure, start_gather_numbers(control, call, _numbers_of(own_info)), pipelines)
+    exchange = start_gather_numbers(control, call, _numbers_of(own_info))
+    return PendingBatch(batch, failure, exchange, pipelines, partial(refuse_unlike_loaders, control, call, made_of))
 
 
 def _numbers_of(info: RankBatchInfo) -> list[float]:
     return [
         *(info.status, info.num_items, info.num_microbatches, info.digest, info.deferred, info.stop, info.form),
+        info.loader,
         *info.counts,
     ]
 
 
 def _info_of(numbers: Sequence[float]) -> RankBatchInfo:
-    status, num_items, num_microbatches, digest, deferred, stop, form, *counts = numbers
-    return RankBatchInfo(status, num_items, num_microbatches, digest, deferred, stop, form, tuple(counts))
+    status, num_items, num_microbatches, digest, deferred, stop, form, loader, *counts = numbers
+    return RankBatchInfo(status, num_items, num_microbatches, digest, deferred, stop, form, loader, tuple(counts))
 
 
 def check_equal(digests: Sequence[float | None], pipelines: tuple[tuple[int, ...], ...]) -> None:
@@ -284,7 +300,7 @@ class BatchReader:
 
         compares = use.training and checks is not None and checks.compares
         defer = checks is None and use.has_losses
-        batch, infos = self._wait(self._start("at the start of", prepare, use.training, compares, defer))
+        batch, infos = self._wait(self._start("at the start of", prepare, use.training, data_iter, compares, defer))
         if checks is not None and compares:
             checks.compare(infos)
         return batch, infos, None
@@ -307,7 +323,7 @@ class BatchReader:
                 batch = data_iter.peek()
             return self._split(to_plain_containers(batch), use)
 
-        pending = self._start("in", prepare, use.training, defer=use.has_losses)
+        pending = self._start("in", prepare, use.training, data_iter, defer=use.has_losses)
         self._ahead.put(data_iter, pending, use.key())
 
     def _reading(self, data_iter: Iterator[Any]) -> AbstractContextManager[None]:
@@ -344,12 +360,14 @@ class BatchReader:
         moment: str,
         prepare: Callable[[], SplitBatch],
         training: bool,
+        data_iter: Iterator[Any],
         compare: bool = False,
         defer: bool = False,
     ) -> PendingBatch:
         call = f"{moment} {step_call(self._model_name, training)}"
+        loader = (lambda: data_iter.made_of) if isinstance(data_iter, ReadAheadIterator) else dict
         return start_batch_check(
-            self._control, self._pipelines, call, prepare, compare, defer, stop=float(self._stop.own)
+            self._control, self._pipelines, call, prepare, compare, defer, stop=float(self._stop.own), loader=loader
         )
 
     def _split(self, batch: Any, use: BatchUse) -> SplitBatch:

@@ -1,6 +1,6 @@
 """Iterators whose next item can be read before it is taken, and what was prepared of items that were read ahead."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -33,6 +33,11 @@ class ReadAheadIterator(Iterator[Any]):
         self.num_taken = 0
         self.source = iterator
         self._outcome: _Outcome | None = None
+
+    @property
+    def made_of(self) -> Mapping[str, str]:
+        """What all ranks must have made its data of alike, as texts by name; empty: that is not known."""
+        return {}
 
     def peek(self) -> Any:
         """The item that ``next`` will return, without taking it; raises what ``next`` will raise."""

@@ -1,7 +1,8 @@
 """A dataloader that knows which samples the training loop took, and can go on after them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,11 +41,21 @@ class _Taken:
 
 
 class _CountingIterator(ReadAheadIterator):
-    """An iterator that counts what is taken from it in a place of the loader, which does not keep workers alive."""
+    """An iterator that counts what is taken from it in a place of the loader, which does not keep workers alive.
 
-    def __init__(self, iterator: Iterator[Any], taken: _Taken):
+    Args:
+        iterator: what it reads from.
+        taken: the place.
+        made_of: see :attr:`ReadAheadIterator.made_of`.
+    """
+
+    def __init__(self, iterator: Iterator[Any], taken: _Taken, made_of: Callable[[], Mapping[str, str]]):
         super().__init__(iterator)
-        self._taken = taken
+        self._taken, self._made_of = taken, made_of
+
+    @property
+    def made_of(self) -> Mapping[str, str]:
+        return self._made_of()
 
     def skip(self) -> None:
         super().skip()
@@ -105,15 +116,26 @@ class ReplicaDataLoader(DataLoader[Any]):
         self._repeated = set()
         batches = super().__iter__()
         kill_at_exit(workers_of(batches))
-        iterator = _CountingIterator(batches if self._stream is None else self._unmarked(batches), self._taken)
+        read = batches if self._stream is None else self._unmarked(batches)
+        iterator = _CountingIterator(read, self._taken, partial(_made_of, self._source))
         if self._stream is not None:  # a worker has a copy
             self._stream.num_skipped = 0
         return iterator
 
     @property
+    def made_of(self) -> Mapping[str, str]:
+        """What all ranks must have made the loader of alike, and its last pass, as texts by name."""
+        return _made_of(self._source)
+
+    @property
+    def _source(self) -> ShardedBatchSampler | ShardedIterableDataset:
+        source = self._sampler or self._stream
+        assert source is not None, "see the class"
+        return source
+
+    @property
     def _global_size(self) -> int:
-        source: Any = self._sampler or self._stream
-        return int(source.batch_size * source.num_replicas)
+        return self._source.batch_size * self._source.num_replicas
 
     def repeats(self, step: int) -> bool:
         """Whether this replica's batch of a step of the last iterator holds only a sample that fills up the step."""
@@ -177,6 +199,17 @@ class ReplicaDataLoader(DataLoader[Any]):
             return position.samples // self._global_size
         self._sampler.start_at(start)
         return len(self._sampler) - self._sampler.num_steps_after(start.num_samples)
+
+
+def _made_of(source: ShardedBatchSampler | ShardedIterableDataset) -> dict[str, str]:
+    """What replicas must have made their data of alike, so that each sees other samples."""
+    found = {"batch_size": repr(source.batch_size), "drop_last": repr(source.drop_last)}
+    if isinstance(source, ShardedBatchSampler):
+        found |= {"the length of the dataset": repr(source.num_samples), "shuffle": repr(source.shuffle)}
+        found["the first sample of the pass"] = repr(source.current.num_samples)
+        if source.shuffle:
+            found |= {"seed": repr(source.seed), "the epoch": repr(source.current.epoch)}
+    return found
 
 
 def _in_words(position: DataPosition) -> str:

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hybridpp.cluster import Group, gather_numbers, gather_objects, name_ranks
 from hybridpp.errors import ConfigError
 from hybridpp.plugin import Boosted
+from hybridpp_plugins.replica_loader import ReplicaDataLoader
 
 Facts: TypeAlias = dict[str, dict[str, str]]
 """By what has them ("": nothing needs to be named), what is set there: texts by name."""
@@ -252,7 +253,7 @@ def criterion_facts(criterion: Any) -> Facts:
 
 def sections_of(parts: Boosted, names: Mapping[int, str]) -> list[ComparedFacts]:
     """What is compared of a boost's arguments; ``names`` are those of the parameters, by id."""
-    optimizer, lr_scheduler = parts.optimizer, parts.lr_scheduler
+    optimizer, lr_scheduler, loader = parts.optimizer, parts.lr_scheduler, parts.dataloader
     return [
         ComparedFacts(
             optimizer_facts(optimizer, names) if isinstance(optimizer, Optimizer) else {},
@@ -263,6 +264,11 @@ def sections_of(parts: Boosted, names: Mapping[int, str]) -> list[ComparedFacts]
             model_facts(parts.model, "the model"), "Make the model with the same configuration on every rank."
         ),
         ComparedFacts(criterion_facts(parts.criterion), "Give the same criterion on every rank.", is_optional=True),
+        ComparedFacts(
+            {"the dataloader": dict(loader.made_of)} if isinstance(loader, ReplicaDataLoader) else {},
+            "Call plugin.prepare_dataloader with the same arguments on every rank: each replica gets its own samples.",
+            is_optional=True,
+        ),
     ]
 
 

@@ -322,3 +322,50 @@ def test_a_worker_that_is_stuck_does_not_keep_its_rank_from_ending(monkeypatch):
         assert process.exitcode == 0
     finally:
         process.kill()
+
+
+def refusal_of(make, given_to_boost=False):
+    """What two replicas raise, whose dataloaders ``make`` makes with a plugin and a rank, in boost or a step."""
+
+    def run():
+        torch.manual_seed(0)
+        booster = Booster(plugin=plugin())
+        loader = make(booster.plugin, current_world().rank)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        boosted = booster.boost(model, optimizer, nn.MSELoss(), loader if given_to_boost else None)
+        booster.execute_pipeline(iter(loader), boosted.model, boosted.criterion, boosted.optimizer)
+
+    with pytest.raises((DataError, ConfigError)) as caught:
+        Loopback(2).run(run)
+    return str(caught.value)
+
+
+DATA = TensorDataset(torch.arange(16.0)[:, None], torch.zeros(16, 1))
+UNLIKE_LOADERS = {
+    "seed is 0 on rank 0, 1 on rank 1": lambda plugin, rank: plugin.prepare_dataloader(DATA, 2, True, seed=rank),
+    "shuffle is False on rank 0, True on rank 1": lambda plugin, rank: plugin.prepare_dataloader(DATA, 2, rank == 1),
+    "batch_size is 2 on rank 0, 4 on rank 1": lambda plugin, rank: plugin.prepare_dataloader(DATA, 2 + 2 * rank),
+    "the length of the dataset is 16 on rank 0, 15 on rank 1": lambda plugin, rank: plugin.prepare_dataloader(
+        [DATA[index] for index in range(16 - rank)], 2
+    ),
+}
+
+
+@pytest.mark.parametrize("given_to_boost", [True, False], ids=["boost", "step"])
+@pytest.mark.parametrize("told", UNLIKE_LOADERS)
+def test_dataloaders_that_replicas_make_with_other_arguments_are_refused(told, given_to_boost):
+    text = refusal_of(UNLIKE_LOADERS[told], given_to_boost)
+    told = told.replace(" is ", " of the dataloader is ") if given_to_boost else told
+    assert told in text
+    assert "Call plugin.prepare_dataloader with the same arguments on every rank" in text
+
+
+def test_a_pass_that_one_replica_begins_alone_is_told_where_samples_are_shuffled():
+    def make(plugin, rank):
+        loader = plugin.prepare_dataloader(DATA, 2, shuffle=True)
+        if rank == 1:
+            next(iter(loader))
+        return loader
+
+    assert "the epoch is 0 on rank 0, 1 on rank 1" in refusal_of(make)
