@@ -142,11 +142,13 @@ class ExitReports:
         return None
 
 
-def timeout_error(peer: str, timeout_s: float) -> PeerTimeoutError:
-    """The error of a rank whose wait has timed out."""
+def timeout_error(peer: str, timeout_s: float, location: str = "") -> PeerTimeoutError:
+    """The error of a rank whose wait has timed out; ``location``: where it is, in words."""
+    here = f", while this rank was in {location}" if location else ""
     return PeerTimeoutError(
-        f"{peer} sent nothing for {timeout_s:.0f} s. It hangs, or runs other code: what communicates must be called on "
-        "all ranks. Where one rank may work alone for so long, raise timeout_s of launch_from_torch or launch."
+        f"{peer} sent nothing for {timeout_s:.0f} s{here}. It hangs, or runs other code: what communicates must "
+        "be called on all ranks. Where one rank may work alone for so long, raise timeout_s of launch_from_torch or "
+        "launch."
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from hybridpp.cluster.world import Group, Patience
 from hybridpp.errors import UnlikeCallsError
 
-MAX_STARTED = 27
+MAX_STARTED = 31
 """How many numbers :func:`start_gather_numbers` takes."""
 
 _CALL_BYTES = 160
@@ -60,8 +60,8 @@ class PendingNumbers:
             raise UnlikeCallsError(_unlike_calls(self._ranks, [row[0] for row in rows]))
         return [row[1:] for row in rows]
 
-    def check_arrived(self, patience: Patience) -> None:
-        """Raise if the ranks are in different calls, where all of them have said in which they are.
+    def check_arrived(self, patience: Patience) -> bool:
+        """Whether the rows of all ranks are here; it raises if they are, and the ranks are in different calls.
 
         A rank that ends because of it got the rows of all, so they are here, or on their way. Another one may never
         send its row, while it waits for this rank: so it is waited for as long as there is patience.
@@ -69,8 +69,10 @@ class PendingNumbers:
         Raises:
             UnlikeCallsError: see :meth:`counts_and_numbers`.
         """
-        if self._received is not None or self._exchange.ends_within(patience):
+        has_arrived = self._received is not None or self._exchange.ends_within(patience)
+        if has_arrived:
             self.counts_and_numbers()
+        return has_arrived
 
     def wait(self) -> list[tuple[float, ...]]:
         """Every rank's numbers, in the group's order. May be called again.

@@ -15,11 +15,15 @@ from hybridpp.cluster.world import Patience, Pending, Work, check_real
 T = TypeVar("T")
 
 
+def _nowhere() -> str:
+    return ""
+
+
 class _Pending:
     """A communication that is complete when ``ready`` returns True."""
 
-    def __init__(self, turns: TurnTaking, rank: int, ready: Callable[[], bool], what: str):
-        self._arguments = (rank, ready, what)
+    def __init__(self, turns: TurnTaking, rank: int, ready: Callable[[], bool], what: str, progress: Progress | None):
+        self._arguments = (rank, ready, what, _nowhere if progress is None else lambda: progress.location())
         self._turns = turns
 
     def wait(self) -> None:
@@ -127,7 +131,7 @@ class LoopbackGroup:
             finish([parts[member] for member in range(self.size)])
             del self._shared[key]
         what = f"{kind} number {turn} of ranks {self.ranks}"
-        return parts, _Pending(self._turns, self._world_rank, lambda: len(parts) == self.size, what)
+        return parts, _Pending(self._turns, self._world_rank, lambda: len(parts) == self.size, what, self.progress)
 
     def _note(self, kind: str, num_bytes: int, peer: int | None) -> None:
         if self.progress is not None and self.progress.observer is not None:
@@ -177,4 +181,4 @@ class LoopbackGroup:
         source, target = (rank, other) if is_send else (other, rank)
         done = messages.post(MessageEnd((self._key, source, target), is_send, tensor.detach()))
         self._turns.post(self._world_rank)
-        return _Pending(self._turns, rank, lambda: bool(done), what)
+        return _Pending(self._turns, rank, lambda: bool(done), what, self.progress)

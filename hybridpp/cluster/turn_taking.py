@@ -25,7 +25,7 @@ class TurnTaking:
         self._turns = [threading.Lock() for _ in range(size)]
         for turn in self._turns:
             turn.acquire()
-        self._waiting: dict[int, tuple[int, str]] = {}
+        self._waiting: dict[int, tuple[int, str, Callable[[], str]]] = {}
         self._alive = set(range(size))
         self._posted = 0
         self.posts = [0] * size
@@ -49,8 +49,16 @@ class TurnTaking:
         if order:
             self._turns[order[0]].release()
 
-    def wait_until(self, rank: int, ready: Callable[[], bool], what: str) -> None:
-        """Let others run until ``ready()``; a deadlock's error names ``what`` this rank waits for.
+    def wait_until(
+        self, rank: int, ready: Callable[[], bool], what: str, location: Callable[[], str] = lambda: ""
+    ) -> None:
+        """Let others run until ``ready()``.
+
+        Args:
+            rank: that waits.
+            ready: whether the wait is over.
+            what: it waits for, in the error of a deadlock.
+            location: where it is, in words, there.
 
         Raises:
             DeadlockError: every rank waits.
@@ -58,9 +66,9 @@ class TurnTaking:
         while not ready():
             if self.failure is not None:
                 raise RankAborted
-            self._waiting[rank] = (self._posted, what)
+            self._waiting[rank] = (self._posted, what, location)
             if all(self._waiting.get(other, (-1,))[0] == self._posted for other in self._alive):
-                waits = "; ".join(f"rank {other} waits for {self._waiting[other][1]}" for other in sorted(self._alive))
+                waits = "; ".join(self._wait_in_words(other) for other in sorted(self._alive))
                 raise DeadlockError(f"every rank waits for another: {waits}.")
             # Each rank has its own generator states, as in separate processes.
             before = [(generator, generator.get_state()) for generator in _generators()]
@@ -69,6 +77,11 @@ class TurnTaking:
             for generator, state in before:
                 generator.set_state(state)
         self._waiting.pop(rank, None)
+
+    def _wait_in_words(self, rank: int) -> str:
+        _, what, location = self._waiting[rank]
+        where = location()
+        return f"rank {rank} waits for {what}" + (f" in {where}" if where else "")
 
     def leave(self, rank: int) -> None:
         """Run this rank no more."""

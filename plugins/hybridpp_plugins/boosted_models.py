@@ -43,6 +43,7 @@ from hybridpp_plugins.run_resume import resume_run
 from hybridpp_plugins.run_saves import RunContents
 from hybridpp_plugins.settings import PluginSettings
 from hybridpp_plugins.stage_table import stage_table
+from hybridpp_plugins.step_problems import check_before_save
 from hybridpp_plugins.timeline_recording import TimelineRecording, recorded
 from hybridpp_plugins.training_state import RunParts
 from hybridpp_plugins.unboost import unboost
@@ -199,6 +200,8 @@ class BoostedModels(
         copy = copied_weights(model)
         engine = self._engine(model if copy is None else original_of(copy))
         self._saves.wait()
+        if engine.optimizer is not None:
+            check_before_save(engine.optimizer, "booster.save_model")
         if is_peft_model(engine.model) and (path.is_dir() or not is_file_name(path)):
             save_adapters(engine, path, copy)
             return
@@ -255,6 +258,9 @@ class BoostedModels(
         """See :meth:`hybridpp.Booster.save`."""
         run_parts = self._run_parts(parts)
         self._saves.wait()
+        for part in run_parts:
+            if part.engine.optimizer is not None:
+                check_before_save(part.engine.optimizer, "booster.save")
         contents = RunContents(run_parts, path, step, extras, keep_last, self._saves.reported)
         self._saves.run(FolderSave(self.layout, step_folder(path, step), contents), asynchronous=asynchronous)
 
@@ -281,8 +287,10 @@ class BoostedModels(
     @_in_section("save", "booster.save_optimizer")
     def save_optimizer(self, part: Boosted, path: Path, *, file_bytes: int, asynchronous: bool) -> None:
         """See :meth:`hybridpp.Booster.save_optimizer`."""
-        contents = OptimizerContents(*self._engine_and_optimizer(part))
+        engine, optimizer = self._engine_and_optimizer(part)
         self._saves.wait()
+        check_before_save(optimizer, "booster.save_optimizer")
+        contents = OptimizerContents(engine, optimizer)
         self._saves.run(FolderSave(self.layout, path, contents, file_bytes), asynchronous=asynchronous)
 
     @_in_section("save", "booster.load_optimizer")

@@ -219,6 +219,8 @@ class Engine(EngineParts):
         finally:
             self.is_running = False
             self._mark("")
+        if self.optimizer is not None and self.optimizer.modes is not None:
+            self.optimizer.modes.passed()
         if training:
             self.progress.num_steps += 1
             self._stop.step_done()
@@ -233,6 +235,8 @@ class Engine(EngineParts):
             self.optimizer.target.check(self.model)
             if self.optimizer.held_before:
                 self.optimizer.check_gradients_before_boost()
+            if self.optimizer.modes is not None:
+                self.optimizer.modes.look()
 
     def _counts(self, infos: list[RankBatchInfo]) -> frozenset[int]:
         """The replicas' numbers of micro-batches."""

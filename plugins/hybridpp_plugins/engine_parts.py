@@ -170,7 +170,8 @@ class EngineParts:
         if not self.is_training:
             step = f"evaluation {self.progress.num_evaluations + 1}"
         action = self.executor.where
-        return f"{step} of {type(self.model).__name__}" + (f", {action.in_words}" if action else "")
+        step = f"{step} of {type(self.model).__name__}" + (f", {action.in_words}" if action else "")
+        return step if self.optimizer is None else step + self.optimizer.after_calls
 
     def _abort(self, task: PipelineStep) -> None:
         """After an error in a step: drop what it computed."""

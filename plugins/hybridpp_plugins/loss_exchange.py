@@ -48,14 +48,18 @@ class LossExchange:
             self._exchange = self._begin()
         return self._exchange.wait()
 
-    def check_calls(self, patience: Patience) -> None:
+    def check_calls(self, patience: Patience) -> Sequence[Sequence[float]]:
         """Look at the exchange if it has begun; see :meth:`~hybridpp.cluster.PendingNumbers.check_arrived`.
+
+        Returns:
+            The messages of all ranks, if they are here; else nothing.
 
         Raises:
             UnlikeCallsError: ranks are in different calls.
         """
-        if self._exchange is not None:
-            self._exchange.check_arrived(patience)
+        if self._exchange is None or not self._exchange.check_arrived(patience):
+            return ()
+        return self._exchange.wait()
 
 
 class EvaluationLosses:

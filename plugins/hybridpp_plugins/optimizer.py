@@ -188,6 +188,8 @@ class HybridOptimizer(SteppingOptimizer):
             self.statistics.average()
         if self.replica_buffers is not None and self._reducer.is_syncing:
             self.replica_buffers.after_backward()
+        if self.modes is not None:
+            self.modes.passed()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The gradients of this rank's parameters, by name: copies, unscaled and in fp32.
@@ -198,7 +200,7 @@ class HybridOptimizer(SteppingOptimizer):
         Collective: all replicas of this stage, and all ranks that share a parameter with it, if gradients are not
         reduced yet.
         """
-        with self._communicating():
+        with self._communicating("gradients()"):
             return self.accumulated.tensors()
 
     def get_grad_norm(self) -> float:
@@ -213,7 +215,7 @@ class HybridOptimizer(SteppingOptimizer):
             ConfigError: it is called inside ``no_sync``; or after ``zero_grad(set_to_none=False)``, if the step did not
                 need it.
         """
-        with self._communicating():
+        with self._communicating("get_grad_norm()"):
             if (last := self.accumulated.norm_of_last_step()) is not None:
                 return last
             self.accumulated.finalize_for("get_grad_norm")
@@ -230,7 +232,7 @@ class HybridOptimizer(SteppingOptimizer):
         Raises:
             ConfigError: it is called inside ``no_sync``.
         """
-        with self._communicating():
+        with self._communicating("unscale_grad()"):
             self.accumulated.finalize_for("unscale_grad")
         self.accumulated.unscale()
 
@@ -253,9 +255,10 @@ class HybridOptimizer(SteppingOptimizer):
         """
         if norm_type != 2.0:
             raise ConfigError(f"only the 2-norm is supported: got norm_type={norm_type}. Leave norm_type out.")
-        with self._communicating():
+        with self._communicating("clip_grad_by_norm()"):
             self.accumulated.finalize_for("clip_grad_by_norm")
             norm = self.accumulated.clip_by_norm(max_norm)
+        self._note_call(f"clip_grad_by_norm({float(max_norm):g})")
         if error_if_nonfinite and not math.isfinite(norm):
             self.nonfinite_steps.refuse(norm)
         return norm
@@ -270,9 +273,10 @@ class HybridOptimizer(SteppingOptimizer):
         Raises:
             ConfigError: it is called inside ``no_sync``.
         """
-        with self._communicating():
+        with self._communicating("clip_grad_by_value()"):
             self.accumulated.finalize_for("clip_grad_by_value")
             is_finite = not self._scales or math.isfinite(self.accumulated.norm())
+        self._note_call(f"clip_grad_by_value({float(clip_value):g})")
         if is_finite:
             self.accumulated.clip_by_value(clip_value)
 
@@ -292,7 +296,7 @@ class HybridOptimizer(SteppingOptimizer):
         """
         if self._is_released:
             self._refuse_released()
-        with self._communicating():
+        with self._communicating(f"{name}()"):
             self.target.pull()
             gradients, unused = self._gradients_to_lend()
             before = Written.of(self.target.tensors)
@@ -307,6 +311,9 @@ class HybridOptimizer(SteppingOptimizer):
                 if gradients is None and self.holds_gradients:
                     refuse_hidden_gradients(self._optimizer, name, self._why_hidden())
                 self.target.push()
+                self.calls.note(f"{name}()")
+            elif not self.target.tensors and not self.owner.is_divided:  # nothing here shows whether it writes
+                self.calls.miss()
         return result
 
     def _wrote_anywhere(self, name: str, here: bool) -> bool:
@@ -336,6 +343,7 @@ class HybridOptimizer(SteppingOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, and set ``parameter.grad`` to None as torch does; not needed after ``step``."""
+        self._note_call("zero_grad()")
         self.accumulated.clear(set_to_none)
         self._forget_manual_calls()
         for parameter in self.held_before.values():

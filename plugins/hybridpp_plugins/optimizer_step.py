@@ -1,6 +1,7 @@
 """What a step does with gradients: passes are counted, the loss is scaled, gradients are clipped, weights updated."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hybridpp.cluster import Group, gather_numbers, gather_objects
+from hybridpp.cluster import Group, Progress, gather_numbers, gather_objects, name_ranks
 from hybridpp.config import OptimizerConfig, Precision
 from hybridpp.data_parallel import GradientReducer, UpdateTarget
-from hybridpp.errors import ConfigError, DeadlockError, PeerError, UnequalRanksError
-from hybridpp.nn.torch_private import version_of
+from hybridpp.errors import ConfigError, DeadlockError, PeerError, UnequalRanksError, UnlikeCallsError
+from hybridpp.nn import walk
+from hybridpp.nn.torch_private import buffers_of, transient_buffers_of, version_of, version_or_none
 from hybridpp.optim import GlobalGradNorm, can_divide, divided_in_kernel
 from hybridpp.precision import LossScaler, MasterWeights
 from hybridpp_plugins.interruption import Interruption
@@ -31,6 +33,10 @@ from hybridpp_plugins.wrapped_optimizer import WrappedOptimizer
 _OF_THE_RANK = frozenset({"params", "param_names", "fused", "foreach", "capturable"})
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _IN_OPTIMIZER = "in the optimizer's step, get_grad_norm or clip_grad_by_norm"
+# Attributes of modules that are probabilities of dropout; not what counts or measures what was dropped.
+_RATE = re.compile(r"p|.*(dropout|drop_prob|drop_rate|drop_path|layerdrop).*")
+_MAX_CALLS_TOLD = 8
+_STEP = "step()"
 
 
 class GroupSettings:
@@ -113,6 +119,212 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.tolist() if value.is_cpu else kind.__name__
     return float(value) if isinstance(value, float | int) else kind.__name__
+
+
+class ScriptCalls:
+    """What the script has called of an optimizer since ranks last compared it, if it changes gradients or weights.
+
+    A digest of it is part of messages that ranks send anyway.
+
+    Args:
+        control: all ranks.
+
+    Attributes:
+        last: the last ones of the calls.
+    """
+
+    def __init__(self, control: Group):
+        self._control = control
+        self._digest = 0
+        self._is_known = True
+        self.last: tuple[str, ...] = ()
+        self._compared: tuple[str, ...] = ()
+
+    def note(self, call: str) -> None:
+        """Note a call, with its arguments."""
+        self._digest = crc32(call.encode(), self._digest)
+        self.last = (*self.last, call)[-_MAX_CALLS_TOLD:]
+
+    def miss(self) -> None:
+        """Note that this rank cannot tell whether a call counts."""
+        self._is_known = False
+
+    @property
+    def digest(self) -> float:
+        """Of the calls in their order; -1: this rank cannot tell."""
+        return float(self._digest) if self._is_known else -1.0
+
+    def take(self) -> float:
+        """The digest, which a message has; from now on, later calls count."""
+        digest, self._compared = self.digest, self.last
+        self._digest, self._is_known = 0, True
+        self.last = ()
+        return digest
+
+    def check(self, digests: Sequence[float], call: str, *, taken: bool = True) -> None:
+        """Refuse calls that differ between ranks. Collective, if the digests differ: all ranks.
+
+        Args:
+            digests: by rank.
+            call: that this rank is in, see :mod:`hybridpp.cluster.gather_numbers`.
+            taken: whether they are those of :meth:`take`, else those of now.
+
+        Raises:
+            UnlikeCallsError: they differ; on every rank, with the calls and the ranks.
+        """
+        if self.are_alike(digests):
+            return
+        own = self._compared if taken else self.last
+        try:
+            rows = gather_objects(self._control, call, list(own))
+        except (PeerError, DeadlockError) as error:  # it waits for what these calls have begun
+            raise self.unlike(digests, own) from error
+        ranks_of: dict[tuple[str, ...], list[int]] = {}
+        for rank, (digest, row) in enumerate(zip(digests, rows, strict=True)):
+            if digest >= 0:
+                ranks_of.setdefault(tuple(row), []).append(rank)
+        raise _unlike_calls([f"{name_ranks(ranks)} has called {_called(calls)}" for calls, ranks in ranks_of.items()])
+
+    @staticmethod
+    def are_alike(digests: Sequence[float]) -> bool:
+        """Whether the digests of ranks that can tell are equal."""
+        return len({one for one in digests if one >= 0}) <= 1
+
+    def unlike(self, digests: Sequence[float], own: tuple[str, ...] | None = None) -> UnlikeCallsError:
+        """The error of a rank that the others do not answer, by what it has called itself: ``own``, or last taken."""
+        here = self._control.rank
+        others = [rank for rank, digest in enumerate(digests) if digest not in (digests[here], -1.0)]
+        calls = _called(self._compared if own is None else own)
+        return _unlike_calls([f"rank {here} has called {calls}", f"{name_ranks(others)} has called others"])
+
+
+def _unlike_calls(clauses: Sequence[str]) -> UnlikeCallsError:
+    return UnlikeCallsError(
+        "all ranks must make the same calls of the optimizer in the same order: since the training step before, "
+        f"{'; '.join(clauses)}. Make these calls on all ranks, with the same arguments. Their weights no longer fit "
+        "together: load a checkpoint on all ranks."
+    )
+
+
+def _called(calls: Sequence[str]) -> str:
+    return ", ".join(f"optimizer.{call}" for call in calls) or "nothing of it"
+
+
+class ModelModes:
+    """What a script may set on a model after boost, and ranks that hold the same parameters must set alike.
+
+    It is which parameters are trained, the modes and dropout rates of modules, and to which buffers of the state dict
+    the script has written between two steps; not the values that it wrote. The walk takes microseconds, its digest is
+    part of messages that ranks send anyway, and nothing waits for a device.
+
+    Args:
+        model: the user's, after boost.
+        trained: the parameters that the optimizer updates, by name.
+        control: all ranks.
+        alike: lists of ranks that hold the same parameters, or shards of the same.
+
+    Attributes:
+        digest: of what :meth:`look` found; 0: nothing has changed since boost.
+    """
+
+    def __init__(
+        self, model: nn.Module, trained: Mapping[str, nn.Parameter], control: Group, alike: Sequence[Sequence[int]]
+    ):
+        self._control, self._alike = control, alike
+        modules = walk.named_modules(model)
+        held = [(name or "the model", vars(module)) for name, module in modules]
+        rates = [
+            (f"{key} of {name}", one, key)
+            for name, one in held
+            for key, value in one.items()
+            if type(value) in (int, float) and _RATE.fullmatch(key)
+        ]
+        self._flags = [one for _, one in held]
+        self._rates = [(one, key) for _, one, key in rates]
+        self._trained = list(trained.values())
+        self._names = [
+            *(f"training of {name}" for name, _ in held),
+            *(name for name, *_ in rates),
+            *(f"requires_grad of {name}" for name in trained),
+        ]
+        self._buffers = [
+            (f"{name}.{key}" if name else key, module, key)
+            for name, module in modules
+            for key in buffers_of(module)
+            if key not in transient_buffers_of(module)
+        ]
+        self._at_boost = self._now = self._set_now()
+        self._versions: list[tuple[int, int | None]] | None = None
+        self._written: tuple[str, ...] = ()
+        self.digest = 0.0
+
+    def _set_now(self) -> list[Any]:
+        return [
+            *[one.get("training") for one in self._flags],
+            *[one.get(key) for one, key in self._rates],
+            *[parameter.requires_grad for parameter in self._trained],
+        ]
+
+    def _versions_now(self) -> list[tuple[int, int | None]]:
+        buffers = (buffers_of(module).get(key) for _, module, key in self._buffers)
+        return [(id(buffer), None if buffer is None else version_or_none(buffer)) for buffer in buffers]
+
+    def look(self) -> float:
+        """Look at what is set now; returns :attr:`digest`. Call it before a step."""
+        now, written = self._set_now(), self._written
+        if self._versions is not None:
+            pairs = zip(self._buffers, self._versions, self._versions_now(), strict=True)
+            written = tuple(name for (name, *_), before, after in pairs if before != after)
+        if now != self._now or written != self._written:
+            self._now, self._written = now, written
+            is_new = now != self._at_boost or bool(written)
+            self.digest = float(crc32(repr((now, written)).encode())) if is_new else 0.0
+        return self.digest
+
+    def passed(self) -> None:
+        """Note the buffers after what the library runs and may write to them."""
+        self._versions = self._versions_now()
+
+    def _changes(self) -> dict[str, list[str]]:
+        """What differs from boost: its value now, and then."""
+        sets = zip(self._names, self._now, self._at_boost, strict=True)
+        found = {name: [repr(now), repr(then)] for name, now, then in sets if now != then}
+        return found | {f"a write to {name} between two steps": ["made", "not made"] for name in self._written}
+
+    def check(self, digests: Sequence[float], call: str, consequence: str) -> None:
+        """Refuse what differs between ranks that hold the same parameters. Collective, if it does: all ranks.
+
+        Args:
+            digests: by rank.
+            call: that this rank is in, see :mod:`hybridpp.cluster.gather_numbers`.
+            consequence: a sentence on what has happened to the weights.
+
+        Raises:
+            UnequalRanksError: it differs; on every rank, with what it is, its values and the ranks.
+        """
+        if len(set(digests)) == 1:
+            return
+        unequal = [ranks for ranks in self._alike if len({digests[rank] for rank in ranks}) > 1]
+        if not unequal:  # stages differ
+            return
+        rows = gather_objects(self._control, call, self._changes())
+        clauses: dict[str, None] = {}
+        for ranks in unequal:
+            for what in dict.fromkeys(what for rank in ranks for what in rows[rank]):
+                then = next(rows[rank][what][1] for rank in ranks if what in rows[rank])
+                ranks_of: dict[str, list[int]] = {}
+                for rank in ranks:
+                    ranks_of.setdefault(rows[rank].get(what, [then])[0], []).append(rank)
+                if len(ranks_of) > 1:
+                    values = (f"{value} on {name_ranks(those)}" for value, those in ranks_of.items())
+                    clauses[f"{what} is {', '.join(values)}"] = None
+        if clauses:
+            raise UnequalRanksError(
+                f"ranks that hold the same parameters must train them in the same way: {listed(list(clauses))}. "
+                f"{consequence} Freeze parameters, set modes and rates and write to buffers on all ranks alike. What "
+                "follows a loss needs the same one everywhere: average it over the replicas first, with "
+                "torch.distributed.all_reduce."
+            )
 
 
 class _UsedGradients:
@@ -376,6 +588,9 @@ class SteppingOptimizer(WrappedOptimizer):
         manual_calls: the script's calls of the model, if they are recorded.
         replica_buffers: buffers that the first replica sends to the others; None: there are none.
         group_settings: what ranks compare of its groups; None: nothing.
+        modes: what ranks compare of the model; None: nothing.
+        calls: of the script, which ranks compare.
+        rank_progress: told in which call this rank is.
         while_updating: a context to run :meth:`step` in.
         interruption: notes an error that ends its communication in the middle.
         cleared_digest: of the names whose gradients the script had set to None at the last step; 0: there were none.
@@ -407,6 +622,9 @@ class SteppingOptimizer(WrappedOptimizer):
         self.manual_calls: ManualCallRecorder | None = None
         self.replica_buffers: ReplicaBuffers | None = None
         self.group_settings: GroupSettings | None = None
+        self.modes: ModelModes | None = None
+        self.calls = ScriptCalls(norm.control)
+        self.rank_progress = Progress()
         self.while_updating: Callable[[], AbstractContextManager[None]] = nullcontext
         self.interruption = Interruption()
 
@@ -501,26 +719,46 @@ class SteppingOptimizer(WrappedOptimizer):
         if not self._reducer.is_syncing:
             raise ConfigError("step inside no_sync would make the replicas diverge. Call it after the block.")
         self.check_gradients_before_boost()
-        with self._communicating():
+        with self._communicating(_STEP):
             if self._reducer.is_consumed:
                 return
             with self.while_updating():
                 self._update()
 
+    @property
+    def num_pending(self) -> int:
+        """Backward passes whose gradients wait for a step."""
+        return 0 if self._reducer.is_consumed else self.accumulated.num_passes
+
+    @property
+    def after_calls(self) -> str:
+        """The script's calls that ranks have not compared yet, as the end of a sentence; empty: a step at most."""
+        calls = self.calls.last
+        return "" if calls in ((), (_STEP,)) else f", after {_called(calls)}"
+
+    def _note_call(self, call: str) -> None:
+        """Note a call of the script that changes gradients that wait for a step, if there are any."""
+        if self.num_pending:
+            self.calls.note(call)
+
     @contextmanager
-    def _communicating(self) -> Iterator[None]:
-        """A context for what ranks do together. After an error that ends it in the middle, nothing follows."""
+    def _communicating(self, call: str) -> Iterator[None]:
+        """A context for what ranks do together in ``call``. After an error that ends it in the middle, nothing follows.
+
+        Errors of peers that do not come name the call, and those before it that ranks have not compared.
+        """
         if self.interruption.cause is not None:
             self.interruption.refuse()
         try:
-            yield
+            with self.rank_progress.inside(self.rank_progress.section, lambda: f"optimizer.{call}{self.after_calls}"):
+                yield
         except (PeerError, DeadlockError) as error:
             self.interruption.lost_peer(error)
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See :meth:`WrappedOptimizer.load_state_dict`."""
-        with self._communicating():
+        with self._communicating("load_state_dict()"):
             super().load_state_dict(state_dict)
 
     def _update(self) -> None:
@@ -548,6 +786,7 @@ class SteppingOptimizer(WrappedOptimizer):
         self.target.push()
         self._reducer.consume()
         self.applied_steps += 1
+        self.calls.note(_STEP)
 
     def _count_applied(self) -> None:
         """Update the loss scale after a step with finite gradients."""

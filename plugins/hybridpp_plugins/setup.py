@@ -40,7 +40,7 @@ from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.optimizer_locality import check_locality, indivisible_parameters, refuse_own_tensors
 from hybridpp_plugins.optimizer_memory import optimizer_memory
 from hybridpp_plugins.optimizer_state import RunProgress
-from hybridpp_plugins.optimizer_step import GroupSettings
+from hybridpp_plugins.optimizer_step import GroupSettings, ModelModes
 from hybridpp_plugins.place_model import BoostContext, PlacedModel, place_model
 from hybridpp_plugins.replica_buffers import replica_buffers
 from hybridpp_plugins.schedule_planner import SchedulePlanner
@@ -102,11 +102,16 @@ def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedF
         _watch_manual_calls(boosted, staged, diagnosis, context)
     refuse_conversions(adapter)
     statistics = RunningStatistics(model, layout.dp)
-    if boosted is not None:
+    if boosted is not None and buckets is not None:
         boosted.group_settings = GroupSettings(boosted.unwrap(), model, layout.control)
         boosted.manual_losses = ManualLosses(layout.dp, device) if layout.dp.size > 1 else None
         boosted.statistics = statistics
-        boosted.stop_exchange = StopExchange(layout, boosted.group_settings, boosted.manual_losses)
+        boosted.rank_progress = layout.world.progress
+        held_alike = (*layout.grid.groups("dp"), *layout.grid.groups("tp"))
+        boosted.modes = ModelModes(model, buckets.parameters, layout.control, held_alike)
+        boosted.stop_exchange = StopExchange(
+            layout, boosted.group_settings, boosted.calls, boosted.modes, boosted.manual_losses
+        )
         if layout.world.size > 1 and layout.pp.size == 1:
             boosted.failed_pass = FailedPass(layout)
             staged.around_call = boosted.failed_pass.around(staged.around_call)
@@ -142,7 +147,8 @@ def _tell_watchdog(
     watched, name = layout.world.progress, type(staged.model).__name__
     staged.while_tracing = partial(watched.inside, "setup", lambda: f"tracing {name}")
     if boosted is not None:
-        boosted.while_updating = partial(watched.inside, "step", lambda: f"optimizer.step of {name}")
+        updates = f"optimizer.step of {name}"
+        boosted.while_updating = partial(watched.inside, "step", lambda: updates + boosted.after_calls)
     if watched.is_watched and device.type == "cuda":
         executor.marks = watched.device = DeviceMarks(layout.pp.ranks, torch.cuda.Event)
 

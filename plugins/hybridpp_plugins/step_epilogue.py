@@ -23,6 +23,9 @@ from hybridpp_plugins.manual_clipping import ManualScaling
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.weight_check import WeightCheck
 
+NOT_USED = "The step was refused, and no weight was changed with them."
+"""Of settings that differ, in errors."""
+
 _NUM_OF_SCALING = len(ManualScaling._fields)
 _NO_NUMBERS = torch.empty(0, dtype=torch.float64)
 
@@ -47,10 +50,13 @@ class OptimizerCalls(NamedTuple):
     Attributes:
         num_passes: calls of ``execute_pipeline`` and ``backward`` whose gradients add up, with the one that runs.
         applied_steps: steps that were taken.
+        digest: of the calls since the training step before, see
+            :class:`~hybridpp_plugins.optimizer_step.ScriptCalls`; -1: not compared.
     """
 
     num_passes: float = 0.0
     applied_steps: float = 0.0
+    digest: float = -1.0
 
 
 class RankReport(NamedTuple):
@@ -71,6 +77,8 @@ class RankReport(NamedTuple):
             in evaluation.
         cleared: digest of the names whose gradients the script had set to None at the last step; 0: there were none.
         divided: what losses are divided by, over what was counted; 0: it does not show.
+        modes: digest of what the script has set on the model, see
+            :class:`~hybridpp_plugins.optimizer_step.ModelModes`; 0: nothing since boost.
     """
 
     failed: float = 0.0
@@ -85,21 +93,22 @@ class RankReport(NamedTuple):
     settings: float = -1.0
     cleared: float = 0.0
     divided: float = 0.0
+    modes: float = 0.0
 
     def numbers(self) -> list[float]:
         """All of it as numbers."""
         rest = self.digest, self.wrote_buffer, self.save, self.stop, *self.weights, self.settings, self.cleared
-        return [self.failed, self.reduction, *self.scaled, *self.calls, *rest, self.divided]
+        return [self.failed, self.reduction, *self.scaled, *self.calls, *rest, self.divided, self.modes]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "RankReport":
         """The report, from its numbers."""
         failed, reduction, *after = numbers
-        num_passes, applied_steps, *rest = after[_NUM_OF_SCALING:]
-        digest, wrote_buffer, save, stop, *weights, settings, cleared, divided = rest
-        scaled, calls = ManualScaling(*after[:_NUM_OF_SCALING]), OptimizerCalls(num_passes, applied_steps)
+        num_passes, applied_steps, called, *rest = after[_NUM_OF_SCALING:]
+        digest, wrote_buffer, save, stop, *weights, settings, cleared, divided, modes = rest
+        scaled, calls = ManualScaling(*after[:_NUM_OF_SCALING]), OptimizerCalls(num_passes, applied_steps, called)
         first = failed, reduction, scaled, calls, digest, wrote_buffer, save, stop
-        return cls(*first, tuple(weights), settings, cleared, divided)
+        return cls(*first, tuple(weights), settings, cleared, divided, modes)
 
 
 class RankLoss(NamedTuple):
@@ -248,6 +257,12 @@ def check_cleared(cleared: Sequence[float], alike: Sequence[Sequence[int]]) -> N
             )
 
 
+def calls_of(optimizer: HybridOptimizer, *, training: bool) -> OptimizerCalls:
+    """What the script has called of an optimizer; in training, calls count from now on for the next message."""
+    passes, steps = optimizer.accumulated.num_passes, optimizer.applied_steps
+    return OptimizerCalls(passes, steps, optimizer.calls.take()) if training else OptimizerCalls(passes, steps)
+
+
 HandleProblems: TypeAlias = Callable[[StepSummary, RankProgram, PipelineStep, Exception | None], None]
 """Raises, warns or repairs; collective."""
 
@@ -319,11 +334,12 @@ class StepEpilogue:
             failed=EndedInsideError.code if isinstance(failure, EndedInsideError) else float(failure is not None),
             reduction=float(self._criterion_check.reduction),
             scaled=detector.report() if detector else ManualScaling(),
-            calls=self._optimizer_calls(),
+            calls=OptimizerCalls() if self._optimizer is None else calls_of(self._optimizer, training=task.training),
             wrote_buffer=float(optimizer is not None and optimizer.has_new_buffers),
             save=0.0 if self.saves is None or self.saves.current is None else float(self.saves.current.outcome),
             stop=float(self._stop.own),
             cleared=0.0 if optimizer is None else optimizer.cleared_digest,
+            modes=0.0 if optimizer is None or optimizer.modes is None else optimizer.modes.digest,
         )
 
         losses = result.losses.double() if any(result.has_loss) else _NO_NUMBERS
@@ -363,12 +379,6 @@ class StepEpilogue:
         self._latest = LossExchange(self._control, call, losses, batch.unchecked, message)
         return self._latest
 
-    def _optimizer_calls(self) -> OptimizerCalls:
-        optimizer = self._optimizer
-        if optimizer is None:
-            return OptimizerCalls()
-        return OptimizerCalls(optimizer.accumulated.num_passes, optimizer.applied_steps)
-
     def loss(
         self, pending: "PendingEnd", program: RankProgram, task: PipelineStep, failure: Exception | None, identity: Any
     ) -> Tensor:
@@ -399,8 +409,10 @@ class StepEpilogue:
             UnlikeCallsError: they are.
         """
         with suppress(PeerError, DeadlockError):
-            if self._latest is not None:
-                self._latest.check_calls(patience)
+            messages = () if self._latest is None else self._latest.check_calls(patience)
+            digests = [RankReport.of(message[:_NUM_OF_REPORT]).calls.digest for message in messages]
+            if self._optimizer is not None and not self._optimizer.calls.are_alike(digests):
+                raise self._optimizer.calls.unlike(digests)
             self.evaluations.check_calls(patience)
 
     def close(
@@ -422,7 +434,7 @@ class StepEpilogue:
                 clipped gradients by each rank's own norm.
             NonFiniteLossError: in training, a loss is inf or NaN.
             UnequalRanksError: tensor-parallel ranks computed different losses, or ranks have other settings of the
-                optimizer; raised on all ranks.
+                optimizer, or other modes of a model whose parameters they share; raised on all ranks.
             PeerError: other ranks refuse the step.
             UnequalWeightsError: copies of a weight differ; raised on all ranks.
             UnlikeCallsError: ranks are in different calls, called the optimizer differently, or set gradients of other
@@ -441,6 +453,9 @@ class StepEpilogue:
             check_equal(summary.digests, self._pipelines)
         if task.is_coupled:
             check_alike(summary.losses)
+        if optimizer is not None and optimizer.modes is not None and any(report.modes for report in summary.reports):
+            call = f"{self._calls[True]}, with other modes of the model"
+            optimizer.modes.check([report.modes for report in summary.reports], call, NOT_USED)
         if optimizer is not None and any(report.cleared for report in summary.reports):
             check_cleared([report.cleared for report in summary.reports], self._of_stages)
         if optimizer is not None and self.weight_check is not None:

@@ -4,19 +4,19 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from hybridpp.cluster import Group, get_dist_logger, name_ranks
+from hybridpp.cluster import Group, gather_numbers, get_dist_logger, name_ranks
 from hybridpp.errors import NonFiniteLossError, RefusedByPeerError, UnlikeCallsError
 from hybridpp.partition import StagedModel
 from hybridpp.pipeline import EndedInsideError, LossReduction, PipelineStep, RankProgram, check_equal
 from hybridpp_plugins.criterion_check import CriterionCheck
 from hybridpp_plugins.optimizer import HybridOptimizer
-from hybridpp_plugins.step_epilogue import BadLoss, OptimizerCalls, StepSummary
+from hybridpp_plugins.step_epilogue import NOT_USED, BadLoss, OptimizerCalls, StepSummary
 from hybridpp_plugins.tp_loss_check import TensorParallelLossCheck
+
+_OTHER_CALLS = "at the end of a step, after other calls of the optimizer"
 
 Diagnose: TypeAlias = Callable[[RankProgram, PipelineStep, BadLoss | None], str]
 """Finds the first inf or NaN of a step by running it again; collective."""
-
-_NOT_USED = "The step was refused, and no weight was changed with them."
 
 
 class StepProblems:
@@ -72,11 +72,14 @@ class StepProblems:
             raise RefusedByPeerError(
                 f"the step was refused on {name_ranks(summary.failed)}. See the error printed there."
             )
-        check_optimizer_calls([report.calls for report in summary.reports])
+        calls = [report.calls for report in summary.reports]
+        check_optimizer_calls(calls)
+        if self._optimizer and step.training:
+            self._optimizer.calls.check([one.digest for one in calls], _OTHER_CALLS)
         settings = self._optimizer.group_settings if self._optimizer and step.training else None
         if settings:
             own = [report.settings for report in summary.reports]
-            settings.check(own, "at the end of a step, with other settings of the optimizer", _NOT_USED)
+            settings.check(own, "at the end of a step, with other settings of the optimizer", NOT_USED)
         check_equal(summary.digests, self._pipelines)
         if summary.reduction is not LossReduction.MEAN:
             if step.training and self._control is not None:  # evaluations end when a rank reads their loss
@@ -120,11 +123,11 @@ def check_optimizer_calls(calls: Sequence[OptimizerCalls]) -> None:
     Raises:
         UnlikeCallsError: it did.
     """
-    if len(set(calls)) == 1:
-        return
     ranks_of_calls: dict[OptimizerCalls, list[int]] = {}
     for rank, one in enumerate(calls):
-        ranks_of_calls.setdefault(one, []).append(rank)
+        ranks_of_calls.setdefault(one._replace(digest=-1.0), []).append(rank)
+    if len(ranks_of_calls) == 1:
+        return
     clauses = [
         f"on {name_ranks(ranks)} the optimizer has taken {_count(one.applied_steps, 'step')} and adds up the gradients "
         f"of {_count(one.num_passes, 'call')}"
@@ -134,6 +137,22 @@ def check_optimizer_calls(calls: Sequence[OptimizerCalls]) -> None:
         f"all ranks must make the same calls in the same order: {', '.join(clauses)}. Call optimizer.step() and "
         "optimizer.zero_grad() on all ranks. Their weights no longer fit together: load a checkpoint on all ranks."
     )
+
+
+def check_before_save(optimizer: HybridOptimizer, save: str) -> None:
+    """Refuse to save weights that ranks have updated in other ways. Collective: all ranks, one exchange.
+
+    Args:
+        optimizer: that updates them.
+        save: the method that saves.
+
+    Raises:
+        UnlikeCallsError: the script has called the optimizer on some ranks only, or with other arguments; on all ranks.
+    """
+    own = OptimizerCalls(optimizer.num_pending, optimizer.applied_steps, optimizer.calls.digest)
+    calls = [OptimizerCalls(*row) for row in gather_numbers(optimizer.norm.control, f"in {save}", own)]
+    check_optimizer_calls(calls)
+    optimizer.calls.check([one.digest for one in calls], f"in {save}, after other calls of the optimizer", taken=False)
 
 
 def _count(number: float, noun: str) -> str:

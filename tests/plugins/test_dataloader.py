@@ -361,7 +361,7 @@ def test_dataloaders_that_replicas_make_with_other_arguments_are_refused(told, g
     assert "Call plugin.prepare_dataloader with the same arguments on every rank" in text
 
 
-def test_a_pass_that_one_replica_begins_alone_is_told_where_samples_are_shuffled():
+def test_a_pass_that_one_replica_begins_alone_is_told_if_it_shuffles():
     def make(plugin, rank):
         loader = plugin.prepare_dataloader(DATA, 2, shuffle=True)
         if rank == 1:

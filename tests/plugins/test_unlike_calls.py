@@ -205,3 +205,109 @@ def test_a_batch_that_cannot_be_read_is_the_cause_of_the_error_on_its_rank():
         return repr(caught.value.__cause__)
 
     assert Loopback(2).run(run) == ["None", "OSError('the disk is gone')"]
+
+
+def clips_by_value_on_one_rank(script):
+    script.train()
+    if script.rank == 0:
+        script.optimizer.clip_grad_by_value(0.5)
+    script.optimizer.step()
+
+
+def clips_by_another_value(script):
+    script.train()
+    script.optimizer.clip_grad_by_value(0.5 + script.rank)
+    script.optimizer.step()
+
+
+def clears_before_the_step_on_one_rank(script):
+    script.train()
+    if script.rank == 0:
+        script.optimizer.zero_grad()
+    script.optimizer.step()
+
+
+CLIPPED = "optimizer.clip_grad_by_value({}), optimizer.step()"
+OTHER_CALLS = [
+    (clips_by_value_on_one_rank, {}, CLIPPED.format(0.5), "optimizer.step()"),
+    (clips_by_value_on_one_rank, {"zero_stage": 3}, CLIPPED.format(0.5), "optimizer.step()"),
+    (clips_by_another_value, {"pp_size": 2}, CLIPPED.format(0.5), CLIPPED.format(1.5)),
+    (clears_before_the_step_on_one_rank, {"pp_size": 2}, "optimizer.zero_grad(), optimizer.step()", "optimizer.step()"),
+]
+
+
+@pytest.mark.parametrize("next_call", ["train", "save"])
+@pytest.mark.parametrize(
+    ("calls", "settings", "first", "second"), OTHER_CALLS, ids=lambda one: getattr(one, "__name__", None)
+)
+def test_changes_of_gradients_on_one_rank_are_told(tmp_path, calls, settings, first, second, next_call):
+    def run():
+        def goes_on(script):
+            calls(script)
+            script.train() if next_call == "train" else script.booster.save_model(
+                script.model, tmp_path / "m.safetensors"
+            )
+
+        return outcome(goes_on, **settings)
+
+    expected = (
+        "UnlikeCallsError: all ranks must make the same calls of the optimizer in the same order: since the training "
+        f"step before, rank 0 has called {first}; rank 1 has called {second}. Make these calls on all ranks, with the "
+        "same arguments. Their weights no longer fit together: load a checkpoint on all ranks."
+    )
+    assert Loopback(2).run(run) == [expected] * 2
+
+
+@pytest.mark.parametrize("save", ["model", "optimizer", "run"])
+def test_a_step_that_one_rank_leaves_out_is_told_by_a_save(tmp_path, save):
+    def calls(script):
+        script.train()
+        if script.rank == 1:
+            script.optimizer.step()
+        if save == "model":
+            script.booster.save_model(script.model, tmp_path / "m.safetensors")
+        elif save == "optimizer":
+            script.booster.save_optimizer(script.optimizer, tmp_path / "o")
+        else:
+            script.booster.save(tmp_path / "run", step=1)
+
+    told = (
+        "on rank 0 the optimizer has taken 0 steps and adds up the gradients of 1 call, on rank 1 the optimizer has "
+        "taken 1 step and adds up the gradients of 0 calls. Call optimizer.step()"
+    )
+    assert all(told in text for text in Loopback(2).run(lambda: outcome(calls, pp_size=2)))
+
+
+def test_calls_in_loops_of_backward_are_told_with_the_next_pass():
+    def calls(script):
+        for call in range(3):
+            script.booster.backward(script.model(torch.ones(1, 4)).square().mean(), script.optimizer)
+            if call == 0 and script.rank == 1:
+                script.optimizer.clip_grad_by_value(0.5)
+            script.optimizer.step()
+
+    told = "rank 0 has called optimizer.step(); rank 1 has called optimizer.clip_grad_by_value(0.5), optimizer.step()."
+    assert all(told in text for text in Loopback(2).run(lambda: outcome(calls)))
+
+
+def steps_without_gradients_on_one_rank(script):
+    script.train()
+    if script.rank == 0:
+        script.optimizer.zero_grad()
+    script.optimizer.step()
+    script.train()
+
+
+def test_other_calls_are_told_though_ranks_wait_for_each_other():
+    told = "since the training step before, rank 0 has called optimizer.zero_grad(), optimizer.step(); rank 1 has"
+    with pytest.raises(HybridppError, match=re.escape(told)):
+        Loopback(2).run(lambda: steps_without_gradients_on_one_rank(Script()))
+
+
+def test_ranks_that_wait_in_other_calls_say_in_which():
+    with pytest.raises(HybridppError) as caught:
+        Loopback(2).run(lambda: steps_without_gradients_on_one_rank(Script(zero_stage=1)))
+    assert re.search(
+        r"rank 0 waits for [^;]* in optimizer.step of Net, after optimizer.zero_grad\(\);", str(caught.value)
+    )
+    assert re.search(r"rank 1 waits for [^;]* in optimizer.step of Net\.", str(caught.value))

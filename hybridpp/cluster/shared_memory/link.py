@@ -204,7 +204,7 @@ class Link:
                 raise self._is_gone()
             left = until - time.monotonic()
             if left <= 0:
-                raise timeout_error(self._peer, timeout_s)
+                raise timeout_error(self._peer, timeout_s, self.progress.location())
             sleep(min(left, _SLEEP_S))
 
     def _look(self, seconds: float) -> None:
