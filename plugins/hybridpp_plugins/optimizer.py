@@ -292,7 +292,7 @@ class HybridOptimizer(SteppingOptimizer):
         Collective: all ranks, if replicas divide the update (ZeRO), or if gradients are not reduced yet.
 
         Raises:
-            ConfigError: it has written where it could not see gradients that wait for a step.
+            ConfigError: it has written, or raised, where it could not see gradients that wait for a step.
         """
         if self._is_released:
             self._refuse_released()
@@ -303,7 +303,12 @@ class HybridOptimizer(SteppingOptimizer):
             with nullcontext() if gradients is None else self.target.lent(gradients, unused):
                 if gradients is not None:
                     self.target.fetch()
-                result = method(*args, **kwargs)
+                try:
+                    result = method(*args, **kwargs)
+                except Exception as error:
+                    if gradients is None and self.holds_gradients:
+                        refuse_hidden_gradients(self._optimizer, name, self._why_hidden(), error)
+                    raise
                 drops = gradients is not None and all(one.grad is None for one in self.target.tensors.values())
             if drops and self.holds_gradients:
                 self.zero_grad()

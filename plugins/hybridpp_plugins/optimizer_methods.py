@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -37,14 +37,21 @@ class Written(NamedTuple):
         )
 
 
-def refuse_hidden_gradients(optimizer: Optimizer, name: str, why: str) -> None:
+def refuse_hidden_gradients(optimizer: Optimizer, name: str, why: str, error: Exception | None = None) -> NoReturn:
     """Refuse a method that has written to weights while gradients wait for a step that it could not see.
+
+    Args:
+        optimizer: that has it.
+        name: of the method.
+        why: it could not see them.
+        error: that it has raised instead, of reading them for example.
 
     Raises:
         ConfigError: always.
     """
+    did = "wrote to weights" if error is None else f"raised {type(error).__name__}"
     raise ConfigError(
-        f"{type(optimizer).__name__}.{name} wrote to weights between backward and step, where an optimizer reads "
+        f"{type(optimizer).__name__}.{name} {did} between backward and step, where an optimizer reads "
         f"parameter.grad, and its tensors have no complete gradients there: {why}. Call it after step, or train with "
         'precision="fp32" or "bf16", zero_stage=0, tp_size=1 and pp_size=1.'
-    )
+    ) from error

@@ -397,6 +397,21 @@ def test_methods_that_cannot_read_gradients_are_refused_where_they_write():
     Loopback(1).run(run)
 
 
+def test_methods_that_read_gradients_are_refused_where_these_are_divided():
+    class Stacking(torch.optim.SGD):
+        def first_step(self):
+            return torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"] if p.grad is not None])
+
+    def run():
+        make = lambda parameters: Stacking(parameters, lr=0.1)  # noqa: E731
+        booster, model, optimizer = boosted(make_model(), make, (torch.zeros(1, 8),), zero_stage=1)
+        pass_of(booster, model, optimizer)
+        with pytest.raises(ConfigError, match=r"Stacking\.first_step raised \w+ between backward .* zero_stage=0"):
+            optimizer.first_step()
+
+    Loopback(2).run(run)
+
+
 def test_methods_and_values_of_the_optimizer_are_passed_on():
     def run():
         _, _, optimizer = boosted(make_model(), sgd, (torch.zeros(1, 8),), zero_stage=1)
