@@ -2,8 +2,8 @@
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence, Set
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +24,13 @@ _MULTIPLYING = frozenset(["MulBackward0", "MulBackward1"])
 _DIVIDING = frozenset(["DivBackward0", "DivBackward1"])
 _MEANS = frozenset(["MeanBackward0", "MeanBackward1"])
 _SUMS = frozenset(["SumBackward0", "SumBackward1"])
+_TURNING = frozenset(["PermuteBackward0", "TransposeBackward0", "TBackward0"])
+# Sums of products; and where they keep a factor that needs no gradient.
+_DOTS = frozenset(["DotBackward0", "VdotBackward0", "MvBackward0", "MmBackward0", "BmmBackward0"])
+_FACTORS = ("_saved_tensor", "_saved_other", "_saved_vec", "_saved_mat2", "_saved_self")
+_JOINING = frozenset(["StackBackward0", "CatBackward0"])
 _ROWS = frozenset(["SelectBackward0", "UnbindBackward0", "SplitBackward0"])
+_SOME_ROWS = _ROWS | {"SliceBackward0", "NarrowBackward0", "IndexBackward0"}
 # Of a sum, they make what is no sum over items.
 _UNLINEAR = frozenset(
     f"{name}Backward{number}"
@@ -32,6 +38,8 @@ _UNLINEAR = frozenset(
     for number in (0, 1, 2)
 )
 _MEAN, _ADDS_UP = 1, 2  # at::Reduction
+# The most numbers that are followed where a script stacks its terms.
+_MAX_STACKED = 16
 # Nodes that are looked at below a term.
 _MAX_BELOW = 30
 # The relative difference that rounding makes between two counts of items: half precision has three digits.
@@ -46,12 +54,14 @@ class GraphTerm(NamedTuple):
         num_items: the number, or in proportion to them; a scalar tensor where it is on a device.
         kind: by which function it is reduced, and whether it is divided; "": that does not show.
         is_of_elements: whether the number is that of a tensor's elements.
+        is_sum: whether it is a sum that is divided by nothing.
     """
 
     node: Node
     num_items: float | Tensor
     kind: str = ""
     is_of_elements: bool = False
+    is_sum: bool = False
 
 
 class GraphLoss(NamedTuple):
@@ -84,7 +94,7 @@ def read_loss(loss: Tensor, max_terms: int) -> GraphLoss:
     """
     if loss.grad_fn is None:
         return GraphLoss()
-    walk = _Walk()
+    walk = _Walk(max_terms=max_terms)
     terms, names = walk.terms, walk.names
     try:
         walk(loss.grad_fn, [])
@@ -100,10 +110,13 @@ class _Walk:
     """A walk through a loss's graph, to its terms.
 
     Args:
-        is_open: whether a part that is not known is a term, of no kind, instead of an error.
+        is_open: whether a part that is not known is a term, of no kind, instead of an error, and reductions are only
+            looked at from outside.
+        max_terms: with more, what is stacked is one term.
     """
 
-    def __init__(self, is_open: bool = False):
+    def __init__(self, is_open: bool = False, max_terms: int = 0):
+        self._max_terms = max_terms
         self.terms: list[GraphTerm] = []
         self.names: list[str] = []
         self._is_open = is_open
@@ -131,21 +144,68 @@ class _Walk:
             elif numel == 1 and self._is_open:  # of one element, every reduction is the same
                 self.terms.append(GraphTerm(node, math.nan))
             else:
-                self._add(node, name, numel if name in _MEANS else 1, factors, is_of_elements=name in _MEANS)
+                self._reduction(node, name, numel, inner, factors)
         elif hasattr(node, "_saved_reduction"):
             count = _num_items(node)
             is_of_elements = loss_reduction_of(node) == _MEAN and getattr(node, "_saved_total_weight", None) is None
             self._add(node, f"{name}{loss_reduction_of(node)}", count, factors, is_of_elements=is_of_elements)
-        elif name == "DotBackward0":
-            self._add(node, name, 1, factors)
+        elif name in _JOINING and len(inner) == 1 and not self._is_open:
+            self(inner[0], factors)
+        elif name == "DotBackward0" or (name in _DOTS and not self._is_open):
+            self._dot(node, name, inner, factors)
+        elif name in _TURNING and not self._is_open:
+            self(inner[0], factors)
         else:
             self._unknown(node, name)
+
+    def _reduction(
+        self, node: Node, name: str, numel: int, inner: Sequence[Node], factors: Sequence[tuple[Any, int]]
+    ) -> None:
+        """Add the terms of a sum, or mean, of a tensor: those that were stacked, else one or those that it adds."""
+        is_mean = name in _MEANS
+        parts = [] if self._is_open or len(inner) != 1 else _elements(inner[0], numel)
+        if self._stacked(parts, [*factors, (numel, 1)] if is_mean else factors):
+            return
+        added = [(node, ())] if self._is_open or len(inner) != 1 else _divided(node, inner[0], numel)
+        self.names += [name] * (len(added) - 1)
+        for one, own in added:
+            self._add(one, name, numel if is_mean else 1, [*factors, *own], is_of_elements=is_mean)
+
+    def _dot(self, node: Node, name: str, inner: Sequence[Node], factors: Sequence[tuple[Any, int]]) -> None:
+        """Add the terms of a sum of products."""
+        constant = next((one for label in _FACTORS if isinstance(one := getattr(node, label, None), Tensor)), None)
+        numel = 0 if constant is None else constant.numel()
+        if self._is_open or len(inner) != 1 or constant is None or math.prod(_shape(inner[0])) != numel:
+            self._add(node, name, 1, factors)
+            return
+        parts = _elements(inner[0], numel)
+        if self._stacked([(one, _with_factor(own, constant, at, -1)) for at, (one, own) in enumerate(parts)], factors):
+            return
+        added = _divided(node, inner[0], numel)
+        self.names += [name] * (len(added) - 1)
+        for one, own in added:
+            self._add(one, name, 1, [*factors, *own])
+
+    def _stacked(self, parts: Sequence["_Element"], factors: Sequence[tuple[Any, int]]) -> bool:
+        """Whether a script's own terms, which it has stacked, were followed one by one."""
+        nodes = [node for node, _ in parts if node is not None]
+        if not nodes or _are_of_rows(nodes, _SOME_ROWS):  # terms of samples: each of them is an item
+            return False
+        num_terms, num_names = len(self.terms), len(self.names)
+        for node, own in parts:
+            if node is not None:
+                self(node, [*factors, *own])
+        if len(self.terms) <= self._max_terms:
+            return True
+        del self.terms[num_terms:], self.names[num_names:]
+        return False
 
     def _add(
         self, node: Node, kind: str, count: Any, factors: Sequence[tuple[Any, int]], is_of_elements: bool = False
     ) -> None:
         is_divided = any(power > 0 for _, power in factors)
-        self.terms.append(GraphTerm(node, _product(count, factors), kind + "/" * is_divided, is_of_elements))
+        is_sum = not (is_divided or is_of_elements or isinstance(count, Tensor) or _has_tensor(factors))
+        self.terms.append(GraphTerm(node, _product(count, factors), kind + "/" * is_divided, is_of_elements, is_sum))
 
     def _unknown(self, node: Node, name: str) -> None:
         if not self._is_open:
@@ -206,7 +266,7 @@ class LossComparison:
         if loss.grad_fn is not None and counts is not None and all(counts.used):
             walk = _Walk(is_open=True)
             walk(loss.grad_fn, ())
-            self._read.append((microbatch, [self._reduced(*term[1:]) for term in walk.terms]))
+            self._read.append((microbatch, [self._reduced(*term[1:4]) for term in walk.terms]))
         return loss, None
 
     def _reduced(self, count: float | Tensor, kind: str, is_of_elements: bool) -> "_Reduced":
@@ -328,14 +388,97 @@ def _is_of_parameters(node: Node) -> bool:
     return True
 
 
-def _are_of_rows(nodes: Sequence[Node]) -> bool:
+_Element: TypeAlias = tuple[Node | None, list[tuple[Any, int]]]
+"""A number that is a part of a tensor, None where it needs no gradient; and what it is divided by there."""
+
+
+def _elements(node: Node, numel: int) -> list[_Element]:
+    """The numbers that were stacked, in their order; empty: it is no stack."""
+    if numel > _MAX_STACKED or math.prod(_shape(node)) != numel:
+        return []
+    name, edges = node.name(), [one for one, _ in node.next_functions]
+    inner = [one for one in edges if one is not None]
+    if name in _JOINING:
+        joined: list[_Element] = []
+        for one in edges:
+            size = 1 if one is None else math.prod(_shape(one))
+            joined += [(one, [])] if one is None or size == 1 else _elements(one, size)
+        return joined if len(joined) == numel else []
+    if len(inner) != 1:
+        return []
+    if name in _KEEPING or name in _ADDING or (name in _TURNING and numel == max(_shape(node))):
+        return _elements(inner[0], numel)
+    constant = _constant_of(node, name)
+    if constant is None or (isinstance(constant, Tensor) and constant.numel() not in (1, numel)):
+        return []
+    power = 1 if name in _DIVIDING else -1
+    return [(one, _with_factor(own, constant, at, power)) for at, (one, own) in enumerate(_elements(inner[0], numel))]
+
+
+def _with_factor(own: list[tuple[Any, int]], constant: Any, at: int, power: int) -> list[tuple[Any, int]]:
+    if isinstance(constant, Tensor) and constant.numel() > 1:
+        constant = constant.flatten()[at]
+    return [*own, (constant, power)]
+
+
+def _constant_of(node: Node, name: str) -> Any:
+    """What a node multiplies with or divides by, if that needs no gradient; None: it does neither."""
+    is_first = node.next_functions[0][0] is not None
+    if name not in _MULTIPLYING and not (name in _DIVIDING and is_first):
+        return None
+    return getattr(node, "_saved_other" if is_first else "_saved_self", None)
+
+
+def _divided(node: Node, inner: Node, numel: int) -> list[tuple[Node, tuple[tuple[Any, int], ...]]]:
+    """What a reduction of a tensor adds up, with the single numbers that all elements are divided by before.
+
+    One part, of the reduction itself; or several nodes, where the elements of each are divided by another number.
+    """
+    factors: list[tuple[Any, int]] = []
+    for _ in range(_MAX_BELOW):
+        name, following = inner.name(), [one for one, _ in inner.next_functions if one is not None]
+        if math.prod(_shape(inner)) != numel:
+            break
+        if name in _ADDING and len(following) == 2:
+            parts = [part for one in following for part in _divided(one, one, numel)]
+            first = parts[0][1]
+            if all(_is_same(own, first) for _, own in parts):
+                factors += first
+            elif any(power > 0 for _, own in parts for _, power in own):
+                return [(one, (*factors, *own)) for one, own in parts]
+            break
+        if len(following) != 1:
+            break
+        constant = _constant_of(inner, name)
+        is_number = constant is not None and (not isinstance(constant, Tensor) or constant.numel() == 1)
+        if is_number:
+            factors.append((constant, 1 if name in _DIVIDING else -1))
+        elif not (name in _KEEPING or name in _TURNING or name in _MULTIPLYING or name in _ADDING):
+            break
+        inner = following[0]
+    return [(node, tuple(factors))]
+
+
+def _is_same(factors: Sequence[tuple[Any, int]], others: Sequence[tuple[Any, int]]) -> bool:
+    return [(_identity(one), power) for one, power in factors] == [(_identity(one), power) for one, power in others]
+
+
+def _identity(factor: Any) -> Any:
+    return factor.data_ptr() if isinstance(factor, Tensor) else factor
+
+
+def _has_tensor(factors: Sequence[tuple[Any, int]]) -> bool:
+    return any(isinstance(factor, Tensor) for factor, _ in factors)
+
+
+def _are_of_rows(nodes: Sequence[Node], rows: Set[str] = _ROWS) -> bool:
     """Whether two terms are of rows of one tensor: a loss that is made sample by sample."""
     sources: set[Node] = set()
     for node in nodes:
         own = {
             source
             for one in _below(node)
-            if one.name() in _ROWS and getattr(one, "_saved_dim", 1) == 0
+            if one.name() in rows and getattr(one, "_saved_dim", 1) == 0
             for source, _ in one.next_functions
             if source is not None
         }

@@ -20,6 +20,12 @@ _WARNING = (
     "losses, which is not that of the whole batch. Pass booster.backward(loss, optimizer, num_items=...), the number "
     "of items that the loss is a mean over, on all ranks. See docs/losses.md."
 )
+_UNKNOWN = (
+    "what the loss that booster.backward gets is a mean over cannot be read from its graph ({why}): the gradient is "
+    "the plain mean of the replicas' losses. That is the one of the whole batch only if each replica's loss is a mean "
+    "over as many items. Pass booster.backward(loss, optimizer, num_items=...), the number of items that the loss is a "
+    "mean over, on all ranks; num_items=1 on all of them says that the plain mean is right. See docs/losses.md."
+)
 
 
 def _warn(text: str) -> None:
@@ -62,6 +68,9 @@ class ManualLosses:
         else:
             nodes, counts = [term.node for term in found.terms], [term.num_items for term in found.terms]
             kind = found.kind
+        if num_items is None and loss.grad_fn is not None and all(term.is_sum for term in found.terms):
+            why = "a sum that is divided by nothing" if found.terms else f"it ends with {loss.grad_fn.name()}"
+            self._warn_once(_UNKNOWN.format(why=why))
         if kind or found.size:
             self._digest = zlib.crc32(repr((kind, found.size)).encode(), self._digest)
         weights = self._weights(float(kind), counts, is_syncing)
@@ -97,9 +106,13 @@ class ManualLosses:
 
     def heard(self, digests: Any) -> None:
         """Warn, once, if those of all ranks differ."""
-        if not self._has_warned and len(set(digests)) > 1:
+        if len(set(digests)) > 1:
+            self._warn_once(_WARNING)
+
+    def _warn_once(self, text: str) -> None:
+        if not self._has_warned:
             self._has_warned = True
-            _warn(_WARNING)
+            _warn(text)
 
 
 def _checked(num_items: Any) -> Any:

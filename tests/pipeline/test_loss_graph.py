@@ -27,6 +27,11 @@ def _numbers(loss):
         (_X.sum(1).mean(), [6]),
         (_X[:5].mean().mean().reshape(1).squeeze(), [20]),
         (_X.sum(), [1]),
+        (torch.stack([row.mean() for row in _X]).mean(), [6]),
+        (torch.stack([_X.mean(), _X[:3].sum() / 3, torch.ones(())]) @ torch.tensor([1.0, 0.5, 3]), [24, 6]),
+        (torch.einsum("bt,bt->", _X, torch.ones(6, 4)) / 5, [5]),
+        ((_X / torch.tensor(5.0) + 2 * (_X.abs() / torch.tensor(6.0))).sum(), [5, 3]),
+        ((_X + 2 * _X.abs()).sum() / 4, [4]),
         (2 - (_WEIGHT.exp() * _X.mean() + _WEIGHT.square()) + _X.sum() / 6, [24, 6]),
     ],
 )

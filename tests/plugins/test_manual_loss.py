@@ -56,6 +56,27 @@ def _of_samples(logits, targets):
     return ((losses * mask).sum(1) / mask.sum(1)).mean()
 
 
+def _stacked(logits, targets):
+    return torch.stack([_cross_entropy(logits, targets), 0.1 * _masked(logits, targets)]).sum()
+
+
+def _stacked_dot(logits, targets):
+    terms = torch.stack([_masked(logits, targets), logits.square().mean(), _cross_entropy(logits, targets)])
+    return terms @ torch.tensor([0.5, 0.1, 2.0])
+
+
+def _einsum(logits, targets):
+    mask = (targets != -100).float()
+    losses = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    return torch.einsum("bt,bt->", losses, mask) / mask.sum()
+
+
+def _divided_before(logits, targets):
+    mask = (targets != -100).float()
+    losses = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    return (losses * mask / mask.sum() + logits.square().mean(-1) / targets.numel()).sum()
+
+
 def _parts(targets):
     starts = (0, _SPLIT[0])
     return [(_ROWS[at : at + n], targets[at : at + n]) for at, n in zip(starts, _SPLIT, strict=True)]
@@ -89,7 +110,9 @@ def test_backward_weighs_replicas_by_targets_that_count(zero_stage):
     _check(_cross_entropy, [_TARGETS], zero_stage=zero_stage)
 
 
-@pytest.mark.parametrize("loss_of", [_masked, _two_terms, _smoothed, _of_samples])
+@pytest.mark.parametrize(
+    "loss_of", [_masked, _two_terms, _smoothed, _of_samples, _stacked, _stacked_dot, _einsum, _divided_before]
+)
 def test_backward_weighs_each_term_by_what_it_is_a_mean_over(loss_of):
     _check(loss_of, [_TARGETS])
 
@@ -156,7 +179,10 @@ def test_equal_numbers_of_items_change_no_bit(monkeypatch):
 
 
 @pytest.mark.parametrize("sizes", [_SPLIT, (3, 3)])
-def test_unlike_batches_of_an_unknown_loss_are_named_once(sizes, monkeypatch):
+@pytest.mark.parametrize(
+    "loss_of", [lambda out: _Opaque.apply(out.mean()), torch.sum, lambda out: sum(out.sum(1).sum(1))]
+)
+def test_an_unknown_loss_is_named_once_whatever_the_sizes_of_batches(loss_of, sizes, monkeypatch):
     said = []
     monkeypatch.setattr("hybridpp_plugins.manual_loss._warn", said.append)
 
@@ -164,12 +190,28 @@ def test_unlike_batches_of_an_unknown_loss_are_named_once(sizes, monkeypatch):
         booster, model, optimizer = boosted(_tagger(), sgd, _ROWS[:2])
         rows = _ROWS.split(sizes)[booster.plugin.layout.here.dp]
         for _ in range(4):
-            booster.backward(_Opaque.apply(model(rows).mean()), optimizer)
+            booster.backward(loss_of(model(rows)), optimizer)
             optimizer.step()
 
     Loopback(2).run(run)
-    assert len(said) == (2 if sizes == _SPLIT else 0)
+    assert len(said) == 2
     assert all("num_items=" in text for text in said)
+
+
+def test_a_known_or_a_declared_loss_is_not_named(monkeypatch):
+    said = []
+    monkeypatch.setattr("hybridpp_plugins.manual_loss._warn", said.append)
+
+    def run():
+        booster, model, optimizer = boosted(_tagger(), sgd, _ROWS[:2])
+        rows, targets = _parts(_TARGETS)[booster.plugin.layout.here.dp]
+        penalty = sum(parameter.square().sum() for parameter in model.parameters())
+        booster.backward(_two_terms(model(rows), targets) + 0.01 * penalty, optimizer)
+        booster.backward(model(rows).sum(), optimizer, num_items=1)
+        optimizer.step()
+
+    Loopback(2).run(run)
+    assert said == []
 
 
 def test_num_items_must_be_a_number():
