@@ -371,7 +371,11 @@ class StepEpilogue:
             if settings is not None:
                 own = own._replace(settings=settings.digest(numbers[after:]))
             num_items = numbers[end_of_hashes] if isinstance(items, Tensor) else items
-            return message_of(batch, result, numbers[:num_losses], own, num_items)
+            own_losses = numbers[:num_losses]
+            if not task.training and num_items == 0.0:
+                # Of a batch without items: 0 divided by 0.
+                own_losses = [0.0 if math.isnan(loss) else loss for loss in own_losses]
+            return message_of(batch, result, own_losses, own, num_items)
 
         call = self._calls[task.training]
         if optimizer and optimizer.sends_norm_with_loss:

@@ -76,3 +76,20 @@ def test_num_items_are_those_the_criterion_declares_and_samples_of_a_sum():
         for criterion in (Declared(), summed)
     ]
     assert found == [28, 8]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_replica_without_items_reports_a_loss_of_0_in_evaluation(num_microbatches):
+    def run():
+        plugin = HybridParallelPlugin(num_microbatches=num_microbatches)
+        booster, replica = Booster(plugin=plugin), plugin.layout.here.dp
+        batch = _ROWS[:2], _TARGETS[:2] if replica else torch.full((2, 6), -100)
+        model = _tagger()
+        model = booster.boost(model, sgd(model.parameters()), _cross_entropy, sample=batch).model
+        with torch.no_grad():
+            results = [booster.execute_pipeline(iter([batch]), model, _cross_entropy) for _ in range(2)]
+        return [(result["loss"].item(), float(result["num_items"])) for result in results]
+
+    empty, full = Loopback(2).run(run)
+    assert empty == [(0.0, 0.0)] * 2
+    assert all(loss > 1 and num_items == sum(_LENGTHS[:2]) for loss, num_items in full)
