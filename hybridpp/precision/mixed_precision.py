@@ -61,6 +61,7 @@ class MasterWeights:
         hosted = {name: master for name, master in self.masters.items() if name in on_host}
         self.transfer = HostTransfer(hosted) if hosted else None
         self._versions: dict[str, int] = {}
+        self._versions_of_masters: dict[str, int] = {}
         # None: weights are there only where the library knows what is written to them.
         self._watch: WriteWatch | None = WriteWatch() if self.masters else None
         self._note_versions()
@@ -74,6 +75,22 @@ class MasterWeights:
 
     def _note_versions(self) -> None:
         self._versions = {name: version_of(self._model_weights[name]) for name in self.masters}
+        self._versions_of_masters = {name: version_of(master) for name, master in self.masters.items()}
+
+    def written_by_script(self) -> list[str]:
+        """The names of masters that are no longer what the weights were rounded from (``optimizer.param_groups``)."""
+        versions = self._versions_of_masters
+        written = [name for name, master in self.masters.items() if version_of(master) != versions[name]]
+        if not written:
+            return []
+        working = self._working()
+        # What the library has written (a checkpoint), it has rounded, too.
+        return [
+            name
+            for name in written
+            if not has_no_data(working[name])
+            and not torch.equal(self.masters[name].to(working[name].device, working[name].dtype), working[name])
+        ]
 
     def _working(self) -> dict[str, Tensor]:
         """What masters are rounded into, by name."""
@@ -122,6 +139,19 @@ class MasterWeights:
         whole_or_piece = value if self._parts_of_weights is self._parts else self._parts[name](value)
         self._model_weights[name].copy_(whole_or_piece)
         self._versions[name] = version_of(self._model_weights[name])
+        self._versions_of_masters[name] = version_of(self.masters[name])
+        if self._watch is not None:
+            self._watch.is_known = False
+
+    @torch.no_grad()
+    def round(self, names: Collection[str]) -> None:
+        """Round these masters into the model's weights."""
+        if not names:
+            return
+        working = self._working()
+        for name in names:
+            working[name].copy_(self.masters[name])
+        self._note_versions()
         if self._watch is not None:
             self._watch.is_known = False
 
@@ -189,7 +219,8 @@ class ReplicatedTarget:
     def check(self, model: nn.Module) -> None:
         """Refuse parameters that require a gradient now and did not at boost, were not there, or had another dtype.
 
-        Refuse also a model that has lost one: another took its place, be it one that was there before.
+        Refuse also a model that has lost one: another took its place, be it one that was there before. What the script
+        has written to fp32 copies (``optimizer.param_groups``) is rounded into the weights.
 
         Raises:
             ConfigError: there is one.
@@ -198,6 +229,17 @@ class ReplicatedTarget:
         if found != self._accepted:
             self._refuse_wrong(model, found)
             self._accepted = found
+        self._take_over()
+
+    def _take_over(self) -> None:
+        written = self._masters.written_by_script()
+        if written and self.is_divided:
+            raise ConfigError(
+                f"what the optimizer updates for {written[0]} was written between steps (a tensor of "
+                "optimizer.param_groups): with ZeRO it is this replica's part of an fp32 copy. Write to the model's "
+                "parameters, under torch.no_grad(), on every rank."
+            )
+        self._masters.round(written)
 
     def _refuse_wrong(self, model: nn.Module, found: Mapping[int, tuple[bool, torch.dtype]]) -> None:
         trained, frozen = self._known, self._frozen
@@ -227,6 +269,7 @@ class ReplicatedTarget:
 
     def pull(self, *, in_step: bool = False) -> None:
         """Take over weights of the model that the script has written to; see :meth:`MasterWeights.copy_from_model`."""
+        self._take_over()
         self._masters.copy_from_model(in_step=in_step)
 
     @contextmanager

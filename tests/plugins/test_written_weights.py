@@ -12,7 +12,7 @@ from support import boosted
 from torch import nn
 
 from hybridpp.cluster import Loopback
-from hybridpp.errors import ConfigError
+from hybridpp.errors import ConfigError, RefusedByPeerError
 from hybridpp.precision.write_watch import WriteWatch
 
 FACTOR = 0.5
@@ -455,3 +455,39 @@ def test_what_a_forward_writes_to_sharded_weights_is_kept(precision, writes_data
     expected = Loopback(1).run(run)[0]
     found = Loopback(2).run(lambda: run(zero_stage=3))
     assert found == pytest.approx([expected] * 2, rel=1e-6 if precision == "fp32" else 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_kept"),
+    [
+        ({"precision": "bf16"}, True),
+        ({"offload_optimizer": 1.0}, True),
+        ({"precision": "fp16", "offload_optimizer": 0.5}, True),
+        ({"precision": "bf16", "zero_stage": 1}, False),
+        ({"precision": "bf16", "zero_stage": 3}, False),
+    ],
+    ids=str,
+)
+def test_what_is_written_to_what_the_optimizer_holds_is_kept_or_refused(settings, is_kept, tmp_path):
+    sample = (torch.ones(2, 8), torch.zeros(2, 8))
+
+    def run():
+        booster, model, optimizer = boosted(make_model(), sgd, sample, **settings)
+        step = (iter([sample]) for _ in range(2))
+        booster.execute_pipeline(next(step), model, nn.functional.mse_loss, optimizer)
+        optimizer.step()
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for tensor in group["params"]:
+                    tensor.mul_(FACTOR)
+        if not is_kept:
+            # One rank may update nothing of so small a model.
+            told = r"was written between steps \(a tensor of optimizer.param_groups\)|failed on rank 0"
+            with pytest.raises((ConfigError, RefusedByPeerError), match=told):
+                booster.execute_pipeline(next(step), model, nn.functional.mse_loss, optimizer)
+            return
+        booster.execute_pipeline(next(step), model, nn.functional.mse_loss, optimizer)
+        for parameter, before in zip(model.parameters(), make_model().parameters(), strict=True):
+            torch.testing.assert_close(parameter.float(), before * FACTOR, rtol=1e-2, atol=1e-4)
+
+    Loopback(2 if "zero_stage" in settings else 1).run(run)
