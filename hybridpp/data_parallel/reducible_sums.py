@@ -89,7 +89,7 @@ class ReducibleSums(GradientAccumulator):
             if bucket not in self._positions:
                 ranges = [range(start, start + size, max(1, size // _MAX_SAMPLES)) for start, size in sizes.values()]
                 counts = [len(one) for one in ranges]
-                at = torch.tensor([index for one in ranges for index in one], device=bucket.flat.device)
+                at = torch.tensor([index for one in ranges for index in one]).to(bucket.flat.device)
                 self._positions[bucket] = at, counts
             at, counts = self._positions[bucket]
             found.update(zip(sizes, torch.split(bucket.flat[at], counts), strict=True))

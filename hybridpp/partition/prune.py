@@ -77,7 +77,7 @@ class AbsentParameter(Tensor):
                 )
             return func(*args, **(kwargs or {}))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "AbsentParameter":
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return _absent(self, self.full_name, copy.deepcopy(self.visibility, memo), self.device, self.dtype)
 
 
@@ -181,8 +181,11 @@ def _placeholder(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Te
 
 def _absent(
     like: Tensor, name: str, visibility: ParameterVisibility, device: torch.device, dtype: torch.dtype
-) -> AbsentParameter:
-    absent = _placeholder(like, device, dtype).detach().as_subclass(AbsentParameter)
+) -> Tensor:
+    placeholder = _placeholder(like, device, dtype)
+    if type(placeholder) is not Tensor:  # another library's tensor, which is of one class
+        return placeholder
+    absent = placeholder.detach().as_subclass(AbsentParameter)
     absent.full_name, absent.visibility = name, visibility
     absent.requires_grad = like.requires_grad
     return absent
