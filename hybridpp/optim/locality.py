@@ -313,7 +313,7 @@ class _Trial:
                     continue
                 small = cut.smaller(_OWN_SHAPE, 128)
                 # A rule may tell parameters apart by attributes that the script has set on them.
-                key = kind, small, _dtype(parameter), _signature(vars(parameter))
+                key = kind, small, _dtype(parameter), _signature(attributes_of(parameter))
                 number = numbers.setdefault(key, len(self._standins))
                 if number == len(self._standins):
                     self._standins.append(self._random(parameter, kind, small))
@@ -406,7 +406,7 @@ class _Trial:
     def _operations(self, one: _StandIn, shape: Sequence[int]) -> list[Any]:
         """The operations of some steps, on a tensor without values."""
         real, group_index = one.complete.real, one.complete.group_index
-        key = group_index, _dtype(real), tuple(shape), _signature(vars(real))
+        key = group_index, _dtype(real), tuple(shape), _signature(attributes_of(real))
         if key not in self._recorded:
             with _Operations() as operations, _ScalarsOnHost():
                 self._stepped([_Tensors.without_values(real, group_index, shape, self._num_steps)])
@@ -424,7 +424,7 @@ class _Trial:
     def _steps(self, tensors: Sequence[_Tensors], with_state: bool) -> "list[_Updated]":
         parameters = [nn.Parameter(one.weights.clone()) for one in tensors]
         for one, parameter in zip(tensors, parameters, strict=True):
-            attributes = vars(one.real).items()
+            attributes = attributes_of(one.real).items()
             vars(parameter).update((key, _attribute(value, one.real, parameter)) for key, value in attributes)
         trial = _copy(self._optimizer, tensors, parameters)
         if with_state:
@@ -576,6 +576,12 @@ def _with_learning_rate(group: dict[str, Any]) -> dict[str, Any]:
     elif isinstance(learning_rate, int | float) and not isinstance(learning_rate, bool):
         group["lr"] = _LEARNING_RATE
     return group
+
+
+def attributes_of(parameter: Tensor) -> dict[str, Any]:
+    """What a script has set on a parameter. The attributes of a tensor of another class may be what it is made of."""
+    is_plain = type(parameter).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return vars(parameter) if is_plain else {}
 
 
 def _attribute(value: Any, real: Tensor, parameter: Tensor) -> Any:

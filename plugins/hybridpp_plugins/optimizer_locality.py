@@ -16,6 +16,7 @@ from hybridpp.optim import (
     Cut,
     Locality,
     LocalityUnknown,
+    attributes_of,
     find_localities,
     optimizer_name,
     single_optimizers,
@@ -245,7 +246,7 @@ def _found(
         tuple((parameter.dtype, parameter.requires_grad) for parameter in group["params"])
         for group in optimizer.param_groups
     )
-    attributes = [[vars(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    attributes = [[attributes_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
     key = structure.of([type(optimizer), settings, own, attributes]), kinds, tuple(map(tuple, cuts)), device
     return results.get(
         key,

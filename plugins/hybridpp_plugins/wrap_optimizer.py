@@ -12,7 +12,7 @@ from hybridpp.config import Precision
 from hybridpp.data_parallel import GradientBuckets
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn import walk
-from hybridpp.optim import GlobalGradNorm, fuse_by_default
+from hybridpp.optim import GlobalGradNorm, attributes_of, fuse_by_default
 from hybridpp.precision import PartOf, torch_dtype
 from hybridpp.tensor_parallel import ParameterSharding
 from hybridpp_plugins.apply_tp import counts_here, local_state, placements, share_replicated_gradients
@@ -110,15 +110,16 @@ def _share_attributes(parameter: Tensor, updated: Tensor, part: PartOf | None) -
 
     Of tensors of the parameter's shape it gets its part. Then it has those attributes only that are there now.
     """
-    if updated is parameter:
+    attributes = attributes_of(parameter)
+    if updated is parameter or attributes is not vars(parameter):
         return
-    if any(_is_like(value, parameter) for value in vars(parameter).values()):
+    if any(_is_like(value, parameter) for value in attributes.values()):
         vars(updated).update(
             (key, _taken(value, part, updated) if _is_like(value, parameter) else value)
-            for key, value in vars(parameter).items()
+            for key, value in attributes.items()
         )
     else:
-        updated.__dict__ = vars(parameter)
+        updated.__dict__ = attributes
 
 
 def _taken(value: Tensor, part: PartOf | None, updated: Tensor) -> Tensor:
