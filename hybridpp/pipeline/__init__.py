@@ -29,7 +29,14 @@ from hybridpp.pipeline.forward_signature import ForwardSignature
 from hybridpp.pipeline.loss_form import combined, loss_form_of, observed
 from hybridpp.pipeline.loss_graph import GraphLoss, LossComparison, read_loss, weigh
 from hybridpp.pipeline.loss_items import LossForm, Measured, NotCountedError, ReplicaCounts, add_up, no_items
-from hybridpp.pipeline.loss_reduction import LossReduction, confirm_sum, duplicate_samples, select_samples, with_another
+from hybridpp.pipeline.loss_reduction import (
+    LossReduction,
+    confirm_sum,
+    duplicate_samples,
+    select_samples,
+    with_another,
+    with_unlike_samples,
+)
 from hybridpp.pipeline.loss_trace import LossTrace
 from hybridpp.pipeline.memory_in_use import memory_reader
 from hybridpp.pipeline.merge import merge_outputs
@@ -116,4 +123,5 @@ __all__ = [
     "weigh",
     "with_another",
     "with_selection",
+    "with_unlike_samples",
 ]

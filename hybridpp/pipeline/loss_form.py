@@ -70,6 +70,7 @@ def loss_form_of(
         products=tuple(dict.fromkeys(one for one in products if one is not None)) or ((),),
         of_terms=tuple(products),
         in_model=all(term.in_model for term in terms if term.factors is not None),
+        of_parts=tuple(term.is_of_parts for term in terms),
         is_by_row=any(factor.count.is_of_row for term in terms for factor in term.factors or ()),
     )
 

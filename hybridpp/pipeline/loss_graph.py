@@ -327,7 +327,7 @@ def _aligned(form: LossForm, num_terms: int) -> list[tuple[int, Product]]:
     """Which terms of a graph have which products; empty: that does not show."""
     counted = [one for one in form.of_terms if one is not None]
     products: Sequence[Product | None] = ()
-    if form.divides_by_total or form.is_by_row or not counted:
+    if form.divides_by_total or form.is_by_row or not counted or any(form.of_parts):
         products = ()
     elif num_terms in (len(form.of_terms), len(counted)):
         products = form.of_terms if num_terms == len(form.of_terms) else counted

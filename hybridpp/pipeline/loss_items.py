@@ -396,6 +396,7 @@ class LossForm:
         counts: the numbers, of a micro-batch.
         products: what the terms are divided by; each different one once.
         of_terms: the product of each term, in the order of the terms; None: the term does not depend on the batch.
+        of_parts: whether the elements of each term were divided before they were added up, which no graph shows.
         in_model: whether the model computed the loss.
         divides_by_total: whether it is divided by the ``num_items_in_batch`` that the script put in the batch;
             ``counts`` then has what the sum counts, if that is known.
@@ -409,6 +410,7 @@ class LossForm:
     counts: tuple[Count, ...]
     products: tuple[Product, ...]
     of_terms: tuple[Product | None, ...] = ()
+    of_parts: tuple[bool, ...] = ()
     in_model: bool = False
     divides_by_total: bool = False
     is_by_row: bool = False

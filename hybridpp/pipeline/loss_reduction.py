@@ -1,6 +1,6 @@
 """What the first loss of a criterion is over samples, as far as trying it on other samples tells."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -96,6 +96,42 @@ def with_another(
             alone[index] = second * factor if leaf.is_floating_point() else second
             both[index] = torch.cat([leaf.detach(), alone[index]], dim)
     return pytree.tree_unflatten(both, structure), pytree.tree_unflatten(alone, structure)
+
+
+def with_unlike_samples(
+    tree: Any, num_samples: int, dims: Callable[[Any], list[int | None]], changed: Sequence[bool]
+) -> Any:
+    """Outputs of a model as far from each other as those of a trained one are, made from others.
+
+    Early in training all samples may have about the same loss, so that a mean over samples and one over items are
+    equal. Of each sample, the numbers are changed by another amount. What is between 0 and 1 (probabilities), not
+    negative, or not positive, stays so. The numbers are the same on all ranks.
+
+    Args:
+        tree: the outputs.
+        num_samples: how many they are of.
+        dims: gives the sample dimension of each leaf.
+        changed: of each leaf, whether it is changed, if it holds floating-point numbers.
+    """
+    leaves, structure = pytree.tree_flatten(tree)
+    for index, (leaf, dim) in enumerate(zip(leaves, dims(tree), strict=True)):
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or dim is None or dim >= leaf.dim():
+            continue
+        if not leaf.numel() or leaf.shape[dim] % num_samples or not changed[index]:
+            continue
+        values = leaf.detach()
+        random = torch.empty_like(values).uniform_(generator=torch.Generator(values.device).manual_seed(index))
+        amounts = torch.linspace(0.1, 0.9, num_samples, device=values.device, dtype=values.dtype)
+        amounts = amounts.repeat_interleave(leaf.shape[dim] // num_samples)
+        amounts = amounts.view(*[1] * dim, -1, *[1] * (leaf.dim() - dim - 1))
+        low, high = float(values.min()), float(values.max())
+        is_zero = low == high == 0  # of a layer that begins with zeros
+        if low >= 0 and high <= 1 and not is_zero:
+            leaves[index] = torch.lerp(values, random, amounts)
+        else:
+            shift = 2 * random - 1 if is_zero or low < 0 < high else random if low >= 0 else -random
+            leaves[index] = values + 4 * amounts * max(float(values.std(correction=0)), 1.0) * shift
+    return pytree.tree_unflatten(leaves, structure)
 
 
 def _indexed(

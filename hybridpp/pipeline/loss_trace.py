@@ -131,6 +131,7 @@ class Term(NamedTuple):
         natural: what the sum counts, where that is known.
         in_model: whether the model's forward made it.
         adds_up: whether a loss of torch's made it that was told to add up.
+        is_of_parts: whether its elements were divided by a number of the batch before they were added up.
     """
 
     factors: tuple[TermFactor, ...] | None
@@ -139,6 +140,7 @@ class Term(NamedTuple):
     natural: Count | None = None
     in_model: bool = False
     adds_up: bool = False
+    is_of_parts: bool = False
 
 
 class _OfModel(NamedTuple):
@@ -150,6 +152,7 @@ class _OfModel(NamedTuple):
         terms: of a tensor without samples; None: it has samples.
         is_stack: whether dimension 0 was made by stacking.
         why: why its samples are coupled; "": they are not, as far as known.
+        divided: numbers of the batch that every element was divided by or multiplied with.
     """
 
     numel: Count | None = None
@@ -157,6 +160,7 @@ class _OfModel(NamedTuple):
     terms: tuple[Term, ...] | None = None
     is_stack: bool = False
     why: str = ""
+    divided: tuple[TermFactor, ...] = ()
 
 
 _ITEMS = _OfModel()
@@ -195,6 +199,8 @@ class LossTrace(WatchingMode):
         self._known: dict[int, tuple[Any, Any]] = {}
         self._samples: dict[int, tuple[Any, SampleDim]] = {}
         self._counts: dict[Any, Count] = {}
+        # Those that are single numbers of the whole micro-batch.
+        self._single: set[Count] = set()
         # Those of terms, by id, until they are written to.
         self._held: dict[int, list[list[Tensor]]] = {}
         # Plain numbers that the script has read, which are told apart by identity as far as it goes.
@@ -304,7 +310,7 @@ class LossTrace(WatchingMode):
                 kwargs,
                 one,
                 self._samples_of,
-                self._is_computed,
+                self.is_computed,
                 self._is_choice,
                 self._num_samples,
                 position,
@@ -312,7 +318,8 @@ class LossTrace(WatchingMode):
             self._made[id(one)] = found = samples_in(call)
             self._hold(one, found.samples)
 
-    def _is_computed(self, tensor: Tensor) -> bool:
+    def is_computed(self, tensor: Tensor) -> bool:
+        """Whether a model computed it, as far as known."""
         return isinstance(self._of(tensor), _OfModel)
 
     def _is_choice(self, index: Tensor) -> bool:
@@ -406,7 +413,7 @@ class LossTrace(WatchingMode):
         are_rows = not what.is_stack if samples is None else samples.dim == 0
         if what.terms is not None or not are_rows or tensor.shape[0] != self._num_samples:
             return what
-        return _OfModel(self._count(single, index % len(tensor)), why=what.why)
+        return _OfModel(self._count(single, index % len(tensor)), why=what.why, divided=what.divided)
 
     def _sizes(self, name: str, args: Any, kwargs: Any, result: Any, known: Any) -> Any:
         tensor = args[0]
@@ -448,6 +455,8 @@ class LossTrace(WatchingMode):
             return found if name == "item" else None
         if isinstance(result, Tensor):
             self._note(result, count)
+            if not result.dim():
+                self._single.add(count)
         elif isinstance(result, list | tuple):
             for index, one in enumerate(result):
                 if isinstance(one, Tensor):
@@ -495,6 +504,8 @@ class LossTrace(WatchingMode):
             return {name: self._spec(one) for name, one in value.items()}
         if isinstance(value, list | tuple):
             return (tuple if isinstance(value, tuple) else list)(self._spec(one) for one in value)
+        if isinstance(value, TracedInt | TracedFloat):
+            self._single.add(value.count)
         return count_of(value)
 
     # Calls on what the model computed.
@@ -523,6 +534,7 @@ class LossTrace(WatchingMode):
         reductions = _reduction_of(function, args, kwargs)
         with_samples = [(tensor, what) for tensor, what in models if what.terms is None]
         made = self._made_of(result)
+        divided = self._divided_of(name, args, kwargs, result, with_samples) if reductions is None else ()
         if reductions is not None:
             found = self._loss(name, reductions, result, models)
         elif not with_samples:
@@ -531,7 +543,7 @@ class LossTrace(WatchingMode):
             # A criterion is also tried on halves of the samples.
             is_sum = made.is_sum and len(with_samples) == len(models)
             why = _why(models) or ("" if is_sum else f"{name} of the samples")
-            found = _OfModel(terms=(self._term((), result, why),))
+            found = _OfModel(terms=(self._term((), result, why, divided=divided),))
         elif len(with_samples) < len(models):
             mixed = not all(what.terms == () or what.terms is None for _, what in models)
             # In the model it is as in batch normalisation: each micro-batch has its own statistics.
@@ -539,13 +551,83 @@ class LossTrace(WatchingMode):
             found = self._items(name, args, result, with_samples)
             found = found._replace(why=found.why or why or ("" if self.in_criterion else made.why))
         elif name in _REDUCING:
-            found = self._reduced(name, args, kwargs, result, *models[0])
+            found = self._reduced(name, args, kwargs, result, models[0][0], models[0][1]._replace(divided=divided))
         elif result.dim() == 0 and name in _TO_SCALAR:
-            found = _OfModel(terms=(self._term((), result, _why(models)),))
+            found = _OfModel(terms=(self._term((), result, _why(models), divided=divided),))
         else:
             found = self._items(name, args, result, with_samples)
             found = found._replace(why=found.why or ("" if self.in_criterion else made.why))
+        if divided and found.terms is None:
+            found = found._replace(divided=divided)
         self._note(args[0] if writes_to and name == "setitem" else result, found)
+
+    def _divided_of(
+        self, name: str, args: Any, kwargs: Any, result: Any, models: list[tuple[Tensor, _OfModel]]
+    ) -> tuple[TermFactor, ...]:
+        """The numbers of the batch that every element of a result was divided by or multiplied with.
+
+        They are followed through functions that are linear in the elements, up to the sum over these.
+        """
+        carried = [what.divided for _, what in models]
+        if not carried:
+            return ()
+        if name in _MULTIPLYING or name in _DIVIDING:
+            operands = [*args[:2], *(kwargs[key] for key in ("other",) if key in kwargs)]
+            if len(operands) != 2 or kwargs.get("rounding_mode"):
+                return ()
+            if name not in _DIVIDING:
+                return _product(self._of_each(operands[0]), self._of_each(operands[1]))
+            known = self._of(operands[1]) if isinstance(operands[1], Tensor) else None
+            if isinstance(known, _OfModel) and known.divided:
+                return ()
+            return _product(self._of_each(operands[0]), self._of_each(operands[1], -1))
+        if name in _PRODUCTS or name in _TO_SCALAR or name == "einsum":
+            found: tuple[TermFactor, ...] = ()
+            for tensor in _tensors(args):
+                found = _product(found, self._of_each(tensor))
+            return found if len(carried) == 1 or not any(carried) else ()
+        if name in _KEEPING or name in _REDUCING or name in ("masked_select", *_DIVIDING_IN_PARTS):
+            return carried[0] if len(carried) == 1 else ()
+        if name in _ADDING or name in _JOINING:
+            parts = args[0] if name in _JOINING and args else args[:2]
+            is_all = len(parts) == len(models) and len({_powers(one) for one in carried}) == 1
+            return carried[0] if is_all else ()
+        if name == "masked_fill":
+            return carried[0] if len(carried) == 1 and args[2:] in ((0,), (0.0,)) else ()
+        if name == "where":
+            is_zero = len(args) == 3 and any(type(one) in (int, float) and one == 0 for one in args[1:])
+            return carried[0] if len(carried) == 1 and is_zero else ()
+        return ()
+
+    def _of_each(self, value: Any, power: int = 1) -> tuple[TermFactor, ...]:
+        """The same of what elements are multiplied with (power 1) or divided by (-1)."""
+        if isinstance(value, TracedInt | TracedFloat):
+            return (TermFactor(value.count, power),)
+        if power < 0 and self.in_criterion and type(value) in (int, float):
+            # In a model, where nothing tries again, it is taken for a constant.
+            found = self._number_like(value, is_constant=False)
+            return () if found is None else (TermFactor(found, power),)
+        known = self._of(value) if isinstance(value, Tensor) else None
+        if isinstance(known, _OfModel):
+            return known.divided
+        return self._factors_of(known, power) if isinstance(known, Count) else ()
+
+    def _factors_of(self, count: Count, power: int) -> tuple[TermFactor, ...]:
+        """The single numbers in a product of what depends on the inputs."""
+        name, inner = _name(count.function), count.args
+        if count in self._single:
+            if name == "mean" and len(inner) == 1 and not count.kwargs and isinstance(inner[0], Count):
+                both = self._count(torch.sum, inner[0]), self._count(numel, inner[0])
+                return TermFactor(both[0], power), TermFactor(both[1], -power)
+            return (TermFactor(count, power),)
+        if name in _KEEPING and name not in _REDUCING and inner and isinstance(inner[0], Count):
+            return self._factors_of(inner[0], power)
+        if (name in _MULTIPLYING or name in _DIVIDING) and len(inner) == 2 and not count.kwargs:
+            parts = [self._factors_of(one, power) if isinstance(one, Count) else () for one in inner]
+            if name in _DIVIDING:
+                parts[1] = tuple(TermFactor(one.count, -one.power) for one in parts[1])
+            return _product(*parts)
+        return ()
 
     def _one_of(self, name: str, tensor: Tensor, index: int, result: Tensor, what: _OfModel) -> _OfModel:
         """Of one of several tensors that a function made of one with samples."""
@@ -615,8 +697,18 @@ class LossTrace(WatchingMode):
         is_observed = any(what.is_observed for _, what in models) and not numels
         return _OfModel(numels[0] if numels else None, is_observed, is_stack=name in _JOINING, why=why)
 
-    def _term(self, factors: tuple[TermFactor, ...], value: Tensor, why: str, natural: Count | None = None) -> Term:
-        return Term(factors, self._value_of(value), why, natural, in_model=not self.in_criterion)
+    def _term(
+        self,
+        factors: tuple[TermFactor, ...],
+        value: Tensor,
+        why: str,
+        natural: Count | None = None,
+        divided: tuple[TermFactor, ...] = (),
+    ) -> Term:
+        """``divided``: what its elements were divided by before they were added up."""
+        made = self._value_of(value)
+        in_model = not self.in_criterion
+        return Term(_product(divided, factors), made, why, natural, in_model=in_model, is_of_parts=bool(divided))
 
     def _value_of(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Gives what a tensor holds now, also when it was written to in place (``loss += other``)."""
@@ -656,7 +748,7 @@ class LossTrace(WatchingMode):
             if 0 not in over or what.is_stack or not are_items:
                 return _OfModel(why=what.why)
         factors = (self._num_items(tensor, what),) if name == "mean" else ()
-        return _OfModel(terms=(self._term(factors, result, what.why),))
+        return _OfModel(terms=(self._term(factors, result, what.why, divided=what.divided),))
 
     def _loss(self, name: str, call: "_LossCall", result: Tensor, models: list[tuple[Tensor, _OfModel]]) -> _OfModel:
         """Of one of torch's losses."""
@@ -993,6 +1085,10 @@ def _product(factors: tuple[TermFactor, ...], more: tuple[TermFactor, ...]) -> t
         else:
             left.append(one)
     return tuple(left)
+
+
+def _powers(factors: tuple[TermFactor, ...]) -> frozenset[tuple[Count, int]]:
+    return frozenset((one.count, one.power) for one in factors)
 
 
 def _with(value: Any, old: Tensor, new: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridpp.cluster import Group, preserved_random_state
 from hybridpp.config import PipelineConfig
+from hybridpp.nn.deferred_tensor import DeferredTensor, MadeWhenRead
 from hybridpp.nn.torch_private import pytree
 from hybridpp.pipeline import (
     CriterionAdapter,
@@ -33,6 +34,7 @@ from hybridpp.pipeline import (
     observed,
     select_samples,
     with_another,
+    with_unlike_samples,
 )
 from hybridpp.pipeline.batch import TOTAL_KEY
 from hybridpp.pipeline.loss_items import MAX_COUNTS, Product, entry_path
@@ -43,6 +45,8 @@ from hybridpp_plugins.criterion_check import CriterionCheck
 _TOLERANCE = 1e-3
 # Makes outputs of another sample from those of one: probabilities stay between 0 and 1.
 _FACTOR = 0.75
+# Outputs of more elements are copied of two samples alone.
+_MAX_COPIED = 2**24
 
 
 class StepLosses:
@@ -325,7 +329,7 @@ class StepLosses:
             measured = form.measure(parts, sizes)
         is_sum = form.is_sum
         if not self._criterion.declares_reduction and not form.divides_by_total:
-            form = self._checked(form, terms, microbatch, loss, outputs, inputs, problems)
+            form = self._checked(form, terms, trace, microbatch, loss, outputs, inputs, problems)
         if len(form.counts) != len(measured[0].used):
             measured = form.measure(parts, sizes)
         return _Tried(form, measured, terms, problems, is_sum and not form.is_sum, bool(told_apart))
@@ -446,6 +450,7 @@ class StepLosses:
         self,
         form: LossForm,
         terms: Sequence[Term] | None,
+        trace: LossTrace,
         microbatch: int,
         loss: Tensor,
         outputs: Any,
@@ -484,25 +489,36 @@ class StepLosses:
         if len(form.products) > 1 and unsaid and not in_criterion:
             problems.append((LossReduction.COUPLED, "one of its terms is a sum, another a mean"))
             return form
-        if in_criterion and count > 1:
-            halves = [slice(0, count // 2), slice(count // 2, count)]
-            parts = [
-                (
-                    select_samples(outputs, count, out_dims, half),
-                    select_samples(self._of_lists(inputs, count, operator.itemgetter(half)), count, in_dims, half),
-                    half,
-                )
-                for half in (slice(0, count), *halves)
-            ]
+        if not in_criterion:
+            return form
+        if count > 1:
+            parts = self._halves(outputs, inputs, count)
             why = "of the samples together it is another than that of halves"
-        elif in_criterion:
+        else:
             parts = self._pair(microbatch, outputs, inputs)
             why = "of two samples together it is another than that of each"
-        if in_criterion:
-            with torch.no_grad(), preserved_random_state(self._device):
-                if self._differs(form, loss, parts, known=0 if count > 1 else 1):
-                    problems.append((LossReduction.COUPLED, why))
+        changed = [_may_change(trace, leaf) for leaf in pytree.tree_leaves(outputs)]
+        with torch.no_grad(), preserved_random_state(self._device):
+            differs = self._differs(form, loss, parts, known=0 if count > 1 else 1)
+            if differs is False and count > 1:
+                # That the samples' losses are equal must not hide it.
+                some = slice(0, count if _size_of(outputs) <= _MAX_COPIED else 2)
+                unlike = with_unlike_samples(
+                    select_samples(outputs, count, out_dims, some), some.stop, out_dims, changed
+                )
+                parts = self._halves(unlike, self._part_of(inputs, count, some), some.stop)
+                differs = self._differs(form, None, parts, known=0)
+            if differs:
+                problems.append((LossReduction.COUPLED, why))
         return form
+
+    def _halves(self, outputs: Any, inputs: Any, count: int) -> list[tuple[Any, Any, slice]]:
+        """The outputs and inputs of all samples; of half of them; and of the others."""
+        out_dims = functools.partial(leaf_dims, dims=self._pipeline.dims_of_outputs)
+        return [
+            (select_samples(outputs, count, out_dims, part), self._part_of(inputs, count, part), part)
+            for part in (slice(0, count), slice(0, count // 2), slice(count // 2, count))
+        ]
 
     def _pair(self, microbatch: int, outputs: Any, inputs: Any) -> list[tuple[Any, Any, slice]]:
         """A single sample with another one beside it; each of them alone.
@@ -521,10 +537,12 @@ class StepLosses:
             (other_outputs, other_inputs, slice(1, 2)),
         ]
 
-    def _differs(self, form: LossForm, loss: Tensor, parts: Sequence[tuple[Any, Any, slice]], known: int) -> bool:
+    def _differs(
+        self, form: LossForm, loss: Tensor | None, parts: Sequence[tuple[Any, Any, slice]], known: int
+    ) -> bool | None:
         """Whether the loss of the first part, of all samples, is not the mean of those of the others.
 
-        A random one tells nothing: ``known`` is the part whose loss is ``loss``.
+        None: nothing shows it. A random one does not: ``known`` is the part whose loss is ``loss``.
         """
         try:
             values = [self._alone(form, *part) for part in parts]
@@ -542,15 +560,19 @@ class StepLosses:
                 again = full
             numbers = [float(one) for one in expected if one is not None]
             now = float(again if again is not None else 0.0)
-            before, repeated = float(loss), 0.0 if form.needs_terms else float(values[known][0])
+            before = repeated = 0.0
+            if loss is not None and not form.needs_terms:
+                before, repeated = float(loss), float(values[known][0])
         except Exception:  # a criterion may raise anything for a number of samples that it was not made for
-            return False
-        if not form.needs_terms and abs(repeated - before) > 1e-5 * abs(before):
-            return False
+            return None
+        if abs(repeated - before) > 1e-5 * abs(before):
+            return None
+        if loss is None and not math.isfinite(now):
+            return None
         if not all(map(math.isfinite, numbers)):
             return math.isfinite(now)  # such as the deviation of a single sample
         scale = max(abs(now), *map(abs, numbers), 1e-30)
-        limit = _TOLERANCE if loss.dtype in (torch.float32, torch.float64) else 0.05
+        limit = _TOLERANCE if loss is None or loss.dtype in (torch.float32, torch.float64) else 0.05
         return abs(sum(numbers) - now) > limit * scale
 
     def _alone(self, form: LossForm, outputs: Any, inputs: Any, samples: slice) -> tuple[Any, Measured]:
@@ -571,6 +593,19 @@ class _Tried(NamedTuple):
     problems: list[tuple[LossReduction, str]]
     is_doubtful: bool
     is_told_apart: bool
+
+
+def _may_change(trace: LossTrace, output: Any) -> bool:
+    """Whether other numbers may stand in the place of an output's, which are no masks or counts of the inputs."""
+    if not isinstance(output, Tensor) or not trace.is_computed(output):
+        return False
+    # Logits that are divided over ranks would be gathered.
+    is_whole = isinstance(output, DeferredTensor) or not isinstance(output, MadeWhenRead)
+    return is_whole and (output.requires_grad or not torch.is_grad_enabled())
+
+
+def _size_of(outputs: Any) -> int:
+    return sum(leaf.numel() for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor))
 
 
 def _twice(entries: list[Any]) -> list[Any]:

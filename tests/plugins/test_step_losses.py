@@ -201,9 +201,9 @@ def test_so_they_are_of_logits_that_are_divided_by_vocabulary():
                 assert (rank[name][1][parameter] - gradients[parameter]).abs().max() <= 1e-6, (name, parameter)
 
 
-def verdict(criterion, inside=None, target=None, rows=4):
+def verdict(criterion, inside=None, target=None, rows=4, x=X):
     """Of a criterion, on outputs with one row per sample; ``inside``: makes the model's own loss."""
-    inputs = {"x": X[:rows], "target": torch.zeros(rows, 5) if target is None else target}
+    inputs = {"x": x[:rows], "target": torch.zeros(rows, 5) if target is None else target}
     batch = split_batch(inputs, num_microbatches=1, microbatch_size=None)
     check = CriterionCheck()
     losses = StepLosses(
@@ -274,6 +274,16 @@ def standard(values):
 )
 def test_a_loss_that_is_no_mean_over_items_is_told_by_number(criterion, expected):
     assert verdict(criterion) == expected
+
+
+def test_equal_losses_of_all_samples_do_not_hide_how_they_are_weighted():
+    weights = torch.arange(20.0).view(4, 5)
+
+    def criterion(o, i):
+        losses = F.cross_entropy(o["logits"], i["target"][:, 0].long() % 5, reduction="none")
+        return (losses * i["target"][:, 0].softmax(0)).sum()
+
+    assert verdict(criterion, target=weights, x=torch.zeros(4, 5)) == LossReduction.COUPLED
 
 
 @pytest.mark.parametrize(
