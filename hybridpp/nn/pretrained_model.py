@@ -23,6 +23,17 @@ def has_cache_switch(module: nn.Module) -> bool:
     return is_pretrained_model(module) and "use_cache" in inspect.signature(type(module).forward).parameters
 
 
+def attends_over_packed(module: nn.Module) -> bool:
+    """Whether tokens of a packed row attend to those of other sequences.
+
+    transformers makes no mask from the positions of a packed row where it makes a cache. Kernels that get the lengths
+    of the sequences (flash attention) need none.
+    """
+    config = getattr(module, "config", None)
+    implementation = str(getattr(config, "_attn_implementation", ""))
+    return has_cache_switch(module) and bool(getattr(config, "use_cache", False)) and "flash" not in implementation
+
+
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
     """A context in which transformers shows no progress: of what it does on the meta device, and on every rank."""

@@ -249,6 +249,12 @@ def _divided(patches: list[int], tokens: list[int]) -> tuple[int, ...] | None:
     return tuple(owned)
 
 
+def is_packed(batch: Any) -> bool:
+    """Whether a batch says where the sequences of a packed row begin."""
+    names = [name for name in batch if isinstance(name, str)] if isinstance(batch, Mapping) else []
+    return any(name.startswith(_LENGTHS) and isinstance(batch[name], Tensor) for name in names)
+
+
 def _packed_sequences(batch: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of sequences that are packed into one row, and the tensors that say where each begins."""
     lengths = {

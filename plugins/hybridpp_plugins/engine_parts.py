@@ -109,7 +109,7 @@ class EngineParts:
     def __post_init__(self) -> None:
         self.model = self.staged.model
         keeps_buffers = self.optimizer is not None and self.optimizer.replica_buffers is None
-        self.first_step: FirstStepChecks | None = FirstStepChecks(self.layout, self.pipeline, keeps_buffers)
+        self.first_step: FirstStepChecks | None = FirstStepChecks(self.model, self.layout, self.pipeline, keeps_buffers)
         pipelines, placement, name = self.layout.pipelines, self.planner.placement, type(self.model).__name__
         check, control = self.criterion_check, self.layout.control
         problems = StepProblems(self.staged, pipelines, self.optimizer, check, self.diagnosis.diagnose, control)

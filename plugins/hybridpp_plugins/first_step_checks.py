@@ -9,8 +9,12 @@ from torch import nn
 from hybridpp.cluster import get_dist_logger
 from hybridpp.config import PipelineConfig
 from hybridpp.data_parallel import BufferWriteDetector
+from hybridpp.errors import DataError
+from hybridpp.nn import walk
+from hybridpp.nn.pretrained_model import attends_over_packed
 from hybridpp.nn.torch_private import index_sampler_of
 from hybridpp.pipeline import RankBatchInfo, SplitBatch, check_batch_dims, watch_sequence_axes
+from hybridpp.pipeline.packed_rows import is_packed
 from hybridpp_plugins.layout import Layout
 
 
@@ -18,6 +22,7 @@ class FirstStepChecks:
     """Checks a model's first training step.
 
     Args:
+        model: that is trained.
         layout: the ranks.
         pipeline: how batches are split.
         keeps_buffers: whether each replica keeps the buffers that its forward passes write to.
@@ -26,22 +31,36 @@ class FirstStepChecks:
         compares: whether the batches of replicas must be compared.
     """
 
-    def __init__(self, layout: Layout, pipeline: PipelineConfig, keeps_buffers: bool):
+    def __init__(self, model: nn.Module, layout: Layout, pipeline: PipelineConfig, keeps_buffers: bool):
         self.compares = layout.dp.size > 1
-        self._layout = layout
+        self._model, self._layout = model, layout
         self._warns_of_buffers = keeps_buffers and layout.dp.size > 1
         self._dims_are_said = pipeline.batch_dims is not None
 
     def check(self, batch: SplitBatch, data_iter: Iterator[Any]) -> None:
-        """Without ``batch_dims``, refuse a batch whose samples seem not to be in dimension 0.
+        """Refuse a packed row that is cut and attended over; without ``batch_dims``, one of samples in dimension 1.
 
         Raises:
-            DataError: they are probably in another dimension.
+            DataError: the sequences of a packed row attend to each other, or samples are probably in another dimension.
         """
+        if len(batch.microbatches) > 1 and is_packed(batch.full_batch):
+            self._check_packed(batch.full_batch)
         if not self._dims_are_said:
             # Known for torch's own iterators only.
             size = getattr(index_sampler_of(data_iter), "batch_size", None)
             check_batch_dims(batch, size if isinstance(size, int) else None)
+
+    def _check_packed(self, batch: Any) -> None:
+        if batch.get("use_cache") is False:
+            return
+        for module in walk.modules(self._model):
+            if attends_over_packed(module):
+                raise DataError(
+                    "micro-batches are cut between the sequences of a packed row, and the tokens of the whole row "
+                    f"attend over all of them: {type(module).__name__} makes a cache of keys and values "
+                    "(config.use_cache=True), for which transformers ignores where the sequences begin. Set "
+                    "model.config.use_cache = False, as training has no use for it; or use num_microbatches=1."
+                )
 
     def compare(self, batch_infos: list[RankBatchInfo]) -> None:
         """Warn if replicas train on the same batch."""

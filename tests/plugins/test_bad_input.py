@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from divided_models import llama
 from support import boosted, image_batch, model_loss, sgd, tiny_vit
 from torch import nn
 
@@ -441,3 +442,24 @@ def test_a_shared_parameter_is_divided_in_one_way():
     everyone_raises(2, boost(nn.Linear, (4, 4), {"first": "column", "second": "row"}), ConfigError, text)
     text = "'second' (Bilinear) holds 'weight', which tensor_parallel_plan divides for another module"
     everyone_raises(2, boost(nn.Bilinear, (4, 4, 4), {"first": "column"}), ConfigError, text)
+
+
+def test_a_packed_row_whose_sequences_attend_to_each_other_is_not_cut():
+    ends = torch.tensor([0, 3, 7], dtype=torch.int32)
+    row = torch.arange(7)[None]
+    batch = {
+        "input_ids": row,
+        "labels": row,
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]]),
+        "cu_seq_lens_q": ends,
+    }
+
+    def run(use_cache=True):
+        model = llama()
+        model.config.use_cache = use_cache
+        sample = {"input_ids": row[:, :3], "labels": row[:, :3], "position_ids": row[:, :3], "cu_seq_lens_q": ends[:2]}
+        booster, model, optimizer = boosted(model, sgd, sample, num_microbatches=2)
+        return booster.execute_pipeline(iter([batch]), model, model_loss, optimizer)["loss"]
+
+    everyone_raises(2, run, DataError, "LlamaForCausalLM makes a cache of keys and values (config.use_cache=True)")
+    assert len(Loopback(2).run(lambda: run(use_cache=False))) == 2
