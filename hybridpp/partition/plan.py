@@ -62,6 +62,8 @@ def fitting_cut(trace: Trace, cut: tuple[CutPoint, ...], callers: Mapping[str, s
         else:
             start = next((at for at in range(start, len(points)) if first_stages[at] > stage), start)
         if not start:
+            if _number_of_calls(trace, point.block):
+                raise _called_too_seldom(trace, point, stage)
             raise PartitionError(
                 f"the forward does not call block {point.block!r}, which ends stage {stage}, for this input, nor "
                 "anything else of that stage. Use inputs that run every block, another cut (split_points=...), or "
@@ -69,6 +71,27 @@ def fitting_cut(trace: Trace, cut: tuple[CutPoint, ...], callers: Mapping[str, s
             )
         found.append(points[start - 1])
     return tuple(found)
+
+
+def _number_of_calls(trace: Trace, block: str) -> int:
+    return sum(call.name == block for call in trace.calls)
+
+
+def _called_too_seldom(trace: Trace, point: CutPoint, stage: int) -> PartitionError:
+    """The error of a forward that calls a block, but not as often, or in another order."""
+    number = _number_of_calls(trace, point.block)
+    if number > point.occurrence:
+        return PartitionError(
+            "the forward calls the blocks that end stages in another order for this input: call "
+            f"{point.occurrence + 1} of block {point.block!r}, which ends stage {stage}, comes before the end of an "
+            "earlier stage. Call blocks in one order, or use pp_size=1."
+        )
+    return PartitionError(
+        f"stage {stage} ends with call {point.occurrence + 1} of block {point.block!r}, and the forward calls it "
+        f"{number} {'time' if number == 1 else 'times'} for this input: its number of calls depends on the input, as "
+        "in a loop over samples. Call the block once for all samples (of unlike lengths: padded, with a mask), cut "
+        "after another block (split_points=...), or use pp_size=1."
+    )
 
 
 def assign_stages(trace: Trace, cut: tuple[CutPoint, ...]) -> tuple[int, ...]:
@@ -85,6 +108,8 @@ def assign_stages(trace: Trace, cut: tuple[CutPoint, ...]) -> tuple[int, ...]:
         while stage < len(cut) and CutPoint(call.name, call.occurrence) == cut[stage]:
             stage += 1
     if stage < len(cut):
+        if _number_of_calls(trace, cut[stage].block):
+            raise _called_too_seldom(trace, cut[stage], stage)
         raise PartitionError(
             f"the forward does not call block {cut[stage].block!r}, which ends stage {stage}, for this input. "
             "Use inputs that run every block, or pp_size=1."

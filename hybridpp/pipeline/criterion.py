@@ -195,6 +195,8 @@ class CriterionAdapter:
             return self.criterion(*given)
         except Exception as error:
             error.add_note(f"hybridpp: in {name_of(self.criterion)}({', '.join(map(describe_arguments, given))})")
+            if note := _other_dimension(*given):
+                error.add_note(note)
             name = self._second_argument
             if name and not is_batch_name(name) and isinstance(given[-1], dict | tuple | list):
                 error.add_note(
@@ -205,11 +207,16 @@ class CriterionAdapter:
 
     def _own_target(self, batch: Any) -> Any:
         """The entry of the batch that a criterion of the script's own takes; if that is not clear, the batch."""
-        extra_entries = self._signature.extra_entries(batch)
+        extra_entries = self._possible_targets(batch)
         if len(extra_entries) == 1:
             return batch[extra_entries[0]]
         name = self._second_argument
         return batch[name] if isinstance(batch, dict) and name in batch and is_target_name(name) else batch
+
+    def _possible_targets(self, batch: Any) -> list[Any]:
+        """The keys or indices of what the model is not called with; texts (names of files) are left out."""
+        extra_entries = self._signature.extra_entries(batch)
+        return extra_entries if len(extra_entries) < 2 else [key for key in extra_entries if not _is_text(batch[key])]
 
     def _doubtful(self, count: int, index: int, who: str) -> ConfigError:
         names, owner = self._signature.positional, self._signature.owner
@@ -231,7 +238,7 @@ class CriterionAdapter:
         return target
 
     def _target_entry(self, batch: Any) -> Any:
-        extra_entries = self._signature.extra_entries(batch)
+        extra_entries = self._possible_targets(batch)
         if (isinstance(batch, dict) or self._signature.selects) and len(extra_entries) == 1:
             return batch[extra_entries[0]]
         if self._signature.selects:
@@ -239,10 +246,9 @@ class CriterionAdapter:
         if isinstance(batch, tuple | list) and len(batch) > 1:
             return batch[-1]
         if isinstance(batch, dict):
-            rest = (
-                f", which are arguments of {self._signature.owner}.forward except {', '.join(extra_entries) or 'none'}"
-            )
-            raise self._unclear(f"a dict of {', '.join(map(str, batch))}{rest}")
+            owner, listed = f"arguments of {self._signature.owner}.forward", ", ".join(map(str, extra_entries))
+            rest = f"of which {listed} are no {owner}" if extra_entries else f"all {owner}"
+            raise self._unclear(f"a dict of {', '.join(map(str, batch))}, {rest}")
         raise self._unclear("a single tensor" if isinstance(batch, Tensor) else "a single entry")
 
     def _unclear(self, got: str) -> ConfigError:
@@ -251,6 +257,24 @@ class CriterionAdapter:
             f"entry of a dict that is no argument of the model's forward: got {got}. Select both, for example with "
             'criterion=lambda outputs, inputs: loss(outputs.logits, inputs["labels"]).'
         )
+
+
+def _other_dimension(outputs: Any, inputs: Any = None) -> str:
+    """What to say of outputs that have as many rows as the batch has in dimension 1; else empty."""
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()]
+    rows = outputs.shape[0] if isinstance(outputs, Tensor) and outputs.dim() else 0
+    if not rows or not tensors or any(leaf.shape[0] in (1, rows) for leaf in tensors):
+        return ""
+    return (
+        f"hybridpp: the outputs have {rows} rows, and the micro-batch {tensors[-1].shape[0]}. If an input has its "
+        "samples in dimension 1 ([T, B]), say so: HybridParallelPlugin(batch_dims={'x': 1, 'y': 0}), or (1, 0) for a "
+        "tuple. See docs/batches.md."
+    )
+
+
+def _is_text(entry: Any) -> bool:
+    is_list = isinstance(entry, list | tuple) and len(entry) > 0
+    return isinstance(entry, str | bytes) or (is_list and all(isinstance(one, str | bytes) for one in entry))
 
 
 class SignatureCache:

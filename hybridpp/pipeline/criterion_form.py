@@ -20,6 +20,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 _TARGETS = re.compile(
     r"\w*(target|label|truth)\w*|ys?|y_?(true|gt|batch)|gts?|tgts?|true|actuals?|expected|references?"
 )
+_PREDICTIONS = re.compile(r"\w*(pred|logit|output|y_?hat|scores?)\w*|outs?|o")
 _BATCHES = re.compile(r"_*|\w*(input|batch|data|sample|example|item|row|kwargs)\w*|xs?|i|b|d|m?mb|micro|args|features?")
 
 
@@ -107,13 +108,33 @@ def is_batch_name(name: str) -> bool:
 
 def second_argument(criterion: Any) -> str:
     """The name of a criterion's second positional argument; empty if it has none."""
+    return (*_arguments(criterion), "", "")[1]
+
+
+def _arguments(criterion: Any) -> list[str]:
+    """The names of its positional arguments, as far as they are known."""
     if isinstance(criterion, nn.Module):
         criterion = criterion.forward
     try:
-        names = [p.name for p in inspect.signature(criterion).parameters.values() if p.kind in _POSITIONAL]
+        return [p.name for p in inspect.signature(criterion).parameters.values() if p.kind in _POSITIONAL]
     except (TypeError, ValueError):
-        return ""
-    return names[1] if len(names) > 1 else ""
+        return []
+
+
+def check_order(criterion: Any) -> None:
+    """Refuse a criterion whose arguments are named as a target and a prediction, in this order.
+
+    Raises:
+        ConfigError: they are.
+    """
+    first, second = (*_arguments(criterion), "", "")[:2]
+    is_prediction = _PREDICTIONS.fullmatch(second.lower()) is not None
+    if is_target_name(first) and is_prediction and _PREDICTIONS.fullmatch(first.lower()) is None:
+        name = name_of(criterion)
+        raise ConfigError(
+            f"a criterion is called with the model's outputs, then the target: got {name}({first}, {second}). Turn "
+            f"them round: criterion=lambda outputs, target: {'loss' if name == '<lambda>' else name}(target, outputs)."
+        )
 
 
 def form_of(criterion: Any) -> CriterionForm:
@@ -123,10 +144,11 @@ def form_of(criterion: Any) -> CriterionForm:
     is the batch. A function takes the batch, unless the name says that it is a target.
 
     Raises:
-        ConfigError: it takes neither two arguments nor one.
+        ConfigError: it takes neither two arguments nor one, or the target before the outputs.
     """
     if takes_targets(criterion):
         return CriterionForm.TORCHS_TARGET
+    check_order(criterion)
     if num_arguments(criterion) == 1:
         return CriterionForm.OUTPUTS
     name = second_argument(criterion)

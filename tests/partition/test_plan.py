@@ -87,6 +87,16 @@ def test_a_forward_that_leaves_out_the_last_block_of_a_stage():
         assign_stages(found, cut_after("blocks.2", "blocks.3"))
 
 
+def test_a_forward_that_calls_the_last_block_of_a_stage_less_often():
+    found = trace(Repeated(), torch.ones(2, 4))
+    with pytest.raises(
+        PartitionError, match=r"with call 5 of block 'blocks.0', and .* calls it 2 times .*over samples"
+    ):
+        assign_stages(found, (CutPoint("blocks.0", 4),))
+    with pytest.raises(PartitionError, match=r"in another order .*: call 1 of block 'blocks.0', which ends stage 1"):
+        assign_stages(found, (CutPoint("blocks.0", 1), CutPoint("blocks.0", 0)))
+
+
 # torch's fake tensors ask a buffer that a fake was written to for its gradient, and hide the warning in vain.
 @pytest.mark.covering
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

@@ -167,9 +167,9 @@ def test_the_target_of_several_inputs_is_the_last_entry():
     [
         (
             {"x": X},
-            "got a dict of x, which are arguments of Net.forward except none. Select both, for example",
+            "got a dict of x, all arguments of Net.forward. Select both, for example",
         ),
-        ({"x": X, "labels": Y, "ids": Y}, "which are arguments of Net.forward except labels, ids."),
+        ({"x": X, "labels": Y, "ids": Y}, "of which labels, ids are no arguments of Net.forward."),
         (
             (X,),
             "CrossEntropyLoss takes a tensor and its target, which is the last entry of a tuple, or the one",
@@ -181,6 +181,36 @@ def test_the_target_of_several_inputs_is_the_last_entry():
 def test_a_target_that_nobody_can_find_is_asked_for(batch, text):
     with pytest.raises(ConfigError, match=re.escape(text)):
         CriterionAdapter(nn.CrossEntropyLoss(), TAKES_X).model_inputs(batch)
+
+
+def test_outputs_with_other_rows_than_the_target_point_to_batch_dims():
+    loss = CriterionAdapter(nn.CrossEntropyLoss(), TAKES_X)
+    with pytest.raises(ValueError, match="to match target batch_size") as caught:
+        loss(torch.zeros(8, 3), {"x": torch.zeros(4, 8), "labels": torch.zeros(4, dtype=torch.long)})
+    assert any("outputs have 8 rows, and the micro-batch 4." in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), lambda outputs, labels: F.cross_entropy(outputs, labels)])
+def test_texts_of_a_batch_are_no_target(criterion):
+    batch = {"x": X, "labels": Y, "names": [f"{n}.png" for n in range(len(X))]}
+    loss = CriterionAdapter(criterion, TAKES_X)
+    assert set(loss.model_inputs(batch)) == {"x"}
+    assert loss(X, batch) == F.cross_entropy(X, Y)
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        lambda y_true, y_pred: (y_true - y_pred).square().mean(),
+        lambda labels, logits: F.cross_entropy(logits, labels),
+        lambda y, y_hat: F.mse_loss(y_hat, y),
+    ],
+)
+def test_a_criterion_that_takes_the_target_first_is_refused(criterion):
+    with pytest.raises(
+        ConfigError, match=r"the model's outputs, then the target: got <lambda>\(.*loss\(target, outputs"
+    ):
+        CriterionAdapter(criterion, TAKES_X)
 
 
 def test_torchs_losses_take_tensors():

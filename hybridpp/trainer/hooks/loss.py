@@ -10,8 +10,9 @@ class LossHook(MeanHook):
     """``train/loss`` and ``test/loss``: the mean over items, each counted once.
 
     Batches count by what the criterion's mean is over (docs/losses.md), so that the loss does not depend on how samples
-    are batched. A criterion that adds up (``reduction = "sum"``) is divided by the number of samples. A
-    :class:`Trainer` adds this hook if there is a criterion.
+    are batched. A criterion that adds up (``reduction = "sum"``) is divided by the number of samples. Of
+    batches with ``num_items_in_batch`` and several replicas it is one replica's share, on average: leave that entry
+    out. A :class:`Trainer` adds this hook if there is a criterion.
     """
 
     def __init__(self) -> None:
