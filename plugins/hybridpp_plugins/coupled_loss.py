@@ -72,6 +72,8 @@ class CoupledLoss:
         sizes: samples of each replica.
         pipeline: where tensors have their samples.
         seed: seeds the random generators with a number, alike on all replicas.
+        is_first: whether it is looked for tensors that all replicas have alike, and which hold no samples. Alike on all
+            replicas.
         control: all ranks; None: there are several stages, where no step goes on after an error.
     """
 
@@ -82,10 +84,15 @@ class CoupledLoss:
         sizes: Sequence[int],
         pipeline: PipelineConfig,
         seed: Callable[[int], None],
+        *,
+        is_first: bool = False,
         control: Group | None = None,
     ):
         self._criterion, self._replicas, self._sizes, self._pipeline = criterion, replicas, sizes, pipeline
         self._seed, self._control, self._has_met = seed, control, False
+        self._is_first = is_first
+        self._alike: list[str] = []
+        self._has_unlike = False
 
     def _meets(self, is_here: bool) -> bool:
         """Whether all replicas have come as far. Collective: all ranks."""
@@ -100,28 +107,70 @@ class CoupledLoss:
             self._meets(False)
 
     def __call__(self, outputs: Any, inputs: Any) -> Any:
-        """The loss of the samples of all replicas; 0 if one does not come: the step is refused at its end."""
+        """The loss of the samples of all replicas; 0 if one does not come: the step is refused at its end.
+
+        Raises:
+            ConfigError: a tensor of the outputs holds no samples, and has as many rows as if it did.
+        """
         if not self._meets(True):
             leaves = [leaf for leaf in pytree.tree_leaves(with_values(outputs)) if isinstance(leaf, Tensor)]
             zeros = [leaf.nan_to_num().sum() * 0 for leaf in leaves if leaf.requires_grad]
             return torch.stack([one.float() for one in zeros]).sum() if zeros else torch.zeros(())
         all_outputs = self._gathered(outputs, self._pipeline.dims_of_outputs)
+        if self._alike and self._has_unlike:
+            raise ConfigError(
+                f"the tensor {self._alike[0]} of the outputs is the same on all replicas, and has as many rows as if "
+                "it held their samples, so that a criterion with coupled=True would get it once for each replica. Say "
+                "that it holds none: HybridParallelPlugin(output_dims={'prototypes': None}), with its name; None for "
+                "an entry of a tuple, as in output_dims=(0, None)."
+            )
         all_inputs = self._gathered(inputs, self._pipeline.batch_dims or 0)
         self._seed(_STREAM)
         return self._criterion(all_outputs, all_inputs)
 
     def _gathered(self, tree: Any, dims: Any) -> Any:
         tree = with_values(tree)
-        leaves, structure = pytree.tree_flatten(tree)
+        paths, structure = pytree.tree_flatten_with_path(tree)
+        leaves = [leaf for _, leaf in paths]
         own = self._sizes[self._replicas.rank]
-        for index, (leaf, dim) in enumerate(zip(leaves, leaf_dims(tree, dims), strict=True)):
-            if isinstance(leaf, Tensor) and dim is not None and dim < leaf.dim() and leaf.shape[dim] % own == 0:
-                leaves[index] = self._joined(leaf, dim, leaf.shape[dim] // own)
+        along = leaf_dims(tree, dims)
+        rows = [
+            leaf.shape[dim] // own
+            if isinstance(leaf, Tensor) and dim is not None and dim < leaf.dim() and leaf.shape[dim] % own == 0
+            else 0
+            for leaf, dim in zip(leaves, along, strict=True)
+        ]
+        if self._is_first:
+            self._check_rows(leaves, rows)
+        for index, (leaf, dim) in enumerate(zip(leaves, along, strict=True)):
+            if rows[index] and dim is not None:
+                leaves[index] = self._joined(leaf, dim, rows[index], pytree.keystr(paths[index][0]))
             elif isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaves[index] = _Shared.apply(leaf, self._replicas.size)  # type: ignore[no-untyped-call]  # torch
         return pytree.tree_unflatten(leaves, structure)
 
-    def _joined(self, own: Tensor, dim: int, rows: int) -> Tensor:
+    def _check_rows(self, leaves: Sequence[Any], rows: Sequence[int]) -> None:
+        """Refuse tensors that do not fit those of other replicas. Collective: all replicas."""
+        tensor = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+        if tensor is None:
+            return
+        own = torch.tensor([float(zlib.crc32(repr(rows).encode()))], dtype=torch.float64, device=tensor.device)
+        if len({float(one) for one in self._replicas.all_gather(own)}) > 1:
+            raise ConfigError(
+                "a criterion with coupled=True gets tensors with as many rows for each sample on all replicas: the "
+                f"replicas have {', '.join(map(str, self._sizes))} samples, and their tensors do not fit these. Say "
+                "which ones hold no samples: HybridParallelPlugin(output_dims={'prototypes': None}), or batch_dims "
+                "for the batch, with their names."
+            )
+
+    def _compare(self, parts: Sequence[Tensor], dim: int, name: str) -> None:
+        """Note whether all replicas have the same tensor, and one whose rows differ."""
+        is_alike = all(part.shape == parts[0].shape and torch.equal(part, parts[0]) for part in parts[1:])
+        self._has_unlike |= not is_alike
+        if is_alike and not torch.equal(parts[0], parts[0].flip(dim)):
+            self._alike.append(name)
+
+    def _joined(self, own: Tensor, dim: int, rows: int, name: str) -> Tensor:
         """The tensors of all replicas; gradients go to that of this one."""
         size = max(self._sizes) * rows
         padding = list(own.shape)
@@ -129,6 +178,8 @@ class CoupledLoss:
         padded = torch.cat([own.detach(), own.new_zeros(padding)], dim)
         parts = self._replicas.all_gather(as_carried(padded.contiguous()))
         cut = [part.narrow(dim, 0, count * rows) for part, count in zip(parts, self._sizes, strict=True)]
+        if self._is_first and own.requires_grad:
+            self._compare(cut, dim, name)
         cut[self._replicas.rank] = own
         return torch.cat(cut, dim)
 

@@ -312,7 +312,10 @@ class Engine(EngineParts):
             return None
         control = self.layout.control if self.layout.pp.size == 1 else None
         sizes, seed = [int(info.num_items) for info in infos], stream_seeder(key, self.device)
-        return CoupledLoss(called, self.layout.dp, sizes, self.pipeline, seed, control)
+        is_first = self.first_step is not None
+        return CoupledLoss(
+            called, self.layout.dp, sizes, self.pipeline, seed, is_first=is_first and self.is_training, control=control
+        )
 
     def _replica_infos(self, infos: list[RankBatchInfo]) -> list[RankBatchInfo]:
         """Of a rank of each replica that computes losses."""

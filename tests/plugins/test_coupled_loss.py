@@ -143,3 +143,56 @@ def test_a_coupled_loss_that_differs_between_replicas_is_refused():
         return True
 
     assert all(Loopback(4).run(run))
+
+
+class Prototypes(Net):
+    def __init__(self):
+        super().__init__()
+        self.prototypes = nn.Parameter(torch.randn(4, 6, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, x):
+        return {"first": self.layers(x), "prototypes": self.prototypes * 1}
+
+
+def test_an_output_that_is_no_tensor_of_samples_is_refused_or_declared():
+    def to_prototypes(outputs, inputs):
+        return (outputs["first"] @ outputs["prototypes"].T).logsumexp((0, 1))
+
+    to_prototypes.coupled = True
+    model = Prototypes()
+    to_prototypes(model(PAIRS["x"][:6]), PAIRS).backward()
+
+    def run(num_first, **settings):
+        booster, cut, optimizer = boosted(Prototypes(), sgd, {"x": PAIRS["x"][:1]}, **settings)
+        rows = slice(0, num_first) if booster.plugin.layout.here.dp == 0 else slice(num_first, 6)
+        booster.execute_pipeline(iter([{"x": PAIRS["x"][rows]}]), cut, to_prototypes, optimizer)
+        return gradients_of(booster, cut)
+
+    for gradients in Loopback(2).run(lambda: run(4, output_dims={"prototypes": None})):
+        assert_near(gradients, {name: dict(model.named_parameters())[name].grad for name in gradients}, 1e-6)
+
+    def refused(num_first):
+        with pytest.raises(ConfigError) as caught:
+            run(num_first)
+        return str(caught.value)
+
+    assert all("the replicas have 1, 5 samples" in text for text in Loopback(2).run(lambda: refused(1)))
+    assert all("the replicas have 4, 2 samples" in text for text in Loopback(2).run(lambda: refused(4)))
+
+
+def test_an_output_that_is_the_same_on_all_replicas_is_refused():
+    def to_prototypes(outputs, inputs):
+        return (outputs["first"] @ outputs["prototypes"].T).logsumexp((0, 1))
+
+    to_prototypes.coupled = True
+
+    def run():
+        booster, cut, optimizer = boosted(Prototypes(), sgd, {"x": PAIRS["x"][:1]})
+        rows = slice(0, 2) if booster.plugin.layout.here.dp == 0 else slice(2, 4)
+        with pytest.raises(
+            ConfigError, match=r"the tensor \['prototypes'\] of the outputs is the same on all replicas"
+        ):
+            booster.execute_pipeline(iter([{"x": PAIRS["x"][rows]}]), cut, to_prototypes, optimizer)
+        return True
+
+    assert all(Loopback(2).run(run))
