@@ -280,13 +280,13 @@ class LossComparison:
 
         Args:
             losses: of all micro-batches; none after an error. One of 0 shows nothing: scripts return one where there is
-                nothing to learn.
+                nothing to learn; nor does one of inf or NaN, which is reported as such.
             counts: the values of :attr:`counts`.
         """
         form, read, self._read, self._form = self._form, self._read, [], None
         if form is None or not losses:
             return LossReduction.MEAN, 0.0
-        read = [one for one in read if losses[one[0]]]
+        read = [one for one in read if losses[one[0]] and math.isfinite(losses[one[0]])]
         known, found = form.kinds, {term.kind for _, terms in read for term in terms if term.kind}
         if known and found - known:
             return LossReduction.CHANGED, 0.0
