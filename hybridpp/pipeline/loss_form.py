@@ -18,6 +18,11 @@ from hybridpp.pipeline.loss_items import (
 )
 from hybridpp.pipeline.loss_trace import Term, TermFactor
 
+ADVICE = (
+    "write a term that may have no items without a branch, as (losses * mask).sum() / mask.sum().clamp(min=1) instead "
+    "of if mask.any(): ..."
+)
+
 
 def loss_form_of(
     terms: Sequence[Term],
@@ -120,10 +125,14 @@ def combined(form: LossForm, terms: Sequence[Term], shares: Callable[[Product], 
     Raises:
         NotCountedError: the loss has other terms than the one whose form it is.
     """
-    if len(terms) != len(form.of_terms):
-        raise NotCountedError(f"it has {len(terms)} terms, and had {len(form.of_terms)} before")
+    products = form.of_terms
+    if len(terms) != len(products):
+        # A script may leave out a term that has no items.
+        products = tuple(one for one in products if one is None or shares(one))
+    if len(terms) != len(products):
+        raise NotCountedError(f"it has {len(terms)} terms, and had {len(form.of_terms)} before: {ADVICE}")
     total: Tensor | None = None
-    for term, product in zip(terms, form.of_terms, strict=True):
+    for term, product in zip(terms, products, strict=True):
         share = shares(next(filter(None, form.products), ()) if product is None else product)
         if share:
             value = torch.as_tensor(term.make()) * share

@@ -287,9 +287,15 @@ class LossComparison:
         if form is None or not losses:
             return LossReduction.MEAN, 0.0
         read = [one for one in read if losses[one[0]] and math.isfinite(losses[one[0]])]
-        known, found = form.kinds, {term.kind for _, terms in read for term in terms if term.kind}
-        if known and found - known:
-            return LossReduction.CHANGED, 0.0
+        rows = [(len(terms), {term.kind for term in terms if term.kind}) for _, terms in read]
+        is_first = not form.kinds
+        first_number, first_kinds = rows[0] if rows else (0, set())
+        known, numbers = form.kinds or first_kinds, form.numbers_of_terms or {first_number}
+        found = {kind for _, kinds in rows for kind in kinds}
+        # A loss that is made sample by sample has more terms where there are more samples.
+        has_more = numbers == {1} and not form.is_by_row and any(number > 1 for number, _ in rows)
+        if known and (found - known or has_more):
+            return LossReduction.APPEARED if is_first or has_more else LossReduction.CHANGED, 0.0
         ratios: dict[tuple[int, int], float] = {}
         is_complete, total = bool(read), 0.0
         for microbatch, terms in read:
@@ -298,12 +304,13 @@ class LossComparison:
                 ratio = terms[index].value(counts) / self._divisor(product, microbatch)
                 first = ratios.setdefault((len(terms), index), ratio)
                 if not math.isclose(ratio, first, rel_tol=_TOLERANCE) and not math.isnan(ratio + first):
-                    return LossReduction.CHANGED if known else LossReduction.UNCOUNTED, 0.0
+                    return LossReduction.UNCOUNTED if is_first else LossReduction.CHANGED, 0.0
                 if not (terms[index].is_of_elements and form.is_of_rows(product)):
                     # Else rows may be of another length on each replica.
                     total += (index + 1) * ratio
             is_complete &= math.isfinite(total)
-        known.update(found)
+        form.kinds.update(found)
+        form.numbers_of_terms.update(number for number, _ in rows)
         return LossReduction.MEAN, total if is_complete and len({number for number, _ in ratios}) == 1 else 0.0
 
     def _divisor(self, product: Product, microbatch: int) -> float:

@@ -405,6 +405,7 @@ class LossForm:
             :class:`~hybridpp.pipeline.loss_trace.LossTrace`.
         kinds: by which functions its terms are reduced, as graphs have shown; see
             :class:`~hybridpp.pipeline.loss_graph.GraphTerm`.
+        numbers_of_terms: how many, as graphs have shown.
     """
 
     counts: tuple[Count, ...]
@@ -416,6 +417,7 @@ class LossForm:
     is_by_row: bool = False
     choice: int = 0
     kinds: set[str] = field(default_factory=set, compare=False)
+    numbers_of_terms: set[int] = field(default_factory=set, compare=False)
 
     @property
     def has_constant(self) -> bool:

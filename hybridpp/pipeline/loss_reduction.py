@@ -29,6 +29,8 @@ class LossReduction(IntEnum):
     """No replica's batch has an item."""
     CHANGED = 7
     """It is made in another way than the one whose form is known."""
+    APPEARED = 8
+    """It has a term that the one whose form is known had not."""
 
 
 @torch.no_grad()

@@ -183,6 +183,7 @@ class LossTrace(WatchingMode):
         in_criterion: whether the model's forward is over.
         num_choices: the most meanings that a plain number may have.
         ambiguous: counts that one plain number may be.
+        has_read: whether the script has read a value of the inputs, by which it may branch.
         is_empty: whether the script has read a number of items that is 0, so that it may have taken another branch.
         guessed: the plain numbers that stand in the place of such a number, as ``max(int(count), 1)`` gives.
     """
@@ -191,7 +192,7 @@ class LossTrace(WatchingMode):
         super().__init__()
         self._choice, self.num_choices = choice, 1
         self.ambiguous: list[Sequence[Count]] = []
-        self.in_criterion, self.is_empty = False, False
+        self.in_criterion, self.is_empty, self.has_read = False, False, False
         self.guessed: list[float] = []
         self._zeros: list[Count] = []
         self._tree = trees[0] if trees else None
@@ -417,6 +418,8 @@ class LossTrace(WatchingMode):
 
     def _sizes(self, name: str, args: Any, kwargs: Any, result: Any, known: Any) -> Any:
         tensor = args[0]
+        is_chosen = isinstance(known, _OfModel) and known.numel is not None
+        self.has_read |= name in ("len", "numel", "nelement") or is_chosen
         if isinstance(known, Count):
             if name in ("numel", "nelement"):
                 return self._read(result, self._count(numel, known))
@@ -446,6 +449,7 @@ class LossTrace(WatchingMode):
             spec = (spec[0][0], args[1].dtype), {}
         count = self._count(function, *spec[0], **spec[1])
         if name in _PLAIN_NUMBERS and isinstance(result, int | float):
+            self.has_read = True
             if isinstance(result, bool):
                 self._branch(spec[0][0], result)
                 return None

@@ -3,6 +3,7 @@
 from hybridpp.cluster import Group, gather_objects, get_dist_logger
 from hybridpp.errors import ConfigError
 from hybridpp.pipeline import CriterionAdapter, LossComparison, LossReduction, no_items
+from hybridpp.pipeline.loss_form import ADVICE
 
 _WAYS_OUT = (
     "With num_microbatches=1 and one replica any loss is right. Else let the criterion say what it is: "
@@ -84,7 +85,14 @@ class CriterionCheck:
                 "the loss is made in another way than in the criterion's first step, or in unlike ways by the "
                 "replicas: it is reduced by another function, or divided by another number, and micro-batches and "
                 "replicas were weighted by what it was a mean over then. Pass another function as criterion from this "
-                f"step on: what its loss is a mean over is found anew; of a loss that the model makes, too. {_WAYS_OUT}"
+                "step on: what its loss is a mean over is found anew; of a loss that the model makes, too. If a term "
+                f"was left out until now, because it had no items: {ADVICE}. {_WAYS_OUT}"
+            )
+        if reduction is LossReduction.APPEARED:
+            raise ConfigError(
+                "the loss of a micro-batch has a term that the one from which it was found what the loss is a mean "
+                "over had not, so the term's items were not counted. If it is left out where it has none, "
+                f"{ADVICE}: then it is counted in every micro-batch. {_WAYS_OUT}"
             )
         if reduction is LossReduction.EMPTY:
             raise no_items()

@@ -37,6 +37,7 @@ from hybridpp.pipeline import (
     with_unlike_samples,
 )
 from hybridpp.pipeline.batch import TOTAL_KEY
+from hybridpp.pipeline.loss_form import ADVICE
 from hybridpp.pipeline.loss_items import MAX_COUNTS, Product, entry_path
 from hybridpp.pipeline.loss_trace import OF_EARLIER_STAGE, Term
 from hybridpp_plugins.criterion_check import CriterionCheck
@@ -212,6 +213,8 @@ class StepLosses:
         form, own = self._form, self._measured[microbatch]
         assert form is not None
         self._open.discard(microbatch)
+        if form.needs_terms and len(terms) < len(form.of_terms):
+            return True  # the terms without items are left out
         self.shares[microbatch] = 0.0
         if not torch.isfinite(loss.detach()) or not float(loss.detach()):
             return False
@@ -289,6 +292,29 @@ class StepLosses:
                 return found
         return None
 
+    def _of_others(
+        self, terms: Sequence[Term], trace: LossTrace, microbatch: int, outputs: Any, choice: int
+    ) -> Sequence[Term] | None:
+        """The terms with the inputs of the micro-batch that has most of them; None: none has more.
+
+        A script that branches by what it reads of the inputs may leave out a term that has no items.
+        """
+        if not trace.has_read or any(term.in_model for term in terms):
+            return None
+        own, most = self._microbatches[microbatch], _number_of(terms)
+        best: Sequence[Term] | None = None
+        for other in self._microbatches:
+            if other is own or other.num_samples != own.num_samples:
+                continue
+            try:
+                inputs = pytree.tree_map_only(Tensor, self._here, other.inputs)
+                found = self._traced([other.inputs, inputs], own.num_samples, outputs, inputs, choice)
+            except Exception:  # a criterion may raise anything for inputs that do not belong to its outputs
+                continue
+            if _number_of(found) > most:
+                best, most = found, _number_of(found)
+        return best
+
     def _here(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device)
 
@@ -321,7 +347,8 @@ class StepLosses:
             if terms is not None:
                 if trace.ambiguous and not any(term.in_model for term in terms):
                     told_apart = self._told_apart(terms, trace, microbatch, outputs, choice)
-                form = self._form_of(trace, told_apart or terms, parts, sizes)
+                of_others = self._of_others(terms, trace, microbatch, outputs, choice)
+                form = self._form_of(trace, of_others or told_apart or terms, parts, sizes)
             measured = form.measure(parts, sizes)
         except NotCountedError as error:
             problems.append((LossReduction.UNCOUNTED, str(error)))
@@ -375,7 +402,7 @@ class StepLosses:
             measured = [Measured((float(one.num_samples),), (float(one.num_samples),)) for one in self._microbatches]
             counts = [(one,) for one in self._replicas.num_items]
         elif self._are_unlike:
-            self._report(LossReduction.UNCOUNTED, "the replicas' losses are made in different ways")
+            self._report(LossReduction.UNCOUNTED, f"the replicas' losses are made in different ways; {ADVICE}")
         self._criterion.found(torch.is_grad_enabled(), self._batch.has_total, form)
         before = [one.share for one in self._batch.microbatches]
         self._form, self._measured = form, measured
@@ -602,6 +629,10 @@ def _may_change(trace: LossTrace, output: Any) -> bool:
     # Logits that are divided over ranks would be gathered.
     is_whole = isinstance(output, DeferredTensor) or not isinstance(output, MadeWhenRead)
     return is_whole and (output.requires_grad or not torch.is_grad_enabled())
+
+
+def _number_of(terms: Sequence[Term]) -> int:
+    return sum(term.factors is not None for term in terms)
 
 
 def _size_of(outputs: Any) -> int:

@@ -813,3 +813,46 @@ def test_replicas_that_count_unlike_things_are_not_added_up(is_declared):
         own = replica_part(whole if replica else {"x": whole["x"]}, replica, 2)
         (criterion(expected(**own), own) / 2).backward()
     assert_near(found[0], {name: parameter.grad for name, parameter in expected.named_parameters()})
+
+
+def with_an_optional_term(o, i):
+    loss = F.cross_entropy(o["pooled"], i["kinds"])
+    chosen = i["labels"][:, 0] > 0
+    if chosen.any():
+        loss = loss + F.mse_loss(o["logits"][chosen, 0, 0], i["labels"][chosen, 0].float())
+    return loss
+
+
+def with_some_labels(*rows):
+    whole = batch()
+    whole["labels"][:, 0] = torch.tensor([3 if row in rows else -100 for row in range(ROWS)])
+    return whole
+
+
+@pytest.mark.parametrize("rows", [(5, 6, 7), (0, 5)], ids=str)
+def test_a_term_that_some_micro_batches_lack_counts_by_its_own_items(rows):
+    whole = with_some_labels(*rows)
+    loss, gradients = alone(with_an_optional_term, whole)
+    (rank,) = everywhere({"optional": with_an_optional_term}, {"num_microbatches": 4}, whole)
+    assert rank["optional"][0] == pytest.approx([loss] * 4, rel=1e-6)
+    for parameter, gradient in gradients.items():
+        assert (rank["optional"][2][parameter] - gradient).abs().max() <= 5e-6, parameter
+
+
+def test_a_term_that_appears_in_a_later_step_is_refused_with_a_way_out():
+    def without_branch(o, i):
+        chosen = i["labels"][:, 0] > 0
+        losses = (o["logits"][:, 0, 0] - i["labels"][:, 0].float()).square() * chosen
+        return F.cross_entropy(o["pooled"], i["kinds"]) + losses.sum() / chosen.sum().clamp(min=1)
+
+    booster, model, optimizer = boosted(Head(), sgd, {"ids": batch()["ids"][:1]}, num_microbatches=2)
+    lacking, whole = with_some_labels(), with_some_labels(1, 6, 7)
+    booster.execute_pipeline(iter([lacking]), model, with_an_optional_term, optimizer)
+    with pytest.raises(ConfigError, match=re.escape("(losses * mask).sum() / mask.sum().clamp(min=1) instead")):
+        booster.execute_pipeline(iter([whole]), model, with_an_optional_term, optimizer)
+    for one in (lacking, whole):
+        optimizer.zero_grad()
+        found = booster.execute_pipeline(iter([one]), model, without_branch, optimizer)["loss"].item()
+        expected, gradients = alone(without_branch, one)
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert_near(gradients_of(booster, model), gradients, 1e-6)
