@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridpp.nn.half import HALF_DTYPES
 from hybridpp.pipeline.loss_items import (
     MAX_COUNTS,
     Count,
@@ -51,6 +52,8 @@ def loss_form_of(
     def adds_up(count: Count) -> bool:
         if id(count) not in kinds:
             kinds[id(count)] = _adds_up(count, inputs, twice, sizes)
+            if kinds[id(count)] and part_of is not None and not count.is_of_row:
+                _check_sum(count, inputs, part_of, sizes)
             if not kinds[id(count)] and not count.is_of_row:
                 _check_constant(count, inputs, part_of, sizes)
         return kinds[id(count)]
@@ -99,6 +102,30 @@ def _adds_up(count: Count, inputs: Sequence[Any], twice: Callable[[Any, int], An
     if math.isclose(doubled, once, rel_tol=1e-3):
         return False
     raise NotCountedError(f"a number that it is divided by is {once:g}, and for twice the samples {doubled:g}")
+
+
+def _check_sum(
+    count: Count, inputs: Sequence[Any], part_of: Callable[[Any, int, slice], Any], sizes: Sequence[int]
+) -> None:
+    """Of a number that doubles if samples come twice, such as a sum of squares about the mean: it must add up."""
+    plain = without_floor(count)
+    for part, num_samples in zip(inputs, sizes, strict=True):
+        middle = num_samples // 2
+        if not middle:
+            continue
+        try:
+            made = [
+                plain.of(part_of(part, num_samples, one), one.stop - one.start)
+                for one in (slice(0, middle), slice(middle, num_samples), slice(0, num_samples))
+            ]
+        except Exception:  # any operation of the script's, on fewer samples than it was made for
+            return
+        is_rounded = any(isinstance(one, Tensor) and one.dtype in HALF_DTYPES for one in made)
+        ((first, second, full),) = numbers([made])
+        if not math.isclose(first + second, full, rel_tol=1e-2 if is_rounded else 1e-5, abs_tol=1e-6):
+            raise NotCountedError(
+                f"a number that it is divided by is {full:g}, and of the samples' halves {first:g} and {second:g}"
+            )
 
 
 def _check_constant(

@@ -85,7 +85,7 @@ class Count:
         first = rest[0] if name == "getitem" else None
         first = first[0] if isinstance(first, tuple) and first else first
         is_rows = name == "unbind" and (rest or (self.kwargs.get("dim", 0),))[0] == 0
-        own = self.function is row_of or is_rows or type(first) is int
+        own = self.function in (row_of, of_row) or is_rows or type(first) is int
         return own or any(one.is_of_row for one in self._inner())
 
     def _inner(self) -> "list[Count]":
@@ -195,6 +195,11 @@ def single(index: int) -> int:
 def row_of(tensor: Any, index: int) -> Any:
     """One row."""
     return tensor[index]
+
+
+def of_row(value: Any) -> Any:
+    """A number of one row alone, by which what is made of that row is divided."""
+    return value
 
 
 def at_least(value: Any, limit: float) -> Any:

@@ -28,6 +28,7 @@ from hybridpp.pipeline.loss_items import (
     num_rows,
     number,
     numel,
+    of_row,
     row_of,
     single,
     size,
@@ -94,6 +95,13 @@ _PRODUCTS = frozenset(["matmul", "mm", "rmatmul", "linear"])
 _DIVIDING_IN_PARTS = frozenset(["chunk", "split", "split_with_sizes", "tensor_split"])
 _TO_SCALAR = frozenset(["dot", "vdot", "inner", "matmul"])
 _PLAIN_NUMBERS = frozenset(["int", "float", "len", "index", "bool", "item"])
+# They choose or weigh samples by how their numbers are ordered, or leave some out. By chance, halves may agree.
+_ORDERING = frozenset(
+    [
+        *("topk", "sort", "msort", "argsort", "median", "kthvalue", "mode", "quantile"),
+        *("nanmean", "nanmedian", "nanquantile", "max", "min", "amax", "amin", "aminmax"),
+    ]
+)
 _SIZES = frozenset(["size", "numel", "nelement", "shape"])
 # Larger tensors that are no inputs are not kept as constants of a count.
 _MAX_CONSTANT = 2**20
@@ -382,6 +390,11 @@ class LossTrace(WatchingMode):
             return self._sizes(name, args, kwargs, result, known[0] if known else None)
         if name == "iter":
             return iter(self._rows_of(args[0], list(result), known[0]))
+        if name == "expand_as" and isinstance(known[0], Count) and len(given) == 2 and models:
+            sizes = self._expanded(*given)
+            if sizes is not None:
+                self._note(result, self._count(Tensor.expand, known[0], *sizes))
+                return None
         if models:
             self._of_model(function, name, args, kwargs, result, models)
             return None
@@ -396,6 +409,14 @@ class LossTrace(WatchingMode):
             self._note(args[0] if name.endswith("_") and args else result, _ITEMS)
             return None
         return self._of_inputs(function, name, args, kwargs, result)
+
+    def _expanded(self, tensor: Tensor, like: Tensor) -> list[int] | None:
+        """The sizes to expand an input to, if its samples stay where they are; -1: as they are."""
+        samples, extra = self._samples_of(tensor), like.dim() - tensor.dim()
+        if samples is None or samples.dim + extra != getattr(self._samples_of(like), "dim", None):
+            return None
+        own = [0] * extra + list(tensor.shape)
+        return [-1 if before == after else after for before, after in zip(own, like.shape, strict=True)]
 
     def _rows_of(self, tensor: Tensor, rows: list[Tensor], known: Any) -> list[Tensor]:
         """The rows of a tensor that is iterated over."""
@@ -538,29 +559,31 @@ class LossTrace(WatchingMode):
         reductions = _reduction_of(function, args, kwargs)
         with_samples = [(tensor, what) for tensor, what in models if what.terms is None]
         made = self._made_of(result)
+        order = f"{name} over the samples" if self.in_criterion and made.is_over and name in _ORDERING else ""
         divided = self._divided_of(name, args, kwargs, result, with_samples) if reductions is None else ()
         if reductions is not None:
             found = self._loss(name, reductions, result, models)
         elif not with_samples:
             found = self._without_samples(function, name, args, kwargs, result, models)
-        elif made.is_gone and name not in _REDUCING and (made.is_sum or not self.in_criterion):
+        elif made.is_gone and name not in _REDUCING and (made.is_sum or order or not self.in_criterion):
             # A criterion is also tried on halves of the samples.
             is_sum = made.is_sum and len(with_samples) == len(models)
-            why = _why(models) or ("" if is_sum else f"{name} of the samples")
+            why = _why(models) or order or ("" if is_sum else f"{name} of the samples")
             found = _OfModel(terms=(self._term((), result, why, divided=divided),))
         elif len(with_samples) < len(models):
             mixed = not all(what.terms == () or what.terms is None for _, what in models)
             # In the model it is as in batch normalisation: each micro-batch has its own statistics.
             why = f"{name} of samples and of a sum over them" if mixed and self.in_criterion else ""
             found = self._items(name, args, result, with_samples)
-            found = found._replace(why=found.why or why or ("" if self.in_criterion else made.why))
+            why = found.why or (_why(models) if self.in_criterion else "") or why
+            found = found._replace(why=why or ("" if self.in_criterion else made.why))
         elif name in _REDUCING:
             found = self._reduced(name, args, kwargs, result, models[0][0], models[0][1]._replace(divided=divided))
         elif result.dim() == 0 and name in _TO_SCALAR:
             found = _OfModel(terms=(self._term((), result, _why(models), divided=divided),))
         else:
             found = self._items(name, args, result, with_samples)
-            found = found._replace(why=found.why or ("" if self.in_criterion else made.why))
+            found = found._replace(why=found.why or order or ("" if self.in_criterion else made.why))
         if divided and found.terms is None:
             found = found._replace(divided=divided)
         self._note(args[0] if writes_to and name == "setitem" else result, found)
@@ -640,7 +663,8 @@ class LossTrace(WatchingMode):
             is_row = tensor.shape[samples.dim] == self._num_samples > 1 == result.shape[samples.dim]
             what = what._replace(numel=self._count(single, index)) if is_row else what
         if self.in_criterion:
-            return what
+            is_order = made.is_over and name in _ORDERING
+            return what._replace(why=what.why or f"{name} over the samples") if is_order else what
         if made.is_gone:
             return _OfModel(terms=(self._term((), result, what.why or f"{name} of the samples"),))
         return what._replace(why=what.why or made.why)
@@ -765,7 +789,9 @@ class LossTrace(WatchingMode):
         is_classes = name in _CLASS_LOSSES and isinstance(target, Tensor) and not target.is_floating_point()
         if is_classes and isinstance(known, Count):
             weight = None if call.weight is None else self._spec(call.weight)
-            factor = TermFactor(self._count(counted_targets, known, call.ignore_index, weight), -1)
+            counted = self._count(counted_targets, known, call.ignore_index, weight)
+            is_of_row = of_input.numel is not None and of_input.numel.function is single
+            factor = TermFactor(self._count(of_row, counted) if is_of_row else counted, -1)
         elif is_classes and isinstance(known, _OfModel):
             seen = counted_targets(target, call.ignore_index, call.weight)
             factor = TermFactor(self._rows, -1, True, seen)

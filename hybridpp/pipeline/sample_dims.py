@@ -32,12 +32,14 @@ class Found(NamedTuple):
         is_gone: whether the result has none: the function went over all of them.
         is_sum: whether it only added them up, then.
         why: how it coupled samples that the result still has; "": it did not, as far as known.
+        is_over: whether it surely went along the samples otherwise than by adding them up.
     """
 
     samples: SampleDim | None = None
     is_gone: bool = False
     is_sum: bool = False
     why: str = ""
+    is_over: bool = False
 
 
 @dataclass(frozen=True)
@@ -204,9 +206,11 @@ def _gone_over(call: Call, is_sum: bool) -> Found:
     if samples is None:
         return Found()
     if call.result.dim() == 0:
-        return Found(is_gone=True, is_sum=is_sum)
+        return Found(is_gone=True, is_sum=is_sum, is_over=samples.is_sure and not is_sum)
     found = _moved(call)
-    return found if found.samples is not None else Found(is_gone=True, is_sum=is_sum)
+    if found.samples is not None:
+        return found
+    return Found(is_gone=True, is_sum=is_sum, is_over=samples.is_sure and not is_sum)
 
 
 def _along(position: int, default: int | None) -> Callable[[Call], Found]:
@@ -222,7 +226,8 @@ def _along(position: int, default: int | None) -> Callable[[Call], Found]:
             return _alike(call)
         # Indices say which rows are chosen, as routers do.
         is_coupled = samples.rows == 1 and call.result.is_floating_point()
-        return _alike(call)._replace(why=f"{call.name} over the samples" if is_coupled else "")
+        why = f"{call.name} over the samples" if is_coupled else ""
+        return _alike(call)._replace(why=why, is_over=samples.is_sure)
 
     return rule
 

@@ -37,6 +37,7 @@ from hybridpp.pipeline import (
     with_unlike_samples,
 )
 from hybridpp.pipeline.batch import TOTAL_KEY
+from hybridpp.pipeline.criterion_state import unchanged
 from hybridpp.pipeline.loss_form import ADVICE
 from hybridpp.pipeline.loss_items import MAX_COUNTS, Product, entry_path
 from hybridpp.pipeline.loss_trace import OF_EARLIER_STAGE, Term
@@ -260,7 +261,7 @@ class StepLosses:
             # A plain number may be another than it was taken for, of an equal value.
             trace.choose(choice)
             with preserved_random_state(self._device), trace:
-                again = trace.terms(self._criterion(outputs, inputs))
+                again = trace.terms(self._again(outputs, inputs))
             other = self._tried(again, trace, microbatch, loss, outputs, inputs, choice)
             if not other.problems and not other.is_doubtful:
                 found = other._replace(form=replace(other.form, choice=choice))
@@ -315,6 +316,11 @@ class StepLosses:
                 best, most = found, _number_of(found)
         return best
 
+    def _again(self, outputs: Any, inputs: Any) -> Any:
+        """The criterion's result for other tensors, to look at it: what it keeps between its calls stays as it is."""
+        with unchanged(self._criterion.criterion):
+            return self._criterion(outputs, inputs)
+
     def _here(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device)
 
@@ -325,7 +331,7 @@ class StepLosses:
         trace.in_criterion = True
         trace.received([leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)])
         with preserved_random_state(self._device), trace:
-            loss = self._criterion(outputs, inputs)
+            loss = self._again(outputs, inputs)
         return trace.terms(loss) or ()
 
     def _tried(
@@ -499,7 +505,7 @@ class StepLosses:
 
             def on_twice() -> Any:
                 twice = duplicate_samples(self._of_lists(inputs, count, _twice), count, in_dims)
-                return self._criterion(duplicate_samples(outputs, count, out_dims), twice)
+                return self._again(duplicate_samples(outputs, count, out_dims), twice)
 
             form = LossForm.of_rows()
             if not why and confirm_sum(loss, on_twice) is LossReduction.SUM:
@@ -607,7 +613,7 @@ class StepLosses:
         num_samples = samples.stop - samples.start
         (measured,) = form.measure([inputs], [num_samples])
         if not form.needs_terms:
-            return self._criterion(outputs, inputs), measured
+            return self._again(outputs, inputs), measured
         return self._traced([inputs], num_samples, outputs, inputs, form.choice), measured
 
 

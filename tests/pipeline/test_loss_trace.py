@@ -58,6 +58,7 @@ def tokens(o, i):
         (lambda o, i: F.mse_loss(o, F.one_hot(i["ids"], CLASSES).float()), [[120]]),
         (lambda o, i: F.mse_loss(o, 0 * o.detach(), weight=i["mask"][..., None].expand(-1, -1, CLASSES)), [[60]]),
         (lambda o, i: F.l1_loss(o, 0 * o.detach(), weight=i["mask"][..., None].expand(-1, -1, CLASSES)), [[60]]),
+        (lambda o, i: F.mse_loss(o, 0 * o.detach(), weight=i["mask"][..., None].expand_as(o)), [[60]]),
         (lambda o, i: F.mse_loss(o[..., 0], i["mask"], size_average=False), [[]]),
         (lambda o, i: F.kl_div(o, o.softmax(-1), reduction="batchmean"), [[4]]),
         (lambda o, i: F.kl_div(o.transpose(0, 1), o.transpose(0, 1).softmax(-1), reduction="batchmean"), [[]]),
@@ -82,7 +83,13 @@ def tokens(o, i):
             lambda o, i: F.cross_entropy(o[:, 0, :4], torch.arange(ROWS)),
             ["classes that are the samples themselves"],
         ),
-        (lambda o, i: o.abs().max(), None),
+        (lambda o, i: o.abs().max(), ["max over the samples"]),
+        (lambda o, i: o.max(-1).values.mean() - o.topk(2).values.mean(), [[4], [4]]),
+        (lambda o, i: tokens(o, i).flatten().topk(3).values.mean(), ["topk over the samples"]),
+        (lambda o, i: tokens(o, i)[tokens(o, i).mean(1).topk(2).indices].mean(), ["topk over the samples"]),
+        (lambda o, i: tokens(o, i).mean(1).sort().values[:2].sum(), ["sort over the samples"]),
+        (lambda o, i: tokens(o, i)[tokens(o, i) > tokens(o, i).median()].mean(), ["median over the samples"]),
+        (lambda o, i: tokens(o, i).nanmean() + o.mean(), ["nanmean over the samples", [4]]),
     ],
 )
 def test_a_term_is_a_sum_divided_by_counts_of_the_inputs(make, expected, training):

@@ -286,6 +286,50 @@ def test_equal_losses_of_all_samples_do_not_hide_how_they_are_weighted():
     assert verdict(criterion, target=weights, x=torch.zeros(4, 5)) == LossReduction.COUPLED
 
 
+def test_a_divisor_that_is_no_sum_over_samples_is_found_where_halves_agree():
+    def explained(o, i):
+        around = i["target"] - i["target"].mean()
+        return (o["logits"] - i["target"]).square().sum() / around.square().sum()
+
+    target = torch.tensor([1.0, 2.0, 1.0, 2.02])[:, None].expand(4, 5)
+    assert verdict(explained, target=target) == LossReduction.COUPLED
+
+
+def test_a_loss_of_slices_of_one_sample_is_a_mean():
+    def criterion(o, i):
+        given = o["logits"], i["target"]
+        return sum(F.cross_entropy(*(one[k : k + 1] for one in given)) for k in range(len(given[0]))) / len(given[0])
+
+    assert verdict(criterion, target=Y) == LossReduction.MEAN
+
+
+class Counting(nn.Module):
+    """A criterion that writes to what it keeps between its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.calls, self.sizes = 0, []
+
+    def forward(self, o, i):
+        self.calls += 1
+        self.sizes.append(len(i["ids"]))
+        self.scale.add_(0.5 * (self.calls == 1))
+        return self.scale * F.cross_entropy(o["pooled"], i["kinds"])
+
+
+@pytest.mark.parametrize("form", ["module", "function", "method"])
+def test_a_criterion_keeps_what_its_calls_for_micro_batches_made(form):
+    kept = Counting()
+    criterion = {"module": kept, "function": lambda o, i: kept(o, i), "method": kept.forward}[form]
+    booster, model, optimizer = boosted(Head(), sgd, {"ids": batch()["ids"][:1]}, num_microbatches=2)
+    found = booster.execute_pipeline(iter([batch()]), model, criterion, optimizer)["loss"].item()
+    loss, gradients = alone(lambda o, i: 1.5 * F.cross_entropy(o["pooled"], i["kinds"]), batch())
+    assert found == pytest.approx(loss, rel=1e-6)
+    assert_near(gradients_of(booster, model), gradients, 1e-6)
+    assert (kept.calls, kept.sizes, kept.scale.item()) == (2, [4, 4], 1.5)
+
+
 @pytest.mark.parametrize(
     "criterion",
     [
