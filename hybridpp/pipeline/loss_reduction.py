@@ -122,7 +122,8 @@ def with_unlike_samples(
         if not leaf.numel() or leaf.shape[dim] % num_samples or not changed[index]:
             continue
         values = leaf.detach()
-        random = torch.empty_like(values).uniform_(generator=torch.Generator(values.device).manual_seed(index))
+        # Of the host's generator, since not every device has one of its own.
+        random = torch.rand(values.shape, generator=torch.Generator().manual_seed(index)).to(values)
         amounts = torch.linspace(0.1, 0.9, num_samples, device=values.device, dtype=values.dtype)
         amounts = amounts.repeat_interleave(leaf.shape[dim] // num_samples)
         amounts = amounts.view(*[1] * dim, -1, *[1] * (leaf.dim() - dim - 1))
