@@ -247,6 +247,12 @@ def _reshaped(call: Call) -> Found:
         return Found()
     if isinstance(call.argument(1, "dtype"), torch.dtype) or tensor.numel() != call.result.numel():
         return _alike(call)
+    if call.name == "flatten":
+        start = (call.argument(1, "start_dim") or 0) % tensor.dim()
+        end = call.argument(2, "end_dim")
+        last = (-1 if end is None else end) % tensor.dim()
+        if samples.dim == start:  # of a single sample, sizes do not tell
+            return Found(samples._replace(rows=samples.rows * math.prod(tensor.shape[start + 1 : last + 1])))
     return Found(_in_shape(samples, tensor.shape, call.result.shape, call.num_samples))
 
 
@@ -265,6 +271,9 @@ def _in_shape(samples: SampleDim, before: Sequence[int], after: Sequence[int], n
     if len(fitting) < 2:
         return fitting[0] if fitting else None
     # A single sample fits in several.
+    leading = samples.dim + 1
+    if tuple(before[:leading]) == tuple(after[:leading]) and samples in fitting:
+        return samples
     for one in fitting:
         if after[one.dim] == 1 and one.rows == 1:
             return one
