@@ -459,17 +459,23 @@ class AccumulatedGradients:
     def norm_to_clip(self, max_norm: float) -> float:
         """:meth:`norm`, or where it has no effect that the script has dropped gradients, that with these.
 
-        Collective: all ranks; without a message where the norm is known and too small to clip, in half precision and
-        with ZeRO.
+        Collective: all ranks; in half precision and with ZeRO without a message, where the norm is finite.
+
+        Raises:
+            ConfigError: with pipelines, where other ranks have other parameters, it has dropped some on this rank.
         """
         norm = self.cached_norm
-        if (
-            norm is not None
-            and not self._reducer.exposes_grad
-            and math.isfinite(norm)
-            and clip_factor(norm, max_norm) == 1
-        ):
-            return norm
+        if norm is not None and not self._reducer.exposes_grad and math.isfinite(norm):
+            if clip_factor(norm, max_norm) == 1:
+                return norm
+            if self._norm.is_staged and self._version != self._version_now():
+                raise ConfigError(
+                    f"parameter.grad = None before optimizer.step() ({', '.join(sorted(self._reducer.cleared)[:3])}): "
+                    f"the gradient norm that max_norm={max_norm:g} clips by is known to all pipeline stages by then. "
+                    "Call parameter.requires_grad_(False) before the forward, or clip by optimizer.clip_grad_by_norm."
+                )
+            if self._norm.is_staged:
+                return norm
         return self.norm()
 
     def norm_of_last_step(self) -> float | None:

@@ -13,6 +13,8 @@ from hybridpp.cluster import Loopback
 _READS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "cpu", "nonzero"}
 # These read batches, or messages of the control group: both are in host memory on every machine.
 _HOST_ONLY = {"batch.py:digest", "gather_numbers.py:_receive", "loss_items.py:numbers"}
+# These ask first whether a tensor is in host memory; what is on a device is read with the losses, or a step later.
+_HOST_ONLY |= {"loss_graph.py:_number", "write_watch.py:written"}
 
 
 def _reads_generators(frame):
