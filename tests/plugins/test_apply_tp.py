@@ -212,6 +212,7 @@ def test_state_from_before_boost_is_divided_like_its_parameter():
             momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             model_loss(model(**BATCHES[0]), None).backward()
             momentum.step()
+            momentum.zero_grad()
             booster, model, optimizer = boosted(model, lambda _: momentum, image_batch(2), **layout)
             booster.execute_pipeline(iter([BATCHES[1]]), model, model_loss, optimizer)
             optimizer.step()
