@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybridpp.nn.torch_private import buffers_of
+
 _MOST_LEVELS = 4
 _COPIED = (list, dict, set, deque)
 # What every module has; buffers are treated apart.
@@ -29,7 +31,7 @@ def unchanged(criterion: Any) -> Iterator[None]:
         for holder in _holders(criterion, _MOST_LEVELS, set()):
             if isinstance(holder, nn.Module):
                 stack.enter_context(_with_copies(vars(holder), _OF_MODULES))
-                stack.enter_context(_with_copies(holder._buffers))
+                stack.enter_context(_with_copies(buffers_of(holder)))
             else:
                 stack.enter_context(_with_copies(vars(holder)))
         yield
