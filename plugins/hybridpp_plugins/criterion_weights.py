@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from hybridpp.config import Precision
 from hybridpp.errors import ConfigError
-from hybridpp.nn.torch_private import DisableTorchFunctionSubclass, pytree
+from hybridpp.nn.torch_private import DisableTorchFunctionSubclass
+from hybridpp.partition.containers import tensors_in
 from hybridpp.tensor_parallel import sharding_of
 from hybridpp_plugins.engine_handle import ENGINE
 from hybridpp_plugins.layout import Layout
@@ -112,7 +113,7 @@ class CriterionWeights:
 def weights_of_loss(loss: Tensor, outputs: Any) -> list[Tensor]:
     """The leaves that a loss depends on by another way than through the model's outputs."""
     with DisableTorchFunctionSubclass():
-        made = [leaf.grad_fn for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        made = [leaf.grad_fn for leaf in tensors_in(outputs)]
         # What is behind the outputs, too: an output may be converted, or gathered, when the criterion reads it.
         of_model = _reached_from([node for node in made if node is not None], set())
         own = _reached_from([loss.grad_fn] if loss.grad_fn is not None else [], of_model)

@@ -250,6 +250,7 @@ class ModelModes:
         self._buffers = [
             (f"{name}.{key}" if name else key, module, key)
             for name, module in modules
+            if not isinstance(module, torch.jit.ScriptModule)  # its buffers are in no dict
             for key in buffers_of(module)
             if key not in transient_buffers_of(module)
         ]
