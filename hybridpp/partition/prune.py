@@ -88,6 +88,7 @@ _WITHOUT_VALUES = METADATA_FUNCTIONS | {
     _REQUIRES_GRAD.__set__,
     Tensor.requires_grad_,
     Tensor.register_hook,
+    Tensor.untyped_storage,
     Tensor.__repr__,
 }
 

@@ -1,6 +1,7 @@
 """Set up a boosted model: shard it, place it on this rank, wrap the optimizer, create the engine."""
 
 from collections.abc import Callable, Collection
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -231,7 +232,7 @@ def _watch_manual_calls(
             context.device, lambda: boosted.nonfinite_steps.may_search, diagnosis.diagnose_calls
         )
         staged.around_call = boosted.manual_calls.run
-    staged.around_call = _explained(boosted, staged.model, staged.around_call)
+    staged.around_call = _Explained(boosted, staged.model, staged.around_call)
 
 
 def _module_dtypes(model: nn.Module, settings: PluginSettings, device: torch.device) -> ModuleDtypes:
@@ -240,15 +241,26 @@ def _module_dtypes(model: nn.Module, settings: PluginSettings, device: torch.dev
     return find_module_dtypes(model, settings.precision_config.fp32_modules, half, in_fp32)
 
 
-def _explained(boosted: HybridOptimizer, model: nn.Module, around: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Wraps the script's own calls of the model: torch's error about dtypes says nothing of weights."""
+class _Explained:
+    """Wraps the script's own calls of the model: torch's error about dtypes says nothing of weights.
 
-    # A function, because copies of the model share it.
-    def run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    Args:
+        boosted: knows the dtypes of the weights; None: of a copy, whose weights nothing updates.
+        model: the user's.
+        around: what surrounds the calls anyway; None: nothing does.
+    """
+
+    def __init__(self, boosted: HybridOptimizer | None, model: nn.Module, around: Callable[..., Any] | None):
+        self._boosted, self._model, self._around = boosted, model, around
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Explained":
+        """Of a copy of the model, which does not keep the original alive."""
+        return _Explained(None, deepcopy(self._model, memo), deepcopy(self._around, memo))
+
+    def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            return around(forward, args, kwargs) if around else forward(*args, **kwargs)
+            return self._around(forward, args, kwargs) if self._around else forward(*args, **kwargs)
         except RuntimeError:
-            boosted.target.check(model)
+            if self._boosted is not None:
+                self._boosted.target.check(self._model)
             raise
-
-    return run

@@ -21,6 +21,8 @@ def losses(factor, *, training=True, on_rank=1, tp_size=2, pp_size=1, dp_size=1)
     def criterion(outputs, inputs):
         return outputs.loss * (factor if current_world().rank == on_rank else 1.0)
 
+    criterion.reduction = "mean"  # else that replicas make it in unlike ways is refused first
+
     def run():
         booster, model, optimizer = boosted(
             tiny_vit(), sgd, image_batch(2), tp_size=tp_size, pp_size=pp_size, tensor_parallel_plan=VIT

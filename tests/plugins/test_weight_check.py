@@ -31,7 +31,8 @@ def in_weight(name):
 
 
 def in_master(name):
-    return lambda model, optimizer: flip(optimizer.target.tensors[name], 3, 1)
+    # Through data: what torch counts, the script may have written on purpose.
+    return lambda model, optimizer: flip(optimizer.target.tensors[name].data, 3, 1)
 
 
 def trained(booster, model, optimizer, corrupt, rank, before):
