@@ -140,7 +140,7 @@ def _row(result: Result) -> str:
 def quick(text: str) -> list[str]:
     """The quicker half of the architectures that a page calls right however they are cut."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    right = [row for row in rows if len(row) > 5 and set(row[5:]) == {"right"}]
+    right = [row for row in rows if set(row[5:]) == {"right"} and row[4].replace(".", "").isdigit()]
     median = sorted(float(row[4]) for row in right)[len(right) // 2]
     return [row[0] for row in right if float(row[4]) <= median]
 

@@ -34,7 +34,8 @@ class Multiplications(TorchDispatchMode):
         name = func.name().removeprefix("aten::")
         if name.startswith(("mul", "div", "_foreach_mul", "_foreach_div")):
             of = args[0][0] if isinstance(args[0], list) else args[0]
-            self.count += of.numel() > 1000
+            # Sums of bits, by which writes are found, are of integers.
+            self.count += of.numel() > 1000 and of.is_floating_point()
         return func(*args, **(kwargs or {}))
 
 

@@ -166,7 +166,7 @@ def test_a_model_is_as_before_boost_but_for_its_weights(name, stage):
 class LateBlocked(Blocked):
     """Begins after the steps in which optimizers are tried at boost."""
 
-    warmup = 5
+    warmup = 25
 
 
 def test_state_of_torn_parameters_that_cannot_be_joined_is_refused():

@@ -24,7 +24,7 @@ def failed_step(booster, model, optimizer, batch):
             raise Breaks("the criterion broke")
         return cross_entropy(logits, tokens)
 
-    criterion.reduction = "mean"  # else it is called again for a look at it
+    criterion.num_items = len  # else it is called again for a look at it
     part = replica_part(batch, booster.plugin.layout.here.dp, booster.plugin.dp_size)
     with pytest.raises(Breaks):
         booster.execute_pipeline(iter([part]), model, criterion, optimizer)

@@ -525,6 +525,7 @@ def trained_with_an_inf(booster, model, optimizer):
         loss = cross_entropy(logits, tokens)
         return loss * 1e30 if replica else loss
 
+    criterion.reduction = "mean"  # else that replicas make it in unlike ways is refused
     booster.execute_pipeline(data, model, criterion, optimizer)
     optimizer.step()
     report, scale = optimizer.overflow_report, optimizer.loss_scaler.state.scale
