@@ -222,9 +222,11 @@ def plain_step(model: nn.Module, batch: Batch, num_microbatches: int) -> tuple[T
     model.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
     parts = {name: value.chunk(num_microbatches) for name, value in batch.items()}
+    # Sums of the model's own (CTC by default) add up; means are averaged.
+    is_sum = type(model).__name__.endswith("ForCTC") and model.config.ctc_loss_reduction == "sum"
     for place in range(num_microbatches):
         inputs = {name: part[place].clone() for name, part in parts.items()}
-        loss = criterion(model(**inputs), inputs) / num_microbatches
+        loss = criterion(model(**inputs), inputs) / (1 if is_sum else num_microbatches)
         loss.backward()
         total += loss.detach()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
