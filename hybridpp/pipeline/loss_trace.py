@@ -35,7 +35,16 @@ from hybridpp.pipeline.loss_items import (
     traced,
     written,
 )
-from hybridpp.pipeline.sample_dims import Call, Found, SampleDim, guessed_samples, lack_samples, samples_at, samples_in
+from hybridpp.pipeline.sample_dims import (
+    Call,
+    Found,
+    SampleDim,
+    guessed_samples,
+    lack_samples,
+    samples_at,
+    samples_in,
+    tensors_of,
+)
 
 # Functions whose result is no function of their arguments.
 _RANDOM = ("rand", "normal", "bernoulli", "multinomial", "dropout", "poisson", "exponential", "uniform")
@@ -248,7 +257,7 @@ class LossTrace(WatchingMode):
 
     def made(self, result: Any) -> None:
         """What a compiled block returned."""
-        self.received(list(_tensors(result)))
+        self.received(list(tensors_of(result)))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -311,7 +320,7 @@ class LossTrace(WatchingMode):
             return
         if name == "arange":
             self._counting_up[id(result)] = weakref.ref(result)
-        for position, one in enumerate(_tensors(result)):
+        for position, one in enumerate(tensors_of(result)):
             call = Call(
                 function,
                 name,
@@ -383,7 +392,7 @@ class LossTrace(WatchingMode):
     # Calls.
 
     def _follow(self, function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Any:
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_of((args, kwargs)))
         known = [self._of(tensor) for tensor in given]
         models = [(tensor, what) for tensor, what in zip(given, known, strict=True) if isinstance(what, _OfModel)]
         if name in _SIZES or (name == "len" and models):
@@ -548,7 +557,7 @@ class LossTrace(WatchingMode):
                 if name == "unbind" and (dim == 0 or (samples is not None and dim % tensor.dim() == samples.dim)):
                     self._rows_of(tensor if dim == 0 else tensor.detach().movedim(dim, 0), list(result), what)
                 elif what.terms is None:
-                    for index, one in enumerate(_tensors(result)):
+                    for index, one in enumerate(tensors_of(result)):
                         self._note(one, self._one_of(name, tensor, index, one, what))
                 else:
                     for one in result:
@@ -610,7 +619,7 @@ class LossTrace(WatchingMode):
             return _product(self._of_each(operands[0]), self._of_each(operands[1], -1))
         if name in _PRODUCTS or name in _TO_SCALAR or name == "einsum":
             found: tuple[TermFactor, ...] = ()
-            for tensor in _tensors(args):
+            for tensor in tensors_of(args):
                 found = _product(found, self._of_each(tensor))
             return found if len(carried) == 1 or not any(carried) else ()
         if name in _KEEPING or name in _REDUCING or name in ("masked_select", *_DIVIDING_IN_PARTS):
@@ -718,7 +727,7 @@ class LossTrace(WatchingMode):
                 return _OfModel(self._count(_chosen, known), why=why)
             return _OfModel(is_observed=True, why=why)
         numels = [what.numel for tensor, what in models if what.numel and tensor.numel() == result.numel()]
-        for tensor in _tensors(args):
+        for tensor in tensors_of(args):
             known = self._of(tensor)
             if isinstance(known, Count) and tensor.numel() == result.numel() and tensor.dim():
                 numels.insert(0, known)
@@ -1139,17 +1148,6 @@ def _entry_of(values: Any, index: int) -> Any:
 def _chosen(mask: Tensor) -> Tensor:
     """As many elements as a mask selects."""
     return mask[mask.bool()]
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
 
 
 def _has_traced(value: Any) -> bool:

@@ -73,7 +73,7 @@ class Call:
     @cached_property
     def held(self) -> list[tuple[Tensor, SampleDim]]:
         """The arguments with samples; those of which that is sure and that a model computed, if there are any."""
-        return self.trusted(list(_tensors((self.args, self.kwargs))))
+        return self.trusted(list(tensors_of((self.args, self.kwargs))))
 
     def trusted(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, SampleDim]]:
         """The same of some tensors."""
@@ -175,7 +175,7 @@ def _probe(call: Call) -> tuple[int, ...]:
         made = call.function(
             torch.empty(_TAGS[: tensor.dim()], dtype=tensor.dtype, device="meta"), *call.args[1:], **call.kwargs
         )
-        _probed[key] = tuple(tuple(one.shape) for one in _tensors(made))
+        _probed[key] = tuple(tuple(one.shape) for one in tensors_of(made))
         while len(_probed) > 1000:
             _probed.pop(next(iter(_probed)), None)
     return _probed[key][call.position]
@@ -529,7 +529,7 @@ def _written_into(call: Call) -> Found:
     if own is not None:
         return Found(own)
     dim = call.argument(1, "dim") % call.result.dim()
-    others = [one for one in _tensors((call.args[2:], call.kwargs)) if one.dim() == call.result.dim()]
+    others = [one for one in tensors_of((call.args[2:], call.kwargs)) if one.dim() == call.result.dim()]
     known = [samples for _, samples in call.trusted(others) if samples.dim != dim]
     return Found(known[0]) if known else Found()
 
@@ -579,12 +579,13 @@ _RULES: dict[str, Callable[[Call], Found]] = {
 }
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
         for one in value.values():
-            yield from _tensors(one)
+            yield from tensors_of(one)
     elif isinstance(value, list | tuple):
         for one in value:
-            yield from _tensors(one)
+            yield from tensors_of(one)

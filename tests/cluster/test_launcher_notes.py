@@ -17,3 +17,4 @@ def test_the_launcher_reads_what_ranks_leave(tmp_path):
 def test_without_a_launcher_or_after_its_end_there_are_no_notes(tmp_path):
     for notes in (LauncherNotes(), LauncherNotes(tmp_path / "gone", 0)):
         notes.clear(), notes.step_done(), notes.ended(), notes.will_mark("x")
+    assert not list(tmp_path.iterdir())

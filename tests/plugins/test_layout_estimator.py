@@ -120,8 +120,9 @@ def test_estimated_bytes_are_those_of_a_run(make, batch_of, num_ranks, num_micro
     peaks = measured(make, batch_of, num_ranks, num_microbatches, **settings)
     for rank in found.ranks:
         peak = peaks[rank.position * settings.get("tp_size", 1)]
-        # Sums of the bits of half-precision weights take some times their memory, but of 16 MiB at most: much here.
-        assert abs(rank.total / peak - 1) < (0.05 if precision == "fp32" else 0.13), (rank, peak)
+        # The bits of small weights in half precision are summed in a block of this size, which is much here only.
+        block = 0 if precision == "fp32" else 16 * 1021 * 8
+        assert abs(rank.total + block - peak) < 0.05 * peak, (rank, peak)
 
 
 def wide_ends(num_layers=2):
