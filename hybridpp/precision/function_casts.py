@@ -40,6 +40,13 @@ class CastsSeen(NamedTuple):
     is_repeated: bool
 
 
+class _Kinds(set[Any]):
+    """Kinds of calls. They hold pytree specs, which cannot change, and which torch warns of where they are copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Kinds":
+        return _Kinds(self)
+
+
 class FunctionCasts:
     """Casts the arguments of some torch functions that a model calls.
 
@@ -71,7 +78,7 @@ class FunctionCasts:
             {**MIXED_DTYPE_RULES, **(dict.fromkeys(LOSS_FUNCTIONS, widened_arguments) if fp32_losses else {})},
             self._note,
         )
-        self._known: set[Any] = set()
+        self._known = _Kinds()
         self._callers: set[type] = set()
         self._in_container_code = False
         self._is_repeated = False

@@ -254,8 +254,8 @@ class _Explained:
         self._boosted, self._model, self._around = boosted, model, around
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Explained":
-        """Of a copy of the model, which does not keep the original alive."""
-        return _Explained(None, deepcopy(self._model, memo), deepcopy(self._around, memo))
+        """Of a copy of the model: no optimizer updates its weights, so nothing is recorded, or kept alive, for one."""
+        return _Explained(None, deepcopy(self._model, memo), None)
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:

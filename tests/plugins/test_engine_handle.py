@@ -108,6 +108,18 @@ def test_a_copy_whose_original_is_gone_cannot_be_saved(tmp_path):
         booster.save_model(average, tmp_path)
 
 
+@pytest.mark.parametrize("settings", [{"precision": "fp16"}, {"error_if_nonfinite": True}], ids=["fp16", "finite"])
+def test_a_copy_is_made_where_the_calls_of_the_original_are_recorded(settings):
+    booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2), **settings)
+    booster.execute_pipeline(iter([image_batch(4)]), model, model_loss, optimizer)
+    other = copy.deepcopy(model)
+    assert_same(other.state_dict(), model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(other(**image_batch(2)).logits, model(**image_batch(2)).logits)
+        other.classifier.bias += 1.0
+        assert not torch.equal(other(**image_batch(2)).logits, model(**image_batch(2)).logits)
+
+
 def test_a_copy_does_not_train(tmp_path):
     booster, model, optimizer = boosted(tiny_vit(), sgd, image_batch(2))
     for other in (copy.deepcopy(model), averaged(model)):
