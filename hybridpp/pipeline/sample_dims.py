@@ -102,13 +102,18 @@ def samples_at(dim: int, shape: Sequence[int], num_samples: int) -> SampleDim | 
 
 
 def guessed_samples(shapes: Sequence[Sequence[int]], num_samples: int) -> list[SampleDim | None]:
-    """Where tensors hold samples that came together, by their sizes: sure of the largest, which are activations."""
-    largest = max(map(math.prod, shapes), default=0)
+    """Where tensors hold samples that came together, by their sizes: sure of the largest, which are activations.
+
+    Where some begin with the samples, those that begin with one row are broadcast to them, as biases of positions are.
+    """
+    leading = [shape for shape in shapes if shape and shape[0] == num_samples]
+    largest = max(map(math.prod, leading or shapes), default=0)
     guessed: list[SampleDim | None] = []
     for shape in shapes:
         dim = next((dim for dim, size in enumerate(shape) if size == num_samples), 0)
-        found = samples_at(dim, shape, num_samples)
-        guessed.append(found and found._replace(is_sure=math.prod(shape) == largest))
+        is_broadcast = bool(leading) and bool(shape) and shape[0] == 1 != num_samples
+        found = None if is_broadcast else samples_at(dim, shape, num_samples)
+        guessed.append(found and found._replace(is_sure=math.prod(shape) >= largest))
     return guessed
 
 

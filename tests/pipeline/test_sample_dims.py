@@ -110,6 +110,9 @@ def test_samples_of_received_tensors_are_guessed_by_size():
     shapes = [(4, 6, 8), (1, 8, 8), (8, 3)]
     assert guessed_samples(shapes, 4) == [SampleDim(0), None, SampleDim(0, 2, is_sure=False)]
     assert guessed_samples([(6, 4, 8)], 4) == [SampleDim(1)]
+    # A bias of positions that all samples share, with more elements than they have.
+    assert guessed_samples([(1, 4, 9, 9), (4, 9, 8)], 4) == [None, SampleDim(0)]
+    assert guessed_samples([(1, 4, 9, 9), (1, 9, 8)], 1) == [SampleDim(0, 1), SampleDim(0, 1, is_sure=False)]
     lack = lack_samples([(2, 6, 8), (), (1,), (5,), (8,), (2,), (12,), (3, 5), (12, 3)], 2)
     assert lack == [False, True, True, True, True, False, False, True, False]
     assert samples_at(-1, (6, 8), 4) == SampleDim(1, 2)
