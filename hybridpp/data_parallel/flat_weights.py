@@ -1,6 +1,6 @@
 """The weights of a rank in flat buckets, of which each replica updates one segment."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -61,6 +61,14 @@ class FlatWeights:
     def moved(self) -> Iterator[str]:
         """Parameters that the script has given other memory."""
         return (name for name, parameter, address in self._addresses if parameter.data_ptr() != address)
+
+    def lost(self, written: Iterable[str]) -> Iterator[str]:
+        """Of pieces that the script has written to since :meth:`gather`, those that the other replicas do not have.
+
+        Args:
+            written: the names of those that were written.
+        """
+        return iter(written)
 
 
 def parts_of(layout: ShardLayout, parameters: Mapping[str, Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:

@@ -189,9 +189,16 @@ class WeightBucket:
         """Whether a tensor lies in the buffer."""
         return tensor.untyped_storage().data_ptr() == self._current.untyped_storage().data_ptr()
 
-    def keep(self) -> None:
-        """Take over what was written to the weights, in this replica's segment."""
+    def keep(self) -> bool:
+        """Take over what was written to the weights, in this replica's segment.
+
+        Returns:
+            Whether that was as it was when they were gathered; else what was written to it is lost.
+        """
+        is_unwritten = self._own_version == version_of(self.own)
         self.own.copy_(self._current[self.layout.segment(self._index)])
+        self._note_versions()
+        return is_unwritten
 
     def cancel(self) -> None:
         """Forget all uses after an error, without waiting for other replicas."""
@@ -262,6 +269,8 @@ class ShardedWeights(FlatWeights):
             for unit in one.layout.units or (_REST,):
                 self._of_unit[unit].append(one)
         self._depth, self._is_internal = 0, False
+        # Buckets of which the script has written to this replica's pieces inside of :meth:`unsharded`.
+        self._lost: list[BucketLayout] = []
         self.gather_as_others: Callable[..., None] = _no_units
         self.after_cancel: Callable[[], None] | None = None
         self.after_update: Callable[[], None] | None = None
@@ -374,8 +383,7 @@ class ShardedWeights(FlatWeights):
             yield
             for bucket in self._buckets:
                 bucket.check_unmoved()
-            for bucket in self._buckets:
-                bucket.keep()
+            self._lost += [bucket.layout for bucket in self._buckets if not bucket.keep()]
         finally:
             self._depth -= 1
             for bucket in self._buckets:
@@ -432,3 +440,8 @@ class ShardedWeights(FlatWeights):
         for bucket in self._buckets:
             yield from bucket.moved()
             bucket.keep_written()
+
+    def lost(self, written: Iterable[str]) -> Iterator[str]:
+        # Outside of :meth:`unsharded` there is nothing but the pieces.
+        while self._lost:
+            yield next(self._lost.pop().pieces_within(self._layout.index)).name

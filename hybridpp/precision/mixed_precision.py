@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -234,12 +234,16 @@ class ReplicatedTarget:
     def _take_over(self) -> None:
         written = self._masters.written_by_script()
         if written and self.is_divided:
-            raise ConfigError(
-                f"what the optimizer updates for {written[0]} was written between steps (a tensor of "
-                "optimizer.param_groups): with ZeRO it is this replica's part of an fp32 copy. Write to the model's "
-                "parameters, under torch.no_grad(), on every rank."
-            )
+            self._refuse_written(written[0])
         self._masters.round(written)
+
+    @staticmethod
+    def _refuse_written(name: str) -> NoReturn:
+        raise ConfigError(
+            f"what the optimizer updates for {name} was written between steps (a tensor of optimizer.param_groups): "
+            "with ZeRO it is this replica's part of the weight, or of an fp32 copy of it, from which the weights that "
+            "compute are taken at a step only. Write to the model's parameters, under torch.no_grad(), on every rank."
+        )
 
     def _refuse_wrong(self, model: nn.Module, found: Mapping[int, tuple[bool, torch.dtype]]) -> None:
         trained, frozen = self._known, self._frozen

@@ -123,7 +123,7 @@ class TrainedWeights(NamedTuple):
         flat = self.flat
         if flat is None:
             return ReplicatedTarget(self.parameters, self.masters, frozen)
-        return ShardedTarget(self.parameters, self.masters, flat.pieces, flat.gather, flat.moved, frozen)
+        return ShardedTarget(self.parameters, self.masters, flat, frozen)
 
 
 def trained_weights(
@@ -245,7 +245,8 @@ def _copy(parameter: nn.Parameter, view: Tensor) -> None:
 
 def _move(parameter: nn.Parameter, view: Tensor) -> None:
     if parameter.is_meta:
-        swap_value(parameter, view)
+        # ``data`` has its own counter of versions: what is written to the parameter is not written to the piece.
+        swap_value(parameter, view.data)
     else:
         view.copy_(parameter.data)
         parameter.data = view

@@ -465,6 +465,9 @@ def test_what_a_forward_writes_to_sharded_weights_is_kept(precision, writes_data
         ({"precision": "fp16", "offload_optimizer": 0.5}, True),
         ({"precision": "bf16", "zero_stage": 1}, False),
         ({"precision": "bf16", "zero_stage": 3}, False),
+        ({"zero_stage": 1}, False),
+        ({"zero_stage": 2, "offload_optimizer": 0.5}, False),
+        ({"zero_stage": 3}, True),
     ],
     ids=str,
 )
@@ -487,7 +490,33 @@ def test_what_is_written_to_what_the_optimizer_holds_is_kept_or_refused(settings
                 booster.execute_pipeline(next(step), model, nn.functional.mse_loss, optimizer)
             return
         booster.execute_pipeline(next(step), model, nn.functional.mse_loss, optimizer)
-        for parameter, before in zip(model.parameters(), make_model().parameters(), strict=True):
-            torch.testing.assert_close(parameter.float(), before * FACTOR, rtol=1e-2, atol=1e-4)
+        for (name, found), before in zip(
+            read(booster, model, settings.get("zero_stage")).items(), make_model().parameters(), strict=True
+        ):
+            torch.testing.assert_close(found, before * FACTOR, rtol=1e-2, atol=1e-4, msg=name)
 
     Loopback(2 if "zero_stage" in settings else 1).run(run)
+
+
+@pytest.mark.parametrize(("zero", "inside", "replaces"), [(1, False, True), (2, False, False), (3, True, False)])
+def test_a_save_refuses_what_is_written_to_pieces_of_weights_in_fp32(zero, inside, replaces, tmp_path):
+    def run():
+        booster, model, optimizer = boosted(make_model(), sgd, (torch.zeros(1, 8),), zero_stage=zero)
+        for number in range(2):  # what the library writes is not the script's
+            step(booster, model, optimizer)
+            booster.save(tmp_path / "run", step=number)
+            booster.resume(tmp_path / "run")
+            booster.save_model(model, tmp_path / "model.safetensors")
+            booster.load_model(model, tmp_path / "model.safetensors")
+            with booster.unsharded(model), torch.no_grad():
+                model[0].weight.mul_(FACTOR)
+        with booster.unsharded(model) if inside else nullcontext(), torch.no_grad():
+            for tensor in optimizer.param_groups[0]["params"]:
+                if replaces:
+                    tensor.data = tensor * FACTOR
+                else:
+                    tensor.mul_(FACTOR)
+        with pytest.raises(ConfigError, match=r"was written between steps \(a tensor of optimizer.param_groups\)"):
+            booster.save_model(model, tmp_path / "model.safetensors")
+
+    Loopback(2).run(run)
