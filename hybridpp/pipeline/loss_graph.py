@@ -301,7 +301,9 @@ class LossComparison:
         for microbatch, terms in read:
             total = 0.0
             for index, product in _aligned(form, len(terms)):
-                ratio = terms[index].value(counts) / self._divisor(product, microbatch)
+                own = self._measured[microbatch]
+                assert own is not None, "else its loss was not read"
+                ratio = terms[index].value(counts) / form.divisor(product, own)
                 first = ratios.setdefault((len(terms), index), ratio)
                 if not math.isclose(ratio, first, rel_tol=_TOLERANCE) and not math.isnan(ratio + first):
                     return LossReduction.UNCOUNTED if is_first else LossReduction.CHANGED, 0.0
@@ -312,10 +314,6 @@ class LossComparison:
         form.kinds.update(found)
         form.numbers_of_terms.update(number for number, _ in rows)
         return LossReduction.MEAN, total if is_complete and len({number for number, _ in ratios}) == 1 else 0.0
-
-    def _divisor(self, product: Product, microbatch: int) -> float:
-        counts = self._measured[microbatch]
-        return math.prod(counts.used[index] ** -power for index, power in product) if counts is not None else math.nan
 
 
 class _Reduced(NamedTuple):

@@ -470,6 +470,11 @@ class LossForm:
         """Whether its terms have different weights, so that they are needed one by one."""
         return len(self.products) > 1 or (self.is_sum and self.has_constant and not self.divides_by_total)
 
+    @property
+    def shows_divisors(self) -> bool:
+        """Whether another loss of this form must be divided by numbers of the batch that are known."""
+        return bool(self.of_terms) and not self.divides_by_total and not self.is_by_row
+
     def is_watched(self, measured: Iterable[Measured | None]) -> bool:
         """Whether it must be seen how the losses of micro-batches with these counts are made."""
         return self.needs_terms or any(own is not None and self.has_open(own) for own in measured)
@@ -509,6 +514,10 @@ class LossForm:
         read = numbers(rows)
         half = len(self.counts)
         return [Measured(tuple(row[:half]), tuple(row[half:])) for row in read]
+
+    def divisor(self, product: Product, own: Measured) -> float:
+        """What a term of a micro-batch is divided by."""
+        return math.prod(own.used[index] ** -power for index, power in product)
 
     def share(self, product: Product, own: Measured, total: Sequence[float]) -> float:
         """The weight of a term of a micro-batch in that of the batch whose counts are ``total``; 0: it has no items.

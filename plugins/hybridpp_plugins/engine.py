@@ -355,14 +355,21 @@ class Engine(EngineParts):
         """What finds the form of the step's loss, or weighs its terms; None: this rank needs neither."""
         replicas = _counts_of(self._replica_infos(infos))
         replicas.check()
-        is_watched = is_new or (
-            batch.form is not None and batch.form.is_watched(one.counts for one in batch.microbatches)
-        )
+        form = batch.form
+        is_watched = is_new or (form is not None and form.is_watched(one.counts for one in batch.microbatches))
+        is_declared = getattr(called, "declares_reduction", True)
         is_one = len(batch.microbatches) == self.layout.dp.size == 1
-        is_compared = training and not is_one and not getattr(called, "declares_reduction", True)
-        form = batch.form if is_compared else None
-        self.criterion_check.comparison.begin(form, [one.counts for one in batch.microbatches])
-        if not self._has_losses or not isinstance(called, CriterionAdapter) or not is_watched:
+        is_compared = training and not is_one and not is_declared
+        self.criterion_check.comparison.begin(form if is_compared else None, [one.counts for one in batch.microbatches])
+        # Without gradients there is no graph to compare: evaluations 2, 4, 8 and so on are watched again.
+        number = self.progress.num_evaluations + 1
+        looks_again = not (training or is_declared or number & (number - 1))
+        looks_again = looks_again and form is not None and form.shows_divisors
+        if not self._has_losses or not isinstance(called, CriterionAdapter) or not (is_watched or looks_again):
+            return None
+        # A compiler that the script has called would trace what watches.
+        is_compiled = any(map(is_compiled_by_script, walk.modules(self.model)))
+        if is_compiled and not is_watched:
             return None
         return StepLosses(
             called,
@@ -373,8 +380,8 @@ class Engine(EngineParts):
             group=self.layout.dp if training and self.layout.dp.size > 1 else None,
             scale=self._loss_scale,
             device=self.device,
-            # A compiler that the script has called would trace what watches.
-            around=force_eager if any(map(is_compiled_by_script, walk.modules(self.model))) else nullcontext,
+            around=force_eager if is_compiled else nullcontext,
+            looks_again=looks_again and not is_compiled,
         )
 
     def _counted(

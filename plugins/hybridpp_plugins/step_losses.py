@@ -66,6 +66,7 @@ class StepLosses:
         scale: the loss scale.
         device: where the rank computes.
         around: a context for what is watched.
+        looks_again: whether the loss of the first micro-batch with items is watched though its form is known.
 
     Attributes:
         weights: of the micro-batches in the gradient, with the loss scale; right from the first loss on.
@@ -84,6 +85,7 @@ class StepLosses:
         scale: float,
         device: torch.device,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        looks_again: bool = False,
     ):
         self._criterion, self._replicas = criterion, replicas
         if not replicas.are_known:
@@ -104,6 +106,7 @@ class StepLosses:
         # Micro-batches whose losses show nothing, as they hold no items; and whether the form is guessed from such one.
         self._undecided: list[int] = []
         self._is_guessed = self._are_unlike = False
+        self._looks_again = looks_again
         self.weights = batch.weights(replicas, scale)
         self.shares = [one.share for one in batch.microbatches]
         self._open: set[int] = set()
@@ -111,8 +114,8 @@ class StepLosses:
         self._compare()
 
     def _is_watched(self, microbatch: int) -> bool:
-        form = self._form
-        return form is None or form.needs_terms or self._observes or self._is_guessed or microbatch in self._open
+        form, is_unsure = self._form, self._observes or self._is_guessed or self._looks_again
+        return form is None or form.needs_terms or is_unsure or microbatch in self._open
 
     def _compare(self) -> None:
         """Losses are compared with the form from here on, unless the script declares how they are weighted."""
@@ -177,6 +180,8 @@ class StepLosses:
             self._is_guessed = bool(trace.guessed)
         elif self._is_guessed and not trace.is_empty:
             self._confirm(trace, terms)
+        elif self._looks_again and not trace.is_empty:
+            self._look_again(trace, terms or (), microbatch)
         elif microbatch in self._open and not self._fill(trace, terms or (), microbatch, loss):
             return None, None
         self._comparison.inspect(microbatch, loss)
@@ -208,6 +213,22 @@ class StepLosses:
             is_same = False
         if not is_same:
             self._report(LossReduction.UNCOUNTED, "a micro-batch without items makes another loss")
+
+    def _look_again(self, trace: LossTrace, terms: Sequence[Term], microbatch: int) -> None:
+        """The terms of a later loss must be divided by what those of the first one were divided by."""
+        known, own = self._form, self._measured[microbatch]
+        assert known is not None
+        self._looks_again = False
+        given = self._microbatches[microbatch]
+        try:
+            form = self._form_of(trace, terms, [given.inputs], [given.num_samples])
+            (now,) = form.measure([given.inputs], [given.num_samples])
+        except NotCountedError:
+            return
+        before = [known.divisor(one, own) for one in known.products]
+        after = [form.divisor(one, now) for one in form.of_terms if one is not None]
+        if not all(any(math.isclose(one, other, rel_tol=_TOLERANCE) for other in before) for one in after):
+            self._report(LossReduction.CHANGED, "")
 
     def _fill(self, trace: LossTrace, terms: Sequence[Term], microbatch: int, loss: Tensor) -> bool:
         """Weigh a micro-batch without items by what its loss is divided by instead; False: it adds nothing."""

@@ -705,6 +705,39 @@ def test_a_loss_that_is_made_otherwise_in_a_later_step_is_refused(first, then, s
     assert_near(merged, alone(then, batch())[1], 1e-6)
 
 
+@pytest.mark.parametrize(
+    "first", ["causal", "masked mean, limited", "chosen mean", "means of rows", "elements", "item"]
+)
+def test_evaluations_are_looked_at_again_for_a_loss_that_is_made_otherwise(first):
+    then = HEADS["masked mean"] if first == "elements" else HEADS["elements"]
+
+    def run():
+        later = []
+
+        def criterion(o, i):
+            if later:
+                return then(o, i)
+            return HEADS[first](o, i) if HEADS[first].__code__.co_argcount == 2 else HEADS[first](o)
+
+        booster, model, _ = boosted(Head(), sgd, {"ids": batch()["ids"][:1]}, num_microbatches=3, pp_size=2)
+
+        def evaluate(lengths=LENGTHS):
+            with torch.no_grad():
+                return float(booster.execute_pipeline(iter([batch(lengths)]), model, criterion)["loss"])
+
+        for lengths in (LENGTHS, [0, 0, 0, 1, 2, 3, 6, 1], [2] * 8, LENGTHS[::-1]):
+            evaluate(lengths)
+        later.append(True)
+        for _ in range(3):
+            evaluate()
+        with pytest.raises(ConfigError, match="the loss is made in another way than in the criterion's first step"):
+            evaluate()
+        return evaluate()
+
+    found = Loopback(2).run(run)
+    assert found == pytest.approx([float(alone(then, batch())[0])] * 2, rel=1e-5)
+
+
 def by_tokens(o, i):
     num_tokens, num_rows = int(i["mask"].sum()), len(i["labels"])
     return 4 * (per_token(o, i) * i["mask"]).sum() / num_tokens + 0.5 * o["pooled"].square().sum() / num_rows
