@@ -1,7 +1,7 @@
 """Sequence parallelism: which blocks run on sequence shards, and how shards are sent between stages."""
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ from hybridpp.sharded_activations import deferred_sequence_gather, local_sequenc
 from hybridpp.sharding_plan import Plan
 from hybridpp.tensor_parallel import SequenceBlock
 from hybridpp_plugins.common_plans import CommonPlans
-from hybridpp_plugins.find_tp_plan import calls_of_blocks, of_first_rank, watched_insides
+from hybridpp_plugins.find_tp_plan import calls_of_blocks, of_first_rank, watched_insides, watched_reads
 from hybridpp_plugins.sample import Samples
 
 
@@ -49,10 +49,10 @@ def sequence_plan(
     def search(samples: Samples) -> SequencePlan:
         blocks = find_units(model, 1).blocks
         with preserved_random_state(torch.device("cpu")):
-            with watched_insides(model, blocks, {}) as entered:
+            with watched_insides(model, blocks, {}) as entered, watched_reads(model, blocks) as read:
                 calls, in_training, collected = calls_of_blocks(model, blocks, samples)
             found = infer_sequence(model, blocks, calls, plan.spec, size, in_training, formats, collected)
-            outside = _used_elsewhere(found, entered)
+            outside = _used_elsewhere(found, entered, read)
             if outside:
                 others = [name for name in blocks if name not in outside]
                 found = infer_sequence(model, others, calls, plan.spec, size, in_training, formats, collected)
@@ -68,12 +68,20 @@ def sequence_plan(
     return plan_of_blocks
 
 
-def _used_elsewhere(found: SequencePlan, entered: Mapping[str, set[str]]) -> dict[str, str]:
-    """Blocks on sequence shards of which other code calls a module, with complete sequences; with a reason."""
+def _used_elsewhere(
+    found: SequencePlan, entered: Mapping[str, set[str]], read: Mapping[str, Sequence[str]]
+) -> dict[str, str]:
+    """Blocks on sequence shards of which other code calls a module, with complete sequences; with a reason.
+
+    Or reads a weight whose gradient is a sum over the ranks: that of the other code would count on each of them.
+    """
     holders = {name.rpartition(".")[0] for name in found.partial_grad}
     outside: dict[str, str] = {}
     for name, block in found.blocks.items():
         changed = {*block.gather_inputs, *block.rows, *block.replicated}
+        for inner in reversed(read.get(name, ())):
+            if qualified(name, inner) in found.partial_grad:
+                outside[name] = f"{inner!r} is also read by code outside of the block"
         for inner in sorted(entered.get(name, ()), reverse=True):
             if inner in changed or qualified(name, inner) in holders:
                 outside[name] = f"{inner!r} is also called from outside of the block"

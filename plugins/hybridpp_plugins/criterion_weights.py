@@ -104,9 +104,9 @@ class CriterionWeights:
                 continue
             raise ConfigError(
                 f"the criterion reads weights of the model ({name}), as a penalty does, and this rank has {which}. "
-                "Let the model's forward return the penalty (with pp_size > 1 and zero_stage=3 its code finds all "
-                "weights that are not sharded), use weight_decay of the optimizer, or use pp_size=1, tp_size=1 and "
-                "zero_stage <= 2."
+                "Let the model's forward return the penalty (its code finds all weights whole, and blocks of which it "
+                "reads one are not sharded, unless a tensor_parallel_plan does that), use weight_decay of the "
+                "optimizer, or use pp_size=1, tp_size=1 and zero_stage <= 2."
             )
 
 

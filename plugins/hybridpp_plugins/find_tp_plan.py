@@ -13,8 +13,10 @@ from hybridpp.cluster import Group, gather_objects, preserved_random_state
 from hybridpp.config import Precision
 from hybridpp.errors import ConfigError
 from hybridpp.nn import walk
+from hybridpp.nn.names import qualified
 from hybridpp.nn.snapshot import preserved_buffer_values, preserved_modules, put_entry
 from hybridpp.nn.torch_private import is_functorch_active, pytree
+from hybridpp.nn.weight_reads import WeightReads
 from hybridpp.partition import (
     CallArguments,
     MadeUpDerivatives,
@@ -71,12 +73,13 @@ def find_tp_plan(
         with (
             record_table_uses(large_tables(model, blocks)) as uses,
             watched_insides(model, blocks, transformed) as entered,
+            watched_reads(model, blocks) as read,
         ):
             calls, in_training, collected = calls_of_blocks(model, blocks, samples)
         blocks = tuple(name for name in blocks if name not in transformed)
         with preserved_random_state(torch.device("cpu")):
             found = infer_plan(model, blocks, calls, size, in_training, formats, collected)
-            outside = _divided_for_others(found, entered)
+            outside = {**_read_by_others(found, read), **_divided_for_others(found, entered)}
             if outside:
                 others = [name for name in blocks if name not in outside]
                 found = infer_plan(model, others, calls, size, in_training, formats, collected)
@@ -333,6 +336,46 @@ def watched_insides(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def watched_reads(model: nn.Module, blocks: Sequence[str]) -> Iterator[dict[str, list[str]]]:
+    """A context that records the weights of each block that something reads while no block runs that holds them.
+
+    A penalty that the model's own code computes is such a read: of shards, each rank would compute another one.
+    """
+    readers: dict[str, list[nn.Module]] = {}
+    inner: dict[str, list[tuple[str, str]]] = {}
+    names = {id(parameter): name for name, parameter in walk.named_parameters(model)}
+    for name in blocks:
+        block = walk.submodule(model, name)
+        for key, parameter in walk.named_parameters(block):
+            readers.setdefault(names[id(parameter)], []).append(block)
+            inner.setdefault(names[id(parameter)], []).append((name, key))
+    read: dict[str, list[str]] = {}
+
+    def note(weight: str) -> None:
+        for name, key in inner[weight]:
+            if key not in read.setdefault(name, []):
+                read[name].append(key)
+
+    with WeightReads(model, readers, note, with_sizes=True).watched():
+        yield read
+
+
+def _read_by_others(found: Plan, read: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Blocks that must not be sharded, because other code reads a weight of which a rank would have a part.
+
+    Or the gradient of a part: it is summed over the ranks, and that of the other code would count on each.
+    """
+    spec = found.spec
+    parts = {*spec.params, *spec.rank0_only, *spec.partial_grad}
+    return {
+        name: f"{inner!r} is also read by code outside of the block"
+        for name, inners in read.items()
+        for inner in reversed(inners)
+        if qualified(name, inner) in parts
+    }
 
 
 def _divided_for_others(found: Plan, entered: Mapping[str, set[str]]) -> dict[str, str]:

@@ -377,6 +377,65 @@ def test_blocks_of_which_container_code_calls_a_part_stay_whole(caplog):
     assert Loopback(2).run(widths) == [[16, 8, 8]] * 2
 
 
+class UpDown(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).tanh())
+
+
+class NormOf(nn.Module):
+    """Reads a weight that another module holds."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layers = [layer]
+
+    def forward(self):
+        return self.layers[0].weight.norm()
+
+
+class Penalised(nn.Module):
+    """Its container code, and another module, read weights of its blocks; one of them while it is trained."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(UpDown() for _ in range(4))
+        self.norm = NormOf(self.blocks[1].down)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        weight = self.blocks[0].up.weight
+        penalty = (weight @ weight.T - torch.eye(len(weight))).square().sum() + self.norm()
+        return x, penalty + self.blocks[2].down.weight.norm() if self.training else penalty
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_blocks_whose_weights_container_code_reads_stay_whole(on_meta):
+    def search():
+        with torch.device("meta" if on_meta else "cpu"):
+            model = Penalised()
+        return find_tp_plan(model, lambda: Samples((torch.randn(4, 8),)), 2, current_world().control())
+
+    plan, _ = Loopback(2).run(search)
+    assert plan.styles == {"blocks.3.up": "column", "blocks.3.down": "row"}
+    weights = ("up.weight", "down.weight", "down.weight")
+    assert plan.reasons == {
+        f"blocks.{number}": f"{weight!r} is also read by code outside of the block"
+        for number, weight in enumerate(weights)
+    }
+
+
+def test_penalties_that_a_model_returns_are_those_of_one_process():
+    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    options = {"num_microbatches": 2, "criterion": lambda outputs, inputs: outputs[0].square().mean() + outputs[1]}
+    assert_equal(train(Penalised, batches, tp_size=2, pp_size=2, **options), train(Penalised, batches, **options))
+
+
 class Ensemble(nn.Module):
     """Some of its blocks run in a transform of torch.func, with weights of all of them."""
 
