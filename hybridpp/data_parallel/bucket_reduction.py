@@ -1,6 +1,7 @@
 """The reduction of buckets over the replicas, overlapped with the last backward pass."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -51,6 +52,10 @@ class BucketReduction:
         self._done_units: set[int] = set()
         self._reduced_at_end: set[Bucket] = set()
         self._deferred: set[str] = set()
+        self._of_unit: defaultdict[int, list[Bucket]] = defaultdict(list)
+        for bucket in self._buckets:
+            for unit in bucket.layout.units:
+                self._of_unit[unit].append(bucket)
         self._stages = frozenset(stage for bucket in self._buckets for stage in bucket.layout.stages)
         # Whether a last backward pass has begun; the stages of which one has begun, and of which it has ended.
         self._is_begun = False
@@ -146,9 +151,9 @@ class BucketReduction:
                 bucket.pending.clear()
         self._launch_complete()
 
-    def has_arrived(self, unit: int) -> bool:
-        """Whether the running pass has reached all parameters that a unit has for itself."""
-        return not any(bucket.pending for bucket in self._buckets if unit in (bucket.layout.units or ()))
+    def pending(self, unit: int) -> Iterator[str]:
+        """The parameters that a unit has for itself which the running pass has not reached."""
+        return (name for bucket in self._of_unit[unit] for name in bucket.pending or ())
 
     def _is_done(self, bucket: Bucket) -> bool:
         """Whether the running pass is done with all units that use a bucket."""

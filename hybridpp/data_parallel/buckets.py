@@ -1,6 +1,8 @@
 """Gradients in flat buckets, reduced over the replicas during the last backward pass."""
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum, auto
 
@@ -20,6 +22,7 @@ from hybridpp.data_parallel.replicas import HybridReplicas, Replicas
 from hybridpp.data_parallel.scattered_sums import ScatteredSums
 from hybridpp.data_parallel.shared_gradients import SharedGradients, Summand
 from hybridpp.errors import ConfigError
+from hybridpp.nn.torch_private import is_in_running_backward
 
 _UNKNOWN_BACKWARD = (
     "a backward pass outside of hybridpp reached a boosted model's parameters: its gradients would not be scaled or "
@@ -101,6 +104,10 @@ class GradientBuckets:
         self.cleared: set[str] = set()
         self._scattered = ScatteredSums(self._accumulator.buckets, layout.index, group)
         self._reduction = self._make_reduction()
+        self._names_of_unit: defaultdict[int, list[str]] = defaultdict(list)
+        for bucket in self._accumulator.buckets:
+            for unit in bucket.layout.units:
+                self._names_of_unit[unit] += bucket.views
         self.are_in_step = False
         self._state = _State.CONSUMED
         self._sync = True
@@ -372,9 +379,21 @@ class GradientBuckets:
         if self._reduction is not None and not self._is_stashed:
             self._reduction.launch_unit(unit)
 
-    def has_arrived(self, unit: int) -> bool:
-        """Whether the running pass has reached all parameters that a unit has for itself."""
-        return self._reduction is None or self._reduction.has_arrived(unit)
+    @property
+    def trained_units(self) -> AbstractSet[int]:
+        """The units that have parameters which are trained."""
+        return self._names_of_unit.keys()
+
+    def will_arrive(self, unit: int) -> bool:
+        """Whether the backward pass that runs on this thread adds to gradients of a unit, before or after this."""
+        return any(is_in_running_backward(self.parameters[name]) for name in self._names_of_unit[unit])
+
+    def are_awaited(self, unit: int, *, from_any_pass: bool) -> bool:
+        """Whether gradients of a unit are to come from the pass that runs; ``from_any_pass``: or from another."""
+        if self._reduction is None:
+            return False
+        pending = self._reduction.pending(unit)
+        return any(from_any_pass or is_in_running_backward(self.parameters[name]) for name in pending)
 
     def unread_flags(self) -> Tensor | None:
         """What :meth:`unused_parameters` will read of the device, for the caller to read with other numbers."""

@@ -65,6 +65,20 @@ class UnitWeights(Protocol):
         """Gather a unit's weights with the rest from now on; returns the names of its parameters."""
 
 
+class UnitGradients(Protocol):
+    """The gradients of the parameters that units have for themselves."""
+
+    @property
+    def trained_units(self) -> AbstractSet[int]:
+        """The units that have parameters which are trained."""
+
+    def will_arrive(self, unit: int) -> bool:
+        """Whether the backward pass that runs on this thread adds to gradients of a unit, before or after this."""
+
+    def are_awaited(self, unit: int, *, from_any_pass: bool) -> bool:
+        """Whether gradients of a unit are to come from the pass that runs; ``from_any_pass``: or from another."""
+
+
 class _Kind(IntEnum):
     """What happens to a unit in a pass."""
 
@@ -102,12 +116,14 @@ class _PassOrder:
         events: of the running pass, so far.
         last: those of the last pass, which are expected again.
         needs_end: whether the end of a pass must be agreed on: a replica may call a unit that is not expected.
+        is_begun: whether replicas have agreed on how the running pass begins.
     """
 
     def __init__(self) -> None:
         self.events: list[_Event] = []
         self.last: list[_Event] = []
         self.needs_end = True
+        self.is_begun = False
 
     @property
     def expected(self) -> _Event | None:
@@ -129,9 +145,14 @@ class _PassOrder:
 
     def end(self, units: Collection[int]) -> None:
         """End the pass; ``units`` are all that there are."""
-        self.last, self.events = self.events, []
+        self.last = self.events
+        self.drop()
         num_gathered = sum(kind <= _Kind.BEGIN for _, kind in self.last)
         self.needs_end = num_gathered > len(self.gathered()) or not self.gathered().issuperset(units)
+
+    def drop(self) -> None:
+        """Forget the running pass."""
+        self.events, self.is_begun = [], False
 
 
 class _BackwardUse(NamedTuple):
@@ -199,7 +220,7 @@ class UnitGather:
         after_backward: called with the number of a unit when a backward pass is done with it: with all of its calls in
             one call of the model; None: nothing is.
         after_move: called with the names of parameters that are gathered with the rest from now on; None: nothing is.
-        has_arrived: whether the gradients of a unit's parameters are complete; None: they are.
+        gradients: of the units' parameters; None: there is no optimizer.
     """
 
     def __init__(
@@ -218,8 +239,9 @@ class UnitGather:
         # Calls of the model that the script's own backward passes may reach.
         self._num_calls = 0
         self._is_joint = False
-        # Units that a backward pass has gone through.
+        # Units that a backward pass has gone through, and those that were called since the last update.
         self._with_backward: set[int] = set()
+        self._called: set[int] = set()
         # Whether a forward since the last update was not as expected, so that its backward pass will not be either.
         self._is_unplanned = False
         self._held: dict[object, _BackwardUse] = {}
@@ -237,7 +259,7 @@ class UnitGather:
         self._kept: list[object] = []
         self.after_backward: Callable[[int], None] | None = None
         self.after_move: Callable[[Collection[str]], None] | None = None
-        self.has_arrived: Callable[[int], bool] | None = None
+        self.gradients: UnitGradients | None = None
         # Whether the last call ran compiled code as it was written; what is recomputed of it must, too.
         self._ran_eagerly = False
         # The running call of the model.
@@ -262,7 +284,7 @@ class UnitGather:
         self._drop_interrupted()
         if self._forward.events:  # an error ended the last call
             self._drop_ahead()
-            self._forward.events.clear()
+            self._forward.drop()
         self._num_calls += torch.is_grad_enabled()
         self._is_in_model, self._model_call, self._ran_eagerly = True, _ModelCall(), False
         try:
@@ -301,6 +323,7 @@ class UnitGather:
         """Free weights that lay in what units returned, or that an error in a backward pass left, after an update."""
         self._drop_interrupted()
         self._is_unplanned = False
+        self._called.clear()
         while self._kept:
             self._weights.release_unit(REST, self._kept.pop())
 
@@ -441,8 +464,25 @@ class UnitGather:
             self._weights.release_unit(self._ahead, self)
             self._ahead = None
 
+    def _begin(self, order: _PassOrder) -> None:
+        """Begin a backward pass, which may go through units that none has gone through. Collective: all replicas.
+
+        Where such units were called, one message tells whether it will, on any replica. Then it is not as expected,
+        and what is expected must not happen: other gradients would be reduced before they are there.
+        """
+        if order is self._forward or order.is_begun:
+            return
+        order.is_begun = True
+        if self._exchange is None or self.gradients is None or self._is_unplanned or not order.last:
+            return
+        new = (self._called - self._with_backward) & self.gradients.trained_units
+        if new:
+            own = _is_in_backward() and any(map(self.gradients.will_arrive, new))
+            self._is_unplanned = any(self._exchange(float(own)))
+
     def _end(self, order: _PassOrder) -> None:
         """End a pass. Collective: all replicas, where one may do what is not expected."""
+        self._begin(order)
         is_unplanned = self._is_unplanned and order is not self._forward
         while (expected := self._expected(order)) is not None:
             self._serve(expected, order)
@@ -457,6 +497,7 @@ class UnitGather:
         order.end(self._units.values())
         gathered = order.gathered()
         if order is self._forward:
+            self._called |= gathered
             # A unit of which there have been backward passes, and in the last one was none.
             backwards = [one.gathered() for one in (self._backward, self._joint) if one.last]
             self._is_unplanned |= any(not self._with_backward.intersection(gathered) <= one for one in backwards)
@@ -471,8 +512,8 @@ class UnitGather:
                 self._weights.release_unit(use.unit, call)
             self._held.clear()
             self._overdue.clear()
-            self._backward.events.clear()
-            self._joint.events.clear()
+            self._backward.drop()
+            self._joint.drop()
 
     def _watch(self, unit: int, outputs: list[Tensor], inputs: set[Any]) -> None:
         """Gather the weights again when a backward pass reaches an output, until it has reached all inputs.
@@ -508,6 +549,7 @@ class UnitGather:
             order = self._forward if self._is_in_model else self._joint if self._is_joint else self._backward
             use = _BackwardUse(unit, model_call, set(exit_keys), task, order, torch.is_grad_enabled())
             self._held[call] = use
+            self._begin(order)
             self._reach((unit, _Kind.BEGIN), order)
             self._gather(unit, call, order)
 
@@ -526,9 +568,10 @@ class UnitGather:
         self._overdue.discard(call)
         self._freed(unit, call, is_read_later=use.is_read_later)
         is_done = use.model_call.leave(unit) and order is self._backward
-        # A pass within this one, of a checkpoint or of a backward in Python, may not bring all gradients.
-        if is_done and any(other.task != use.task for other in self._held.values()):
-            is_done = unit == REST or self.has_arrived is None or self.has_arrived(unit)
+        if is_done and unit != REST and self.gradients is not None:
+            # A pass within this one, of a checkpoint or of a backward in Python, may not bring all gradients.
+            is_nested = any(other.task != use.task for other in self._held.values())
+            is_done = not self.gradients.are_awaited(unit, from_any_pass=is_nested)
         if is_done and self._reach((unit, _Kind.DONE), order):
             self._ended(unit)
 
@@ -582,7 +625,8 @@ class UnitGather:
         self._overdue.clear()
         self._kept.clear()
         self._ahead, self._is_in_model, self._num_calls = None, False, 0
-        self._forward.events, self._backward.events, self._joint.events = [], [], []
+        for order in (self._forward, self._backward, self._joint):
+            order.drop()
 
 
 class _ReadsParameters(TorchFunctionMode):

@@ -90,7 +90,7 @@ def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedF
         buckets, boosted = _wrap_optimizer(optimizer, adapter, applied_tp, placed, original, context)
         if staged.gather is not None:
             staged.gather.after_backward, staged.gather.after_move = buckets.launch_unit, buckets.reduce_at_end
-            staged.gather.has_arrived, boosted.own_backward = buckets.has_arrived, staged.gather.own_backward
+            staged.gather.gradients, boosted.own_backward = buckets, staged.gather.own_backward
         boosted.progress = progress
         trained = placed.weights.parameters
         boosted.held_before = {name: trained[name] for name in trained if id(trained[name]) in held}

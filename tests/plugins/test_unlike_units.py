@@ -24,6 +24,15 @@ class Layers(nn.Module):
         return self.heads[head](x)
 
 
+class Outputs(Layers):
+    """Calls both heads."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return {name: head(x) for name, head in self.heads.items()}
+
+
 class Forces(nn.Module):
     """A layer after the gradient of what others computed, which the loss depends on."""
 
@@ -78,6 +87,14 @@ def once(model, x, inputs):
 
 def twice(model, x, inputs):
     return model(x, **inputs).square().mean() - 0.5 * model(x + 1, **inputs).mean()
+
+
+def of_one_output(model, x, inputs):
+    return model(x)[inputs["head"]].square().mean()
+
+
+def of_a_part_as_well(model, x, inputs):
+    return model(x)["a"].square().mean() - model.heads["a"](model.layers[inputs["layer"]](x)).mean()
 
 
 def step_difference(make_model, loss_of, steps, *, pipeline=False, **settings):
@@ -153,6 +170,17 @@ def test_gradients_taken_within_a_pass_are_those_of_one_process(make_model, pipe
 def test_one_backward_pass_may_go_through_two_calls_of_the_model(settings):
     steps = [({}, {}), (FIRST, LAST)]
     assert step_difference(Layers, twice, steps, **settings) < 1e-7
+
+
+@pytest.mark.parametrize("settings", [{}, {"zero_reduce": "step"}], ids=["microbatch", "step"])
+@pytest.mark.parametrize("steps", [[(A, A), (B, B), (A, A)], [(A, A), (A, B), (B, B)]], ids=["alike", "unlike"])
+def test_a_step_may_train_an_output_that_none_has_trained(steps, settings):
+    assert step_difference(Outputs, of_one_output, steps, **settings) < 1e-7
+
+
+def test_a_loss_may_go_through_a_part_that_the_script_calls_itself():
+    first, last = {"layer": 0}, {"layer": 2}
+    assert step_difference(Outputs, of_a_part_as_well, [(first, first), (last, last)]) < 1e-7
 
 
 def test_steps_alike_exchange_no_message_about_units(monkeypatch):
