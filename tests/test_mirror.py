@@ -77,6 +77,7 @@ TESTED_THROUGH = {
     "hybridpp/estimate/values.py": "tests/cli/test_estimate.py",
     "hybridpp/data_parallel/bucket_reduction.py": "tests/data_parallel/test_buckets.py",
     "hybridpp/data_parallel/flat_weights.py": "tests/plugins/test_zero.py",
+    "hybridpp/data_parallel/gradient_checks.py": "tests/data_parallel/test_function_checks.py",
     "hybridpp/data_parallel/outside_gradients.py": "tests/data_parallel/test_small_gradients.py",
     "hybridpp/data_parallel/reducer.py": TYPES_ONLY,
     "hybridpp/data_parallel/reducible_sums.py": "tests/data_parallel/test_buckets.py",

@@ -5,7 +5,7 @@ from hybridpp.data_parallel.buckets import GradientBuckets
 from hybridpp.data_parallel.buffer_broadcast import BufferBroadcast, buffers_to_send
 from hybridpp.data_parallel.collate import stack_samples
 from hybridpp.data_parallel.flat_weights import FlatWeights, parts_of
-from hybridpp.data_parallel.hook_checks import HookChecks
+from hybridpp.data_parallel.gradient_checks import GradientChecks
 from hybridpp.data_parallel.iterable_dataset import RepeatedSamples, ShardedIterableDataset
 from hybridpp.data_parallel.layout import ShardLayout
 from hybridpp.data_parallel.offload_share import offloaded_parameters
@@ -22,9 +22,9 @@ __all__ = [
     "BufferWriteDetector",
     "FlatWeights",
     "GradientBuckets",
+    "GradientChecks",
     "GradientReducer",
     "GradientSharding",
-    "HookChecks",
     "HybridReplicas",
     "PassStart",
     "RepeatedSamples",

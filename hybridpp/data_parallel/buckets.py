@@ -13,6 +13,7 @@ from hybridpp.cluster import Group
 from hybridpp.data_parallel.accumulator import GradientHooks, HiddenGradients
 from hybridpp.data_parallel.bucket import Bucket, GradientSharding
 from hybridpp.data_parallel.bucket_reduction import BucketReduction
+from hybridpp.data_parallel.gradient_checks import GradientChecks
 from hybridpp.data_parallel.hook_checks import HookChecks
 from hybridpp.data_parallel.layout import ShardLayout
 from hybridpp.data_parallel.outside_gradients import OutsideGradients
@@ -278,9 +279,9 @@ class GradientBuckets:
         """Whether the script has hooks on the gradients of parameters."""
         return self._hooks.has_others
 
-    def hook_checks(self) -> HookChecks:
-        """What finds hooks of the script that are not linear."""
-        return HookChecks(self.parameters, self._hooks.keys)
+    def checks(self) -> GradientChecks:
+        """What finds code of the script that makes of gradients what depends on the layout."""
+        return GradientChecks(HookChecks(self.parameters, self._hooks.keys))
 
     def outside(self) -> OutsideGradients:
         """Where gradients are added that are computed outside of autograd."""

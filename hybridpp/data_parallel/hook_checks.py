@@ -9,13 +9,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridpp.errors import ConfigError
 from hybridpp.nn.torch_private import accumulated_hooks_of, backward_hooks_of, version_of
 
 # A power of two, so that what is linear rounds alike; large, so that limits are reached.
 _FACTOR = 2.0**20
 _LARGEST_IN_FP16 = 2.0**14
 _TOLERANCE = 1e-5
+
+
+class GradientFactor:
+    """By which the gradients are multiplied that something on trial gets; see ``booster.gradient_scale``.
+
+    Attributes:
+        was_read: whether the script has read it elsewhere than in what is tried, and may have kept it.
+    """
+
+    def __init__(self) -> None:
+        self.was_read = False
+        self._value, self._depth = 1.0, 0
+
+    def read(self) -> float:
+        """It, for the script."""
+        self.was_read |= not self._depth
+        return self._value
+
+    @contextmanager
+    def inside(self, value: float = 1.0) -> Iterator[None]:
+        """Inside, something runs that is tried, and gradients are multiplied by ``value``."""
+        before, self._value = self._value, value
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._value = before
+            self._depth -= 1
 
 
 class HookChecks:
@@ -29,26 +56,22 @@ class HookChecks:
         own: keys of this library's hooks.
 
     Attributes:
-        factor: by which a hook's gradient is multiplied now; what it adds to gradients must follow, see
-            ``booster.gradient_scale``.
+        found: why the passes are refused; empty: they are not.
+        factor: by which a hook's gradient is multiplied now; what it adds to gradients must follow.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], own: Collection[int]):
-        self.factor = 1.0
+        self.factor = GradientFactor()
         self._parameters = parameters
         # Keys are unique among all hooks of a process.
         self._known = set(own)
         # Of hooks that have only looked.
         self._looked: set[int] = set()
-        self._found = ""
+        self.found = ""
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """A context for passes of one of several parts of a batch.
-
-        Raises:
-            ConfigError: a hook is not linear; when the passes are done.
-        """
+    def watching(self) -> Iterator[bool]:
+        """A context for passes of one of several parts of a batch; gives whether there is a hook to check."""
         placed: list[tuple[Any, int, Any]] = []
         for name, parameter in self._parameters.items():
             kinds = (backward_hooks_of(parameter), self._of_gradient), (accumulated_hooks_of(parameter), self._of_sum)
@@ -58,27 +81,20 @@ class HookChecks:
                     placed.append((hooks, key, hooks[key]))
                     hooks[key] = partial(check, key, name, hooks[key])
         if not placed:
-            yield
+            yield False
             return
         try:
-            yield
+            yield True
         finally:
             for held, key, hook in placed:
                 if key in held:  # else it was removed
                     held[key] = hook
-        if self._found:
-            found, self._found = self._found, ""
-            raise ConfigError(
-                f"{found} is called for a part of the batch, and is not linear (it clips, normalises, adds or draws): "
-                "its result depends on the numbers of micro-batches and replicas. Change gradients between backward "
-                "and step, use num_microbatches=1 and one replica, or, for a term that is added, multiply it by "
-                "booster.gradient_scale."
-            )
 
     def _of_gradient(self, key: int, name: str, hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Any:
         """Instead of a hook that is given a gradient, and may return another."""
         before, version = gradient.detach().clone(), version_of(gradient)
-        result = hook(gradient)
+        with self.factor.inside():
+            result = hook(gradient)
         made = gradient if result is None else result
         if result is None and self._only_looks(key, before, gradient, version):
             return None
@@ -95,7 +111,8 @@ class HookChecks:
         assert parameter.grad is not None, "autograd has added to it"
         given = parameter.grad
         before, version = given.detach().clone(), version_of(given)
-        hook(parameter)
+        with self.factor.inside():
+            hook(parameter)
         made = parameter.grad
         if made is None or (made is given and self._only_looks(key, before, given, version)):
             return
@@ -139,12 +156,16 @@ class HookChecks:
         self._known.add(key)
         expected = made.detach().clone() * factor
         other: Tensor | None = None
-        self.factor = factor
         # It may depend on what it has done already.
-        with suppress(Exception):
+        with suppress(Exception), self.factor.inside(factor):
             other = again(before * factor)
-        self.factor = 1.0
         if other is None or not expected.isfinite().all():
             return
         if bool((other.detach() - expected).abs().max() > _TOLERANCE * expected.abs().max()):
-            self._found = f"the hook {getattr(hook, '__qualname__', type(hook).__name__)!r} on the gradient of {name}"
+            self.found = (
+                f"the hook {getattr(hook, '__qualname__', type(hook).__name__)!r} on the gradient of {name} is called "
+                "for a part of the batch, and is not linear (it clips, normalises, adds or draws): its result depends "
+                "on the numbers of micro-batches and replicas. Change gradients between backward and step, use "
+                "num_microbatches=1 and one replica, or, for a term that is added, multiply it by "
+                "booster.gradient_scale."
+            )

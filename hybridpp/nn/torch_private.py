@@ -113,6 +113,7 @@ __all__ = [
     "forget_flat_weights",
     "forward_hooks_of",
     "forward_pre_hooks_of",
+    "function_of",
     "has_no_data",
     "index_sampler_of",
     "is_any_autocast_enabled",
@@ -164,6 +165,8 @@ reduced_sizes_of: Callable[[Any], tuple[int, ...]] = attrgetter("_saved_self_sym
 loss_reduction_of: Callable[[Any], int] = attrgetter("_saved_reduction")
 loss_input_of: Callable[[Any], Tensor] = attrgetter("_saved_self")
 INPUT_METADATA = "_input_metadata"
+function_of: Callable[[Any], type[torch.autograd.Function]] = attrgetter("_forward_cls")
+"""The autograd function of a class of nodes."""
 
 # A tensor. One that was made in inference mode has no version: reading it is an error (see version_or_none).
 version_of: Callable[[Tensor], int] = attrgetter("_version")

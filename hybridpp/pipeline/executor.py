@@ -363,9 +363,11 @@ class _Handlers:
             self._recorder.start()
         stage_input.expect_gradients()
         edge = None if loss is None else get_gradient_edge(loss)
+        nodes = stage_output.nodes if stage_output else [edge.node] if edge else []
         if self._defers:
-            self._weight_gradients.begin_at(stage_output.nodes if stage_output else [edge.node] if edge else [])
-        with self._stages.recomputing(context):
+            self._weight_gradients.begin_at(nodes)
+        checked = nullcontext() if microbatch or self._step.checked is None else self._step.checked(nodes)
+        with self._stages.recomputing(context), checked:
             if stage_output is not None:
                 stage_output.backward(received)
             elif edge is not None and loss is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from hybridpp.pipeline.batch import Microbatch
 
@@ -58,6 +59,8 @@ class PipelineStep:
         is_coupled: whether all replicas compute the same loss, of all replicas' samples.
         settle: called where an error ended the step: takes part in what the first loss of a criterion exchanges between
             replicas, unless that is done.
+        checked: a context for a backward pass of the first micro-batch, of the nodes that it begins at; None: nothing
+            is checked.
     """
 
     microbatches: Sequence[Microbatch]
@@ -77,6 +80,7 @@ class PipelineStep:
     shares: Sequence[float] | None = None
     is_coupled: bool = False
     settle: Callable[[], None] = lambda: None
+    checked: Callable[[Sequence[Node]], AbstractContextManager[None]] | None = None
 
 
 @dataclass(frozen=True)

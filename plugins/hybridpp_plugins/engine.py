@@ -33,7 +33,7 @@ from hybridpp_plugins.engine_parts import EngineParts
 from hybridpp_plugins.folder_save import Saves
 from hybridpp_plugins.interruption import Interruption
 from hybridpp_plugins.layout import Layout
-from hybridpp_plugins.step_epilogue import PendingEnd, items_of
+from hybridpp_plugins.step_epilogue import FoundInPassError, PendingEnd, items_of
 from hybridpp_plugins.step_losses import StepLosses
 from hybridpp_plugins.unfinished_step import UnfinishedStep
 
@@ -279,6 +279,7 @@ class Engine(EngineParts):
         criterion: Criterion | None = coupled or losses or loss_of
         if training and criterion is not None and self._has_losses and self.criteria.is_unread:
             criterion = self.criteria.reading(criterion)
+        checks = self.optimizer.gradient_checks if training and self.optimizer else None
         return PipelineStep(
             microbatches=batch.microbatches,
             loss_weights=weights,
@@ -299,6 +300,7 @@ class Engine(EngineParts):
             shares=losses.shares if losses is not None else None,
             is_coupled=isinstance(called, CriterionAdapter) and called.coupled,
             settle=_nothing if (first := coupled or losses) is None else first.settle,
+            checked=checks.trying if checks is not None and checks.is_first and not self._is_whole(batch) else None,
         )
 
     def _coupled(
@@ -435,8 +437,12 @@ class Engine(EngineParts):
             with preserved_random_state(self.device):
                 # Without pipelines, the other replicas learn with the losses whether this one got through the passes.
                 early = task.criterion is not None and self.layout.pp.size > 1
-                with self._checked_hooks(batch, task):
+                with self._checked(batch, task) as is_checked:
+                    early = early and not is_checked  # they learn what is found, too
                     result = self._execute(batch, task, program, losses_known if early else _nothing)
+            if is_checked and optimizer is not None and optimizer.gradient_checks is not None:
+                found = optimizer.gradient_checks.refusal()
+                failure = failure or (FoundInPassError(found) if found else None)
             self._mark("end")
             if task.criterion is not None and end is None:
                 losses_known(result)
@@ -454,13 +460,17 @@ class Engine(EngineParts):
             raise
         return result, loss, num_items
 
-    def _checked_hooks(self, batch: SplitBatch, task: PipelineStep) -> AbstractContextManager[None]:
-        """A context for passes, in which hooks on gradients are checked that are called for a part of the batch."""
-        checks = self.optimizer.hook_checks if self.optimizer and task.training else None
-        is_whole = len(batch.microbatches) * self.layout.dp.size == 1
-        if checks is None or is_whole or self.buckets is None or not self.buckets.has_hooks:
-            return nullcontext()
-        return checks.watching()
+    def _checked(self, batch: SplitBatch, task: PipelineStep) -> AbstractContextManager[bool]:
+        """A context for passes, in which code is tried that is called for parts of the batch; whether any is."""
+        checks = self.optimizer.gradient_checks if self.optimizer and task.training else None
+        has_hooks = self.buckets is not None and self.buckets.has_hooks
+        if checks is None or not (checks.is_first or has_hooks) or self._is_whole(batch):
+            return nullcontext(False)
+        return checks.watching(has_hooks=has_hooks)
+
+    def _is_whole(self, batch: SplitBatch) -> bool:
+        """Whether the batches of all replicas are one micro-batch."""
+        return len(batch.microbatches) * self.layout.dp.size == 1
 
     def _share_buffers(self, task: PipelineStep) -> None:
         """After the passes of a step, bring buffers to what all replicas agree on. Collective: replicas."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hybridpp.cluster import gather_numbers
 from hybridpp.config import OptimizerConfig, Precision
-from hybridpp.data_parallel import GradientReducer, HookChecks, RunningStatistics, UpdateTarget
+from hybridpp.data_parallel import GradientChecks, GradientReducer, RunningStatistics, UpdateTarget
 from hybridpp.errors import ConfigError
 from hybridpp.nn.torch_private import is_in_running_backward
 from hybridpp.optim import GlobalGradNorm
@@ -61,7 +61,7 @@ class HybridOptimizer(SteppingOptimizer):
         groups_before: what its groups had before boost.
         statistics: running statistics of the model; None: it has none.
         stop_exchange: tells all ranks of signals in the script's own backward passes.
-        hook_checks: finds hooks on gradients that are not linear; None: nothing is checked.
+        gradient_checks: finds code that makes of gradients what depends on the layout; None: nothing is checked.
         failed_pass: notes errors in the script's own passes; None: there is one rank.
         manual_losses: weighs the losses of the script's own passes; None: there is one replica.
     """
@@ -85,7 +85,7 @@ class HybridOptimizer(SteppingOptimizer):
         self.groups_before: Sequence[GroupBefore] = ()
         self.statistics: RunningStatistics | None = None
         self.stop_exchange: StopExchange | None = None
-        self.hook_checks: HookChecks | None = None
+        self.gradient_checks: GradientChecks | None = None
         self.failed_pass: FailedPass | None = None
         self.manual_losses: ManualLosses | None = None
 
@@ -106,8 +106,8 @@ class HybridOptimizer(SteppingOptimizer):
 
     @property
     def hook_factor(self) -> float:
-        """By which the gradient is multiplied that a hook is given now, see :class:`HookChecks`."""
-        return 1.0 if self.hook_checks is None else self.hook_checks.factor
+        """By which the gradient is multiplied that something on trial is given now, see :class:`GradientChecks`."""
+        return 1.0 if self.gradient_checks is None else self.gradient_checks.read_factor()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss, times the loss scale."""
@@ -137,6 +137,7 @@ class HybridOptimizer(SteppingOptimizer):
         num_replicas = self.norm.num_replicas
         scaled = self.scale_loss(loss.to(torch.promote_types(loss.dtype, torch.float32))) / num_replicas
         joined: list[HybridOptimizer] = []
+        checks: list[GradientChecks] = []
         with ExitStack() as stack:
 
             def join(_: Any) -> None:
@@ -152,14 +153,22 @@ class HybridOptimizer(SteppingOptimizer):
             try:
                 for one in (self, *partners):
                     stack.enter_context(one.recompute_context())
-                    if one.hook_checks is not None and num_replicas > 1 and one._reducer.has_hooks:
-                        stack.enter_context(one.hook_checks.watching())
+                    is_checked = one._reducer.has_hooks or (one.gradient_checks and one.gradient_checks.is_first)
+                    if one.gradient_checks is not None and is_checked and num_replicas > 1:
+                        stack.enter_context(one.gradient_checks.watching(has_hooks=one._reducer.has_hooks))
+                        checks.append(one.gradient_checks)
                 if self.manual_losses is not None:
                     is_syncing = self._reducer.is_syncing
                     stack.enter_context(self.manual_losses.weighed(loss, num_items, is_syncing=is_syncing))
                 stack.enter_context(self.own_backward())
                 # From the edge: backward of a tensor disables torch's function modes, which recomputation may need.
-                torch.autograd.backward(get_gradient_edge(scaled), *args, **kwargs)
+                edge = get_gradient_edge(scaled)
+                if checks:
+                    stack.enter_context(checks[0].trying([edge.node]))
+                torch.autograd.backward(edge, *args, **kwargs)
+                refusals = [one.refusal() for one in checks]
+                if any(refusals):
+                    raise ConfigError(next(filter(None, refusals)))
             except BaseException:
                 # As after an error in execute_pipeline: some buckets are reduced already, and others are not.
                 for one in (self, *joined):

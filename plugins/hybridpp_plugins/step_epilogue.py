@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridpp.cluster import Group, HostCopy, Patience, gather_numbers, name_ranks
-from hybridpp.errors import DeadlockError, PeerError, UnlikeCallsError
+from hybridpp.errors import ConfigError, DeadlockError, PeerError, UnlikeCallsError
 from hybridpp.nn.deferred_tensor import DeferredTensor, deferred
 from hybridpp.pipeline import LossReduction, PipelineStep, RankProgram, SplitBatch, StepResult, check_equal, step_call
 from hybridpp.pipeline.rest_of_step import EndedInsideError
@@ -28,6 +28,16 @@ NOT_USED = "The step was refused, and no weight was changed with them."
 
 _NUM_OF_SCALING = len(ManualScaling._fields)
 _NO_NUMBERS = torch.empty(0, dtype=torch.float64)
+
+
+class FoundInPassError(ConfigError):
+    """What this rank has found in the passes of a step, which is raised on all ranks.
+
+    Attributes:
+        code: that ranks report of it.
+    """
+
+    code = 3.0
 
 
 class BadLoss(NamedTuple):
@@ -63,7 +73,8 @@ class RankReport(NamedTuple):
     """What a rank reports of a step besides its losses.
 
     Attributes:
-        failed: 1 if this rank refuses the step, 2 if an error ended it between its actions.
+        failed: 1 if this rank refuses the step, 2 if an error ended it between its actions, 3 if all ranks refuse it
+            with the words of this one.
         reduction: of the criterion.
         scaled: how the script scaled gradients.
         calls: of the optimizer.
@@ -331,7 +342,9 @@ class StepEpilogue:
         optimizer = self._optimizer if task.training else None
         detector = self._optimizer.accumulated.clip_detector if self._optimizer else None
         report = RankReport(
-            failed=EndedInsideError.code if isinstance(failure, EndedInsideError) else float(failure is not None),
+            failed=failure.code
+            if isinstance(failure, EndedInsideError | FoundInPassError)
+            else float(failure is not None),
             reduction=float(self._criterion_check.reduction),
             scaled=detector.report() if detector else ManualScaling(),
             calls=OptimizerCalls() if self._optimizer is None else calls_of(self._optimizer, training=task.training),

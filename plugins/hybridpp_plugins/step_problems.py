@@ -4,15 +4,16 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from hybridpp.cluster import Group, gather_numbers, get_dist_logger, name_ranks
-from hybridpp.errors import NonFiniteLossError, RefusedByPeerError, UnlikeCallsError
+from hybridpp.cluster import Group, gather_numbers, gather_objects, get_dist_logger, name_ranks
+from hybridpp.errors import ConfigError, NonFiniteLossError, RefusedByPeerError, UnlikeCallsError
 from hybridpp.partition import StagedModel
 from hybridpp.pipeline import EndedInsideError, LossReduction, PipelineStep, RankProgram, check_equal
 from hybridpp_plugins.criterion_check import CriterionCheck
 from hybridpp_plugins.optimizer import HybridOptimizer
-from hybridpp_plugins.step_epilogue import NOT_USED, BadLoss, OptimizerCalls, StepSummary
+from hybridpp_plugins.step_epilogue import NOT_USED, BadLoss, FoundInPassError, OptimizerCalls, StepSummary
 from hybridpp_plugins.tp_loss_check import TensorParallelLossCheck
 
+_OTHER_WORDS = "at the end of a step, which tells why it is refused"
 _OTHER_CALLS = "at the end of a step, after other calls of the optimizer"
 
 Diagnose: TypeAlias = Callable[[RankProgram, PipelineStep, BadLoss | None], str]
@@ -58,6 +59,9 @@ class StepProblems:
         Raises:
             Exception: see :meth:`hybridpp_plugins.step_epilogue.StepEpilogue.close`.
         """
+        if self._control is not None and any(one.failed == FoundInPassError.code for one in summary.reports):
+            words = str(failure) if isinstance(failure, FoundInPassError) else ""
+            raise ConfigError(next(filter(None, gather_objects(self._control, _OTHER_WORDS, words))))
         if failure is not None:
             raise failure
         ended = [rank for rank, report in enumerate(summary.reports) if report.failed == EndedInsideError.code]

@@ -142,3 +142,17 @@ def test_a_hook_that_only_looks_is_called_once_for_each_pass():
     seen = []
     run_with(lambda _, model: model[0].weight.register_hook(lambda gradient: seen.append(1)), num_microbatches=2)
     assert len(seen) == 4
+
+
+def test_a_hook_on_one_stage_is_refused_on_every_rank():
+    def run():
+        model = make_model()
+        model[0].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        booster, model, optimizer = boosted(model, sgd, (DATA[:1],), pp_size=2, num_microbatches=2)
+        with pytest.raises(ConfigError) as refused:
+            booster.execute_pipeline(iter([(DATA, DATA)]), model, mean_square, optimizer)
+        return str(refused.value)
+
+    first, second = Loopback(2).run(run)
+    assert first == second
+    assert "on the gradient of 0.weight" in first

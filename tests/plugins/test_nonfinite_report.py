@@ -68,7 +68,7 @@ def reports(spoilers, **settings):
 
     def run():
         booster, model, optimizer = start(**settings)
-        optimizer.hook_checks = None  # hooks spoil gradients on purpose
+        optimizer.gradient_checks = None  # hooks spoil gradients on purpose
         booster.execute_pipeline(iter([BATCH]), model, model_loss, optimizer)
         rows = []
         for spoil in spoilers:

@@ -83,7 +83,7 @@ def reports(cases, tp_size, **layout):
             **layout,
         )
         mine = replica_part(image_batch(4), booster.plugin.layout.here.dp, booster.plugin.dp_size)
-        optimizer.hook_checks = None  # hooks spoil gradients on purpose
+        optimizer.gradient_checks = None  # hooks spoil gradients on purpose
         texts = []
         for where, name, microbatch, rank in cases:
             optimizer.loss_scaler.skipped_steps = 0
