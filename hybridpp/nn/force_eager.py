@@ -32,6 +32,14 @@ def may_hold_compiled_code() -> bool:
     return _COMPILER in sys.modules
 
 
+def has_compiled() -> bool:
+    """Whether torch.compile was called, for whatever: torch's optimizers import the compiler as well."""
+    module = sys.modules.get(f"{_COMPILER}.eval_frame")
+    # Unknown where a later torch has no such table.
+    backends = getattr(module, "cached_backends", {0: True}) if module else {}
+    return any(backends.values())
+
+
 @contextmanager
 def force_eager() -> Iterator[None]:
     """Inside, what torch.compile compiled runs as it was written.

@@ -43,15 +43,21 @@ class WeightReads:
         with_sizes: bool = False,
     ):
         self._model, self._readers, self._note = model, readers, note
-        self._ignored = _STATE if with_sizes else _STATE | _SIZES
+        self._with_sizes = with_sizes
         self._names: dict[int, str] = {}
         self._running: dict[nn.Module, int] = {}
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Inside, operations are watched; the hooks that note which modules run are taken off afterwards."""
+    def watched(self, *, is_running: bool = False) -> Iterator[None]:
+        """Inside, operations are watched; the hooks that note which modules run are taken off afterwards.
+
+        Args:
+            is_running: whether the model has been called already; else only what happens in calls inside counts.
+        """
         modules = dict.fromkeys([self._model, *(module for readers in self._readers.values() for module in readers)])
         self._running = dict.fromkeys(modules, 0)
+        self._running[self._model] = int(is_running)
+        self._find()
         # While a meta model is traced, it has other tensors.
         hooks = [self._model.register_forward_pre_hook(lambda *_: self._find(), prepend=True)]
         for module in modules:
@@ -71,7 +77,11 @@ class WeightReads:
     def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._running[self._model]:
             return
-        if func in self._ignored or (func in _WRITES and not any(_is_tensor(leaf) for leaf in args[1:])):
+        if (
+            func in _STATE
+            or (func in _SIZES and not self._with_sizes)
+            or (func in _WRITES and not any(_is_tensor(leaf) for leaf in args[1:]))
+        ):
             return
         for leaf in pytree.tree_leaves((args, kwargs)):
             name = self._names.get(id(leaf)) if isinstance(leaf, Tensor) else None

@@ -1,7 +1,7 @@
 """A model of which this rank runs a stage, or several."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from torch import Tensor
 from hybridpp.errors import PartitionError
 from hybridpp.module_adapter import AdapterLayer, Forward, ModuleAdapter
 from hybridpp.nn.force_eager import EAGER, force_eager
+from hybridpp.nn.part_reads import PartReadCheck
 from hybridpp.nn.torch_private import forward_hooks_of, forward_pre_hooks_of
 from hybridpp.partition.blocks import finest_units
 from hybridpp.partition.call_options import CallOptions, GrowingPlans
@@ -80,6 +81,7 @@ class StagedModel:
         owners: the stages that hold each parameter, by its name; the same on every rank.
         around_call: wraps the script's own calls of the complete model; None: they are not wrapped.
         gather: gathers the weights of units; None: they are always there.
+        part_reads: refuses code that reads parts of weights; None: this rank has none.
         options: of the model's calls, beside micro-batches; None: there are none.
         while_tracing: a context to trace in.
 
@@ -114,6 +116,7 @@ class StagedModel:
         self._remote_deltas: list[AttributeDelta] = []
         self._states = StageStates(model, self.stages) if len(self.stages) > 1 else None
         self.gather: UnitGather | None = None
+        self.part_reads: PartReadCheck | None = None
         self.while_tracing: Callable[[], AbstractContextManager[None]] = nullcontext
         self._visibility = ParameterVisibility()
         refuse_compiled(model, [model])
@@ -161,9 +164,15 @@ class StagedModel:
             if self._watch is not None:
                 with self._interceptor.active(functools.partial(_watched, self._watch)):
                     return self._gathering(forward)(*args, **kwargs)
+            forward = self._watched_call(forward)
             if self.around_call is not None:
                 return self.around_call(self._gathering(forward), args, kwargs)
         return self._gathering(forward)(*args, **kwargs)
+
+    def _kind(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        """Equal for calls that probably take one way through the model's code."""
+        types = (*map(type, args), *kwargs, *map(type, kwargs.values()))
+        return stage, self.model.training, torch.is_grad_enabled(), types
 
     def _gathering(self, forward: Forward) -> Forward:
         """The model's forward with the weights that are gathered for it."""
@@ -171,6 +180,18 @@ class StagedModel:
             return forward
         gather = self.gather
         return lambda *args, **kwargs: gather.around_model(forward, args, kwargs)
+
+    def _watched_call(self, forward: Forward) -> Forward:
+        """The forward of a call by the script, in which reads of parts of weights are refused."""
+        check = self.part_reads
+        if check is None:
+            return forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with check.watching(self._kind(0, args, kwargs), is_running=True):
+                return forward(*args, **kwargs)
+
+        return watched
 
     def gather_units(self, gather: UnitGather) -> None:
         """Gather the weights of units where they run; with one stage only."""
@@ -261,6 +282,7 @@ class StagedModel:
         # Not the run itself, which holds activations.
         self._remote_deltas = run.deltas
         rest = AttributeResetter(self.model, plan.resets)
+        was_eager = False
         try:
             with (
                 self._entered(),
@@ -270,16 +292,18 @@ class StagedModel:
                 self._hooks_once(run),
                 self._finest.active(rng),
                 self._layer_listener.active(rng.before_layer),
+                self.part_reads.watching(self._kind(plan.stage, args, kwargs)) if self.part_reads else nullcontext(),
             ):
                 args, kwargs = self._inputs.cast(args), self._inputs.cast(kwargs)
                 if self.options is not None:
                     kwargs = {**kwargs, **self.options.keywords(is_trace=False)}
+                was_eager = EAGER.num_inside > 0
                 # A new context, so that context variables are reset when an exception leaves the forward.
                 result = copy_context().run(self.model, *args, **kwargs)
         except StageDone:
             rest.put()
             rng.finish(is_last=False)
-            return run.outgoing(), None, self._context_of(plan, run, received, rng, key)
+            return run.outgoing(), None, self._context_of(plan, run, received, rng, key, was_eager)
         if plan.last_local is not None:
             raise PartitionError(
                 f"the forward ended before unit {plan.calls[plan.last_local].name!r}, the last of stage {plan.stage}: "
@@ -288,17 +312,17 @@ class StagedModel:
         rng.finish(is_last=True)
         if self.options is not None:
             result = self.options.result(result)
-        return [], result, self._context_of(plan, run, received, rng, key)
+        return [], result, self._context_of(plan, run, received, rng, key, was_eager)
 
     def _context_of(
-        self, plan: StagePlan, run: StageRun, received: Sequence[Tensor], rng: UnitRng, key: int
+        self, plan: StagePlan, run: StageRun, received: Sequence[Tensor], rng: UnitRng, key: int, was_eager: bool
     ) -> StageContext | None:
         if not torch.is_grad_enabled():
             return None
         replay = None
         if run.checkpointed_calls:
             replay = Replay(run.checkpointed_calls, self._stage_run(plan, received, rng), self._device)
-        return StageContext(key, rng.trace, replay, EAGER.num_inside > 0)
+        return StageContext(key, rng.trace, replay, was_eager)
 
     def _hooks_once(self, run: StageRun) -> AbstractContextManager[None]:
         hooked = [module for module in self._containers if forward_hooks_of(module) or forward_pre_hooks_of(module)]

@@ -17,6 +17,7 @@ from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn import walk
 from hybridpp.nn.checkpointing import recomputes_saved_tensors
 from hybridpp.nn.force_eager import force_eager
+from hybridpp.nn.part_reads import PartReadCheck
 from hybridpp.partition import BoundarySharding, compiled_parts, find_units
 from hybridpp.pipeline import Gradients, SplitBackwardOps, WeightGradients, split_backward_ops
 from hybridpp.plan_search import RunFormats, SequencePlan, own_forwards, refused_layers
@@ -25,6 +26,7 @@ from hybridpp.sharding_plan import Plan, ShardKind, plan_from_patterns
 from hybridpp.tensor_parallel import ParameterSharding, ShardedLayer, ShardedModel, run_sequence_parallel, sharding_of
 from hybridpp.tensor_parallel import shard as apply_spec
 from hybridpp_plugins.apply_sp import ShardsBetweenStages, sequence_plan
+from hybridpp_plugins.check_tp_plan import checked_tp_plan, readers_of_parts
 from hybridpp_plugins.common_plans import CommonPlans
 from hybridpp_plugins.find_tp_plan import find_tp_plan, of_first_rank
 from hybridpp_plugins.layout import Layout
@@ -45,6 +47,7 @@ class AppliedTensorParallel(NamedTuple):
         draws: whether the layers draw random numbers.
         sequence_blocks: blocks that run on sequence shards, with the modules inside that must run within the block's
             forward.
+        part_reads: refuses code that reads parts of weights; None: no layer is sharded.
     """
 
     weight_gradients: WeightGradients
@@ -53,6 +56,7 @@ class AppliedTensorParallel(NamedTuple):
     in_a_step: Callable[[], AbstractContextManager[None]] = nullcontext
     draws: DrawMonitor | None = None
     sequence_blocks: Mapping[str, Collection[str]] = MappingProxyType({})
+    part_reads: PartReadCheck | None = None
 
 
 def apply_tensor_parallel(
@@ -82,6 +86,8 @@ def apply_tensor_parallel(
     if config.tensor_parallel_plan is not None:
         plan = plan_from_patterns(model, config.tensor_parallel_plan, tp.size)
         _refuse_layers(model, plan, layout, formats)
+        with force_eager() if compiled_parts(model) else nullcontext():
+            plan = checked_tp_plan(model, plan, find_samples, tp.size, layout.control, common, formats)
     else:
         with force_eager() if compiled_parts(model) else nullcontext():
             plan = find_tp_plan(model, find_samples, tp.size, layout.control, common, formats)
@@ -141,10 +147,12 @@ def apply_sharding(
     plan, sequences = sharding
     kinds = {module: split_backward_ops(module) for module in walk.modules(model)}
     in_compiled = compiled_parts(model)
-    blocks = [name for name in find_units(model, 1).blocks if walk.submodule(model, name) not in in_compiled]
+    all_blocks = find_units(model, 1).blocks
+    blocks = [name for name in all_blocks if walk.submodule(model, name) not in in_compiled]
     sharded = apply_spec(adapter, plan.spec, tp)
     sequence_blocks = {name: run_sequence_parallel(name, block, sharded) for name, block in sequences.blocks.items()}
     summed = sharded.partial_grad | sequences.partial_grad
+    readers = readers_of_parts(model, plan.spec, all_blocks, summed)
     check_hooks_of_blocks(adapter, blocks, plan.spec, sequences, summed)
     # Sharded layers in compiled blocks run uncompiled.
     weight_gradients = WeightGradients(
@@ -162,6 +170,7 @@ def apply_sharding(
         sharded.context.keep_logits_sharded,
         sharded.context.draws,
         sequence_blocks,
+        PartReadCheck(model, readers, tp.size),
     )
 
 

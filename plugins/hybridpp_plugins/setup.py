@@ -85,6 +85,7 @@ def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedF
     state_spec = optimizer_memory(optimizer, settings.precision, settings.zero.among(layout.dp.size), num_stages)
     placed = place_model(adapter, applied_tp, module_dtypes, context, original.uninitialized, state_spec, rules)
     staged, progress = placed.staged, RunProgress(seed)
+    staged.part_reads = applied_tp.part_reads
     buckets, boosted = None, None
     if optimizer is not None:
         buckets, boosted = _wrap_optimizer(optimizer, adapter, applied_tp, placed, original, context)

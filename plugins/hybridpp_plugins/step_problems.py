@@ -95,6 +95,8 @@ class StepProblems:
         if summary.bad_loss is not None:
             self._report_bad_loss(summary.bad_loss, program, step)
         if summary.unequal:
+            if self._staged.part_reads is not None:
+                self._staged.part_reads.again()
             self._tp_loss_check.check(summary.unequal)
         optimizer = self._optimizer if step.training else None
         if optimizer and optimizer.sends_norm_with_loss and optimizer.wants_report:

@@ -37,7 +37,8 @@ class TensorParallelLossCheck:
             raise UnequalRanksError(
                 f"tensor-parallel ranks must compute the same loss from the same batch: got {values}. Remove what "
                 "differs between ranks from the model and the criterion (a rank number, random numbers in the "
-                "criterion), and change weights on all ranks in the same way, as booster.load_model does."
+                "criterion, a penalty of weights of which each rank has a part), and change weights on all ranks in "
+                "the same way, as booster.load_model does."
             )
         if not self.has_warned:
             self.has_warned = True

@@ -44,7 +44,8 @@ def test_a_criterion_that_differs_between_ranks_is_refused(training):
     found = re.fullmatch(
         r"tensor-parallel ranks must compute the same loss from the same batch: got (\S+) on rank 0, (\S+) on rank "
         r"1. Remove what differs between ranks from the model and the criterion \(a rank number, random numbers in the "
-        r"criterion\), and change weights on all ranks in the same way, as booster.load_model does.",
+        r"criterion, a penalty of weights of which each rank has a part\), and change weights on all ranks in the same "
+        r"way, as booster.load_model does.",
         str(error.value),
     )
     assert [float(value) for value in found.groups()] == pytest.approx([loss, 1.1 * loss], rel=1e-5)

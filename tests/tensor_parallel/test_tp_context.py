@@ -82,7 +82,7 @@ def test_divided_activations_draw_masks_of_their_own():
         num_microbatches=1,
         tensor_parallel_plan=PLAN,
     )
-    (width, first), (_, second) = masks
+    (width, first), (_, second) = masks[-2:]  # the plan was tried before
     assert width == 8
     assert first != second
 
