@@ -279,9 +279,9 @@ class GradientBuckets:
         """Whether the script has hooks on the gradients of parameters."""
         return self._hooks.has_others
 
-    def checks(self) -> GradientChecks:
-        """What finds code of the script that makes of gradients what depends on the layout."""
-        return GradientChecks(HookChecks(self.parameters, self._hooks.keys))
+    def checks(self, model: nn.Module) -> GradientChecks:
+        """What finds code of the script or the user's model that makes of gradients what depends on the layout."""
+        return GradientChecks(model, HookChecks(self.parameters, self._hooks.keys))
 
     def outside(self) -> OutsideGradients:
         """Where gradients are added that are computed outside of autograd."""

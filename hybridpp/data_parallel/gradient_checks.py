@@ -3,8 +3,10 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
+from torch import nn
 from torch.autograd.graph import Node
 
+from hybridpp.data_parallel.activation_hooks import ActivationHooks
 from hybridpp.data_parallel.function_checks import FunctionChecks
 from hybridpp.data_parallel.hook_checks import HookChecks
 
@@ -13,15 +15,17 @@ class GradientChecks:
     """Tries hooks on the gradients of parameters when they first change one, and the rest in the first pass.
 
     Args:
+        model: the user's.
         hooks: of parameters.
 
     Attributes:
         is_first: whether no pass has been tried yet.
     """
 
-    def __init__(self, hooks: HookChecks):
+    def __init__(self, model: nn.Module, hooks: HookChecks):
         self.is_first = True
         self._hooks, self._functions = hooks, FunctionChecks(hooks.factor)
+        self._activations = ActivationHooks(model, hooks.factor)
 
     def read_factor(self) -> float:
         """By which the gradient is multiplied that something on trial is given now; the script's part of the factor."""
@@ -41,6 +45,12 @@ class GradientChecks:
             yield self.is_first or watches
 
     @contextmanager
+    def watching_forward(self, num_samples: int | None = None) -> Iterator[None]:
+        """A context for a forward of the first step; ``num_samples``: of the part of the batch, if that is known."""
+        with self._activations.watching(num_samples) if self.is_first else nullcontext():
+            yield
+
+    @contextmanager
     def trying(self, nodes: Iterable[Node]) -> Iterator[None]:
         """A context for a backward pass that begins at these nodes; after the first step, nothing is tried."""
         with self._functions.trying(nodes) if self.is_first else nullcontext():
@@ -48,6 +58,9 @@ class GradientChecks:
 
     def refusal(self) -> str:
         """Why the passes since the last call are refused; empty: they are not. The first ones are over then."""
-        found = self._hooks.found or self._functions.found
-        self._hooks.found, self._functions.found, self.is_first = "", "", False
+        parts = self._hooks, self._functions, self._activations
+        found = next((one.found for one in parts if one.found), "")
+        for one in parts:
+            one.found = ""
+        self.is_first = False
         return found

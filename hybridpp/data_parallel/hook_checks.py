@@ -14,7 +14,8 @@ from hybridpp.nn.torch_private import accumulated_hooks_of, backward_hooks_of, v
 # A power of two, so that what is linear rounds alike; large, so that limits are reached.
 _FACTOR = 2.0**20
 _LARGEST_IN_FP16 = 2.0**14
-_TOLERANCE = 1e-5
+TOLERANCE = 1e-5
+"""Of the largest number that is compared."""
 
 
 class GradientFactor:
@@ -43,6 +44,18 @@ class GradientFactor:
         finally:
             self._value = before
             self._depth -= 1
+
+
+def factor_for(largest: float, dtypes: Collection[torch.dtype]) -> float:
+    """A power of two by which to multiply gradients up to ``largest``, above 0, of these dtypes."""
+    if torch.float16 in dtypes:
+        return float(2.0 ** (frexp(_LARGEST_IN_FP16 / largest)[1] - 1))
+    return _FACTOR
+
+
+def title_of(hook: Callable[..., Any]) -> str:
+    """The name of a hook, in errors."""
+    return getattr(hook, "__qualname__", type(hook).__name__)
 
 
 class HookChecks:
@@ -150,9 +163,7 @@ class HookChecks:
         largest = float(before.abs().max())
         if not 0 < largest < float("inf"):
             return
-        factor = _FACTOR
-        if before.dtype is torch.float16:
-            factor = 2.0 ** (frexp(_LARGEST_IN_FP16 / largest)[1] - 1)
+        factor = factor_for(largest, {before.dtype})
         self._known.add(key)
         expected = made.detach().clone() * factor
         other: Tensor | None = None
@@ -161,9 +172,9 @@ class HookChecks:
             other = again(before * factor)
         if other is None or not expected.isfinite().all():
             return
-        if bool((other.detach() - expected).abs().max() > _TOLERANCE * expected.abs().max()):
+        if bool((other.detach() - expected).abs().max() > TOLERANCE * expected.abs().max()):
             self.found = (
-                f"the hook {getattr(hook, '__qualname__', type(hook).__name__)!r} on the gradient of {name} is called "
+                f"the hook {title_of(hook)!r} on the gradient of {name} is called "
                 "for a part of the batch, and is not linear (it clips, normalises, adds or draws): its result depends "
                 "on the numbers of micro-batches and replicas. Change gradients between backward and step, use "
                 "num_microbatches=1 and one replica, or, for a term that is added, multiply it by "

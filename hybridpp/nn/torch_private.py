@@ -114,6 +114,7 @@ __all__ = [
     "forward_hooks_of",
     "forward_pre_hooks_of",
     "function_of",
+    "gradient_hooks_of_module",
     "has_no_data",
     "index_sampler_of",
     "is_any_autocast_enabled",
@@ -152,6 +153,14 @@ children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_m
 transient_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 forward_hooks_of: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_hooks")
 forward_pre_hooks_of: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_pre_hooks")
+
+
+def gradient_hooks_of_module(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
+    """The hooks that are given gradients of a module's results: those behind its backward pass, and those before it."""
+    full = [module._backward_hooks] if module._is_full_backward_hook else []
+    return [*full, module._backward_pre_hooks]
+
+
 # Names of the attributes that a call of a module goes through: with its hooks around ``forward``; as compiled in place.
 CALL, COMPILED_CALL = "_call_impl", "_compiled_call_impl"
 call_of: Callable[[nn.Module], Callable[..., Any]] = attrgetter(CALL)

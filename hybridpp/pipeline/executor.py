@@ -301,7 +301,11 @@ class _Handlers:
         splits = (stage, action.microbatch) in self._split
         values = stage_input.take_values()
         is_watched = plan.is_last and step.watched is not None
-        with step.watched(microbatch, inputs, values) if is_watched and step.watched else nullcontext():
+        around = step.watched_forward if not microbatch else None
+        with (
+            around() if around is not None else nullcontext(),
+            step.watched(microbatch, inputs, values) if is_watched and step.watched else nullcontext(),
+        ):
             with self._weight_gradients.recording_forward(splits) if defers else nullcontext():
                 key = step.keys[microbatch]
                 try:

@@ -59,8 +59,9 @@ class PipelineStep:
         is_coupled: whether all replicas compute the same loss, of all replicas' samples.
         settle: called where an error ended the step: takes part in what the first loss of a criterion exchanges between
             replicas, unless that is done.
-        checked: a context for a backward pass of the first micro-batch, of the nodes that it begins at; None: nothing
-            is checked.
+        watched_forward: a context for a forward of the first micro-batch and its loss; None: not called.
+        checked: a context for a backward pass of the first micro-batch, of the nodes that it begins at; None: not
+            called.
     """
 
     microbatches: Sequence[Microbatch]
@@ -80,6 +81,7 @@ class PipelineStep:
     shares: Sequence[float] | None = None
     is_coupled: bool = False
     settle: Callable[[], None] = lambda: None
+    watched_forward: Callable[[], AbstractContextManager[None]] | None = None
     checked: Callable[[Sequence[Node]], AbstractContextManager[None]] | None = None
 
 

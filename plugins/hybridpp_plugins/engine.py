@@ -280,6 +280,8 @@ class Engine(EngineParts):
         if training and criterion is not None and self._has_losses and self.criteria.is_unread:
             criterion = self.criteria.reading(criterion)
         checks = self.optimizer.gradient_checks if training and self.optimizer else None
+        if checks is not None and (not checks.is_first or self._is_whole(batch)):
+            checks = None
         return PipelineStep(
             microbatches=batch.microbatches,
             loss_weights=weights,
@@ -300,7 +302,8 @@ class Engine(EngineParts):
             shares=losses.shares if losses is not None else None,
             is_coupled=isinstance(called, CriterionAdapter) and called.coupled,
             settle=_nothing if (first := coupled or losses) is None else first.settle,
-            checked=checks.trying if checks is not None and checks.is_first and not self._is_whole(batch) else None,
+            watched_forward=partial(checks.watching_forward, batch.microbatches[0].num_samples) if checks else None,
+            checked=checks.trying if checks else None,
         )
 
     def _coupled(

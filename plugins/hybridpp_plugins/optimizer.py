@@ -109,6 +109,13 @@ class HybridOptimizer(SteppingOptimizer):
         """By which the gradient is multiplied that something on trial is given now, see :class:`GradientChecks`."""
         return 1.0 if self.gradient_checks is None else self.gradient_checks.read_factor()
 
+    def checked_call(self) -> AbstractContextManager[None]:
+        """A context for the script's own calls of the model, in which hooks are found until its first backward pass."""
+        checks = self.gradient_checks
+        if checks is None or not checks.is_first or self.norm.num_replicas == 1 or not torch.is_grad_enabled():
+            return nullcontext()
+        return checks.watching_forward()
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss, times the loss scale."""
         return loss * self.loss_scale

@@ -1,6 +1,7 @@
 """Set up a boosted model: shard it, place it on this rank, wrap the optimizer, create the engine."""
 
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -260,7 +261,8 @@ class _Explained:
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            return self._around(forward, args, kwargs) if self._around else forward(*args, **kwargs)
+            with nullcontext() if self._boosted is None else self._boosted.checked_call():
+                return self._around(forward, args, kwargs) if self._around else forward(*args, **kwargs)
         except RuntimeError:
             if self._boosted is not None:
                 self._boosted.target.check(self._model)
