@@ -260,7 +260,8 @@ class Booster(BoosterAdapters):
                 on none. None: what is found.
 
         Raises:
-            ConfigError: there are stages on other ranks, the optimizer is not boosted, or ``num_items`` is no number.
+            ConfigError: there are stages on other ranks, the optimizer is not boosted, ``num_items`` is no number, or
+                the loss reads weights of which this rank has a part, or none (a penalty).
             UnlikeCallsError: replicas called it otherwise.
         """
         if num_items is None:

@@ -111,6 +111,7 @@ __all__ = [
     "foreach_copy_",
     "foreach_norm",
     "forget_flat_weights",
+    "forward_class_of",
     "forward_hooks_of",
     "forward_pre_hooks_of",
     "function_of",
@@ -248,6 +249,12 @@ base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 def is_in_running_backward(parameter: nn.Parameter) -> bool:
     """Whether the backward pass that runs on this thread will add to a parameter's gradient."""
     return parameter.requires_grad and bool(_will_engine_execute_node(get_gradient_edge(parameter).node))
+
+
+def forward_class_of(node: Any) -> type[torch.autograd.Function] | None:
+    """The function in Python that a node of autograd's graph is of; None: it is one of torch's own."""
+    found: type[torch.autograd.Function] | None = getattr(node, "_forward_cls", None)
+    return found
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

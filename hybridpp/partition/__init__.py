@@ -31,7 +31,7 @@ from hybridpp.partition.samples import make_samples
 from hybridpp.partition.staged_model import StagedModel
 from hybridpp.partition.staging_options import StagingOptions
 from hybridpp.partition.trace import Tracer
-from hybridpp.partition.unit_gather import UnitGather
+from hybridpp.partition.unit_gather import UnitGather, is_watched
 
 __all__ = [
     "MODULE_INTERNALS",
@@ -70,6 +70,7 @@ __all__ = [
     "has_global_hooks",
     "is_cache",
     "is_users_hook",
+    "is_watched",
     "make_samples",
     "owners",
     "parameter_names",

@@ -670,5 +670,10 @@ def _key(node: Any) -> int:
     return key
 
 
+def is_watched(node: Any) -> bool:
+    """Whether a node of autograd's graph made an input or an output of what weights were gathered for."""
+    return _KEY in node.metadata
+
+
 def _is_in_backward() -> bool:
     return current_graph_task_id() != -1

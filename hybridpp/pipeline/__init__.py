@@ -23,6 +23,7 @@ from hybridpp.pipeline.boundary import Transport
 from hybridpp.pipeline.compiled_wgrad import compile_keywords, makes_cuda_graphs
 from hybridpp.pipeline.criterion import CriterionAdapter, SignatureCache
 from hybridpp.pipeline.criterion_form import check_reduction, form_of, takes_targets
+from hybridpp.pipeline.deferred_wgrad import is_deferred_layer
 from hybridpp.pipeline.device_marks import DeviceMarks
 from hybridpp.pipeline.executor import Executor
 from hybridpp.pipeline.forward_signature import ForwardSignature
@@ -100,6 +101,7 @@ __all__ = [
     "confirm_sum",
     "duplicate_samples",
     "form_of",
+    "is_deferred_layer",
     "leaf_dims",
     "loss_form_of",
     "makes_cuda_graphs",

@@ -5,10 +5,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from hybridpp.nn.torch_private import (
     accumulated_hooks_of,
     backward_hooks_of,
+    function_of,
     is_functorch_active,
     is_view,
     parameters_of,
@@ -141,6 +143,11 @@ class DeferredWgradFunction(torch.autograd.Function):
         dx = ops.input_gradient(module, dy, x, weight) if ctx.needs_input_grad[1] else None
         x = x if ctx.saved is None else ctx.saved.with_gradient(x)
         return dx, *ops.weight_gradients(module, dy, x, weight, ctx.needs_input_grad[3])
+
+
+def is_deferred_layer(node: Any) -> bool:
+    """Whether a node of autograd's graph is the call of a layer by :func:`deferred_wgrad`."""
+    return isinstance(node, BackwardCFunction) and function_of(type(node)) is DeferredWgradFunction
 
 
 def deferred_wgrad(binding: LayerBinding, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

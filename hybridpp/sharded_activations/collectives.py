@@ -13,11 +13,13 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from hybridpp.cluster import Group
-from hybridpp.nn.torch_private import has_no_data
+from hybridpp.nn.torch_private import function_of, has_no_data
 
 _Map: TypeAlias = Callable[[Tensor], Tensor]
+_PACKAGE = __name__.rpartition(".")[0]
 
 
 def _nothing() -> None:
@@ -47,6 +49,11 @@ def linear_map(x: Tensor, function: _Map, backward: _Map, again: _Map | None = N
     """
     result: Tensor = _LinearMap.apply(x, function, backward, again or function)  # type: ignore[no-untyped-call]  # torch
     return result
+
+
+def is_collective(node: Any) -> bool:
+    """Whether a node of autograd's graph is one of this package's functions, which join what ranks have of a tensor."""
+    return isinstance(node, BackwardCFunction) and function_of(type(node)).__module__.startswith(_PACKAGE)
 
 
 def mapped(x: Tensor, function: _Map, backward: _Map) -> Tensor:

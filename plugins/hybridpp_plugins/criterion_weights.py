@@ -20,6 +20,7 @@ from hybridpp.partition.containers import tensors_in
 from hybridpp.tensor_parallel import sharding_of
 from hybridpp_plugins.engine_handle import ENGINE
 from hybridpp_plugins.layout import Layout
+from hybridpp_plugins.weights_in_loss import WeightsInLoss
 
 _MOST_LEVELS = 4
 _CONTAINERS = (list, tuple, dict)
@@ -78,14 +79,21 @@ class CriterionWeights:
         self.known, self._code = criterion, code
         self.is_unread = self._grid.pp_size > 1 or self._grid.tp_size > 1 or self._shards_weights
 
-    def reading(self, criterion: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """The criterion, which raises a ConfigError if its first loss depends on weights that are not whole here."""
+    def reading(self, criterion: Callable[[Any, Any], Any], weights: WeightsInLoss | None) -> Callable[[Any, Any], Any]:
+        """The criterion, which raises a ConfigError if its first loss depends on weights that are not whole here.
+
+        Args:
+            criterion: that is checked.
+            weights: knows those that the model may not read alone; None: it may read all.
+        """
 
         def call(outputs: Any, inputs: Any) -> Any:
             loss = criterion(outputs, inputs)
             if self.is_unread and isinstance(loss, Tensor):
                 self.is_unread = False
                 self._refuse_parts(weights_of_loss(loss, outputs))
+                if weights is not None:
+                    weights.check_parts(loss)
             return loss
 
         return call

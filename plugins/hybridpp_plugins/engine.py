@@ -278,7 +278,8 @@ class Engine(EngineParts):
         loss_of = called if isinstance(called, CriterionAdapter) else None
         criterion: Criterion | None = coupled or losses or loss_of
         if training and criterion is not None and self._has_losses and self.criteria.is_unread:
-            criterion = self.criteria.reading(criterion)
+            parts = None if self.optimizer is None else self.optimizer.weights_in_loss
+            criterion = self.criteria.reading(criterion, parts)
         checks = self.optimizer.gradient_checks if training and self.optimizer else None
         if checks is not None and (not checks.is_first or self._is_whole(batch)):
             checks = None

@@ -25,6 +25,7 @@ from hybridpp_plugins.optimizer_state import OptimizerStateOwner
 from hybridpp_plugins.optimizer_step import SteppingOptimizer
 from hybridpp_plugins.stop_exchange import StopExchange
 from hybridpp_plugins.uninitialized import UninitializedWeights
+from hybridpp_plugins.weights_in_loss import WeightsInLoss
 
 
 class GroupBefore(NamedTuple):
@@ -64,6 +65,7 @@ class HybridOptimizer(SteppingOptimizer):
         gradient_checks: finds code that makes of gradients what depends on the layout; None: nothing is checked.
         failed_pass: notes errors in the script's own passes; None: there is one rank.
         manual_losses: weighs the losses of the script's own passes; None: there is one replica.
+        weights_in_loss: refuses losses of such passes that read weights; None: each rank has all weights.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class HybridOptimizer(SteppingOptimizer):
         self.gradient_checks: GradientChecks | None = None
         self.failed_pass: FailedPass | None = None
         self.manual_losses: ManualLosses | None = None
+        self.weights_in_loss: WeightsInLoss | None = None
 
     @property
     def overflow_report(self) -> str:
@@ -138,6 +141,10 @@ class HybridOptimizer(SteppingOptimizer):
             self._run_backward(loss, num_items, *args, **kwargs)
 
     def _run_backward(self, loss: Tensor, num_items: Any, *args: Any, **kwargs: Any) -> None:
+        partners = self.partners()
+        for one in (self, *partners):
+            if one.weights_in_loss is not None:
+                one.weights_in_loss.check(loss)
         if self.stop_exchange is not None:
             self.stop_exchange.begin()
         self._begin_own(self.loss_scale)
@@ -149,12 +156,11 @@ class HybridOptimizer(SteppingOptimizer):
 
             def join(_: Any) -> None:
                 # At the beginning of the pass, which only then is known to reach them.
-                for one in (other for other in self.partners() if other.is_reached()):
+                for one in (other for other in partners if other.is_reached()):
                     one._begin_own(self.loss_scale)
                     stack.enter_context(one.own_backward())
                     joined.append(one)
 
-            partners = self.partners()
             if partners and scaled.grad_fn is not None:
                 scaled.grad_fn.register_prehook(join)
             try:

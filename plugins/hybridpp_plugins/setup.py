@@ -51,6 +51,7 @@ from hybridpp_plugins.settings import PluginSettings
 from hybridpp_plugins.shared_memory import refuse_scripted, refuse_shared_memory, separate_expanded
 from hybridpp_plugins.stop_exchange import StopExchange
 from hybridpp_plugins.trained_weights import UpdateRules, refuse_reading
+from hybridpp_plugins.weights_in_loss import WeightsInLoss
 from hybridpp_plugins.wrap_optimizer import wrap_optimizer
 
 
@@ -118,6 +119,10 @@ def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedF
         if layout.world.size > 1 and layout.pp.size == 1:
             boosted.failed_pass = FailedPass(layout)
             staged.around_call = boosted.failed_pass.around(staged.around_call)
+        has_none = placed.weights.sharded is not None
+        if has_none or layout.tp.size > 1:
+            boosted.weights_in_loss = WeightsInLoss(model, applied_tp.summed, has_none=has_none)
+            staged.around_call = boosted.weights_in_loss.around(staged.around_call)
         boosted.replica_buffers = replica_buffers(model, layout, settings.parallel.broadcast_buffers)
     engine = Engine(
         adapter=adapter,
