@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from hybridpp.nn.contents import attributes_of, is_container, is_same, items_of, put_attributes, put_items
 from hybridpp.nn.snapshot import MISSING, holders, put_entry
-from hybridpp.nn.torch_private import storage_id
+from hybridpp.nn.torch_private import WrappedLoadHook, storage_id
 
 _PLAIN = frozenset((NoneType, bool, int, str, bytes, torch.device))
 _SEQUENCES = frozenset((tuple, list, torch.Size))
@@ -200,6 +200,9 @@ class Structure:
     def _attributes(self, holder: Any) -> Hashable:
         return self.of(vars(holder))
 
+    def _load_hook(self, hook: WrappedLoadHook) -> Hashable:
+        return hook.with_module, self.of(hook.hook)
+
     def _default_dict(self, held: "defaultdict[Any, Any]") -> Hashable:
         return self.of(held.default_factory), self._items(held)
 
@@ -250,6 +253,7 @@ _KINDS: dict[type, Callable[[Structure, Any], Hashable]] = {
     weakref.ref: Structure._weak,
     decimal.Context: Structure._decimal,
     SimpleNamespace: Structure._attributes,
+    WrappedLoadHook: Structure._load_hook,
 }
 
 

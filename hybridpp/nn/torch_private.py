@@ -47,6 +47,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormWithStatistics
 from torch.nn.modules.conv import _ConvNd as ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
+from torch.nn.modules.module import _WrappedHook as WrappedLoadHook
 from torch.optim.optimizer import _global_optimizer_pre_hooks as GLOBAL_STEP_PRE_HOOKS
 from torch.overrides import _get_current_function_mode as current_function_mode
 from torch.overrides import _pop_mode as pop_function_mode
@@ -88,6 +89,7 @@ __all__ = [
     "TensorBase",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
+    "WrappedLoadHook",
     "accumulated_hooks_of",
     "active_nccl_calls",
     "apply_of_class",
@@ -111,7 +113,6 @@ __all__ = [
     "foreach_copy_",
     "foreach_norm",
     "forget_flat_weights",
-    "forward_class_of",
     "forward_hooks_of",
     "forward_pre_hooks_of",
     "function_of",
@@ -249,12 +250,6 @@ base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 def is_in_running_backward(parameter: nn.Parameter) -> bool:
     """Whether the backward pass that runs on this thread will add to a parameter's gradient."""
     return parameter.requires_grad and bool(_will_engine_execute_node(get_gradient_edge(parameter).node))
-
-
-def forward_class_of(node: Any) -> type[torch.autograd.Function] | None:
-    """The function in Python that a node of autograd's graph is of; None: it is one of torch's own."""
-    found: type[torch.autograd.Function] | None = getattr(node, "_forward_cls", None)
-    return found
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

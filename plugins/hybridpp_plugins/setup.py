@@ -36,6 +36,7 @@ from hybridpp_plugins.model_info import (
     weight_facts,
     with_gradients,
 )
+from hybridpp_plugins.model_states import ModelStates
 from hybridpp_plugins.model_zero_grad import let_model_clear
 from hybridpp_plugins.nonfinite_report import NonFiniteDiagnosis
 from hybridpp_plugins.optimizer import HybridOptimizer
@@ -50,7 +51,7 @@ from hybridpp_plugins.set_alike import ComparedFacts, check_alike, sections_of
 from hybridpp_plugins.settings import PluginSettings
 from hybridpp_plugins.shared_memory import refuse_scripted, refuse_shared_memory, separate_expanded
 from hybridpp_plugins.stop_exchange import StopExchange
-from hybridpp_plugins.trained_weights import UpdateRules, refuse_reading
+from hybridpp_plugins.trained_weights import UpdateRules
 from hybridpp_plugins.weights_in_loss import WeightsInLoss
 from hybridpp_plugins.wrap_optimizer import wrap_optimizer
 
@@ -141,8 +142,8 @@ def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedF
         module_dtypes=module_dtypes,
         statistics=statistics,
     )
-    if placed.weights.sharded is not None:
-        refuse_reading(adapter, placed.weights)
+    if placed.weights.sharded is not None or max(layout.tp.size, layout.pp.size) > 1:
+        ModelStates(model, original.dtypes, layout.tp.rank, placed.weights).put(adapter)
     if boosted is not None and not boosted.exposes_grad:
         let_model_clear(adapter, boosted)
     return engine

@@ -21,7 +21,6 @@ from hybridpp.data_parallel import (
     parts_of,
 )
 from hybridpp.errors import ConfigError
-from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn import walk
 from hybridpp.partition import StagedModel, UnitGather, finest_units, has_compiled_forward
 from hybridpp.precision import MasterWeights, ReplicatedTarget, ShardedTarget
@@ -224,14 +223,6 @@ def _gather_units(staged: StagedModel, weights: ShardedWeights, units: Mapping[s
     weights.gather_as_others, weights.after_cancel = gather.gather_as_others, gather.reset
     weights.after_update = gather.release_kept
     staged.gather_units(gather)
-
-
-def refuse_reading(adapter: ModuleAdapter, weights: TrainedWeights) -> None:
-    """Refuse ``state_dict`` while weights are not there."""
-    handle = adapter.model.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]  # torch
-        lambda *_: weights.check_readable("state_dict")
-    )
-    adapter.hooked(adapter.model, "hook that refuses state_dict", handle)
 
 
 def _copy(parameter: nn.Parameter, view: Tensor) -> None:
