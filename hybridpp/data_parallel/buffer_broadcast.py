@@ -1,6 +1,6 @@
-"""Buffers that forward passes write to: on every replica, those of the first."""
+"""Buffers and frozen parameters that forward passes write to: on every replica, those of the first."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,19 +9,34 @@ from torch import Tensor, nn
 from hybridpp.cluster import Group
 from hybridpp.errors import ConfigError
 from hybridpp.nn import walk
+from hybridpp.nn.bit_hash import bit_hash
 from hybridpp.nn.names import qualified
-from hybridpp.nn.torch_private import NormWithStatistics, buffers_of, transient_buffers_of, version_of
+from hybridpp.nn.torch_private import (
+    NormWithStatistics,
+    buffers_of,
+    has_no_data,
+    parameters_of,
+    transient_buffers_of,
+    version_of,
+)
+
+_DIVIDED = "divided"
 
 
 class _Owner(NamedTuple):
-    """The module that a buffer is registered in; a forward may register another tensor."""
+    """The module that a buffer or parameter is registered in; a forward may register another tensor."""
 
     module: nn.Module
     key: str
 
     @property
     def buffer(self) -> Tensor | None:
-        return buffers_of(self.module).get(self.key)
+        held = buffers_of(self.module)
+        return held[self.key] if self.key in held else parameters_of(self.module).get(self.key)
+
+
+def _none() -> Collection[str]:
+    return ()
 
 
 class BufferBroadcast:
@@ -29,36 +44,55 @@ class BufferBroadcast:
 
     Only persistent buffers that a forward pass has written to on some replica are sent, all in one message. Replicas
     agree on them, because whether one writes may depend on its data. Batch normalisation has its own rule
-    (``running_statistics.py``).
+    (``running_statistics.py``). Parameters that are not trained (a codebook that follows its inputs) are sent alike.
 
     Writes through ``buffer.data`` are found in the first step only, in which values are compared.
 
     Args:
         model: this rank's part of the model.
         group: the ranks that hold the same part of other replicas.
+        with_buffers: whether buffers are sent; else parameters only.
+        divided: frozen parameters, by name, of which each replica has a part (ZeRO 3): they cannot be sent.
+        take_written: the names of those that a forward has written to since the last call.
 
     Attributes:
-        has_candidates: whether there is a buffer that could differ between replicas.
+        has_buffers: whether there is a buffer that could differ between replicas.
+        has_candidates: whether there is a buffer or a parameter that could.
     """
 
-    def __init__(self, model: nn.Module, group: Group):
-        self._group = group
-        self._owners = dict(_others(model)) if group.size > 1 else {}
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Group,
+        *,
+        with_buffers: bool = True,
+        divided: Collection[str] = (),
+        take_written: Callable[[], Collection[str]] = _none,
+    ):
+        self._group, self._divided, self._take_written = group, frozenset(divided), take_written
+        self._owners = dict(_others(model)) if group.size > 1 and with_buffers else {}
+        self.has_buffers = bool(self._owners)
+        frozen = dict(_frozen(model)) if group.size > 1 else {}
+        self._frozen = frozen.keys() - self._divided
+        self._owners |= {name: frozen[name] for name in frozen if name in self._frozen}
+        # Frozen parameters may be most of a model: of these, hashes are kept, not copies.
+        self._hashes: dict[str, Tensor] = {}
         self._agreed: list[str] = []
         self._before: dict[str, tuple[Tensor | None, int]] = {}
         self._copies: dict[str, Tensor] | None = None
         self._is_first = True
         self._written: set[str] = set()
         self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        self.has_candidates = bool(self._owners)
+        self.has_candidates = bool(self._owners or self._divided)
         self.note()
 
     def begin(self) -> None:
         """Call before the forward passes of a training step. Nothing is communicated."""
         self.note()
-        if self._is_first:
-            found = self._buffers()
-            self._copies = {name: buffer.detach().clone() for name, buffer in found.items() if not buffer.is_meta}
+        if self._is_first and self._copies is None:
+            found = {name: buffer for name, buffer in self._buffers().items() if not has_no_data(buffer)}
+            self._hashes = {name: bit_hash(found.pop(name)) for name in self._frozen & found.keys()}
+            self._copies = {name: buffer.detach().clone() for name, buffer in found.items()}
 
     def note(self) -> None:
         """Let what was written so far count as no pass's."""
@@ -80,14 +114,20 @@ class BufferBroadcast:
             ConfigError: a forward has replaced such a buffer by one of another shape.
         """
         copies, self._copies = self._copies, None
+        hashes, self._hashes = self._hashes, {}
         self._is_first = False
+        self._written.update(self._take_written())
         now = self._buffers()
         for name, (before, version) in self._before.items():
             buffer = now.get(name)
             if buffer is None:
                 continue
             same = buffer is before and version_of(buffer) == version
-            if not same or (copies is not None and name in copies and not torch.equal(copies[name], buffer)):
+            if same and copies is not None and name in copies:
+                same = torch.equal(copies[name], buffer)
+            if same and name in hashes:
+                same = torch.equal(hashes[name], bit_hash(buffer))
+            if not same:
                 self._written.add(name)
         self._send()
 
@@ -99,9 +139,8 @@ class BufferBroadcast:
     def described(self) -> dict[str, Any]:
         """Of each buffer that could differ, by name: its shape, its dtype, and whether it is to be sent."""
         chosen = self._written.union(self._agreed)
-        return {
-            name: [list(buffer.shape), str(buffer.dtype), name in chosen] for name, buffer in self._buffers().items()
-        }
+        found = {name: [list(one.shape), str(one.dtype), name in chosen] for name, one in self._buffers().items()}
+        return {**found, **{name: [[], _DIVIDED, True] for name in self._written & self._divided}}
 
     def agree(self, names: Sequence[str]) -> None:
         """Send these buffers from now on, and at once. Collective: the group, with the same names."""
@@ -142,10 +181,16 @@ def buffers_to_send(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The buffers that replicas agree to send, given what each describes.
 
     Raises:
-        ConfigError: one of them has different shapes on replicas.
+        ConfigError: one of them has different shapes on replicas, or each replica has a part of it.
     """
     names = sorted({name for row in rows for name, (*_, is_chosen) in row.items() if is_chosen})
     for name in names:
+        if any(row.get(name, ("", ""))[1] == _DIVIDED for row in rows):
+            raise ConfigError(
+                f"{name} is a parameter that is not trained, and the forward writes to it: with zero_stage=3 replicas "
+                "have parts of it, to which each writes what it makes of its own data. Register it as a buffer, of "
+                "which every replica takes the first one's after a step, or use zero_stage <= 2, which does so, too."
+            )
         shapes = [row[name][:2] if name in row else None for row in rows]
         if any(shape != shapes[0] for shape in shapes):
             raise ConfigError(
@@ -175,3 +220,13 @@ def _others(model: nn.Module) -> Iterator[tuple[str, _Owner]]:
 def _persistent(module: nn.Module) -> Iterable[str]:
     transient = transient_buffers_of(module)
     return [key for key, buffer in buffers_of(module).items() if buffer is not None and key not in transient]
+
+
+def _frozen(model: nn.Module) -> Iterator[tuple[str, _Owner]]:
+    """Parameters that are not trained, each once."""
+    seen: set[int] = set()
+    for prefix, module in walk.named_modules(model):
+        for key, parameter in parameters_of(module).items():
+            if parameter is not None and not parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield qualified(prefix, key), _Owner(module, key)

@@ -35,6 +35,7 @@ class WeightBucket:
     Attributes:
         layout: as given.
         own: this replica's segment.
+        written: names of parameters that a forward has written to.
     """
 
     def __init__(self, layout: BucketLayout, flat: Tensor, parameters: Mapping[str, nn.Parameter], index: int):
@@ -48,6 +49,7 @@ class WeightBucket:
         self._with_elements = [(name, p) for name, p in self._parameters.items() if p.numel()]
         self._absent = _absent(flat)
         self._users: set[Hashable] = set()
+        self.written: set[str] = set()
         # Versions of this replica's segment and of the parameters when they were gathered: what code writes since then.
         self._own_version = -1
         self._versions: dict[str, int] = {}
@@ -170,8 +172,17 @@ class WeightBucket:
         else:  # the host does not wait, so that only what torch counts is seen
             is_written = any(version_of(p) != self._versions[name] for name, p in self._parameters.items())
         if is_written:
+            self.written.update(self._written_in(segment))
             self.own.copy_(segment)
             self._note_versions()
+
+    def _written_in(self, segment: Tensor) -> Iterator[str]:
+        """The names of parameters that a forward has written to, as far as this replica sees."""
+        counted = {name for name, p in self._parameters.items() if version_of(p) != self._versions[name]}
+        for piece in self.layout.pieces_within(self._index):
+            if self.own.device.type == "cpu" and not torch.equal(piece_in(segment, piece), piece_in(self.own, piece)):
+                counted.add(piece.name)
+        return iter(counted)
 
     def _note_versions(self) -> None:
         self._own_version = version_of(self.own)
@@ -237,6 +248,7 @@ class ShardedWeights(FlatWeights):
 
     Attributes:
         frozen_pieces: what this replica has of frozen weights, by name.
+        frozen_names: the names of all frozen weights.
         gather_as_others: takes part in the gathers of a pass that other replicas run and this one does not, of units:
             ``gather_as_others(backward=...)``.
         after_cancel, after_update: called by :meth:`cancel` and :meth:`gather`; None: nothing is.
@@ -262,7 +274,7 @@ class ShardedWeights(FlatWeights):
             self._own_parts |= self._sharded(bucket, flat, frozen)
         self._all_parts = self.parts | parts_of(frozen_layout, frozen)
         self.frozen_pieces = frozen_layout.pieces
-        self._names = frozenset((*parameters, *frozen))
+        self._names, self.frozen_names = frozenset((*parameters, *frozen)), frozenset(frozen)
         self._number_of = {id(p): number for number, one in enumerate(self._buckets) for p in one.parameters()}
         self._of_unit: dict[int, list[WeightBucket]] = defaultdict(list)
         for one in self._buckets:
@@ -414,6 +426,14 @@ class ShardedWeights(FlatWeights):
             yield
         finally:
             self._is_internal = previous
+
+    def take_written_frozen(self) -> set[str]:
+        """The frozen parameters that a forward has written to since the last call, as far as this replica sees."""
+        found: set[str] = set()
+        for bucket in self._buckets:
+            found |= bucket.written & self.frozen_names
+            bucket.written.clear()
+        return found
 
     def holds(self, name: str) -> bool:
         """Whether a parameter is sharded."""

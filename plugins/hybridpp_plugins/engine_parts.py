@@ -108,7 +108,8 @@ class EngineParts:
 
     def __post_init__(self) -> None:
         self.model = self.staged.model
-        keeps_buffers = self.optimizer is not None and self.optimizer.replica_buffers is None
+        sent = None if self.optimizer is None else self.optimizer.replica_buffers
+        keeps_buffers = self.optimizer is not None and (sent is None or not sent.has_buffers)
         self.first_step: FirstStepChecks | None = FirstStepChecks(self.model, self.layout, self.pipeline, keeps_buffers)
         pipelines, placement, name = self.layout.pipelines, self.planner.placement, type(self.model).__name__
         check, control = self.criterion_check, self.layout.control

@@ -1,9 +1,12 @@
-"""Which buffers the first replica sends to the others: agreed on by all ranks, for ``broadcast_buffers=True``."""
+"""Which buffers and frozen parameters the first replica sends to the others: agreed on by all ranks."""
+
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 from hybridpp.cluster import gather_numbers, gather_objects, get_dist_logger
-from hybridpp.data_parallel import BufferBroadcast, buffers_to_send
+from hybridpp.data_parallel import BufferBroadcast, ShardedWeights, buffers_to_send
 from hybridpp_plugins.layout import Layout
 
 _BOOST = "in booster.boost, which looks at buffers"
@@ -17,10 +20,14 @@ class ReplicaBuffers:
     Args:
         broadcast: of this rank's buffers.
         layout: the ranks.
+        has_buffers: whether there are buffers on any rank, and not only parameters.
+
+    Attributes:
+        has_buffers: as given.
     """
 
-    def __init__(self, broadcast: BufferBroadcast, layout: Layout):
-        self._broadcast = broadcast
+    def __init__(self, broadcast: BufferBroadcast, layout: Layout, *, has_buffers: bool):
+        self._broadcast, self.has_buffers = broadcast, has_buffers
         self._layout = layout
         self._has_agreed = False
 
@@ -57,25 +64,48 @@ class ReplicaBuffers:
 
     def _tell(self, names: list[str]) -> None:
         get_dist_logger().warning(
-            f"the forward writes to the buffers {', '.join(names[:3])}{', …' if names[3:] else ''}. After each step, "
-            f"the {self._layout.dp.size} replicas take those of the first one, as with DistributedDataParallel: what "
-            "others wrote is lost. If they depend on the data, all-reduce them over plugin.dp_group in the script. "
-            "With broadcast_buffers=False each replica keeps its own.",
+            f"the forward writes to the {'buffers' if self.has_buffers else 'frozen parameters'} "
+            f"{', '.join(names[:3])}{', …' if names[3:] else ''}. After each step, the {self._layout.dp.size} replicas "
+            "take those of the first one, as with DistributedDataParallel: what others wrote is lost. If they depend "
+            "on the data, all-reduce them over plugin.dp_group in the script. With broadcast_buffers=False each "
+            "replica keeps its own buffers.",
             ranks=[0],
         )
 
     def after_backward(self) -> None:
         """:meth:`finish` and :meth:`agree` for forward passes of the script. Collective: all ranks."""
         self.finish()
-        rows = gather_numbers(self._layout.control, _BACKWARD, [float(self.wants_agreement)])
-        self.agree(any(wanted for (wanted,) in rows), _BACKWARD)
+        if self.has_buffers:
+            rows = gather_numbers(self._layout.control, _BACKWARD, [float(self.wants_agreement)])
+            self.agree(any(wanted for (wanted,) in rows), _BACKWARD)
+        else:  # parameters that a later pass writes to first are told with the next message
+            self.agree(False, _BACKWARD)
         self._broadcast.note()
 
+    def around(self, inner: Callable[..., Any] | None) -> Callable[..., Any]:
+        """A wrapper of the script's own calls of the model: what the first one writes is found; ``inner`` is inside."""
 
-def replica_buffers(model: nn.Module, layout: Layout, is_on: bool) -> ReplicaBuffers | None:
-    """For a model that is on its ranks; None: it has no such buffer anywhere. Collective: all ranks."""
-    if not is_on or layout.dp.size == 1:
+        def run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not self._has_agreed:
+                self._broadcast.begin()
+            return inner(forward, args, kwargs) if inner else forward(*args, **kwargs)
+
+        return run
+
+
+def replica_buffers(
+    model: nn.Module, layout: Layout, sharded: ShardedWeights | None, *, with_buffers: bool
+) -> ReplicaBuffers | None:
+    """For a model that is on its ranks; None: it has no such buffer or parameter anywhere. Collective: all ranks."""
+    if layout.dp.size == 1:
         return None
-    broadcast = BufferBroadcast(model, layout.dp)
-    rows = gather_numbers(layout.control, _BOOST, [float(broadcast.has_candidates)])
-    return ReplicaBuffers(broadcast, layout) if any(has for (has,) in rows) else None
+    broadcast = BufferBroadcast(
+        model,
+        layout.dp,
+        with_buffers=with_buffers,
+        divided=sharded.frozen_names if sharded else (),
+        take_written=sharded.take_written_frozen if sharded else tuple,
+    )
+    rows = gather_numbers(layout.control, _BOOST, [float(broadcast.has_candidates), float(broadcast.has_buffers)])
+    has_candidates, has_buffers = map(any, zip(*rows, strict=True))
+    return ReplicaBuffers(broadcast, layout, has_buffers=has_buffers) if has_candidates else None

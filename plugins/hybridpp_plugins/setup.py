@@ -114,8 +114,12 @@ def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedF
         boosted.rank_progress = layout.world.progress
         held_alike = (*layout.grid.groups("dp"), *layout.grid.groups("tp"))
         boosted.modes = ModelModes(model, buckets.parameters, layout.control, held_alike)
+        with_buffers = settings.parallel.broadcast_buffers
+        sent = boosted.replica_buffers = replica_buffers(
+            model, layout, placed.weights.sharded, with_buffers=with_buffers
+        )
         boosted.stop_exchange = StopExchange(
-            layout, boosted.group_settings, boosted.calls, boosted.modes, boosted.manual_losses
+            layout, boosted.group_settings, boosted.calls, boosted.modes, boosted.manual_losses, sent
         )
         if layout.world.size > 1 and layout.pp.size == 1:
             boosted.failed_pass = FailedPass(layout)
@@ -124,7 +128,8 @@ def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedF
         if has_none or layout.tp.size > 1:
             boosted.weights_in_loss = WeightsInLoss(model, applied_tp.summed, has_none=has_none)
             staged.around_call = boosted.weights_in_loss.around(staged.around_call)
-        boosted.replica_buffers = replica_buffers(model, layout, settings.parallel.broadcast_buffers)
+        if boosted.replica_buffers is not None:
+            staged.around_call = boosted.replica_buffers.around(staged.around_call)
     engine = Engine(
         adapter=adapter,
         staged=staged,

@@ -4,6 +4,7 @@ from hybridpp.cluster import PendingNumbers, StopRequest, start_gather_numbers
 from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.manual_loss import ManualLosses
 from hybridpp_plugins.optimizer_step import GroupSettings, ModelModes, ScriptCalls
+from hybridpp_plugins.replica_buffers import ReplicaBuffers
 
 _CALL = "at the end of booster.backward, which tells of signals"
 _MAY_BE_USED = "Steps since the last backward pass may have used them: load a checkpoint on all ranks."
@@ -20,6 +21,7 @@ class StopExchange:
         calls: of the script.
         modes: of the model.
         losses: of the script's passes; None: there is one replica.
+        buffers: of the model, with frozen parameters that forwards write to; None: there are none.
     """
 
     def __init__(
@@ -29,8 +31,10 @@ class StopExchange:
         calls: ScriptCalls,
         modes: ModelModes,
         losses: ManualLosses | None = None,
+        buffers: ReplicaBuffers | None = None,
     ):
         self._settings, self._calls, self._modes, self._losses = settings, calls, modes, losses
+        self._buffers = buffers
         self._control = layout.control
         self._stop: StopRequest = layout.world.stop
         self._pending: PendingNumbers | None = None
@@ -48,15 +52,19 @@ class StopExchange:
             UnequalRanksError: ranks had other settings of the optimizer or modes of the model then, and still have.
         """
         if self._pending is not None:
-            signals, digests, kinds, called, modes = zip(*self._pending.wait(), strict=True)
+            signals, digests, kinds, called, modes, writes = zip(*self._pending.wait(), strict=True)
             self._stop.heard(signals)
             if self._losses is not None:
                 self._losses.heard(kinds)
             self._settings.check(digests, f"{_CALL} and other settings", _MAY_BE_USED)
             self._calls.check(called, f"{_CALL} and other calls")
             self._modes.check(modes, f"{_CALL} and other modes", _MAY_BE_USED)
+            if self._buffers is not None:
+                self._buffers.agree(any(writes), f"{_CALL} and a new write to a frozen parameter")
         # Settings on a device are not looked at: the host would wait for it.
         kind = 0.0 if self._losses is None else self._losses.digest()
-        message = [float(self._stop.own), self._settings.digest(), kind, self._calls.take(), self._modes.look()]
+        wrote = self._buffers is not None and self._buffers.wants_agreement
+        alike = [self._settings.digest(), kind, self._calls.take(), self._modes.look()]
+        message = [float(self._stop.own), *alike, float(wrote)]
         self._pending = start_gather_numbers(self._control, _CALL, message)
         self._stop.step_done()

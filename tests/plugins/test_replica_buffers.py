@@ -105,6 +105,59 @@ def test_they_are_those_that_the_first_replicas_data_makes():
         assert_equal(rank[0], alone[0], leave_out="scratch")
 
 
+class Codebook(nn.Module):
+    """A parameter that is not trained and follows its inputs, after some calls."""
+
+    def __init__(self, start, through_data):
+        super().__init__()
+        self.linear, self.mean = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+        self.calls, self.start, self.through_data = 0, start, through_data
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > self.start:
+            with torch.no_grad():
+                mean = self.mean.data if self.through_data else self.mean
+                mean.lerp_(x.detach().mean(0).to(mean.dtype), 0.5)
+        return self.linear(x - self.mean)
+
+
+def with_codebook(num_ranks, start, through_data=False, is_loop=False, **settings):
+    """Each rank's parameters of :class:`Codebook` after three steps on its own samples."""
+
+    def run():
+        torch.manual_seed(0)
+        model = Codebook(start, through_data)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        booster, model, optimizer = boosted(model, lambda _: torch.optim.SGD(trained, lr=0.1), None, **settings)
+        for step in range(3):
+            x = replica_part(rows(step), booster.plugin.layout.here.dp, 2)
+            if is_loop:
+                booster.backward(squares(model(x), x), optimizer)
+            else:
+                booster.execute_pipeline(iter([x]), model, squares, optimizer)
+            optimizer.step()
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    return Loopback(num_ranks).run(run)
+
+
+@pytest.mark.parametrize("is_loop", [False, True])
+@pytest.mark.parametrize(("start", "through_data"), [(0, False), (0, True), (1, False)])
+def test_replicas_take_frozen_parameters_that_the_forward_moves(start, through_data, is_loop):
+    first, second = with_codebook(2, start, through_data, is_loop, broadcast_buffers=start == 0)
+    assert first["mean"].abs().min() > 0
+    assert_equal(first, second)
+    assert not torch.equal(with_codebook(1, start)[0]["mean"], torch.zeros(WIDTH)), "one process has no message"
+
+
+@pytest.mark.parametrize("is_loop", [False, True])
+@pytest.mark.parametrize("through_data", [False, True])
+def test_frozen_parameters_that_move_are_refused_where_they_are_divided(through_data, is_loop):
+    with pytest.raises(ConfigError, match=r"^mean is a parameter that is not trained, .* Register it as a buffer"):
+        with_codebook(2, 1, through_data, is_loop, zero_stage=3)
+
+
 @pytest.mark.parametrize("pp_size", [1, 2])
 def test_each_replica_keeps_its_own_where_that_is_asked_for(pp_size):
     first, *_, last = Loopback(2 * pp_size).run(partial(trained, 2, pp_size=pp_size, broadcast_buffers=False))
