@@ -36,6 +36,7 @@ from hybridpp_plugins.model_info import OriginalModelInfo
 from hybridpp_plugins.nonfinite_report import NonFiniteDiagnosis
 from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.optimizer_state import RunProgress
+from hybridpp_plugins.optimizer_step import SharedModes
 from hybridpp_plugins.schedule_planner import SchedulePlanner
 from hybridpp_plugins.step_epilogue import StepEpilogue
 from hybridpp_plugins.step_problems import StepProblems
@@ -117,6 +118,7 @@ class EngineParts:
         self.epilogue = StepEpilogue(
             name, self.layout, placement, self.optimizer, self.criterion_check, problems.handle, self.device
         )
+        self.epilogue.modes = SharedModes(self.model, self.staged.owners, placement)
         world = self.layout.world
         self._stop = world.stop
         self._reader = BatchReader(self.layout.control, pipelines, self.pipeline, name, self._stop, world.progress)

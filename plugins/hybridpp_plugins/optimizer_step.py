@@ -37,21 +37,102 @@ _IN_OPTIMIZER = "in the optimizer's step, get_grad_norm or clip_grad_by_norm"
 _RATE = re.compile(r"p|.*(dropout|drop_prob|drop_rate|drop_path|layerdrop).*")
 _MAX_CALLS_TOLD = 8
 _STEP = "step()"
+_USED = ", as the last step has used it,"
+
+
+class SharedModes:
+    """Modes and dropout rates of what all stages have: the model, and modules that no stage holds a part of alone.
+
+    A script may rightly set others by what it finds on a rank: a stage has no parameters of a module that another runs.
+
+    Args:
+        model: the user's, after boost.
+        owners: the stages that hold each parameter, by its name.
+        placement: the rank of every stage in its pipeline.
+    """
+
+    def __init__(self, model: nn.Module, owners: Mapping[str, Sequence[int]], placement: Sequence[int]):
+        num_ranks, self._model = len(set(placement)), model
+        divided: set[str] = set()
+        for name, stages in owners.items():
+            if len({placement[stage] for stage in stages}) < num_ranks:
+                parts = name.split(".")[:-1]
+                divided |= {".".join(parts[:number]) for number in range(1, len(parts) + 1)}
+        held = [
+            (name, vars(module))
+            for name, module in (walk.named_modules(model) if num_ranks > 1 else ())
+            if name and divided.isdisjoint(_with_parents(name))
+        ]
+        flags = [(name, one, "training") for name, one in held]
+        rates = [
+            (name, one, key)
+            for name, one in held
+            for key, value in one.items()
+            if type(value) in (int, float) and _RATE.fullmatch(key)
+        ]
+        self._held = [("the model", vars(model), "training"), *flags, *rates]
+
+    def values(self) -> list[Any]:
+        """Those of now, in one order."""
+        return [one.get(key) for _, one, key in self._held]
+
+    def facts(self) -> Facts:
+        """Those of now as texts."""
+        facts: Facts = {}
+        for name, one, key in self._held:
+            facts.setdefault(name, {})[key] = repr(one.get(key))
+        return facts
+
+    def number(self) -> float:
+        """A number that is equal on all ranks whose modes are, and odd where the model trains."""
+        return float(crc32(repr(self.values()).encode()) << 1 | self._model.training)
+
+    @staticmethod
+    def check_evaluation(numbers: Sequence[float]) -> None:
+        """Refuse an evaluation in unlike modes.
+
+        Args:
+            numbers: of :meth:`number`, by rank.
+
+        Raises:
+            UnequalRanksError: they differ.
+        """
+        ranks_of: dict[float, list[int]] = {}
+        is_told = len({number % 2 for number in numbers}) > 1
+        for rank, number in enumerate(numbers):
+            ranks_of.setdefault(number % 2 if is_told else number, []).append(rank)
+        if len(ranks_of) > 1:
+            clauses = [
+                f"{bool(number)} on {name_ranks(ranks)}" if is_told else name_ranks(ranks)
+                for number, ranks in ranks_of.items()
+            ]
+            what = "training of the model is" if is_told else "modes or rates of dropout inside of it differ between"
+            raise UnequalRanksError(
+                f"all ranks must evaluate the model in the same modes: {what} {', '.join(clauses)}. Call model.eval() "
+                "and model.train(), and set modes and rates of modules, on all ranks alike."
+            )
+
+
+def _with_parents(name: str) -> set[str]:
+    parts = name.split(".")
+    return {".".join(parts[:number]) for number in range(1, len(parts) + 1)}
 
 
 class GroupSettings:
-    """Learning rates and all other settings of an optimizer's groups, and whether the model is in training mode.
+    """Learning rates and all other settings of an optimizer's groups, and modes of the model that all ranks have.
 
-    A digest of them is part of messages that ranks send anyway; it takes microseconds, and no wait for a device.
+    A digest of them is part of messages that ranks send anyway; it takes microseconds, and no wait for a device. What
+    the last step has used is in it, too: a script may have set it back since.
 
     Args:
         optimizer: that updates the weights.
-        model: the user's.
+        modes: of the model.
         control: all ranks.
     """
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module, control: Group):
-        self._optimizer, self._model, self._control = optimizer, model, control
+    def __init__(self, optimizer: Optimizer, modes: SharedModes, control: Group):
+        self._optimizer, self._modes, self._control = optimizer, modes, control
+        self._used: list[dict[str, Any]] = []
 
     def on_device(self) -> list[Tensor]:
         """Settings that are tensors on a device, as vectors of float64 there: rates for CUDA graphs, for example.
@@ -65,10 +146,18 @@ class GroupSettings:
             if isinstance(one, Tensor) and not one.is_cpu
         ]
 
-    def digest(self, on_device: Sequence[float] = ()) -> float:
+    def digest(self, on_device: Sequence[float] = (), *, with_modes: bool = True) -> float:
         """A number that is equal on all ranks whose settings are; ``on_device``: what was read of :meth:`on_device`."""
         held = [_plain(value) for value in self._values()]
-        return float(crc32(repr((self._model.training, held, on_device)).encode()))
+        modes = self._modes.values() if with_modes else None
+        return float(crc32(repr((modes, held, self._used, on_device)).encode()))
+
+    def note_use(self) -> None:
+        """Note what a step uses; tensors on a device are not looked at."""
+        self._used = [
+            {key: _plain(value) for key, value in group.items() if key not in _OF_THE_RANK}
+            for group in self._optimizer.param_groups
+        ]
 
     def _values(self) -> Iterable[Any]:
         for group in self._optimizer.param_groups:
@@ -85,7 +174,11 @@ class GroupSettings:
             }
             for index, group in groups
         }
-        return {**facts, "the model": {"training": repr(self._model.training)}}
+        return {**facts, **self._modes.facts()}
+
+    def _used_facts(self) -> Facts:
+        used = enumerate(self._used)
+        return {f"parameter group {index}{_USED}": {key: repr(one[key]) for key in one} for index, one in used}
 
     def check(self, digests: Sequence[float], call: str, consequence: str) -> None:
         """Refuse settings that differ between ranks. Collective, if the digests differ: all ranks.
@@ -100,12 +193,15 @@ class GroupSettings:
         """
         if len(set(digests)) == 1:
             return
-        clauses = differences(gather_objects(self._control, call, self.facts()))
-        if clauses:
+        rows = gather_objects(self._control, call, (self.facts(), self._used_facts()))
+        clauses, used = differences([now for now, _ in rows]), differences([before for _, before in rows])
+        if used:
+            consequence = "Their weights no longer fit together: load a checkpoint on all ranks."
+        if clauses or used:
             raise UnequalRanksError(
-                f"all ranks must update with the same settings: {listed(clauses)}. {consequence} Change settings on "
-                "all ranks alike. A schedule that follows a loss (ReduceLROnPlateau) needs the same one everywhere: "
-                "average it over the replicas first, with torch.distributed.all_reduce."
+                f"all ranks must update with the same settings: {listed(used or clauses)}. {consequence} Change "
+                "settings on all ranks alike. A schedule that follows a loss (ReduceLROnPlateau) needs the same one "
+                "everywhere: average it over the replicas first, with torch.distributed.all_reduce."
             )
 
 
@@ -783,6 +879,8 @@ class SteppingOptimizer(WrappedOptimizer):
             self._count_applied()
             factor = clip_factor(norm, self._max_norm)
         unused = set(self._reducer.unused_parameters())
+        if self.group_settings is not None:
+            self.group_settings.note_use()
         self.cleared_digest = float(crc32("\n".join(sorted(self._reducer.cleared)).encode()))
         with (
             self.target.lent(self._reducer.gradients, unused),

@@ -43,7 +43,7 @@ from hybridpp_plugins.optimizer import HybridOptimizer
 from hybridpp_plugins.optimizer_locality import check_locality, indivisible_parameters, refuse_own_tensors
 from hybridpp_plugins.optimizer_memory import optimizer_memory
 from hybridpp_plugins.optimizer_state import RunProgress
-from hybridpp_plugins.optimizer_step import GroupSettings, ModelModes
+from hybridpp_plugins.optimizer_step import GroupSettings, ModelModes, SharedModes
 from hybridpp_plugins.place_model import BoostContext, PlacedModel, place_model
 from hybridpp_plugins.replica_buffers import replica_buffers
 from hybridpp_plugins.schedule_planner import SchedulePlanner
@@ -108,7 +108,8 @@ def boost(parts: Boosted, context: BoostContext, index: int, compared: ComparedF
     refuse_conversions(adapter)
     statistics = RunningStatistics(model, layout.dp)
     if boosted is not None and buckets is not None:
-        boosted.group_settings = GroupSettings(boosted.unwrap(), model, layout.control)
+        shared = SharedModes(model, staged.owners, planner.placement)
+        boosted.group_settings = GroupSettings(boosted.unwrap(), shared, layout.control)
         boosted.manual_losses = ManualLosses(layout.dp, device) if layout.dp.size > 1 else None
         boosted.statistics = statistics
         boosted.rank_progress = layout.world.progress

@@ -21,6 +21,7 @@ from hybridpp_plugins.layout import Layout
 from hybridpp_plugins.loss_exchange import EvaluationLosses, LossExchange, MessageOf
 from hybridpp_plugins.manual_clipping import ManualScaling
 from hybridpp_plugins.optimizer import HybridOptimizer
+from hybridpp_plugins.optimizer_step import SharedModes
 from hybridpp_plugins.weight_check import WeightCheck
 
 NOT_USED = "The step was refused, and no weight was changed with them."
@@ -84,8 +85,8 @@ class RankReport(NamedTuple):
         stop: number of the signal that told this rank to stop; 0: none.
         weights: hashes of what other ranks have copies of, see :class:`~hybridpp_plugins.weight_check.WeightCheck`;
             negative: the step is not checked.
-        settings: digest of the optimizer's settings, see :class:`~hybridpp_plugins.optimizer_step.GroupSettings`; -1:
-            in evaluation.
+        settings: digest of the optimizer's settings, see :class:`~hybridpp_plugins.optimizer_step.GroupSettings`; in
+            evaluation of the model's modes, see :class:`~hybridpp_plugins.optimizer_step.SharedModes`; -1: neither.
         cleared: digest of the names whose gradients the script had set to None at the last step; 0: there were none.
         divided: what losses are divided by, over what was counted; 0: it does not show.
         modes: digest of what the script has set on the model, see
@@ -299,6 +300,7 @@ class StepEpilogue:
         saves: the save in the background, of which a step tells the other ranks; None: nothing is told.
         evaluations: the losses of evaluations.
         weight_check: compares copies of weights in some steps; None: in none.
+        modes: of the model, which ranks compare in evaluation; None: nothing.
     """
 
     def __init__(
@@ -324,6 +326,7 @@ class StepEpilogue:
         self._device = device
         self.saves: SaveStatus | None = None
         self.weight_check: WeightCheck | None = None
+        self.modes: SharedModes | None = None
         self.evaluations = EvaluationLosses(device)
         self._latest: LossExchange | None = None
         self._calls = {training: f"at the end of {step_call(model_name, training)}" for training in (True, False)}
@@ -353,6 +356,7 @@ class StepEpilogue:
             stop=float(self._stop.own),
             cleared=0.0 if optimizer is None else optimizer.cleared_digest,
             modes=0.0 if optimizer is None or optimizer.modes is None else optimizer.modes.digest,
+            settings=-1.0 if task.training or self.modes is None else self.modes.number(),
         )
 
         losses = result.losses.double() if any(result.has_loss) else _NO_NUMBERS
@@ -451,7 +455,8 @@ class StepEpilogue:
                 clipped gradients by each rank's own norm.
             NonFiniteLossError: in training, a loss is inf or NaN.
             UnequalRanksError: tensor-parallel ranks computed different losses, or ranks have other settings of the
-                optimizer, or other modes of a model whose parameters they share; raised on all ranks.
+                optimizer, other modes of what all of them have of the model, or of parts whose parameters they share;
+                raised on all ranks.
             PeerError: other ranks refuse the step.
             UnequalWeightsError: copies of a weight differ; raised on all ranks.
             UnlikeCallsError: ranks are in different calls, called the optimizer differently, or set gradients of other

@@ -4,15 +4,19 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+import torch
+
 from hybridpp.cluster import Group, gather_numbers, gather_objects, get_dist_logger, name_ranks
 from hybridpp.errors import ConfigError, NonFiniteLossError, RefusedByPeerError, UnlikeCallsError
 from hybridpp.partition import StagedModel
 from hybridpp.pipeline import EndedInsideError, LossReduction, PipelineStep, RankProgram, check_equal
 from hybridpp_plugins.criterion_check import CriterionCheck
 from hybridpp_plugins.optimizer import HybridOptimizer
+from hybridpp_plugins.optimizer_step import SharedModes
 from hybridpp_plugins.step_epilogue import NOT_USED, BadLoss, FoundInPassError, OptimizerCalls, StepSummary
 from hybridpp_plugins.tp_loss_check import TensorParallelLossCheck
 
+_NOT_SAVED = "Nothing was saved."
 _OTHER_WORDS = "at the end of a step, which tells why it is refused"
 _OTHER_CALLS = "at the end of a step, after other calls of the optimizer"
 
@@ -84,6 +88,8 @@ class StepProblems:
         if settings:
             own = [report.settings for report in summary.reports]
             settings.check(own, "at the end of a step, with other settings of the optimizer", NOT_USED)
+        if not step.training:
+            SharedModes.check_evaluation([report.settings for report in summary.reports])
         check_equal(summary.digests, self._pipelines)
         if summary.reduction is not LossReduction.MEAN:
             if step.training and self._control is not None:  # evaluations end when a rank reads their loss
@@ -154,11 +160,20 @@ def check_before_save(optimizer: HybridOptimizer, save: str) -> None:
 
     Raises:
         UnlikeCallsError: the script has called the optimizer on some ranks only, or with other arguments; on all ranks.
+        UnequalRanksError: ranks have other settings of the optimizer; on all ranks.
     """
     own = OptimizerCalls(optimizer.num_pending, optimizer.applied_steps, optimizer.calls.digest)
-    calls = [OptimizerCalls(*row) for row in gather_numbers(optimizer.norm.control, f"in {save}", own)]
+    digest = 0.0
+    if settings := optimizer.group_settings:
+        read = settings.on_device()
+        digest = settings.digest(torch.cat(read).tolist() if read else (), with_modes=False)
+    rows = gather_numbers(optimizer.norm.control, f"in {save}", [*own, digest])
+    calls = [OptimizerCalls(*numbers) for *numbers, _ in rows]
     check_optimizer_calls(calls)
     optimizer.calls.check([one.digest for one in calls], f"in {save}, after other calls of the optimizer", taken=False)
+    if settings is not None:
+        after = f"in {save}, after other settings of the optimizer"
+        settings.check([last for *_, last in rows], after, _NOT_SAVED)
 
 
 def _count(number: float, noun: str) -> str:

@@ -4,7 +4,7 @@ import timeit
 
 import pytest
 import torch
-from hybridpp_plugins.optimizer_step import GroupSettings, ModelModes
+from hybridpp_plugins.optimizer_step import GroupSettings, ModelModes, SharedModes
 from torch import nn
 
 from hybridpp import Booster, HybridParallelPlugin
@@ -76,13 +76,17 @@ def test_rates_that_differ_are_told_whatever_else_a_step_sends(settings):
 
 
 def test_a_loop_of_backward_is_told_with_the_next_backward_pass():
-    assert "on rank 1. Steps since the last backward pass may have used them: load" in train(rate, is_manual=True)
+    text = train(rate, is_manual=True)
+    assert "lr of parameter group 0, as the last step has used it, is 0.01 on rank 0, 0.001 on rank 1. Their" in text
+    assert "weights no longer fit together: load a checkpoint on all ranks." in text
 
 
 def test_the_digest_of_two_groups_takes_microseconds_and_reads_no_device():
     model = nn.Linear(2, 2)
     groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": torch.tensor(0.1, device="meta")}]
-    settings = GroupSettings(torch.optim.AdamW(groups, capturable=True), model, current_world().control())
+    settings = GroupSettings(
+        torch.optim.AdamW(groups, capturable=True), SharedModes(model, {}, (0,)), current_world().control()
+    )
     assert [one.device.type for one in settings.on_device()] == ["meta"]
     assert settings.digest([0.1]) != settings.digest([0.2])
     assert min(timeit.repeat(settings.digest, number=100, repeat=5)) < 100 * 100e-6
@@ -154,3 +158,99 @@ def test_a_look_at_the_modes_of_a_hundred_modules_takes_microseconds():
     model[3].eval()
     assert modes.look() != 0
     assert min(timeit.repeat(modes.look, number=100, repeat=5)) < 100 * 200e-6
+
+
+class Divided(nn.Module):
+    """Two blocks, which are two stages, and dropout between them that belongs to none alone."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.dropout = nn.Dropout(0.1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = self.dropout(block(x))
+        return x
+
+
+def on_stages(change, then=None):
+    """Two steps on two stages; before and after the first update, ``change(rank, model, group, is_before)`` is called.
+
+    ``then(booster, model, criterion, batch)`` takes the place of the second step.
+    """
+
+    def run():
+        model, rank = Divided(), current_world().rank
+        booster = Booster(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=2), device="cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.ones(2, 4)
+        model, optimizer, criterion, *_ = booster.boost(model, optimizer, nn.MSELoss(), sample=(x, x))
+        booster.execute_pipeline(iter([(x, x)]), model, criterion, optimizer)
+        change(rank, model, optimizer.param_groups, True)
+        optimizer.step()
+        change(rank, model, optimizer.param_groups, False)
+        if then is not None:
+            then(booster, model, criterion, (x, x))
+        else:
+            booster.execute_pipeline(iter([(x, x)]), model, criterion, optimizer)
+
+    return Loopback(2).run(run)
+
+
+def evaluated(booster, model, criterion, batch):
+    with torch.no_grad():
+        booster.execute_pipeline(iter([batch]), model, criterion)
+
+
+def saved(booster, model, criterion, batch):
+    booster.save_model(model, "/nonexistent/model.safetensors")
+
+
+def on_one(change):
+    return lambda rank, model, groups, is_before: change(model, groups) if rank == 1 and not is_before else None
+
+
+def outer_mode(model, groups):
+    model.dropout.eval()
+
+
+def outer_rate(model, groups):
+    model.dropout.p = 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "then", "told"),
+    [
+        (rate, None, "lr of parameter group 0 is 0.1 on rank 0, 0.001 on rank 1. The step was refused"),
+        (outer_mode, None, "training of dropout is True on rank 0, False on rank 1. The step was refused"),
+        (outer_rate, None, "p of dropout is 0.1 on rank 0, 0.5 on rank 1. The step was refused"),
+        (rate, saved, "lr of parameter group 0 is 0.1 on rank 0, 0.001 on rank 1. Nothing was saved."),
+        (mode, evaluated, "training of the model is True on rank 0, False on rank 1. Call model.eval()"),
+        (outer_rate, evaluated, "rates of dropout inside of it differ between rank 0, rank 1. Call model.eval()"),
+    ],
+)
+def test_what_one_stage_sets_of_what_all_have_is_told(change, then, told):
+    with pytest.raises(UnequalRanksError) as caught:
+        on_stages(on_one(change), then)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("then", [None, saved])
+def test_a_rate_that_one_rank_sets_for_one_update_is_told(then):
+    def change(rank, model, groups, is_before):
+        groups[0]["lr"] = 0.2 if rank == 1 and is_before else 0.1
+
+    with pytest.raises(UnequalRanksError) as caught:
+        on_stages(change, then)
+    told = "lr of parameter group 0, as the last step has used it, is 0.1 on rank 0, 0.2 on rank 1. Their weights no"
+    assert told in str(caught.value)
+
+
+def test_what_a_stage_sets_by_its_own_parameters_is_no_error():
+    def change(rank, model, groups, is_before):
+        for module in model.blocks.modules():
+            module.train(any(parameter.requires_grad for parameter in module.parameters()))
+
+    on_stages(change)
