@@ -303,7 +303,9 @@ class Engine(EngineParts):
             shares=losses.shares if losses is not None else None,
             is_coupled=isinstance(called, CriterionAdapter) and called.coupled,
             settle=_nothing if (first := coupled or losses) is None else first.settle,
-            watched_forward=partial(checks.watching_forward, batch.microbatches[0].num_samples) if checks else None,
+            watched_forward=partial(checks.watching_forward, batch.microbatches[0].num_samples)
+            if checks and not any(map(is_compiled_by_script, walk.modules(self.model)))  # it would be traced with it
+            else None,
             checked=checks.trying if checks else None,
         )
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
@@ -15,8 +15,10 @@ from hybridpp.cluster import gather_numbers
 from hybridpp.config import OptimizerConfig, Precision
 from hybridpp.data_parallel import GradientChecks, GradientReducer, RunningStatistics, UpdateTarget
 from hybridpp.errors import ConfigError
+from hybridpp.nn import walk
 from hybridpp.nn.torch_private import is_in_running_backward
 from hybridpp.optim import GlobalGradNorm
+from hybridpp.partition.compiled import is_compiled_by_script
 from hybridpp.precision import MasterWeights
 from hybridpp_plugins.failed_pass import FailedPass
 from hybridpp_plugins.manual_loss import ManualLosses
@@ -112,10 +114,12 @@ class HybridOptimizer(SteppingOptimizer):
         """By which the gradient is multiplied that something on trial is given now, see :class:`GradientChecks`."""
         return 1.0 if self.gradient_checks is None else self.gradient_checks.read_factor()
 
-    def checked_call(self) -> AbstractContextManager[None]:
+    def checked_call(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context for the script's own calls of the model, in which hooks are found until its first backward pass."""
         checks = self.gradient_checks
         if checks is None or not checks.is_first or self.norm.num_replicas == 1 or not torch.is_grad_enabled():
+            return nullcontext()
+        if any(map(is_compiled_by_script, walk.modules(model))):  # it would be traced with what watches
             return nullcontext()
         return checks.watching_forward()
 

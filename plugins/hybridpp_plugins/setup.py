@@ -273,7 +273,7 @@ class _Explained:
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            with nullcontext() if self._boosted is None else self._boosted.checked_call():
+            with nullcontext() if self._boosted is None else self._boosted.checked_call(self._model):
                 return self._around(forward, args, kwargs) if self._around else forward(*args, **kwargs)
         except RuntimeError:
             if self._boosted is not None:
