@@ -1,12 +1,13 @@
 """Buffers and frozen parameters that forward passes write to: on every replica, those of the first."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hybridpp.cluster import Group
+from hybridpp.data_parallel.sharded_weights import ShardedWeights
 from hybridpp.errors import ConfigError
 from hybridpp.nn import walk
 from hybridpp.nn.bit_hash import bit_hash
@@ -20,7 +21,8 @@ from hybridpp.nn.torch_private import (
     version_of,
 )
 
-_DIVIDED = "divided"
+# In the place of a dtype: of parameters that are not sent.
+_DIVIDED, _TRAINED = "divided", "trained "
 
 
 class _Owner(NamedTuple):
@@ -35,16 +37,13 @@ class _Owner(NamedTuple):
         return held[self.key] if self.key in held else parameters_of(self.module).get(self.key)
 
 
-def _none() -> Collection[str]:
-    return ()
-
-
 class BufferBroadcast:
     """Sends the first replica's buffers to the others, as DistributedDataParallel does.
 
     Only persistent buffers that a forward pass has written to on some replica are sent, all in one message. Replicas
     agree on them, because whether one writes may depend on its data. Batch normalisation has its own rule
-    (``running_statistics.py``). Parameters that are not trained (a codebook that follows its inputs) are sent alike.
+    (``running_statistics.py``). Parameters that are not trained (a codebook that follows its inputs) are sent alike;
+    those that are trained, and that a forward has written to, must have the same values.
 
     Writes through ``buffer.data`` are found in the first step only, in which values are compared.
 
@@ -52,8 +51,7 @@ class BufferBroadcast:
         model: this rank's part of the model.
         group: the ranks that hold the same part of other replicas.
         with_buffers: whether buffers are sent; else parameters only.
-        divided: frozen parameters, by name, of which each replica has a part (ZeRO 3): they cannot be sent.
-        take_written: the names of those that a forward has written to since the last call.
+        sharded: the weights, of which each replica has a part (ZeRO 3): they cannot be sent; else None.
 
     Attributes:
         has_buffers: whether there is a buffer that could differ between replicas.
@@ -66,14 +64,19 @@ class BufferBroadcast:
         group: Group,
         *,
         with_buffers: bool = True,
-        divided: Collection[str] = (),
-        take_written: Callable[[], Collection[str]] = _none,
+        sharded: ShardedWeights | None = None,
     ):
-        self._group, self._divided, self._take_written = group, frozenset(divided), take_written
+        self._group, self._sharded = group, sharded
+        self._divided = frozenset[str]() if sharded is None else sharded.frozen_names
         self._owners = dict(_others(model)) if group.size > 1 and with_buffers else {}
         self.has_buffers = bool(self._owners)
         frozen = dict(_frozen(model)) if group.size > 1 else {}
         self._frozen = frozen.keys() - self._divided
+        trained = walk.named_parameters(model) if group.size > 1 else ()
+        self._trained = {name: parameter for name, parameter in trained if parameter.requires_grad}
+        self._versions: list[int] = []
+        # Hashes of what forwards have written to them, where these are known.
+        self._forward_wrote: dict[str, Tensor] = {}
         self._owners |= {name: frozen[name] for name in frozen if name in self._frozen}
         # Frozen parameters may be most of a model: of these, hashes are kept, not copies.
         self._hashes: dict[str, Tensor] = {}
@@ -93,6 +96,16 @@ class BufferBroadcast:
             found = {name: buffer for name, buffer in self._buffers().items() if not has_no_data(buffer)}
             self._hashes = {name: bit_hash(found.pop(name)) for name in self._frozen & found.keys()}
             self._copies = {name: buffer.detach().clone() for name, buffer in found.items()}
+
+    def begin_forward(self) -> None:
+        """Call before forward passes: what they write to trained parameters must be the same on all replicas."""
+        self._versions = [version_of(parameter) for parameter in self._trained.values()]
+
+    def end_forward(self) -> None:
+        """Call after them, before an update."""
+        for (name, parameter), version in zip(self._trained.items(), self._versions, strict=False):
+            if version_of(parameter) != version and not has_no_data(parameter):
+                self._written.add(name)
 
     def note(self) -> None:
         """Let what was written so far count as no pass's."""
@@ -116,7 +129,9 @@ class BufferBroadcast:
         copies, self._copies = self._copies, None
         hashes, self._hashes = self._hashes, {}
         self._is_first = False
-        self._written.update(self._take_written())
+        if self._sharded is not None:
+            self._forward_wrote |= self._sharded.take_written()
+            self._written |= self._forward_wrote.keys() | self._sharded.take_changed()
         now = self._buffers()
         for name, (before, version) in self._before.items():
             buffer = now.get(name)
@@ -140,7 +155,14 @@ class BufferBroadcast:
         """Of each buffer that could differ, by name: its shape, its dtype, and whether it is to be sent."""
         chosen = self._written.union(self._agreed)
         found = {name: [list(one.shape), str(one.dtype), name in chosen] for name, one in self._buffers().items()}
-        return {**found, **{name: [[], _DIVIDED, True] for name in self._written & self._divided}}
+        for name in self._written:
+            if name in self._divided:
+                found[name] = [[], _DIVIDED, True]
+            elif name in self._trained:
+                written = self._forward_wrote.get(name)
+                written = bit_hash(self._trained[name]) if written is None else written
+                found[name] = [[], f"{_TRAINED}{int(written)}", True]
+        return found
 
     def agree(self, names: Sequence[str]) -> None:
         """Send these buffers from now on, and at once. Collective: the group, with the same names."""
@@ -149,6 +171,7 @@ class BufferBroadcast:
         self._agreed = sorted(names, key=lambda name: (-now[name].dtype.itemsize, name))
         self._shapes = {name: (now[name].shape, now[name].dtype) for name in names}
         self._written.clear()
+        self._forward_wrote.clear()
         self._send()
 
     @torch.no_grad()
@@ -181,9 +204,20 @@ def buffers_to_send(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The buffers that replicas agree to send, given what each describes.
 
     Raises:
-        ConfigError: one of them has different shapes on replicas, or each replica has a part of it.
+        ConfigError: one of them has different shapes on replicas, or each replica has a part of it; or a parameter
+            that is trained has other values on replicas.
     """
     names = sorted({name for row in rows for name, (*_, is_chosen) in row.items() if is_chosen})
+    trained = {name for name in names if any(row.get(name, ("", ""))[1].startswith(_TRAINED) for row in rows)}
+    for name in sorted(trained):
+        if len({str(row.get(name)) for row in rows}) > 1:
+            raise ConfigError(
+                f"{name} is trained, and the forward writes to it by the samples of each replica "
+                "(nn.Embedding(max_norm=...), which scales the rows that it looks up): replicas would train apart. "
+                "Write to all of it in the script instead, after optimizer.step() and under torch.no_grad() "
+                "(weight.renorm_(2, 0, max_norm)), or use dp_size=1."
+            )
+    names = [name for name in names if name not in trained]
     for name in names:
         if any(row.get(name, ("", ""))[1] == _DIVIDED for row in rows):
             raise ConfigError(

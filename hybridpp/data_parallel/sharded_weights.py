@@ -15,6 +15,7 @@ from hybridpp.data_parallel.flat_weights import FlatWeights, parts_of
 from hybridpp.data_parallel.layout import BucketLayout, ShardLayout
 from hybridpp.data_parallel.replicas import Replicas
 from hybridpp.errors import ConfigError
+from hybridpp.nn.bit_hash import bit_hash
 from hybridpp.nn.torch_private import version_of
 
 # Stands, in the place of a unit, for the weights that no unit has for itself.
@@ -35,7 +36,8 @@ class WeightBucket:
     Attributes:
         layout: as given.
         own: this replica's segment.
-        written: names of parameters that a forward has written to.
+        written: hashes of parameters that a forward has written to as torch counts, by name.
+        changed: the names of these, and of those of which this replica's piece has changed.
     """
 
     def __init__(self, layout: BucketLayout, flat: Tensor, parameters: Mapping[str, nn.Parameter], index: int):
@@ -49,7 +51,8 @@ class WeightBucket:
         self._with_elements = [(name, p) for name, p in self._parameters.items() if p.numel()]
         self._absent = _absent(flat)
         self._users: set[Hashable] = set()
-        self.written: set[str] = set()
+        self.written: dict[str, Tensor] = {}
+        self.changed: set[str] = set()
         # Versions of this replica's segment and of the parameters when they were gathered: what code writes since then.
         self._own_version = -1
         self._versions: dict[str, int] = {}
@@ -167,22 +170,17 @@ class WeightBucket:
             return
         self.check_unmoved()
         segment = self._current[self.layout.segment(self._index)]
-        if self.own.device.type == "cpu":
-            is_written = not torch.equal(segment, self.own)
-        else:  # the host does not wait, so that only what torch counts is seen
-            is_written = any(version_of(p) != self._versions[name] for name, p in self._parameters.items())
-        if is_written:
-            self.written.update(self._written_in(segment))
+        counted = {name for name, p in self._parameters.items() if version_of(p) != self._versions[name]}
+        written = set(counted)
+        if self.own.device.type == "cpu":  # elsewhere the host does not wait, so that only what torch counts is seen
+            for piece in self.layout.pieces_within(self._index) if not torch.equal(segment, self.own) else ():
+                if not torch.equal(piece_in(segment, piece), piece_in(self.own, piece)):
+                    written.add(piece.name)
+        if written:
+            self.written |= {name: bit_hash(self._parameters[name]) for name in counted}
+            self.changed |= written
             self.own.copy_(segment)
             self._note_versions()
-
-    def _written_in(self, segment: Tensor) -> Iterator[str]:
-        """The names of parameters that a forward has written to, as far as this replica sees."""
-        counted = {name for name, p in self._parameters.items() if version_of(p) != self._versions[name]}
-        for piece in self.layout.pieces_within(self._index):
-            if self.own.device.type == "cpu" and not torch.equal(piece_in(segment, piece), piece_in(self.own, piece)):
-                counted.add(piece.name)
-        return iter(counted)
 
     def _note_versions(self) -> None:
         self._own_version = version_of(self.own)
@@ -427,12 +425,23 @@ class ShardedWeights(FlatWeights):
         finally:
             self._is_internal = previous
 
-    def take_written_frozen(self) -> set[str]:
-        """The frozen parameters that a forward has written to since the last call, as far as this replica sees."""
+    def take_written(self) -> dict[str, Tensor]:
+        """Hashes of trained parameters that a forward has written to since the last call, by name, as torch counts.
+
+        They are equal where replicas have written alike.
+        """
+        found: dict[str, Tensor] = {}
+        for bucket in self._buckets:
+            found |= {name: bucket.written[name] for name in bucket.written.keys() - self.frozen_names}
+            bucket.written.clear()
+        return found
+
+    def take_changed(self) -> set[str]:
+        """The names of frozen parameters that a forward has written to, as far as this replica sees."""
         found: set[str] = set()
         for bucket in self._buckets:
-            found |= bucket.written & self.frozen_names
-            bucket.written.clear()
+            found |= bucket.changed & self.frozen_names
+            bucket.changed.clear()
         return found
 
     def holds(self, name: str) -> bool:

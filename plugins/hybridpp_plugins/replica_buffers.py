@@ -20,23 +20,26 @@ class ReplicaBuffers:
     Args:
         broadcast: of this rank's buffers.
         layout: the ranks.
+        has_candidates: whether there is anything on any rank that may be sent; else trained parameters are compared.
         has_buffers: whether there are buffers on any rank, and not only parameters.
 
     Attributes:
         has_buffers: as given.
     """
 
-    def __init__(self, broadcast: BufferBroadcast, layout: Layout, *, has_buffers: bool):
+    def __init__(self, broadcast: BufferBroadcast, layout: Layout, *, has_candidates: bool, has_buffers: bool):
         self._broadcast, self.has_buffers = broadcast, has_buffers
         self._layout = layout
-        self._has_agreed = False
+        self._has_agreed = not has_candidates
 
     def begin(self) -> None:
         """Call before the forward passes of a step. Nothing is communicated."""
         self._broadcast.begin()
+        self._broadcast.begin_forward()
 
     def finish(self) -> None:
         """Send what was agreed on, after the passes. Collective: the replicas of this stage, if there is anything."""
+        self._broadcast.end_forward()
         self._broadcast.finish()
 
     @property
@@ -74,7 +77,7 @@ class ReplicaBuffers:
 
     def after_backward(self) -> None:
         """:meth:`finish` and :meth:`agree` for forward passes of the script. Collective: all ranks."""
-        self.finish()
+        self._broadcast.finish()
         if self.has_buffers:
             rows = gather_numbers(self._layout.control, _BACKWARD, [float(self.wants_agreement)])
             self.agree(any(wanted for (wanted,) in rows), _BACKWARD)
@@ -88,7 +91,11 @@ class ReplicaBuffers:
         def run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not self._has_agreed:
                 self._broadcast.begin()
-            return inner(forward, args, kwargs) if inner else forward(*args, **kwargs)
+            self._broadcast.begin_forward()
+            try:
+                return inner(forward, args, kwargs) if inner else forward(*args, **kwargs)
+            finally:
+                self._broadcast.end_forward()
 
         return run
 
@@ -96,16 +103,10 @@ class ReplicaBuffers:
 def replica_buffers(
     model: nn.Module, layout: Layout, sharded: ShardedWeights | None, *, with_buffers: bool
 ) -> ReplicaBuffers | None:
-    """For a model that is on its ranks; None: it has no such buffer or parameter anywhere. Collective: all ranks."""
+    """For a model that is on its ranks; None: there is one replica. Collective: all ranks."""
     if layout.dp.size == 1:
         return None
-    broadcast = BufferBroadcast(
-        model,
-        layout.dp,
-        with_buffers=with_buffers,
-        divided=sharded.frozen_names if sharded else (),
-        take_written=sharded.take_written_frozen if sharded else tuple,
-    )
+    broadcast = BufferBroadcast(model, layout.dp, with_buffers=with_buffers, sharded=sharded)
     rows = gather_numbers(layout.control, _BOOST, [float(broadcast.has_candidates), float(broadcast.has_buffers)])
     has_candidates, has_buffers = map(any, zip(*rows, strict=True))
-    return ReplicaBuffers(broadcast, layout, has_buffers=has_buffers) if has_candidates else None
+    return ReplicaBuffers(broadcast, layout, has_candidates=has_candidates, has_buffers=has_buffers)

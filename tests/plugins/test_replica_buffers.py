@@ -158,6 +158,45 @@ def test_frozen_parameters_that_move_are_refused_where_they_are_divided(through_
         with_codebook(2, 1, through_data, is_loop, zero_stage=3)
 
 
+class Scaled(nn.Module):
+    """Scales its weight in the forward: all of it, or the rows that it looks up."""
+
+    def __init__(self, by_samples):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.by_samples = nn.Embedding(8, WIDTH, max_norm=1.0 if by_samples else None), by_samples
+
+    def forward(self, ids):
+        if not self.by_samples:
+            with torch.no_grad():
+                self.rows.weight.clamp_(-0.5, 0.5)
+        return self.rows(ids)
+
+
+@pytest.mark.parametrize("is_loop", [False, True])
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+@pytest.mark.parametrize("by_samples", [False, True])
+def test_forwards_that_write_trained_weights_unlike_are_refused(by_samples, zero_stage, is_loop):
+    def run():
+        booster, model, optimizer = boosted(Scaled(by_samples), sgd, None, zero_stage=zero_stage)
+        for _ in range(3):
+            ids = torch.arange(4) + 4 * booster.plugin.layout.here.dp
+            if is_loop:
+                booster.backward(model(ids).square().mean(), optimizer)
+            else:
+                booster.execute_pipeline(iter([ids]), model, lambda outputs, _: outputs.square().mean(), optimizer)
+            optimizer.step()
+        with booster.unsharded(model):
+            return model.rows.weight.detach().clone()
+
+    if by_samples:
+        with pytest.raises(ConfigError, match=r"^rows.weight is trained, and the forward writes to it by the samples"):
+            Loopback(2).run(run)
+    else:
+        first, second = Loopback(2).run(run)
+        assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize("pp_size", [1, 2])
 def test_each_replica_keeps_its_own_where_that_is_asked_for(pp_size):
     first, *_, last = Loopback(2 * pp_size).run(partial(trained, 2, pp_size=pp_size, broadcast_buffers=False))
