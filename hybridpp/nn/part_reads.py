@@ -11,7 +11,7 @@ from hybridpp.nn.weight_reads import WeightReads
 
 
 class PartReadCheck:
-    """Looks at the first forward of each kind, in training and in evaluation, and after losses that differ.
+    """Looks at the first forward of each kind, in training and in evaluation, and after the first losses that differ.
 
     A plan leaves whole what the model's code reads on the sample. Without labels there, or under a user's plan that was
     not tried, code outside of sharded blocks may read a part (a penalty), and compute another loss on each rank.

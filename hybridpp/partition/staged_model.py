@@ -282,7 +282,8 @@ class StagedModel:
         # Not the run itself, which holds activations.
         self._remote_deltas = run.deltas
         rest = AttributeResetter(self.model, plan.resets)
-        was_eager = False
+        # An eager run may begin inside of the model's call.
+        num_entered = EAGER.num_entered - bool(EAGER.num_inside)
         try:
             with (
                 self._entered(),
@@ -297,13 +298,16 @@ class StagedModel:
                 args, kwargs = self._inputs.cast(args), self._inputs.cast(kwargs)
                 if self.options is not None:
                     kwargs = {**kwargs, **self.options.keywords(is_trace=False)}
-                was_eager = EAGER.num_inside > 0
                 # A new context, so that context variables are reset when an exception leaves the forward.
                 result = copy_context().run(self.model, *args, **kwargs)
         except StageDone:
             rest.put()
             rng.finish(is_last=False)
-            return run.outgoing(), None, self._context_of(plan, run, received, rng, key, was_eager)
+            return (
+                run.outgoing(),
+                None,
+                self._context_of(plan, run, received, rng, key, EAGER.num_entered > num_entered),
+            )
         if plan.last_local is not None:
             raise PartitionError(
                 f"the forward ended before unit {plan.calls[plan.last_local].name!r}, the last of stage {plan.stage}: "
@@ -312,7 +316,11 @@ class StagedModel:
         rng.finish(is_last=True)
         if self.options is not None:
             result = self.options.result(result)
-        return [], result, self._context_of(plan, run, received, rng, key, was_eager)
+        return (
+            [],
+            result,
+            self._context_of(plan, run, received, rng, key, EAGER.num_entered > num_entered),
+        )
 
     def _context_of(
         self, plan: StagePlan, run: StageRun, received: Sequence[Tensor], rng: UnitRng, key: int, was_eager: bool

@@ -260,7 +260,8 @@ class UnitGather:
         self.after_backward: Callable[[int], None] | None = None
         self.after_move: Callable[[Collection[str]], None] | None = None
         self.gradients: UnitGradients | None = None
-        # Whether the last call ran compiled code as it was written; what is recomputed of it must, too.
+        # Whether a call since the last update ran compiled code as it was written; what is recomputed of it must, too,
+        # and so do the other calls, as one backward pass may reach all of them.
         self._ran_eagerly = False
         # The running call of the model.
         self._model_call = _ModelCall()
@@ -286,7 +287,7 @@ class UnitGather:
             self._drop_ahead()
             self._forward.drop()
         self._num_calls += torch.is_grad_enabled()
-        self._is_in_model, self._model_call, self._ran_eagerly = True, _ModelCall(), False
+        self._is_in_model, self._model_call = True, _ModelCall()
         try:
             result = self._run(REST, forward, args, kwargs)
         finally:
@@ -348,8 +349,9 @@ class UnitGather:
     @contextmanager
     def _learning(self, call: object) -> Iterator[None]:
         # A compiler would look into the function mode.
-        self._ran_eagerly = may_hold_compiled_code()
-        with force_eager() if self._ran_eagerly else nullcontext(), _ReadsParameters(partial(self._read, call)):
+        is_eager = may_hold_compiled_code()
+        self._ran_eagerly |= is_eager and torch.is_grad_enabled()
+        with force_eager() if is_eager else nullcontext(), _ReadsParameters(partial(self._read, call)):
             yield
 
     def _read(self, call: object, parameter: nn.Parameter) -> None:
@@ -361,8 +363,8 @@ class UnitGather:
             self._moved(self._weights.move_to_rest(part, call))
 
     def _as_before(self) -> AbstractContextManager[None]:
-        """A context for a unit's forward, which is recomputed as it was computed."""
-        return force_eager() if self._ran_eagerly and _is_in_backward() else nullcontext()
+        """A context for a forward, which is recomputed as it was computed."""
+        return force_eager() if self._ran_eagerly else nullcontext()
 
     def _reach(self, event: _Event, order: _PassOrder) -> bool:
         """Do what other replicas do before an event of this one; returns whether it happens. Collective: all replicas.
@@ -598,7 +600,8 @@ class UnitGather:
         """A context for a backward pass that the script runs, of the calls of the model since the last one."""
         self._is_joint = self._num_calls > 1
         try:
-            yield
+            with force_eager() if self._ran_eagerly else nullcontext():
+                yield
         finally:
             self._num_calls, self._is_joint = 0, False
 

@@ -16,7 +16,7 @@ from hybridpp.errors import ConfigError
 from hybridpp.module_adapter import ModuleAdapter
 from hybridpp.nn import walk
 from hybridpp.nn.checkpointing import recomputes_saved_tensors
-from hybridpp.nn.force_eager import force_eager
+from hybridpp.nn.force_eager import force_eager, has_compiled
 from hybridpp.nn.part_reads import PartReadCheck
 from hybridpp.partition import BoundarySharding, compiled_parts, find_units
 from hybridpp.pipeline import Gradients, SplitBackwardOps, WeightGradients, split_backward_ops
@@ -83,17 +83,20 @@ def apply_tensor_parallel(
     if tp.size == 1:
         return apply_sharding(adapter, None, tp, compiled)
     common = CommonPlans(layout.world.common_results("plans"))
+    # What is compiled while function modes of a trial are on may be used in the run; functions that blocks call, too.
+    around = force_eager if compiled_parts(model) or has_compiled() else nullcontext
     if config.tensor_parallel_plan is not None:
         plan = plan_from_patterns(model, config.tensor_parallel_plan, tp.size)
         _refuse_layers(model, plan, layout, formats)
-        with force_eager() if compiled_parts(model) else nullcontext():
+        with around():
             plan = checked_tp_plan(model, plan, find_samples, tp.size, layout.control, common, formats)
     else:
-        with force_eager() if compiled_parts(model) else nullcontext():
+        with around():
             plan = find_tp_plan(model, find_samples, tp.size, layout.control, common, formats)
     sequences = SequencePlan()
     if config.enable_sequence_parallelism:
-        sequences = sequence_plan(model, plan, find_samples, tp.size, layout.control, common, formats)
+        with around():
+            sequences = sequence_plan(model, plan, find_samples, tp.size, layout.control, common, formats)
     if plan.reasons or sequences.reasons or not plan.spec.params:
         get_dist_logger().warning(_replicated_modules(model, plan, sequences), ranks=[0])
     for difference in dict.fromkeys(re.sub(_NUMBER, "*", line) for line in plan.differences):

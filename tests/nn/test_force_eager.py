@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 import torch
 
@@ -37,4 +39,26 @@ def test_ranks_of_one_process_may_leave_in_any_order(compiled):
     assert not graphs
     second.__exit__(None, None, None)
     function(torch.ones(2))
+    assert len(graphs) == 1
+
+
+def test_a_rank_that_is_not_inside_runs_compiled_code(compiled):
+    function, graphs = compiled
+    inside, outside = threading.Event(), threading.Event()
+
+    def other_rank():
+        with force_eager():
+            inside.set()
+            outside.wait(10)
+            function(torch.ones(2))
+
+    with force_eager():  # so it is known as a rank
+        pass
+    other = threading.Thread(target=other_rank)
+    other.start()
+    assert inside.wait(10)
+    function(torch.ones(2))
+    assert len(graphs) == 1
+    outside.set()
+    other.join()
     assert len(graphs) == 1

@@ -9,6 +9,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional
 
+from hybridpp.cluster import Loopback
 from hybridpp.errors import PartitionError
 
 # The compiler looks at it of every tensor.
@@ -89,6 +90,58 @@ def test_forwards_that_a_script_compiled_run_on_weights_gathered_by_unit(config)
     assert actual["losses"] == [pytest.approx(losses) for losses in expected["losses"]]
     for weights in actual["after"]:
         assert_near(weights, expected["weights"])
+
+
+class CallingBlock(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.up, self.down, self.function = nn.Linear(8, 16), nn.Linear(16, 8), function
+
+    def forward(self, x):
+        return x + self.down(self.function(self.up(x)))
+
+
+class Calling(nn.Module):
+    """Its blocks call a function that the script compiled; they are too small to be gathered one by one."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(CallingBlock(function) for _ in range(2))
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def squashed(x):
+    # Compiled, it keeps other tensors for its backward pass, or in another order.
+    return x.tanh() * 1.5 + x.sigmoid()
+
+
+def test_what_calls_compiled_functions_is_recomputed_as_it_was_computed():
+    batches = [torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    options = {"criterion": lambda y, _: y.square().mean(), "num_microbatches": 2}
+    expected = train(lambda: Calling(squashed), batches, **options)["weights"]
+    compiled = torch.compile(squashed, backend="aot_eager")
+    options |= {"gradient_checkpoint_config": {}, "dp_size": 2, "zero_stage": 3, "after": unsharded}
+    for weights in train(lambda: Calling(compiled), batches, **options)["after"]:
+        assert_near(weights, expected, 1e-6)
+
+
+def test_the_trials_of_a_plan_compile_nothing():
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(squashed, backend=count)
+    Loopback(2).run(lambda: boosted(Calling(compiled), sgd, torch.ones(4, 8), tp_size=2))
+    assert not graphs
 
 
 def unsharded(booster, model, optimizer):
