@@ -15,21 +15,23 @@ class LossReduction(IntEnum):
 
     MEAN = 0
     """A mean, as far as known."""
-    SUM_IN_MODEL = 1
+    STATISTICS = 1
+    """The model applies statistics of a micro-batch's samples to each of them."""
+    SUM_IN_MODEL = 2
     """The model computed the loss, and its last operation is a sum."""
-    SUM = 2
+    SUM = 3
     """Twice the samples gave twice the loss: a sum."""
-    UNCOUNTED = 3
+    UNCOUNTED = 4
     """What it is divided by cannot be told from a batch."""
-    OF_EARLIER_STAGE = 4
+    OF_EARLIER_STAGE = 5
     """A part of it is a number that an earlier stage made, of which it is not known what it is a mean over."""
-    COUPLED = 5
+    COUPLED = 6
     """Neither a mean nor a sum over items."""
-    EMPTY = 6
+    EMPTY = 7
     """No replica's batch has an item."""
-    CHANGED = 7
+    CHANGED = 8
     """It is made in another way than the one whose form is known."""
-    APPEARED = 8
+    APPEARED = 9
     """It has a term that the one whose form is known had not."""
 
 

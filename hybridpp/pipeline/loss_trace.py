@@ -203,6 +203,7 @@ class LossTrace(WatchingMode):
         has_read: whether the script has read a value of the inputs, by which it may branch.
         is_empty: whether the script has read a number of items that is 0, so that it may have taken another branch.
         guessed: the plain numbers that stand in the place of such a number, as ``max(int(count), 1)`` gives.
+        statistics: where the model applies a statistic of the samples to each of them; empty: nowhere.
     """
 
     def __init__(self, trees: Sequence[Any], num_samples: int, dims: Dims = 0, choice: int = 0):
@@ -211,6 +212,9 @@ class LossTrace(WatchingMode):
         self.ambiguous: list[Sequence[Count]] = []
         self.in_criterion, self.is_empty, self.has_read = False, False, False
         self.guessed: list[float] = []
+        self.statistics = ""
+        # What functions have made of all samples, with their names.
+        self._over_samples: dict[int, tuple[Any, str]] = {}
         self._zeros: list[Count] = []
         self._tree = trees[0] if trees else None
         self._num_samples = num_samples
@@ -441,6 +445,8 @@ class LossTrace(WatchingMode):
     def _row_of(self, tensor: Tensor, what: _OfModel, index: int) -> _OfModel:
         """One row of a tensor: of one sample, if its rows are the samples."""
         samples = self._samples_of(tensor)
+        if what.numel is not None and what.numel.function is single:
+            return what
         are_rows = not what.is_stack if samples is None else samples.dim == 0
         if what.terms is not None or not are_rows or tensor.shape[0] != self._num_samples:
             return what
@@ -582,6 +588,8 @@ class LossTrace(WatchingMode):
         elif len(with_samples) < len(models):
             mixed = not all(what.terms == () or what.terms is None for _, what in models)
             # In the model it is as in batch normalisation: each micro-batch has its own statistics.
+            if mixed and not self.in_criterion:
+                self._note_statistics(name, models)
             why = f"{name} of samples and of a sum over them" if mixed and self.in_criterion else ""
             found = self._items(name, args, result, with_samples)
             why = found.why or (_why(models) if self.in_criterion else "") or why
@@ -593,9 +601,22 @@ class LossTrace(WatchingMode):
         else:
             found = self._items(name, args, result, with_samples)
             found = found._replace(why=found.why or order or ("" if self.in_criterion else made.why))
+        if made.is_gone and not self.in_criterion and self._are_sure(with_samples):
+            self._over_samples[id(result)] = weakref.ref(result), name
         if divided and found.terms is None:
             found = found._replace(divided=divided)
         self._note(args[0] if writes_to and name == "setitem" else result, found)
+
+    def _are_sure(self, models: list[tuple[Tensor, _OfModel]]) -> bool:
+        return any((samples := self._samples_of(tensor)) is not None and samples.is_sure for tensor, _ in models)
+
+    def _note_statistics(self, name: str, models: list[tuple[Tensor, _OfModel]]) -> None:
+        if not self._are_sure([one for one in models if one[1].terms is None]):
+            return
+        for tensor, _ in models:
+            reference, made_by = self._over_samples.get(id(tensor), (None, ""))
+            if reference is not None and reference() is tensor:
+                self.statistics = self.statistics or f"{name} of samples and of their {made_by}"
 
     def _divided_of(
         self, name: str, args: Any, kwargs: Any, result: Any, models: list[tuple[Tensor, _OfModel]]
@@ -726,13 +747,26 @@ class LossTrace(WatchingMode):
             if isinstance(known, Count):
                 return _OfModel(self._count(_chosen, known), why=why)
             return _OfModel(is_observed=True, why=why)
+        if name in _JOINING:
+            self._join_rows(name, args, result, models)
         numels = [what.numel for tensor, what in models if what.numel and tensor.numel() == result.numel()]
         for tensor in tensors_of(args):
             known = self._of(tensor)
             if isinstance(known, Count) and tensor.numel() == result.numel() and tensor.dim():
                 numels.insert(0, known)
         is_observed = any(what.is_observed for _, what in models) and not numels
+        numel_of_all = models[0][1].numel
+        if numel_of_all and not numels and len(apart) == 1 and all(id(what.numel) in apart for _, what in models):
+            numels.append(numel_of_all)  # of one sample
         return _OfModel(numels[0] if numels else None, is_observed, is_stack=name in _JOINING, why=why)
+
+    def _join_rows(self, name: str, args: Any, result: Tensor, models: list[tuple[Tensor, _OfModel]]) -> None:
+        """Note where a tensor has the samples that a script has put together again, one by one."""
+        indices = [what.numel.args[0] if what.numel and what.numel.function is single else None for _, what in models]
+        if name not in ("stack", "cat") or indices != list(range(self._num_samples)) or len(indices) != len(args[0]):
+            return
+        dim = (args[1] if len(args) > 1 else 0) % result.dim()
+        self._hold(result, samples_at(dim, result.shape, self._num_samples))
 
     def _term(
         self,

@@ -17,11 +17,13 @@ class SampleDim(NamedTuple):
         dim: the dimension, whose index runs over all samples, or over all samples several times.
         rows: consecutive indices that belong to one sample, such as its tokens.
         is_sure: whether that is known; False: a tensor of unknown origin has such a size.
+        order: of the samples, where an index has put them in another one; empty: theirs.
     """
 
     dim: int
     rows: int = 1
     is_sure: bool = True
+    order: tuple[int, ...] = ()
 
 
 class Found(NamedTuple):
@@ -163,6 +165,9 @@ def _kept(call: Call, tensor: Tensor, samples: SampleDim) -> SampleDim | None:
     fitting = [dim for dim, one in enumerate(shape) if one == size]
     return samples._replace(dim=fitting[0]) if len(fitting) == 1 else None
 
+
+# Experts that a router chooses for a token.
+_MAX_CHOSEN = 8
 
 # What moves dimensions, or goes over them.
 
@@ -352,7 +357,8 @@ def _indexed(call: Call) -> Found:
             chosen_before = before if len(blocks) == 1 else chosen_before
         if dim <= samples.dim < dim + _taken(one):
             if not isinstance(one, slice):
-                return _chosen(call, one, samples)
+                kept = _all_rows(call, one, samples) if dim == samples.dim else None
+                return Found(kept._replace(dim=_advanced_at(entries))) if kept else _chosen(call, one, samples)
             found = before, one
         before += isinstance(one, slice)
         dim += _taken(one)
@@ -374,6 +380,39 @@ def _part(samples: SampleDim, size: int) -> Found:
     return Found(why="a part of the samples" if samples.rows == 1 and size > 1 else "")
 
 
+def _advanced_at(entries: Sequence[Any]) -> int:
+    """The dimension of the result that tensors make which index along others."""
+    at = [position for position, one in enumerate(entries) if isinstance(one, Tensor | list)]
+    is_apart = at[-1] - at[0] >= len(at)
+    return 0 if is_apart else sum(one is None or isinstance(one, slice) for one in entries[: at[0]])
+
+
+def _all_rows(call: Call, index: Any, samples: SampleDim) -> SampleDim | None:
+    """The samples, of which an index along them takes equally many rows each, in any order; None: it does not.
+
+    So it does where it takes the last token of each, or sorts them. The numbers are read.
+    """
+    if not isinstance(index, Tensor) or call.is_computed(index):
+        return None
+    others = [one for one in tensors_of(call.args[1:]) if one is not index]
+    if index.dtype in (torch.bool, torch.uint8):
+        rows = index.nonzero()[:, 0] if not others else None
+    else:
+        rows = index if index.dim() == 1 and all(one.dim() == 1 for one in others) else None
+    count = call.num_samples
+    if rows is None or not len(rows) or len(rows) % count:
+        return None
+    each = (rows % call.args[0].shape[samples.dim] // samples.rows % count).view(count, -1)
+    order = each[:, 0].tolist()
+    is_natural = order == list(range(count))
+    if sorted(order) != list(range(count)) or bool((each != each[:, :1]).any()):
+        return None
+    if not is_natural and call.is_choice(index):
+        return None
+    placed = tuple(samples.order[one] for one in order) if samples.order else tuple(order)
+    return samples._replace(rows=each.shape[1], order=() if placed == tuple(range(count)) else placed)
+
+
 def _chosen(call: Call, index: Any, samples: SampleDim) -> Found:
     """Of indices into the dimension with the samples."""
     is_choice = isinstance(index, Tensor) and not index.is_floating_point() and call.is_choice(index)
@@ -389,7 +428,8 @@ def _selected(call: Call) -> Found:
     samples = call.samples_of(tensor)
     if samples is None or dim % tensor.dim() != samples.dim:
         return Found(samples)
-    return _chosen(call, index, samples)
+    kept = _all_rows(call, index, samples)
+    return Found(kept) if kept else _chosen(call, index, samples)
 
 
 def _taken(one: Any) -> int:
@@ -535,8 +575,21 @@ def _written_into(call: Call) -> Found:
         return Found(own)
     dim = call.argument(1, "dim") % call.result.dim()
     others = [one for one in tensors_of((call.args[2:], call.kwargs)) if one.dim() == call.result.dim()]
-    known = [samples for _, samples in call.trusted(others) if samples.dim != dim]
-    return Found(known[0]) if known else Found()
+    known = [(one, samples) for one, samples in call.trusted(others)]
+    apart = [samples for _, samples in known if samples.dim != dim]
+    if apart or not known or call.name.strip("_") not in ("scatter_add", "index_add"):
+        return Found(apart[0]) if apart else Found()
+    # Numbers of tokens per expert, unless the result has one for each token that has several experts.
+    index, samples = known[0]
+    size = call.result.shape[dim]
+    is_of_tokens = any(size * most == index.shape[dim] for most in range(1, _MAX_CHOSEN + 1))
+    is_counted = call.result.dim() == 1 and call.is_computed(index) and samples.is_sure and not is_of_tokens
+    return Found(is_gone=True, is_sum=True) if is_counted else Found()
+
+
+def _counted(call: Call) -> Found:
+    """Of functions that count values."""
+    return Found(is_gone=call.samples_of(call.args[0]) is not None, is_sum=True)
 
 
 _RULES: dict[str, Callable[[Call], Found]] = {
@@ -569,6 +622,7 @@ _RULES: dict[str, Callable[[Call], Found]] = {
     "index_select": _selected,
     **dict.fromkeys(["index_add", "index_copy", "index_fill", "index_reduce"], _written_into),
     **dict.fromkeys(["scatter", "scatter_add", "scatter_reduce"], _written_into),
+    **dict.fromkeys(["bincount", "histc"], _counted),
     **dict.fromkeys(["matmul", "rmatmul", "mm", "bmm", "mv", "addmm", "baddbmm", "addmv", "addbmm"], _product),
     **dict.fromkeys(["dot", "vdot"], _product),
     "linear": _linear,

@@ -26,7 +26,7 @@ class CriterionCheck:
         self.reduction = LossReduction.MEAN
         self._criterion: CriterionAdapter | None = None
         self._words = ""
-        self._has_warned = False
+        self._warned: set[LossReduction] = set()
 
     def begin(self, criterion: CriterionAdapter) -> None:
         """A step begins, in which the loss of a criterion is looked at."""
@@ -50,7 +50,7 @@ class CriterionCheck:
             DataError: no replica's batch has an item.
         """
         words, self._words, self.reduction = self._words, "", LossReduction.MEAN
-        if self._criterion is not None and reduction is not LossReduction.SUM_IN_MODEL:
+        if self._criterion is not None and reduction > LossReduction.SUM_IN_MODEL:
             self._criterion.forget_forms()  # it is looked at again if the script goes on
         because = f" ({words})" if words else ""
         if reduction is LossReduction.SUM:
@@ -96,11 +96,20 @@ class CriterionCheck:
             )
         if reduction is LossReduction.EMPTY:
             raise no_items()
-        if not self._has_warned:
-            self._has_warned = True
-            get_dist_logger().warning(
+        if reduction in self._warned:
+            return
+        self._warned.add(reduction)
+        if reduction is LossReduction.STATISTICS:
+            text = (
+                f"{model} applies a statistic of all samples of a micro-batch to each of them{because}, as batch "
+                "normalisation does, so its loss depends on num_microbatches and on the number of replicas. If it must "
+                "not, let the statistic be of each sample, or use num_microbatches=1 and one replica. Set "
+                "criterion.reduction = 'mean' to disable this warning."
+            )
+        else:
+            text = (
                 f"the loss that {model} computes ends with a sum, and it is averaged over micro-batches and replicas. "
                 "If it is a sum over samples, set criterion.reduction = 'sum'; otherwise set 'mean', which disables "
-                "this warning.",
-                ranks=[0],
+                "this warning."
             )
+        get_dist_logger().warning(text, ranks=[0])

@@ -288,6 +288,8 @@ class StepLosses:
                 found = other._replace(form=replace(other.form, choice=choice))
         for problem in found.problems:
             self._report(*problem)
+        if trace.statistics and not self._criterion.declares_reduction:
+            self._report(LossReduction.STATISTICS, trace.statistics)
         is_sure = found.problems or found.is_told_apart or torch.is_grad_enabled()  # in training graphs are compared
         if not is_sure and self._is_open_choice(trace, microbatch, in_criterion):
             self._report(LossReduction.UNCOUNTED, "numbers of the batch are equal in the first micro-batch")

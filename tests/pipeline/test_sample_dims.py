@@ -31,6 +31,13 @@ MOVING = {
     "chosen": lambda x: x.transpose(0, 2)[[0, 2], 1:],
     "apart": lambda x: x.transpose(0, 1)[[0, 2], :, [1, 2]],
     "mask": lambda x: x.transpose(0, 1)[torch.arange(LENGTH) > 2],
+    "last of each": lambda x: x[torch.arange(len(x)), torch.arange(len(x)) + 1],
+    "last of each, apart": lambda x: x.transpose(0, 1)[torch.arange(len(x)) + 1, None, torch.arange(len(x))],
+    "rows": lambda x: x.flatten(0, 1)[torch.arange(len(x)) * LENGTH + 2],
+    "two rows of each": lambda x: x.flatten(0, 1).index_select(0, torch.arange(2 * len(x)) * 3 + 1),
+    "mask of rows": lambda x: x[F.one_hot(torch.arange(len(x)) + 1, LENGTH).bool()],
+    "rows in turn": lambda x: torch.stack([x[i, i + 1] for i in range(len(x))], 1),
+    "rows in turn, joined": lambda x: torch.cat([row[i + 1][None] for i, row in enumerate(x)]),
     "stack": lambda x: torch.stack([x, 2 * x]),
     "stack behind": lambda x: torch.stack([x, 2 * x], -1),
     "cat": lambda x: torch.cat([x, x[:, :1]], 1),
@@ -104,6 +111,27 @@ def test_what_goes_over_all_samples_has_none(name):
     assert samples is None
     assert made.is_gone
     assert made.is_sum == (name not in ("deviation", "largest"))
+
+
+SORTED = {
+    "sorted": (lambda x, order: x[order].exp(), ""),
+    "back": (lambda x, order: x[order].exp()[order.argsort()] * x, ""),
+    "over them": (lambda x, order: x[order].logcumsumexp(0), "logcumsumexp over the samples"),
+    "with others": (lambda x, order: x[order] * x, "mul of each sample with each other"),
+}
+
+
+@pytest.mark.parametrize("name", SORTED)
+def test_samples_that_an_input_sorts_are_told_from_others(name):
+    function, why = SORTED[name]
+    x, time = torch.randn(ROWS, WIDTH), torch.tensor([3.0, 1.0, 0.0, 2.0])
+    trace = LossTrace([{"x": x, "time": time}], ROWS)
+    weight = nn.Parameter(torch.ones(()))
+    with trace:
+        result = function(x * weight, time.argsort())
+    assert trace._made_of(result).why == why
+    if not why:
+        assert trace._samples_of(result) == SampleDim(0, order=(2, 1, 3, 0) if name == "sorted" else ())
 
 
 def test_samples_of_received_tensors_are_guessed_by_size():

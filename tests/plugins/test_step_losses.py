@@ -229,6 +229,20 @@ def contrastive(o, _):
     return F.cross_entropy(o["logits"] @ o["logits"].T, torch.arange(len(o["logits"])))
 
 
+def balanced(shares, counts):
+    return (shares.mean(0) * counts / len(shares)).sum()
+
+
+def chosen_experts(x):
+    """How many rows choose each expert, two of them each, as Mixtral counts them with a mask."""
+    chosen = x.topk(2, 1).indices.reshape(-1)
+    return torch.zeros(5).scatter_add_(0, chosen, torch.ones(len(x)).repeat_interleave(2))
+
+
+def in_pairs(rewards):
+    return -F.logsigmoid(rewards[:2] - rewards[2:]).mean()
+
+
 def standardised(o, i):
     return ((o["logits"] - o["logits"].mean(0)) / o["logits"].std(0) - i["target"] - 1).abs().mean()
 
@@ -358,7 +372,14 @@ def test_a_loss_that_couples_samples_is_found_with_a_single_one(criterion):
         (lambda x: (x**2).mean() + 0.1 * F.mse_loss(x, X, reduction="sum"), LossReduction.MEAN),
         (lambda x: contrastive({"logits": x}, None), LossReduction.COUPLED),
         # Statistics inside of a model are those of micro-batches, as in batch normalisation.
-        (lambda x: standardised({"logits": x}, {"target": 0}), LossReduction.MEAN),
+        (lambda x: standardised({"logits": x}, {"target": 0}), LossReduction.STATISTICS),
+        (lambda x: F.batch_norm(x, None, None, training=True).square().mean(), LossReduction.MEAN),
+        (lambda x: ((x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)).square().mean(), LossReduction.MEAN),
+        (lambda x: balanced(x.softmax(1), torch.bincount(x.argmax(1), minlength=5)), LossReduction.COUPLED),
+        (lambda x: balanced(x.softmax(1), chosen_experts(x)), LossReduction.COUPLED),
+        (lambda x: in_pairs(x[torch.arange(4), torch.arange(4)]), LossReduction.COUPLED),
+        (lambda x: in_pairs(torch.stack([row[1] for row in x])), LossReduction.COUPLED),
+        (lambda x: x.mean() + x[F.one_hot(torch.arange(4), 5).bool()].std(), LossReduction.COUPLED),
         (lambda x: paired(x @ x.T), LossReduction.COUPLED),
         (lambda x: x.T.sum(1).square().mean(), LossReduction.COUPLED),
         (lambda x: (x.T @ x).square().mean(), LossReduction.COUPLED),
