@@ -16,7 +16,7 @@ from hybridpp.nn.watcher import with_lost_weight
 _SHAPE, _GRAD = (getattr(Tensor, name).__get__ for name in ("shape", "grad"))
 _SIZES = frozenset({Tensor.size, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.__len__, _SHAPE})
 # What says nothing of the values of a weight.
-_STATE = METADATA_FUNCTIONS - _SIZES | {Tensor.requires_grad_, _GRAD}
+_STATE = METADATA_FUNCTIONS - _SIZES | {Tensor.requires_grad_, Tensor.data_ptr, _GRAD}
 # Operations on each element by itself do to shards what they do to the complete weight.
 _WRITES = frozenset(
     {Tensor.clamp_, Tensor.clamp_min_, Tensor.clamp_max_, Tensor.mul_, Tensor.add_, Tensor.sub_, Tensor.div_}
@@ -77,6 +77,8 @@ class WeightReads:
     def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._running[self._model]:
             return
+        if getattr(func, "__name__", "") == "__set__":  # another ``.data``, as where weights are gathered
+            args = args[1:]
         if (
             func in _STATE
             or (func in _SIZES and not self._with_sizes)

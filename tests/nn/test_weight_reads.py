@@ -47,6 +47,8 @@ def test_metadata_and_writes_to_each_element_are_no_reads():
                 parameter.clamp_(-1, 1).mul_(0.5)
                 assert (parameter.dtype, parameter.device) == (x.dtype, x.device)
                 assert parameter.shape[0] == 2
+                parameter.data_ptr()
+                parameter.data = torch.ones(2, 2)
 
     assert reads_of(run) == []
 

@@ -184,3 +184,24 @@ def test_reads_of_parts_that_the_sample_did_not_show_are_refused(plan, by_script
     text = "the model's code reads a weight of which this rank has a part (blocks.1.up.weight), as a penalty does"
     with pytest.raises(ConfigError, match=re.escape(text)):
         Loopback(2).run(run)
+
+
+class Scaled(Net):
+    """Its container code reads a weight, so that weights of a replica's pieces are gathered meanwhile."""
+
+    def forward(self, x):
+        return super().forward(x) * self.blocks[1].up.weight.norm()
+
+
+def test_weights_that_are_gathered_for_container_code_are_not_read_by_it():
+    def run(tp_size):
+        def of_rank():
+            booster, model, optimizer = boosted(Scaled(), sgd, BATCHES[0][:2], tp_size=tp_size, zero_stage=3)
+            first = 2 * booster.plugin.layout.here.dp
+            data = iter([BATCHES[0][first : first + 2]])
+            return booster.execute_pipeline(data, model, OPTIONS["criterion"], optimizer)["loss"].item()
+
+        return Loopback(2 * tp_size).run(of_rank)
+
+    one, other = run(1)
+    assert run(2) == pytest.approx([one, one, other, other], rel=1e-5)
