@@ -74,6 +74,83 @@ def select_samples(tree: Any, num_samples: int, dims: Callable[[Any], list[int |
     return _indexed(tree, num_samples, dims, selected)
 
 
+def joined_samples(
+    trees: Sequence[Any],
+    num_samples: int,
+    dims: Callable[[Any], list[int | None]],
+    chosen: Sequence[tuple[int, int]],
+) -> Any:
+    """Samples of several trees of one form, one after another; of tensors without samples, those of the first tree.
+
+    Args:
+        trees: of as many samples each.
+        num_samples: of each tree. If it is 1, tensors of more rows may hold no samples, and are left as they are.
+        dims: gives the sample dimension of each leaf.
+        chosen: the index of a tree, and that of a sample of it.
+
+    Raises:
+        ValueError: the trees have other leaves.
+        RuntimeError: their samples have other shapes.
+    """
+    leaves, structure = pytree.tree_flatten(trees[0])
+    flat = [pytree.tree_leaves(tree) for tree in trees]
+    if any(len(one) != len(leaves) for one in flat):
+        raise ValueError("the trees must have the same leaves")
+    for index, (leaf, dim) in enumerate(zip(list(leaves), dims(trees[0]), strict=True)):
+        if not isinstance(leaf, Tensor) or dim is None or dim >= leaf.dim() or leaf.shape[dim] % num_samples:
+            continue
+        rows = leaf.shape[dim] // num_samples
+        if num_samples > 1 or rows == 1:
+            parts = [flat[tree][index].detach().narrow(dim, sample * rows, rows) for tree, sample in chosen]
+            leaves[index] = torch.cat([part.to(leaf.device) for part in parts], dim)
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def picked_samples(tree: Any, num_samples: int, dims: Callable[[Any], list[int | None]], samples: Sequence[int]) -> Any:
+    """``tree`` with some of its samples, in any order; arguments as for :func:`joined_samples`."""
+
+    def selected(leaf: Tensor, dim: int, rows: int) -> Tensor | slice:
+        if num_samples == 1 < rows:
+            return slice(None)
+        starts = torch.tensor(samples, device=leaf.device) * rows
+        return (starts[:, None] + torch.arange(rows, device=leaf.device)).flatten()
+
+    return _indexed(tree, num_samples, dims, selected)
+
+
+MIXED: Sequence[int] = (0, 1, 0, 0, 0, 1)
+"""Samples of two kinds, of which the first two and the others hold unlike shares, and none lacks a kind."""
+PARTS_OF_MIXED: Sequence[slice] = (slice(0, 6), slice(0, 2), slice(2, 6))
+
+
+def couples(value: Callable[[Sequence[int]], Any]) -> bool:
+    """Whether a value of samples of two kinds is made of several samples at once, and depends on their kinds.
+
+    What has rows of its own for each sample does not, nor does what is equal for any samples.
+
+    Args:
+        value: makes it, of some samples: 0 is one of the first kind, 1 one of the other.
+    """
+    try:
+        full, *parts = [_numbers(value(MIXED[part])) for part in PARTS_OF_MIXED]
+        if _is_equal(full, _numbers(value((0,) * len(MIXED)))):
+            return False
+        for dim in range(full.dim()):
+            if sum(part.shape[dim] for part in parts) == full.shape[dim]:
+                return not _is_equal(torch.cat(parts, dim), full)
+        return not all(_is_equal(part, full) for part in parts)
+    except Exception:  # any operation of the script's, on fewer samples than it was made for, and what is no tensor
+        return False
+
+
+def _numbers(value: Any) -> Tensor:
+    return torch.as_tensor(value).detach().double()
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, equal_nan=True)
+
+
 def with_another(
     tree: Any, other: Any, dims: Callable[[Any], list[int | None]], factor: float = 1.0
 ) -> tuple[Any, Any]:

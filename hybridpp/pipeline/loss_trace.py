@@ -104,6 +104,8 @@ _PRODUCTS = frozenset(["matmul", "mm", "rmatmul", "linear"])
 _DIVIDING_IN_PARTS = frozenset(["chunk", "split", "split_with_sizes", "tensor_split"])
 _TO_SCALAR = frozenset(["dot", "vdot", "inner", "matmul"])
 _PLAIN_NUMBERS = frozenset(["int", "float", "len", "index", "bool", "item"])
+# What they return is not followed.
+_PLAIN_ARRAYS = frozenset(["tolist", "numpy"])
 # They choose or weigh samples by how their numbers are ordered, or leave some out. By chance, halves may agree.
 _ORDERING = frozenset(
     [
@@ -229,6 +231,7 @@ class LossTrace(WatchingMode):
         self._numbers: list[tuple[float, Count]] = []
         self._made: dict[int, Found] = {}
         self._counting_up: dict[int, Any] = {}
+        self._applied: dict[Count, None] = {}
         self._rows = self._count(num_rows().function)
         self._entries: list[tuple[Tensor, Count]] = []
         for tree in trees:
@@ -276,6 +279,13 @@ class LossTrace(WatchingMode):
     def rows(self) -> Count:
         """The number of samples."""
         return self._rows
+
+    @property
+    def applied(self) -> list[Count]:
+        """What the criterion has applied to what the model computed, or read as plain numbers; sizes apart."""
+        return [
+            one for one in dict.fromkeys([*self._applied, *(one for _, one in self._numbers)]) if not one.is_of_sizes
+        ]
 
     def terms(self, loss: Any) -> tuple[Term, ...] | None:
         """The terms of a loss; None: it was not made by functions of torch's, or is no sum over samples."""
@@ -502,6 +512,8 @@ class LossTrace(WatchingMode):
                 if isinstance(one, Tensor):
                     self._note(one, self._count(_entry_of, count, index))
         else:
+            if name in _PLAIN_ARRAYS and isinstance(spec[0][0], Count):
+                self._applied[self._count(_in_order, spec[0][0])] = None
             return traced(result, count)
         return None
 
@@ -553,6 +565,8 @@ class LossTrace(WatchingMode):
     def _of_model(
         self, function: Any, name: str, args: Any, kwargs: Any, result: Any, models: list[tuple[Tensor, _OfModel]]
     ) -> None:
+        if self.in_criterion:
+            self._note_applied(args, kwargs)
         if function is torch.autograd.grad:
             self._derivatives(args, kwargs, result, models)
             return
@@ -617,6 +631,12 @@ class LossTrace(WatchingMode):
             reference, made_by = self._over_samples.get(id(tensor), (None, ""))
             if reference is not None and reference() is tensor:
                 self.statistics = self.statistics or f"{name} of samples and of their {made_by}"
+
+    def _note_applied(self, args: Any, kwargs: Any) -> None:
+        for value in (*tensors_of((args, kwargs)), *args, *kwargs.values()):
+            known = self._of(value) if isinstance(value, Tensor) else count_of(value)
+            if isinstance(known, Count):
+                self._applied[known] = None
 
     def _divided_of(
         self, name: str, args: Any, kwargs: Any, result: Any, models: list[tuple[Tensor, _OfModel]]
@@ -1177,6 +1197,11 @@ def _with(value: Any, old: Tensor, new: Any) -> Any:
 
 def _entry_of(values: Any, index: int) -> Any:
     return values[index]
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    """A number that depends on all elements, of which it is not seen what the script makes."""
+    return tensor.double().flatten() @ torch.arange(1.0, tensor.numel() + 1, dtype=torch.double, device=tensor.device)
 
 
 def _chosen(mask: Tensor) -> Tensor:

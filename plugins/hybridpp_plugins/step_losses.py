@@ -39,7 +39,8 @@ from hybridpp.pipeline import (
 from hybridpp.pipeline.batch import TOTAL_KEY
 from hybridpp.pipeline.criterion_state import unchanged
 from hybridpp.pipeline.loss_form import ADVICE
-from hybridpp.pipeline.loss_items import MAX_COUNTS, Product, entry_path
+from hybridpp.pipeline.loss_items import MAX_COUNTS, Count, Product, entry_path, without_floor
+from hybridpp.pipeline.loss_reduction import MIXED, PARTS_OF_MIXED, couples, joined_samples, picked_samples
 from hybridpp.pipeline.loss_trace import OF_EARLIER_STAGE, Term
 from hybridpp_plugins.criterion_check import CriterionCheck
 
@@ -49,6 +50,8 @@ _TOLERANCE = 1e-3
 _FACTOR = 0.75
 # Outputs of more elements are copied of two samples alone.
 _MAX_COPIED = 2**24
+# Samples that are looked at for unlike ones, and pairs of such that the criterion is called with.
+_MAX_SAMPLES, _MAX_PAIRS = 64, 3
 
 
 class StepLosses:
@@ -348,10 +351,21 @@ class StepLosses:
         return tensor.to(self._device)
 
     @torch.no_grad()
-    def _traced(self, trees: list[Any], num_samples: int, outputs: Any, inputs: Any, choice: int = 0) -> Sequence[Term]:
-        """The terms of the criterion's result for other inputs, or for some samples."""
+    def _traced(
+        self,
+        trees: list[Any],
+        num_samples: int,
+        outputs: Any,
+        inputs: Any,
+        choice: int = 0,
+        in_criterion: bool = True,
+    ) -> Sequence[Term]:
+        """The terms of the criterion's result for other inputs, or for some samples.
+
+        ``in_criterion=False``: what it does to samples is judged as in a model, whose loss nothing else checks.
+        """
         trace = LossTrace(trees, num_samples, self._pipeline.batch_dims or 0, choice)
-        trace.in_criterion = True
+        trace.in_criterion = in_criterion
         trace.received([leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)])
         with preserved_random_state(self._device), trace:
             loss = self._again(outputs, inputs)
@@ -547,26 +561,131 @@ class StepLosses:
             return form
         if not in_criterion:
             return form
+        why = self._coupling(form, trace, microbatch, loss, outputs, inputs)
+        if why:
+            problems.append((LossReduction.COUPLED, why))
+        return form
+
+    @torch.no_grad()
+    def _coupling(
+        self, form: LossForm, trace: LossTrace, microbatch: int, loss: Tensor, outputs: Any, inputs: Any
+    ) -> str:
+        """How the criterion's loss depends on which samples are together, as far as trying it tells; "": not at all."""
+        count = self._microbatches[microbatch].num_samples
+        out_dims = functools.partial(leaf_dims, dims=self._pipeline.dims_of_outputs)
+        changed = [_may_change(trace, leaf) for leaf in pytree.tree_leaves(outputs)]
         if count > 1:
             parts = self._halves(outputs, inputs, count)
             why = "of the samples together it is another than that of halves"
         else:
             parts = self._pair(microbatch, outputs, inputs)
             why = "of two samples together it is another than that of each"
-        changed = [_may_change(trace, leaf) for leaf in pytree.tree_leaves(outputs)]
-        with torch.no_grad(), preserved_random_state(self._device):
-            differs = self._differs(form, loss, parts, known=0 if count > 1 else 1)
-            if differs is False and count > 1:
-                # That the samples' losses are equal must not hide it.
-                some = slice(0, count if _size_of(outputs) <= _MAX_COPIED else 2)
-                unlike = with_unlike_samples(
-                    select_samples(outputs, count, out_dims, some), some.stop, out_dims, changed
+        with preserved_random_state(self._device):
+            try:
+                differs = self._differs(form, loss, parts, known=0 if count > 1 else 1)
+            except _NotCalledError:
+                return self._coupling_of_twice(form, loss, outputs, inputs, count, changed)
+            if differs is None:
+                return ""
+            try:
+                if not differs and count > 1:
+                    # That the samples' losses are equal must not hide it.
+                    some = slice(0, count if _size_of(outputs) <= _MAX_COPIED else 2)
+                    unlike = with_unlike_samples(
+                        select_samples(outputs, count, out_dims, some), some.stop, out_dims, changed
+                    )
+                    parts = self._halves(unlike, self._part_of(inputs, count, some), some.stop)
+                    differs = self._differs(form, None, parts, known=0)
+            except _NotCalledError:
+                pass
+            return why if differs else self._coupling_of_mixed(form, trace, microbatch, outputs, changed)
+
+    def _coupling_of_twice(
+        self, form: LossForm, loss: Tensor, outputs: Any, inputs: Any, count: int, changed: Sequence[bool]
+    ) -> str:
+        """The same of a criterion that cannot be called with halves: with the samples twice, and by its calls."""
+        in_dims = functools.partial(leaf_dims, dims=self._pipeline.batch_dims or 0)
+        out_dims = functools.partial(leaf_dims, dims=self._pipeline.dims_of_outputs)
+        twice = duplicate_samples(outputs, count, out_dims)
+        twice_inputs = duplicate_samples(self._of_lists(inputs, count, _twice), count, in_dims)
+        try:
+            differs = self._differs(form, loss, self._halves(twice, twice_inputs, 2 * count), known=1)
+            if differs is False:
+                unlike = with_unlike_samples(twice, 2 * count, out_dims, changed)
+                differs = self._differs(form, None, self._halves(unlike, twice_inputs, 2 * count), known=0)
+            return "of the samples twice it is another than of them once" if differs else ""
+        except _NotCalledError:
+            pass
+        try:
+            terms = self._traced([inputs], count, outputs, inputs, form.choice, in_criterion=False)
+        except Exception:  # a criterion may raise anything when it is called again
+            return ""
+        return next((term.why for term in terms if term.why), "")
+
+    def _coupling_of_mixed(
+        self, form: LossForm, trace: LossTrace, microbatch: int, outputs: Any, changed: Sequence[bool]
+    ) -> str:
+        """The same of samples for which numbers differ that the criterion has made of several of them."""
+        for parts in self._mixed(form, trace, microbatch, outputs, changed):
+            try:
+                if self._differs(form, None, parts, known=0, is_sure=False):
+                    return "a number of all samples is applied to each of them, as weights of classes by their counts"
+            except _NotCalledError:
+                continue
+        return ""
+
+    def _mixed(
+        self, form: LossForm, trace: LossTrace, microbatch: int, outputs: Any, changed: Sequence[bool]
+    ) -> Iterator[list[tuple[Any, Any, slice]]]:
+        """Outputs and inputs of some samples, and of parts of them, for which numbers differ that are not counted.
+
+        What a criterion makes of all samples and applies to each, such as weights of classes by how usual these are,
+        may be equal for the halves of a micro-batch. It is not for samples that are chosen for that.
+        """
+        counted = {id(one) for count in form.counts for one in (count, without_floor(count))}
+        applied = [one for one in trace.applied if id(one) not in counted]
+        if not applied:
+            return
+        own = self._microbatches[microbatch]
+        alike = [own, *(one for one in self._microbatches if one is not own and one.num_samples == own.num_samples)]
+        if not all(trace.is_computed(leaf) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)):
+            alike = [own]  # what it returned of the inputs would not belong to other ones
+        size, dims = own.num_samples, functools.partial(leaf_dims, dims=self._pipeline.batch_dims or 0)
+        out_dims = functools.partial(leaf_dims, dims=self._pipeline.dims_of_outputs)
+        if len(MIXED) * _size_of(outputs) > size * 8 * _MAX_COPIED:
+            return
+        samples = [(one.inputs, sample) for one in alike for sample in range(size)]
+        first, *others = samples[:: -(-len(samples) // _MAX_SAMPLES)]
+        num_pairs = 0
+        for other in others:
+            pair = first, other
+
+            def chosen(kinds: Sequence[int], pair: Any = pair) -> Any:
+                rows = [(kind, pair[kind][1]) for kind in kinds]
+                trees = [
+                    self._of_lists(tree, size, lambda entries: [entries[row] for _, row in rows]) for tree, _ in pair
+                ]
+                return joined_samples(trees, size, dims, rows)
+
+            def value(kinds: Sequence[int], count: Count) -> Any:
+                return count.of(chosen(kinds), len(kinds))
+
+            if not any(couples(functools.partial(value, count=count)) for count in applied):
+                continue
+            inputs = pytree.tree_map_only(Tensor, self._here, chosen(MIXED))
+            made = picked_samples(outputs, size, out_dims, [pair[kind][1] for kind in MIXED])
+            unlike = with_unlike_samples(made, len(MIXED), out_dims, changed)
+            yield [
+                (
+                    select_samples(unlike, len(MIXED), out_dims, part),
+                    self._part_of(inputs, len(MIXED), part),
+                    part,
                 )
-                parts = self._halves(unlike, self._part_of(inputs, count, some), some.stop)
-                differs = self._differs(form, None, parts, known=0)
-            if differs:
-                problems.append((LossReduction.COUPLED, why))
-        return form
+                for part in PARTS_OF_MIXED
+            ]
+            num_pairs += 1
+            if num_pairs == _MAX_PAIRS:
+                return
 
     def _halves(self, outputs: Any, inputs: Any, count: int) -> list[tuple[Any, Any, slice]]:
         """The outputs and inputs of all samples; of half of them; and of the others."""
@@ -594,11 +713,20 @@ class StepLosses:
         ]
 
     def _differs(
-        self, form: LossForm, loss: Tensor | None, parts: Sequence[tuple[Any, Any, slice]], known: int
+        self,
+        form: LossForm,
+        loss: Tensor | None,
+        parts: Sequence[tuple[Any, Any, slice]],
+        known: int,
+        is_sure: bool = True,
     ) -> bool | None:
         """Whether the loss of the first part, of all samples, is not the mean of those of the others.
 
-        None: nothing shows it. A random one does not: ``known`` is the part whose loss is ``loss``.
+        None: nothing shows it. A random one does not: ``known`` is the part whose loss is ``loss``. ``is_sure``:
+        whether a part without a finite loss shows it.
+
+        Raises:
+            _NotCalledError: the criterion cannot be called with so many samples.
         """
         try:
             values = [self._alone(form, *part) for part in parts]
@@ -619,14 +747,14 @@ class StepLosses:
             before = repeated = 0.0
             if loss is not None and not form.needs_terms:
                 before, repeated = float(loss), float(values[known][0])
-        except Exception:  # a criterion may raise anything for a number of samples that it was not made for
-            return None
+        except Exception as error:  # a criterion may raise anything for a number of samples that it was not made for
+            raise _NotCalledError from error
         if abs(repeated - before) > 1e-5 * abs(before):
             return None
         if loss is None and not math.isfinite(now):
             return None
         if not all(map(math.isfinite, numbers)):
-            return math.isfinite(now)  # such as the deviation of a single sample
+            return math.isfinite(now) if is_sure else None  # such as the deviation of a single sample
         scale = max(abs(now), *map(abs, numbers), 1e-30)
         limit = _TOLERANCE if loss is None or loss.dtype in (torch.float32, torch.float64) else 0.05
         return abs(sum(numbers) - now) > limit * scale
@@ -638,6 +766,10 @@ class StepLosses:
         if not form.needs_terms:
             return self._again(outputs, inputs), measured
         return self._traced([inputs], num_samples, outputs, inputs, form.choice), measured
+
+
+class _NotCalledError(Exception):
+    """A criterion cannot be called with a number of samples."""
 
 
 class _Tried(NamedTuple):

@@ -4,6 +4,7 @@ import functools
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hybridpp_plugins.criterion_check import CriterionCheck
@@ -307,6 +308,88 @@ def test_a_divisor_that_is_no_sum_over_samples_is_found_where_halves_agree():
 
     target = torch.tensor([1.0, 2.0, 1.0, 2.02])[:, None].expand(4, 5)
     assert verdict(explained, target=target) == LossReduction.COUPLED
+
+
+def signs(i):
+    return (i["target"][:, 0] > 0).float()
+
+
+def rare_ones(o, i, count=lambda tensor: tensor):
+    """Both classes weigh the same, by how usual they are in the batch."""
+    y = signs(i)
+    weight = torch.as_tensor(count((y == 0).sum()) / count((y == 1).sum()))
+    return F.binary_cross_entropy_with_logits(o["logits"][:, 0], y, pos_weight=weight)
+
+
+def edges(o, i):
+    y = signs(i)
+    return F.binary_cross_entropy_with_logits(o["logits"][:, 0], y, torch.where(y > 0, 1 - y.mean(), y.mean()))
+
+
+def weights_of_classes(i, classes=2):
+    return len(i["x"]) / (classes * signs(i).long().bincount(minlength=classes).clamp(min=1))
+
+
+def weights_by_numpy(i):
+    classes = signs(i).numpy().astype(int)
+    return torch.tensor((len(classes) / np.bincount(classes, minlength=2).clip(1))[classes])
+
+
+ALTERNATING = torch.tensor([0.0, 1.0, 0.0, 1.0])[:, None].expand(4, 5)
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        rare_ones,
+        lambda o, i: rare_ones(o, i, float),
+        edges,
+        lambda o, i: F.cross_entropy(o["logits"][:, :2], signs(i).long(), weight=weights_of_classes(i)),
+        lambda o, i: (o["logits"].abs().mean(1) * weights_of_classes(i)[signs(i).long()]).mean(),
+        lambda o, i: (o["logits"].abs().mean(1) * weights_by_numpy(i)).mean(),
+    ],
+    ids=["pos_weight", "plain numbers", "edges", "cross entropy", "of samples", "numpy"],
+)
+def test_weights_that_a_criterion_makes_of_all_samples_couple_them(criterion):
+    assert verdict(criterion, target=ALTERNATING) == LossReduction.COUPLED
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        lambda o, i: (o["logits"] * i["target"] / i["target"].sum(1, keepdim=True).clamp(min=1)).sum(1).mean(),
+        lambda o, i: (o["logits"].mean(1) * signs(i) / signs(i).sum()).sum(),
+        lambda o, i: (o["logits"].mean(1) * (1 + signs(i)) / (1 + signs(i)).mean()).mean(),
+        lambda o, i: F.cross_entropy(o["logits"][:, :2], signs(i).long(), weight=torch.tensor([1.0, 5.0])),
+        lambda o, i: F.binary_cross_entropy_with_logits(o["logits"], i["target"], pos_weight=CLASS_WEIGHTS[:5]),
+        lambda o, i: (o["logits"].abs().mean(1) * CLASS_WEIGHTS[signs(i).long()]).mean(),
+        lambda o, i: o["logits"].abs().mean() * torch.ones_like(i["x"]).mean(),
+        lambda o, i: (o["logits"].mean(1) * signs(i)).sum() / max(int(signs(i).sum()), 1),
+        lambda o, i: (o["logits"].mean(1) * torch.tensor(signs(i).tolist())).mean(),
+        lambda o, i: (o["logits"] * (i["x"] / i["x"].square().sum(1, keepdim=True).sqrt())).sum(1).mean(),
+    ],
+)
+def test_weights_of_single_samples_and_divisors_couple_none(criterion):
+    assert verdict(criterion, target=ALTERNATING) == LossReduction.MEAN
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+def test_a_criterion_of_two_samples_at_least_is_tried_with_them_twice(coupled):
+    def criterion(o, i):
+        first, second = (o["logits"] if coupled else o["logits"].view(-1, 2, 5).transpose(0, 1)).chunk(2)
+        return F.softplus(first - second).mean()
+
+    expected = LossReduction.COUPLED if coupled else LossReduction.MEAN
+    assert verdict(criterion, rows=2, target=ALTERNATING[:2]) == expected
+
+
+def test_a_criterion_of_a_fixed_number_of_samples_is_judged_by_its_calls():
+    def criterion(o, i):
+        first, second = o["logits"].view(4, 5).split((2, 2))
+        return F.softplus(first.mean(0) - second.mean(0)).mean()
+
+    assert verdict(criterion) == LossReduction.COUPLED
+    assert verdict(lambda o, i: o["logits"].view(4, 5).abs().mean()) == LossReduction.MEAN
 
 
 def test_a_loss_of_slices_of_one_sample_is_a_mean():
