@@ -84,15 +84,17 @@ class _Kind(IntEnum):
 
     # It is called: its weights are gathered, and freed right after the call.
     CALL = 0
+    # A backward pass begins to use what a call beside the model used, which no other pass need go through.
+    BEGIN_APART = 1
     # A backward pass begins to use it, ends to, and ends to where the graph that it made still reads the weights.
-    BEGIN = 1
-    END = 2
-    KEEP = 3
+    BEGIN = 2
+    END = 3
+    KEEP = 4
     # A backward pass is done with all of its calls: its gradients can be reduced.
-    DONE = 4
+    DONE = 5
     # Code outside of units reads a parameter of a part, of which this has the number. It is gathered with the rest from
     # then on, so it is not expected again.
-    READ = 5
+    READ = 6
 
 
 class _Outcome(Enum):
@@ -103,6 +105,7 @@ class _Outcome(Enum):
     ENDED = auto()
 
 
+_BEGINS = _Kind.BEGIN_APART, _Kind.BEGIN
 _Event: TypeAlias = tuple[int, _Kind]
 _NO_EVENT = -1.0
 Exchange: TypeAlias = Callable[[float], Sequence[float]]
@@ -145,7 +148,8 @@ class _PassOrder:
 
     def end(self, units: Collection[int]) -> None:
         """End the pass; ``units`` are all that there are."""
-        self.last = self.events
+        # What the script calls beside the model is not expected again: the pass may add to any unit's gradients then.
+        self.last = [] if any(kind is _Kind.BEGIN_APART for _, kind in self.events) else self.events
         self.drop()
         num_gathered = sum(kind <= _Kind.BEGIN for _, kind in self.last)
         self.needs_end = num_gathered > len(self.gathered()) or not self.gathered().issuperset(units)
@@ -209,6 +213,9 @@ class UnitGather:
     first everything, is agreed on: each replica says what comes next for it, and one such event happens on all of them.
     A pass ends on all replicas together, without a message where every unit was called once in the last one.
 
+    Replicas with losses of other outputs go back through other units after alike forwards. Autograd comes to these in
+    the reverse order of the forward, and so are they agreed on: of a pass through all, each other one is a part.
+
     Args:
         weights: gathers them.
         units: the number of each unit that gathers, by name.
@@ -238,13 +245,15 @@ class UnitGather:
         self._forward, self._backward, self._joint = _PassOrder(), _PassOrder(), _PassOrder()
         # Calls of the model that the script's own backward passes may reach.
         self._num_calls = 0
-        self._is_joint = False
+        self._is_joint = self._is_ended = False
         # Units that a backward pass has gone through, and those that were called since the last update.
         self._with_backward: set[int] = set()
         self._called: set[int] = set()
         # Whether a forward since the last update was not as expected, so that its backward pass will not be either.
         self._is_unplanned = False
         self._held: dict[object, _BackwardUse] = {}
+        # Tasks of autograd's engine that have reached units and run.
+        self._tasks: set[int] = set()
         # Uses of this replica's that have ended on the others; whether autograd has no more of the running pass to do.
         self._overdue: set[object] = set()
         self._is_pass_over = False
@@ -406,15 +415,24 @@ class UnitGather:
             return _Outcome.OWN
         found = [(int(number) // len(_Kind) - 1, _Kind(int(number) % len(_Kind))) for number in numbers if number >= 0]
         # What frees weights, or is read outside of units, first; forwards from the first unit on, backwards from the
-        # last one.
-        sign = 1 if order is self._forward else -1
-        candidates = [one for one in found if one[1] is not _Kind.DONE]
-        chosen = min(candidates, key=lambda one: (one[1] <= _Kind.BEGIN, sign * one[0], one[1]), default=None)
-        if chosen is not None and chosen == event:
+        # last call of the forward: the order in which autograd comes to them, whichever of them a pass goes through.
+        ranks = self._ranks(order)
+        chosen = min(found, key=lambda one: (one[1] <= _Kind.BEGIN, one[1] is _Kind.DONE, ranks(one[0]), one[1]))
+        # A replica that is done with a unit alone tells what comes next for it before any begins another.
+        if chosen[1] is _Kind.DONE:
+            return _Outcome.OTHER
+        if chosen == event:
             return _Outcome.OWN
-        if chosen is not None:
-            self._serve(chosen, order)
+        self._serve(chosen, order)
         return _Outcome.OTHER
+
+    def _ranks(self, order: _PassOrder) -> Callable[[int], tuple[int, int]]:
+        """What to sort units by where replicas do not come to the same next."""
+        if order is self._forward:
+            return lambda unit: (0, unit)
+        # Where the model's outputs are not those of units, a pass comes to it at first.
+        position = {unit: -index for index, (unit, _) in enumerate(self._forward.last)}
+        return lambda unit: (-len(self._forward.last) if unit == REST else position.get(unit, 1), -unit)
 
     def _gather(self, unit: int, user: object, order: _PassOrder) -> None:
         self._weights.start_unit(unit, user, self._overdue)
@@ -437,18 +455,24 @@ class UnitGather:
             self._gather(unit, user, order)
         if kind is _Kind.DONE:
             # For what no unit has, nothing is reduced here: how long it is used may change (an unfrozen embedding).
-            if unit != REST and not self._is_pass_over and any(use.unit == unit for use in self._held.values()):
+            if unit != REST and not self._is_pass_over and self._is_awaited(unit):
                 raise UnlikeCallsError(
-                    f"replicas call {self._name(unit)} unlike numbers of times in one step, which zero_stage=3 cannot "
-                    "follow. Use zero_stage=2, or call it equally often on all replicas."
+                    f"replicas call {self._name(unit)} unlike numbers of times in one step, or in unlike orders, which "
+                    "zero_stage=3 cannot follow. Use zero_stage=2, or call it alike on all replicas."
                 )
             self._ended(unit)
-        elif kind is not _Kind.BEGIN and self._served[unit]:
+        elif kind not in _BEGINS and self._served[unit]:
             self._freed(unit, self._served[unit].pop(), is_read_later=kind is _Kind.KEEP)
-        elif kind is not _Kind.BEGIN:
+        elif kind not in _BEGINS:
             # Others end here what lasts longer on this replica.
             own = (call for call, use in self._held.items() if use.unit == unit and call not in self._overdue)
             self._overdue.update(islice(own, 1))
+
+    def _is_awaited(self, unit: int) -> bool:
+        """Whether the running pass will still add to gradients of a unit here."""
+        if self.gradients is None or not _is_in_backward():
+            return False
+        return self.gradients.are_awaited(unit, from_any_pass=False)
 
     def _freed(self, unit: int, user: object, *, is_read_later: bool) -> None:
         """End a use of a unit's weights, unless a graph reads them later."""
@@ -508,11 +532,12 @@ class UnitGather:
 
     def _drop_interrupted(self) -> None:
         """Free what backward passes used that an error has ended: it would be old after the next update."""
-        if self._held and not _is_in_backward():
+        if self._tasks and not _is_in_backward():
             self._drop_ahead()
             for call, use in self._held.items():
                 self._weights.release_unit(use.unit, call)
             self._held.clear()
+            self._tasks.clear()
             self._overdue.clear()
             self._backward.drop()
             self._joint.drop()
@@ -531,29 +556,41 @@ class UnitGather:
         entries |= _nodes([base for one in outputs if (base := base_of(one)) is not None]) - exits
         # Hooks know nodes by their keys only: a hook that referred to its node would keep the graph for ever.
         call, exit_keys, model_call = object(), frozenset(map(_key, exits)), self._model_call
+        begin = _Kind.BEGIN if self._is_in_model or _is_in_backward() else _Kind.BEGIN_APART
         if entries and not _is_in_backward():
             model_call.add(unit)
         for node in entries:
-            node.register_prehook(partial(self._on_entry, unit, model_call, call, exit_keys, _key(node)))
+            node.register_prehook(partial(self._on_entry, (unit, begin), model_call, call, exit_keys, _key(node)))
         for node in exits:
             node.register_prehook(partial(self._on_exit, _key(node)))
 
     def _on_entry(
-        self, unit: int, model_call: _ModelCall, call: object, exit_keys: frozenset[int], node_key: int, _: Any
+        self, event: _Event, model_call: _ModelCall, call: object, exit_keys: frozenset[int], node_key: int, _: Any
     ) -> None:
+        unit = event[0]
         # The output of one unit is the input of another, which makes room first.
         self._on_exit(node_key, None)
         if call not in self._held:
             task = current_graph_task_id()
-            if all(use.task != task for use in self._held.values()):
+            # Once in a pass, which may be between units.
+            if task not in self._tasks:
+                self._tasks.add(task)
                 call_after_backward(partial(self._end_backward, task))
             # A pass within the forward, for a gradient that the loss depends on, is a part of it.
             order = self._forward if self._is_in_model else self._joint if self._is_joint else self._backward
             use = _BackwardUse(unit, model_call, set(exit_keys), task, order, torch.is_grad_enabled())
             self._held[call] = use
             self._begin(order)
-            self._reach((unit, _Kind.BEGIN), order)
-            self._gather(unit, call, order)
+            if self._served[unit] and order is not self._forward:
+                self._take_over(unit, call)
+            else:
+                self._reach(event, order)
+                self._gather(unit, call, order)
+
+    def _take_over(self, unit: int, user: object) -> None:
+        """Use weights that are there, as other replicas have begun to use them before this one did."""
+        self._weights.start_unit(unit, user)
+        self._weights.release_unit(unit, self._served[unit].pop())
 
     def _on_exit(self, node_key: int, _: Any) -> None:
         for call, use in list(self._held.items()):
@@ -590,18 +627,23 @@ class UnitGather:
                 self._leave(call)
         finally:
             self._is_pass_over = False
-        if not self._held:
+        self._tasks.discard(task)
+        if not self._tasks:
             order = self._joint if self._is_joint else self._backward
             if not self._is_in_model:
                 self._end(order)
+                self._is_ended = True
 
     @contextmanager
     def own_backward(self) -> Iterator[None]:
         """A context for a backward pass that the script runs, of the calls of the model since the last one."""
-        self._is_joint = self._num_calls > 1
+        self._is_joint, self._is_ended = self._num_calls > 1, False
         try:
             with force_eager() if self._ran_eagerly else nullcontext():
                 yield
+            # Its loss may have gone through no unit here.
+            if not self._is_ended:
+                self._end(self._joint if self._is_joint else self._backward)
         finally:
             self._num_calls, self._is_joint = 0, False
 
@@ -618,12 +660,14 @@ class UnitGather:
             else:
                 self._served[use.unit].append(call)
         self._held.clear()
+        self._tasks.clear()
         self._overdue.clear()
         self._end(order)
 
     def reset(self) -> None:
         """After an error in a step: forget what was used."""
         self._held.clear()
+        self._tasks.clear()
         self._served.clear()
         self._overdue.clear()
         self._kept.clear()

@@ -156,13 +156,15 @@ class HybridOptimizer(SteppingOptimizer):
         scaled = self.scale_loss(loss.to(torch.promote_types(loss.dtype, torch.float32))) / num_replicas
         joined: list[HybridOptimizer] = []
         checks: list[GradientChecks] = []
+        # Passes end before gradients are reduced.
+        passes = ExitStack()
         with ExitStack() as stack:
 
             def join(_: Any) -> None:
                 # At the beginning of the pass, which only then is known to reach them.
                 for one in (other for other in partners if other.is_reached()):
                     one._begin_own(self.loss_scale)
-                    stack.enter_context(one.own_backward())
+                    passes.enter_context(one.own_backward())
                     joined.append(one)
 
             if partners and scaled.grad_fn is not None:
@@ -177,12 +179,13 @@ class HybridOptimizer(SteppingOptimizer):
                 if self.manual_losses is not None:
                     is_syncing = self._reducer.is_syncing
                     stack.enter_context(self.manual_losses.weighed(loss, num_items, is_syncing=is_syncing))
-                stack.enter_context(self.own_backward())
                 # From the edge: backward of a tensor disables torch's function modes, which recomputation may need.
                 edge = get_gradient_edge(scaled)
                 if checks:
                     stack.enter_context(checks[0].trying([edge.node]))
-                torch.autograd.backward(edge, *args, **kwargs)
+                with passes:
+                    passes.enter_context(self.own_backward())
+                    torch.autograd.backward(edge, *args, **kwargs)
                 refusals = [one.refusal() for one in checks]
                 if any(refusals):
                     raise ConfigError(next(filter(None, refusals)))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridpp import Booster, HybridParallelPlugin
-from hybridpp.cluster import Loopback, current_world
+from hybridpp.cluster import Loopback, current_world, gather_numbers
 
 
 class Layers(nn.Module):
@@ -31,6 +31,14 @@ class Outputs(Layers):
         for layer in self.layers:
             x = layer(x).tanh()
         return {name: head(x) for name, head in self.heads.items()}
+
+
+class Terms(Outputs):
+    """Its loss has a term of each head; of labels -100, there is none."""
+
+    def forward(self, x, labels):
+        outputs = super().forward(x)
+        return F.cross_entropy(outputs["a"], labels[:, 0]) + F.cross_entropy(outputs["b"], labels[:, 1])
 
 
 class Forces(nn.Module):
@@ -91,6 +99,11 @@ def twice(model, x, inputs):
 
 def of_one_output(model, x, inputs):
     return model(x)[inputs["head"]].square().mean()
+
+
+def of_some_outputs(model, x, inputs):
+    outputs = model(x)
+    return sum((outputs[name].square().mean() for name in inputs["heads"]), torch.zeros((), requires_grad=True))
 
 
 def of_a_part_as_well(model, x, inputs):
@@ -176,6 +189,73 @@ def test_one_backward_pass_may_go_through_two_calls_of_the_model(settings):
 @pytest.mark.parametrize("steps", [[(A, A), (B, B), (A, A)], [(A, A), (A, B), (B, B)]], ids=["alike", "unlike"])
 def test_a_step_may_train_an_output_that_none_has_trained(steps, settings):
     assert step_difference(Outputs, of_one_output, steps, **settings) < 1e-7
+
+
+BOTH, ONLY_A, ONLY_B, NEITHER = ({"heads": which} for which in ("ab", "a", "b", ""))
+
+
+@pytest.mark.parametrize("settings", [{}, {"zero_reduce": "step"}], ids=["microbatch", "step"])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [(BOTH, BOTH), (BOTH, ONLY_A), (ONLY_B, BOTH)],
+        [(ONLY_A, ONLY_B), (BOTH, BOTH), (ONLY_B, ONLY_A)],
+        [(BOTH, ONLY_A), (ONLY_A, ONLY_A), (ONLY_A, ONLY_B)],
+        [(BOTH, NEITHER), (NEITHER, ONLY_A), (ONLY_B, NEITHER)],
+    ],
+    ids=["both first", "one first", "one last", "none on one"],
+)
+def test_losses_of_replicas_may_be_of_other_outputs(steps, settings):
+    assert step_difference(Outputs, of_some_outputs, steps, **settings) < 1e-7
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_replicas_may_lack_the_labels_of_a_term_of_the_loss(num_microbatches):
+    generator = torch.Generator().manual_seed(1)
+    batches = torch.randn(3, 2, 4, 6, generator=generator)
+    labels = torch.randint(6, (3, 2, 4, 2), generator=generator)
+    labels[0, 1, : 4 // num_microbatches, 1] = -100  # step, replica, samples, term
+    labels[2, 0, : 4 // num_microbatches, 0] = -100
+
+    def made():
+        torch.manual_seed(0)
+        model = Terms()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run():
+        replica = current_world().rank
+        plugin = HybridParallelPlugin(zero_stage=3, num_microbatches=num_microbatches)
+        booster = Booster(plugin=plugin, device="cpu")
+        model, optimizer, criterion, *_ = booster.boost(*made(), lambda loss, batch: loss)
+        for x, of_step in zip(batches, labels, strict=True):
+            data = iter([{"x": x[replica], "labels": of_step[replica]}])
+            booster.execute_pipeline(data, model, criterion, optimizer)
+            optimizer.step()
+        with booster.unsharded(model):
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+    found = Loopback(2).run(run)
+    model, optimizer = made()
+    for x, of_step in zip(batches, labels, strict=True):
+        optimizer.zero_grad()
+        model(x.flatten(0, 1), of_step.flatten(0, 1)).backward()
+        optimizer.step()
+    for rank in found:
+        torch.testing.assert_close(rank, list(model.parameters()), rtol=0, atol=1e-6)
+
+
+def test_passes_through_fewer_units_exchange_no_message_about_them(monkeypatch):
+    asked = []
+
+    def counted(control, call, numbers):
+        asked.append(call)
+        return gather_numbers(control, call, numbers)
+
+    monkeypatch.setattr("hybridpp_plugins.trained_weights.gather_numbers", counted)
+    step_difference(Outputs, of_some_outputs, [(BOTH, BOTH)])
+    in_first_step = len(asked)
+    step_difference(Outputs, of_some_outputs, [(BOTH, BOTH), (BOTH, ONLY_A), (ONLY_A, BOTH)])
+    assert len(asked) == 2 * in_first_step > 0
 
 
 def test_a_loss_may_go_through_a_part_that_the_script_calls_itself():
