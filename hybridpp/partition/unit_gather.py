@@ -6,7 +6,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, IntEnum, auto
 from functools import partial
-from itertools import count, islice
+from itertools import count, islice, pairwise
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -82,7 +82,7 @@ class UnitGradients(Protocol):
 class _Kind(IntEnum):
     """What happens to a unit in a pass."""
 
-    # It is called: its weights are gathered, and freed right after the call.
+    # It is called, in a backward pass to be recomputed: its weights are gathered, and freed right after the call.
     CALL = 0
     # A backward pass begins to use what a call beside the model used, which no other pass need go through.
     BEGIN_APART = 1
@@ -108,25 +108,31 @@ class _Outcome(Enum):
 _BEGINS = _Kind.BEGIN_APART, _Kind.BEGIN
 _Event: TypeAlias = tuple[int, _Kind]
 _NO_EVENT = -1.0
-Exchange: TypeAlias = Callable[[float], Sequence[float]]
-"""Every replica's number, from this one's; collective."""
+Exchange: TypeAlias = Callable[[Sequence[float]], Sequence[Sequence[float]]]
+"""Every replica's numbers, from this one's; collective."""
 
 
 class _PassOrder:
     """What the passes of one kind do with units, in an order that all replicas have in common.
+
+    Args:
+        is_backward: whether these are backward passes.
 
     Attributes:
         events: of the running pass, so far.
         last: those of the last pass, which are expected again.
         needs_end: whether the end of a pass must be agreed on: a replica may call a unit that is not expected.
         is_begun: whether replicas have agreed on how the running pass begins.
+        is_unlike: whether replicas came to unlike events in a pass: the end of each later one is agreed on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_backward: bool) -> None:
+        self._counted = _BEGINS if is_backward else (_Kind.CALL, *_BEGINS)
         self.events: list[_Event] = []
         self.last: list[_Event] = []
         self.needs_end = True
         self.is_begun = False
+        self.is_unlike = False
 
     @property
     def expected(self) -> _Event | None:
@@ -151,12 +157,43 @@ class _PassOrder:
         # What the script calls beside the model is not expected again: the pass may add to any unit's gradients then.
         self.last = [] if any(kind is _Kind.BEGIN_APART for _, kind in self.events) else self.events
         self.drop()
-        num_gathered = sum(kind <= _Kind.BEGIN for _, kind in self.last)
-        self.needs_end = num_gathered > len(self.gathered()) or not self.gathered().issuperset(units)
+        used = [unit for unit, kind in self.last if kind in self._counted]
+        is_each_once = len(used) == len(set(used)) and set(used).issuperset(units)
+        self.needs_end = self.is_unlike or not is_each_once
+
+    def forget(self) -> None:
+        """Expect nothing."""
+        self.last, self.needs_end = [], True
 
     def drop(self) -> None:
         """Forget the running pass."""
         self.events, self.is_begun = [], False
+
+
+class _CallOrder:
+    """The order in which replicas call units, as far as their forwards have shown it."""
+
+    def __init__(self) -> None:
+        self._later: defaultdict[int, set[int]] = defaultdict(set)
+
+    def learn(self, calls: Sequence[Sequence[int]]) -> bool:
+        """Take in what replicas have called in one forward; returns whether each unit has one place in it."""
+        if any(len(set(own)) < len(own) for own in calls):
+            return False
+        for own in calls:
+            for unit, following in pairwise(own):
+                self._later[unit].add(following)
+        return True
+
+    def sorted(self, units: AbstractSet[int]) -> list[int]:
+        """Units in the order of the calls; where none is known, by number."""
+        left = set(self._later).union(*self._later.values(), units)
+        found = []
+        while left:
+            last = set().union(*(self._later[unit] for unit in left))
+            found.append(min(left - last or left))
+            left.remove(found[-1])
+        return [unit for unit in found if unit in units]
 
 
 class _BackwardUse(NamedTuple):
@@ -241,8 +278,13 @@ class UnitGather:
         self._weights = weights
         self._units = units
         self._exchange = exchange
+        self._call_order = _CallOrder()
+        # The units that the running forward has called here; whether replicas have called unlike ones.
+        self._own_calls: list[int] = []
+        self._is_forward_unlike = False
         # Backward passes of one call of the model, and of several together.
-        self._forward, self._backward, self._joint = _PassOrder(), _PassOrder(), _PassOrder()
+        self._forward = _PassOrder(is_backward=False)
+        self._backward, self._joint = _PassOrder(is_backward=True), _PassOrder(is_backward=True)
         # Calls of the model that the script's own backward passes may reach.
         self._num_calls = 0
         self._is_joint = self._is_ended = False
@@ -295,6 +337,8 @@ class UnitGather:
         if self._forward.events:  # an error ended the last call
             self._drop_ahead()
             self._forward.drop()
+        self._own_calls.clear()
+        self._is_forward_unlike = False
         self._num_calls += torch.is_grad_enabled()
         self._is_in_model, self._model_call = True, _ModelCall()
         try:
@@ -306,11 +350,16 @@ class UnitGather:
 
     def _run(self, unit: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = object()
-        # Recomputation runs units within a backward pass, which has gathered them already.
-        if _is_in_backward() or not self._is_in_model:
+        if _is_in_backward() and not self._is_in_model and not self._is_used(unit):
+            order = self._reached_order()
+            self._reach((unit, _Kind.CALL), order)
+            self._gather(unit, call, order)
+        elif _is_in_backward() or not self._is_in_model:
             self._weights.start_unit(unit, call)
             self._weights.wait_unit(unit)
         else:
+            if unit != REST:
+                self._own_calls.append(unit)
             self._reach((unit, _Kind.CALL), self._forward)
             self._gather(unit, call, self._forward)
         is_kept = False
@@ -328,6 +377,11 @@ class UnitGather:
             # Whoever has that result may read it at any time.
             self._freed(unit, call, is_read_later=is_kept)
         return result
+
+    def _is_used(self, unit: int) -> bool:
+        """Whether the running passes use a unit's weights, on all replicas: what is recomputed need not gather them."""
+        own = (call for call, use in self._held.items() if use.unit == unit)
+        return bool(self._served[unit]) or any(call not in self._overdue for call in own)
 
     def release_kept(self) -> None:
         """Free weights that lay in what units returned, or that an error in a backward pass left, after an update."""
@@ -407,9 +461,11 @@ class UnitGather:
         if self._exchange is None:
             return _Outcome.ENDED if event is None else _Outcome.OWN
         own = _NO_EVENT if event is None else float((event[0] + 1) * len(_Kind) + event[1])
-        numbers = set(self._exchange(own))
+        numbers = {number for (number,) in self._exchange([own])}
         if numbers == {_NO_EVENT}:
             return _Outcome.ENDED
+        order.is_unlike |= len(numbers) > 1
+        self._is_forward_unlike |= order is self._forward and len(numbers) > 1
         self._is_unplanned |= order is self._forward
         if numbers == {own}:
             return _Outcome.OWN
@@ -504,7 +560,7 @@ class UnitGather:
         new = (self._called - self._with_backward) & self.gradients.trained_units
         if new:
             own = _is_in_backward() and any(map(self.gradients.will_arrive, new))
-            self._is_unplanned = any(self._exchange(float(own)))
+            self._is_unplanned = any(number for (number,) in self._exchange([float(own)]))
 
     def _end(self, order: _PassOrder) -> None:
         """End a pass. Collective: all replicas, where one may do what is not expected."""
@@ -520,6 +576,8 @@ class UnitGather:
         for unit, users in self._served.items():
             while users:
                 self._weights.release_unit(unit, users.pop())
+        if order is self._forward and self._is_forward_unlike:
+            self._learn_order()
         order.end(self._units.values())
         gathered = order.gathered()
         if order is self._forward:
@@ -529,6 +587,20 @@ class UnitGather:
             self._is_unplanned |= any(not self._with_backward.intersection(gathered) <= one for one in backwards)
         else:
             self._with_backward |= gathered
+
+    def _learn_order(self) -> None:
+        """After a forward with unlike calls: expect units in an order that fits to each replica's. Collective."""
+        self._is_forward_unlike = False
+        if self._exchange is None:
+            return
+        calls = self._exchange([float(unit) for unit in self._own_calls])
+        is_simple = self._call_order.learn([[int(unit) for unit in own] for own in calls])
+        if is_simple and all(kind is _Kind.CALL for _, kind in self._forward.events):
+            units = {unit for unit, _ in self._forward.events}
+            self._forward.events = [(unit, _Kind.CALL) for unit in (REST, *self._call_order.sorted(units - {REST}))]
+            # These would be in the order that was known before.
+            self._backward.forget()
+            self._joint.forget()
 
     def _drop_interrupted(self) -> None:
         """Free what backward passes used that an error has ended: it would be old after the next update."""
@@ -571,21 +643,26 @@ class UnitGather:
         # The output of one unit is the input of another, which makes room first.
         self._on_exit(node_key, None)
         if call not in self._held:
-            task = current_graph_task_id()
-            # Once in a pass, which may be between units.
-            if task not in self._tasks:
-                self._tasks.add(task)
-                call_after_backward(partial(self._end_backward, task))
-            # A pass within the forward, for a gradient that the loss depends on, is a part of it.
-            order = self._forward if self._is_in_model else self._joint if self._is_joint else self._backward
-            use = _BackwardUse(unit, model_call, set(exit_keys), task, order, torch.is_grad_enabled())
-            self._held[call] = use
-            self._begin(order)
+            order = self._reached_order()
+            task, is_read_later = current_graph_task_id(), torch.is_grad_enabled()
+            self._held[call] = _BackwardUse(unit, model_call, set(exit_keys), task, order, is_read_later)
             if self._served[unit] and order is not self._forward:
                 self._take_over(unit, call)
             else:
                 self._reach(event, order)
                 self._gather(unit, call, order)
+
+    def _reached_order(self) -> _PassOrder:
+        """The order that the running backward pass follows, which it begins. Collective: all replicas."""
+        task = current_graph_task_id()
+        # Once in a pass, which may be between units.
+        if task not in self._tasks:
+            self._tasks.add(task)
+            call_after_backward(partial(self._end_backward, task))
+        # A pass within the forward, for a gradient that the loss depends on, is a part of it.
+        order = self._forward if self._is_in_model else self._joint if self._is_joint else self._backward
+        self._begin(order)
+        return order
 
     def _take_over(self, unit: int, user: object) -> None:
         """Use weights that are there, as other replicas have begun to use them before this one did."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -215,8 +216,7 @@ def units_of(model: nn.Module, units: Mapping[str, int]) -> dict[str, tuple[int,
 
 
 def _gather_units(staged: StagedModel, weights: ShardedWeights, units: Mapping[str, int], control: Group) -> None:
-    def exchange(number: float) -> list[float]:
-        return [row[0] for row in gather_numbers(control, _IN_PASS, [number])]
+    exchange = partial(gather_numbers, control, _IN_PASS)
 
     is_compiled = any(has_compiled_forward(module) for module in walk.modules(staged.model))
     gather = UnitGather(weights, units, learns=not is_compiled, exchange=exchange)

@@ -24,6 +24,17 @@ class Layers(nn.Module):
         return self.heads[head](x)
 
 
+class Branches(nn.Module):
+    """Calls a layer and a head of each branch, in another order than that of its modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.heads = (nn.ModuleList(nn.Linear(6, 6) for _ in range(2)) for _ in range(2))
+
+    def forward(self, x, which):
+        return sum(self.heads[i](self.layers[i](x).tanh()) for i in which)
+
+
 class Outputs(Layers):
     """Calls both heads."""
 
@@ -33,12 +44,22 @@ class Outputs(Layers):
         return {name: head(x) for name, head in self.heads.items()}
 
 
-class Terms(Outputs):
-    """Its loss has a term of each head; of labels -100, there is none."""
+class Terms(Layers):
+    """Its loss has a term of each head, the second after more layers; of labels -100, there is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.more = (
+            nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)) for _ in range(2)
+        )
 
     def forward(self, x, labels):
-        outputs = super().forward(x)
-        return F.cross_entropy(outputs["a"], labels[:, 0]) + F.cross_entropy(outputs["b"], labels[:, 1])
+        for layer in self.layers:
+            x = x + layer(x)
+        loss = F.cross_entropy(self.heads["a"](x), labels[:, 0])
+        for layer in self.more:
+            x = x + layer(x)
+        return loss + F.cross_entropy(self.heads["b"](x), labels[:, 1])
 
 
 class Forces(nn.Module):
@@ -191,6 +212,12 @@ def test_a_step_may_train_an_output_that_none_has_trained(steps, settings):
     assert step_difference(Outputs, of_one_output, steps, **settings) < 1e-7
 
 
+def test_calls_may_be_in_another_order_than_modules():
+    first, second, both = ({"which": which} for which in ((0,), (1,), (0, 1)))
+    steps = [(first, second), (both, first), (second, both), (both, both)]
+    assert step_difference(Branches, once, steps) < 1e-7
+
+
 BOTH, ONLY_A, ONLY_B, NEITHER = ({"heads": which} for which in ("ab", "a", "b", ""))
 
 
@@ -209,8 +236,9 @@ def test_losses_of_replicas_may_be_of_other_outputs(steps, settings):
     assert step_difference(Outputs, of_some_outputs, steps, **settings) < 1e-7
 
 
+@pytest.mark.parametrize("recomputed", [0, 1])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_replicas_may_lack_the_labels_of_a_term_of_the_loss(num_microbatches):
+def test_replicas_may_lack_the_labels_of_a_term_of_the_loss(num_microbatches, recomputed):
     generator = torch.Generator().manual_seed(1)
     batches = torch.randn(3, 2, 4, 6, generator=generator)
     labels = torch.randint(6, (3, 2, 4, 2), generator=generator)
@@ -224,7 +252,8 @@ def test_replicas_may_lack_the_labels_of_a_term_of_the_loss(num_microbatches):
 
     def run():
         replica = current_world().rank
-        plugin = HybridParallelPlugin(zero_stage=3, num_microbatches=num_microbatches)
+        settings = {"gradient_checkpoint_config": {"gradient_checkpointing_ratio": recomputed}} if recomputed else {}
+        plugin = HybridParallelPlugin(zero_stage=3, num_microbatches=num_microbatches, **settings)
         booster = Booster(plugin=plugin, device="cpu")
         model, optimizer, criterion, *_ = booster.boost(*made(), lambda loss, batch: loss)
         for x, of_step in zip(batches, labels, strict=True):
