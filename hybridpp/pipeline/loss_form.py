@@ -14,6 +14,7 @@ from hybridpp.pipeline.loss_items import (
     LossForm,
     NotCountedError,
     Product,
+    not_counted,
     numbers,
     without_floor,
 )
@@ -96,7 +97,7 @@ def _adds_up(count: Count, inputs: Sequence[Any], twice: Callable[[Any, int], An
         else:
             return True
     except Exception as error:  # any operation of the script's, on inputs of another form
-        raise NotCountedError(f"{type(error).__name__}: {error}") from error
+        raise not_counted(error) from error
     if math.isclose(doubled, 2 * once, rel_tol=1e-3):
         return True
     if math.isclose(doubled, once, rel_tol=1e-3):
@@ -136,7 +137,10 @@ def _check_constant(
     if part_of is not None and sizes[0] > 1:
         middle = sizes[0] // 2
         parts += [(part_of(inputs[0], sizes[0], one), 1) for one in (slice(0, middle), slice(middle, sizes[0]))]
-    values = [one for (one,) in numbers([[count.of(part, num_samples)] for part, num_samples in parts])]
+    try:
+        values = [one for (one,) in numbers([[count.of(part, num_samples)] for part, num_samples in parts])]
+    except Exception as error:  # any operation of the script's, on inputs of another form
+        raise not_counted(error) from error
     if not all(math.isclose(one, values[0], rel_tol=1e-3) for one in values):
         raise NotCountedError(f"a number that it is divided by is {values[0]:g} for some samples, and for others not")
 

@@ -114,11 +114,27 @@ class Count:
 
 
 class Constant:
-    """A tensor that is no input, such as the weights of classes. It may change its values."""
+    """A tensor that is no input, such as the weights of classes. It may change its values.
 
-    def __init__(self, tensor: Tensor):
-        self._tensor = tensor.detach()
+    Args:
+        tensor: the values.
+        num_samples: of the micro-batch for which the script may have made it; None: not known.
+    """
+
+    def __init__(self, tensor: Tensor, num_samples: int | None = None):
+        self._tensor, self._num_samples = tensor.detach(), num_samples
         self._copies: dict[torch.device, Tensor] = {}
+
+    def of_samples(self, num_samples: int | None, device: torch.device) -> Tensor:
+        """What the script would have made for as many samples, there, if its rows are equal, as those of ``ones``."""
+        made, before = self.on(device), self._num_samples
+        if not before or not num_samples:
+            return made
+        for dim, num_rows in enumerate(made.shape):
+            row = made.narrow(dim, 0, min(num_rows, 1))
+            if num_rows and num_rows % before == 0 and bool((made == row).all()):
+                return torch.cat([row] * (num_rows // before * num_samples), dim)
+        return made
 
     def on(self, device: torch.device) -> Tensor:
         """The tensor, there."""
@@ -255,7 +271,7 @@ class _Values:
     def __init__(self, inputs: Any, num_samples: int | None, made: Mapping[int, Any] | None = None):
         self._inputs, self._num_samples = inputs, num_samples
         self._made: dict[int, Any] = dict(made or {})
-        self._device = torch.device("cpu")
+        self._device, self._is_resized = torch.device("cpu"), False
 
     def of(self, count: Count) -> Any:
         key = id(count)
@@ -268,8 +284,12 @@ class _Values:
             return self._num_samples
         if count.function is _entry:
             found = self._inputs
-            for key in count.args[0]:
-                found = found[key]
+            try:
+                for key in count.args[0]:
+                    found = found[key]
+            except IndexError as error:
+                where = "".join(f"[{key!r}]" for key in count.args[0])
+                raise NotCountedError(f"it reads {where} of the batch, which not every part of it has") from error
             self._device = found.device
             return found.detach()
         # Counts first: they tell the device that the rest is on.
@@ -277,13 +297,24 @@ class _Values:
         _each((count.args, count.kwargs), inner)
         for one in inner:
             self.of(one)
-        args, kwargs = self._filled(count.args), self._filled(count.kwargs)
-        return count.function(*args, **kwargs)
+        try:
+            return count.function(*self._filled(count.args), **self._filled(count.kwargs))
+        except (RuntimeError, IndexError, ValueError):
+            if self._is_resized:
+                raise
+            # A constant may have been made for another number of samples.
+            self._is_resized = True
+            try:
+                return count.function(*self._filled(count.args), **self._filled(count.kwargs))
+            finally:
+                self._is_resized = False
 
     def _filled(self, value: Any) -> Any:
         if isinstance(value, Count):
             return self.of(value)
         if isinstance(value, Constant):
+            if self._is_resized:
+                return value.of_samples(self._num_samples, self._device)
             return value.on(self._device)
         if isinstance(value, _Device):
             return self._device
@@ -379,6 +410,11 @@ for _kind, _base in ((TracedInt, int), (TracedFloat, float)):
 
 class NotCountedError(Exception):
     """A number that a loss is divided by cannot be told from a batch; the text says why."""
+
+
+def not_counted(error: Exception) -> NotCountedError:
+    """The error of a count that could not be made."""
+    return error if isinstance(error, NotCountedError) else NotCountedError(f"{type(error).__name__}: {error}")
 
 
 class Measured(NamedTuple):
@@ -510,7 +546,7 @@ class LossForm:
             try:
                 rows.append([one.of(part, num_samples) for one in (*self.counts, *map(without_floor, self.counts))])
             except Exception as error:  # any operation of the script's, on inputs of another form
-                raise NotCountedError(f"{type(error).__name__}: {error}") from error
+                raise not_counted(error) from error
         read = numbers(rows)
         half = len(self.counts)
         return [Measured(tuple(row[:half]), tuple(row[half:])) for row in read]

@@ -1,6 +1,7 @@
 """Follow the calls that make a loss: which numbers it is divided by, and whether it is linear in its items."""
 
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -547,7 +548,7 @@ class LossTrace(WatchingMode):
         """``value`` with counts in the place of what depends on the inputs."""
         if isinstance(value, Tensor):
             known = self._of(value)
-            return known if isinstance(known, Count) else Constant(value)
+            return known if isinstance(known, Count) else Constant(value, self._num_samples)
         if isinstance(value, torch.device):
             return SAME_DEVICE
         if isinstance(value, slice):
@@ -769,6 +770,10 @@ class LossTrace(WatchingMode):
             return _OfModel(is_observed=True, why=why)
         if name in _JOINING:
             self._join_rows(name, args, result, models)
+        is_all = name in _JOINING and len(list(tensors_of(args))) == len(models)
+        joined = self._joined_items(models) if is_all else None
+        if joined is not None:
+            return _OfModel(joined, is_stack=True, why=why)
         numels = [what.numel for tensor, what in models if what.numel and tensor.numel() == result.numel()]
         for tensor in tensors_of(args):
             known = self._of(tensor)
@@ -787,6 +792,27 @@ class LossTrace(WatchingMode):
             return
         dim = (args[1] if len(args) > 1 else 0) % result.dim()
         self._hold(result, samples_at(dim, result.shape, self._num_samples))
+
+    def _joined_items(self, models: list[tuple[Tensor, _OfModel]]) -> Count | None:
+        """What is proportional to the elements of joined tensors, of which the inputs choose some samples' each."""
+        counts = [what.numel for _, what in models]
+        if any(what.is_observed for _, what in models) or not any(counts):
+            return None
+        if any(one is not None and one.function is single for one in counts):
+            return None
+        sizes: list[int] = []
+        for one in counts:
+            try:
+                sizes.append(self._num_samples if one is None else one.of(self._tree, self._num_samples).numel())
+            except Exception:  # any operation of the script's, on inputs of another form
+                return None
+        # A tensor may have several elements for each one that is counted; one without any, those of its rows.
+        scales = [
+            tensor.numel() // size if size else math.prod(tensor.shape[1:])
+            for (tensor, _), size in zip(models, sizes, strict=True)
+        ]
+        parts = [self._rows if one is None else self._count(numel, one) for one in counts]
+        return self._count(_room, parts, scales)
 
     def _term(
         self,
@@ -1197,6 +1223,11 @@ def _with(value: Any, old: Tensor, new: Any) -> Any:
 
 def _entry_of(values: Any, index: int) -> Any:
     return values[index]
+
+
+def _room(sizes: list[int], scales: list[int]) -> Tensor:
+    """As many elements as tensors of some sizes have together; ``scales``: for each one that is counted."""
+    return torch.empty(sum(size * scale for size, scale in zip(sizes, scales, strict=True)))
 
 
 def _in_order(tensor: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """What a loss is a mean over, from its terms."""
 
+import re
+
 import pytest
 import torch
 
@@ -34,6 +36,17 @@ def test_a_number_that_is_neither_a_count_nor_a_constant_is_refused():
     power = Count(torch.square, (TOTAL,))
     with pytest.raises(NotCountedError, match="a number that it is divided by is 36, and for twice the samples 144"):
         found(term(power))
+
+
+def test_a_number_of_one_entry_of_a_list_of_samples_is_refused_by_name():
+    boxes = [{"boxes": [torch.zeros(n, 4) for n in (2, 1)]} for _ in range(2)]
+    second = Count(size, (entry(("boxes", 1)), 0))
+
+    def half(inputs, num_samples, samples):
+        return {"boxes": inputs["boxes"][samples]}
+
+    with pytest.raises(NotCountedError, match=re.escape("it reads ['boxes'][1] of the batch, which not every part")):
+        loss_form_of([term(second)], boxes, lambda inputs, _: {"boxes": 2 * inputs["boxes"]}, [2, 2], None, half)
 
 
 def test_a_loss_is_put_together_from_terms_that_have_items():

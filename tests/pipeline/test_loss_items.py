@@ -36,6 +36,17 @@ def test_a_count_is_a_function_of_the_inputs():
     assert Count(operator.mul, (num_rows(), 3)).is_of_sizes
 
 
+@pytest.mark.parametrize("function", [operator.mul, lambda rows, mask: torch.gather(rows, 1, mask.long())])
+def test_rows_that_the_script_made_are_as_many_as_there_are_samples(function):
+    two_rows = Constant(torch.tensor([[2.0, 3.0]]).expand(2, 2), num_samples=2)
+    count = Count(torch.sum, (Count(function, (two_rows, entry(("mask",)))),))
+    expected = float(count.of(MASK, 2))
+    assert float(count.of({"mask": MASK["mask"].repeat(3, 1)}, 6)) == 3 * expected
+    unlike = Constant(torch.tensor([[2.0, 3.0], [1.0, 4.0]]), num_samples=2)
+    with pytest.raises(RuntimeError):
+        Count(function, (unlike, entry(("mask",)))).of({"mask": MASK["mask"].repeat(3, 1)}, 6)
+
+
 def test_arithmetic_on_a_size_keeps_where_it_came_from():
     rows = TracedInt.of(4, num_rows())
     for value in (2 * rows - 1, rows // 3, (7 - rows) / 2, -rows, rows * 0.5, 1 + rows % 3):

@@ -101,6 +101,9 @@ HEADS = {
     "chosen": lambda o, i: F.cross_entropy(o["logits"][i["labels"] != -100], i["labels"][i["labels"] != -100]),
     "chosen mean": lambda o, i: per_token(o, i)[i["mask"] > 0].mean(),
     "item": lambda o, i: (per_token(o, i) * i["mask"]).sum() / i["mask"].sum().item(),
+    "two kinds of rows": lambda o, i: torch.cat(
+        [o["pooled"][i["weights"] > 0.5].square().sum(1), o["pooled"][i["weights"] <= 0.5].sigmoid().sum(1)]
+    ).mean(),
     "means of rows": lambda o, i: ((per_token(o, i) * i["mask"]).sum(1) / i["mask"].sum(1)).mean(),
     "rows in turn": rows_in_turn,
     "weighted rows": lambda o, i: (per_token(o, i).mean(1) * i["weights"]).sum() / i["weights"].sum(),
