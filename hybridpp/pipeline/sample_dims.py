@@ -587,6 +587,11 @@ def _written_into(call: Call) -> Found:
     return Found(is_gone=True, is_sum=True) if is_counted else Found()
 
 
+def _filled(call: Call) -> Found:
+    """Of what writes rows to places in another tensor, as images to those of their tokens."""
+    return Found(call.samples_of(call.args[0]))
+
+
 def _counted(call: Call) -> Found:
     """Of functions that count values."""
     return Found(is_gone=call.samples_of(call.args[0]) is not None, is_sum=True)
@@ -622,6 +627,7 @@ _RULES: dict[str, Callable[[Call], Found]] = {
     "index_select": _selected,
     **dict.fromkeys(["index_add", "index_copy", "index_fill", "index_reduce"], _written_into),
     **dict.fromkeys(["scatter", "scatter_add", "scatter_reduce"], _written_into),
+    **dict.fromkeys(["masked_scatter", "index_put"], _filled),
     **dict.fromkeys(["bincount", "histc"], _counted),
     **dict.fromkeys(["matmul", "rmatmul", "mm", "bmm", "mv", "addmm", "baddbmm", "addmv", "addbmm"], _product),
     **dict.fromkeys(["dot", "vdot"], _product),

@@ -60,6 +60,11 @@ MOVING = {
         x, (torch.zeros(1, ROWS, 2),) * 2, [torch.ones(8, 3), torch.ones(8, 2)], False, 1, 0.0, False, False, True
     )[1],
     "scatter": lambda x: torch.zeros(len(x), LENGTH, 5).scatter(2, torch.zeros_like(x).long(), x),
+    "images": lambda x: (
+        torch.zeros(len(x), LENGTH, WIDTH)
+        .add(x)
+        .masked_scatter((torch.arange(LENGTH) < 2)[:, None], x[:, :2].flatten(0, 1))
+    ),
     "classes": lambda x: F.cross_entropy(x.transpose(1, 2), torch.zeros(ROWS, LENGTH).long(), reduction="none"),
 }
 
