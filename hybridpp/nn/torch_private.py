@@ -149,6 +149,18 @@ __all__ = [
 
 # A module. The dicts themselves: what is written to them is the module's.
 PARAMETERS, BUFFERS = "_parameters", "_buffers"  # names of the attributes, where the dict is replaced
+# All attributes of a module that hold its parts and its hooks.
+HOLDERS = (
+    PARAMETERS,
+    BUFFERS,
+    "_modules",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+# The module of operators that scripts register, with their backward formulas.
+REGISTERED_OPERATORS = "torch._library."
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter(PARAMETERS)
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter(BUFFERS)
 children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")

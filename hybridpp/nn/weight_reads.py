@@ -1,8 +1,10 @@
 """Operations that read a weight while none of the modules runs that may read it."""
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ _WRITES = frozenset(
     {Tensor.clamp_, Tensor.clamp_min_, Tensor.clamp_max_, Tensor.mul_, Tensor.add_, Tensor.sub_, Tensor.div_}
     | {Tensor.zero_, Tensor.fill_}
 )
+_OWN = ("hybridpp", "hybridpp_plugins")
 
 
 class WeightReads:
@@ -90,7 +93,7 @@ class WeightReads:
             if name is None or any(self._running[module] for module in self._readers[name]):
                 continue
             # A trace reads sizes itself.
-            if not (func in _SIZES and isinstance(leaf, FakeTensor)):
+            if not (func in _SIZES and isinstance(leaf, FakeTensor)) and not _is_of_library():
                 self._note(name)
 
 
@@ -105,6 +108,22 @@ class _Reads(TorchFunctionMode):
         kwargs = with_lost_weight(func, kwargs or {})
         self._see(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def _is_of_library() -> bool:
+    """Whether this library calls the operation that is seen now, as where weights are gathered or looked at for NaN."""
+    frame: FrameType | None = sys._getframe(2)
+    is_own = False
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if frame.f_code.co_name == "__torch_function__":
+            is_own = False  # what was between is another mode, for whoever called that
+        elif package in _OWN:
+            is_own = True
+        elif package != "torch":
+            break
+        frame = frame.f_back
+    return is_own
 
 
 def _is_tensor(value: Any) -> bool:

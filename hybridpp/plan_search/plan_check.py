@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hybridpp.nn import walk
 from hybridpp.nn.names import qualified
-from hybridpp.nn.torch_private import has_no_data, pytree
+from hybridpp.nn.torch_private import HOLDERS, has_no_data, pytree
 from hybridpp.plan_search.block_run import ReferenceBlock, ResultsDiffer, SampleCall, randomized_copy
 from hybridpp.plan_search.model_search import calls_of, infer_plan, kind_of
 from hybridpp.plan_search.run_formats import BlockFormats, RunFormats
@@ -18,8 +18,6 @@ from hybridpp.plan_search.trial_errors import is_machine_failure
 from hybridpp.plan_search.verify import Rejected, verify
 from hybridpp.sharding_plan.plan import Plan
 from hybridpp.sharding_plan.sharding_spec import ShardingSpec
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class PlanFault(NamedTuple):
@@ -231,7 +229,7 @@ def _answering(model: nn.Module, results: Mapping[str, Any]) -> nn.Module:
     for name, result in results.items():
         block = walk.submodule(model, name)
         answer = memo[id(block)] = copy.copy(block)
-        vars(answer).update({key: type(vars(block)[key])() for key in (*_HOOKS, "_parameters", "_buffers", "_modules")})
+        vars(answer).update({key: type(vars(block)[key])() for key in HOLDERS})
         vars(answer)["forward"] = _Answer(pytree.tree_map_only(Tensor, _alone, result))
     return copy.deepcopy(model, memo)
 
