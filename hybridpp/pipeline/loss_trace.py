@@ -795,24 +795,19 @@ class LossTrace(WatchingMode):
 
     def _joined_items(self, models: list[tuple[Tensor, _OfModel]]) -> Count | None:
         """What is proportional to the elements of joined tensors, of which the inputs choose some samples' each."""
-        counts = [what.numel for _, what in models]
-        if any(what.is_observed for _, what in models) or not any(counts):
+        counts = [what.numel for _, what in models if what.numel is not None and what.numel.function is not single]
+        if len(counts) < len(models):
             return None
-        if any(one is not None and one.function is single for one in counts):
+        try:
+            sizes = [int(one.of(self._tree, self._num_samples).numel()) for one in counts]
+        except Exception:  # any operation of the script's, on inputs of another form
             return None
-        sizes: list[int] = []
-        for one in counts:
-            try:
-                sizes.append(self._num_samples if one is None else one.of(self._tree, self._num_samples).numel())
-            except Exception:  # any operation of the script's, on inputs of another form
-                return None
         # A tensor may have several elements for each one that is counted; one without any, those of its rows.
         scales = [
             tensor.numel() // size if size else math.prod(tensor.shape[1:])
             for (tensor, _), size in zip(models, sizes, strict=True)
         ]
-        parts = [self._rows if one is None else self._count(numel, one) for one in counts]
-        return self._count(_room, parts, scales)
+        return self._count(_room, [self._count(numel, one) for one in counts], scales)
 
     def _term(
         self,
@@ -857,7 +852,8 @@ class LossTrace(WatchingMode):
         over = {dim % tensor.dim() for dim in listed} if tensor.dim() else {0}
         if self._samples_of(tensor) is not None:
             if not self._made_of(result).is_gone:
-                return _OfModel(why=what.why)
+                is_chosen = what.numel is not None and what.numel.function is _chosen
+                return _OfModel(what.numel if is_chosen else None, why=what.why)
         elif len(over) < max(tensor.dim(), 1):
             rows = tensor.shape[0]
             # Rows are samples, or all tokens of all samples; of a tensor with more dimensions they may be experts.

@@ -102,7 +102,7 @@ HEADS = {
     "chosen mean": lambda o, i: per_token(o, i)[i["mask"] > 0].mean(),
     "item": lambda o, i: (per_token(o, i) * i["mask"]).sum() / i["mask"].sum().item(),
     "two kinds of rows": lambda o, i: torch.cat(
-        [o["pooled"][i["weights"] > 0.5].square().sum(1), o["pooled"][i["weights"] <= 0.5].sigmoid().sum(1)]
+        [o["pooled"][i["weights"] > 0.5, 0].square(), o["pooled"][i["weights"] <= 0.5].sigmoid().sum(1)]
     ).mean(),
     "means of rows": lambda o, i: ((per_token(o, i) * i["mask"]).sum(1) / i["mask"].sum(1)).mean(),
     "rows in turn": rows_in_turn,
@@ -393,6 +393,24 @@ def test_a_criterion_of_a_fixed_number_of_samples_is_judged_by_its_calls():
 
     assert verdict(criterion) == LossReduction.COUPLED
     assert verdict(lambda o, i: o["logits"].view(4, 5).abs().mean()) == LossReduction.MEAN
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_joined_losses_are_as_many_as_their_parts_have_together(first):
+    def criterion(o, i):
+        good = i["target"][:, 0] > 0
+        return torch.cat([o["logits"][good, 0].square(), o["logits"][~good, 0].exp()]).mean()
+
+    kinds = torch.tensor([0.0, 0, 1, 0, 1, 1, 0, 1])[:, None].expand(8, 5)
+    target = kinds if first == 0 else 1 - kinds
+    x = torch.arange(40.0).view(8, 5) / 20
+    net = nn.Linear(5, 5)
+    expected = criterion({"logits": net(x)}, {"target": target}).item()
+    booster, model, optimizer = boosted(net, sgd, {"input": x[:2]}, num_microbatches=4)
+    found = booster.execute_pipeline(
+        iter([{"input": x, "target": target}]), model, lambda o, i: criterion({"logits": o}, i), optimizer
+    )
+    assert found["loss"].item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_loss_of_slices_of_one_sample_is_a_mean():
