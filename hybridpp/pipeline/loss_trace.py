@@ -936,6 +936,9 @@ class LossTrace(WatchingMode):
 
         if name in _KEEPING and len(models) == 1:
             return keeps(terms)
+        are_weighted = all(one is tensor or self._is_constant(one) for one in tensors_of((args, kwargs)))
+        if name in _PRODUCTS | _TO_SCALAR and len(models) == 1 and are_weighted:
+            return keeps(terms)  # that a script has stacked
         if name in _JOINING:
             return self._joined(function, args, kwargs, models)
         operands = [*args[:2], *(kwargs[key] for key in ("other",) if key in kwargs)]

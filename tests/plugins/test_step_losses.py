@@ -118,6 +118,9 @@ HEADS = {
         + 2.0
     ),
     "stacked": lambda o, i: torch.stack([o["pooled"].abs().mean(), o["losses"]["causal"]]).sum(),
+    "stacked, weighted": lambda o, i: (
+        torch.stack([o["pooled"].abs().mean(), o["losses"]["causal"]]) @ torch.tensor([0.3, 2.0])
+    ),
 }
 
 LAYOUTS = [
