@@ -741,6 +741,11 @@ class UnitGather:
         self._overdue.clear()
         self._end(order)
 
+    def forget_backwards(self) -> None:
+        """Expect no backward pass as the last one, which reduced no gradients. Call it on all replicas."""
+        self._backward.forget()
+        self._joint.forget()
+
     def reset(self) -> None:
         """After an error in a step: forget what was used."""
         self._held.clear()

@@ -143,6 +143,9 @@ class NonFiniteDiagnosis:
                 return str(reason)
             except Exception as error:  # for example of a criterion that cannot be called twice; other replicas wait
                 return repr(error)
+            finally:
+                if self._staged.gather is not None:
+                    self._staged.gather.forget_backwards()
         return ""
 
     def _first_of_all_ranks(self, findings: list[Finding], failure: str) -> tuple[str, str]:
