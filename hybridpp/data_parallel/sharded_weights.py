@@ -328,6 +328,10 @@ class ShardedWeights(FlatWeights):
         for bucket in self._of_unit[unit]:
             bucket.start(user, self._group, overdue=overdue)
 
+    def is_there(self, unit: int) -> bool:
+        """Whether the weights of a unit are there, so that nothing gathers them."""
+        return all(bucket.is_used for bucket in self._of_unit[unit])
+
     def wait_unit(self, unit: int) -> None:
         """Wait until they are there."""
         for bucket in self._of_unit[unit]:

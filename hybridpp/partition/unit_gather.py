@@ -42,6 +42,9 @@ class UnitWeights(Protocol):
         Collective: all replicas, on which users that are not overdue correspond.
         """
 
+    def is_there(self, unit: int) -> bool:
+        """Whether the weights of a unit are there, so that nothing gathers them."""
+
     def wait_unit(self, unit: int) -> None:
         """Wait until they are there."""
 
@@ -108,6 +111,8 @@ class _Outcome(Enum):
 _BEGINS = _Kind.BEGIN_APART, _Kind.BEGIN
 _Event: TypeAlias = tuple[int, _Kind]
 _NO_EVENT = -1.0
+# From here on downwards: what replicas call beside the model.
+_APART = -3.0
 Exchange: TypeAlias = Callable[[Sequence[float]], Sequence[Sequence[float]]]
 """Every replica's numbers, from this one's; collective."""
 
@@ -355,6 +360,8 @@ class UnitGather:
             self._reach((unit, _Kind.CALL), order)
             self._gather(unit, call, order)
         elif _is_in_backward() or not self._is_in_model:
+            if not _is_in_backward():
+                self._agree_apart(unit)
             self._weights.start_unit(unit, call)
             self._weights.wait_unit(unit)
         else:
@@ -377,6 +384,19 @@ class UnitGather:
             # Whoever has that result may read it at any time.
             self._freed(unit, call, is_read_later=is_kept)
         return result
+
+    def _agree_apart(self, unit: int) -> None:
+        """Check that all replicas call the same unit beside the model, if its weights must be gathered. Collective."""
+        if self._exchange is None or self._weights.is_there(unit):
+            return
+        # No number of an event.
+        units = {int(_APART - number) for (number,) in self._exchange([_APART - unit])}
+        if len(units) > 1:
+            raise UnlikeCallsError(
+                f"replicas call other modules at once, beside the model's forward: {self._name(unit)} on this rank, "
+                "with zero_stage=3. Call the same on all replicas, on one of them inside of booster.unsharded(model), "
+                "or use zero_stage=2."
+            )
 
     def _is_used(self, unit: int) -> bool:
         """Whether the running passes use a unit's weights, on all replicas: what is recomputed need not gather them."""

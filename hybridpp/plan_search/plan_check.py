@@ -230,7 +230,9 @@ def _answering(model: nn.Module, results: Mapping[str, Any]) -> nn.Module:
         block = walk.submodule(model, name)
         answer = memo[id(block)] = copy.copy(block)
         vars(answer).update({key: type(vars(block)[key])() for key in HOLDERS})
-        vars(answer)["forward"] = _Answer(pytree.tree_map_only(Tensor, _alone, result))
+        vars(answer).pop("forward", None)
+        answer.__class__ = type(type(block).__name__, (_Answering, type(block)), {})
+        vars(answer)["_answered"] = pytree.tree_map_only(Tensor, _alone, result)
     return copy.deepcopy(model, memo)
 
 
@@ -240,13 +242,12 @@ def _alone(leaf: Tensor) -> Tensor:
     return torch.randn(leaf.shape).to(leaf.dtype)
 
 
-class _Answer:
-    """The forward of a block that does not run: its results depend on every number that it is given."""
+class _Answering(nn.Module):
+    """A block that does not run: its results depend on every number that it is given."""
 
-    def __init__(self, result: Any):
-        self._result = result
+    _answered: Any
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         means = [leaf.mean() for leaf in given if leaf.is_floating_point() and leaf.numel()]
 
@@ -258,4 +259,4 @@ class _Answer:
                 leaf = leaf + mean.to(leaf.dtype)
             return leaf
 
-        return pytree.tree_map_only(Tensor, answer, self._result)
+        return pytree.tree_map_only(Tensor, answer, self._answered)

@@ -7,6 +7,7 @@ from torch import nn
 
 from hybridpp import Booster, HybridParallelPlugin
 from hybridpp.cluster import Loopback, current_world, gather_numbers
+from hybridpp.errors import UnlikeCallsError
 
 
 class Layers(nn.Module):
@@ -290,6 +291,26 @@ def test_passes_through_fewer_units_exchange_no_message_about_them(monkeypatch):
 def test_a_loss_may_go_through_a_part_that_the_script_calls_itself():
     first, last = {"layer": 0}, {"layer": 2}
     assert step_difference(Outputs, of_a_part_as_well, [(first, first), (last, last)]) < 1e-7
+
+
+def test_other_parts_that_replicas_call_at_once_are_refused():
+    def run():
+        torch.manual_seed(0)
+        booster = Booster(plugin=HybridParallelPlugin(zero_stage=3))
+        made = Layers()
+        model, *_ = booster.boost(made, torch.optim.SGD(made.parameters()))
+        x, layers, rank = torch.ones(2, 6), model.layers, current_world().rank
+        found = layers[0](x)
+        with booster.unsharded(model):
+            layers[rank](x)
+        with pytest.raises(
+            UnlikeCallsError, match=rf"layers\.{rank} on this rank, with zero_stage=3. Call the same on"
+        ):
+            layers[rank](x)
+        return found
+
+    one, two = Loopback(2).run(run)
+    assert torch.equal(one, two)
 
 
 def test_steps_alike_exchange_no_message_about_units(monkeypatch):
