@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from hybridpp.cluster import preserved_random_state
 from hybridpp.data_parallel.hook_checks import TOLERANCE, GradientFactor, factor_for, title_of
 from hybridpp.nn import walk
+from hybridpp.nn.names import LIBRARIES
 from hybridpp.nn.snapshot import Replacements
 from hybridpp.nn.torch_private import gradient_hooks_of_module, version_of
 from hybridpp.nn.watcher import WatchingMode, with_lost_weight
 
-_OF_LIBRARIES = frozenset({"torch", "hybridpp", "hybridpp_plugins"})
 _Gradients = Sequence[Tensor | None]
 
 
@@ -209,7 +209,7 @@ def _is_of_script(hook: Callable[..., Any]) -> bool:
     while isinstance(hook, partial):
         hook = hook.func
     module = getattr(hook, "__module__", None) or type(hook).__module__
-    return module.partition(".")[0] not in _OF_LIBRARIES
+    return module.partition(".")[0] not in LIBRARIES
 
 
 class _RegisteredHooks(WatchingMode):

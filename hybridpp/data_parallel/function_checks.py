@@ -13,10 +13,10 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 
 from hybridpp.cluster import preserved_random_state
 from hybridpp.data_parallel.hook_checks import GradientFactor
+from hybridpp.nn.names import LIBRARIES
 from hybridpp.nn.snapshot import Snapshot, preserved_buffer_values, preserved_modules
 from hybridpp.nn.torch_private import REGISTERED_OPERATORS, function_of, storage_id
 
-_OF_LIBRARIES = frozenset({"torch", "hybridpp", "hybridpp_plugins"})
 # A power of two, so that what follows the factor rounds alike.
 _FACTOR = 2.0
 # Of the gradient that is returned: less is the rounding of a format.
@@ -249,7 +249,7 @@ def _functions_of_scripts(roots: Iterable[Node]) -> list[Any]:
 
 def _may_be_called_again(function: Any) -> bool:
     module = str(function.__module__)
-    if module.partition(".")[0] in _OF_LIBRARIES and not module.startswith(REGISTERED_OPERATORS):
+    if module.partition(".")[0] in LIBRARIES and not module.startswith(REGISTERED_OPERATORS):
         return False
     return not any("backward" in name for code in _codes(function.backward) for name in code.co_names)
 

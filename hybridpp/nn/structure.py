@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpp.nn.contents import attributes_of, is_container, is_same, items_of, put_attributes, put_items
+from hybridpp.nn.names import OWN_PACKAGES
 from hybridpp.nn.snapshot import MISSING, holders, put_entry
 from hybridpp.nn.torch_private import WrappedLoadHook, storage_id
 
@@ -31,7 +32,6 @@ _PLAIN = frozenset((NoneType, bool, int, str, bytes, torch.device))
 _SEQUENCES = frozenset((tuple, list, torch.Size))
 # What a module has of its own; hooks are in dicts by numbers that no two hooks of a process share.
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
-_LIBRARY = ("hybridpp", "hybridpp_plugins")
 # Of one description, and of one tensor. A hook may refer to a data set; what lies beyond equals itself only.
 _MAX_OBJECTS = 100_000
 _MAX_ELEMENTS = 2**20
@@ -345,7 +345,7 @@ def _is_of_module(namespace: dict[str, Any]) -> bool:
 
 
 def _is_library(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in _LIBRARY
+    return kind.__module__.partition(".")[0] in OWN_PACKAGES
 
 
 def _shows_state(kind: type) -> bool:

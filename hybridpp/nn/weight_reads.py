@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from hybridpp.nn import walk
 from hybridpp.nn.metadata_functions import METADATA_FUNCTIONS
+from hybridpp.nn.names import OWN_PACKAGES
 from hybridpp.nn.torch_private import FakeTensor, pytree
 from hybridpp.nn.watcher import with_lost_weight
 
@@ -24,7 +25,6 @@ _WRITES = frozenset(
     {Tensor.clamp_, Tensor.clamp_min_, Tensor.clamp_max_, Tensor.mul_, Tensor.add_, Tensor.sub_, Tensor.div_}
     | {Tensor.zero_, Tensor.fill_}
 )
-_OWN = ("hybridpp", "hybridpp_plugins")
 
 
 class WeightReads:
@@ -118,7 +118,7 @@ def _is_of_library() -> bool:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if frame.f_code.co_name == "__torch_function__":
             is_own = False  # what was between is another mode, for whoever called that
-        elif package in _OWN:
+        elif package in OWN_PACKAGES:
             is_own = True
         elif package != "torch":
             break

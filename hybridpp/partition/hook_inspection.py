@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from hybridpp.nn import walk
 from hybridpp.nn.contents import attributes_of, has_attributes, is_container
+from hybridpp.nn.names import OWN_PACKAGES
 from hybridpp.nn.snapshot import Snapshot
 
 ModuleHook: TypeAlias = Callable[..., Any]
 
-_OWN = ("hybridpp", "hybridpp_plugins")
 _STORES = frozenset(("STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR"))
 _EMPTY = CellType()
 # Depth of the search for what a hook changes: up to a list of lists in an attribute of its object. A hook with a
@@ -26,7 +26,7 @@ _NUM_LEVELS = 5
 
 def is_users(hook: ModuleHook) -> bool:
     """Whether a hook is the user's; this library's hooks support fakes."""
-    return str(getattr(_function_of(hook), "__module__", "")).partition(".")[0] not in _OWN
+    return str(getattr(_function_of(hook), "__module__", "")).partition(".")[0] not in OWN_PACKAGES
 
 
 def only_observes(hook: ModuleHook) -> bool:

@@ -4,7 +4,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -587,7 +587,7 @@ class StepLosses:
                 return self._coupling_of_twice(form, loss, outputs, inputs, count, changed)
             if differs is None:
                 return ""
-            try:
+            with suppress(_NotCalledError):  # for other outputs
                 if not differs and count > 1:
                     # That the samples' losses are equal must not hide it.
                     some = slice(0, count if _size_of(outputs) <= _MAX_COPIED else 2)
@@ -596,8 +596,6 @@ class StepLosses:
                     )
                     parts = self._halves(unlike, self._part_of(inputs, count, some), some.stop)
                     differs = self._differs(form, None, parts, known=0)
-            except _NotCalledError:
-                pass
             return why if differs else self._coupling_of_mixed(form, trace, microbatch, outputs, changed)
 
     def _coupling_of_twice(
@@ -608,14 +606,12 @@ class StepLosses:
         out_dims = functools.partial(leaf_dims, dims=self._pipeline.dims_of_outputs)
         twice = duplicate_samples(outputs, count, out_dims)
         twice_inputs = duplicate_samples(self._of_lists(inputs, count, _twice), count, in_dims)
-        try:
+        with suppress(_NotCalledError):  # for other numbers of samples
             differs = self._differs(form, loss, self._halves(twice, twice_inputs, 2 * count), known=1)
             if differs is False:
                 unlike = with_unlike_samples(twice, 2 * count, out_dims, changed)
                 differs = self._differs(form, None, self._halves(unlike, twice_inputs, 2 * count), known=0)
             return "of the samples twice it is another than of them once" if differs else ""
-        except _NotCalledError:
-            pass
         try:
             terms = self._traced([inputs], count, outputs, inputs, form.choice, in_criterion=False)
         except Exception:  # a criterion may raise anything when it is called again
