@@ -56,7 +56,8 @@ def test_logs_have_one_line_per_epoch_and_step_from_one_rank(caplog, capsys):
     assert any("s per step" in line and line.endswith("samples/s") for line in lines)
     assert metrics["time/samples_per_second"] == pytest.approx(8 / metrics["time/epoch"])
     bar = capsys.readouterr().err  # drawn again after every tenth of a second
-    assert bar.count("Epoch [1/1]:   0%") == bar.count("\n") == 1 and "Epoch [1/1]: 100%" in bar
+    assert bar.count("Epoch [1/1]:   0%") == bar.count("\n") == 1
+    assert "Epoch [1/1]: 100%" in bar
 
 
 def test_a_trackers_file_holds_losses_rates_and_metrics(tmp_path):
