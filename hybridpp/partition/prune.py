@@ -1,96 +1,26 @@
 """Remove from a model what other stages own."""
 
-import copy
-from collections.abc import ItemsView, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import ItemsView, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hybridpp.errors import ConfigError
 from hybridpp.nn import walk
-from hybridpp.nn.metadata_functions import METADATA_FUNCTIONS
 from hybridpp.nn.names import qualified
 from hybridpp.nn.torch_private import (
     BUFFERS,
     PARAMETERS,
-    DisableTorchFunctionSubclass,
     buffers_of,
     children_of,
     parameters_of,
 )
-from hybridpp.partition.containers import tensors_in
+from hybridpp.partition.absent import ParameterVisibility, absent_tensor
 
 
 def parameter_names(model: nn.Module) -> list[str]:
     """Names of all parameters; a tied one has its first name."""
     return [name for name, _ in walk.named_parameters(model)]
-
-
-class ParameterVisibility:
-    """Whether ``parameters()`` and ``buffers()`` include what other stages own; they do while the model's forward
-    runs."""
-
-    def __init__(self) -> None:
-        self.shows_all = False
-
-    @contextmanager
-    def showing_all(self) -> Iterator[None]:
-        """Inside, all are included.
-
-        A forward may ask for a module's dtype, device or number of parameters, which must be those of one process.
-        """
-        before, self.shows_all = self.shows_all, True
-        try:
-            yield
-        finally:
-            self.shows_all = before
-
-
-class AbsentParameter(Tensor):
-    """Stands for a parameter that only ranks of other stages have: it has a shape, a dtype and a device, but no values.
-
-    The model's forward may compute with it, as all of its code runs on every stage. Other code may not: it would take
-    zeros for values.
-
-    Attributes:
-        full_name: of the parameter.
-        visibility: knows whether the forward runs.
-    """
-
-    full_name: str
-    visibility: ParameterVisibility
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        with DisableTorchFunctionSubclass():
-            absent = next((one for one in tensors_in((args, kwargs or {})) if isinstance(one, AbsentParameter)), None)
-            if absent is not None and not absent.visibility.shows_all and func not in _WITHOUT_VALUES:
-                raise ConfigError(
-                    f"{absent.full_name} is a parameter of another stage: with pp_size > 1 a rank has the values of "
-                    "its own stages only, those that model.named_parameters() lists on it. Change weights by going "
-                    "over these, on every rank; booster.save_model writes all. A penalty of weights is returned by the "
-                    "model's forward, whose code finds all."
-                )
-            return func(*args, **(kwargs or {}))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return _absent(self, self.full_name, copy.deepcopy(self.visibility, memo), self.device, self.dtype)
-
-
-# torch declares no properties
-_GRAD, _REQUIRES_GRAD = (cast(Any, getattr(Tensor, name)) for name in ("grad", "requires_grad"))
-_WITHOUT_VALUES = METADATA_FUNCTIONS | {
-    _GRAD.__get__,
-    _REQUIRES_GRAD.__set__,
-    Tensor.requires_grad_,
-    Tensor.register_hook,
-    Tensor.untyped_storage,
-    Tensor.__repr__,
-}
 
 
 class _OwnedTensors(dict[str, Any]):
@@ -124,8 +54,8 @@ def prune_parameters(
 ) -> ParameterVisibility:
     """Free the parameters that ``stages`` do not own, and hide them and the buffers of other stages' units.
 
-    A freed parameter remains as a plain attribute of the same shape, dtype and device that shares one zero as memory,
-    because container code may read a weight's dtype or device.
+    A freed parameter remains as a plain attribute of the same shape, dtype and device with one number as memory
+    (:class:`AbsentTensor`), because container code may read a weight's dtype or device.
 
     Returns:
         The switch that shows them again.
@@ -135,7 +65,7 @@ def prune_parameters(
     foreign = {name: one for name, one in walk.named_parameters(model) if own_stages.isdisjoint(owners[name])}
     # One per parameter, so that tied parameters stay tied.
     placeholders = {
-        id(p): _absent(p, name, visibility, device, dtypes.get(id(p), p.dtype)) for name, p in foreign.items()
+        id(p): absent_tensor(p, name, visibility, device, dtypes.get(id(p), p.dtype)) for name, p in foreign.items()
     }
     for module in walk.modules(model):
         _free_parameters(module, placeholders, visibility)
@@ -176,24 +106,10 @@ def _outside(model: nn.Module, units: set[str]) -> set[nn.Module]:
     return found
 
 
-def _placeholder(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.zeros((), dtype=dtype, device=device).expand(tensor.shape).requires_grad_(tensor.requires_grad)
-
-
-def _absent(
-    like: Tensor, name: str, visibility: ParameterVisibility, device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    placeholder = _placeholder(like, device, dtype)
-    if type(placeholder) is not Tensor:  # another library's tensor, which is of one class
-        return placeholder
-    absent = placeholder.detach().as_subclass(AbsentParameter)
-    absent.full_name, absent.visibility = name, visibility
-    absent.requires_grad = like.requires_grad
-    return absent
-
-
 def _buffer_placeholder(buffer: Tensor | None, device: torch.device) -> Tensor | None:
     """A buffer of another stage's unit; one on the meta device is never filled here."""
     if buffer is None:
         return None
-    return _placeholder(buffer, device, buffer.dtype) if buffer.is_meta else buffer.to(device)
+    if buffer.is_meta:
+        return torch.zeros((), dtype=buffer.dtype, device=device).expand(buffer.shape)
+    return buffer.to(device)

@@ -41,6 +41,10 @@ class Replay:
         finally:
             self._inside = before
 
+    def is_in_unit(self) -> bool:
+        """Whether a unit of this stage runs."""
+        return self._inside
+
     def _find(self, name: str) -> CheckpointedCall | None:
         found = [call for (unit, _), call in self._calls.items() if unit == name]
         return found[0] if len(found) == 1 else self._calls.get((name, torch.default_generator.initial_seed()))

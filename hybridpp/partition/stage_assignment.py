@@ -13,6 +13,7 @@ from hybridpp.config import PartitionConfig
 from hybridpp.errors import PartitionError
 from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
 from hybridpp.nn import walk
+from hybridpp.partition.absent import ParameterVisibility
 from hybridpp.partition.blocks import find_units
 from hybridpp.partition.calls import CallArguments, Trace, UnitCall
 from hybridpp.partition.cut import CutCriteria, choose_cut
@@ -31,7 +32,7 @@ from hybridpp.partition.plan import (
     uses,
 )
 from hybridpp.partition.plan_cache import Plans
-from hybridpp.partition.prune import ParameterVisibility, parameter_names, prune_parameters
+from hybridpp.partition.prune import parameter_names, prune_parameters
 from hybridpp.partition.recompute import blocks_by_stage
 from hybridpp.partition.requested_cut import check_single_stage, is_requested, named_blocks
 from hybridpp.partition.staging_options import StagingOptions
@@ -86,7 +87,9 @@ class StageAssignment:
             if missing:
                 raise PartitionError(
                     f"for this input, stage {min(missing)} needs parameter {name!r}, which was given to stage "
-                    f"{self.owners[name][0]} at boost. Show boost a batch of each kind: samples=[one, another]."
+                    f"{self.owners[name][0]} at boost. Show boost a batch of each kind: samples=[one, another]. What "
+                    "the forward uses in training or in evaluation alone (a penalty of weights) must be in both: "
+                    "multiply it by 0 in the other."
                 )
         return {stage: stage_plan(trace, stages, stage, sharding) for stage in own_stages}
 

@@ -11,6 +11,7 @@ from hybridpp.errors import PartitionError
 from hybridpp.module_adapter import Forward
 from hybridpp.nn.deferred_tensor import DeferredTensor
 from hybridpp.nn.torch_private import pytree
+from hybridpp.partition.absent import overwritten
 from hybridpp.partition.calls import CallArguments, Same, TensorSpec, UnitCall
 from hybridpp.partition.containers import ContainerSnapshot, flatten, tensors_in
 from hybridpp.partition.module_outputs import AttributeDelta, AttributeKey
@@ -143,6 +144,10 @@ class StageRun:
             )
         return self._plan.calls[index]
 
+    def is_in_unit(self) -> bool:
+        """Whether a unit of this stage runs."""
+        return self._inside
+
     def next_is_own(self) -> bool:
         """Whether this stage runs the next call."""
         return self._next < len(self._plan.calls) and self.is_own(self._next)
@@ -205,7 +210,7 @@ class StageRun:
         if at.leaf in call.arguments:
             # The unit returned its argument, or wrote to it, which all holders of that tensor must see.
             argument = arguments[at.leaf]
-            return argument if value is None else argument.copy_(value)
+            return argument if value is None else overwritten(argument, value)
         if value is None:
             value = self._placeholders.get(spec)
         return value.clone() if at.leaf in call.written else value

@@ -13,7 +13,8 @@ from hybridpp.errors import PartitionError
 from hybridpp.module_adapter import AdapterLayer, Forward, ModuleAdapter
 from hybridpp.nn.force_eager import EAGER, force_eager
 from hybridpp.nn.part_reads import PartReadCheck
-from hybridpp.nn.torch_private import forward_hooks_of, forward_pre_hooks_of
+from hybridpp.nn.torch_private import buffers_of, forward_hooks_of, forward_pre_hooks_of
+from hybridpp.partition.absent import ParameterVisibility, plain_again, refuse_absent
 from hybridpp.partition.blocks import finest_units
 from hybridpp.partition.call_options import CallOptions, GrowingPlans
 from hybridpp.partition.calls import CallArguments
@@ -27,7 +28,6 @@ from hybridpp.partition.module_outputs import AttributeDelta
 from hybridpp.partition.placeholders import Placeholders
 from hybridpp.partition.plan import StagePlan
 from hybridpp.partition.plan_cache import PlanCache, Plans
-from hybridpp.partition.prune import ParameterVisibility
 from hybridpp.partition.recompute import Recomputable, recomputed_blocks, warn_of_cache
 from hybridpp.partition.replay import Replay
 from hybridpp.partition.resets import AttributeResetter
@@ -287,7 +287,7 @@ class StagedModel:
         try:
             with (
                 self._entered(),
-                self._visibility.showing_all(),
+                self._visibility.showing_all(run.is_in_unit),
                 self._interceptor.active(run),
                 self._recomputable.active(plan.stage) if recompute else nullcontext(),
                 self._hooks_once(run),
@@ -303,8 +303,11 @@ class StagedModel:
         except StageDone:
             rest.put()
             rng.finish(is_last=False)
+            outgoing = run.outgoing()
+            if self._visibility.has_computed:
+                self._take_absent_out(outgoing)
             return (
-                run.outgoing(),
+                outgoing,
                 None,
                 self._context_of(plan, run, received, rng, key, EAGER.num_entered > num_entered),
             )
@@ -314,6 +317,8 @@ class StagedModel:
                 "the model caught the exception that leaves the forward. Do not catch BaseException in the model."
             )
         rng.finish(is_last=True)
+        if self._visibility.has_computed:
+            refuse_absent(result)
         if self.options is not None:
             result = self.options.result(result)
         return (
@@ -321,6 +326,15 @@ class StagedModel:
             result,
             self._context_of(plan, run, received, rng, key, EAGER.num_entered > num_entered),
         )
+
+    def _take_absent_out(self, outgoing: Sequence[Tensor]) -> None:
+        """Refuse absent tensors among those that are sent, and make plain ones of those in buffers.
+
+        The last stage's buffers are saved, and the others' may lack what the forward has made of other stages' weights.
+        """
+        refuse_absent(outgoing)
+        for module in self._containers:
+            plain_again(buffers_of(module).values())
 
     def _context_of(
         self, plan: StagePlan, run: StageRun, received: Sequence[Tensor], rng: UnitRng, key: int, was_eager: bool
@@ -384,7 +398,8 @@ class StagedModel:
         recompute = RecomputeRng(context.rng_trace, context.key, self._device, self._staging.draws)
         with (
             self._staging.recompute_context(),
-            self._visibility.showing_all(),
+            # No container code but what checkpoints repeat.
+            self._visibility.showing_all(replay.is_in_unit if replay else _always),
             self._finest.active(recompute),
             self._layer_listener.active(recompute.before_layer),
             self._interceptor.active(replay) if replay else nullcontext(),
@@ -393,6 +408,10 @@ class StagedModel:
             yield
         self._remote_deltas = replay.deltas if replay else []
         self._restore_attributes()
+
+
+def _always() -> bool:
+    return True
 
 
 def _watched(watch: Watcher, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

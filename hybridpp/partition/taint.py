@@ -139,7 +139,7 @@ class TaintMode(TorchFunctionMode):
             self._note(tensors_in((args, kwargs)), tensors_in(result))
             return result
         targets = tensors_in(kwargs.get("out"))
-        if _writes_first_argument(func) and args:
+        if writes_first_argument(func) and args:
             targets += tensors_in(args[0])
         outputs = tensors_in(result)
         if not outputs and not targets:
@@ -184,6 +184,7 @@ def _memory(tensor: Tensor) -> int:
     return storage_id(tensor) if tensor.layout is torch.strided else id(tensor)
 
 
-def _writes_first_argument(func: Any) -> bool:
+def writes_first_argument(func: Any) -> bool:
+    """Whether a torch function writes to its first argument in place, by its name."""
     name: str = getattr(func, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")

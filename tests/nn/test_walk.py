@@ -8,7 +8,8 @@ from support import tiny_vit
 from torch import nn
 
 from hybridpp.nn import walk
-from hybridpp.partition.prune import ParameterVisibility, prune_parameters
+from hybridpp.partition.absent import ParameterVisibility
+from hybridpp.partition.prune import prune_parameters
 
 NAMED = ("named_modules", "named_parameters", "named_buffers")
 ALL = (*NAMED, "modules", "parameters", "buffers")

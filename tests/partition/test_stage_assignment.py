@@ -32,7 +32,8 @@ def test_an_input_that_needs_a_parameter_elsewhere():
     staged = StagedModel(ModuleAdapter(model), 2, [0], device=CPU, samples=[((torch.ones(2, 4),), {})])
     text = (
         "for this input, stage 0 needs parameter 'blocks.3.weight', which was given to stage 1 at boost. "
-        "Show boost a batch of each kind: samples=[one, another]."
+        "Show boost a batch of each kind: samples=[one, another]. What the forward uses in training or in evaluation "
+        "alone (a penalty of weights) must be in both: multiply it by 0 in the other."
     )
     with pytest.raises(PartitionError, match=f"^{re.escape(text)}$"):
         staged.plans((torch.ones(4, 4),), {})
