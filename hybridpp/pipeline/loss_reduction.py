@@ -27,11 +27,13 @@ class LossReduction(IntEnum):
     """A part of it is a number that an earlier stage made, of which it is not known what it is a mean over."""
     COUPLED = 6
     """Neither a mean nor a sum over items."""
-    EMPTY = 7
+    KEPT = 7
+    """It depends on what the criterion keeps from call to call."""
+    EMPTY = 8
     """No replica's batch has an item."""
-    CHANGED = 8
+    CHANGED = 9
     """It is made in another way than the one whose form is known."""
-    APPEARED = 9
+    APPEARED = 10
     """It has a term that the one whose form is known had not."""
 
 

@@ -80,6 +80,15 @@ class CriterionCheck:
                 "attributes, too), which counts the number by samples: right for a mean over them, and usual for "
                 "load-balancing losses. Or use pp_size=1, or num_microbatches=1 with one replica. See docs/losses.md."
             )
+        if reduction is LossReduction.KEPT:
+            raise ConfigError(
+                f"the loss depends on what the criterion keeps from call to call ({words}): it is called once for "
+                "each micro-batch, on each replica, so what it keeps changes more often than once a step, or on each "
+                "replica by its own samples. Let it only read that, and change it between steps: for example "
+                "criterion.step += 1, or a running mean of what execute_pipeline returns. "
+                'criterion.reduction = "mean" (functions have attributes, too) takes the losses as they are; '
+                "with num_microbatches=1 and one replica any loss is right. See docs/losses.md."
+            )
         if reduction is LossReduction.CHANGED:
             raise ConfigError(
                 "the loss is made in another way than in the criterion's first step, or in unlike ways by the "

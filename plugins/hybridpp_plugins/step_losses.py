@@ -293,6 +293,8 @@ class StepLosses:
             self._report(*problem)
         if trace.statistics and not self._criterion.declares_reduction:
             self._report(LossReduction.STATISTICS, trace.statistics)
+        if not self._criterion.declares_reduction and (kept := self._kept(microbatch, outputs, inputs)):
+            self._report(LossReduction.KEPT, kept)
         is_sure = found.problems or found.is_told_apart or torch.is_grad_enabled()  # in training graphs are compared
         if not is_sure and self._is_open_choice(trace, microbatch, in_criterion):
             self._report(LossReduction.UNCOUNTED, "numbers of the batch are equal in the first micro-batch")
@@ -346,6 +348,35 @@ class StepLosses:
         """The criterion's result for other tensors, to look at it: what it keeps between its calls stays as it is."""
         with unchanged(self._criterion.criterion):
             return self._criterion(outputs, inputs)
+
+    @torch.no_grad()
+    def _kept(self, microbatch: int, outputs: Any, inputs: Any) -> str:
+        """What the criterion keeps from call to call, if another number of calls makes another loss; "": nothing.
+
+        A count of calls is that of steps where each replica has one micro-batch.
+        """
+        count = self._microbatches[microbatch].num_samples
+        *_, other = self._halves(outputs, inputs, count) if count > 1 else self._pair(microbatch, outputs, inputs)
+
+        def call(given: tuple[Any, Any]) -> float:
+            with preserved_random_state(self._device):
+                try:
+                    return float(self._criterion(*given))
+                except Exception as error:  # a criterion may raise anything when it is called again
+                    raise _NotCalledError from error
+
+        def after(*calls: tuple[Any, Any]) -> tuple[float, list[str]]:
+            with unchanged(self._criterion.criterion) as changes:
+                for one in calls:
+                    call(one)
+                return call((outputs, inputs)), changes()
+
+        with suppress(_NotCalledError):
+            once, names = after()
+            twice = after((outputs, inputs))[0] if names else once
+            if _is_another(twice, once) and (len(self._microbatches) > 1 or _is_another(after(other[:2])[0], twice)):
+                return ", ".join(names[:3])
+        return ""
 
     def _here(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device)
@@ -786,6 +817,11 @@ def _may_change(trace: LossTrace, output: Any) -> bool:
     # Logits that are divided over ranks would be gathered.
     is_whole = isinstance(output, DeferredTensor) or not isinstance(output, MadeWhenRead)
     return is_whole and (output.requires_grad or not torch.is_grad_enabled())
+
+
+def _is_another(one: float, other: float) -> bool:
+    """Whether two values of a loss differ by more than the order of the same additions."""
+    return math.isfinite(one) and math.isfinite(other) and not math.isclose(one, other, rel_tol=1e-6)
 
 
 def _number_of(terms: Sequence[Term]) -> int:

@@ -43,3 +43,23 @@ def test_state_of_modules_and_objects_is_as_before_and_not_written_to():
         assert (inner.calls, inner.seen, counter.values, hasattr(inner, "last")) == (0, {"sizes": 0}, [], False)
         assert inner.mean is buffer
         assert buffer._version == version
+
+
+RUNNING, TABLE = {"mean": 0.0}, torch.ones(2)
+
+
+def test_so_are_variables_of_closures_and_globals_and_changes_are_named():
+    count, running = 0, Counter()
+
+    def criterion(value):
+        nonlocal count
+        count += 1
+        RUNNING["mean"] += value
+        TABLE.mul_(0.5)
+        return running(value * count)
+
+    with unchanged(criterion) as changes:
+        assert changes() == []
+        criterion(1.0)
+        assert {*changes()} >= {"RUNNING", "TABLE", "count", "Counter.values", "Kept.calls", "Kept.mean", "Kept.last"}
+    assert (count, RUNNING, TABLE.tolist(), running.values) == (0, {"mean": 0.0}, [1.0, 1.0], [])

@@ -297,6 +297,36 @@ def test_a_loss_that_is_no_mean_over_items_is_told_by_number(criterion, expected
     assert verdict(criterion) == expected
 
 
+class Running:
+    """A criterion with a mean of earlier targets, or of its calls."""
+
+    def __init__(self, is_count, is_used=True):
+        self.is_count, self.is_used, self.mean, self.last = is_count, is_used, 0.0, None
+
+    def __call__(self, o, i):
+        loss = self.last = (o["logits"] - self.is_used * self.mean).square().mean()
+        self.mean = 0.9 * self.mean + (0.1 if self.is_count else 0.1 * i["x"].mean().item())
+        return loss
+
+
+def test_a_loss_that_depends_on_what_its_criterion_keeps_is_told():
+    assert verdict(Running(False)) == LossReduction.KEPT
+    assert verdict(Running(False, is_used=False)) == LossReduction.MEAN
+    assert verdict(Running(True)) == LossReduction.MEAN, "it counts steps: there is one micro-batch"
+
+
+def test_and_so_is_a_count_of_its_calls_where_a_step_has_several():
+    class Annealed:
+        steps = 0
+
+        def __call__(self, outputs, inputs):
+            self.steps += 1
+            return outputs["logits"].square().mean() / self.steps
+
+    with pytest.raises(ConfigError, match=r"keeps from call to call \(Annealed.steps\)"):
+        everywhere({"annealed": Annealed()}, {"num_microbatches": 2}, batch())
+
+
 def test_equal_losses_of_all_samples_do_not_hide_how_they_are_weighted():
     weights = torch.arange(20.0).view(4, 5)
 
