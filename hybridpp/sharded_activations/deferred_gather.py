@@ -61,7 +61,9 @@ class DeferredGatherTensor(MadeWhenRead):
         if not self.is_sharded():
             return NotImplemented
         if func in self.kept:
-            result = self.kept[func](self, func, *args[1:], **kwargs)
+            # A target that is read for the first time.
+            others, named = map(_ready, args[1:]), {name: _ready(value) for name, value in kwargs.items()}
+            result = self.kept[func](self, func, *others, **named)
             if result is not NotImplemented:
                 return result
         return super().without_values(func, args, kwargs)
@@ -126,6 +128,14 @@ class DeferredGatherTensor(MadeWhenRead):
         # An autograd function that returns it (reentrant checkpointing does) makes its gradient that function's.
         with DisableTorchFunctionSubclass():
             return self.grad_fn is self._made_by
+
+
+def _ready(value: Any) -> Any:
+    """An argument with its values, if they are made when they are read."""
+    if isinstance(value, tuple):
+        return tuple(map(_ready, value))
+    is_deferred = isinstance(value, MadeWhenRead) and not isinstance(value, DeferredGatherTensor)
+    return value.values_now() if is_deferred else value
 
 
 def _state(full: Tensor) -> tuple[int, bool, bool] | None:
