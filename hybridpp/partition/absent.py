@@ -1,4 +1,4 @@
-"""What stands for parameters that only ranks of other stages have, and for what container code computes with them."""
+"""What stands for weights and buffers that only ranks of other stages have, and for what is computed with them."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -57,8 +57,8 @@ class ParameterVisibility:
 
 
 class AbsentTensor(Tensor):
-    """Stands for a parameter that only ranks of other stages have, or for what container code has computed with one: it
-    has a shape, a dtype and a device, but no values.
+    """Stands for a parameter that only ranks of other stages have, for a buffer that their units write to, or for what
+    container code has computed with one: it has a shape, a dtype and a device, but no values.
 
     All container code runs on every stage, so it may compute with one, and what comes out is one, too. A trace has
     shown which stages use which parameters. So none is used where it counts (in a unit of this stage, in what the model
@@ -66,11 +66,13 @@ class AbsentTensor(Tensor):
     code. Numbers are NaN, for functions that lose the class.
 
     Attributes:
-        full_name: of the parameter.
+        full_name: of the parameter or buffer.
+        is_buffer: whether it is a buffer. A script may write to it, as to all buffers, which changes nothing here.
         visibility: knows whether container code runs.
     """
 
     full_name: str
+    is_buffer: bool
     visibility: ParameterVisibility
 
     @classmethod
@@ -87,7 +89,11 @@ class AbsentTensor(Tensor):
             writes = bool(args) and (writes_first_argument(func) or func in _SETTERS)
             targets = [*(tensors_in(args[0]) if writes else ()), *tensors_in(kwargs.get("out"))]
             if func not in _SETTERS and any(map(_has_one_number, targets)):
+                if absent.is_buffer:
+                    return args[0]
                 raise absent.refusal(in_step=False)
+            if func in _SAME and absent.is_buffer:
+                return _pass_on(func(*args, **kwargs), absent)
             is_kept = func in _KEEPING or any(isinstance(one, nn.Parameter) for one in targets)
             if is_kept or not absent.visibility.computes:
                 raise absent.refusal(absent.visibility.shows_all)
@@ -97,12 +103,18 @@ class AbsentTensor(Tensor):
                 raise absent.refusal(in_step=True)
             for one in (*made, *targets):
                 if type(one) is Tensor:
-                    _pass_on(one, absent.full_name, absent.visibility)
+                    _pass_on(one, absent)
             absent.visibility.has_computed = True
             return result
 
     def refusal(self, in_step: bool) -> ConfigError:
         """The error for code that uses its values, in a forward or backward pass of the model or elsewhere."""
+        if self.is_buffer:
+            return ConfigError(
+                f"{self.full_name} is a buffer of another stage, whose module writes to it in the forward: with "
+                "pp_size > 1 no other stage has its values. Let that module return what is used elsewhere. To log it, "
+                "read it after the step, on the ranks whose model.named_buffers() lists it. Or use pp_size=1."
+            )
         start = f"{self.full_name} is a parameter of another stage"
         if in_step:
             return ConfigError(
@@ -120,17 +132,25 @@ class AbsentTensor(Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return absent_tensor(self, self.full_name, copy.deepcopy(self.visibility, memo), self.device, self.dtype)
+        visibility = copy.deepcopy(self.visibility, memo)
+        return absent_tensor(self, self.full_name, visibility, self.device, self.dtype, is_buffer=self.is_buffer)
 
 
 def absent_tensor(
-    like: Tensor, name: str, visibility: ParameterVisibility, device: torch.device, dtype: torch.dtype
+    like: Tensor,
+    name: str,
+    visibility: ParameterVisibility,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    is_buffer: bool = False,
 ) -> Tensor:
-    """What stands for the parameter ``name``, with one number as memory; ``like`` has its shape."""
+    """What stands for the parameter or buffer ``name``, with one number as memory; ``like`` has its shape."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     placeholder = torch.full((), value, dtype=dtype, device=device).expand(like.shape)
     if type(placeholder) is Tensor:  # else another library's tensor, which is of one class
-        _pass_on(placeholder, name, visibility)
+        absent = _absent(placeholder)
+        absent.full_name, absent.is_buffer, absent.visibility = name, is_buffer, visibility
     return placeholder.requires_grad_(like.requires_grad)
 
 
@@ -164,17 +184,22 @@ def _plain(absent: "AbsentTensor") -> None:
     absent.__class__ = Tensor  # type: ignore[assignment]  # what it was made of
 
 
-def _pass_on(tensor: Tensor, name: str, visibility: ParameterVisibility) -> None:
-    """Make an absent tensor of a plain one, of which others may hold references."""
+def _pass_on(tensor: Tensor, absent: AbsentTensor) -> Tensor:
+    """Make an absent tensor of a plain one, of which others may hold references, like another one."""
+    vars(_absent(tensor)).update(vars(absent))
+    return tensor
+
+
+def _absent(tensor: Tensor) -> AbsentTensor:
     tensor.__class__ = AbsentTensor
-    absent = cast(AbsentTensor, tensor)
-    absent.full_name, absent.visibility = name, visibility
+    return cast(AbsentTensor, tensor)
 
 
 def _has_one_number(tensor: Tensor) -> bool:
-    """Whether this stands for a parameter, to which nothing can be written."""
-    has_one = tensor.numel() > 1 and tensor.untyped_storage().nbytes() == tensor.element_size()
-    return isinstance(tensor, AbsentTensor) and has_one
+    """Whether this stands for a parameter or buffer itself, to which nothing can be written."""
+    if not isinstance(tensor, AbsentTensor) or tensor.untyped_storage().nbytes() != tensor.element_size():
+        return False
+    return tensor.is_buffer or tensor.numel() > 1
 
 
 def _is_empty(result: Any) -> bool:
@@ -190,6 +215,7 @@ def _of_tensors(*names: str) -> set[Any]:
 # torch declares no properties
 _GRAD, _REQUIRES_GRAD, _DATA = (cast(Any, getattr(Tensor, name)) for name in ("grad", "requires_grad", "data"))
 _SETTERS = frozenset((_GRAD.__set__, _DATA.__set__))
+_SAME = frozenset((_DATA.__get__, Tensor.detach))
 # A text, and gradients.
 _KEEPING = frozenset((Tensor.__format__, Tensor.backward))
 # What these make has the values of the first argument only.

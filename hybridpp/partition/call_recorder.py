@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from hybridpp.errors import HybridppError, PartitionError
 from hybridpp.module_adapter import Forward
+from hybridpp.nn import walk
 from hybridpp.nn.checkpointing import in_checkpoint, in_reentrant_checkpoint
 from hybridpp.nn.snapshot import Snapshot
-from hybridpp.nn.torch_private import is_functorch_active, pytree, version_of
-from hybridpp.partition.calls import CallArguments, Same, TensorSpec, Trace, UnitCall
+from hybridpp.nn.torch_private import buffers_of, is_functorch_active, pytree, version_of
+from hybridpp.partition.calls import BufferKind, CallArguments, Same, TensorSpec, Trace, UnitCall
 from hybridpp.partition.concrete_fallback import UntraceableUnitError, run_on_concrete_values
 from hybridpp.partition.containers import ContainerRef, ContainerSnapshot, flatten
 from hybridpp.partition.derivatives import Derivative
@@ -74,6 +75,7 @@ class CallRecorder:
         self._depth = 0
         self._occurrences: dict[str, int] = {}
         self._outputs: list[tuple[UnitCall, int, Tensor, int]] = []
+        self._written_buffers: set[BufferKind] = set()
         for name, parameter in fakes.parameters:
             self.taints.mark(parameter, [name])
         for buffer, _ in fakes.buffers:
@@ -255,6 +257,7 @@ class CallRecorder:
         self._depth += 1
         objects = Snapshot.reachable_from(inputs)
         counter = FlopCounter() if self._count_flops else None
+        buffers = _buffer_versions(self._model.get_submodule(call.name))
         try:
             with self.taints.paused(call.name) as used, counter or nullcontext():
                 try:
@@ -266,6 +269,7 @@ class CallRecorder:
                     output = self._run_on_concrete_values(call.name, (forward, *inputs), reached, error)
             if counter is not None:
                 call.flops = counter.get_total_flops()
+            self._written_buffers |= {kind for kind, buffer, version in buffers if version_of(buffer) != version}
             return output, used
         finally:
             self._depth -= 1
@@ -324,7 +328,19 @@ class CallRecorder:
                 call.written |= {number}
         sources = self.taints.sources(result) | self.taints.sources(list(kept.tensors))
         derivatives = tuple(self._derivatives)
-        return Trace(tuple(self.calls), sources, resets, hook_effects, derivatives, left, kept.read, kept.replaced)
+        state = left, kept.read, kept.replaced
+        written = frozenset(self._written_buffers)
+        return Trace(tuple(self.calls), sources, resets, hook_effects, derivatives, *state, written)
+
+
+def _buffer_versions(module: nn.Module) -> list[tuple[BufferKind, Tensor, int]]:
+    """The buffers of a module and those inside, and how often each was written to."""
+    return [
+        ((type(part), key), buffer, version_of(buffer))
+        for part in walk.modules(module)
+        for key, buffer in buffers_of(part).items()
+        if buffer is not None
+    ]
 
 
 def _calls_in(sources: frozenset[Source]) -> set[int]:

@@ -17,6 +17,9 @@ from hybridpp.partition.taint import Source
 CallArguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of one call, of the model or of a unit."""
 
+BufferKind: TypeAlias = tuple[type, str]
+"""The class of a module, and the name of a buffer that modules of it have."""
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -107,6 +110,7 @@ class Trace:
         left_by_containers: those of them that container code sets and that the next forward reads first; empty if the
             cuts were not known.
         replaced: those of these of which each stage of a rank can have a value of its own.
+        written_buffers: the kinds of buffers to which units write.
     """
 
     calls: tuple[UnitCall, ...]
@@ -117,3 +121,4 @@ class Trace:
     left: tuple[LeftKey, ...] = ()
     left_by_containers: tuple[LeftKey, ...] = ()
     replaced: tuple[LeftKey, ...] = ()
+    written_buffers: frozenset[BufferKind] = frozenset()

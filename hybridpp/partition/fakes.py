@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hybridpp.nn import walk
 from hybridpp.nn.snapshot import preserved_modules
 from hybridpp.nn.torch_private import FAKE_TENSOR_LOG, FakeSpec, FakeTensorMode, buffers_of, parameters_of
+from hybridpp.partition.absent import AbsentTensor
 
 
 class Fakes:
@@ -95,6 +96,10 @@ class Fakes:
             buffer = _owning_dict(module, key)[key]
             if buffer is original or not isinstance(buffer, Tensor):
                 continue
+            if isinstance(buffer, AbsentTensor):
+                if not original.is_meta:
+                    continue
+                buffer = torch.zeros((), dtype=original.dtype, device=self._device).expand(original.shape)
             spec = self.specs[number]
             if buffer.shape != spec.size:
                 number = max(self.specs) + 1

@@ -1,6 +1,6 @@
 """Remove from a model what other stages own."""
 
-from collections.abc import ItemsView, Mapping, Sequence
+from collections.abc import Collection, ItemsView, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,13 @@ from hybridpp.nn.names import qualified
 from hybridpp.nn.torch_private import (
     BUFFERS,
     PARAMETERS,
+    NormWithStatistics,
     buffers_of,
     children_of,
     parameters_of,
 )
 from hybridpp.partition.absent import ParameterVisibility, absent_tensor
+from hybridpp.partition.calls import BufferKind
 
 
 def parameter_names(model: nn.Module) -> list[str]:
@@ -51,11 +53,13 @@ def prune_parameters(
     foreign_units: set[str],
     device: torch.device,
     dtypes: Mapping[int, torch.dtype],
+    written: Collection[BufferKind] = (),
 ) -> ParameterVisibility:
     """Free the parameters that ``stages`` do not own, and hide them and the buffers of other stages' units.
 
     A freed parameter remains as a plain attribute of the same shape, dtype and device with one number as memory
-    (:class:`AbsentTensor`), because container code may read a weight's dtype or device.
+    (:class:`AbsentTensor`), because container code may read a weight's dtype or device. So does a buffer of a kind that
+    is ``written`` to, as running statistics are: this rank has its values at boost only.
 
     Returns:
         The switch that shows them again.
@@ -71,9 +75,9 @@ def prune_parameters(
         _free_parameters(module, placeholders, visibility)
     own = _outside(model, foreign_units)
     for unit in foreign_units:
-        for module in walk.modules(walk.submodule(model, unit)):
+        for name, module in walk.named_modules(walk.submodule(model, unit)):
             if buffers_of(module) and module not in own:
-                _hide_buffers(module, device, visibility)
+                _hide_buffers(module, qualified(unit, name), device, visibility, written)
     return visibility
 
 
@@ -86,10 +90,18 @@ def _free_parameters(module: nn.Module, placeholders: Mapping[int, Tensor], visi
         vars(module).update(freed)
 
 
-def _hide_buffers(module: nn.Module, device: torch.device, visibility: ParameterVisibility) -> None:
+def _hide_buffers(
+    module: nn.Module, name: str, device: torch.device, visibility: ParameterVisibility, written: Collection[BufferKind]
+) -> None:
     """Hide a module's own buffers."""
     held = buffers_of(module)
-    vars(module).update({key: _buffer_placeholder(buffer, device) for key, buffer in held.items()})
+    for key, buffer in held.items():
+        if buffer is not None and (isinstance(module, NormWithStatistics) or (type(module), key) in written):
+            vars(module)[key] = absent_tensor(
+                buffer, qualified(name, key), visibility, device, buffer.dtype, is_buffer=True
+            )
+        else:
+            vars(module)[key] = _buffer_placeholder(buffer, device)
     vars(module)[BUFFERS] = _OwnedTensors(module, held, set(held), visibility)
 
 

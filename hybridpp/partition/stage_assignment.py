@@ -15,7 +15,7 @@ from hybridpp.module_adapter import AdapterLayer, ModuleAdapter
 from hybridpp.nn import walk
 from hybridpp.partition.absent import ParameterVisibility
 from hybridpp.partition.blocks import find_units
-from hybridpp.partition.calls import CallArguments, Trace, UnitCall
+from hybridpp.partition.calls import BufferKind, CallArguments, Trace, UnitCall
 from hybridpp.partition.cut import CutCriteria, choose_cut
 from hybridpp.partition.intercept import Interceptor
 from hybridpp.partition.measure import measure_seconds, unit_costs
@@ -52,6 +52,7 @@ class StageAssignment:
         homes: the stages that hold each unit, by its name; empty for a model of one stage.
         tracer: traces the forward for other inputs; None: there is one stage.
         cut: after which calls the stages end.
+        written_buffers: the kinds of buffers to which units write.
     """
 
     interceptor: Interceptor
@@ -61,6 +62,7 @@ class StageAssignment:
     homes: dict[str, set[int]]
     tracer: Tracer | None = None
     cut: tuple[CutPoint, ...] = ()
+    written_buffers: frozenset[BufferKind] = frozenset()
 
     def prune(
         self, adapter: ModuleAdapter, own_stages: Sequence[int], device: torch.device, dtypes: Mapping[int, torch.dtype]
@@ -71,7 +73,7 @@ class StageAssignment:
                 holder = walk.submodule(adapter.model, name.rpartition(".")[0])
                 adapter.noted(holder, "parameters pruned for other stages", undo=None)
         foreign = {unit for unit, stages in self.homes.items() if not stages & set(own_stages)}
-        return prune_parameters(adapter.model, self.owners, own_stages, foreign, device, dtypes)
+        return prune_parameters(adapter.model, self.owners, own_stages, foreign, device, dtypes, self.written_buffers)
 
     def plans(self, own_stages: Sequence[int], arguments: CallArguments, sharding: BoundarySharding | None) -> Plans:
         """The plans of this rank's stages for such arguments, which are traced; for two stages or more.
@@ -156,11 +158,12 @@ def cut_into_stages(
     if trace.left:
         _refuse_state(found.tracer.trace(*sample, cuts=cut), stages_per_rank)
     calls = list(zip(trace.calls, stages, strict=True))
-    needed = uses(trace, stages)
+    needed, written = uses(trace, stages), trace.written_buffers
     for kind in further:
         traced = partial(_traced, found.tracer, cut=cut, callers=_callers(found, calls))
         _, (other, stages_of_other) = first_that_runs(kind, prepare, traced)
         _refuse_state(other, stages_per_rank)
+        written |= other.written_buffers
         calls += zip(other.calls, stages_of_other, strict=True)
         for name, at in uses(other, stages_of_other).items():
             needed[name] = needed.get(name, set()) | at
@@ -179,6 +182,7 @@ def cut_into_stages(
         homes=homes,
         tracer=found.tracer,
         cut=cut,
+        written_buffers=written,
     )
 
 

@@ -146,6 +146,33 @@ def test_a_weight_of_this_stage_is_not_made_of_those_of_others():
         run(cut(type("Late", (Net,), {"before": before})))
 
 
+def test_container_code_may_not_read_what_other_stages_write_to_buffers():
+    class Counted(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x):
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+            return super().forward(x)
+
+    class Reader(Net):
+        number = 0
+
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Counted() for _ in range(4))
+
+        def after(self, loss):
+            return loss + self.blocks[self.number].mean.sum()
+
+    with pytest.raises(ConfigError, match=r"^blocks\.0\.mean is a buffer of another stage"):
+        run(cut(Reader))
+    results, *_ = run(cut(type("OfItsStage", (Reader,), {"number": 3})))
+    whole = type("OfItsStage", (Reader,), {"number": 3})()
+    assert results == [whole(X) for _ in range(3)]
+
+
 class Container(Net):
     """Uses weights in many ways between blocks, where all stages run it."""
 

@@ -1,8 +1,9 @@
 import copy
+import re
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hybridpp.errors import ConfigError
 from hybridpp.partition import parameter_names
@@ -13,6 +14,8 @@ CPU = torch.device("cpu")
 
 def make_model():
     model = nn.ModuleDict({"a": nn.Linear(2, 3), "norm": nn.BatchNorm1d(3), "b": nn.Linear(3, 2)})
+    model["b"].register_buffer("angles", torch.arange(3.0))
+    model["b"].register_buffer("calls", torch.zeros(2))
     model.register_parameter("scale", nn.Parameter(torch.ones(2)))
     model.register_buffer("table", torch.arange(4))
     model["tied"] = nn.Linear(2, 3, bias=False)
@@ -94,8 +97,24 @@ def test_pruned_parameters_keep_shape_dtype_and_device_without_memory():
     with visibility.showing_all():
         assert placeholder.untyped_storage().nbytes() == 2
         assert placeholder.isnan().shape == (2, 3)
-    assert "norm.running_mean" not in dict(model.named_buffers())
-    assert torch.equal(model["norm"].running_var, torch.ones(3))
+    assert "b.angles" not in dict(model.named_buffers())
+    assert torch.equal(model["b"].angles, torch.arange(3.0))
+
+
+def test_values_of_buffers_that_other_stages_write_to_are_refused():
+    model = make_model()
+    prune_parameters(model, OWNERS, [0], {"norm", "b"}, CPU, {}, {(nn.Linear, "calls")})
+    for name in ("norm.running_mean", "norm.num_batches_tracked", "b.calls"):
+        module, _, key = name.rpartition(".")
+        buffer = getattr(model[module], key)
+        assert not buffer.requires_grad
+        for read in (torch.neg, torch.sum, Tensor.tolist):
+            with pytest.raises(ConfigError, match=rf"^{re.escape(name)} is a buffer of another stage"):
+                read(buffer)
+    # As scripts reset them everywhere.
+    model["norm"].reset_running_stats()
+    model["norm"].running_mean.data.mul_(0.5)
+    assert model["norm"].running_mean.shape == (3,)
 
 
 def test_values_of_a_pruned_parameter_are_refused_outside_of_the_forward():
