@@ -23,8 +23,11 @@ class FlatWeights:
 
     Attributes:
         pieces: views of what this replica updates, by name: flat, or of the parameter's shape if it is whole.
+        gathers_where_used: whether whatever computes has gathered the pieces just before.
         parts: functions that take such a piece of a tensor of the parameter's shape, by name.
     """
+
+    gathers_where_used = False
 
     def __init__(
         self,

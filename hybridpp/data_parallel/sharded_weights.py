@@ -252,6 +252,8 @@ class ShardedWeights(FlatWeights):
         after_cancel, after_update: called by :meth:`cancel` and :meth:`gather`; None: nothing is.
     """
 
+    gathers_where_used = True
+
     def __init__(
         self,
         layout: ShardLayout,

@@ -33,8 +33,18 @@ class UpdateTarget(Protocol):
             ConfigError: a parameter requires a gradient now that did not when the target was made, or was replaced.
         """
 
-    def pull(self, *, in_step: bool = False) -> None:
-        """Take over model weights that the script has written since :meth:`push`."""
+    def take_over(self, *, before_update: bool = False) -> None:
+        """Bring what the script has written to the tensors since :meth:`push` into the weights, before these compute.
+
+        Args:
+            before_update: whether an update and :meth:`push` follow, and nothing computes before.
+
+        Raises:
+            ConfigError: the tensors are parts, which replicas exchange in :meth:`push` only, and no update follows.
+        """
+
+    def pull(self, *, in_step: bool = False, before_update: bool = False) -> None:
+        """Take over model weights that the script has written since :meth:`push`, and tensors: :meth:`take_over`."""
 
     def lent(self, gradients: Mapping[str, Tensor], unused: Collection[str]) -> AbstractContextManager[None]:
         """A context in which ``grad`` of every tensor is its gradient, of the same shape; None if it is ``unused``."""

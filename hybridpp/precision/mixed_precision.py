@@ -4,16 +4,17 @@ Micikevicius et al., "Mixed Precision Training", ICLR 2018, arXiv:1710.03740.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from hybridpp.config import LossScaleConfig
 from hybridpp.errors import ConfigError
+from hybridpp.nn.counted_parameter import CountedParameter
 from hybridpp.nn.torch_private import children_of, foreach_copy_, has_no_data, parameters_of, version_of
 from hybridpp.precision.dtypes import bare_name
 from hybridpp.precision.host_transfer import HostTransfer
@@ -78,19 +79,36 @@ class MasterWeights:
         self._versions_of_masters = {name: version_of(master) for name, master in self.masters.items()}
 
     def written_by_script(self) -> list[str]:
-        """The names of masters that are no longer what the weights were rounded from (``optimizer.param_groups``)."""
+        """The names of masters that are no longer what the weights were rounded from (``optimizer.param_groups``).
+
+        Raises:
+            ConfigError: the script has written to such a weight, too.
+        """
         versions = self._versions_of_masters
         written = [name for name, master in self.masters.items() if version_of(master) != versions[name]]
         if not written:
             return []
         working = self._working()
         # What the library has written (a checkpoint), it has rounded, too.
-        return [
+        found = [
             name
             for name in written
             if not has_no_data(working[name])
             and not torch.equal(self.masters[name].to(working[name].device, working[name].dtype), working[name])
         ]
+        # Pieces that lie in one buffer have one counter; there, no weights can be written beside them.
+        watch = self._watch if found else None
+        if watch is not None:
+            both = {name for name in found if version_of(self._model_weights[name]) != self._versions[name]}
+            if watch.is_known:
+                both |= watch.written(working, both).intersection(found)
+            for name in sorted(both):
+                raise ConfigError(
+                    f"{name}, or a weight beside it, and its fp32 copy (a tensor of optimizer.param_groups) were both "
+                    "written since the last step or save, so which of the two is to be trained is not known. Write to "
+                    "one of them only: best to the model's parameter, under torch.no_grad(), on every rank."
+                )
+        return found
 
     def _working(self) -> dict[str, Tensor]:
         """What masters are rounded into, by name."""
@@ -151,7 +169,9 @@ class MasterWeights:
         working = self._working()
         for name in names:
             working[name].copy_(self.masters[name])
-        self._note_versions()
+        # Not of the others, which the script may have written to.
+        self._versions |= {name: version_of(self._model_weights[name]) for name in names}
+        self._versions_of_masters |= {name: version_of(self.masters[name]) for name in names}
         if self._watch is not None:
             self._watch.is_known = False
 
@@ -209,12 +229,23 @@ class ReplicatedTarget:
         self.tensors = {name: masters.masters.get(name, parameter) for name, parameter in parameters.items()}
         self._masters = masters
         self._parameters = dict(parameters)
+        self._apart: list[nn.Parameter] = []
         self._lent: Mapping[str, Tensor] = {}
         self._on_device = any(parameter.device.type != "cpu" for parameter in self._parameters.values())
         self.names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._known = {id(parameter): parameter.dtype for parameter in self._parameters.values()}
         self._frozen = {id(parameter): parameter.dtype for parameter in frozen}
         self._accepted: Mapping[int, tuple[bool, torch.dtype]] = {}
+        self._count_writes()
+
+    def _count_writes(self) -> None:
+        """Let torch count what is written through ``.data`` to tensors that are not the model's parameters."""
+        self._apart = [one for one in self.tensors.values() if type(one) is nn.Parameter and id(one) not in self.names]
+        self._become(CountedParameter)
+
+    def _become(self, kind: type[nn.Parameter]) -> None:
+        for tensor in self._apart:
+            tensor.__class__ = kind
 
     def check(self, model: nn.Module) -> None:
         """Refuse parameters that require a gradient now and did not at boost, were not there, or had another dtype.
@@ -229,21 +260,17 @@ class ReplicatedTarget:
         if found != self._accepted:
             self._refuse_wrong(model, found)
             self._accepted = found
-        self._take_over()
+        self.take_over()
 
-    def _take_over(self) -> None:
+    def take_over(self, *, before_update: bool = False) -> None:
+        """Bring what the script has written to the tensors into the model's weights; see :class:`UpdateTarget`."""
         written = self._masters.written_by_script()
-        if written and self.is_divided:
-            self._refuse_written(written[0])
+        if written and not before_update:
+            self._check_seen(written)
         self._masters.round(written)
 
-    @staticmethod
-    def _refuse_written(name: str) -> NoReturn:
-        raise ConfigError(
-            f"what the optimizer updates for {name} was written between steps (a tensor of optimizer.param_groups): "
-            "with ZeRO it is this replica's part of the weight, or of an fp32 copy of it, from which the weights that "
-            "compute are taken at a step only. Write to the model's parameters, under torch.no_grad(), on every rank."
-        )
+    def _check_seen(self, written: Sequence[str]) -> None:
+        """Refuse these writes where what computes would not have them."""
 
     def _refuse_wrong(self, model: nn.Module, found: Mapping[int, tuple[bool, torch.dtype]]) -> None:
         trained, frozen = self._known, self._frozen
@@ -271,9 +298,9 @@ class ReplicatedTarget:
                 "Unfreeze or add it before booster.boost; freezing later is fine."
             )
 
-    def pull(self, *, in_step: bool = False) -> None:
+    def pull(self, *, in_step: bool = False, before_update: bool = False) -> None:
         """Take over weights of the model that the script has written to; see :meth:`MasterWeights.copy_from_model`."""
-        self._take_over()
+        self.take_over(before_update=before_update)
         self._masters.copy_from_model(in_step=in_step)
 
     @contextmanager
@@ -288,10 +315,12 @@ class ReplicatedTarget:
                 gradient = transfer.beside(name, gradient)
             tensor.grad = gradient
         self._lent = used
+        self._become(nn.Parameter)
         try:
             yield
         finally:
             self._lent = {}
+            self._become(CountedParameter)
             for name, tensor in self.tensors.items():
                 tensor.grad = before[name]
 

@@ -147,7 +147,19 @@ class BoostedModels(
 
     def unsharded(self, model: nn.Module) -> AbstractContextManager[None]:
         """See :meth:`hybridpp.Booster.unsharded`."""
-        return self._noting("booster.unsharded", self._engine(model).weights.unsharded())
+        return self._noting("booster.unsharded", self._unsharded(self._engine(model)))
+
+    @contextmanager
+    def _unsharded(self, engine: Engine) -> Iterator[None]:
+        target = None if engine.weights.sharded is None or engine.optimizer is None else engine.optimizer.target
+        if target is not None:  # what is written inside is newer
+            target.take_over()
+        with engine.weights.unsharded():
+            yield
+            if target is not None:  # what was written to copies inside is lost, and will be refused, like that to parts
+                target.take_over()
+        if target is not None:  # what is written to copies from now on is newer
+            engine.masters.copy_from_model(in_step=True)
 
     @_in_section("setup", "booster.averaged")
     def averaged(self, model: nn.Module, average: Callable[..., Any] | None, *, use_buffers: bool) -> AveragedModel:

@@ -187,7 +187,7 @@ class Engine(EngineParts):
         self._mark("read")
         try:
             batch, infos, failure = self._reader.read(
-                data_iter, use, self._check_trained if training else _nothing, self.first_step
+                data_iter, use, self._check_trained if training else self._take_over, self.first_step
             )
             is_new = self._is_new(called, batch, infos, training)
             if not is_new:  # else it is not known yet what the next batch's items are
@@ -237,6 +237,10 @@ class Engine(EngineParts):
                 self.optimizer.check_gradients_before_boost()
             if self.optimizer.modes is not None:
                 self.optimizer.modes.look()
+
+    def _take_over(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.target.take_over()
 
     def _counts(self, infos: list[RankBatchInfo]) -> frozenset[int]:
         """The replicas' numbers of micro-batches."""
@@ -454,6 +458,8 @@ class Engine(EngineParts):
                 losses_known(result)
             if optimizer is not None:
                 optimizer.end_accumulation()
+            if end is None and failure is not None:  # there is no message that would tell of it
+                raise failure
             loss = None if end is None else self.epilogue.loss(end, program, task, failure, identity)
             num_items = None if end is None or loss is None else items_of(end, loss)
         except BaseException as error:

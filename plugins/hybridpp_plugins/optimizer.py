@@ -207,6 +207,8 @@ class HybridOptimizer(SteppingOptimizer):
         """Prepare for a backward pass that the script runs, of a loss times ``loss_scale``."""
         if self._is_released:
             self._refuse_released()
+        if self.target.is_divided:  # this pass, or its forward, has read other weights than a step would update
+            self.target.take_over()
         self.accumulated.begin(loss_scale, manual=True)
         self._reducer.begin_last_backward()
 

@@ -21,7 +21,7 @@ class Written(NamedTuple):
     """What tensors hold, to find out whether something has written to them.
 
     Attributes:
-        versions: of the tensors; what is written through ``.data`` does not change them.
+        versions: of the tensors; what is written through ``.data`` of plain parameters does not change them.
         hashes: of their bits.
     """
 

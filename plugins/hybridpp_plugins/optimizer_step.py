@@ -859,6 +859,15 @@ class SteppingOptimizer(WrappedOptimizer):
             self.interruption.lost_peer(error)
             raise
 
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`WrappedOptimizer.state_dict`.
+
+        Raises:
+            ConfigError: the script has written to parts of weights since the last step, of which replicas do not know.
+        """
+        self.target.take_over()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See :meth:`WrappedOptimizer.load_state_dict`."""
         with self._communicating("load_state_dict()"):
@@ -866,7 +875,8 @@ class SteppingOptimizer(WrappedOptimizer):
 
     def _update(self) -> None:
         """Update the weights, or skip the step; the gradients are consumed. Collective: all ranks."""
-        self.target.pull(in_step=True)
+        # Passes have refused what was written before them.
+        self.target.pull(in_step=True, before_update=True)
         self.accumulated.finalize()
         if self.accumulated.num_manual_passes:
             self.accumulated.check_clipping()
@@ -909,6 +919,8 @@ class SteppingOptimizer(WrappedOptimizer):
             self.nonfinite_steps.skip(norm)
         finally:
             self._reducer.consume()
+        if self.target.is_divided:  # what the script has written to parts before a step that is skipped
+            self.target.push()
 
     def _forget_manual_calls(self) -> None:
         if self.manual_calls is not None and self.manual_calls.kept:

@@ -256,7 +256,9 @@ def _module_dtypes(model: nn.Module, settings: PluginSettings, device: torch.dev
 
 
 class _Explained:
-    """Wraps the script's own calls of the model: torch's error about dtypes says nothing of weights.
+    """Wraps the script's own calls of the model: they see what was written to fp32 copies of the weights.
+
+    Torch's error about dtypes says nothing of weights, so it is explained.
 
     Args:
         boosted: knows the dtypes of the weights; None: of a copy, whose weights nothing updates.
@@ -272,6 +274,8 @@ class _Explained:
         return _Explained(None, deepcopy(self._model, memo), None)
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._boosted is not None:
+            self._boosted.target.take_over()
         try:
             with nullcontext() if self._boosted is None else self._boosted.checked_call(self._model):
                 return self._around(forward, args, kwargs) if self._around else forward(*args, **kwargs)

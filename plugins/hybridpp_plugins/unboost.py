@@ -52,9 +52,11 @@ def _update_of(engine: Engine) -> CompleteUpdate:
         assert boosted is not None, "replicas divide what an optimizer updates"
         return gather_update(engine, boosted)
     engine.adapter.check_removable()
-    engine.masters.copy_from_model()
     state: dict[str, dict[str, Any]] = {}
-    if boosted is not None:
+    if boosted is None:
+        engine.masters.copy_from_model()
+    else:
+        boosted.target.pull()
         held = boosted.unwrap().state
         state = {name: held[tensor] for name, tensor in boosted.target.tensors.items() if tensor in held}
     return CompleteUpdate({name: master.detach() for name, master in engine.masters.masters.items()}, state)

@@ -457,51 +457,122 @@ def test_what_a_forward_writes_to_sharded_weights_is_kept(precision, writes_data
     assert found == pytest.approx([expected] * 2, rel=1e-6 if precision == "fp32" else 1e-2)
 
 
+def halved_in_place(tensors):
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.mul_(FACTOR)
+
+
+def halved_by_data(tensors):
+    for tensor in tensors:
+        tensor.data.mul_(FACTOR)
+
+
+def halved_by_foreach(tensors):
+    torch._foreach_mul_([tensor.data for tensor in tensors], FACTOR)
+
+
+def halved_by_replacing(tensors):
+    for tensor in tensors:
+        tensor.data = tensor.data * FACTOR
+
+
+HALVED = [halved_in_place, halved_by_data, halved_by_foreach, halved_by_replacing]
+
+
+def decayed(halve, moment, num_ranks, is_manual=False, **settings):
+    """Losses and weights of three steps, of which ``halve`` writes to what the optimizer holds before or after two."""
+    batches = [torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(number)) for number in range(3)]
+
+    def run():
+        torch.manual_seed(0)
+        # Large enough for each replica to have a part.
+        model = nn.Sequential(nn.Linear(8, 512), nn.Tanh(), nn.Linear(512, 8))
+        make = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
+        booster, model, optimizer = boosted(model, make, (torch.zeros(1, 8),), **settings)
+        replica, size = booster.plugin.layout.here.dp, 4 // booster.plugin.layout.dp.size
+        losses = []
+        for number, batch in enumerate(batches):
+            data = tuple(part[replica * size :][:size] for part in batch)
+            if is_manual:
+                loss = nn.functional.mse_loss(model(data[0]).float(), data[1])
+                booster.backward(loss, optimizer)
+            else:
+                loss = booster.execute_pipeline(iter([data]), model, nn.functional.mse_loss, optimizer)["loss"]
+            losses.append(loss.item())
+            held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+            if moment == "before" and number < 2:
+                halve(held)
+            optimizer.step()
+            if moment == "after" and number < 2:
+                halve(held)
+        return losses, read(booster, model, settings.get("zero_stage"))
+
+    ranks = Loopback(num_ranks).run(run)
+    weights = {name: one for _, found in ranks for name, one in found.items()}
+    return [sum(losses) / num_ranks for losses in zip(*(losses for losses, _ in ranks), strict=True)], weights
+
+
+_ALONE = {}
+
+
+def decayed_alone(moment):
+    if moment not in _ALONE:
+        _ALONE[moment] = decayed(halved_by_data, moment, 1)
+    return _ALONE[moment]
+
+
+def assert_decayed(found, moment, precision="fp32"):
+    tolerance = 1e-5 if precision == "fp32" else 1e-2
+    losses, weights = decayed_alone(moment)
+    assert found[0] == pytest.approx(losses, abs=tolerance)
+    for name, one in weights.items():
+        torch.testing.assert_close(found[1][name], one, atol=tolerance, rtol=tolerance, msg=name)
+
+
+WRITTEN = r"was written between steps \(a tensor of optimizer\.param_groups\)|failed on ranks? \d"
+
+
+@pytest.mark.covering("precision zero", "zero offload moment", "halve moment", "is_manual moment")
+@pytest.mark.parametrize("is_manual", [False, True])
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("offload", [0.0, 1.0])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("halve", HALVED)
+def test_a_decay_by_hand_is_that_of_one_process_or_refused(halve, precision, zero, offload, moment, is_manual):
+    settings = {"precision": precision, "zero_stage": zero, "offload_optimizer": offload}
+    if moment == "after" and zero in (1, 2):
+        with pytest.raises((ConfigError, RefusedByPeerError), match=WRITTEN):
+            decayed(halve, moment, 2, is_manual, **settings)
+    else:
+        assert_decayed(decayed(halve, moment, 2, is_manual, **settings), moment, precision)
+
+
 @pytest.mark.parametrize(
-    ("settings", "is_kept"),
+    ("num_ranks", "settings"),
     [
-        ({"precision": "bf16"}, True),
-        ({"offload_optimizer": 1.0}, True),
-        ({"precision": "fp16", "offload_optimizer": 0.5}, True),
-        ({"precision": "bf16", "zero_stage": 1}, False),
-        ({"precision": "bf16", "zero_stage": 3}, False),
-        ({"zero_stage": 1}, False),
-        ({"zero_stage": 2, "offload_optimizer": 0.5}, False),
-        ({"zero_stage": 3}, True),
+        (4, {"zero_stage": 1}),
+        (4, {"zero_stage": 1, "pp_size": 2}),
+        (4, {"zero_stage": 3, "pp_size": 2}),
+        (2, {"pp_size": 2, "precision": "bf16"}),
     ],
     ids=str,
 )
-def test_what_is_written_to_what_the_optimizer_holds_is_kept_or_refused(settings, is_kept, tmp_path):
-    sample = (torch.ones(2, 8), torch.zeros(2, 8))
+def test_a_decay_by_hand_before_a_step_is_kept_on_more_ranks(num_ranks, settings):
+    assert_decayed(
+        decayed(halved_by_data, "before", num_ranks, **settings), "before", settings.get("precision", "fp32")
+    )
 
+
+@pytest.mark.parametrize(
+    ("zero", "inside", "replaces", "precision"),
+    [(1, False, True, "fp32"), (2, False, False, "fp32"), (3, True, False, "fp32"), (3, True, True, "bf16")],
+)
+def test_a_save_refuses_what_is_written_to_pieces_of_weights(zero, inside, replaces, precision, tmp_path):
     def run():
-        booster, model, optimizer = boosted(make_model(), sgd, sample, **settings)
-        step = (iter([sample]) for _ in range(2))
-        booster.execute_pipeline(next(step), model, nn.functional.mse_loss, optimizer)
-        optimizer.step()
-        with torch.no_grad():
-            for group in optimizer.param_groups:
-                for tensor in group["params"]:
-                    tensor.mul_(FACTOR)
-        if not is_kept:
-            # One rank may update nothing of so small a model.
-            told = r"was written between steps \(a tensor of optimizer.param_groups\)|failed on rank 0"
-            with pytest.raises((ConfigError, RefusedByPeerError), match=told):
-                booster.execute_pipeline(next(step), model, nn.functional.mse_loss, optimizer)
-            return
-        booster.execute_pipeline(next(step), model, nn.functional.mse_loss, optimizer)
-        for (name, found), before in zip(
-            read(booster, model, settings.get("zero_stage")).items(), make_model().parameters(), strict=True
-        ):
-            torch.testing.assert_close(found, before * FACTOR, rtol=1e-2, atol=1e-4, msg=name)
-
-    Loopback(2 if "zero_stage" in settings else 1).run(run)
-
-
-@pytest.mark.parametrize(("zero", "inside", "replaces"), [(1, False, True), (2, False, False), (3, True, False)])
-def test_a_save_refuses_what_is_written_to_pieces_of_weights_in_fp32(zero, inside, replaces, tmp_path):
-    def run():
-        booster, model, optimizer = boosted(make_model(), sgd, (torch.zeros(1, 8),), zero_stage=zero)
+        settings = {"zero_stage": zero, "precision": precision}
+        booster, model, optimizer = boosted(make_model(), sgd, (torch.zeros(1, 8),), **settings)
         for number in range(2):  # what the library writes is not the script's
             step(booster, model, optimizer)
             booster.save(tmp_path / "run", step=number)
@@ -520,3 +591,130 @@ def test_a_save_refuses_what_is_written_to_pieces_of_weights_in_fp32(zero, insid
             booster.save_model(model, tmp_path / "model.safetensors")
 
     Loopback(2).run(run)
+
+
+def large_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 512), nn.Tanh(), nn.Linear(512, 8))
+
+
+def averages_swapped_in(optimizer):
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            tensor.data.copy_(torch.full_like(tensor, 0.01))
+
+
+def evaluations(settings, reads_ahead):
+    """What the model returns after averages were swapped in: as the booster runs it, and called by the script."""
+    booster, model, optimizer = boosted(large_model(), sgd, (torch.zeros(1, 8),), **settings)
+    data = torch.linspace(-1, 1, 64).view(8, 8), torch.zeros(8, 8)
+    step(booster, model, optimizer)
+    loader = booster.plugin.prepare_dataloader(torch.utils.data.TensorDataset(*data), batch_size=4)
+
+    def evaluate():
+        batches = iter(loader) if reads_ahead else iter([data])
+        with torch.no_grad():
+            for _ in range(len(loader) if reads_ahead else 1):
+                found = booster.execute_pipeline(batches, model, None, return_loss=False, return_outputs=True)
+            return found["outputs"]
+
+    evaluate()
+    averages_swapped_in(optimizer)
+    outputs = evaluate()
+    with torch.no_grad():
+        called = model(data[0])
+    return outputs, called
+
+
+@pytest.mark.parametrize(
+    "settings", [{"precision": "bf16"}, {"zero_stage": 3}, {"precision": "fp16", "zero_stage": 3}], ids=str
+)
+def test_an_evaluation_sees_averages_swapped_into_the_groups(settings):
+    def run():
+        outputs, called = evaluations(settings, reads_ahead=False)
+        plain = large_model()
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.fill_(0.01)
+            expected = plain(torch.linspace(-1, 1, 64).view(8, 8))
+        torch.testing.assert_close(outputs.float(), expected, atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(called.float(), expected, atol=1e-2, rtol=1e-2)
+
+    Loopback(2).run(run)
+
+
+@pytest.mark.parametrize("reads_ahead", [False, True])
+@pytest.mark.parametrize("settings", [{"zero_stage": 1}, {"precision": "bf16", "zero_stage": 2}], ids=str)
+def test_an_evaluation_of_averages_in_parts_of_weights_is_refused(settings, reads_ahead):
+    with pytest.raises((ConfigError, RefusedByPeerError), match=WRITTEN):
+        Loopback(2).run(lambda: evaluations(settings, reads_ahead))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_decay_by_hand_stays_where_the_step_is_skipped(zero):
+    def run():
+        settings = {"precision": "fp16", "zero_stage": zero}
+        booster, model, optimizer = boosted(large_model(), sgd, (torch.zeros(1, 8),), **settings)
+        step(booster, model, optimizer)
+        before = read(booster, model, zero)
+        batch = torch.full((4, 8), 3e4), torch.zeros(4, 8)
+        booster.execute_pipeline(iter([batch]), model, lambda y, _: (y * 1e4).sum(1).mean(), optimizer)
+        halved_by_data([tensor for group in optimizer.param_groups for tensor in group["params"]])
+        optimizer.step()
+        assert optimizer.last_step_skipped
+        step(booster, model, optimizer)
+        for name, one in read(booster, model, zero).items():
+            torch.testing.assert_close(one, before[name] * FACTOR, atol=1e-3, rtol=1e-2, msg=name)
+
+    Loopback(2).run(run)
+
+
+def test_of_a_write_to_a_weight_and_one_to_its_copy_none_is_chosen():
+    def run():
+        for write in (lambda weight: weight.detach().zero_(), lambda weight: weight.data.zero_()):
+            booster, model, optimizer = boosted(make_model(), sgd, (torch.zeros(1, 8),), precision="bf16")
+            step(booster, model, optimizer)
+            halved_by_data(optimizer.param_groups[0]["params"])
+            write(model[0].weight)
+            with pytest.raises(
+                ConfigError, match=r"^0\.\w+, or a weight beside it, and its fp32 copy .* were both written"
+            ):
+                step(booster, model, optimizer)
+
+    Loopback(1).run(run)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_writes_inside_of_unsharded_and_to_copies_keep_their_order(is_first):
+    def run():
+        booster, model, optimizer = boosted(make_model(), sgd, (torch.zeros(1, 8),), precision="bf16", zero_stage=3)
+        step(booster, model, optimizer)
+        before = read(booster, model, 3)
+        if not is_first:
+            halved_by_data(optimizer.param_groups[0]["params"])
+        with booster.unsharded(model), torch.no_grad():
+            model[0].weight.add_(1.0)
+        if is_first:
+            halved_by_data(optimizer.param_groups[0]["params"])
+        step(booster, model, optimizer)
+        for name, one in read(booster, model, 3).items():
+            added = 0.0 if name != "0.weight" else FACTOR if is_first else 1.0
+            torch.testing.assert_close(one, before[name] * FACTOR + added, atol=1e-2, rtol=1e-2, msg=name)
+
+    Loopback(2).run(run)
+
+
+@pytest.mark.parametrize("reader", ["state_dict", "unboost"])
+def test_a_decay_by_hand_is_in_what_is_read_next(reader):
+    def run():
+        booster, model, optimizer = boosted(make_model(), sgd, (torch.zeros(1, 8),), precision="bf16")
+        step(booster, model, optimizer)
+        halved_by_data(optimizer.param_groups[0]["params"])
+        if reader == "unboost":
+            found = dict(booster.unboost(model).named_parameters())
+        else:
+            found = optimizer.state_dict()["masters"]
+        for name, one in make_model().named_parameters():
+            torch.testing.assert_close(found[name].detach(), one.detach() * FACTOR, atol=1e-3, rtol=1e-2, msg=name)
+
+    Loopback(1).run(run)
