@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hybridpp.errors import ConfigError
 from hybridpp.nn.metadata_functions import METADATA_FUNCTIONS
-from hybridpp.nn.torch_private import DisableTorchFunctionSubclass
+from hybridpp.nn.torch_private import DisableTorchFunctionSubclass, is_view
 from hybridpp.partition.containers import tensors_in
 from hybridpp.partition.taint import writes_first_argument
 
@@ -231,5 +231,6 @@ _WITHOUT_VALUES = (
     | _of_tensors("is_pinned", "is_same_size", "is_set_to", "is_shared", "is_signed", "nbytes", "ndimension", "numel")
     | _of_tensors("is_mkldnn", "is_mps", "is_quantized", "is_sparse_csr", "is_xpu", "name", "names", "output_nr")
     | _of_tensors("result_type", "retain_grad", "retains_grad", "sparse_dim", "storage_offset", "stride", "type")
-    | _of_tensors("untyped_storage", "_is_view")
+    | _of_tensors("untyped_storage")
+    | {is_view}
 )

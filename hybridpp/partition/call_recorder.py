@@ -138,7 +138,7 @@ class CallRecorder:
         call = UnitCall(
             name=name,
             occurrence=self._occurrences.get(name, 0),
-            sources=self.taints.sources((args, kwargs)),
+            sources=self.taints.sources((args, kwargs)) | self.taints.decisions,
             parameters=self._unit_parameters[name],
             checkpointed=in_checkpoint(),
             tree=pytree.tree_structure(None),
@@ -326,7 +326,7 @@ class CallRecorder:
         for call, number, leaf, version in self._outputs:
             if version_of(leaf) != version:
                 call.written |= {number}
-        sources = self.taints.sources(result) | self.taints.sources(list(kept.tensors))
+        sources = self.taints.sources(result) | self.taints.sources(list(kept.tensors)) | self.taints.decisions
         derivatives = tuple(self._derivatives)
         state = left, kept.read, kept.replaced
         written = frozenset(self._written_buffers)

@@ -29,6 +29,16 @@ Source: TypeAlias = Value | str
 
 _NOTHING: frozenset[Source] = frozenset()
 
+_OF_VALUES = ("bool", "int", "float", "index", "complex", "contains", "array", "format")
+# Functions that tell code the values of a tensor.
+_READS = frozenset(
+    {
+        *(getattr(Tensor, f"__{name}__") for name in _OF_VALUES),
+        *(getattr(Tensor, name) for name in ("item", "tolist", "numpy", "equal", "allclose", "is_nonzero")),
+        *(torch.equal, torch.allclose, torch.is_nonzero),
+    }
+)
+
 
 class SeenDerivative(NamedTuple):
     """A backward pass that code of the forward ran.
@@ -54,6 +64,10 @@ class TaintMode(TorchFunctionMode):
         on_derivative: a method, called with each derivative that code of the forward computes, but not with those of a
             unit with respect to tensors of its own; returns whether it goes through calls of units. Then its results
             are made up: the fakes of a trace have no complete graph.
+
+    Attributes:
+        decisions: the sources of real values that container code has read, on which what follows may depend: what a
+            unit has made of inputs alone (a mask) is real in a trace.
     """
 
     def __init__(self, on_derivative: Callable[[SeenDerivative], bool] | None = None) -> None:
@@ -66,6 +80,7 @@ class TaintMode(TorchFunctionMode):
         # Keeps every marked tensor alive, so that ids stay unique.
         self._alive: list[Tensor] = []
         self._everything: frozenset[Source] = _NOTHING
+        self.decisions: frozenset[Source] = _NOTHING
         self._paused = False
         self._used: dict[int, frozenset[Source]] = {}
         # The unit that created each tensor; those that leave the unit in a known way are marked.
@@ -143,6 +158,8 @@ class TaintMode(TorchFunctionMode):
             targets += tensors_in(args[0])
         outputs = tensors_in(result)
         if not outputs and not targets:
+            if func in _READS:
+                self.decisions |= self.sources((args, kwargs))
             return result
         self.refuse_strays((args, kwargs))
         sources = self.sources((args, kwargs))

@@ -97,6 +97,28 @@ class Skipping(Base):
         return self.head(x)
 
 
+class WithMask(nn.Linear):
+    """Returns the mask that it makes of the inputs, too."""
+
+    def forward(self, x, mask):
+        return super().forward(x), mask > 0
+
+
+class MasksBetween(Base):
+    """Code between the blocks skips a mask that lets all through."""
+
+    def __init__(self):
+        super().__init__(ByKeyword)
+        self.first = WithMask(4, 4)
+
+    def forward(self, x, mask):
+        x, mask = self.first(x, mask)
+        scale = None if mask.all() else mask * 0.5
+        for block in self.blocks:
+            x = block(hidden=x, mask=scale)
+        return self.head(x)
+
+
 class TwoTowers(nn.Module):
     """Two inputs, two bodies, one score for each pair."""
 

@@ -133,3 +133,18 @@ def test_values_are_followed_through_vmap_after_something_was_written():
         mapped = torch.vmap(lambda row: row * 2 + written)(a)
         assert A in taints.sources(mapped)
         assert taints.sources(torch.vmap(lambda row: row * 2)(torch.ones(4, 2))) == set()
+
+
+@pytest.mark.parametrize("read", [bool, float, torch.Tensor.tolist, lambda one: torch.equal(one, one)])
+def test_a_real_value_that_code_reads_decides_what_follows(read):
+    with TaintMode() as taints:
+        mask = torch.ones(1)
+        taints.mark(mask, [A])
+        assert mask.shape == (1,)
+        assert taints.decisions == set()
+        read(mask + 1)
+        with taints.paused():
+            other = torch.ones(1)
+            taints.mark(other, [B])
+            bool(other)
+    assert taints.decisions == {A}

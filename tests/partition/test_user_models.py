@@ -48,6 +48,7 @@ BATCHES = {
     "Skipping": LENGTHS[:2],
     "Keywords": [{"x": numbers(6, 4)}, {"x": numbers(6, 4), "mask": numbers(6, 1)}],
     "Flow": FLOW,
+    "MasksBetween": [{"x": numbers(6, 4), "mask": mask} for mask in (torch.ones(6, 1), torch.arange(6.0)[:, None])],
     "Order": [{"x": numbers(6, 4), "order": torch.tensor([1, 0, 2, 3]).expand(6, 4)}],
     "TwoTowers": [{"left": numbers(6, 4), "right": numbers(6, 3)}],
     "Recurrent": [numbers(6, 3, 4)],
