@@ -170,6 +170,7 @@ TESTED_THROUGH = {
     "hybridpp/trainer/state.py": "tests/trainer/test_trainer.py",
     "plugins/hybridpp_plugins/agreement.py": "tests/plugins/test_weights.py",
     "plugins/hybridpp_plugins/boosted_models.py": "tests/plugins/test_bad_input.py",
+    "plugins/hybridpp_plugins/criterion_trials.py": "tests/plugins/test_step_losses.py",
     "plugins/hybridpp_plugins/cut_model.py": "tests/plugins/test_layout_estimator.py",
     "plugins/hybridpp_plugins/schedule_costs.py": "tests/cli/test_estimate.py",
     "plugins/hybridpp_plugins/engine_parts.py": "tests/plugins/test_engine.py",

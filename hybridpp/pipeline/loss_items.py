@@ -85,7 +85,10 @@ class Count:
         first = rest[0] if name == "getitem" else None
         first = first[0] if isinstance(first, tuple) and first else first
         is_rows = name == "unbind" and (rest or (self.kwargs.get("dim", 0),))[0] == 0
-        own = self.function in (row_of, of_row) or is_rows or type(first) is int
+        is_row = self.function is row_of or is_rows or type(first) is int
+        if is_row and isinstance(self.args[0], Count) and "unique" in _name_of(self.args[0]):
+            is_row = False  # one of the classes that are there
+        own = self.function is of_row or is_row
         return own or any(one.is_of_row for one in self._inner())
 
     def _inner(self) -> "list[Count]":

@@ -123,6 +123,9 @@ def picked_samples(tree: Any, num_samples: int, dims: Callable[[Any], list[int |
 MIXED: Sequence[int] = (0, 1, 0, 0, 0, 1)
 """Samples of two kinds, of which the first two and the others hold unlike shares, and none lacks a kind."""
 PARTS_OF_MIXED: Sequence[slice] = (slice(0, 6), slice(0, 2), slice(2, 6))
+APART: Sequence[int] = (0, 0, 0, 1, 1)
+"""Samples of two kinds, of which the first three and the others lack one."""
+PARTS_OF_APART: Sequence[slice] = (slice(0, 5), slice(0, 3), slice(3, 5))
 
 
 def couples(value: Callable[[Sequence[int]], Any]) -> bool:

@@ -355,6 +355,11 @@ class LossTrace(WatchingMode):
         """Whether a model computed it, as far as known."""
         return isinstance(self._of(tensor), _OfModel)
 
+    def of_inputs(self, tensor: Tensor) -> Count | None:
+        """What makes a tensor of the inputs alone; None: it is made otherwise, as far as known."""
+        known = self._of(tensor)
+        return known if isinstance(known, Count) else None
+
     def _is_choice(self, index: Tensor) -> bool:
         reference = self._counting_up.get(id(index))
         return not isinstance(self._of(index), Count | _OfModel) and (reference is None or reference() is not index)
@@ -850,16 +855,17 @@ class LossTrace(WatchingMode):
             dims = None
         listed = range(tensor.dim()) if dims is None or dims == () else [dims] if isinstance(dims, int) else dims
         over = {dim % tensor.dim() for dim in listed} if tensor.dim() else {0}
+        is_chosen = what.numel is not None and what.numel.function is _chosen
         if self._samples_of(tensor) is not None:
             if not self._made_of(result).is_gone:
-                is_chosen = what.numel is not None and what.numel.function is _chosen
                 return _OfModel(what.numel if is_chosen else None, why=what.why)
         elif len(over) < max(tensor.dim(), 1):
             rows = tensor.shape[0]
             # Rows are samples, or all tokens of all samples; of a tensor with more dimensions they may be experts.
             are_items = rows == self._num_samples or (tensor.dim() == 2 and rows % self._num_samples == 0)
             if 0 not in over or what.is_stack or not are_items:
-                return _OfModel(why=what.why)
+                # Of rows that a mask selects, of which there may be none.
+                return _OfModel(what.numel if is_chosen and 0 not in over else None, why=what.why)
         factors = (self._num_items(tensor, what),) if name == "mean" else ()
         return _OfModel(terms=(self._term(factors, result, what.why, divided=what.divided),))
 

@@ -2,9 +2,8 @@
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from hybridpp.cluster import Group, preserved_random_state
 from hybridpp.config import PipelineConfig
-from hybridpp.nn.deferred_tensor import DeferredTensor, MadeWhenRead
 from hybridpp.nn.torch_private import pytree
 from hybridpp.pipeline import (
     CriterionAdapter,
@@ -27,31 +25,18 @@ from hybridpp.pipeline import (
     add_up,
     combined,
     confirm_sum,
-    duplicate_samples,
-    leaf_dims,
     loss_form_of,
-    map_sample_lists,
     observed,
-    select_samples,
-    with_another,
-    with_unlike_samples,
 )
 from hybridpp.pipeline.batch import TOTAL_KEY
-from hybridpp.pipeline.criterion_state import unchanged
 from hybridpp.pipeline.loss_form import ADVICE
-from hybridpp.pipeline.loss_items import MAX_COUNTS, Count, Product, entry_path, without_floor
-from hybridpp.pipeline.loss_reduction import MIXED, PARTS_OF_MIXED, couples, joined_samples, picked_samples
+from hybridpp.pipeline.loss_items import MAX_COUNTS, Product, entry_path
 from hybridpp.pipeline.loss_trace import OF_EARLIER_STAGE, Term
 from hybridpp_plugins.criterion_check import CriterionCheck
+from hybridpp_plugins.criterion_trials import CriterionTrials
 
 # The relative difference that rounding may make between a loss and the same loss by halves.
 _TOLERANCE = 1e-3
-# Makes outputs of another sample from those of one: probabilities stay between 0 and 1.
-_FACTOR = 0.75
-# Outputs of more elements are copied of two samples alone.
-_MAX_COPIED = 2**24
-# Samples that are looked at for unlike ones, and pairs of such that the criterion is called with.
-_MAX_SAMPLES, _MAX_PAIRS = 64, 3
 
 
 class StepLosses:
@@ -98,6 +83,7 @@ class StepLosses:
         self._report, self._pipeline, self._group = check.report, pipeline, group
         check.begin(criterion)
         self._scale, self._device, self._around = scale, device, around
+        self._trials = CriterionTrials(criterion, batch.microbatches, pipeline, device)
         self._trace: LossTrace | None = None
         self._ratio: float | None = None
         self._observes = False
@@ -285,7 +271,7 @@ class StepLosses:
             # A plain number may be another than it was taken for, of an equal value.
             trace.choose(choice)
             with preserved_random_state(self._device), trace:
-                again = trace.terms(self._again(outputs, inputs))
+                again = trace.terms(self._trials.again(outputs, inputs))
             other = self._tried(again, trace, microbatch, loss, outputs, inputs, choice)
             if not other.problems and not other.is_doubtful:
                 found = other._replace(form=replace(other.form, choice=choice))
@@ -293,7 +279,7 @@ class StepLosses:
             self._report(*problem)
         if trace.statistics and not self._criterion.declares_reduction:
             self._report(LossReduction.STATISTICS, trace.statistics)
-        if not self._criterion.declares_reduction and (kept := self._kept(microbatch, outputs, inputs)):
+        if not self._criterion.declares_reduction and (kept := self._trials.kept(microbatch, outputs, inputs)):
             self._report(LossReduction.KEPT, kept)
         is_sure = found.problems or found.is_told_apart or torch.is_grad_enabled()  # in training graphs are compared
         if not is_sure and self._is_open_choice(trace, microbatch, in_criterion):
@@ -313,8 +299,8 @@ class StepLosses:
                 values = [form.measure([other.inputs], [other.num_samples])[0].used for form in forms]
                 if all(len(set(one)) == 1 for one in values):
                     continue
-                inputs = pytree.tree_map_only(Tensor, self._here, other.inputs)
-                found = self._traced([other.inputs, inputs], own.num_samples, outputs, inputs, choice)
+                inputs = pytree.tree_map_only(Tensor, self._trials.here, other.inputs)
+                found = self._trials.traced([other.inputs, inputs], own.num_samples, outputs, inputs, choice)
             except Exception:  # a criterion may raise anything for inputs that do not belong to its outputs
                 continue
             if len(found) == len(terms):
@@ -336,71 +322,13 @@ class StepLosses:
             if other is own or other.num_samples != own.num_samples:
                 continue
             try:
-                inputs = pytree.tree_map_only(Tensor, self._here, other.inputs)
-                found = self._traced([other.inputs, inputs], own.num_samples, outputs, inputs, choice)
+                inputs = pytree.tree_map_only(Tensor, self._trials.here, other.inputs)
+                found = self._trials.traced([other.inputs, inputs], own.num_samples, outputs, inputs, choice)
             except Exception:  # a criterion may raise anything for inputs that do not belong to its outputs
                 continue
             if _number_of(found) > most:
                 best, most = found, _number_of(found)
         return best
-
-    def _again(self, outputs: Any, inputs: Any) -> Any:
-        """The criterion's result for other tensors, to look at it: what it keeps between its calls stays as it is."""
-        with unchanged(self._criterion.criterion):
-            return self._criterion(outputs, inputs)
-
-    @torch.no_grad()
-    def _kept(self, microbatch: int, outputs: Any, inputs: Any) -> str:
-        """What the criterion keeps from call to call, if another number of calls makes another loss; "": nothing.
-
-        A count of calls is that of steps where each replica has one micro-batch.
-        """
-        count = self._microbatches[microbatch].num_samples
-        *_, other = self._halves(outputs, inputs, count) if count > 1 else self._pair(microbatch, outputs, inputs)
-
-        def call(given: tuple[Any, Any]) -> float:
-            with preserved_random_state(self._device):
-                try:
-                    return float(self._criterion(*given))
-                except Exception as error:  # a criterion may raise anything when it is called again
-                    raise _NotCalledError from error
-
-        def after(*calls: tuple[Any, Any]) -> tuple[float, list[str]]:
-            with unchanged(self._criterion.criterion) as changes:
-                for one in calls:
-                    call(one)
-                return call((outputs, inputs)), changes()
-
-        with suppress(_NotCalledError):
-            once, names = after()
-            twice = after((outputs, inputs))[0] if names else once
-            if _is_another(twice, once) and (len(self._microbatches) > 1 or _is_another(after(other[:2])[0], twice)):
-                return ", ".join(names[:3])
-        return ""
-
-    def _here(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device)
-
-    @torch.no_grad()
-    def _traced(
-        self,
-        trees: list[Any],
-        num_samples: int,
-        outputs: Any,
-        inputs: Any,
-        choice: int = 0,
-        in_criterion: bool = True,
-    ) -> Sequence[Term]:
-        """The terms of the criterion's result for other inputs, or for some samples.
-
-        ``in_criterion=False``: what it does to samples is judged as in a model, whose loss nothing else checks.
-        """
-        trace = LossTrace(trees, num_samples, self._pipeline.batch_dims or 0, choice)
-        trace.in_criterion = in_criterion
-        trace.received([leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)])
-        with preserved_random_state(self._device), trace:
-            loss = self._again(outputs, inputs)
-        return trace.terms(loss) or ()
 
     def _tried(
         self,
@@ -444,7 +372,7 @@ class StepLosses:
             for counts in trace.ambiguous:
                 form = LossForm(counts=tuple(counts), products=())
                 measured = form.measure(
-                    [self._part_of(own.inputs, own.num_samples, half) for half in halves],
+                    [self._trials.part_of(own.inputs, own.num_samples, half) for half in halves],
                     [half.stop - half.start for half in halves],
                 )
                 if any(len(set(one.used)) > 1 for one in measured):
@@ -463,7 +391,7 @@ class StepLosses:
         has_total = any(self._is_total(factor.count) for term in terms for factor in term.factors or ())
         is_mean = self._criterion.declares_reduction and not has_total
         rows = trace.rows if is_mean else None
-        form = loss_form_of(terms, parts, self._twice_inputs, sizes, rows, self._part_of)
+        form = loss_form_of(terms, parts, self._trials.twice_inputs, sizes, rows, self._trials.part_of)
         if not has_total:
             return form
         return form.divided_by_total(next((term.natural for term in terms if term.natural), None))
@@ -530,23 +458,6 @@ class StepLosses:
     def _is_total(count: Any) -> bool:
         return entry_path(count) == (TOTAL_KEY,)
 
-    def _twice_inputs(self, inputs: Any, num_samples: int) -> Any:
-        dims = functools.partial(leaf_dims, dims=self._pipeline.batch_dims or 0)
-        return duplicate_samples(inputs, num_samples, dims)
-
-    def _part_of(self, inputs: Any, num_samples: int, samples: slice) -> Any:
-        dims = functools.partial(leaf_dims, dims=self._pipeline.batch_dims or 0)
-        listed = self._of_lists(inputs, num_samples, operator.itemgetter(samples))
-        return select_samples(listed, num_samples, dims, samples)
-
-    def _of_lists(self, inputs: Any, num_samples: int, function: Callable[[list[Any]], list[Any]]) -> Any:
-        """A micro-batch's inputs with a function applied to its lists of one entry for each sample."""
-
-        def applied(entries: list[Any]) -> list[Any]:
-            return function(entries) if len(entries) == num_samples else entries
-
-        return map_sample_lists(inputs, self._pipeline.batch_dims or 0, applied)
-
     def _checked(
         self,
         form: LossForm,
@@ -560,8 +471,6 @@ class StepLosses:
     ) -> LossForm:
         """The form, if the loss is a mean or a sum as it says; else what is wrong is added to ``problems``."""
         count = self._microbatches[microbatch].num_samples
-        in_dims = functools.partial(leaf_dims, dims=self._pipeline.batch_dims or 0)
-        out_dims = functools.partial(leaf_dims, dims=self._pipeline.dims_of_outputs)
         in_criterion = not terms or not any(term.in_model for term in terms)
         why = next((term.why for term in terms or () if term.why), "")
         if form.is_sum:
@@ -571,12 +480,11 @@ class StepLosses:
                 problems.append((LossReduction.COUPLED if why else LossReduction.SUM_IN_MODEL, why))
                 return LossForm.of_rows()
 
-            def on_twice() -> Any:
-                twice = duplicate_samples(self._of_lists(inputs, count, _twice), count, in_dims)
-                return self._again(duplicate_samples(outputs, count, out_dims), twice)
-
             form = LossForm.of_rows()
-            if not why and confirm_sum(loss, on_twice) is LossReduction.SUM:
+            if (
+                not why
+                and confirm_sum(loss, lambda: self._trials.on_twice(outputs, inputs, count)) is LossReduction.SUM
+            ):
                 problems.append((LossReduction.SUM, ""))
                 return form
         if why:
@@ -592,211 +500,10 @@ class StepLosses:
             return form
         if not in_criterion:
             return form
-        why = self._coupling(form, trace, microbatch, loss, outputs, inputs)
+        why = self._trials.coupling(form, trace, microbatch, loss, outputs, inputs)
         if why:
             problems.append((LossReduction.COUPLED, why))
         return form
-
-    @torch.no_grad()
-    def _coupling(
-        self, form: LossForm, trace: LossTrace, microbatch: int, loss: Tensor, outputs: Any, inputs: Any
-    ) -> str:
-        """How the criterion's loss depends on which samples are together, as far as trying it tells; "": not at all."""
-        count = self._microbatches[microbatch].num_samples
-        out_dims = functools.partial(leaf_dims, dims=self._pipeline.dims_of_outputs)
-        changed = [_may_change(trace, leaf) for leaf in pytree.tree_leaves(outputs)]
-        if count > 1:
-            parts = self._halves(outputs, inputs, count)
-            why = "of the samples together it is another than that of halves"
-        else:
-            parts = self._pair(microbatch, outputs, inputs)
-            why = "of two samples together it is another than that of each"
-        with preserved_random_state(self._device):
-            try:
-                differs = self._differs(form, loss, parts, known=0 if count > 1 else 1)
-            except _NotCalledError:
-                return self._coupling_of_twice(form, loss, outputs, inputs, count, changed)
-            if differs is None:
-                return ""
-            with suppress(_NotCalledError):  # for other outputs
-                if not differs and count > 1:
-                    # That the samples' losses are equal must not hide it.
-                    some = slice(0, count if _size_of(outputs) <= _MAX_COPIED else 2)
-                    unlike = with_unlike_samples(
-                        select_samples(outputs, count, out_dims, some), some.stop, out_dims, changed
-                    )
-                    parts = self._halves(unlike, self._part_of(inputs, count, some), some.stop)
-                    differs = self._differs(form, None, parts, known=0)
-            return why if differs else self._coupling_of_mixed(form, trace, microbatch, outputs, changed)
-
-    def _coupling_of_twice(
-        self, form: LossForm, loss: Tensor, outputs: Any, inputs: Any, count: int, changed: Sequence[bool]
-    ) -> str:
-        """The same of a criterion that cannot be called with halves: with the samples twice, and by its calls."""
-        in_dims = functools.partial(leaf_dims, dims=self._pipeline.batch_dims or 0)
-        out_dims = functools.partial(leaf_dims, dims=self._pipeline.dims_of_outputs)
-        twice = duplicate_samples(outputs, count, out_dims)
-        twice_inputs = duplicate_samples(self._of_lists(inputs, count, _twice), count, in_dims)
-        with suppress(_NotCalledError):  # for other numbers of samples
-            differs = self._differs(form, loss, self._halves(twice, twice_inputs, 2 * count), known=1)
-            if differs is False:
-                unlike = with_unlike_samples(twice, 2 * count, out_dims, changed)
-                differs = self._differs(form, None, self._halves(unlike, twice_inputs, 2 * count), known=0)
-            return "of the samples twice it is another than of them once" if differs else ""
-        try:
-            terms = self._traced([inputs], count, outputs, inputs, form.choice, in_criterion=False)
-        except Exception:  # a criterion may raise anything when it is called again
-            return ""
-        return next((term.why for term in terms if term.why), "")
-
-    def _coupling_of_mixed(
-        self, form: LossForm, trace: LossTrace, microbatch: int, outputs: Any, changed: Sequence[bool]
-    ) -> str:
-        """The same of samples for which numbers differ that the criterion has made of several of them."""
-        for parts in self._mixed(form, trace, microbatch, outputs, changed):
-            try:
-                if self._differs(form, None, parts, known=0, is_sure=False):
-                    return "a number of all samples is applied to each of them, as weights of classes by their counts"
-            except _NotCalledError:
-                continue
-        return ""
-
-    def _mixed(
-        self, form: LossForm, trace: LossTrace, microbatch: int, outputs: Any, changed: Sequence[bool]
-    ) -> Iterator[list[tuple[Any, Any, slice]]]:
-        """Outputs and inputs of some samples, and of parts of them, for which numbers differ that are not counted.
-
-        What a criterion makes of all samples and applies to each, such as weights of classes by how usual these are,
-        may be equal for the halves of a micro-batch. It is not for samples that are chosen for that.
-        """
-        counted = {id(one) for count in form.counts for one in (count, without_floor(count))}
-        applied = [one for one in trace.applied if id(one) not in counted]
-        if not applied:
-            return
-        own = self._microbatches[microbatch]
-        alike = [own, *(one for one in self._microbatches if one is not own and one.num_samples == own.num_samples)]
-        if not all(trace.is_computed(leaf) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)):
-            alike = [own]  # what it returned of the inputs would not belong to other ones
-        size, dims = own.num_samples, functools.partial(leaf_dims, dims=self._pipeline.batch_dims or 0)
-        out_dims = functools.partial(leaf_dims, dims=self._pipeline.dims_of_outputs)
-        if len(MIXED) * _size_of(outputs) > size * 8 * _MAX_COPIED:
-            return
-        samples = [(one.inputs, sample) for one in alike for sample in range(size)]
-        first, *others = samples[:: -(-len(samples) // _MAX_SAMPLES)]
-        num_pairs = 0
-        for other in others:
-            pair = first, other
-
-            def chosen(kinds: Sequence[int], pair: Any = pair) -> Any:
-                rows = [(kind, pair[kind][1]) for kind in kinds]
-                trees = [
-                    self._of_lists(tree, size, lambda entries: [entries[row] for _, row in rows]) for tree, _ in pair
-                ]
-                return joined_samples(trees, size, dims, rows)
-
-            def value(kinds: Sequence[int], count: Count) -> Any:
-                return count.of(chosen(kinds), len(kinds))
-
-            if not any(couples(functools.partial(value, count=count)) for count in applied):
-                continue
-            inputs = pytree.tree_map_only(Tensor, self._here, chosen(MIXED))
-            made = picked_samples(outputs, size, out_dims, [pair[kind][1] for kind in MIXED])
-            unlike = with_unlike_samples(made, len(MIXED), out_dims, changed)
-            yield [
-                (
-                    select_samples(unlike, len(MIXED), out_dims, part),
-                    self._part_of(inputs, len(MIXED), part),
-                    part,
-                )
-                for part in PARTS_OF_MIXED
-            ]
-            num_pairs += 1
-            if num_pairs == _MAX_PAIRS:
-                return
-
-    def _halves(self, outputs: Any, inputs: Any, count: int) -> list[tuple[Any, Any, slice]]:
-        """The outputs and inputs of all samples; of half of them; and of the others."""
-        out_dims = functools.partial(leaf_dims, dims=self._pipeline.dims_of_outputs)
-        return [
-            (select_samples(outputs, count, out_dims, part), self._part_of(inputs, count, part), part)
-            for part in (slice(0, count), slice(0, count // 2), slice(count // 2, count))
-        ]
-
-    def _pair(self, microbatch: int, outputs: Any, inputs: Any) -> list[tuple[Any, Any, slice]]:
-        """A single sample with another one beside it; each of them alone.
-
-        The inputs of the other are those of another micro-batch, its outputs those of the sample times a number.
-        """
-        in_dims = functools.partial(leaf_dims, dims=self._pipeline.batch_dims or 0)
-        out_dims = functools.partial(leaf_dims, dims=self._pipeline.dims_of_outputs)
-        given = self._microbatches[microbatch].inputs
-        others = [one.inputs for one in self._microbatches if one.num_samples == 1 and one.inputs is not given]
-        both_outputs, other_outputs = with_another(outputs, None, out_dims, _FACTOR)
-        both_inputs, other_inputs = with_another(inputs, next(iter(others), None), in_dims)
-        return [
-            (both_outputs, self._of_lists(both_inputs, 1, _twice), slice(0, 2)),
-            (outputs, inputs, slice(0, 1)),
-            (other_outputs, other_inputs, slice(1, 2)),
-        ]
-
-    def _differs(
-        self,
-        form: LossForm,
-        loss: Tensor | None,
-        parts: Sequence[tuple[Any, Any, slice]],
-        known: int,
-        is_sure: bool = True,
-    ) -> bool | None:
-        """Whether the loss of the first part, of all samples, is not the mean of those of the others.
-
-        None: nothing shows it. A random one does not: ``known`` is the part whose loss is ``loss``. ``is_sure``:
-        whether a part without a finite loss shows it.
-
-        Raises:
-            _NotCalledError: the criterion cannot be called with so many samples.
-        """
-        try:
-            values = [self._alone(form, *part) for part in parts]
-            full, own_full = values[0]
-            total = add_up([one for _, one in values[1:]])
-            if form.needs_terms:
-                shares = [lambda product, one=one: form.share(product, one, total) for _, one in values]
-                expected = [
-                    combined(form, terms, share) for (terms, _), share in zip(values[1:], shares[1:], strict=True)
-                ]
-                again = combined(form, full, lambda product: form.share(product, own_full, total))
-            else:
-                product = form.products[0]
-                expected = [one * share for one, own in values[1:] if (share := form.share(product, own, total))]
-                again = full
-            numbers = [float(one) for one in expected if one is not None]
-            now = float(again if again is not None else 0.0)
-            before = repeated = 0.0
-            if loss is not None and not form.needs_terms:
-                before, repeated = float(loss), float(values[known][0])
-        except Exception as error:  # a criterion may raise anything for a number of samples that it was not made for
-            raise _NotCalledError from error
-        if abs(repeated - before) > 1e-5 * abs(before):
-            return None
-        if loss is None and not math.isfinite(now):
-            return None
-        if not all(map(math.isfinite, numbers)):
-            return math.isfinite(now) if is_sure else None  # such as the deviation of a single sample
-        scale = max(abs(now), *map(abs, numbers), 1e-30)
-        limit = _TOLERANCE if loss is None or loss.dtype in (torch.float32, torch.float64) else 0.05
-        return abs(sum(numbers) - now) > limit * scale
-
-    def _alone(self, form: LossForm, outputs: Any, inputs: Any, samples: slice) -> tuple[Any, Measured]:
-        """The loss of some samples, or its terms; and their counts."""
-        num_samples = samples.stop - samples.start
-        (measured,) = form.measure([inputs], [num_samples])
-        if not form.needs_terms:
-            return self._again(outputs, inputs), measured
-        return self._traced([inputs], num_samples, outputs, inputs, form.choice), measured
-
-
-class _NotCalledError(Exception):
-    """A criterion cannot be called with a number of samples."""
 
 
 class _Tried(NamedTuple):
@@ -810,27 +517,5 @@ class _Tried(NamedTuple):
     is_told_apart: bool
 
 
-def _may_change(trace: LossTrace, output: Any) -> bool:
-    """Whether other numbers may stand in the place of an output's, which are no masks or counts of the inputs."""
-    if not isinstance(output, Tensor) or not trace.is_computed(output):
-        return False
-    # Logits that are divided over ranks would be gathered.
-    is_whole = isinstance(output, DeferredTensor) or not isinstance(output, MadeWhenRead)
-    return is_whole and (output.requires_grad or not torch.is_grad_enabled())
-
-
-def _is_another(one: float, other: float) -> bool:
-    """Whether two values of a loss differ by more than the order of the same additions."""
-    return math.isfinite(one) and math.isfinite(other) and not math.isclose(one, other, rel_tol=1e-6)
-
-
 def _number_of(terms: Sequence[Term]) -> int:
     return sum(term.factors is not None for term in terms)
-
-
-def _size_of(outputs: Any) -> int:
-    return sum(leaf.numel() for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor))
-
-
-def _twice(entries: list[Any]) -> list[Any]:
-    return entries * 2

@@ -496,6 +496,116 @@ def test_a_loss_that_couples_samples_is_found_with_a_single_one(criterion):
     assert verdict(criterion, rows=1) == LossReduction.COUPLED
 
 
+def per_sample(o, i):
+    return F.cross_entropy(o["logits"], i["target"], reduction="none")
+
+
+def means_of_classes(o, i):
+    losses, y = per_sample(o, i), i["target"]
+    return torch.stack([losses[y == one].mean() for one in y.unique()]).mean()
+
+
+def means_of_classes_there(o, i):
+    total, found = 0.0, 0
+    for one in range(5):
+        chosen = i["target"] == one
+        if chosen.any():
+            total, found = total + F.cross_entropy(o["logits"][chosen], i["target"][chosen]), found + 1
+    return total / found
+
+
+def with_means_of_classes(o, i):
+    return F.cross_entropy(o["logits"], i["target"]) + means_of_classes(o, i)
+
+
+def balanced_classes(o, i):
+    return (per_sample(o, i) / i["target"].bincount()[i["target"]]).mean()
+
+
+def adjusted_logits(o, i):
+    shares = i["target"].bincount(minlength=5) / len(i["target"])
+    return F.cross_entropy(o["logits"] + (shares + 0.1).log(), i["target"])
+
+
+COUPLING_CLASSES = [
+    means_of_classes,
+    means_of_classes_there,
+    with_means_of_classes,
+    balanced_classes,
+    adjusted_logits,
+]
+
+
+@pytest.mark.parametrize(("rows", "of_all"), [(1, 0), (4, 2)])
+@pytest.mark.parametrize("criterion", COUPLING_CLASSES)
+def test_what_couples_unlike_classes_is_found_where_all_are_alike(criterion, rows, of_all):
+    assert verdict(criterion, rows=rows, target=torch.full((rows,), of_all)) == LossReduction.COUPLED
+
+
+def correlation(o, i):
+    one, other = (values - values.mean() for values in (o["logits"][:, 0], i["target"][:, 0]))
+    return 1 - (one * other).sum() / (one.norm() * other.norm() + 1e-6)
+
+
+def ranked(o, i):
+    above = (i["target"][:, None, 0] > i["target"][None, :, 0]).float()
+    margins = o["logits"][:, None, 0] - o["logits"][None, :, 0]
+    return (F.softplus(-margins) * above).sum() / above.sum().clamp(min=1)
+
+
+def balanced_parts(o, i):
+    return (-(i["target"] * o["logits"].log_softmax(1)) / i["target"].mean(0)).sum(1).mean()
+
+
+@pytest.mark.parametrize(
+    ("criterion", "target"),
+    [
+        (correlation, X),
+        (ranked, X),
+        (balanced_parts, X.softmax(1)),
+        (edges, ALTERNATING),
+        (edges, 1 - ALTERNATING),
+        (edges, X.abs()),
+        (edges, -X.abs()),
+        (lambda o, i: (o["logits"].mean(1) * i["target"][:, 0] / i["target"][:, 0].abs().max()).mean(), X),
+    ],
+)
+def test_what_couples_unlike_numbers_is_found_with_a_single_sample(criterion, target):
+    assert verdict(criterion, rows=1, target=target[:1]) == LossReduction.COUPLED
+
+
+def with_some_classes(o, i):
+    chosen = i["target"] > 2
+    return per_sample(o, i).mean() + (o["logits"][chosen, 0].square().mean() if chosen.any() else 0.0)
+
+
+def with_unread_classes(o, i):
+    chosen = (i["target"] > 2).float()
+    return (per_sample(o, i) * chosen).sum() / chosen.sum().clamp(min=1)
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        lambda o, i: per_sample(o, i).mean(),
+        with_some_classes,
+        with_unread_classes,
+        lambda o, i: (per_sample(o, i) * X[0][i["target"]]).mean(),
+        lambda o, i: F.cross_entropy(o["logits"], i["target"], weight=CLASS_WEIGHTS[:5], label_smoothing=0.1),
+        lambda o, i: F.cross_entropy(o["logits"], i["target"], ignore_index=1),
+        lambda o, i: torch.stack(
+            [-row.log_softmax(0)[int(y)] for row, y in zip(o["logits"], i["target"], strict=True)]
+        ).mean(),
+        lambda o, i: F.binary_cross_entropy_with_logits(
+            o["logits"], F.one_hot(i["target"], 5).float(), pos_weight=CLASS_WEIGHTS[:5]
+        ),
+    ],
+)
+def test_means_of_single_samples_pass_where_all_classes_are_alike(criterion):
+    for rows, of_all in ((1, 0), (4, 3)):
+        assert verdict(criterion, rows=rows, target=torch.full((rows,), of_all)) == LossReduction.MEAN
+
+
 @pytest.mark.parametrize(
     ("inside", "expected"),
     [
