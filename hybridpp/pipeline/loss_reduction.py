@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridpp.nn.torch_private import pytree
+from hybridpp.pipeline.batch_dims import Dims, leaf_dims
+from hybridpp.pipeline.packed_rows import packed_lengths, some_sequences
 
 
 class LossReduction(IntEnum):
@@ -65,6 +68,14 @@ def duplicate_samples(tree: Any, num_samples: int, dims: Callable[[Any], list[in
         return torch.arange(leaf.shape[dim], device=leaf.device).repeat(2)
 
     return _indexed(tree, num_samples, dims, twice)
+
+
+def duplicate_inputs(inputs: Any, num_samples: int, dims: Dims) -> Any:
+    """A copy of a micro-batch's inputs with every sample duplicated, also where these are sequences of a packed row."""
+    lengths = packed_lengths(inputs, dims)
+    if lengths is not None and len(lengths) == num_samples:
+        return some_sequences(inputs, lengths, [*range(num_samples)] * 2)
+    return duplicate_samples(inputs, num_samples, partial(leaf_dims, dims=dims))
 
 
 def select_samples(tree: Any, num_samples: int, dims: Callable[[Any], list[int | None]], samples: slice) -> Any:

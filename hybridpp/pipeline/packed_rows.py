@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hybridpp.errors import DataError
+from hybridpp.nn.torch_private import pytree
 from hybridpp.pipeline.batch_dims import Dims
 
 # Grids of patches, one a row for each image; their patches; the number of such tokens in `mm_token_type_ids`.
@@ -270,11 +272,61 @@ def _packed_sequences(batch: Mapping[str, Any], settings: Mapping[str, Any]) -> 
     counts = tuple(ends.diff().tolist())
     found: dict[str, Any] = {name: Lengths(value) for name, value in lengths.items()}
     for name, value in batch.items():
-        if name in lengths or name in settings or not isinstance(value, Tensor) or not value.dim():
+        if name in lengths or name in settings or not isinstance(value, Tensor):
             continue
-        along = [
-            dim for dim, size in enumerate(value.shape) if size == sum(counts) and set(value.shape[:dim]) <= {1, 3}
-        ]
-        if along:
-            found[name] = Rows(value, counts, along[0])
+        dim = _dim_of_tokens(value, sum(counts))
+        if dim is not None:
+            found[name] = Rows(value, counts, dim)
     return found
+
+
+def _dim_of_tokens(tensor: Tensor, num_tokens: int) -> int | None:
+    """Which dimension has the tokens of a packed row."""
+    along = (dim for dim, size in enumerate(tensor.shape) if size == num_tokens and set(tensor.shape[:dim]) <= {1, 3})
+    return next(along, None)
+
+
+def packed_lengths(batch: Any, dims: Dims) -> tuple[int, ...] | None:
+    """How many tokens each sequence of a packed row has; None: the batch is none."""
+    if type(batch) is not dict or (isinstance(dims, int) and dims != 0):
+        return None
+    marked = _packed_sequences(batch, dims if isinstance(dims, Mapping) else {})
+    return next((one.counts for one in marked.values() if isinstance(one, Rows)), None)
+
+
+def some_sequences(tree: Any, lengths: Sequence[int], chosen: Sequence[int]) -> Any:
+    """Some of the sequences of a packed row, in any order, of a batch or of what a model makes of it.
+
+    Args:
+        tree: in whose tensors one dimension has the tokens.
+        lengths: of all sequences.
+        chosen: indices of sequences.
+    """
+    ends = list(accumulate(lengths))
+    tokens = [token for one in chosen for token in range(ends[one] - lengths[one], ends[one])]
+    own_ends = [0, *accumulate(lengths[one] for one in chosen)]
+
+    def part(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if path and str(getattr(path[-1], "key", "")).startswith(_LENGTHS) and leaf.shape == (len(lengths) + 1,):
+            return leaf.new_tensor(own_ends)
+        dim = _dim_of_tokens(leaf, ends[-1])
+        if dim is None:
+            return leaf
+        # An index keeps logits in parts that are sharded by vocabulary.
+        before: list[slice | Tensor] = [slice(None)] * dim
+        return leaf[(*before, torch.tensor(tokens, device=leaf.device))]
+
+    return pytree.tree_map_with_path(part, tree)
+
+
+def joined_sequences(trees: Sequence[Any], num_tokens: int) -> Any:
+    """What a model makes of several packed rows of as many tokens each, as of one row."""
+    leaves, structure = pytree.tree_flatten(trees[0])
+    flat = [pytree.tree_leaves(tree) for tree in trees]
+    for index, leaf in enumerate(leaves):
+        dim = _dim_of_tokens(leaf, num_tokens) if isinstance(leaf, Tensor) else None
+        if dim is not None:
+            leaves[index] = torch.cat([one[index] for one in flat], dim)
+    return pytree.tree_unflatten(leaves, structure)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +16,10 @@ from hybridpp.pipeline import (
     LossTrace,
     NotCountedError,
     SplitBatch,
-    duplicate_samples,
-    leaf_dims,
     loss_form_of,
 )
 from hybridpp.pipeline.loss_items import without_floor
+from hybridpp.pipeline.loss_reduction import duplicate_inputs
 
 
 class CountedLoss:
@@ -83,7 +81,7 @@ class CountedLoss:
         (part,) = self._batch.microbatches
 
         def twice(inputs: Any, num_samples: int) -> Any:
-            return duplicate_samples(inputs, num_samples, partial(leaf_dims, dims=self._pipeline.batch_dims or 0))
+            return duplicate_inputs(inputs, num_samples, self._pipeline.batch_dims or 0)
 
         try:
             return loss_form_of(terms, [part.inputs], twice, [part.num_samples], trace.rows)

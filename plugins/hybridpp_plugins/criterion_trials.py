@@ -37,10 +37,12 @@ from hybridpp.pipeline.loss_reduction import (
     MIXED,
     PARTS_OF_APART,
     PARTS_OF_MIXED,
+    duplicate_inputs,
     joined_samples,
     picked_samples,
 )
 from hybridpp.pipeline.loss_trace import Term
+from hybridpp.pipeline.packed_rows import joined_sequences, packed_lengths, some_sequences
 from hybridpp_plugins.trial_samples import Chosen, TrialPair, copies, trial_pairs
 
 # The relative difference that rounding may make between a loss and the same loss by halves.
@@ -125,15 +127,25 @@ class CriterionTrials:
     def _twice(self, outputs: Any, inputs: Any, count: int) -> tuple[Any, Any]:
         out_dims = functools.partial(leaf_dims, dims=self._pipeline.dims_of_outputs)
         listed = self.of_lists(inputs, count, lambda entries: entries * 2)
+        lengths = self._lengths(inputs, count)
+        if lengths is not None:
+            return some_sequences(outputs, lengths, [*range(count)] * 2), self.twice_inputs(listed, count)
         return duplicate_samples(outputs, count, out_dims), self.twice_inputs(listed, count)
+
+    def _lengths(self, inputs: Any, num_samples: int) -> Sequence[int] | None:
+        """Of the samples, if they are the sequences of a packed row."""
+        lengths = packed_lengths(inputs, self._pipeline.batch_dims or 0)
+        return lengths if lengths is not None and len(lengths) == num_samples else None
 
     def twice_inputs(self, inputs: Any, num_samples: int) -> Any:
         """Inputs with their samples duplicated."""
-        dims = functools.partial(leaf_dims, dims=self._pipeline.batch_dims or 0)
-        return duplicate_samples(inputs, num_samples, dims)
+        return duplicate_inputs(inputs, num_samples, self._pipeline.batch_dims or 0)
 
     def part_of(self, inputs: Any, num_samples: int, samples: slice) -> Any:
         """The inputs of some samples."""
+        lengths = self._lengths(inputs, num_samples)
+        if lengths is not None:
+            return some_sequences(inputs, lengths, range(samples.start, samples.stop))
         dims = functools.partial(leaf_dims, dims=self._pipeline.batch_dims or 0)
         listed = self.of_lists(inputs, num_samples, operator.itemgetter(samples))
         return select_samples(listed, num_samples, dims, samples)
@@ -235,6 +247,8 @@ class CriterionTrials:
         may be equal for the halves of a micro-batch, whose samples may be alike; and a single one has no halves.
         """
         own = self._microbatches[microbatch]
+        if self._lengths(own.inputs, own.num_samples) is not None:
+            return ""  # a row of sequences is none of samples
         alike = [own, *(one for one in self._microbatches if one is not own and one.num_samples == own.num_samples)]
         leaves = pytree.tree_leaves(outputs)
         remade = [trace.of_inputs(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
@@ -362,10 +376,15 @@ class CriterionTrials:
     def _halves(self, outputs: Any, inputs: Any, count: int) -> list[tuple[Any, Any, slice]]:
         """The outputs and inputs of all samples; of half of them; and of the others."""
         out_dims = functools.partial(leaf_dims, dims=self._pipeline.dims_of_outputs)
-        return [
-            (select_samples(outputs, count, out_dims, part), self.part_of(inputs, count, part), part)
-            for part in (slice(0, count), slice(0, count // 2), slice(count // 2, count))
-        ]
+        lengths = self._lengths(inputs, count)
+
+        def made_of(part: slice) -> Any:
+            if lengths is None:
+                return select_samples(outputs, count, out_dims, part)
+            return some_sequences(outputs, lengths, range(part.start, part.stop))
+
+        parts = slice(0, count), slice(0, count // 2), slice(count // 2, count)
+        return [(made_of(part), self.part_of(inputs, count, part), part) for part in parts]
 
     def _pair(self, microbatch: int, outputs: Any, inputs: Any) -> list[tuple[Any, Any, slice]]:
         """A single sample with another one beside it; each of them alone.
@@ -377,6 +396,15 @@ class CriterionTrials:
         given = self._microbatches[microbatch].inputs
         others = [one.inputs for one in self._microbatches if one.num_samples == 1 and one.inputs is not given]
         both_outputs, other_outputs = with_another(outputs, None, out_dims, _FACTOR)
+        lengths = self._lengths(inputs, 1)
+        if lengths is not None:
+            both_outputs = joined_sequences([outputs, other_outputs], lengths[0])
+            both_inputs = some_sequences(inputs, lengths, [0, 0])
+            return [
+                (both_outputs, both_inputs, slice(0, 2)),
+                (outputs, inputs, slice(0, 1)),
+                (other_outputs, inputs, slice(1, 2)),
+            ]
         both_inputs, other_inputs = with_another(inputs, next(iter(others), None), in_dims)
         return [
             (both_outputs, self.of_lists(both_inputs, 1, lambda entries: entries * 2), slice(0, 2)),

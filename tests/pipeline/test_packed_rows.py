@@ -6,6 +6,7 @@ import torch
 from hybridpp.config import PipelineConfig
 from hybridpp.errors import ConfigError, DataError
 from hybridpp.pipeline import split_batch
+from hybridpp.pipeline.packed_rows import packed_lengths, some_sequences
 
 IMAGE, LENGTH = 60, 16
 # Samples with one image, none, two (a large one first), and none.
@@ -115,6 +116,17 @@ def test_a_packed_row_is_cut_between_its_sequences():
     assert other.inputs["position_ids"].shape == (3, 1, 3)
     assert one.inputs["cu_seq_lens_q"].tolist() == [0, 3, 7]
     assert other.inputs["cu_seq_lens_q"].tolist() == [0, 3]
+
+
+def test_some_sequences_of_a_packed_row_are_a_packed_row():
+    batch = {"input_ids": torch.arange(6)[None], "cu_seq_lens_q": torch.tensor([0, 1, 4, 6]), "max_length_q": 3}
+    lengths = packed_lengths(batch, 0)
+    assert lengths == (1, 3, 2)
+    part = some_sequences(batch, lengths, [2, 0, 2])
+    assert part["input_ids"].tolist() == [[4, 5, 0, 4, 5]]
+    assert part["cu_seq_lens_q"].tolist() == [0, 2, 3, 5]
+    assert some_sequences(torch.arange(12).view(1, 6, 2), lengths, [1])[0, :, 0].tolist() == [2, 4, 6]
+    assert packed_lengths({"input_ids": torch.zeros(2, 3)}, 0) is None
 
 
 def test_positions_that_all_samples_share_are_not_split():

@@ -208,6 +208,58 @@ def test_so_they_are_of_logits_that_are_divided_by_vocabulary():
                 assert (rank[name][1][parameter] - gradients[parameter]).abs().max() <= 1e-6, (name, parameter)
 
 
+class Packed(nn.Module):
+    """The loss of a row of sequences, as transformers makes it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, input_ids, labels, cu_seq_lens_q):
+        logits = self.head(self.embedding(input_ids))
+        shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+        return {"logits": logits, "loss": F.cross_entropy(logits.view(-1, VOCABULARY), shifted.view(-1))}
+
+
+def packed(lengths):
+    """As DataCollatorWithFlattening makes it."""
+    rows = [torch.arange(2, 2 + length) % VOCABULARY for length in lengths]
+    return {
+        "input_ids": torch.cat(rows)[None],
+        "labels": torch.cat([torch.cat([torch.tensor([-100]), row[1:]]) for row in rows])[None],
+        "cu_seq_lens_q": torch.tensor([0, *lengths]).cumsum(0).int(),
+    }
+
+
+@pytest.mark.parametrize("in_criterion", [False, True], ids=["the model's", "a criterion's"])
+@pytest.mark.parametrize("settings", [{"num_microbatches": 2}, {"pp_size": 2, "num_microbatches": 4}, {"dp_size": 2}])
+def test_each_token_of_a_packed_row_counts_once(settings, in_criterion):
+    def criterion(outputs, inputs):
+        own = F.cross_entropy(outputs["logits"][0, :-1], inputs["labels"][0, 1:])
+        return own if in_criterion else outputs["loss"]
+
+    lengths, size = (3, 7, 2, 5), settings.get("dp_size", 1)
+    whole = Packed()
+    expected = criterion(whole(**packed(lengths)), packed(lengths))
+    expected.backward()
+
+    def run():
+        given = {name: value for name, value in settings.items() if name != "dp_size"}
+        booster, model, optimizer = boosted(Packed(), sgd, packed((2,)), **given)
+        at = booster.plugin.layout.here.dp * 4 // size
+        result = booster.execute_pipeline(iter([packed(lengths[at : at + 4 // size])]), model, criterion, optimizer)
+        return result["loss"].item(), result["num_items"], gradients_of(booster, model)
+
+    ranks = Loopback(size * settings.get("pp_size", 1)).run(run)
+    parts = {(loss, float(count)) for loss, count, _ in ranks}
+    assert sum(count for _, count in parts) == sum(lengths) - 4
+    assert sum(loss * count for loss, count in parts) / (sum(lengths) - 4) == pytest.approx(expected.item())
+    for *_, gradients in ranks:
+        for name, gradient in gradients.items():
+            assert (gradient - whole.get_parameter(name).grad).abs().max() <= 1e-6, name
+
+
 def verdict(criterion, inside=None, target=None, rows=4, x=X):
     """Of a criterion, on outputs with one row per sample; ``inside``: makes the model's own loss."""
     inputs = {"x": x[:rows], "target": torch.zeros(rows, 5) if target is None else target}
